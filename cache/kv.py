@@ -1,0 +1,50 @@
+"""The tensors of the paged KV cache. Which block belongs to whom is cache/manager.py's affair."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LayerKV(NamedTuple):
+    """Keys and values of one layer, [blocks, block_size, kv_heads, head_dim] each."""
+
+    keys: Tensor
+    values: Tensor
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Store k and v, [T, kv_heads, head_dim], at slots [T] = block · block_size + offset."""
+        self.keys.view(-1, *self.keys.shape[2:]).index_copy_(0, slots, k)
+        self.values.view(-1, *self.values.shape[2:]).index_copy_(0, slots, v)
+
+
+class KVCache:
+    """One LayerKV per layer, allocated once."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.blocks = blocks
+        self.block_size = block_size
+        self.layers = layers
+        self.kv_heads = kv_heads
+        self.dtype = dtype
+        self._keys = torch.zeros(
+            layers, blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device
+        )
+        self._values = torch.zeros_like(self._keys)
+
+    def layer(self, index: int) -> LayerKV:
+        return LayerKV(self._keys[index], self._values[index])
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.layers * self._keys[0, 0, 0].numel() * self._keys.element_size()

@@ -1,0 +1,34 @@
+"""What a client may ask of the sampler. Plain data, no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one completion picks its tokens and when it ends. Validated at the HTTP border.
+
+    `temperature` below 1e-5 means greedy. `top_k` 0 and `top_p` 1 mean no limit.
+    `seed` None means a fresh random seed. `logprobs` None means none are wanted; k means the
+    chosen token and the k most likely ones. `stop_ids` end the completion and are not text;
+    they already hold the model's own end-of-text tokens unless the client asked to ignore them.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5

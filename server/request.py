@@ -1,0 +1,164 @@
+"""Requests, what the engine says about them, and the errors a client can see. No torch.
+
+ServeError
+├── PromptTooLong      400
+├── UnsupportedField   400
+├── InvalidField       400
+├── ModelNotFound      404
+├── QueueFull          429
+├── RequestFailed      500
+└── ShuttingDown       503
+"""
+
+import random
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from model.sampling import SamplingParams
+
+
+class ServeError(Exception):
+    """An answer other than 200: status, OpenAI error type and code, and the field at fault."""
+
+    status = 500
+    kind = "server_error"
+    code = "internal_error"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidField(ServeError):
+    status = 400
+    kind = "invalid_request_error"
+    code = "invalid_value"
+
+
+class UnsupportedField(InvalidField):
+    code = "unsupported_parameter"
+
+
+class PromptTooLong(InvalidField):
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(ServeError):
+    status = 404
+    kind = "invalid_request_error"
+    code = "model_not_found"
+
+
+class QueueFull(ServeError):
+    status = 429
+    kind = "rate_limit_error"
+    code = "queue_full"
+
+
+class RequestFailed(ServeError):
+    """This request alone failed inside the engine."""
+
+
+class ShuttingDown(ServeError):
+    status = 503
+    code = "shutting_down"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"  # max_tokens reached
+    CONTEXT = "context"  # the model's context is full; "length" on the wire
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True)
+class Request:
+    """One sequence. The scheduler narrows the gap between *known* and *computed* tokens.
+
+    Only the engine thread touches it after `Engine.submit`.
+    """
+
+    id: str
+    tokens: list[int]  # known: prompt, then generated
+    num_prompt: int
+    params: SamplingParams
+    arrival: float  # time.monotonic() when the server received it
+    rng: random.Random
+    salt: str = ""  # prefixes are shared only between equal salts
+    computed: int = 0  # tokens whose K and V are stored
+    cached: int = 0  # prompt tokens found in the prefix cache at first admission
+    admitted: float | None = None  # monotonic time of the first admission
+    first_token: float | None = None
+    preemptions: int = 0
+    prompt_logprobs: list["TokenLogprob | None"] = field(default_factory=list)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token, and of the most likely ones at its place, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One generated token of one request, or its end.
+
+    `token` is None when a request ends without one (abort, error). A token in
+    `params.stop_ids` arrives with `finish` STOP: it counts as usage and is not text.
+    `prompt_logprobs` comes with the first token when asked for; its first entry is None.
+    """
+
+    request_id: str
+    token: int | None
+    finish: FinishReason | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    cached_tokens: int = 0
+    error: ServeError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary:
+    """Told once per request that reached the engine, when it ends. Seconds, monotonic."""
+
+    finish: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    arrival: float
+    admitted: float | None
+    first_token: float | None
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one engine step did, and how things stand after it."""
+
+    seconds: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    batch_requests: int = 0
+    computed_prompt_tokens: int = 0  # once per request: recomputation after preemption excluded
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    written_entries: int = 0  # K and V vectors: 2 · layers · kv_heads per token
+    written_bytes: int = 0
+    preemptions: int = 0
+    prefix_queried_tokens: int = 0  # once per request, at first admission
+    prefix_hit_tokens: int = 0
+    evicted_blocks: int = 0  # cached content given up to make room
+    blocks_free: int = 0
+    blocks_active: int = 0
+    blocks_cached: int = 0
+    inter_token_seconds: tuple[float, ...] = ()
+    ended: tuple[RequestSummary, ...] = ()
