@@ -1,0 +1,89 @@
+"""Block ids with reference counts. Knows integers only: no tokens, no sequences, no tensors.
+
+A block that nobody holds keeps its content until it is the one freed longest ago, so the
+order of the free list is the order of eviction.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+
+class InvariantError(AssertionError):
+    """The cache's books do not balance: a defect of this program, never of a request."""
+
+
+class BlockPool:
+    """Ids 1 to num_blocks − 1, least recently freed first; every operation O(1) per block.
+
+    Block 0 is reserved and never handed out: padding entries of block tables point at it, so
+    a pool of N blocks has N − 1 usable ones.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"a pool of {num_blocks} blocks has none to hand out; use 2 or more")
+        self.num_blocks = num_blocks
+        self._refs = [0] * num_blocks
+        # Ordered, because taking the first key of a plain dict walks over every removed one.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def refs(self, block: int) -> int:
+        """How many holders `block` has."""
+        return self._refs[block]
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` free blocks with one holder each, oldest first; None, nothing taken, if fewer."""
+        if count > len(self._free):
+            return None
+        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
+            self._refs[block] = 1
+        return taken
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more holder for each block; a free one leaves the free list with its content."""
+        for block in blocks:
+            self._require_usable(block)
+            if self._refs[block] == 0:
+                del self._free[block]
+            self._refs[block] += 1
+
+    def give_back(self, blocks: Iterable[int]) -> list[int]:
+        """One holder fewer for each block, in the given order; returns those now free.
+
+        Raises InvariantError for a block that nobody holds (a double free).
+        """
+        freed = []
+        for block in blocks:
+            self._require_usable(block)
+            if self._refs[block] == 0:
+                raise InvariantError(f"block {block} is given back but nobody holds it")
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                self._free[block] = None
+                freed.append(block)
+        return freed
+
+    def check(self) -> None:
+        """Raises InvariantError unless free + held == all and each is one or the other."""
+        if self._refs[0] != 0 or 0 in self._free:
+            raise InvariantError("the reserved block 0 is in use")
+        if min(self._refs) < 0:
+            raise InvariantError("a reference count is negative")
+        unheld = {block for block in range(1, self.num_blocks) if self._refs[block] == 0}
+        if unheld != set(self._free):
+            raise InvariantError(
+                f"free list {sorted(self._free)} is not the unheld blocks {sorted(unheld)}"
+            )
+
+    def _require_usable(self, block: int) -> None:
+        if not 0 < block < self.num_blocks:
+            raise InvariantError(f"block {block} is not one of 1 to {self.num_blocks - 1}")

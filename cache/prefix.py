@@ -1,0 +1,148 @@
+"""Which full blocks hold which beginnings of sequences. Knows tokens and ids, not who holds them.
+
+A digest only finds a candidate. A hit also needs equal tokens, an equal salt and the very
+entry matched before it as parent, so no collision can hand out another sequence's block.
+"""
+
+import hashlib
+import secrets
+from array import array
+from collections.abc import Callable, Sequence
+
+from cache.block_pool import InvariantError
+
+Digest = Callable[[bytes, str, bytes], bytes]  # (parent's digest, salt, packed tokens)
+ROOT = b""  # parent digest of a sequence's first block
+
+
+class Entry:
+    """One published block: its tokens continue those of `parent`, whose block precedes it."""
+
+    __slots__ = ("block", "children", "digest", "parent", "salt", "tokens")
+
+    def __init__(
+        self, digest: bytes, salt: str, tokens: bytes, parent: "Entry | None", block: int
+    ) -> None:
+        self.digest = digest
+        self.salt = salt
+        self.tokens = tokens
+        self.parent = parent
+        self.block = block
+        self.children: set[Entry] = set()
+
+
+def keyed_digest(key: bytes) -> Digest:
+    """Digest chain that nobody without `key` (at most 64 bytes) can find collisions for."""
+
+    def digest(parent: bytes, salt: str, tokens: bytes) -> bytes:
+        state = hashlib.blake2b(key=key, digest_size=16)
+        for part in (parent, salt.encode(), tokens):
+            # With lengths no two different triples feed the hash the same bytes.
+            state.update(len(part).to_bytes(8, "little"))
+            state.update(part)
+        return state.digest()
+
+    return digest
+
+
+class PrefixIndex:
+    """Published blocks by digest and by id. Every entry's ancestors are published too."""
+
+    def __init__(
+        self, block_size: int, *, hash_key: bytes | None = None, digest: Digest | None = None
+    ) -> None:
+        self._block_size = block_size
+        self._digest = digest or keyed_digest(hash_key or secrets.token_bytes(32))
+        self._by_digest: dict[bytes, Entry] = {}
+        self._by_block: dict[int, Entry] = {}
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._by_block
+
+    def __len__(self) -> int:
+        return len(self._by_block)
+
+    @property
+    def blocks(self) -> frozenset[int]:
+        return frozenset(self._by_block)
+
+    def current(self, entry: Entry) -> bool:
+        """Whether `entry` is still published."""
+        return self._by_block.get(entry.block) is entry
+
+    def match(self, salt: str, tokens: Sequence[int], limit: int) -> list[Entry]:
+        """Entries of the longest published beginning of `tokens`, at most `limit` blocks."""
+        found: list[Entry] = []
+        parent: Entry | None = None
+        for index in range(limit):
+            packed = self._pack(tokens, index)
+            entry = self._by_digest.get(self._chain(parent, salt, packed))
+            if entry is None or not _same(entry, salt, packed, parent):
+                break
+            found.append(entry)
+            parent = entry
+        return found
+
+    def publish(
+        self, block: int, tokens: Sequence[int], index: int, salt: str, parent: Entry | None
+    ) -> Entry | None:
+        """Enter `block` as holding the index-th block of `tokens`, after `parent`.
+
+        Returns the entry that now stands for these tokens: an earlier block's, if they were
+        published before, or None when a colliding digest has the place.
+        """
+        packed = self._pack(tokens, index)
+        digest = self._chain(parent, salt, packed)
+        entry = self._by_digest.get(digest)
+        if entry is not None:
+            return entry if _same(entry, salt, packed, parent) else None
+        if block in self._by_block:
+            raise InvariantError(f"block {block} is published twice")
+        entry = Entry(digest, salt, packed, parent, block)
+        self._by_digest[digest] = self._by_block[block] = entry
+        if parent is not None:
+            parent.children.add(entry)
+        return entry
+
+    def drop(self, block: int) -> list[int]:
+        """Withdraw `block` and, as nobody can reach them without it, all that continue it.
+
+        Returns the blocks withdrawn, none if `block` was not published.
+        """
+        entry = self._by_block.get(block)
+        if entry is None:
+            return []
+        if entry.parent is not None:
+            entry.parent.children.discard(entry)
+        doomed = [entry]
+        for each in doomed:
+            doomed.extend(each.children)
+            each.children = set()
+            del self._by_digest[each.digest], self._by_block[each.block]
+        return [each.block for each in doomed]
+
+    def check(self) -> None:
+        """Raises InvariantError unless both maps agree and every parent is published."""
+        if len(self._by_digest) != len(self._by_block):
+            raise InvariantError("digests and blocks of the prefix index differ in number")
+        for block, entry in self._by_block.items():
+            if entry.block != block or self._by_digest.get(entry.digest) is not entry:
+                raise InvariantError(f"block {block} and its prefix entry disagree")
+            if len(entry.tokens) != 8 * self._block_size:
+                raise InvariantError(f"block {block} was published before it was full")
+            if entry.parent is not None:
+                if not self.current(entry.parent) or entry not in entry.parent.children:
+                    raise InvariantError(f"block {block} continues a withdrawn block")
+                if entry.parent.salt != entry.salt:
+                    raise InvariantError(f"block {block} continues a block of another salt")
+
+    def _pack(self, tokens: Sequence[int], index: int) -> bytes:
+        start = index * self._block_size
+        return array("q", tokens[start : start + self._block_size]).tobytes()
+
+    def _chain(self, parent: Entry | None, salt: str, packed: bytes) -> bytes:
+        return self._digest(ROOT if parent is None else parent.digest, salt, packed)
+
+
+def _same(entry: Entry, salt: str, packed: bytes, parent: Entry | None) -> bool:
+    return entry.parent is parent and entry.tokens == packed and entry.salt == salt

@@ -1,0 +1,314 @@
+"""Which requests run in a step, from which token, and how many. No torch, no HTTP, no metrics.
+
+There is no prefill and no decode: a request has known and computed tokens, and each step the
+computed ones catch up with the known ones, oldest request first, within a budget.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from cache.block_pool import InvariantError
+from cache.manager import CacheManager
+from server.request import (
+    FinishReason,
+    InvalidField,
+    PromptTooLong,
+    QueueFull,
+    Request,
+    RequestSummary,
+    ServeError,
+    TokenEvent,
+    TokenLogprob,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_seqs: int  # requests in one step
+    max_step_tokens: int  # tokens in one step
+    max_context: int  # known tokens of one request, prompt and generated
+    max_waiting: int  # queued requests
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; use 1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Compute request.tokens[start : start + count] in this step."""
+
+    request: Request
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether this reaches the last known token. Meaningful until the plan is recorded."""
+        return self.start + self.count == len(self.request.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    work: tuple[Work, ...]
+    preempted: int
+    admitted: tuple[Request, ...]  # for the first time; their `cached` is set
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the sampler says of one request: its next token, or that this request alone failed."""
+
+    token: int
+    logprob: TokenLogprob | None = None
+    error: ServeError | None = None
+
+
+class Scheduler:
+    """Each step, computed tokens catch up with known tokens, oldest request first.
+
+    Running then waiting requests are always in the order in which they were added: admission
+    moves the first waiting one to the end of running, preemption moves the last running one to
+    the front of waiting. So the oldest is preempted last and always progresses.
+    """
+
+    def __init__(
+        self, cache: CacheManager, limits: Limits, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.computed_prompt_tokens = 0  # running total, recomputation excluded
+        self._cache = cache
+        self._limits = limits
+        self._clock = clock
+        # Ordered dictionaries: an abort finds its request at once in a queue of any length.
+        self._running: OrderedDict[str, Request] = OrderedDict()
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._no_room = False  # the first waiting request found none, and none was freed since
+        self._recompute: dict[str, int] = {}  # preempted: prompt tokens computed once before
+        self._ended: list[RequestSummary] = []
+
+    @property
+    def running(self) -> Collection[Request]:
+        """Oldest first; every one holds blocks."""
+        return self._running.values()
+
+    @property
+    def waiting(self) -> Collection[Request]:
+        """Next to be admitted first; none holds blocks."""
+        return self._waiting.values()
+
+    def add(self, request: Request) -> None:
+        """Queue a new request.
+
+        Raises InvalidField (empty prompt, or could not finish even with the cache to itself),
+        PromptTooLong and QueueFull; ValueError when the id is in use.
+        """
+        self._require_possible(request)
+        if request.id in self._running or request.id in self._waiting:
+            raise ValueError(f"request id {request.id!r} is in use")
+        if len(self._waiting) >= self._limits.max_waiting:
+            raise QueueFull(f"All {self._limits.max_waiting} places in the queue are taken; retry.")
+        self._waiting[request.id] = request
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request and free its blocks at once; None when unknown or already ended."""
+        request = self._running.get(request_id) or self._waiting.get(request_id)
+        if request is not None:
+            self._end(request, FinishReason.ABORT, self._clock())
+        return request
+
+    def plan(self) -> Plan:
+        """The next step's work; empty when idle. May preempt, and then admits nobody."""
+        budget = self._limits.max_step_tokens
+        work: list[Work] = []
+        preempted = 0
+        for request in tuple(self._running.values()):
+            if budget == 0 or request.id not in self._running:
+                break
+            while not self._grow(request):
+                preempted += 1
+                if self._preempt_newest() is request:
+                    break
+            else:
+                work.append(_work(request, budget))
+                budget -= work[-1].count
+        admitted = [] if preempted else self._admit(work, budget)
+        return Plan(tuple(work), preempted, tuple(admitted))
+
+    def record(self, plan: Plan, sampled: Mapping[str, Sampled]) -> list[TokenEvent]:
+        """Take note of an executed plan: `sampled` by request id, for each work that samples.
+
+        Work of requests that ended meanwhile is skipped.
+        """
+        now = self._clock()
+        events = []
+        for work in plan.work:
+            request = work.request
+            if self._running.get(request.id) is not request:
+                continue
+            result = sampled[request.id] if work.samples else None
+            if result is not None and result.error is not None:
+                # Nothing it computed may reach others: not even blocks published before.
+                self._end(request, FinishReason.ERROR, now, forget=True)
+                events.append(_failure(request, result.error))
+                continue
+            self._advance(work)
+            if result is not None:
+                events.append(self._append(request, result, now))
+        return events
+
+    def drain_ended(self) -> list[RequestSummary]:
+        """Requests that ended since the last call, however they ended."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def check(self) -> None:
+        """Raises InvariantError unless requests, limits and the cache's sequences agree."""
+        if self._running.keys() & self._waiting.keys():
+            raise InvariantError("a request is both running and waiting")
+        if self._running.keys() != self._cache.sequences:
+            raise InvariantError("the running requests are not those that hold blocks")
+        if len(self._running) > self._limits.max_seqs:
+            raise InvariantError("too many requests run")
+        for request in self._running.values():
+            if not 0 <= request.computed < len(request.tokens) <= self._limits.max_context:
+                raise InvariantError(f"{request.id} has counts that cannot be")
+        if any(request.computed for request in self._waiting.values()):
+            raise InvariantError("a waiting request has computed tokens")
+        if not self._recompute.keys() <= self._running.keys() | self._waiting.keys():
+            raise InvariantError("something is remembered of a request that ended")
+
+    def _require_possible(self, request: Request) -> None:
+        tokens, context = len(request.tokens), self._limits.max_context
+        if tokens == 0:
+            raise InvalidField("The prompt has no tokens; send at least one.", "prompt")
+        if tokens >= context:
+            raise PromptTooLong(
+                f"The prompt has {tokens} tokens and the context holds {context}, of which at "
+                "least one is for the answer; shorten the prompt.",
+                "prompt",
+            )
+        # The last token is never computed, so it needs no room.
+        stored = min(tokens + request.params.max_tokens, context) - 1
+        if stored > self._cache.capacity:
+            raise InvalidField(
+                f"The prompt of {tokens} tokens and its answer need room for {stored} tokens and "
+                f"the cache holds {self._cache.capacity}; shorten the prompt or lower max_tokens.",
+                "max_tokens",
+            )
+
+    def _grow(self, request: Request) -> bool:
+        known = request.tokens
+        return self._cache.reserve(request.id, known, len(known)) is not None
+
+    def _preempt_newest(self) -> Request:
+        """Back to the front of the queue, to be computed again from the start."""
+        _, request = self._running.popitem()
+        prompt_done = min(request.computed, request.num_prompt)
+        self._recompute[request.id] = max(prompt_done, self._recompute.get(request.id, 0))
+        request.computed = 0
+        request.preemptions += 1
+        self._waiting[request.id] = request
+        self._waiting.move_to_end(request.id, last=False)
+        self._release(request)
+        return request
+
+    def _admit(self, work: list[Work], budget: int) -> list[Request]:
+        """Admit waiting requests in order while places, tokens and blocks last."""
+        first_time = []
+        while self._waiting and budget > 0 and len(self._running) < self._limits.max_seqs:
+            request = next(iter(self._waiting.values()))
+            if self._no_room or not self._open(request):
+                self._no_room = True
+                break
+            del self._waiting[request.id]
+            self._running[request.id] = request
+            if request.admitted is None:
+                request.admitted = self._clock()
+                request.cached = request.computed
+                first_time.append(request)
+            work.append(_work(request, budget))
+            budget -= work[-1].count
+        return first_time
+
+    def _open(self, request: Request) -> bool:
+        known = request.tokens
+        # Log-probabilities of the prompt need every one of its rows computed.
+        share = request.params.prompt_logprobs is None
+        found = self._cache.reserve(request.id, known, len(known), salt=request.salt, share=share)
+        if found is None:
+            return False
+        request.computed = found
+        return True
+
+    def _advance(self, work: Work) -> None:
+        request, end = work.request, work.start + work.count
+        before = max(work.start, self._recompute.get(request.id, 0))
+        self.computed_prompt_tokens += max(0, min(end, request.num_prompt) - before)
+        request.computed = end
+        self._cache.commit(request.id, request.tokens, end)
+
+    def _append(self, request: Request, result: Sampled, now: float) -> TokenEvent:
+        request.tokens.append(result.token)
+        first = request.first_token is None
+        if first:
+            request.first_token = now
+        wants_prompt = first and request.params.prompt_logprobs is not None
+        finish = self._finish_reason(request)
+        if finish is not None:
+            self._end(request, finish, now)
+        return TokenEvent(
+            request.id,
+            result.token,
+            finish,
+            logprob=result.logprob,
+            prompt_logprobs=tuple(request.prompt_logprobs) if wants_prompt else None,
+            cached_tokens=request.cached,
+        )
+
+    def _finish_reason(self, request: Request) -> FinishReason | None:
+        params, generated = request.params, request.num_generated
+        if generated >= params.min_tokens and request.tokens[-1] in params.stop_ids:
+            return FinishReason.STOP
+        if generated >= params.max_tokens:
+            return FinishReason.LENGTH
+        if len(request.tokens) >= self._limits.max_context:
+            return FinishReason.CONTEXT
+        return None
+
+    def _end(
+        self, request: Request, finish: FinishReason, now: float, *, forget: bool = False
+    ) -> None:
+        if self._waiting.pop(request.id, None) is None:
+            del self._running[request.id]
+            self._release(request, forget=forget)
+        self._no_room = False  # another request may be first in the queue now
+        self._recompute.pop(request.id, None)
+        self._ended.append(
+            RequestSummary(
+                finish=finish,
+                prompt_tokens=request.num_prompt,
+                cached_tokens=request.cached,
+                output_tokens=request.num_generated,
+                arrival=request.arrival,
+                admitted=request.admitted,
+                first_token=request.first_token,
+                end=now,
+            )
+        )
+
+    def _release(self, request: Request, *, forget: bool = False) -> None:
+        self._cache.release(request.id, forget=forget)
+        self._no_room = False
+
+
+def _work(request: Request, budget: int) -> Work:
+    return Work(request, request.computed, min(len(request.tokens) - request.computed, budget))
+
+
+def _failure(request: Request, error: ServeError) -> TokenEvent:
+    return TokenEvent(
+        request.id, None, FinishReason.ERROR, cached_tokens=request.cached, error=error
+    )
