@@ -1,0 +1,84 @@
+"""The text printed once the server answers: what is served, how, where, and a line to paste.
+
+Builds strings from plain facts; loads and prints nothing.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    name: str
+    architecture: str  # "llama"
+    encoding: str  # resolved, as in the metrics
+    trained_context: int  # tokens
+    max_context: int  # tokens; longest prompt and answer together
+    device: str  # "cpu", "cuda (NVIDIA ...)"
+    dtype: str
+    attention: str
+    kv_bytes_per_token: int
+    blocks: int
+    block_size: int  # tokens
+    chat: bool  # has a chat template
+
+
+def banner(models: Sequence[ModelFacts], *, url: str, open_to_all: bool, version: str) -> str:
+    """Boxed facts and, outside the box so that it can be copied, a curl line. No final newline."""
+    rows: list[tuple[str, str] | None] = []
+    for model in models:
+        rows += [*_model_rows(model), None]
+    rows += [
+        ("completions", f"{url}/v1/completions"),
+        ("chat", f"{url}/v1/chat/completions"),
+        ("metrics", f"{url}/metrics"),
+        ("access", "no key asked for" if open_to_all else "with an API key"),
+    ]
+    keyed = "" if open_to_all else ' -H "Authorization: Bearer $KEY"'
+    return f"{_box(f'ropewalk {version}', rows)}\n\nTry it:\n\n{_curl(models[0], url, keyed)}"
+
+
+def readable_bytes(amount: int) -> str:
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if amount >= 1024**power:
+            return f"{amount / 1024**power:.1f} {unit}"
+    return f"{amount} bytes"
+
+
+def _model_rows(model: ModelFacts) -> list[tuple[str, str]]:
+    tokens = model.blocks * model.block_size
+    pool = readable_bytes(tokens * model.kv_bytes_per_token)
+    beyond = " (beyond training)" if model.max_context > model.trained_context else ""
+    return [
+        ("model", f"{model.name} ({model.architecture})"),
+        ("encoding", model.encoding),
+        ("context", f"{model.max_context:,} tokens{beyond}, trained on {model.trained_context:,}"),
+        ("device", f"{model.device}, {model.dtype}, {model.attention} attention"),
+        ("keys and values", f"{model.kv_bytes_per_token:,} bytes per token"),
+        ("cache", f"{model.blocks:,} blocks of {model.block_size} tokens, {pool}"),
+        ("at full length", f"{tokens / model.max_context:.1f} requests together"),
+    ]
+
+
+def _box(title: str, rows: Sequence[tuple[str, str] | None]) -> str:
+    left = max(len(row[0]) for row in rows if row)
+    lines = [f"{row[0]:<{left}}  {row[1]}" if row else None for row in rows]
+    width = max(len(title) + 1, *(len(line) for line in lines if line))
+    top = f"╭─ {title} {'─' * (width - len(title) - 1)}╮"
+    body = [f"│ {line:<{width}} │" if line else f"├{'─' * (width + 2)}┤" for line in lines]
+    return "\n".join([top, *body, f"╰{'─' * (width + 2)}╯"])
+
+
+def _curl(model: ModelFacts, url: str, keyed: str) -> str:
+    body: dict[str, object] = {"model": model.name}
+    if model.chat:
+        route = "/v1/chat/completions"
+        body["messages"] = [{"role": "user", "content": "Why is the sky blue?"}]
+    else:
+        route = "/v1/completions"
+        body["prompt"] = "The sky is blue because"
+    body |= {"max_tokens": 64, "stream": True}
+    data = json.dumps(body).replace("'", "'\\''")  # a quote inside a single-quoted shell word
+    header = '-H "Content-Type: application/json"'
+    return f"curl -N {url}{route}{keyed} {header} -d '{data}'"

@@ -1,0 +1,207 @@
+"""The `ropewalk` command: one function per subcommand, and what they print when they give up.
+
+Imports no torch before a command needs it, so that --help and version answer at once.
+"""
+
+import argparse
+import http.client
+import importlib.metadata
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from server import chat, listen, pull
+from server.client_options import CHAT_OPTIONS, HEALTH_OPTIONS
+from server.config import DEFAULT_MODEL, SERVE_OPTIONS, server_config
+from server.errors import CommandError, UsageError
+from server.options import add_options, read_options, refuse_unknown
+
+EXAMPLES = """\
+examples:
+  ropewalk serve                          the default model on 127.0.0.1:8000
+  ropewalk serve ./llama-dir --port 9000  a Hugging Face directory
+  ropewalk serve small=a.gguf big=./dir   two models, named
+  ropewalk chat "Why is the sky blue?"    ask the running server
+  ropewalk bench --help                   measure a running server
+
+Every flag of serve, chat and health has an environment variable, named in its help; flags win.
+"""
+
+SERVE_EXAMPLES = """\
+examples:
+  ropewalk serve
+  ropewalk serve ./Qwen2-0.5B --dtype float32 --max-model-len 4k
+  ropewalk serve chat=smollm2 base=./model.gguf --kv-memory 1GiB
+  ROPEWALK_API_KEYS=secret1,secret2 ropewalk serve --host 0.0.0.0
+"""
+
+OTHER_VARIABLES = ("ROPEWALK_HOME",)
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Wide enough that most options take two lines."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=100)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that answers a mistake with one sentence instead of a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; {self.prog} --help shows what there is")
+
+
+def serve(flags: argparse.Namespace) -> int:
+    config = server_config(read_options(SERVE_OPTIONS, flags, os.environ))
+    # Asked before torch and the weights are loaded: a taken port should be said at once.
+    listen.bind(config.http.host, config.http.port).close()
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    # Late, as the one exception to imports at the top: it loads torch, which takes seconds.
+    from server import build
+
+    return build.run(config)
+
+
+def talk(flags: argparse.Namespace) -> int:
+    values = read_options(CHAT_OPTIONS, flags, os.environ)
+    fields = ("max_tokens", "temperature", "top_p", "seed")
+    options = chat.ChatOptions(
+        url=values["url"] or listen.local_url(values["host"], values["port"]),
+        model=values["model"],
+        api_key=values["api_key"],
+        system=values["system"],
+        sampling={name: values[name] for name in fields if values[name] is not None},
+        timeout_s=values["timeout"],
+        stats=values["stats"],
+    )
+    lines = chat.terminal_lines() if sys.stdin.isatty() else iter(sys.stdin)
+    return chat.converse(options, flags.question, lines, sys.stdout)
+
+
+def bring(flags: argparse.Namespace) -> int:
+    print(pull.pull(flags.model))
+    return 0
+
+
+def version(_: argparse.Namespace) -> int:
+    print(f"ropewalk {_installed('ropewalk')}")
+    print(f"Python {platform.python_version()}, torch {_installed('torch')}")
+    return 0
+
+
+def health(flags: argparse.Namespace) -> int:
+    """For container health checks: exit code 0 when the server answers 200, else 1."""
+    values = read_options(HEALTH_OPTIONS, flags, os.environ)
+    host, port = listen.reachable(values["host"]), values["port"]
+    url = listen.local_url(host, port) + ("/health/ready" if values["ready"] else "/health/live")
+    connection = http.client.HTTPConnection(host, port, timeout=values["timeout"])
+    try:
+        connection.request("GET", url.removeprefix(listen.origin(host, port)))
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        raise CommandError(f"no answer from {url} ({error or type(error).__name__})") from error
+    finally:
+        connection.close()
+    if status != 200:
+        raise CommandError(f"{url} answered {status}")
+    print(f"{url} answered 200")
+    return 0
+
+
+def bench(arguments: Sequence[str]) -> int:
+    # Late: a server has no use for the load generator.
+    from load_tests.bench import main as bench_main
+
+    return bench_main(arguments)
+
+
+def parser() -> Parser:
+    top = Parser(
+        prog="ropewalk",
+        description="Serve language models with any positional encoding from a paged KV cache.",
+        epilog=EXAMPLES,
+        formatter_class=Help,
+        allow_abbrev=False,
+    )
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+
+    def add(
+        name: str, run: Callable[..., int], line: str, *, usage: str = "", epilog: str = ""
+    ) -> Parser:
+        added = commands.add_parser(
+            name,
+            usage=f"ropewalk {name} {usage}".rstrip(),
+            help=line,
+            description=line[0].upper() + line[1:] + ".",
+            epilog=epilog,
+            formatter_class=Help,
+            allow_abbrev=False,
+        )
+        added.set_defaults(run=run)
+        return added
+
+    serving = add(
+        "serve",
+        serve,
+        "load models and serve them",
+        usage="[MODEL ...] [FLAGS]",
+        epilog=SERVE_EXAMPLES,
+    )
+    add_options(serving, SERVE_OPTIONS)
+    talking = add(
+        "chat", talk, "talk to a running server", usage="[QUESTION] [FLAGS]", epilog=chat.HELP
+    )
+    talking.add_argument("question", nargs="?", metavar="QUESTION", help="ask this and leave")
+    add_options(talking, CHAT_OPTIONS)
+    bringing = add("pull", bring, "bring a model to this machine", usage="[MODEL]")
+    bringing.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        default=DEFAULT_MODEL,
+        help="smollm2 (default) or a hub id owner/name",
+    )
+    probing = add("health", health, "ask a running server how it is", usage="[FLAGS]")
+    add_options(probing, HEALTH_OPTIONS)
+    add("bench", bench, "measure a running server; its own flags follow")
+    add("version", version, "print the version")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0, 1 when something failed, 2 when the command was not understood."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return _dispatch(arguments)
+    except CommandError as error:
+        print(f"ropewalk: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["bench"]:  # --help is for it to answer, so argparse must not see it
+        return bench(arguments[1:])
+    top = parser()
+    flags = top.parse_args(arguments)
+    if flags.command is None:
+        top.print_help()
+        return 0
+    options = (*SERVE_OPTIONS, *CHAT_OPTIONS, *HEALTH_OPTIONS)
+    refuse_unknown(os.environ, [*OTHER_VARIABLES, *(option.variable for option in options)])
+    result: int = flags.run(flags)
+    return result
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,135 @@
+"""Options of the commands that talk to a running server: chat and health.
+
+Their own variables begin with ROPEWALK_CHAT_ and ROPEWALK_HEALTH_, so that none is mistaken for
+one of the server's; host and port are shared with it. No torch.
+"""
+
+from server.config import HOST, PORT
+from server.options import Option, count, number, seconds, switch, text
+
+CHAT_OPTIONS = (
+    Option(
+        "--url",
+        "server",
+        "where it listens, when not on --host and --port",
+        text,
+        None,
+        "none",
+        "URL",
+        env="ROPEWALK_CHAT_URL",
+    ),
+    HOST,
+    PORT,
+    Option(
+        "--model",
+        "server",
+        "which of its models",
+        text,
+        None,
+        "its first",
+        "NAME",
+        env="ROPEWALK_CHAT_MODEL",
+    ),
+    Option(
+        "--api-key",
+        "server",
+        "sent with every request",
+        text,
+        None,
+        "none",
+        "KEY",
+        env="ROPEWALK_CHAT_API_KEY",
+    ),
+    Option(
+        "--timeout",
+        "server",
+        "longest silence before giving up",
+        seconds(1, 86400),
+        300.0,
+        "300",
+        "SECONDS",
+        env="ROPEWALK_CHAT_TIMEOUT",
+    ),
+    Option(
+        "--system",
+        "answer",
+        "instruction that heads the conversation",
+        text,
+        None,
+        "none",
+        "TEXT",
+        env="ROPEWALK_CHAT_SYSTEM",
+    ),
+    Option(
+        "--max-tokens",
+        "answer",
+        "longest answer",
+        count(1, 1 << 24),
+        512,
+        metavar="TOKENS",
+        env="ROPEWALK_CHAT_MAX_TOKENS",
+    ),
+    Option(
+        "--temperature",
+        "answer",
+        "0: always the likeliest token",
+        number(0, 2),
+        None,
+        "the server's",
+        "NUMBER",
+        env="ROPEWALK_CHAT_TEMPERATURE",
+    ),
+    Option(
+        "--top-p",
+        "answer",
+        "draw from the likeliest tokens that hold this share",
+        number(0, 1),
+        None,
+        "the server's",
+        "SHARE",
+        env="ROPEWALK_CHAT_TOP_P",
+    ),
+    Option(
+        "--seed",
+        "answer",
+        "the same seed gives the same answer",
+        count(0, (1 << 63) - 1),
+        None,
+        "none",
+        "NUMBER",
+        env="ROPEWALK_CHAT_SEED",
+    ),
+    Option(
+        "--stats",
+        "answer",
+        "print tokens and speed after each answer",
+        switch,
+        False,
+        "off",
+        env="ROPEWALK_CHAT_STATS",
+    ),
+)
+
+HEALTH_OPTIONS = (
+    HOST,
+    PORT,
+    Option(
+        "--timeout",
+        "probe",
+        "longest wait for the answer",
+        seconds(0.1, 600),
+        3.0,
+        "3",
+        "SECONDS",
+        env="ROPEWALK_HEALTH_TIMEOUT",
+    ),
+    Option(
+        "--ready",
+        "probe",
+        "ask whether it takes requests now, not only whether it lives",
+        switch,
+        False,
+        "off",
+        env="ROPEWALK_HEALTH_READY",
+    ),
+)

@@ -1,0 +1,284 @@
+"""ServerConfig: what `ropewalk serve` was asked for, checked and frozen, and the table of options.
+
+From flags and ROPEWALK_* variables. Opens no file, loads no model, imports no torch.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from server.errors import UsageError
+from server.options import Option, auto, choice, count, seconds, size, switch, text
+
+DEFAULT_MODEL = "smollm2"
+_NAMED = re.compile(r"([\w.:-]+)=(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """`name` is what requests say; `source` is a path, "smollm2" or a hub id (server/pull.py)."""
+
+    name: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How every model is loaded. None: chosen from the checkpoint and the hardware."""
+
+    dtype: str | None
+    device: str | None
+    encoding: str | None
+    attention: str | None
+    max_model_len: int | None  # tokens
+    threads: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    kv_memory: int | None  # bytes for all models together
+    block_size: int  # tokens
+    prefix_sharing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LimitOptions:
+    """Per model."""
+
+    max_seqs: int
+    max_step_tokens: int
+    max_queue: int
+
+
+@dataclass(frozen=True, slots=True)
+class HttpConfig:
+    host: str
+    port: int  # 0: any free one
+    api_keys: frozenset[str] = field(repr=False)  # empty: open; never in a log line
+    request_timeout_s: float
+    drain_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    models: tuple[ModelSource, ...]
+    loading: ModelOptions
+    cache: CacheOptions
+    limits: LimitOptions
+    http: HttpConfig
+    log_level: str
+
+
+def model_source(value: str) -> ModelSource:
+    """NAME=SOURCE, or SOURCE named after its file, its folder or its hub id."""
+    named = _NAMED.fullmatch(value)
+    if named and not Path(value).exists():
+        return ModelSource(named[1], named[2])
+    path = Path(value)
+    if path.suffix == ".gguf":
+        return ModelSource(path.stem, value)
+    if path.is_dir():
+        return ModelSource(path.resolve().name, value)
+    return ModelSource(value, value)
+
+
+def _key(value: str) -> str:
+    if value.split() != [value]:
+        raise ValueError("an API key is empty or holds a space; give one word")
+    return value
+
+
+def _host(value: str) -> str:
+    if not value or "/" in value or any(letter.isspace() for letter in value):
+        raise ValueError(f"{value!r} is not a host; write for example 127.0.0.1 or 0.0.0.0")
+    return value
+
+
+HOST = Option(
+    "--host", "http", "address to listen on; 0.0.0.0: all", _host, "127.0.0.1", metavar="HOST"
+)
+PORT = Option("--port", "http", "0: any free one", count(0, 65535), 8000, metavar="PORT")
+
+SERVE_OPTIONS = (
+    Option(
+        "models",
+        "model",
+        "a Hugging Face directory, a .gguf file, smollm2 or a hub id owner/name; "
+        "NAME=MODEL names it",
+        model_source,
+        (ModelSource(DEFAULT_MODEL, DEFAULT_MODEL),),
+        DEFAULT_MODEL,
+        "MODEL",
+        many=True,
+    ),
+    Option(
+        "--dtype",
+        "model",
+        "bfloat16, float16 or float32; auto: bfloat16 where the hardware has it",
+        auto(choice("bfloat16", "float16", "float32")),
+        shown="auto",
+        metavar="TYPE",
+    ),
+    Option(
+        "--device",
+        "model",
+        "cpu or cuda; auto: cuda where there is one",
+        auto(choice("cpu", "cuda")),
+        shown="auto",
+        metavar="DEVICE",
+    ),
+    Option(
+        "--encoding",
+        "model",
+        "use this positional encoding whatever the checkpoint says: rope or nope",
+        auto(text),
+        shown="auto, the checkpoint's",
+        metavar="NAME",
+    ),
+    Option(
+        "--attention",
+        "model",
+        "cpu, sdpa or reference; auto: the first that can",
+        auto(choice("cpu", "sdpa", "reference")),
+        shown="auto",
+        metavar="BACKEND",
+    ),
+    Option(
+        "--max-model-len",
+        "model",
+        "longest prompt and answer together, in tokens: 4096 or 4k",
+        auto(count(1, 1 << 24)),
+        shown="auto, the trained context",
+        metavar="TOKENS",
+    ),
+    Option(
+        "--threads",
+        "model",
+        "CPU threads of the engine",
+        auto(count(1, 1024)),
+        shown="auto, one per core",
+        metavar="COUNT",
+    ),
+    Option(
+        "--kv-memory",
+        "cache",
+        "memory for keys and values of all models: 1GiB, 512M",
+        auto(size),
+        shown="auto",
+        metavar="BYTES",
+    ),
+    Option("--block-size", "cache", "tokens per block", count(1, 1024), 16, metavar="TOKENS"),
+    Option("--prefix-sharing", "cache", "compute equal beginnings of prompts once", switch, True),
+    Option(
+        "--max-seqs", "limits", "sequences computed together", count(1, 4096), 64, metavar="COUNT"
+    ),
+    Option(
+        "--max-step-tokens",
+        "limits",
+        "tokens computed in one step; long prompts are cut into such chunks",
+        count(1, 1 << 20),
+        512,
+        metavar="TOKENS",
+    ),
+    Option(
+        "--max-queue",
+        "limits",
+        "sequences that may wait; more are refused with 429",
+        count(0, 1 << 20),
+        128,
+        metavar="COUNT",
+    ),
+    HOST,
+    PORT,
+    Option(
+        "--api-key",
+        "http",
+        "clients must send this key; repeatable. The variable keeps it out of the process list",
+        _key,
+        (),
+        "none, open to all",
+        "KEY",
+        env="ROPEWALK_API_KEYS",
+        many=True,
+    ),
+    Option(
+        "--request-timeout",
+        "http",
+        "longest time one request may take",
+        seconds(1, 86400),
+        300.0,
+        "300",
+        "SECONDS",
+    ),
+    Option(
+        "--drain-timeout",
+        "http",
+        "after SIGTERM, time for running requests to finish",
+        seconds(0, 3600),
+        30.0,
+        "30",
+        "SECONDS",
+    ),
+    Option(
+        "--log-level",
+        "http",
+        "debug, info, warning or error",
+        choice("debug", "info", "warning", "error"),
+        "info",
+        metavar="LEVEL",
+    ),
+)
+
+
+def server_config(values: Mapping[str, Any]) -> ServerConfig:
+    """From the values of SERVE_OPTIONS. UsageError when two of them contradict each other."""
+    config = ServerConfig(
+        models=values["models"],
+        loading=ModelOptions(
+            dtype=values["dtype"],
+            device=values["device"],
+            encoding=values["encoding"],
+            attention=values["attention"],
+            max_model_len=values["max_model_len"],
+            threads=values["threads"],
+        ),
+        cache=CacheOptions(
+            kv_memory=values["kv_memory"],
+            block_size=values["block_size"],
+            prefix_sharing=values["prefix_sharing"],
+        ),
+        limits=LimitOptions(
+            max_seqs=values["max_seqs"],
+            max_step_tokens=values["max_step_tokens"],
+            max_queue=values["max_queue"],
+        ),
+        http=HttpConfig(
+            host=values["host"],
+            port=values["port"],
+            api_keys=frozenset(values["api_key"]),
+            request_timeout_s=values["request_timeout"],
+            drain_timeout_s=values["drain_timeout"],
+        ),
+        log_level=values["log_level"],
+    )
+    _check(config)
+    return config
+
+
+def _check(config: ServerConfig) -> None:
+    names = [model.name for model in config.models]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(
+                f"two models are called {name!r}; name one of them with NAME=MODEL, "
+                f"for example other={name}"
+            )
+    limits = config.limits
+    if limits.max_step_tokens < limits.max_seqs:
+        raise UsageError(
+            f"--max-step-tokens {limits.max_step_tokens} is less than --max-seqs "
+            f"{limits.max_seqs}, and each running sequence needs one token a step; "
+            "raise the first or lower the second"
+        )

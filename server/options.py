@@ -1,0 +1,217 @@
+"""Command line options: one table entry gives a flag, its environment variable and its help line.
+
+A flag beats its variable, a variable beats the default. Text becomes a value in one place for
+both, so both are refused in the same words. Knows no particular option. No torch.
+"""
+
+import argparse
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from server.errors import UsageError
+
+PREFIX = "ROPEWALK_"
+# Kubernetes sets these in every pod beside a Service whose name begins with "ropewalk".
+SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP)(_\w+)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A flag and its variable. `parse` raises ValueError with the words after the colon."""
+
+    flag: str
+    group: str
+    help: str
+    parse: Callable[[str], Any]
+    default: Any = None
+    shown: str = ""  # the default in words; empty: the default itself
+    metavar: str = ""
+    env: str = ""  # empty: ROPEWALK_ and the flag's name
+    many: bool = False  # the flag may be repeated; the variable is a comma-separated list
+
+    @property
+    def name(self) -> str:
+        return self.flag.removeprefix("--").replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return self.env or PREFIX + self.name.upper()
+
+    @property
+    def switch(self) -> bool:
+        return self.parse is switch
+
+    def help_line(self) -> str:
+        shown = self.shown or ("on" if self.default is True else str(self.default))
+        return f"{self.help} (default: {shown}; {self.variable})".replace("%", "%%")
+
+
+class _Switch(argparse.Action):
+    """--x and --no-x, so that a flag can beat a variable in either direction."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, "off" if (option_string or "").startswith("--no-") else "on")
+
+
+def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
+    """Flags keep their text; `read_options` makes the values, after looking at the variables."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for option in options:
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        target = groups[option.group]
+        if not option.flag.startswith("--"):
+            target.add_argument(
+                option.name, nargs="*", metavar=option.metavar, help=option.help_line()
+            )
+        elif option.switch:
+            target.add_argument(
+                option.flag,
+                "--no-" + option.flag.removeprefix("--"),
+                dest=option.name,
+                action=_Switch,
+                nargs=0,
+                help=option.help_line(),
+            )
+        else:
+            target.add_argument(
+                option.flag,
+                dest=option.name,
+                metavar=option.metavar,
+                action="append" if option.many else "store",
+                help=option.help_line(),
+            )
+
+
+def read_options(
+    options: Iterable[Option], flags: argparse.Namespace, environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """Every option's value by name. UsageError names the flag or the variable at fault."""
+    return {option.name: _read(option, getattr(flags, option.name), environ) for option in options}
+
+
+def _read(option: Option, given: str | list[str] | None, environ: Mapping[str, str]) -> Any:
+    if given:
+        label = option.flag if option.flag.startswith("--") else option.metavar
+        return _parse(option, label, given)
+    text = environ.get(option.variable, "")
+    if not text.strip():  # an empty variable is how compose files say "unset"
+        return option.default
+    if text.startswith("tcp://"):
+        raise UsageError(
+            f"{option.variable}={text} was set by Kubernetes for a Service of that name; "
+            "rename the Service or set enableServiceLinks: false"
+        )
+    parts = [part.strip() for part in text.split(",") if part.strip()] if option.many else text
+    return _parse(option, option.variable, parts)
+
+
+def _parse(option: Option, label: str, text: str | list[str]) -> Any:
+    try:
+        if isinstance(text, list):
+            return tuple(option.parse(part) for part in text)
+        return option.parse(text)
+    except ValueError as error:
+        raise UsageError(f"{label}: {error}") from error
+
+
+def refuse_unknown(environ: Mapping[str, str], known: Iterable[str]) -> None:
+    """A misspelt variable must not be ignored in silence."""
+    names = set(known)
+    for variable in sorted(environ):
+        if not variable.startswith(PREFIX) or variable in names or SERVICE_LINK.search(variable):
+            continue
+        close = difflib.get_close_matches(variable, sorted(names), n=1)
+        hint = f"did you mean {close[0]}" if close else "ropewalk serve --help lists them"
+        raise UsageError(f"the environment variable {variable} is not one of ropewalk's; {hint}?")
+
+
+# ---- text → value: each raises ValueError with the reason and an example ----
+
+_SCALE = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+_COUNT = re.compile(r"(\d+)([km]?)", re.IGNORECASE)
+_ON, _OFF = {"on", "1", "true", "yes"}, {"off", "0", "false", "no"}
+
+
+def text(value: str) -> str:
+    return value
+
+
+def switch(value: str) -> bool:
+    if value.lower() in _ON | _OFF:
+        return value.lower() in _ON
+    raise ValueError(f"{value!r} is neither on nor off; write 1 or 0")
+
+
+def choice(*choices: str) -> Callable[[str], str]:
+    def parse(value: str) -> str:
+        if value in choices:
+            return value
+        raise ValueError(f"{value!r} is not offered; choose {_listed(choices)}")
+
+    return parse
+
+
+def count(low: int, high: int) -> Callable[[str], int]:
+    """Whole numbers, with 8k for 8192; both bounds included."""
+
+    def parse(value: str) -> int:
+        match = _COUNT.fullmatch(value.strip())
+        if match is None:
+            raise ValueError(f"{value!r} is not a whole number; write for example 64 or 8k")
+        number = int(match[1]) * _SCALE[match[2].lower()]
+        if not low <= number <= high:
+            raise ValueError(f"{value} is outside {low} to {high}")
+        return number
+
+    return parse
+
+
+def size(value: str) -> int:
+    """Bytes: 1GiB, 512M, 1073741824. Powers of 1024 in every spelling."""
+    match = _BYTES.fullmatch(value.strip())
+    if match is None or (number := int(float(match[1]) * _SCALE[match[2].lower()])) == 0:
+        raise ValueError(f"{value!r} is not an amount of memory; write for example 1GiB or 512M")
+    return number
+
+
+def number(low: float, high: float, unit: str = "") -> Callable[[str], float]:
+    """Decimal numbers, both bounds included. `unit` is one letter that may follow."""
+
+    def parse(value: str) -> float:
+        try:
+            result = float(value.strip().removesuffix(unit))
+        except ValueError:
+            raise ValueError(f"{value!r} is not a number; write for example {high:g}") from None
+        if not low <= result <= high:  # nan too
+            raise ValueError(f"{value} is outside {low:g} to {high:g}")
+        return result
+
+    return parse
+
+
+def seconds(low: float, high: float) -> Callable[[str], float]:
+    return number(low, high, "s")
+
+
+def auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """ "auto" is None; anything else goes to `parse`."""
+
+    def either(value: str) -> Any:
+        return None if value == "auto" else parse(value)
+
+    return either
+
+
+def _listed(words: Sequence[str]) -> str:
+    return ", ".join(words[:-1]) + " or " + words[-1] if len(words) > 1 else words[0]

