@@ -1,0 +1,207 @@
+"""A fake engine whose cache remembers where every entry came from.
+
+Each slot stores the salt and all tokens up to and including its own: what a real K and V
+depend on, whatever the positional encoding. The fake attention asserts that a block table leads
+to exactly the request's own tokens at their own positions; the next token is a pure function of
+the context, so every finished request can be compared with running alone.
+"""
+
+import random
+import zlib
+from collections.abc import Iterable, Sequence
+
+from cache.manager import CacheManager
+from model.sampling import SamplingParams
+from server.request import FinishReason, Request, RequestFailed, TokenEvent
+from server.scheduler import Limits, Plan, Sampled, Scheduler, Work
+
+STOP = 1
+Content = tuple[str, tuple[int, ...]]
+
+
+def next_token(context: Sequence[int], vocabulary: int = 2) -> int:
+    return zlib.crc32(bytes(context)) % vocabulary
+
+
+def solo(prompt: Sequence[int], params: SamplingParams, context: int) -> list[int]:
+    """The tokens of a request that has everything to itself."""
+    tokens = list(prompt)
+    while len(tokens) < context and len(tokens) - len(prompt) < params.max_tokens:
+        tokens.append(next_token(tokens))
+        generated = len(tokens) - len(prompt)
+        if tokens[-1] in params.stop_ids and generated >= params.min_tokens:
+            break
+    return tokens
+
+
+def colliding_digest(parent: bytes, salt: str, tokens: bytes) -> bytes:
+    return bytes([zlib.crc32(parent + salt.encode() + tokens) % 7])
+
+
+class World:
+    """Cache manager, scheduler and fake model, checked after every operation."""
+
+    def __init__(self, num_blocks: int, block_size: int, limits: Limits, **options) -> None:
+        self.limits = limits
+        self.now = 0.0
+        self.cache = CacheManager(num_blocks, block_size, **options)
+        self.scheduler = Scheduler(self.cache, limits, clock=self.tick)
+        self.slots: list[Content | None] = [None] * (num_blocks * block_size)
+        self.live: dict[str, Request] = {}  # in the order they were added
+        self.prompts: dict[str, list[int]] = {}
+        self.finished: dict[str, Request] = {}
+        self.ended = 0
+        self.preemptions = 0
+
+    def tick(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def add(
+        self, prompt: Iterable[int], params: SamplingParams, *, salt: str = "", name: str = ""
+    ) -> Request:
+        tokens = list(prompt)
+        name = name or f"r{len(self.prompts)}"
+        request = Request(
+            name, tokens, len(tokens), params, self.now, random.Random(0), salt=salt
+        )
+        self.scheduler.add(request)
+        self.live[name] = request
+        self.prompts[name] = list(tokens)
+        return request
+
+    def step(self, poisoned: frozenset[str] = frozenset()) -> list[TokenEvent]:
+        """One step; requests named in `poisoned` store garbage and fail when they sample."""
+        plan = self.plan()
+        for work in plan.work:
+            if not (work.samples and work.request.id in poisoned):
+                self.read(work.request, work.start + work.count)
+        sampled = {
+            work.request.id: Sampled(
+                next_token(work.request.tokens),
+                error=RequestFailed("bad") if work.request.id in poisoned else None,
+            )
+            for work in plan.work
+            if work.samples
+        }
+        for name in poisoned & sampled.keys():
+            self.scribble(next(work for work in plan.work if work.request.id == name))
+        events = self.scheduler.record(plan, sampled)
+        assert [e.request_id for e in events] == list(sampled), "one event for each sample"
+        for event in events:
+            self.note(event)
+        return events
+
+    def crash(self) -> None:
+        """A step whose forward pass raises after storing garbage: nothing is recorded."""
+        for work in self.plan().work:
+            self.scribble(work)
+
+    def abort(self, name: str) -> None:
+        request = self.scheduler.abort(name)
+        assert request is self.live.pop(name, None), "abort is idempotent"
+        assert self.scheduler.abort(name) is None
+
+    def plan(self) -> Plan:
+        """Plan a step and do its writes."""
+        waited = [request for request in self.scheduler.waiting if request.preemptions == 0]
+        plan = self.scheduler.plan()
+        self.preemptions += plan.preempted
+        assert sum(work.count for work in plan.work) <= self.limits.max_step_tokens  # SC2
+        assert len({work.request.id for work in plan.work}) == len(plan.work)
+        assert len(plan.work) <= self.limits.max_seqs
+        if self.live:  # SC5: the oldest request always progresses
+            assert plan.work[0].request is next(iter(self.live.values()))
+        assert not (plan.preempted and plan.admitted)
+        assert all(any(request is each for each in waited) for request in plan.admitted)
+        written: set[int] = set()
+        for work in plan.work:
+            request = work.request
+            assert work.start == request.computed, "chunks cover the tokens exactly once"
+            assert 1 <= work.count <= len(request.tokens) - work.start  # PC3
+            for position in range(work.start, work.start + work.count):
+                slot = self.slot(request.id, position)
+                assert slot not in written, "two tokens are written to one slot"
+                written.add(slot)
+                self.slots[slot] = (request.salt, tuple(request.tokens[: position + 1]))
+        return plan
+
+    def scribble(self, work: Work) -> None:
+        for position in range(work.start, work.start + work.count):
+            self.slots[self.slot(work.request.id, position)] = None
+
+    def slot(self, name: str, position: int) -> int:
+        table, size = self.cache.table(name), self.cache.block_size
+        index = position // size
+        assert table.bases[index] == index * size
+        assert 0 < table.blocks[index] < self.cache.num_blocks  # BP4
+        return table.blocks[index] * size + position - table.bases[index]
+
+    def read(self, request: Request, upto: int) -> None:
+        """What attention does: the table must lead to the request's own tokens[:upto]."""
+        for position in range(upto):
+            expected = (request.salt, tuple(request.tokens[: position + 1]))
+            assert self.slots[self.slot(request.id, position)] == expected, (
+                f"{request.id} reads another entry at position {position}"
+            )
+
+    def note(self, event: TokenEvent) -> None:
+        assert (event.token is None) == (event.finish is FinishReason.ERROR)
+        if event.finish is None:
+            return
+        request = self.live.pop(event.request_id)
+        if event.finish is not FinishReason.ERROR:
+            self.finished[request.id] = request
+            alone = solo(self.prompts[request.id], request.params, self.limits.max_context)
+            assert request.tokens == alone  # SC7, SC8, SC10
+
+    def check(self) -> None:
+        """Section by section what must hold between any two operations."""
+        self.cache.check()
+        self.scheduler.check()
+        scheduled = [*self.scheduler.running, *self.scheduler.waiting]
+        assert [r.id for r in scheduled] == list(self.live)  # SC1, SC3: still in order of arrival
+        for request in self.scheduler.running:
+            self.read(request, request.computed)
+        for entry in self.cache._index._by_block.values():  # PC4
+            self.check_entry(entry)
+        counts, usable = self.cache.counts(), self.cache.num_blocks - 1
+        assert counts.free + counts.active + counts.cached == usable  # BP1
+        held = {b for r in self.scheduler.running for b in self.cache.table(r.id).blocks}
+        assert counts.active == len(held)
+        self.ended += len(self.scheduler.drain_ended())
+        assert self.ended + len(self.live) == len(self.prompts)
+
+    def check_entry(self, entry) -> None:
+        chain, size = [], self.cache.block_size
+        link = entry
+        while link is not None:
+            chain.append(memoryview(link.tokens).cast("q").tolist())
+            link = link.parent
+        tokens = tuple(token for part in reversed(chain) for token in part)
+        for offset in range(size):
+            upto = len(tokens) - size + offset + 1
+            content = self.slots[entry.block * size + offset]
+            assert content == (entry.salt, tokens[:upto]), "a published block has changed"
+
+    def drain(self) -> None:
+        """Run until idle. Every step the oldest request gains a token, which bounds the steps."""
+        bound = sum(
+            min(r.num_prompt + r.params.max_tokens, self.limits.max_context)
+            for r in self.live.values()
+        )
+        for _ in range(bound):
+            if not self.live:
+                break
+            self.step()
+            self.check()
+        assert not self.live, "livelock"
+        self.check_empty()
+
+    def check_empty(self) -> None:
+        """BP10: nothing is held, nobody is remembered."""
+        self.check()
+        assert self.cache.counts().active == 0
+        assert not self.cache.sequences
+        assert not self.scheduler.running and not self.scheduler.waiting
+        assert not self.scheduler.plan().work
