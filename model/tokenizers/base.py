@@ -1,12 +1,116 @@
-"""What a tokenizer must say, and the incremental way back from tokens to text."""
+"""What a tokenizer must say, and the incremental way back from tokens to text.
 
+Text is the UTF-8 decoding of the tokens' bytes, so any tokenizer that can name those bytes streams
+exactly. Knows no file format and no tokenizer library.
+"""
+
+import codecs
+from collections.abc import Sequence
 from typing import Protocol
+
+from model.tokenizers.stops import StopFinder
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be loaded or served: one sentence with the cause and a next step."""
+
+
+class InvalidText(ValueError):
+    """Text that is not valid Unicode and so has no tokens."""
 
 
 class Tokenizer(Protocol):
     vocab_size: int  # ids are 0 .. vocab_size - 1
-    bos: int | None  # prepended by encode(bos=True), when the model was trained with one
+    bos: int | None  # the declared id; encode(bos=True) prepends it only to models trained with it
     eos: frozenset[int]  # ids that end a text
 
-    def encode(self, text: str, *, bos: bool) -> list[int]: ...
-    def token_bytes(self, token: int, *, first: bool) -> bytes: ...
+    def encode(self, text: str, *, bos: bool) -> list[int]:
+        """Raises InvalidText on a lone surrogate. Text without any token gives an empty list."""
+        ...
+
+    def token_bytes(self, token: int, *, first: bool) -> bytes:
+        """Exactly the bytes this token adds to a text; nothing for control tokens.
+
+        `first` means that no token before it had bytes: there some tokenizers drop one space.
+        Ids without a token, such as padding rows of an embedding, have no bytes.
+        """
+        ...
+
+
+def require_unicode(text: str) -> None:
+    """Raises InvalidText when the text cannot be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidText(
+            f"The text has a lone surrogate (U+{ord(text[error.start]):04X}) at character "
+            f"{error.start}, which is not valid Unicode: send whole characters."
+        ) from None
+
+
+class Detokenizer:
+    """Tokens of one completion to text, piece by piece.
+
+    The joined pieces equal the whole text decoded with `errors="replace"`, cut at the stop string
+    that completes first. Held back are at most three bytes of an unfinished character, and the
+    longest tail that may still grow into a stop string. `first` says that the tokens start a text;
+    the default is a completion, which continues a prompt and so keeps its leading space.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        first: bool = False,
+    ) -> None:
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._first = first
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._finder = StopFinder(stop) if stop else None
+        self._include_stop = include_stop
+        self._held = ""  # decoded, but possibly the start of a stop string
+
+    def push(self, token: int) -> str:
+        """The text that this token makes certain; empty once stopped."""
+        if self.stopped:
+            return ""
+        data = self._tokenizer.token_bytes(token, first=self._first)
+        if self._first:
+            self._first = not self._tokenizer.token_bytes(token, first=False)
+        return self._release(self._decoder.decode(data))
+
+    def finish(self) -> str:
+        """The rest; bytes of an unfinished character become U+FFFD."""
+        if self.stopped:
+            return ""
+        text = self._release(self._decoder.decode(b"", final=True))
+        held, self._held = self._held, ""
+        return text + held
+
+    def _release(self, text: str) -> str:
+        if self._finder is None:
+            return text
+        ready = self._held + text
+        found = self._finder.feed(text)
+        if found is not None:
+            self.stopped = True
+            self._held = ""
+            end = len(ready) - len(text) + found.end
+            return ready[:end] if self._include_stop else ready[: end - found.length]
+        keep = len(ready) - self._finder.pending
+        self._held = ready[keep:]
+        return ready[:keep]
+
+
+def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The text of a whole token list; invalid UTF-8 becomes U+FFFD."""
+    pieces: list[bytes] = []
+    first = True
+    for token in tokens:
+        pieces.append(tokenizer.token_bytes(token, first=first))
+        if first:
+            first = not tokenizer.token_bytes(token, first=False)
+    return b"".join(pieces).decode(errors="replace")

@@ -1,0 +1,58 @@
+"""Tables from token to bytes, and the alphabet byte-level vocabularies write bytes with.
+
+Knows no file format. Both tokenizer implementations keep their answer in a TokenTable.
+"""
+
+from collections.abc import Iterable, Sequence
+
+
+def _alphabet() -> dict[str, int]:
+    """Printable Latin-1 characters stand for their own byte, U+0100 upwards for the other ones."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in own]
+    characters = {chr(byte): byte for byte in own}
+    return characters | {chr(0x100 + index): byte for index, byte in enumerate(rest)}
+
+
+BYTE_OF = _alphabet()
+CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
+
+
+def from_byte_level(piece: str) -> bytes:
+    """The bytes that a byte-level piece stands for; a piece outside the alphabet is plain text."""
+    try:
+        return bytes([BYTE_OF[character] for character in piece])
+    except KeyError:
+        return piece.encode()
+
+
+def byte_of_fallback(piece: str) -> int | None:
+    """0..255 for a byte piece such as <0x0A>, else None."""
+    if len(piece) != 6 or not piece.startswith("<0x") or not piece.endswith(">"):
+        return None
+    try:
+        return int(piece[3:5], 16)
+    except ValueError:
+        return None
+
+
+class TokenTable:
+    """Bytes of every token, at the start of a text and elsewhere."""
+
+    def __init__(self, entries: Iterable[tuple[bytes, bytes]]) -> None:
+        """Per id: its bytes, and its bytes where it is the first with any."""
+        plain: list[bytes] = []
+        self._first: dict[int, bytes] = {}
+        for token, (usual, at_start) in enumerate(entries):
+            plain.append(usual)
+            if at_start != usual:
+                self._first[token] = at_start
+        self._plain: Sequence[bytes] = tuple(plain)
+
+    def __len__(self) -> int:
+        return len(self._plain)
+
+    def get(self, token: int, *, first: bool) -> bytes:
+        if first and token in self._first:
+            return self._first[token]
+        return self._plain[token] if 0 <= token < len(self._plain) else b""

@@ -1,0 +1,140 @@
+"""The tokenizer embedded in a GGUF file's metadata, as a Tokenizer.
+
+Two kinds: "gpt2" is byte-level BPE, rebuilt for the `tokenizers` library; "llama" and "t5" are
+SentencePiece, rebuilt as a model file for the sentencepiece library. Takes metadata as plain
+Python values and opens no file.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import tokenizers
+from tokenizers import AddedToken as HfAddedToken
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+
+from model.tokenizers.base import Tokenizer, TokenizerError
+from model.tokenizers.gguf_fields import Fields
+from model.tokenizers.hf import HfTokenizer
+from model.tokenizers.spm import AddedToken, SpmModel, SpmTokenizer
+from model.tokenizers.spm_proto import ModelType, Piece, PieceType, Settings, write_model
+
+_SPLIT_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLIT_QWEN2 = _SPLIT_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+# How text is cut before merging, by the name that GGUF gives it.
+_PLAIN = frozenset({"default", "gpt-2", "mpt", "olmo", "phi-2"})
+_DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "codeshell", "exaone", "command-r"})
+_LLAMA3 = frozenset({"llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"})
+_QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen"})
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
+    """Raises TokenizerError when the metadata holds no tokenizer that can be rebuilt exactly."""
+    fields = Fields(metadata)
+    kind = fields.text("model")
+    if kind == "gpt2":
+        return _byte_level(fields)
+    if kind == "llama":
+        return _sentencepiece(fields, ModelType.BPE, add_bos=True)
+    if kind == "t5":
+        return _sentencepiece(fields, ModelType.UNIGRAM, add_bos=False)
+    raise TokenizerError(
+        f"The GGUF file's tokenizer {kind!r} is not supported: use a file whose "
+        "tokenizer.ggml.model is gpt2, llama or t5."
+    )
+
+
+def _byte_level(fields: Fields) -> HfTokenizer:
+    name = fields.text("pre", "default")
+    tokens, types = fields.tokens(), fields.types()
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    try:
+        model = models.BPE(
+            vocab=vocabulary, merges=_merges(fields.texts("merges")), ignore_merges=name in _LLAMA3
+        )
+    except Exception as error:  # the library raises nothing more specific
+        raise TokenizerError(
+            f"The GGUF file's merges do not fit its tokens ({error}): fetch the file again."
+        ) from None
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = _pre_tokenizer(name)
+    if name in _QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    _add_markers(tokenizer, tokens, types)
+    add_bos = fields.flag("add_bos_token", name in _LLAMA3)
+    return HfTokenizer(tokenizer, bos=fields.bos(), eos=fields.eos(), add_bos=add_bos)
+
+
+def _merges(lines: Iterable[str]) -> list[tuple[str, str]]:
+    pairs = []
+    for line in lines:
+        left, _, right = line.partition(" ")
+        pairs.append((left, right))
+    return pairs
+
+
+def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
+    if name in _PLAIN:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if name in _DIGITS_APART:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([digits, _pre_tokenizer("gpt-2")])
+    if name not in _LLAMA3 | _QWEN2:
+        known = ", ".join(sorted(_PLAIN | _DIGITS_APART | _LLAMA3 | _QWEN2))
+        raise TokenizerError(
+            f"The GGUF file's text splitting {name!r} is not supported: use one of {known}, or "
+            "the model's Hugging Face directory."
+        )
+    pattern = Regex(_SPLIT_LLAMA3 if name in _LLAMA3 else _SPLIT_QWEN2)
+    split = pre_tokenizers.Split(pattern, behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([split, to_bytes])
+
+
+def _add_markers(
+    tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[PieceType]
+) -> None:
+    """Control tokens have no text of their own; user-defined ones are ordinary text."""
+    control = _of_type(PieceType.CONTROL, tokens, types)
+    tokenizer.add_special_tokens(
+        [HfAddedToken(token, normalized=False, special=True) for token in control]
+    )
+    user_defined = _of_type(PieceType.USER_DEFINED, tokens, types)
+    tokenizer.add_tokens([HfAddedToken(token, normalized=False) for token in user_defined])
+
+
+def _of_type(wanted: PieceType, tokens: Sequence[str], types: Sequence[PieceType]) -> list[str]:
+    return [token for token, kind in zip(tokens, types, strict=True) if kind == wanted]
+
+
+def _sentencepiece(fields: Fields, kind: ModelType, *, add_bos: bool) -> SpmTokenizer:
+    tokens, types = fields.tokens(), fields.types()
+    pieces = [
+        Piece(_escaped(text) if kind_of is PieceType.USER_DEFINED else text, score, kind_of)
+        for text, score, kind_of in zip(tokens, fields.scores(), types, strict=True)
+    ]
+    settings = Settings(
+        add_dummy_prefix=fields.flag("add_space_prefix", True),
+        remove_extra_whitespaces=fields.flag("remove_extra_whitespaces", False),
+        charsmap=fields.data("precompiled_charsmap"),
+    )
+    markers = [
+        AddedToken(token, piece.text, special=True)
+        for token, piece in enumerate(pieces)
+        if piece.type is PieceType.CONTROL
+    ]
+    return SpmTokenizer(
+        SpmModel(write_model(kind, pieces, settings)),
+        bos=fields.bos(),
+        eos=fields.eos(),
+        add_bos=fields.flag("add_bos_token", add_bos),
+        added=markers,
+    )
+
+
+def _escaped(text: str) -> str:
+    """Converters write user-defined runs of spaces as spaces, SentencePiece as its own mark."""
+    return text.replace(" ", "▁")

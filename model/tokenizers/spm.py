@@ -1,0 +1,132 @@
+"""SentencePiece models (tokenizer.model, or one rebuilt from GGUF) as a Tokenizer.
+
+The only file that imports sentencepiece. Ids beyond the model's own pieces may be added, as
+Hugging Face directories do for chat markers.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import sentencepiece
+
+from model.tokenizers.base import TokenizerError, require_unicode
+from model.tokenizers.bytes import TokenTable
+from model.tokenizers.spm_proto import read_settings
+
+_SPACE = "▁"
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that is found in text before the model splits it."""
+
+    id: int
+    text: str
+    special: bool  # has no bytes
+
+
+class SpmModel:
+    """A model file that the library has accepted and whose tokens have bytes of their own."""
+
+    def __init__(self, data: bytes) -> None:
+        """Raises TokenizerError."""
+        try:
+            self.processor = sentencepiece.SentencePieceProcessor(model_proto=data)
+        except (RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise TokenizerError(
+                f"The SentencePiece model cannot be read ({reason}): fetch it again."
+            ) from None
+        self.size: int = self.processor.get_piece_size()
+        if self.size == 0:
+            raise TokenizerError("The SentencePiece model is empty: fetch it again.")
+        self.settings = read_settings(self.processor.serialized_model_proto())
+        if self.settings.denormalizes:
+            raise TokenizerError(
+                "The SentencePiece model rewrites text after decoding, so its tokens have no bytes "
+                "of their own: use one trained without denormalisation rules."
+            )
+
+    def find(self, piece: str) -> int | None:
+        """The id of exactly this piece."""
+        token: int = self.processor.piece_to_id(piece)
+        return token if self.processor.id_to_piece(token) == piece else None
+
+    def piece_bytes(self, token: int) -> tuple[bytes, bytes]:
+        """Of one token: its bytes, and its bytes where it is the first with any."""
+        piece: str = self.processor.id_to_piece(token)
+        if self.processor.is_control(token):
+            return b"", b""
+        if self.processor.is_unknown(token):
+            unknown = self.settings.unknown.encode()
+            return unknown, unknown
+        if self.processor.is_byte(token):
+            # The library refuses models with byte pieces that name no byte.
+            data = bytes.fromhex(piece[3:5])
+            return data, data
+        text = piece.replace(_SPACE, " ").encode()
+        drops = self.settings.add_dummy_prefix or self.settings.remove_extra_whitespaces
+        return text, text[1:] if drops and piece.startswith(_SPACE) else text
+
+
+class SpmTokenizer:
+    """A SentencePiece model whose decoding is one byte string per token.
+
+    Decoding follows the library, which drops the space at the start of a text when the model adds
+    or removes spaces there. (For models that remove extra whitespace it would drop more than one;
+    their own encoding never starts with two.) Invalid byte sequences become U+FFFD as in Python.
+    """
+
+    def __init__(
+        self,
+        model: SpmModel,
+        *,
+        bos: int | None = None,
+        eos: Iterable[int] = (),
+        add_bos: bool = True,
+        added: Iterable[AddedToken] = (),
+    ) -> None:
+        """bos and eos default to the model's own. Without `added`, "</s>" in a text is text."""
+        self._processor = model.processor
+        tokens = {token.id: token for token in added}
+        self._table = TokenTable(_entries(model, tokens))
+        self.vocab_size = len(self._table)
+        own: int = model.processor.bos_id()
+        self.bos: int | None = bos if bos is not None else own if own >= 0 else None
+        ends = frozenset(eos) or frozenset({model.processor.eos_id()})
+        self.eos: frozenset[int] = ends - {-1}
+        self._start = [self.bos] if add_bos and self.bos is not None else []
+        self._ids = {token.text: token.id for token in tokens.values()}
+        self._pattern = _pattern(self._ids)
+
+    def encode(self, text: str, *, bos: bool) -> list[int]:
+        require_unicode(text)
+        tokens = list(self._start) if bos else []
+        for part in self._pattern.split(text) if self._pattern else [text]:
+            if part in self._ids:
+                tokens.append(self._ids[part])
+            elif part:
+                tokens.extend(self._processor.encode(part))
+        return tokens
+
+    def token_bytes(self, token: int, *, first: bool) -> bytes:
+        return self._table.get(token, first=first)
+
+
+def _entries(model: SpmModel, added: dict[int, AddedToken]) -> Iterator[tuple[bytes, bytes]]:
+    for token in range(max(model.size, max(added, default=-1) + 1)):
+        if token in added:
+            text = b"" if added[token].special else added[token].text.encode()
+            yield text, text
+        elif token < model.size:
+            yield model.piece_bytes(token)
+        else:
+            yield b"", b""  # a gap between the model's pieces and an added id
+
+
+def _pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
+    longest_first = sorted(texts, key=len, reverse=True)
+    if not longest_first:
+        return None
+    return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")

@@ -1,0 +1,53 @@
+"""Finding stop strings in text that arrives in pieces, in time linear in the text.
+
+Knows characters only: neither tokens nor bytes.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Found(NamedTuple):
+    end: int  # characters of the piece just fed, up to and including the stop string
+    length: int  # of the stop string, which may have started in an earlier piece
+
+
+class StopFinder:
+    """Matches all stop strings at once, one character at a time (Knuth–Morris–Pratt)."""
+
+    pending: int  # characters at the end of the text that may still become a stop string
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if not all(stops):
+            raise ValueError("A stop string must not be empty.")
+        self.pending = 0
+        self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._matched = [0] * len(self._stops)
+
+    def feed(self, piece: str) -> Found | None:
+        """The stop string that completes first, the longest if several do; then feed no more."""
+        for index, character in enumerate(piece):
+            longest = 0
+            for which, (stop, borders) in enumerate(self._stops):
+                matched = _advance(stop, borders, self._matched[which], character)
+                self._matched[which] = matched
+                if matched == len(stop):
+                    longest = max(longest, matched)
+            if longest:
+                return Found(index + 1, longest)
+        self.pending = max(self._matched)
+        return None
+
+
+def _advance(stop: str, borders: list[int], matched: int, character: str) -> int:
+    while matched and stop[matched] != character:
+        matched = borders[matched - 1]
+    return matched + (stop[matched] == character)
+
+
+def _borders(stop: str) -> list[int]:
+    """For each prefix, the length of the longest shorter prefix that it also ends with."""
+    borders = [0]
+    for character in stop[1:]:
+        borders.append(_advance(stop, borders, borders[-1], character))
+    return borders
