@@ -1,0 +1,66 @@
+"""The seam to kernels: what every attention backend is told, and how one is chosen."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cache.kv import LayerKV
+from model.batch import ForwardBatch
+from model.encodings.base import ScoreBias
+
+
+class NoBackend(ValueError):
+    """No attention backend can serve the model; the message holds every reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What stays the same for one layer's attention from step to step."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float  # scores are (q · k) · scale + bias
+    dtype: torch.dtype
+    device: torch.device
+    window: int | None = None  # keys a query sees, itself included; None: all before it
+
+
+class Attend(Protocol):
+    """Causal attention of new queries over the paged cache, bias by position."""
+
+    def __call__(
+        self, q: Tensor, kv: LayerKV, batch: ForwardBatch, bias: ScoreBias | None
+    ) -> Tensor:
+        """q [T, heads, head_dim], keys already written → [T, heads, head_dim].
+
+        Row i of request r sees the keys 0 .. context_lens[r] - rows(r) + i by index. The bias is
+        a function of positions: `batch.positions` minus block base + offset.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Makes one layer's `Attend`. A class whose constructor takes the spec is one."""
+
+    name: str
+
+    def why_not(self, spec: AttentionSpec) -> str | None:
+        """Why this backend cannot serve the spec; None when it can."""
+        ...
+
+    def __call__(self, spec: AttentionSpec) -> Attend: ...
+
+
+def choose(backends: Sequence[AttentionBackend], spec: AttentionSpec) -> AttentionBackend:
+    """The first backend without an objection. Raises NoBackend with every objection."""
+    objections = []
+    for backend in backends:
+        reason = backend.why_not(spec)
+        if reason is None:
+            return backend
+        objections.append(f"{backend.name}: {reason}")
+    raise NoBackend("No attention backend fits; " + "; ".join(objections) + ".")

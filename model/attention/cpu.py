@@ -1,0 +1,70 @@
+"""Attention on the CPU: one C++ kernel over the paged cache, any bias, any chunk."""
+
+import torch
+from torch import Tensor
+
+from cache.kv import LayerKV
+from model.attention.base import AttentionSpec
+from model.batch import ForwardBatch
+from model.encodings.base import LinearBias, ScoreBias, TableBias
+from model.kernels.build import SUFFIXES, AttendArguments, Kernels
+
+
+class CpuBackend:
+    """Makes CpuAttention for one compiled library; `kernels` may be the reason there is none."""
+
+    name = "cpu"
+
+    def __init__(self, kernels: Kernels | str) -> None:
+        self.kernels = kernels
+
+    def why_not(self, spec: AttentionSpec) -> str | None:
+        if spec.device.type != "cpu":
+            return f"the device is {spec.device.type}"
+        if spec.dtype not in SUFFIXES:
+            return f"it computes float32 and bfloat16, not {spec.dtype}"
+        return self.kernels if isinstance(self.kernels, str) else None
+
+    def __call__(self, spec: AttentionSpec) -> "CpuAttention":
+        assert isinstance(self.kernels, Kernels), "ask why_not first"
+        return CpuAttention(spec, self.kernels)
+
+
+class CpuAttention:
+    def __init__(self, spec: AttentionSpec, kernels: Kernels) -> None:
+        self.spec = spec
+        self.kernels = kernels
+
+    def __call__(
+        self, q: Tensor, kv: LayerKV, batch: ForwardBatch, bias: ScoreBias | None
+    ) -> Tensor:
+        spec = self.spec
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        arguments = AttendArguments(
+            q=q.data_ptr(),
+            keys=kv.keys.data_ptr(),
+            values=kv.values.data_ptr(),
+            out=out.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            query_starts=batch.query_starts.data_ptr(),
+            context_lens=batch.context_lens.data_ptr(),
+            tables=batch.block_tables.data_ptr(),
+            bases=batch.block_bases.data_ptr(),
+            requests=len(batch.context_lens),
+            table_width=batch.block_tables.stride(0),
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            block_size=kv.keys.shape[1],
+            window=spec.window or 0,
+            scale=spec.scale,
+        )
+        if isinstance(bias, LinearBias):
+            arguments.slopes = bias.slopes.data_ptr()
+        elif isinstance(bias, TableBias):
+            arguments.bias_table = bias.table.data_ptr()
+            arguments.bias_span = bias.table.shape[1]
+            arguments.bias_zero = bias.zero
+        self.kernels.attend(spec.dtype, arguments)
+        return out

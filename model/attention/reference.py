@@ -1,0 +1,60 @@
+"""What attention means here, one request and one key block at a time. The oracle of the tests.
+
+Slow on purpose: nothing but indexing, products and a softmax, in float32 or wider.
+"""
+
+import torch
+from torch import Tensor
+
+from cache.kv import LayerKV
+from model.attention.base import AttentionSpec
+from model.batch import ForwardBatch
+from model.encodings.base import ScoreBias
+
+
+class ReferenceAttention:
+    name = "reference"
+
+    @classmethod
+    def why_not(cls, spec: AttentionSpec) -> str | None:
+        return None
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self.dtype = torch.promote_types(spec.dtype, torch.float32)
+
+    def __call__(
+        self, q: Tensor, kv: LayerKV, batch: ForwardBatch, bias: ScoreBias | None
+    ) -> Tensor:
+        out = torch.empty_like(q)
+        starts = batch.query_starts.tolist()
+        for r, context in enumerate(batch.context_lens.tolist()):
+            rows = slice(starts[r], starts[r + 1])
+            keys, values, key_positions = self._gather(kv, batch, r, context)
+            count = rows.stop - rows.start
+            index = torch.arange(context - count, context, device=q.device)  # [rows]
+            gap = index[:, None] - torch.arange(context, device=q.device)  # [rows, context]
+            hidden = gap < 0
+            if self.spec.window is not None:
+                hidden |= gap >= self.spec.window
+            scores = torch.einsum("qhd,khd->hqk", q[rows].to(self.dtype), keys) * self.spec.scale
+            if bias is not None:
+                distance = batch.positions[rows][:, None] - key_positions
+                scores = scores + bias.at(distance)
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+            out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+        return out
+
+    def _gather(
+        self, kv: LayerKV, batch: ForwardBatch, r: int, context: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [context, heads, head_dim] and key positions [context] of request r."""
+        block_size = kv.keys.shape[1]
+        index = torch.arange(context, device=kv.keys.device)
+        blocks = batch.block_tables[r][index // block_size].long()
+        offsets = index % block_size
+        repeat = self.spec.heads // self.spec.kv_heads
+        keys = kv.keys[blocks, offsets].to(self.dtype).repeat_interleave(repeat, dim=1)
+        values = kv.values[blocks, offsets].to(self.dtype).repeat_interleave(repeat, dim=1)
+        positions = batch.block_bases[r][index // block_size] + offsets
+        return keys, values, positions

@@ -1,0 +1,80 @@
+"""Attention through torch's scaled_dot_product_attention: any device, any bias, no compiler.
+
+Gathers each request's blocks into a padded tensor and masks by index. Reads the cache once more
+than a paged kernel does, so it is the fallback, not the fast path.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cache.kv import LayerKV
+from model.attention.base import AttentionSpec
+from model.batch import ForwardBatch
+from model.encodings.base import ScoreBias
+
+
+class SdpaAttention:
+    name = "sdpa"
+
+    @classmethod
+    def why_not(cls, spec: AttentionSpec) -> str | None:
+        return None
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
+    def __call__(
+        self, q: Tensor, kv: LayerKV, batch: ForwardBatch, bias: ScoreBias | None
+    ) -> Tensor:
+        keys, values, key_positions = self._gather(kv, batch)
+        rows, valid = self._padded_rows(batch)  # [R, max_query] each
+        index = self._query_index(batch)
+        gap = index[:, :, None] - torch.arange(keys.shape[2], device=q.device)
+        hidden = gap < 0
+        if self.spec.window is not None:
+            hidden |= gap >= self.spec.window
+        mask = torch.zeros_like(gap, dtype=q.dtype).masked_fill(hidden, -torch.inf)[:, None]
+        if bias is not None:
+            distance = batch.positions[rows][:, :, None] - key_positions[:, None, :]
+            mask = mask + bias.at(distance).transpose(0, 1).to(q.dtype)
+        padded = q[rows].transpose(1, 2)  # [R, heads, max_query, head_dim]
+        out = F.scaled_dot_product_attention(
+            padded,
+            keys,
+            values,
+            attn_mask=mask,
+            scale=self.spec.scale,
+            enable_gqa=self.spec.heads != self.spec.kv_heads,
+        )
+        return out.transpose(1, 2)[valid]
+
+    def _gather(self, kv: LayerKV, batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values [R, kv_heads, max_context, head_dim]; key positions [R, max_context]."""
+        block_size = kv.keys.shape[1]
+        used = -(-batch.max_context // block_size)
+        tables = batch.block_tables[:, :used].long()
+        offsets = torch.arange(block_size, device=tables.device)
+        positions = (batch.block_bases[:, :used, None] + offsets).flatten(1)
+        # Unwritten slots may hold anything, NaN included, and 0 · NaN is NaN.
+        unused = torch.arange(positions.shape[1], device=tables.device)
+        unused = (unused >= batch.context_lens[:, None])[:, :, None, None]
+        keys = kv.keys[tables].flatten(1, 2).masked_fill(unused, 0).transpose(1, 2)
+        values = kv.values[tables].flatten(1, 2).masked_fill(unused, 0).transpose(1, 2)
+        return keys, values, positions
+
+    @staticmethod
+    def _padded_rows(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        starts = batch.query_starts.long()
+        column = torch.arange(batch.max_query, device=starts.device)
+        valid = column < (starts[1:] - starts[:-1])[:, None]
+        rows = torch.where(valid, starts[:-1, None] + column, starts[:-1, None])
+        return rows, valid
+
+    @staticmethod
+    def _query_index(batch: ForwardBatch) -> Tensor:
+        """Index of each padded query among its request's keys, [R, max_query]."""
+        counts = batch.query_starts[1:] - batch.query_starts[:-1]
+        first = (batch.context_lens - counts).long()
+        column = torch.arange(batch.max_query, device=first.device)
+        return first[:, None] + column

@@ -1,0 +1,127 @@
+"""What a positional encoding may touch: the embeddings, the queries and keys, or the scores.
+
+An encoding is one file in this folder. It knows positions and distances, never requests,
+batches or the cache, and always takes positions from its arguments.
+"""
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from model.config import EncodingSpec, ModelConfig
+
+
+class EncodingError(ValueError):
+    """An encoding that does not exist, or options it cannot use."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearBias:
+    """Adds -slope · distance to the score; one slope per query head."""
+
+    slopes: Tensor  # [heads] float32
+
+    def at(self, distance: Tensor) -> Tensor:
+        """distance (query position - key position), any shape → bias [heads, *shape]."""
+        slopes = self.slopes.view(-1, *[1] * distance.dim())
+        return -slopes * distance.to(slopes.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class TableBias:
+    """Adds table[head, zero + distance] to the score; beyond either end the end repeats."""
+
+    table: Tensor  # [heads, span] float32
+    zero: int = 0  # column of distance 0
+
+    def at(self, distance: Tensor) -> Tensor:
+        """distance (query position - key position), any shape → bias [heads, *shape]."""
+        return self.table[:, (distance + self.zero).clamp(0, self.table.shape[1] - 1).long()]
+
+
+ScoreBias = LinearBias | TableBias
+
+
+class PositionalEncoding(nn.Module):
+    """Where tokens are. Override what the encoding touches; the rest does nothing."""
+
+    max_positions: int | None = None  # hard limit, checked at admission
+
+    @classmethod
+    def create(
+        cls, options: Mapping[str, Any], config: ModelConfig, context: int, device: torch.device
+    ) -> Self:
+        """Built once at load for positions 0 .. context - 1. Raises EncodingError."""
+        if options:
+            raise EncodingError(f"{cls.__name__} takes no options, but got {sorted(options)}.")
+        return cls()
+
+    def embed(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x: token embeddings [T, width]."""
+        return x
+
+    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """q [T, heads, head_dim], k [T, kv_heads, head_dim], before k is stored."""
+        return q, k
+
+    def score_bias(self) -> ScoreBias | None:
+        """Added to the scaled scores."""
+        return None
+
+    def for_layer(self, layer: int) -> "PositionalEncoding":
+        """The encoding as layer `layer` sees it."""
+        return self
+
+
+def names() -> list[str]:
+    """Encodings in this folder, by file name."""
+    return sorted(
+        module.name
+        for module in pkgutil.iter_modules([str(Path(__file__).parent)])
+        if module.name != "base"
+    )
+
+
+def create(
+    spec: EncodingSpec, config: ModelConfig, context: int, device: torch.device
+) -> PositionalEncoding:
+    """The encoding a spec names: a file of this folder, or "package.module:Class".
+
+    Raises EncodingError when there is none of that name or its options do not fit.
+    """
+    return _find(spec.name).create(spec.options, config, context, device)
+
+
+def _find(name: str) -> type[PositionalEncoding]:
+    module_name, _, class_name = name.partition(":")
+    if not class_name:
+        if name not in names():
+            known = ", ".join(names())
+            raise EncodingError(
+                f"There is no encoding {name!r}; use one of {known}, or package.module:Class."
+            )
+        module_name = f"{__package__}.{name}"
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise EncodingError(f"Encoding {name!r} cannot be imported: {error}.") from error
+    candidates = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value)
+        and issubclass(value, PositionalEncoding)
+        and value is not PositionalEncoding
+        and (value.__name__ == class_name if class_name else value.__module__ == module_name)
+    ]
+    if len(candidates) != 1:
+        raise EncodingError(
+            f"Encoding {name!r} must name one PositionalEncoding class; found {len(candidates)}."
+        )
+    return candidates[0]

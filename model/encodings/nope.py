@@ -1,0 +1,7 @@
+"""No positional encoding: order reaches the model through the causal mask alone. The control."""
+
+from model.encodings.base import PositionalEncoding
+
+
+class NoPE(PositionalEncoding):
+    """Does nothing, by inheriting everything."""

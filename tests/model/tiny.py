@@ -1,0 +1,102 @@
+"""Tiny random decoders, and encodings that exist only to exercise the hooks."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from model.attention.base import AttentionBackend
+from model.attention.reference import ReferenceAttention
+from model.config import EncodingSpec, ModelConfig
+from model.encodings.base import LinearBias, PositionalEncoding, TableBias, create
+from model.transformer import Decoder
+
+CPU = torch.device("cpu")
+CONTEXT = 256
+ROPE = {"base": 10000.0, "width": 8, "layout": "half"}
+
+CONFIG = ModelConfig(
+    vocab_size=61,
+    width=24,
+    layers=3,
+    heads=6,
+    kv_heads=2,
+    head_dim=8,
+    ffn_width=40,
+    norm_eps=1e-5,
+    trained_context=CONTEXT,
+    encoding=EncodingSpec("rope", ROPE),
+    windows=(None, None, None),
+)
+
+
+class Linear(PositionalEncoding):
+    """A score bias by slope."""
+
+    @classmethod
+    def create(cls, options, config, context, device):
+        made = cls()
+        made.slopes = 2.0 ** -torch.arange(1, config.heads + 1, dtype=torch.float32)
+        return made
+
+    def score_bias(self):
+        return LinearBias(self.slopes)
+
+
+class Table(PositionalEncoding):
+    """A score bias by table, shorter than the context."""
+
+    @classmethod
+    def create(cls, options, config, context, device):
+        made = cls()
+        generator = torch.Generator().manual_seed(7)
+        made.table = torch.randn(config.heads, 37, generator=generator)
+        return made
+
+    def score_bias(self):
+        return TableBias(self.table, zero=3)
+
+
+class Added(PositionalEncoding):
+    """Positions added to the embeddings."""
+
+    max_positions = CONTEXT
+
+    @classmethod
+    def create(cls, options, config, context, device):
+        made = cls()
+        generator = torch.Generator().manual_seed(8)
+        made.table = torch.randn(context, config.width, generator=generator)
+        return made
+
+    def embed(self, x, positions):
+        return x + self.table[positions].to(x.dtype)
+
+
+ENCODINGS = {
+    "nope": EncodingSpec("nope", {}),
+    "rope": EncodingSpec("rope", ROPE),
+    "rope-interleaved": EncodingSpec("rope", ROPE | {"layout": "interleaved"}),
+    "rope-partial": EncodingSpec("rope", ROPE | {"width": 4}),
+    "linear": EncodingSpec(f"{__name__}:Linear", {}),
+    "table": EncodingSpec(f"{__name__}:Table", {}),
+    "added": EncodingSpec(f"{__name__}:Added", {}),
+}
+
+
+def tiny(
+    encoding: str = "rope",
+    backend: AttentionBackend = ReferenceAttention,
+    dtype: torch.dtype = torch.float64,
+    **changes: Any,
+) -> Decoder:
+    config = replace(CONFIG, encoding=ENCODINGS[encoding], **changes)
+    decoder = Decoder(
+        config, create(config.encoding, config, CONTEXT, CPU), backend, dtype=dtype, device=CPU
+    )
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in decoder.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        around_one = name.endswith("norm.weight")
+        parameter.copy_(1 + 0.2 * values if around_one else values * 0.35)
+    return decoder
