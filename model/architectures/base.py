@@ -1,0 +1,87 @@
+"""What an architecture must say: its shape, read from either format, and where its weights are.
+
+Each file in this folder that defines an `Architecture` with a model_type adds one; the folder
+is listed, so nothing else needs an edit. Knows descriptions and names, never a weight's value.
+"""
+
+import importlib
+import inspect
+import pkgutil
+from abc import ABC, abstractmethod
+from functools import cache
+from pathlib import Path
+
+from model.architectures.fields import Fields
+from model.architectures.stored import Parameters
+from model.config import ModelConfig
+from model.weights.base import CheckpointError, WeightFile, shown
+
+
+class Architecture(ABC):
+    """One family of checkpoints. All methods raise CheckpointError for what they cannot honour."""
+
+    model_type: str  # of config.json
+    gguf_name: str | None = None  # general.architecture; None when the format has none for it
+
+    @abstractmethod
+    def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
+        """Read a config.json."""
+
+    @abstractmethod
+    def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
+        """Read GGUF metadata."""
+
+    @abstractmethod
+    def parameters_in_hf(self, config: ModelConfig) -> Parameters:
+        """Where safetensors hold the decoder's parameters."""
+
+    @abstractmethod
+    def parameters_in_gguf(self, config: ModelConfig) -> Parameters:
+        """Where GGUF holds the decoder's parameters."""
+
+    def is_derived(self, name: str) -> bool:
+        """Whether a stored tensor follows from the config, so that it may be left unread."""
+        return False
+
+    def copies(self, config: ModelConfig) -> dict[str, str]:
+        """Stored tensors that may be there if they equal another: {copy: original}."""
+        return {}
+
+
+@cache
+def architectures() -> tuple[Architecture, ...]:
+    """Every architecture of this folder."""
+    modules = sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    return tuple(
+        value()
+        for name in modules
+        for value in vars(importlib.import_module(f"{__package__}.{name}")).values()
+        if inspect.isclass(value)
+        and issubclass(value, Architecture)
+        and "model_type" in vars(value)
+        and value.__module__ == f"{__package__}.{name}"
+    )
+
+
+def by_model_type(name: str | None, where: str) -> Architecture:
+    """The architecture of a config.json's model_type. Raises CheckpointError."""
+    known = {architecture.model_type: architecture for architecture in architectures()}
+    return _pick(known, name, f"{where}: model_type")
+
+
+def by_gguf_name(name: object, where: str) -> Architecture:
+    """The architecture of a GGUF file's general.architecture. Raises CheckpointError."""
+    known = {
+        architecture.gguf_name: architecture
+        for architecture in architectures()
+        if architecture.gguf_name is not None
+    }
+    return _pick(known, name, f"{where}: general.architecture")
+
+
+def _pick(known: dict[str, Architecture], name: object, what: str) -> Architecture:
+    found = known.get(name) if isinstance(name, str) else None
+    if found is None:
+        said = shown(name) if isinstance(name, str) else "missing"
+        raise CheckpointError(f"{what} is {said}; supported are {', '.join(sorted(known))}.")
+    return found

@@ -1,0 +1,248 @@
+"""What Llama and its relatives share: RMSNorm, rotary positions, grouped queries, gated MLP.
+
+Reads their descriptions in both formats. An architecture's own file says only what differs.
+"""
+
+import re
+
+from model.architectures import stored
+from model.architectures.base import Architecture
+from model.architectures.fields import Fields
+from model.config import EncodingSpec, ModelConfig
+from model.weights.base import WeightFile, shown
+
+# Bounds on what a description may claim, far above any model this decoder fits.
+MAX_LAYERS = 1024
+MAX_HEADS = 1024
+MAX_HEAD_DIM = 1024
+MAX_WIDTH = 1 << 17
+MAX_FFN_WIDTH = 1 << 20
+MAX_VOCAB = 1 << 22
+MAX_CONTEXT = 1 << 24
+
+# Of config.json: training, bookkeeping and generation defaults. None changes the logits.
+HARMLESS = """
+    _attn_implementation_autoset _name_or_path attention_dropout bad_words_ids
+    begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id id2label initializer_range is_llama_config label2id
+    length_penalty max_length min_length model_type no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix
+    pretraining_tp problem_type remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
+    tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+"""
+# Of GGUF metadata: about the file or the tokenizer; the model's own keys start with its name.
+GGUF_OTHERS = re.compile(r"(general|tokenizer|quantize|split)\.")
+ROTATION_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+class GatedDecoder(Architecture):
+    """Override what differs from: no biases, full attention, q and k stored in halves."""
+
+    model_class: str  # in config.json's architectures
+    qk_norm: bool = False
+    gguf_pairs: bool = False  # q and k rows of GGUF hold turning coordinates side by side
+
+    def head_dim(self, fields: Fields) -> int | None:
+        """From config.json; None: width / heads."""
+        return fields.optional_integer("head_dim", MAX_HEAD_DIM)
+
+    def kv_heads(self, fields: Fields, heads: int) -> int:
+        """From config.json."""
+        return fields.integer("num_key_value_heads", heads)
+
+    def biases(self, fields: Fields) -> tuple[bool, bool, bool]:
+        """(q, k and v; attention output; feed-forward), from config.json."""
+        return False, False, False
+
+    def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
+        """Per layer, how many keys a query sees, from config.json."""
+        return (None,) * layers
+
+    def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
+        self._refuse_foreign(fields)
+        width = fields.integer("hidden_size", MAX_WIDTH)
+        layers = fields.integer("num_hidden_layers", MAX_LAYERS)
+        heads = fields.integer("num_attention_heads", MAX_HEADS)
+        kv_heads = self.kv_heads(fields, heads)
+        head_dim = _head_dim(fields, self.head_dim(fields), width, heads, kv_heads)
+        tied = fields.flag("tie_word_embeddings")
+        qkv_bias, out_bias, mlp_bias = self.biases(fields)
+        config = ModelConfig(
+            vocab_size=fields.integer("vocab_size", MAX_VOCAB),
+            width=width,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            ffn_width=fields.integer("intermediate_size", MAX_FFN_WIDTH),
+            norm_eps=fields.number("rms_norm_eps"),
+            trained_context=fields.integer("max_position_embeddings", MAX_CONTEXT),
+            encoding=_rope_from_hf(fields, head_dim),
+            windows=self.windows(fields, layers),
+            # Files of some versions leave the key out; then what is stored decides.
+            tied_embeddings="lm_head.weight" not in weights.names() if tied is None else tied,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            mlp_bias=mlp_bias,
+            qk_norm=self.qk_norm,
+        )
+        fields.finish(HARMLESS.split())
+        return config
+
+    def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
+        names, own = weights.names(), f"{self.gguf_name}."
+        _refuse_unreadable(fields, own, names)
+        width = fields.integer(own + "embedding_length", MAX_WIDTH)
+        layers = fields.integer(own + "block_count", MAX_LAYERS)
+        heads = fields.integer(own + "attention.head_count", MAX_HEADS)
+        # Absent keys have a meaning in this format: as many, as wide, turning throughout.
+        kv_heads = fields.optional_integer(own + "attention.head_count_kv", heads) or heads
+        head_dim = fields.optional_integer(own + "attention.key_length", MAX_HEAD_DIM)
+        head_dim = _head_dim(fields, head_dim, width, heads, kv_heads)
+        value_dim = fields.optional_integer(own + "attention.value_length", MAX_HEAD_DIM)
+        if value_dim not in (None, head_dim):
+            raise fields.error("attention.value_length differs from attention.key_length")
+        rotary = fields.optional_integer(own + "rope.dimension_count", head_dim) or head_dim
+        config = ModelConfig(
+            vocab_size=_vocab_size_of_gguf(fields, own, weights),
+            width=width,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            ffn_width=fields.integer(own + "feed_forward_length", MAX_FFN_WIDTH),
+            norm_eps=fields.number(own + "attention.layer_norm_rms_epsilon"),
+            trained_context=fields.integer(own + "context_length", MAX_CONTEXT),
+            encoding=_rope(fields, fields.number(own + "rope.freq_base"), rotary),
+            windows=(None,) * layers,
+            tied_embeddings="output.weight" not in names,
+            # The format says nothing about biases, so the tensors do.
+            qkv_bias="blk.0.attn_q.bias" in names,
+            out_bias="blk.0.attn_output.bias" in names,
+            mlp_bias="blk.0.ffn_down.bias" in names,
+            qk_norm=self.qk_norm,
+        )
+        fields.finish(key for key in weights.metadata if GGUF_OTHERS.match(key))
+        return config
+
+    def parameters_in_hf(self, config: ModelConfig) -> stored.Parameters:
+        return stored.gated_decoder(config, stored.HUGGING_FACE, None)
+
+    def parameters_in_gguf(self, config: ModelConfig) -> stored.Parameters:
+        width = config.encoding.options["width"] if self.gguf_pairs else None
+        return stored.gated_decoder(config, stored.GGUF, width)
+
+    def is_derived(self, name: str) -> bool:
+        return ROTATION_TABLE.fullmatch(name) is not None
+
+    def copies(self, config: ModelConfig) -> dict[str, str]:
+        return {"lm_head.weight": "model.embed_tokens.weight"} if config.tied_embeddings else {}
+
+    def _refuse_foreign(self, fields: Fields) -> None:
+        classes = fields.texts("architectures")
+        if classes is not None and self.model_class not in classes:
+            raise fields.error(
+                f"architectures is {shown(', '.join(classes))}, "
+                f"but of {self.model_type} models only {self.model_class} can be served"
+            )
+        activation = fields.text("hidden_act")
+        if activation not in (None, "silu"):
+            raise fields.error(f"hidden_act {shown(activation)} is not supported, only silu")
+        if fields.get("auto_map") is not None:
+            raise fields.error("auto_map asks to run code from the checkpoint, which is refused")
+        if fields.get("quantization_config") is not None:
+            raise fields.error("quantization_config is not supported; use unquantised weights")
+
+
+def windows_by_layer(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """use_sliding_window, sliding_window, and layer_types or max_window_layers, as Qwen has them.
+
+    Older files give max_window_layers, the number of leading layers that see everything.
+    """
+    window = fields.optional_integer("sliding_window", MAX_CONTEXT)
+    first = fields.optional_integer("max_window_layers", 1 << 30)
+    types = fields.texts("layer_types")
+    if not fields.flag("use_sliding_window"):
+        window = None
+    if types is None:
+        if window is not None and first is None:
+            raise fields.missing("max_window_layers")
+        return tuple(None if first is None or i < first else window for i in range(layers))
+    if len(types) != layers or not {*types} <= {"full_attention", "sliding_attention"}:
+        raise fields.error(
+            "layer_types must say full_attention or sliding_attention once for each layer"
+        )
+    if window is None and "sliding_attention" in types:
+        raise fields.error("layer_types has sliding_attention, but there is no sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _head_dim(fields: Fields, given: int | None, width: int, heads: int, kv_heads: int) -> int:
+    if heads % kv_heads:
+        raise fields.error(f"{heads} query heads cannot share {kv_heads} key heads evenly")
+    if given is not None:
+        return given
+    if width % heads or width // heads > MAX_HEAD_DIM:
+        raise fields.error(f"the width {width} is not a sensible multiple of {heads} heads")
+    return width // heads
+
+
+def _rope(fields: Fields, base: float, width: int) -> EncodingSpec:
+    if width % 2:
+        raise fields.error(f"{width} coordinates cannot turn in pairs")
+    return EncodingSpec("rope", {"base": base, "width": width, "layout": "half"})
+
+
+def _rope_from_hf(fields: Fields, head_dim: int) -> EncodingSpec:
+    """Base from `rope_theta`, or from `rope_parameters` as newer files have it."""
+    base = fields.optional_number("rope_theta")
+    share = fields.optional_number("partial_rotary_factor")
+    for key in ("rope_parameters", "rope_scaling"):
+        section = fields.section(key)
+        if section is None:
+            continue
+        # Read both spellings of the type first, so that a scaling is refused by its name.
+        for kind in (section.text("rope_type"), section.text("type")):
+            if kind not in (None, "default"):
+                raise fields.error(f"{key} has the type {shown(kind)}, which is not supported yet")
+        base = _agreed(section, "rope_theta", base)
+        share = _agreed(section, "partial_rotary_factor", share)
+        section.finish()
+    if base is None:
+        raise fields.missing("rope_theta")
+    if share is not None and share > 1:
+        raise fields.error(f"partial_rotary_factor must be at most 1, not {share}")
+    return _rope(fields, base, head_dim if share is None else int(head_dim * share) or 1)
+
+
+def _agreed(section: Fields, key: str, elsewhere: float | None) -> float | None:
+    value = section.optional_number(key)
+    if None not in (value, elsewhere) and value != elsewhere:
+        raise section.error(f"{key} is {value} here but {elsewhere} elsewhere in the file")
+    return elsewhere if value is None else value
+
+
+def _refuse_unreadable(fields: Fields, own: str, names: frozenset[str]) -> None:
+    if "rope_freqs.weight" in names:
+        raise fields.error("rope_freqs.weight scales the rotation, which is not supported yet")
+    if fields.get("split.count") not in (None, 0, 1):
+        raise fields.error("it is one of several files of a split model, so merge them first")
+    scaling = fields.text(own + "rope.scaling.type")
+    if scaling not in (None, "none"):
+        raise fields.error(f"rope.scaling.type {shown(scaling)} is not supported yet")
+
+
+def _vocab_size_of_gguf(fields: Fields, own: str, weights: WeightFile) -> int:
+    """Rows of the embedding: the metadata may leave them out, but must not contradict them."""
+    name = "token_embd.weight"
+    if name not in weights.names():
+        raise fields.error(f"tensor {name} is missing")
+    rows = weights.shape(name)[0]
+    claimed = fields.optional_integer(own + "vocab_size", MAX_VOCAB)
+    if rows > MAX_VOCAB or claimed not in (None, rows):
+        raise fields.error(f"vocab_size is {claimed}, but {name} has {rows} rows")
+    return rows

@@ -1,0 +1,231 @@
+"""Opens checkpoints and fills decoders with them.
+
+Everything that can be known before a weight is read is checked at opening: description,
+tokenizer, and the name and shape of every tensor. Knows formats, no requests.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from model.architectures.base import Architecture, by_gguf_name, by_model_type
+from model.architectures.fields import Fields
+from model.architectures.stored import Parameters, Stored
+from model.config import ModelConfig
+from model.tokenizers.base import Tokenizer, TokenizerError
+from model.tokenizers.chat import (
+    ChatTemplate,
+    ChatTemplateError,
+    chat_template_from_directory,
+    chat_template_from_gguf,
+)
+from model.tokenizers.loading import tokenizer_from_directory, tokenizer_from_gguf
+from model.weights.base import CheckpointError, WeightFile, shown
+from model.weights.files import open_regular, read_json
+from model.weights.gguf_file import MAGIC, GGUFFile
+from model.weights.safetensors_dir import SafetensorsDirectory
+
+__all__ = ["Checkpoint", "CheckpointError", "load_decoder", "open_checkpoint"]
+
+MAX_CONFIG = 1 << 20  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model on disk, checked as far as it can be without reading its weights."""
+
+    path: Path
+    config: ModelConfig
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    stop_ids: frozenset[int]  # tokens that end an answer
+    weights: WeightFile
+    parameters: Parameters
+    copies: Mapping[str, str]  # stored tensors that must equal another one: {copy: original}
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A Hugging Face directory or a GGUF file. Raises CheckpointError, one sentence, otherwise."""
+    try:
+        return _open_directory(path) if path.is_dir() else _open_gguf(path)
+    except (TokenizerError, ChatTemplateError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def load_decoder(
+    checkpoint: Checkpoint,
+    decoder: nn.Module,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Copy the weights into a decoder built from the checkpoint's config, in its dtype and place.
+
+    `progress` hears how many of how many parameters are done. Raises CheckpointError when the
+    decoder's parameters are not the checkpoint's, or a weight is not finite.
+    """
+    targets = dict(decoder.named_parameters())
+    expected = {name: _joined_shape(pieces) for name, pieces in checkpoint.parameters.items()}
+    for name in sorted(targets.keys() | expected.keys()):
+        wanted = tuple(targets[name].shape) if name in targets else None
+        if wanted != expected.get(name):
+            raise CheckpointError(
+                f"{checkpoint.path}: parameter {name} of the decoder has the shape {wanted}, "
+                f"but the checkpoint gives {expected.get(name)}."
+            )
+    with torch.inference_mode():
+        for done, (name, target) in enumerate(targets.items(), start=1):
+            _fill(checkpoint, target, checkpoint.parameters[name])
+            if progress is not None:
+                progress(done, len(targets))
+        _check_copies(checkpoint)
+
+
+def _fill(checkpoint: Checkpoint, target: Tensor, pieces: tuple[Stored, ...]) -> None:
+    row = 0
+    for piece in pieces:
+        tensor = checkpoint.weights.read(piece.name)
+        if piece.pairs is not None:
+            tensor = piece.pairs.split(tensor)
+        rows = target[row : row + piece.shape[0]]
+        rows.copy_(tensor)
+        row += piece.shape[0]
+        # After the copy: a weight may also become infinite by conversion to float16.
+        if not all(bound.isfinite() for bound in rows.aminmax()):
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {piece.name} holds weights that are not finite "
+                f"in {target.dtype}."
+            )
+
+
+def _check_copies(checkpoint: Checkpoint) -> None:
+    for copy, original in checkpoint.copies.items():
+        if copy in checkpoint.weights.names() and not torch.equal(
+            checkpoint.weights.read(copy), checkpoint.weights.read(original)
+        ):
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {copy} should be tied to {original}, but differs."
+            )
+
+
+def _joined_shape(pieces: tuple[Stored, ...]) -> tuple[int, ...]:
+    return (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
+
+
+def _open_directory(folder: Path) -> Checkpoint:
+    if not (folder / "config.json").exists():
+        raise CheckpointError(
+            f"{folder} has no config.json, so it is no Hugging Face model; "
+            "to serve a GGUF file, name the file itself."
+        )
+    where = str(folder / "config.json")
+    fields = Fields(where, read_json(folder / "config.json", MAX_CONFIG))
+    architecture = by_model_type(fields.text("model_type"), where)
+    weights = SafetensorsDirectory(folder)
+    config = architecture.config_from_hf(fields, weights)
+    parameters = architecture.parameters_in_hf(config)
+    _check_tensors(folder, weights, parameters, architecture, config)
+    stop_ids = fields.token_ids("eos_token_id")
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        defaults = Fields(str(generation), read_json(generation, MAX_CONFIG))
+        stop_ids |= defaults.token_ids("eos_token_id")
+    tokenizer = tokenizer_from_directory(folder)
+    return Checkpoint(
+        path=folder,
+        config=config,
+        tokenizer=tokenizer,
+        chat_template=chat_template_from_directory(folder),
+        stop_ids=_stop_ids(folder, config, tokenizer, stop_ids),
+        weights=weights,
+        parameters=parameters,
+        copies=architecture.copies(config),
+    )
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    _refuse_other_files(path)
+    weights = GGUFFile(path)
+    fields = Fields(str(path), weights.metadata)
+    architecture = by_gguf_name(weights.metadata.get("general.architecture"), str(path))
+    config = architecture.config_from_gguf(fields, weights)
+    parameters = architecture.parameters_in_gguf(config)
+    _check_tensors(path, weights, parameters, architecture, config)
+    tokenizer = tokenizer_from_gguf(weights.metadata)
+    return Checkpoint(
+        path=path,
+        config=config,
+        tokenizer=tokenizer,
+        chat_template=chat_template_from_gguf(weights.metadata),
+        stop_ids=_stop_ids(path, config, tokenizer, frozenset()),
+        weights=weights,
+        parameters=parameters,
+        copies={},
+    )
+
+
+def _refuse_other_files(path: Path) -> None:
+    with open_regular(path) as file:
+        start = file.read(len(MAGIC))
+    if start == MAGIC:
+        return
+    if path.suffix == ".safetensors":
+        raise CheckpointError(
+            f"{path} holds weights alone; name its folder, with config.json and a tokenizer."
+        )
+    if path.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"}:
+        raise CheckpointError(
+            f"{path} looks like a pickle, which could run code, so convert it with transformers: "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
+        )
+    raise CheckpointError(f"{path} is neither a GGUF file nor a Hugging Face directory.")
+
+
+def _check_tensors(
+    path: Path,
+    weights: WeightFile,
+    parameters: Parameters,
+    architecture: Architecture,
+    config: ModelConfig,
+) -> None:
+    """Exactly the tensors that the decoder needs, each of the shape that the config implies."""
+    needed = {piece.name: piece.shape for pieces in parameters.values() for piece in pieces}
+    names = weights.names()
+    if missing := sorted(needed.keys() - names):
+        raise CheckpointError(f"{path} lacks {_counted(missing)}, which its description calls for.")
+    unused = sorted(
+        name
+        for name in names - needed.keys() - architecture.copies(config).keys()
+        if not architecture.is_derived(name)
+    )
+    if unused:
+        raise CheckpointError(
+            f"{path} holds {_counted(unused)}, which its description does not explain, "
+            "and leaving out weights would change the answers."
+        )
+    for name, shape in needed.items():
+        if weights.shape(name) != shape:
+            raise CheckpointError(
+                f"{path}: tensor {name} should have the shape {list(shape)}, "
+                f"but has {list(weights.shape(name))}."
+            )
+
+
+def _counted(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"tensor {shown(names[0])}{more}"
+
+
+def _stop_ids(
+    path: Path, config: ModelConfig, tokenizer: Tokenizer, declared: frozenset[int]
+) -> frozenset[int]:
+    """Every id that anyone declares to end an answer, and that the model can produce."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, "
+            f"but the model embeds only {config.vocab_size}."
+        )
+    return frozenset(id for id in declared | tokenizer.eos if 0 <= id < config.vocab_size)

@@ -1,0 +1,99 @@
+"""Reading files that may be broken or hostile: regular files only, bounded, never mapped.
+
+A mapped file that is truncated kills the process; a file that is read gives a short read.
+"""
+
+import json
+import math
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from model.weights.base import CheckpointError, shown
+
+MAX_DEPTH = 32
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open for reading. Raises CheckpointError for anything but a readable regular file."""
+    try:
+        # Non-blocking, because opening a FIFO would otherwise wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise CheckpointError(f"{path} cannot be opened: {reason}.") from error
+    file = os.fdopen(descriptor, "rb", buffering=0)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise CheckpointError(f"{path} is not a regular file.")
+    return file
+
+
+def size_of(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+def read_range(path: Path, offset: int, size: int) -> bytearray:
+    """Bytes offset .. offset + size of a file. Raises CheckpointError when it ends before."""
+    with open_regular(path) as file:
+        # Asked before allocating: the size may come from a header that lies.
+        if offset + size > size_of(file):
+            raise CheckpointError(f"{path} ends early; download it again.")
+        data = bytearray(size)
+        view = memoryview(data)
+        file.seek(offset)
+        while view:
+            count = file.readinto(view)  # type: ignore[attr-defined]  # raw files have it
+            if not count:
+                raise CheckpointError(f"{path} ends early; download it again.")
+            view = view[count:]
+    return data
+
+
+def read_json(path: Path, limit: int) -> dict[str, object]:
+    """A JSON object of at most `limit` bytes. Raises CheckpointError."""
+    with open_regular(path) as file:
+        size = size_of(file)
+    if size > limit:
+        raise CheckpointError(f"{path} has {size} bytes, more than the {limit} allowed.")
+    return parse_json(bytes(read_range(path, 0, size)), str(path))
+
+
+def parse_json(data: bytes, where: str) -> dict[str, object]:
+    """Strict: an object in UTF-8, no duplicate keys, no NaN or infinity. Raises CheckpointError."""
+    try:
+        value = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
+        )
+        _check(value, 0)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise CheckpointError(f"{where} is not valid JSON: {reason}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} must hold a JSON object.")
+    return value
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result: dict[str, object] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key {shown(key)} appears twice")
+        result[key] = value
+    return result
+
+
+def _no_constant(text: str) -> object:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _check(value: object, depth: int) -> None:
+    """Refuse what json lets through: deep nesting, and numbers such as 1e999."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("it holds a number too large for a float")
+    if isinstance(value, dict | list):
+        for child in value.values() if isinstance(value, dict) else value:
+            _check(child, depth + 1)

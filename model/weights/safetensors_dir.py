@@ -1,0 +1,188 @@
+"""Weights in safetensors files: one file, or shards listed by an index, in one folder.
+
+The header is ours to check before anything is believed; the format itself is eight bytes of
+length, a JSON object, and the data.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from model.weights.base import CheckpointError, shown
+from model.weights.files import open_regular, parse_json, read_json, read_range, size_of
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_HEADER = 16 << 20  # bytes; 10,000 tensors take about 2 MB
+MAX_TENSORS = 10_000
+MAX_DIMENSIONS = 8
+
+WEIGHT_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+ITEM_SIZES = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+}
+
+
+class Entry(NamedTuple):
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # in the file
+    size: int  # bytes
+
+
+class SafetensorsDirectory:
+    """The safetensors weights of a folder; a WeightFile."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read and check every header. Raises CheckpointError."""
+        if (folder / SINGLE).exists():
+            self._entries = read_header(folder / SINGLE)
+        else:
+            self._entries = _read_shards(folder)
+
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        """Empty: what such a folder says about itself is in its config.json."""
+        return {}
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
+
+    def read(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        dtype = WEIGHT_DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise CheckpointError(
+                f"{entry.path}: tensor {shown(name)} is stored as {entry.dtype}, "
+                f"but weights must be one of {', '.join(WEIGHT_DTYPES)}."
+            )
+        if entry.size == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        data = read_range(entry.path, entry.offset, entry.size)
+        return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Every tensor of one file. Raises CheckpointError unless the header is sound throughout."""
+    with open_regular(path) as file:
+        file_size = size_of(file)
+    if file_size < 8:
+        raise CheckpointError(f"{path} is too short for a safetensors file; download it again.")
+    length = int.from_bytes(read_range(path, 0, 8), "little")
+    if length > MAX_HEADER:
+        raise CheckpointError(
+            f"{path} is no safetensors file: its header claims {length} bytes, "
+            f"more than the {MAX_HEADER} allowed."
+        )
+    raw = bytes(read_range(path, 8, length))
+    if not raw.startswith(b"{"):
+        raise CheckpointError(f"{path} is no safetensors file: its header is no JSON object.")
+    header = parse_json(raw, f"{path}: header")
+    header.pop("__metadata__", None)
+    if len(header) > MAX_TENSORS:
+        raise CheckpointError(
+            f"{path} lists {len(header)} tensors, more than the {MAX_TENSORS} allowed."
+        )
+    start = 8 + length
+    entries = {name: _entry(path, name, value, start) for name, value in header.items()}
+    _check_layout(path, entries, start, file_size)
+    return entries
+
+
+def _entry(path: Path, name: str, value: object, start: int) -> Entry:
+    where = f"{path}: tensor {shown(name)}"
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{where} needs exactly dtype, shape and data_offsets.")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
+        raise CheckpointError(f"{where} has the unknown dtype {shown(str(dtype))}.")
+    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+        raise CheckpointError(f"{where} has a shape that is no short list of sizes.")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{where} has data_offsets that are no pair of sizes.")
+    begin, end = offsets
+    if math.prod(shape) * ITEM_SIZES[dtype] != end - begin:
+        raise CheckpointError(f"{where} has data_offsets that do not fit its dtype and shape.")
+    return Entry(path, dtype, tuple(shape), start + begin, end - begin)
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(
+        type(item) is int and 0 <= item < 1 << 48 for item in value
+    )
+
+
+def _check_layout(path: Path, entries: dict[str, Entry], start: int, file_size: int) -> None:
+    """The tensors must fill the data exactly: no hole, no overlap, nothing after."""
+    position = start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].size)):
+        if entry.offset != position:
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)} leaves a hole or overlaps; download it again."
+            )
+        position += entry.size
+    if position != file_size:
+        raise CheckpointError(
+            f"{path} has {file_size} bytes, but its header describes {position}; download it again."
+        )
+
+
+def _read_shards(folder: Path) -> dict[str, Entry]:
+    index = folder / INDEX
+    if not index.exists():
+        raise CheckpointError(_nothing_to_read(folder))
+    weight_map = read_json(index, MAX_HEADER).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index} needs a weight_map from tensors to files.")
+    entries: dict[str, Entry] = {}
+    for shard in sorted({_shard_name(index, value) for value in weight_map.values()}):
+        for name, entry in read_header(folder / shard).items():
+            if weight_map.get(name) != shard:
+                raise CheckpointError(
+                    f"{folder / shard} holds tensor {shown(name)}, "
+                    f"which {INDEX} does not place there."
+                )
+            entries[name] = entry
+    if missing := sorted(set(weight_map) - set(entries)):
+        raise CheckpointError(f"{index} lists tensor {shown(missing[0])}, but no file holds it.")
+    return entries
+
+
+def _shard_name(index: Path, value: object) -> str:
+    # The file may be a symlink (the hub's cache is made of them), its name may not be a path.
+    if not isinstance(value, str) or not value.endswith(".safetensors") or {*value} & {*"/\\\0"}:
+        raise CheckpointError(
+            f"{index} names {shown(str(value))}, which is no safetensors file of this folder."
+        )
+    return value
+
+
+def _nothing_to_read(folder: Path) -> str:
+    unsafe = sorted(
+        entry.name
+        for entry in folder.iterdir()
+        if entry.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+    )
+    if unsafe:
+        return (
+            f"{folder} holds weights only as {shown(unsafe[0])}, a pickle that could run code, "
+            "so convert them with transformers: "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
+        )
+    return f"{folder} holds neither {SINGLE} nor {INDEX}."
