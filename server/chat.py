@@ -15,9 +15,10 @@ from typing import Any, TextIO
 from server.errors import CommandError, UsageError
 
 HELP = """\
-/reset        forget the conversation
-/system TEXT  start anew with this instruction
-/quit         leave (so does Ctrl-D); Ctrl-C stops an answer"""
+in the conversation:
+  /reset        forget what was said
+  /system TEXT  start anew with this instruction
+  /quit         leave (so does Ctrl-D); Ctrl-C stops an answer"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ def converse(options: ChatOptions, question: str | None, lines: Iterator[str], o
 def terminal_lines(prompt: str = "> ") -> Iterator[str]:
     """What a person types, with line editing, until Ctrl-D or Ctrl-C on an empty line."""
     with suppress(ImportError):
-        __import__("readline")  # gives input() editing and history where Python has it
+        import readline  # noqa: F401  gives input() editing and history; touches the terminal
     while True:
         try:
             yield input(prompt)

@@ -4,22 +4,27 @@ Their own variables begin with ROPEWALK_CHAT_ and ROPEWALK_HEALTH_, so that none
 one of the server's; host and port are shared with it. No torch.
 """
 
+from dataclasses import replace
+
 from server.config import HOST, PORT
 from server.options import Option, count, number, seconds, switch, text
 
+_HOST = replace(HOST, group="server", help="where the server listens")
+_PORT = replace(PORT, group="server", help="its port")
+
 CHAT_OPTIONS = (
+    _HOST,
+    _PORT,
     Option(
         "--url",
         "server",
-        "where it listens, when not on --host and --port",
+        "where the server is, instead of host and port: https://example.org",
         text,
         None,
         "none",
         "URL",
         env="ROPEWALK_CHAT_URL",
     ),
-    HOST,
-    PORT,
     Option(
         "--model",
         "server",
@@ -111,11 +116,11 @@ CHAT_OPTIONS = (
 )
 
 HEALTH_OPTIONS = (
-    HOST,
-    PORT,
+    _HOST,
+    _PORT,
     Option(
         "--timeout",
-        "probe",
+        "server",
         "longest wait for the answer",
         seconds(0.1, 600),
         3.0,
@@ -125,7 +130,7 @@ HEALTH_OPTIONS = (
     ),
     Option(
         "--ready",
-        "probe",
+        "server",
         "ask whether it takes requests now, not only whether it lives",
         switch,
         False,

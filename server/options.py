@@ -131,8 +131,8 @@ def refuse_unknown(environ: Mapping[str, str], known: Iterable[str]) -> None:
         if not variable.startswith(PREFIX) or variable in names or SERVICE_LINK.search(variable):
             continue
         close = difflib.get_close_matches(variable, sorted(names), n=1)
-        hint = f"did you mean {close[0]}" if close else "ropewalk serve --help lists them"
-        raise UsageError(f"the environment variable {variable} is not one of ropewalk's; {hint}?")
+        hint = f"did you mean {close[0]}?" if close else "ropewalk serve --help lists them"
+        raise UsageError(f"the environment variable {variable} is not one of ropewalk's; {hint}")
 
 
 # ---- text → value: each raises ValueError with the reason and an example ----

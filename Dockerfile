@@ -1,0 +1,51 @@
+# Ropewalk in a container, run as an ordinary user. The model cache is a volume.
+#
+#   CPU:  docker build -t ropewalk .
+#   CUDA: docker build -t ropewalk --build-arg BASE=nvidia/cuda:12.8.1-runtime-ubuntu24.04 .
+#
+# PIP_EXTRA_INDEX_URL may name an index with a CPU-only build of torch, which is far smaller.
+ARG BASE=debian:bookworm-slim
+
+FROM ${BASE} AS base
+# g++ and Python's headers are needed when serving, too: the CPU attention kernel is compiled
+# at first use, for the processor that runs it.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends \
+        ca-certificates g++ libc6-dev python3 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+
+FROM base AS build
+ARG PIP_EXTRA_INDEX_URL=""
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python3 -m venv /opt/ropewalk
+WORKDIR /src
+COPY pyproject.toml ./
+# torch by itself: the largest layer stays cached while the code changes.
+RUN /opt/ropewalk/bin/pip install "$(sed -n 's/^ *"\(torch[><=][^"]*\)",*$/\1/p' pyproject.toml)"
+COPY README.md LICENSE ./
+COPY cache cache
+COPY model model
+COPY server server
+COPY load_tests load_tests
+RUN /opt/ropewalk/bin/pip install ".[hub]"
+
+FROM base AS runtime
+RUN useradd --uid 10001 --gid 0 --home-dir /var/lib/ropewalk --no-create-home ropewalk \
+    && install --directory --owner 10001 --group 0 --mode 0775 /var/lib/ropewalk
+COPY --from=build /opt/ropewalk /opt/ropewalk
+# HOME and USER are set by hand for platforms that choose another user id, in group 0.
+ENV PATH=/opt/ropewalk/bin:$PATH \
+    HOME=/var/lib/ropewalk \
+    USER=ropewalk \
+    HF_HOME=/var/lib/ropewalk/huggingface \
+    ROPEWALK_HOME=/var/lib/ropewalk \
+    ROPEWALK_HOST=0.0.0.0 \
+    PYTHONUNBUFFERED=1
+VOLUME /var/lib/ropewalk
+WORKDIR /var/lib/ropewalk
+USER 10001:0
+EXPOSE 8000
+# Asks where the server really listens: the command reads ROPEWALK_HOST and ROPEWALK_PORT.
+HEALTHCHECK --start-period=5m --interval=10s --timeout=5s --retries=3 CMD ["ropewalk", "health"]
+ENTRYPOINT ["ropewalk"]
+CMD ["serve"]

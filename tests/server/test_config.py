@@ -1,0 +1,203 @@
+"""Options: text to values, flags before variables before defaults, refusals in one sentence."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from server.client_options import CHAT_OPTIONS, HEALTH_OPTIONS
+from server.config import SERVE_OPTIONS, ModelSource, ServerConfig, model_source, server_config
+from server.errors import UsageError
+from server.options import (
+    add_options,
+    auto,
+    choice,
+    count,
+    number,
+    read_options,
+    refuse_unknown,
+    seconds,
+    size,
+    switch,
+)
+
+ALL = (*SERVE_OPTIONS, *CHAT_OPTIONS, *HEALTH_OPTIONS)
+
+
+def config(*flags: str, **environ: str) -> ServerConfig:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_options(parser, SERVE_OPTIONS)
+    return server_config(read_options(SERVE_OPTIONS, parser.parse_args(flags), environ))
+
+
+def test_defaults() -> None:
+    plain = config()
+    assert plain.models == (ModelSource("smollm2", "smollm2"),)
+    assert (plain.http.host, plain.http.port) == ("127.0.0.1", 8000)
+    assert plain.http.api_keys == frozenset()
+    assert (plain.http.request_timeout_s, plain.http.drain_timeout_s) == (300, 30)
+    assert (plain.limits.max_seqs, plain.limits.max_step_tokens) == (64, 512)
+    assert plain.cache.block_size == 16
+    assert plain.cache.prefix_sharing
+    assert plain.cache.kv_memory is None
+    assert set(dataclasses.astuple(plain.loading)) == {None}
+    assert plain.log_level == "info"
+
+
+def test_every_flag_reaches_the_config() -> None:
+    given = config(
+        "a=x.gguf",
+        "b=y",
+        *("--dtype", "float32", "--device", "cpu", "--encoding", "nope", "--attention", "sdpa"),
+        *("--max-model-len", "8k", "--threads", "2", "--kv-memory", "1GiB", "--block-size", "32"),
+        *("--no-prefix-sharing", "--max-seqs", "3", "--max-step-tokens", "7", "--max-queue", "0"),
+        *("--host", "::1", "--port", "9", "--api-key", "k1", "--api-key", "k2"),
+        *("--request-timeout", "5s", "--drain-timeout", "0.5", "--log-level", "debug"),
+    )
+    assert given.models == (ModelSource("a", "x.gguf"), ModelSource("b", "y"))
+    assert dataclasses.astuple(given.loading) == ("float32", "cpu", "nope", "sdpa", 8192, 2)
+    assert dataclasses.astuple(given.cache) == (1 << 30, 32, False)
+    assert dataclasses.astuple(given.limits) == (3, 7, 0)
+    assert dataclasses.astuple(given.http) == ("::1", 9, frozenset({"k1", "k2"}), 5.0, 0.5)
+    assert given.log_level == "debug"
+
+
+@pytest.mark.parametrize("option", SERVE_OPTIONS, ids=lambda option: option.name)
+def test_variable_equals_flag(option) -> None:
+    samples = {
+        "models": "one=a.gguf",
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "attention": "cpu",
+        "kv_memory": "512M",
+        "prefix_sharing": "off",
+        "host": "0.0.0.0",
+        "api_key": "secret",
+        "log_level": "error",
+        "max_step_tokens": "99",
+    }
+    text = samples.get(option.name, "77")
+    if option.switch:
+        flags = ["--no-prefix-sharing"]
+    else:
+        flags = [option.flag, text] if option.flag.startswith("--") else [text]
+    assert config(**{option.variable: text}) == config(*flags)
+    assert config(*flags) != config()
+
+
+def test_flag_beats_variable_beats_default() -> None:
+    assert config(ROPEWALK_PORT="9").http.port == 9
+    assert config("--port", "10", ROPEWALK_PORT="9").http.port == 10
+    assert config("--port", "10", ROPEWALK_PORT="broken").http.port == 10
+    assert config(ROPEWALK_PORT=" ").http.port == 8000
+    assert config("--prefix-sharing", ROPEWALK_PREFIX_SHARING="0").cache.prefix_sharing
+
+
+def test_lists_in_variables() -> None:
+    given = config(ROPEWALK_API_KEYS="a, b,", ROPEWALK_MODELS="x=1,y=2")
+    assert given.http.api_keys == {"a", "b"}
+    assert [model.name for model in given.models] == ["x", "y"]
+
+
+def test_keys_are_not_in_the_printed_config() -> None:
+    assert "hunter2" not in repr(config("--api-key", "hunter2"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "words"),
+    [
+        (["--port", "x"], {}, "--port: 'x' is not a whole number; write for example 64 or 8k"),
+        (["--port", "65536"], {}, "--port: 65536 is outside 0 to 65535"),
+        (["--port", "-1"], {}, "--port: '-1' is not a whole number"),
+        ([], {"ROPEWALK_PORT": "x"}, "ROPEWALK_PORT: 'x' is not a whole number"),
+        ([], {"ROPEWALK_PORT": "tcp://10.0.0.1:80"}, "enableServiceLinks: false"),
+        (["--dtype", "int8"], {}, "--dtype: 'int8' is not offered; choose bfloat16, float16 or"),
+        (["--kv-memory", "0"], {}, "--kv-memory: '0' is not an amount of memory"),
+        (["--host", "http://x"], {}, "--host: 'http://x' is not a host"),
+        (["--api-key", ""], {}, "--api-key: an API key is empty or holds a space"),
+        (["--request-timeout", "nan"], {}, "--request-timeout: nan is outside 1 to 86400"),
+        (["--max-seqs", "0"], {}, "--max-seqs: 0 is outside 1 to 4096"),
+        (["--max-step-tokens", "8"], {}, "--max-step-tokens 8 is less than --max-seqs 64"),
+        (["a=x", "a=y"], {}, "two models are called 'a'"),
+        ([], {"ROPEWALK_PREFIX_SHARING": "maybe"}, "'maybe' is neither on nor off"),
+    ],
+)
+def test_refusals_name_the_place_and_the_reason(flags, environ, words) -> None:
+    with pytest.raises(UsageError) as refused:
+        config(*flags, **environ)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_equal_bounds_of_step_and_sequences_pass() -> None:
+    assert config("--max-step-tokens", "64").limits.max_step_tokens == 64
+
+
+def test_model_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "Qwen2-0.5B"
+    folder.mkdir()
+    (tmp_path / "a=b.gguf").touch()
+    assert model_source(str(folder)) == ModelSource("Qwen2-0.5B", str(folder))
+    assert model_source("./dir/m.Q4_1.gguf") == ModelSource("m.Q4_1", "./dir/m.Q4_1.gguf")
+    assert model_source("owner/name") == ModelSource("owner/name", "owner/name")
+    assert model_source("n=owner/name") == ModelSource("n", "owner/name")
+    monkeypatch.chdir(tmp_path)
+    assert model_source("a=b.gguf") == ModelSource("a=b", "a=b.gguf")
+    monkeypatch.chdir(folder)
+    assert model_source(".").name == "Qwen2-0.5B"
+
+
+@pytest.mark.parametrize(
+    ("parse", "good", "bad"),
+    [
+        (count(0, 1 << 30), {"7": 7, "8k": 8192, "8K": 8192, "1m": 1 << 20}, ["", "1.5", "k", "8q"]),
+        (
+            size,
+            {"1GiB": 1 << 30, "1.5g": 3 << 29, "512 MB": 1 << 29, "4096": 4096, "10b": 10},
+            ["", "GiB", "-1G", "1X", "0.1"],
+        ),
+        (seconds(0, 9), {"3": 3.0, "0.5s": 0.5}, ["", "10", "-1", "inf", "nan", "3m"]),
+        (number(0, 2), {"0.7": 0.7}, ["", "0.7s", "2.1"]),
+        (switch, {"on": True, "TRUE": True, "0": False, "no": False}, ["", "2"]),
+        (choice("a", "b"), {"a": "a"}, ["", "A", "c"]),
+        (auto(choice("a")), {"auto": None, "a": "a"}, ["b"]),
+    ],
+)
+def test_text_to_values(parse, good, bad) -> None:
+    assert {text: parse(text) for text in good} == good
+    for text in bad:
+        with pytest.raises(ValueError):
+            parse(text)
+
+
+def test_misspelt_variable_is_refused_with_a_hint() -> None:
+    known = [option.variable for option in ALL]
+    refuse_unknown(dict.fromkeys(known, "1") | {"PATH": "x"}, known)
+    with pytest.raises(UsageError, match="did you mean ROPEWALK_API_KEYS"):
+        refuse_unknown({"ROPEWALK_API_KEY": "secret"}, known)
+    with pytest.raises(UsageError, match="ROPEWALK_WHAT is not one of"):
+        refuse_unknown({"ROPEWALK_WHAT": "1"}, known)
+
+
+def test_variables_of_a_kubernetes_service_are_no_mistake() -> None:
+    links = {
+        "ROPEWALK_SERVICE_HOST": "10.0.0.1",
+        "ROPEWALK_SERVICE_PORT": "80",
+        "ROPEWALK_SERVICE_PORT_HTTP": "80",
+        "ROPEWALK_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "ROPEWALK_PORT_8000_TCP_ADDR": "10.0.0.1",
+    }
+    refuse_unknown(links, [])
+    with pytest.raises(UsageError):
+        refuse_unknown({"ROPEWALK_PORT": "1"}, [])
+
+
+def test_a_variable_means_one_thing() -> None:
+    """Only host and port are shared between the server and its clients."""
+    serve = {option.variable for option in SERVE_OPTIONS}
+    client = {option.variable for option in (*CHAT_OPTIONS, *HEALTH_OPTIONS)}
+    assert serve & client == {"ROPEWALK_HOST", "ROPEWALK_PORT"}
+    for options in (SERVE_OPTIONS, CHAT_OPTIONS, HEALTH_OPTIONS):
+        variables = [option.variable for option in options]
+        assert len(variables) == len(set(variables))
