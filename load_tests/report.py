@@ -27,6 +27,12 @@ HEADER = (
     "total s",
     "other CPU %",
 )
+_RATIOS = (
+    ("output tok/s ×", "output_tokens_per_s"),
+    ("TTFT p50 ×", "ttft_p50_ms"),
+    ("TPOT p50 ×", "tpot_p50_ms"),
+    ("total s ×", "total_s"),
+)
 _LAG_LIMIT = 0.05  # of the TTFT: above it the client was too slow to measure this server
 
 
@@ -88,6 +94,19 @@ def results_table(cells: Sequence[Cell]) -> str:
     return table(HEADER, [_row(cell) for cell in cells])
 
 
+def ratio_table(ours: Sequence[Cell], theirs: Sequence[Cell]) -> str:
+    """Ours over theirs, line by line: above 1 is more tokens, below 1 is less waiting.
+
+    A ratio is that of the medians; in brackets the lowest and highest over runs of the same turn.
+    """
+    header = ("workload", *(title for title, _ in _RATIOS))
+    rows = [
+        [mine.label, *(_ratio(mine, other, name) for _, name in _RATIOS)]
+        for mine, other in zip(ours, theirs, strict=True)
+    ]
+    return table(header, rows)
+
+
 def warnings(cells: Sequence[Cell]) -> list[str]:
     """What makes the figures doubtful, one sentence each."""
     found: list[str] = []
@@ -139,6 +158,15 @@ def _row(cell: Cell) -> list[str]:
     ]
     shown = ["–" if figure is None else str(figure) for figure in figures]
     return [cell.label, f"{sent - failed}/{sent}", *shown]
+
+
+def _ratio(mine: Cell, other: Cell, name: str) -> str:
+    upper, lower = mine.spread(name), other.spread(name)
+    if upper is None or lower is None:
+        return "–"
+    pairs = zip(mine.runs, other.runs, strict=True)
+    by_turn = [getattr(a, name) / getattr(b, name) for a, b in pairs]
+    return str(Spread(upper.median / lower.median, min(by_turn), max(by_turn)))
 
 
 def _errors(cell: Cell) -> dict[str, int]:

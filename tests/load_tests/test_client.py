@@ -1,0 +1,208 @@
+import asyncio
+import json
+import socket
+
+import pytest
+
+from load_tests.client import (
+    DIALECTS,
+    Completion,
+    Outcome,
+    Server,
+    Unreachable,
+    complete,
+    get_json,
+    split_base_url,
+)
+from tests.load_tests.sse_server import (
+    HEAD,
+    chunk,
+    event,
+    good,
+    serving,
+    stream,
+    text_event,
+    usage_event,
+    whole,
+)
+
+REQUEST = Completion((5, 6, 7), 3, 2)
+TEXTS = [text_event(" a"), text_event(" b")]
+USAGE = usage_event(3, 2)
+DONE = event("[DONE]")
+
+
+def ask(answer, *, dialect="openai", request=REQUEST, pause_s=0.0, **options) -> Outcome:
+    with serving(answer, pause_s) as running:
+        server = Server("127.0.0.1", running.port, DIALECTS[dialect], **options)
+        return asyncio.run(complete(server, request))
+
+
+def says(*events: bytes):
+    return lambda path, body: stream(events)
+
+
+def test_a_good_stream_counts_its_tokens_and_times():
+    outcome = ask(good, pause_s=0.02, model="tiny")
+    assert outcome.error is None
+    assert (outcome.prompt_tokens, outcome.output_tokens) == (3, 2)
+    assert 0 < outcome.ttft_s < outcome.ended - outcome.sent
+    assert outcome.tpot_s == pytest.approx(outcome.ended - outcome.first)
+    assert outcome.tpot_s > 0.01
+
+
+def test_every_byte_in_its_own_packet():
+    def bytewise(path, body):
+        return [bytes([byte]) for byte in b"".join(good(path, body))]
+
+    assert ask(bytewise, pause_s=0.0001).error is None
+
+
+def test_the_first_text_is_what_counts_as_first():
+    empty, late = text_event(""), text_event("x")
+    outcome = ask(says(empty, empty, empty, empty, late, USAGE, DONE), pause_s=0.02)
+    assert outcome.error is None
+    assert outcome.ttft_s > 0.08
+
+
+def test_an_answer_without_text_is_first_seen_at_its_end():
+    outcome = ask(says(text_event(""), USAGE, DONE))
+    assert outcome.error is None
+    assert outcome.first == outcome.ended
+
+
+def test_one_token_has_no_time_per_token():
+    outcome = ask(good, request=Completion((1,), 1, 1))
+    assert outcome.error is None
+    assert outcome.tpot_s is None
+
+
+def test_the_intended_start_counts_against_a_late_client():
+    assert Outcome(intended=1.0, sent=1.5, first=2.0, ended=3.0).ttft_s == 1.0
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        ([*TEXTS, USAGE], "without \\[DONE\\]"),
+        ([*TEXTS, DONE], "without a usage chunk"),
+        ([TEXTS[0], usage_event(3, 1), DONE], "1 tokens instead of 2"),
+        ([*TEXTS, event({"error": {"message": "no blocks"}}), USAGE, DONE], "no blocks"),
+        ([event({"error": "worker died"})], "worker died"),
+        ([event('{"error": "half'), USAGE, DONE], "not JSON"),
+    ],
+)
+def test_a_stream_that_went_wrong_is_a_failure(events, reason):
+    error = ask(says(*events)).error
+    assert error is not None
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(error)
+
+
+def test_the_word_error_in_the_text_is_no_error():
+    assert ask(says(text_event("error"), text_event('"error": 1'), USAGE, DONE)).error is None
+
+
+def test_a_refusal_shows_status_and_body():
+    outcome = ask(lambda path, body: whole("429 Busy", {"error": {"message": "queue is full"}}))
+    assert outcome.error is not None
+    assert "status 429" in outcome.error
+    assert "queue is full" in outcome.error
+
+
+def test_a_connection_closed_in_the_middle_is_a_failure():
+    outcome = ask(lambda path, body: [HEAD, chunk(TEXTS[0]), b"ff\r\ndata"])
+    assert outcome.error == "the server closed the connection in the middle of its answer"
+
+
+def test_bytes_that_are_not_http_are_a_failure():
+    assert "not an HTTP/1.1" in str(ask(lambda path, body: [b"220 mail ready\r\n\r\n"]).error)
+
+
+def test_a_silent_server_times_out():
+    outcome = ask(good, pause_s=0.3, timeout_s=0.1)
+    assert outcome.error == "no complete answer within 0.1 s"
+
+
+def test_nobody_listens():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        server = Server("127.0.0.1", taken.getsockname()[1], DIALECTS["openai"])
+        outcome = asyncio.run(complete(server, REQUEST))
+    assert "cannot connect" in str(outcome.error)
+
+
+def test_what_is_sent():
+    with serving() as running:
+        server = Server("127.0.0.1", running.port, DIALECTS["openai"], "tiny", api_key="k")
+        asyncio.run(complete(server, REQUEST))
+    assert running.bodies == [
+        {
+            "model": "tiny",
+            "prompt": [5, 6, 7],
+            "max_tokens": 2,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+        }
+    ]
+    assert "Authorization: Bearer k\r\n" in running.heads[0]
+
+
+def test_the_transformers_dialect_sends_no_unknown_field_and_needs_no_done():
+    last = {"choices": [{"finish_reason": "length", "text": ""}]}
+    last["usage"] = {"prompt_tokens": 2, "completion_tokens": 2}
+
+    with serving(says(*TEXTS, event(last))) as running:
+        server = Server("127.0.0.1", running.port, DIALECTS["transformers"])
+        outcome = asyncio.run(complete(server, Completion("a b", 2, 2)))
+    assert outcome.error is None
+    assert set(running.bodies[0]) == {"prompt", "max_tokens", "temperature", "stream"}
+
+
+def test_get_json_reads_and_refuses():
+    def answer(path, body):
+        pages = {"/good": whole("200 OK", {"a": 1}), "/bad": whole("404 No", {})}
+        return pages.get(path, [b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n<"])
+
+    with serving(answer) as running:
+        server = Server("127.0.0.1", running.port, DIALECTS["openai"])
+        assert asyncio.run(get_json(server, "/good")) == {"a": 1}
+        with pytest.raises(Unreachable, match="status 404"):
+            asyncio.run(get_json(server, "/bad"))
+        with pytest.raises(Unreachable, match="right port"):
+            asyncio.run(get_json(server, "/page"))
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://127.0.0.1:8000", ("127.0.0.1", 8000)),
+        ("http://localhost:81/v1/", ("localhost", 81)),
+        ("box:9", ("box", 9)),
+        ("http://box", ("box", 80)),
+    ],
+)
+def test_base_urls(url, expected):
+    assert split_base_url(url) == expected
+
+
+@pytest.mark.parametrize("url", ["https://box:1", "http://", "http://box/api", "ftp://box"])
+def test_other_urls_are_refused(url):
+    with pytest.raises(ValueError, match="is not a base URL"):
+        split_base_url(url)
+
+
+def test_no_connection_is_left_open():
+    with serving(pause_s=0.01) as running:
+        server = Server("127.0.0.1", running.port, DIALECTS["openai"])
+
+        async def several() -> list[Outcome]:
+            return await asyncio.gather(*(complete(server, REQUEST) for _ in range(8)))
+
+        assert all(outcome.error is None for outcome in asyncio.run(several()))
+        assert running.most_in_flight == 8
+    assert running.in_flight == 0
+    assert all("Connection: close" in head for head in running.heads)
+    assert len({json.dumps(body) for body in running.bodies}) == 1
