@@ -46,5 +46,10 @@ class KVCache:
         return LayerKV(self._keys[index], self._values[index])
 
     @property
+    def entries_per_token(self) -> int:
+        """K and V vectors stored for one token, over all layers."""
+        return 2 * self.layers * self.kv_heads
+
+    @property
     def bytes_per_token(self) -> int:
         return 2 * self.layers * self._keys[0, 0, 0].numel() * self._keys.element_size()

@@ -9,8 +9,7 @@ from torch import Tensor
 class ForwardBatch:
     """T tokens of R requests; request r owns rows query_starts[r]:query_starts[r+1].
 
-    All tensors are int64 on one device except `query_starts`, `context_lens`, `block_tables`
-    and `block_bases`, which are int32. Block table entries past a request's context are 0.
+    All tensors are int64, on one device. Block table entries past a request's context are 0.
     """
 
     tokens: Tensor  # [T]

@@ -30,8 +30,3 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim on queries and keys, before the encoding
-
-    @property
-    def kv_entries_per_token(self) -> int:
-        """K and V vectors stored for one token, over all layers."""
-        return 2 * self.layers * self.kv_heads

@@ -7,6 +7,7 @@ ServeError
 ├── ModelNotFound      404
 ├── QueueFull          429
 ├── RequestFailed      500
+│   └── NumericalError 500
 └── ShuttingDown       503
 """
 
@@ -60,6 +61,10 @@ class RequestFailed(ServeError):
     """This request alone failed inside the engine."""
 
 
+class NumericalError(RequestFailed):
+    code = "numerical_error"
+
+
 class ShuttingDown(ServeError):
     status = 503
     code = "shutting_down"
@@ -92,6 +97,7 @@ class Request:
     admitted: float | None = None  # monotonic time of the first admission
     first_token: float | None = None
     preemptions: int = 0
+    abort_as: FinishReason = FinishReason.ABORT  # STOP once a stop string has ended the text
     prompt_logprobs: list["TokenLogprob | None"] = field(default_factory=list)
 
     @property

@@ -51,7 +51,7 @@ class ReferenceAttention:
         """Keys and values [context, heads, head_dim] and key positions [context] of request r."""
         block_size = kv.keys.shape[1]
         index = torch.arange(context, device=kv.keys.device)
-        blocks = batch.block_tables[r][index // block_size].long()
+        blocks = batch.block_tables[r][index // block_size]
         offsets = index % block_size
         repeat = self.spec.heads // self.spec.kv_heads
         keys = kv.keys[blocks, offsets].to(self.dtype).repeat_interleave(repeat, dim=1)

@@ -53,7 +53,7 @@ class SdpaAttention:
         """Keys, values [R, kv_heads, max_context, head_dim]; key positions [R, max_context]."""
         block_size = kv.keys.shape[1]
         used = -(-batch.max_context // block_size)
-        tables = batch.block_tables[:, :used].long()
+        tables = batch.block_tables[:, :used]
         offsets = torch.arange(block_size, device=tables.device)
         positions = (batch.block_bases[:, :used, None] + offsets).flatten(1)
         # Unwritten slots may hold anything, NaN included, and 0 · NaN is NaN.
@@ -65,7 +65,7 @@ class SdpaAttention:
 
     @staticmethod
     def _padded_rows(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        starts = batch.query_starts.long()
+        starts = batch.query_starts
         column = torch.arange(batch.max_query, device=starts.device)
         valid = column < (starts[1:] - starts[:-1])[:, None]
         rows = torch.where(valid, starts[:-1, None] + column, starts[:-1, None])
@@ -75,6 +75,6 @@ class SdpaAttention:
     def _query_index(batch: ForwardBatch) -> Tensor:
         """Index of each padded query among its request's keys, [R, max_query]."""
         counts = batch.query_starts[1:] - batch.query_starts[:-1]
-        first = (batch.context_lens - counts).long()
+        first = (batch.context_lens - counts)
         column = torch.arange(batch.max_query, device=first.device)
         return first[:, None] + column

@@ -130,8 +130,8 @@ void linear(const T *x, const W *packed, const float *bias, T *y, int64_t rows, 
 extern "C" struct AttendArguments {
   const void *q, *keys, *values;
   void *out;
-  const int64_t *positions;                                    // [T]
-  const int32_t *query_starts, *context_lens, *tables, *bases; // [R + 1] [R] [R, width] twice
+  const int64_t *positions;                                     // [T]
+  const int64_t *query_starts, *context_lens, *tables, *bases;  // [R + 1] [R] [R, width] twice
   const float *slopes;                                         // [heads] or null
   const float *bias_table;                                     // [heads, bias_span] or null
   int64_t bias_span, bias_zero;
@@ -151,8 +151,8 @@ void attend_row(const AttendArguments &a, int64_t row, int64_t request, int64_t 
   scratch.resize(group * (count + 2 * dim) + dim);
   float *scores = scratch.data(), *q = scores + group * count, *sum = q + group * dim,
         *wide = sum + group * dim;
-  const int32_t *table = a.tables + request * a.table_width;
-  const int32_t *bases = a.bases + request * a.table_width;
+  const int64_t *table = a.tables + request * a.table_width;
+  const int64_t *bases = a.bases + request * a.table_width;
   const auto entry = [&](const void *cache, int64_t index) {
     const int64_t slot = table[index / a.block_size] * a.block_size + index % a.block_size;
     return static_cast<const T *>(cache) + (slot * a.kv_heads + kv_head) * dim;

@@ -3,7 +3,10 @@
 Knows no file format. Both tokenizer implementations keep their answer in a TokenTable.
 """
 
+import re
 from collections.abc import Iterable, Sequence
+
+_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def _alphabet() -> dict[str, int]:
@@ -28,12 +31,8 @@ def from_byte_level(piece: str) -> bytes:
 
 def byte_of_fallback(piece: str) -> int | None:
     """0..255 for a byte piece such as <0x0A>, else None."""
-    if len(piece) != 6 or not piece.startswith("<0x") or not piece.endswith(">"):
-        return None
-    try:
-        return int(piece[3:5], 16)
-    except ValueError:
-        return None
+    match = _FALLBACK.fullmatch(piece)
+    return int(match[1], 16) if match else None
 
 
 class TokenTable:

@@ -42,8 +42,8 @@ def make_batch(
     """The next `count` tokens of each sequence; logits of every row are wanted."""
     tokens, positions, offsets, slots, starts, contexts = [], [], [], [], [0], []
     width = table_width or max(len(sequence.blocks) for sequence, _ in work)
-    tables = torch.zeros(len(work), width, dtype=torch.int32)
-    bases = torch.zeros(len(work), width, dtype=torch.int32)
+    tables = torch.zeros(len(work), width, dtype=torch.int64)
+    bases = torch.zeros(len(work), width, dtype=torch.int64)
     for row, (sequence, count) in enumerate(work):
         for index in range(sequence.computed, sequence.computed + count):
             tokens.append(sequence.tokens[index])
@@ -61,8 +61,8 @@ def make_batch(
         positions=torch.tensor(positions),
         offsets=torch.tensor(offsets),
         slots=torch.tensor(slots),
-        query_starts=torch.tensor(starts, dtype=torch.int32),
-        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        query_starts=torch.tensor(starts),
+        context_lens=torch.tensor(contexts),
         block_tables=tables,
         block_bases=bases,
         output_rows=torch.arange(len(tokens)),

@@ -1,0 +1,206 @@
+"""The asyncio side of the one engine thread: submit, iterate, abort, supervise.
+
+The thread steps every model's engine in turn and owns all their state. Commands reach it
+through one inbox, events come back through one callback on the event loop per step.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
+from logging import getLogger
+
+from server.engine import Engine
+from server.request import (
+    FinishReason,
+    Request,
+    RequestFailed,
+    ServeError,
+    ShuttingDown,
+    StepStats,
+    TokenEvent,
+)
+
+log = getLogger(__name__)
+
+STALL_SECONDS = 120.0
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What one caller of `generate` waits on. Touched by the event loop only."""
+
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    pending: list[TokenEvent] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    model: str
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    model: str
+    request_id: str
+
+
+class AsyncEngine:
+    """Generates for many callers on one event loop.
+
+    `observe` is called on the engine thread after every step of a model.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        observe: Callable[[str, StepStats], None],
+        *,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.failure: str | None = None
+        self._engines = engines
+        self._observe = observe
+        self._on_failure = on_failure
+        self._streams: dict[str, _Stream] = {}
+        self._inbox: list[_Submit | _Abort] = []
+        self._inbox_changed = threading.Condition()
+        self._stopping = False
+        self._step_began: float | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Call from the event loop that will call `generate`."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End the thread after its current step; open streams end with an error."""
+        with self._inbox_changed:
+            self._stopping = True
+            self._inbox_changed.notify()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join)
+        self._end_streams(ShuttingDown("The server is shutting down; try again later."))
+
+    @property
+    def alive(self) -> bool:
+        """The thread runs, and no step has taken longer than STALL_SECONDS. Idle is alive."""
+        began = self._step_began
+        stalled = began is not None and time.monotonic() - began > STALL_SECONDS
+        return self._thread.is_alive() and not stalled
+
+    def active(self) -> int:
+        """Requests somebody waits for."""
+        return len(self._streams)
+
+    async def generate(
+        self, model: str, request: Request
+    ) -> AsyncGenerator[list[TokenEvent], None]:
+        """Yields the events that arrived since the last turn, at least one; the last finishes.
+
+        Raises ServeError at the first turn when the request is refused. Closing the generator
+        early aborts the request.
+        """
+        if self.failure is not None or self._stopping:
+            raise ShuttingDown(self.failure or "The server is shutting down; try again later.")
+        stream = self._streams[request.id] = _Stream()
+        self._post(_Submit(model, request))
+        finished = started = False
+        try:
+            while not finished:
+                await stream.wake.wait()
+                stream.wake.clear()
+                events, stream.pending = stream.pending, []
+                last = events[-1]
+                finished = last.finish is not None
+                if not started and last.error is not None and last.token is None:
+                    raise last.error
+                started = True
+                yield events
+        finally:
+            del self._streams[request.id]
+            if not finished:
+                self._post(_Abort(model, request.id))
+
+    def _post(self, command: _Submit | _Abort) -> None:
+        with self._inbox_changed:
+            self._inbox.append(command)
+            self._inbox_changed.notify()
+
+    # ------------------------------------------------------------------ on the event loop
+
+    def _dispatch(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            stream = self._streams.get(event.request_id)
+            if stream is not None:  # else its caller has left
+                stream.pending.append(event)
+                stream.wake.set()
+
+    def _end_streams(self, error: ServeError) -> None:
+        self._dispatch([_ended(request_id, error) for request_id in self._streams])
+
+    # --------------------------------------------------------------- on the engine thread
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception:  # the thread's last resort: say so, end every stream, never hang
+            log.exception("the engine failed")
+            self.failure = "The engine failed; the server must be restarted."
+            self._call(self._end_streams, ShuttingDown(self.failure))
+            self._on_failure()
+
+    def _turn(self) -> bool:
+        """Apply the commands that arrived and step every engine once; False when stopping."""
+        with self._inbox_changed:
+            while not (self._inbox or self._stopping or self._busy()):
+                self._inbox_changed.wait()
+            if self._stopping:
+                return False
+            commands, self._inbox = self._inbox, []
+        self._step_began = time.monotonic()
+        touched = {command.model for command in commands}
+        refused = [event for command in commands if (event := self._apply(command))]
+        if refused:
+            self._call(self._dispatch, refused)
+        for model, engine in self._engines.items():
+            if engine.busy or model in touched:
+                step = engine.step()
+                if step.events:
+                    self._call(self._dispatch, step.events)
+                self._observe(model, step.stats)
+        self._step_began = None
+        return True
+
+    def _busy(self) -> bool:
+        return any(engine.busy for engine in self._engines.values())
+
+    def _apply(self, command: _Submit | _Abort) -> TokenEvent | None:
+        engine = self._engines[command.model]
+        if isinstance(command, _Abort):
+            engine.abort(command.request_id)
+            return None
+        try:
+            engine.submit(command.request)
+        except ServeError as error:
+            return _ended(command.request.id, error)
+        except Exception:  # a request that breaks the scheduler's door must not end the thread
+            log.exception("a request could not be queued")
+            return _ended(command.request.id, RequestFailed("The request could not be queued."))
+        return None
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None, "start() comes first"
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop has closed: nobody is left to tell
+            log.debug("events after the event loop closed")
+
+
+def _ended(request_id: str, error: ServeError) -> TokenEvent:
+    return TokenEvent(request_id, None, FinishReason.ERROR, error=error)

@@ -1,0 +1,142 @@
+"""One model's loop body: plan, build batch, forward, sample, record. Called from one thread.
+
+Knows no asyncio, no HTTP and no metrics; what happened leaves as events and numbers.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from logging import getLogger
+
+import torch
+from torch import Tensor
+
+from cache.kv import KVCache
+from cache.manager import CacheManager
+from model.batch import ForwardBatch
+from server.batching import build_batch
+from server.request import Request, RequestFailed, ServeError, StepStats, TokenEvent
+from server.sampling import sample
+from server.scheduler import Plan, Sampled, Scheduler, Work
+
+log = getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    events: list[TokenEvent]
+    stats: StepStats
+
+
+class Engine:
+    """`forward` is a Decoder, or in tests any function of a batch and a cache to logits."""
+
+    def __init__(
+        self,
+        forward: Callable[[ForwardBatch, KVCache], Tensor],
+        kv: KVCache,
+        manager: CacheManager,
+        scheduler: Scheduler,
+        *,
+        device: torch.device,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._forward = forward
+        self._kv = kv
+        self._manager = manager
+        self._scheduler = scheduler
+        self._device = device
+        self._clock = clock
+        self._last_token: dict[str, float] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def submit(self, request: Request) -> None:
+        """Raises ServeError when the request is refused."""
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free its blocks. Unknown and ended ids are ignored."""
+        self._scheduler.abort(request_id)
+        self._last_token.pop(request_id, None)
+
+    def step(self) -> Step:
+        """One forward pass, or nothing when idle; the counts are right either way."""
+        began = self._clock()
+        computed, evicted = self._totals()
+        plan = self._scheduler.plan()
+        sampled = self._compute(plan.work) if plan.work else {}
+        events = self._scheduler.record(plan, sampled)
+        gaps = self._gaps(events)
+        return Step(events, self._stats(plan, events, gaps, began, computed, evicted))
+
+    def _totals(self) -> tuple[int, int]:
+        return self._scheduler.computed_prompt_tokens, self._manager.evicted_blocks
+
+    def _compute(self, work: tuple[Work, ...]) -> Mapping[str, Sampled]:
+        """Next tokens. When the batch fails, halve it until the failing request stands alone."""
+        try:
+            batch = build_batch(work, self._manager.table, self._kv.block_size, self._device)
+            return sample(self._forward(batch.forward, self._kv), batch)
+        except torch.AcceleratorError:
+            raise  # the device is lost: every later call would fail too
+        except Exception as error:  # whatever it is, it must not reach the other requests
+            if len(work) == 1:
+                log.exception("request failed alone", extra={"request": work[0].request.id})
+                return {work[0].request.id: Sampled(0, error=_as_failure(error))}
+            middle = len(work) // 2
+            return {**self._compute(work[:middle]), **self._compute(work[middle:])}
+
+    def _gaps(self, events: list[TokenEvent]) -> tuple[float, ...]:
+        """Seconds since the previous token of each request that got one now."""
+        now = self._clock()
+        gaps = []
+        for event in events:
+            last = self._last_token.pop(event.request_id, None)
+            if last is not None and event.token is not None:
+                gaps.append(now - last)
+            if event.finish is None:
+                self._last_token[event.request_id] = now
+        return tuple(gaps)
+
+    def _stats(
+        self,
+        plan: Plan,
+        events: list[TokenEvent],
+        gaps: tuple[float, ...],
+        began: float,
+        computed: int,
+        evicted: int,
+    ) -> StepStats:
+        computed_after, evicted_after = self._totals()
+        counts = self._manager.counts()
+        written = sum(work.count for work in plan.work)
+        cached = sum(request.cached for request in plan.admitted)
+        return StepStats(
+            seconds=self._clock() - began,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            batch_requests=len(plan.work),
+            computed_prompt_tokens=computed_after - computed,
+            cached_prompt_tokens=cached,
+            generated_tokens=sum(event.token is not None for event in events),
+            written_entries=written * self._kv.entries_per_token,
+            written_bytes=written * self._kv.bytes_per_token,
+            preemptions=plan.preempted,
+            prefix_queried_tokens=sum(request.num_prompt for request in plan.admitted),
+            prefix_hit_tokens=cached,
+            evicted_blocks=evicted_after - evicted,
+            blocks_free=counts.free,
+            blocks_active=counts.active,
+            blocks_cached=counts.cached,
+            inter_token_seconds=gaps,
+            ended=tuple(self._scheduler.drain_ended()),
+        )
+
+
+def _as_failure(error: Exception) -> ServeError:
+    if isinstance(error, ServeError):
+        return error
+    return RequestFailed(f"The model failed on this request ({type(error).__name__}).")

@@ -1,0 +1,66 @@
+"""Rows of logits to tokens of requests: who gets which row, and whose row is broken."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from model.sampler import adjust, changes_logits, draw, top_logprobs
+from server.batching import PromptRows, StepBatch
+from server.request import NumericalError, Request, TokenLogprob
+from server.scheduler import Sampled
+
+
+def sample(logits: Tensor, batch: StepBatch) -> Mapping[str, Sampled]:
+    """One token per request of `batch.samples`; prompt log-probabilities go to their requests.
+
+    logits [S, vocab]. A row that is not finite fails its own request.
+    """
+    for prompt in batch.prompts:
+        _note_prompt(logits, prompt)
+    if not batch.samples:
+        return {}
+    chosen = torch.tensor([row for _, row in batch.samples], device=logits.device)
+    rows = logits if len(chosen) == len(logits) else logits[chosen]
+    largest, tokens = rows.max(dim=-1)  # a NaN anywhere in a row becomes its maximum
+    finite, greedy = largest.isfinite().tolist(), tokens.tolist()
+    return {
+        request.id: _sample_one(request, rows[i], greedy[i])
+        if finite[i]
+        else Sampled(0, error=NumericalError("The model's output for this request is not finite."))
+        for i, (request, _) in enumerate(batch.samples)
+    }
+
+
+def _sample_one(request: Request, row: Tensor, most_likely: int) -> Sampled:
+    params = request.params
+    token = most_likely
+    if not params.greedy or changes_logits(params, request.num_generated):
+        prompt = request.tokens[: request.num_prompt]
+        generated = request.tokens[request.num_prompt :]
+        adjusted = adjust(row.float(), params, prompt, generated)
+        if params.greedy:
+            token = int(adjusted.argmax())
+        else:
+            token = draw(adjusted, params, request.rng.random())
+    if params.logprobs is None:
+        return Sampled(token)
+    logprobs = row.float().log_softmax(dim=-1)
+    return Sampled(token, _logprob(logprobs, token, params.logprobs))
+
+
+def _note_prompt(logits: Tensor, prompt: PromptRows) -> None:
+    request, first = prompt.request, prompt.first
+    count = request.params.prompt_logprobs
+    assert count is not None, "only requests that want prompt log-probabilities have such rows"
+    # A preempted request computes its prompt again: keep one entry per token.
+    del request.prompt_logprobs[first :]
+    if first == 1:
+        request.prompt_logprobs[:] = [None]
+    logprobs = logits[prompt.rows].float().log_softmax(dim=-1)
+    for i, row in enumerate(logprobs):
+        request.prompt_logprobs.append(_logprob(row, request.tokens[first + i], count))
+
+
+def _logprob(row: Tensor, token: int, count: int) -> TokenLogprob:
+    return TokenLogprob(token, float(row[token]), top_logprobs(row, count))
