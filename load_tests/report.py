@@ -162,7 +162,8 @@ def _row(cell: Cell) -> list[str]:
 
 def _ratio(mine: Cell, other: Cell, name: str) -> str:
     upper, lower = mine.spread(name), other.spread(name)
-    if upper is None or lower is None:
+    # All tokens in one chunk make a time per token of zero.
+    if upper is None or lower is None or lower.low == 0:
         return "–"
     pairs = zip(mine.runs, other.runs, strict=True)
     by_turn = [getattr(a, name) / getattr(b, name) for a, b in pairs]
