@@ -1,0 +1,153 @@
+"""The HTTP application: which routes and middleware there are, and errors to statuses.
+
+Takes everything it uses; builds no model, engine or server. server/build.py wires it.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from server.http_errors import (
+    MethodNotAllowed,
+    RouteNotFound,
+    error_bytes,
+    error_headers,
+    rejection_reason,
+)
+from server.lifeline import Drain
+from server.metrics import Metrics
+from server.middleware import (
+    AllowedHosts,
+    Auth,
+    BodyLimit,
+    Guard,
+    InFlight,
+    RequestId,
+    state_of,
+)
+from server.models import Models
+from server.request import RequestFailed, ServeError
+from server.routes.generation import EngineLike, Timing
+from server.routes.openai import Serving, openai_routes
+from server.routes.operations import operation_routes
+from server.routes.tokens import token_routes
+
+_log = logging.getLogger("server.http")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """`max_body_bytes` None derives it from the longest context; seconds where named `_s`.
+
+    `allowed_hosts` empty allows every Host header. `share_prefixes` lets requests with different
+    keys share cached prefixes, which lets one find out what another sent.
+    """
+
+    api_keys: frozenset[str] = frozenset()
+    max_body_bytes: int | None = None
+    request_timeout_s: float = 300.0
+    stalled_write_s: float = 30.0
+    ping_s: float = 15.0
+    allowed_hosts: frozenset[str] = frozenset()
+    share_prefixes: bool = False
+    docs: bool = False
+
+
+def create_app(
+    models: Models, engine: EngineLike, metrics: Metrics, options: HttpOptions
+) -> FastAPI:
+    """The application. Its lifespan starts and stops the engine.
+
+    `app.state.drain` is the Drain that server/protocol.py's Server works on.
+    """
+    drain = Drain()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        engine.start()
+        try:
+            yield
+        finally:
+            await engine.stop()
+
+    app = FastAPI(
+        title="Ropewalk",
+        version=own_version(),
+        lifespan=lifespan,
+        docs_url="/docs" if options.docs else None,
+        redoc_url=None,
+        openapi_url="/openapi.json" if options.docs else None,
+        redirect_slashes=False,
+    )
+    app.state.drain = drain
+    timing = Timing(options.request_timeout_s, options.ping_s, options.stalled_write_s)
+    serving = Serving(models, engine, metrics, drain, timing)
+    app.include_router(openai_routes(serving))
+    app.include_router(token_routes(serving))
+    app.include_router(operation_routes(serving, own_version()))
+    _add_error_handlers(app, metrics)
+    _add_middleware(app, models, metrics, options, drain)
+    return app
+
+
+def own_version() -> str:
+    try:
+        return version("ropewalk")
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        return "unknown"
+
+
+def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
+    async def refuse(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            error = _framework_error(request, error)
+        assert isinstance(error, ServeError)  # the only types registered below
+        _count(metrics, error, state_of(request.scope).get("model"))
+        body = error_bytes(error)
+        response = Response(body, error.status)
+        response.raw_headers = error_headers(error, len(body))
+        return response
+
+    app.add_exception_handler(ServeError, refuse)
+    app.add_exception_handler(HTTPException, refuse)
+
+
+def _framework_error(request: Request, error: HTTPException) -> ServeError:
+    if error.status_code == 405:
+        headers: Mapping[str, str] = error.headers or {}
+        return MethodNotAllowed(
+            "this method is not allowed here; see the Allow header", headers.get("Allow", "")
+        )
+    return RouteNotFound("there is nothing at this path; see the API in README.md")
+
+
+def _count(metrics: Metrics, error: ServeError, model: str | None) -> None:
+    # What failed inside the engine is counted there, with its finish reason.
+    if not isinstance(error, RequestFailed):
+        metrics.reject(model, rejection_reason(error))
+
+
+def _add_middleware(
+    app: FastAPI, models: Models, metrics: Metrics, options: HttpOptions, drain: Drain
+) -> None:
+    """Innermost first."""
+    app.add_middleware(BodyLimit, limit=_body_limit(models, options))
+    app.add_middleware(InFlight, drain=drain)
+    if options.api_keys:
+        app.add_middleware(Auth, keys=options.api_keys, shared_prefixes=options.share_prefixes)
+    if options.allowed_hosts:
+        app.add_middleware(AllowedHosts, hosts=options.allowed_hosts)
+    app.add_middleware(Guard, refused=lambda error: _count(metrics, error, None))
+    app.add_middleware(RequestId)
+
+
+def _body_limit(models: Models, options: HttpOptions) -> int:
+    if options.max_body_bytes is not None:
+        return options.max_body_bytes
+    longest = max(served.max_context for served in models)
+    return min(1 << 20, (64 << 10) + 16 * longest)

@@ -1,0 +1,131 @@
+"""From the engine's events to what one choice of an answer says: text, scores, how it ended.
+
+Knows tokens and text; neither HTTP nor the wire format.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from model.tokenizers.base import Detokenizer, Tokenizer
+from server.request import FinishReason, Request, TokenEvent, TokenLogprob
+
+# A token and its score; the first token of a prompt has none.
+Scored = tuple[int, TokenLogprob | None]
+
+_ON_THE_WIRE = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CONTEXT: "length",
+    FinishReason.ABORT: "abort",
+    FinishReason.ERROR: "error",
+}
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one wake-up adds to a choice. `finish` is set on the last piece."""
+
+    text: str = ""
+    scored: list[Scored] = field(default_factory=list)
+    finish: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Choice:
+    """One completion as it grows.
+
+    `cut` says that the choice ended here, at a stop string, and the engine must still be told.
+    `tokens` counts what was generated, the token that ended the choice included.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        stop_token_ids: frozenset[int] = frozenset(),
+        echo: str = "",
+    ) -> None:
+        self.index = index
+        self.request = request
+        self.tokenizer = tokenizer
+        self.prompt = tuple(request.tokens)
+        self.tokens = 0
+        self.cached = 0
+        self.finished = False
+        self.cut = False
+        self.offset = 0  # characters of scored tokens already told
+        self._detokenizer = Detokenizer(tokenizer, stop, include_stop=include_stop)
+        self._stop_token_ids = stop_token_ids
+        self._scores = request.params.logprobs is not None
+        self._echo = echo
+
+    def take(self, events: Sequence[TokenEvent]) -> Piece:
+        """The piece these events add. Raises the ServeError an event carries."""
+        piece = Piece()
+        for event in events:
+            if event.error is not None:
+                raise event.error
+            if not self.tokens:
+                self._open(piece, event)
+            self._add(piece, event)
+            if self.finished:
+                break
+        return piece
+
+    def _open(self, piece: Piece, event: TokenEvent) -> None:
+        self.cached = event.cached_tokens
+        piece.text += self._echo
+        self._echo = ""
+        if event.prompt_logprobs is not None:
+            piece.scored += zip(self.prompt, event.prompt_logprobs, strict=True)
+
+    def _add(self, piece: Piece, event: TokenEvent) -> None:
+        if event.token is not None:
+            self.tokens += 1
+            if self._scores:
+                piece.scored.append((event.token, event.logprob))
+            if event.finish is FinishReason.STOP:
+                if event.token in self._stop_token_ids:
+                    piece.stop_reason = event.token
+            else:
+                piece.text += self._detokenizer.push(event.token)
+        if event.finish is not None and not self._detokenizer.stopped:
+            piece.text += self._detokenizer.finish()
+        if self._detokenizer.stopped:
+            self.finished, piece.finish = True, "stop"
+            self.cut = event.finish is None
+        elif event.finish is not None:
+            self.finished, piece.finish = True, _ON_THE_WIRE[event.finish]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt: int
+    completion: int
+    cached: int
+
+    def plain(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+def total_usage(choices: Sequence[Choice], n: int) -> Usage:
+    """Of a whole answer: each prompt counts once, with the hits its first choice had."""
+    firsts = choices[::n]
+    return Usage(
+        prompt=sum(len(choice.prompt) for choice in firsts),
+        completion=sum(choice.tokens for choice in choices),
+        cached=sum(choice.cached for choice in firsts),
+    )
+
+
+def choice_usage(choice: Choice) -> Usage:
+    return Usage(len(choice.prompt), choice.tokens, choice.cached)

@@ -1,0 +1,154 @@
+"""Body fields of other servers and newer clients: which are harmless, which are refused.
+
+Ropewalk never ignores a field that would change the answer. A field it knows and does not
+support is accepted with its neutral value and refused otherwise; a field it does not know is
+refused by name. `null` always means "not given". README.md lists these tables for users.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from server.http_errors import UnknownField, quoted
+from server.request import InvalidField, UnsupportedField
+
+MAX_LABEL = 256
+
+
+def _one_of(*values: object) -> Callable[[Any], bool]:
+    def neutral(value: Any) -> bool:
+        return any(type(value) is type(known) and value == known for known in values)
+
+    return neutral
+
+
+def _number(neutral: float) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        return type(value) in (int, float) and value == neutral
+
+    return check
+
+
+def _empty(value: Any) -> bool:
+    return isinstance(value, str | list | dict) and len(value) == 0
+
+
+def _never(value: Any) -> bool:
+    return False
+
+
+# Known, not supported: the predicate says which values change nothing.
+UNSUPPORTED: Mapping[str, Callable[[Any], bool]] = {
+    "allowed_token_ids": _never,
+    "audio": _never,
+    "bad_words": _empty,
+    "chat_template": _never,
+    "chat_template_kwargs": _empty,
+    "continue_final_message": _one_of(False),
+    "documents": _empty,
+    "early_stopping": _one_of(False),
+    "ebnf": _never,
+    "function_call": _one_of("none", "auto"),
+    "functions": _empty,
+    "grammar": _never,
+    "guided_choice": _never,
+    "guided_decoding_backend": _never,
+    "guided_grammar": _never,
+    "guided_json": _never,
+    "guided_regex": _never,
+    "guided_whitespace_pattern": _never,
+    "json_schema": _never,
+    "kv_transfer_params": _never,
+    "length_penalty": _number(1.0),
+    "logits_processors": _empty,
+    "lora": _never,
+    "lora_path": _never,
+    "lora_request": _never,
+    "modalities": _one_of(["text"]),
+    "prediction": _never,
+    "priority": _number(0),
+    "prompt_embeds": _never,
+    "prompt_logprobs": _never,
+    "reasoning_effort": _one_of("none"),
+    "regex": _never,
+    "response_format": _one_of({"type": "text"}),
+    "return_token_ids": _one_of(False),
+    "return_tokens_as_token_ids": _one_of(False),
+    "skip_special_tokens": _one_of(True),
+    "structured_outputs": _never,
+    "suffix": _empty,
+    "tool_choice": _one_of("none", "auto"),
+    "tools": _empty,
+    "truncate_prompt_tokens": _never,
+    "use_beam_search": _one_of(False),
+    "verbosity": _one_of("medium"),
+    "web_search_options": _never,
+}
+
+
+def _label(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_LABEL
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _labels(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and len(value) <= 16
+        and all(len(key) <= MAX_LABEL and _label(item) for key, item in value.items())
+    )
+
+
+# Accepted and without effect on the answer; only their form is checked.
+HARMLESS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "include_reasoning": (_flag, "true or false"),
+    "metadata": (_labels, f"at most 16 strings of at most {MAX_LABEL} characters"),
+    "parallel_tool_calls": (_flag, "true or false"),
+    "prompt_cache_key": (_label, f"a string of at most {MAX_LABEL} characters"),
+    "request_id": (_label, f"a string of at most {MAX_LABEL} characters"),
+    "safety_identifier": (_label, f"a string of at most {MAX_LABEL} characters"),
+    "service_tier": (_label, f"a string of at most {MAX_LABEL} characters"),
+    "spaces_between_special_tokens": (_flag, "true or false"),
+    "store": (_one_of(False), "false: nothing is stored"),
+    "user": (_label, f"a string of at most {MAX_LABEL} characters"),
+}
+
+
+def supported_fields(body: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The fields of `body` named in `known`, without nulls.
+
+    Raises UnknownField, UnsupportedField or InvalidField for the first other field that is
+    not known, not neutral or not well-formed.
+    """
+    kept = {}
+    for name, value in body.items():
+        if name in known:
+            if value is not None:
+                kept[name] = value
+        elif name in UNSUPPORTED:
+            if value is not None and not UNSUPPORTED[name](value):
+                raise UnsupportedField(
+                    f"{name} is not supported with the value given; leave it out", name
+                )
+        elif name in HARMLESS:
+            well_formed, form = HARMLESS[name]
+            if value is not None and not well_formed(value):
+                raise InvalidField(f"{name} should be {form}", name)
+        elif name == "best_of":
+            _check_best_of(value, body.get("n"))
+        else:
+            raise UnknownField(
+                f"{quoted(name)} is not a parameter of this endpoint; leave it out",
+                quoted(name)[1:-1],
+            )
+    return kept
+
+
+def _check_best_of(best_of: Any, n: Any) -> None:
+    n = 1 if n is None else n
+    if best_of is not None and not (type(best_of) is int and best_of == n):
+        raise UnsupportedField(
+            "best_of is not supported with a value other than n; leave it out", "best_of"
+        )

@@ -1,0 +1,181 @@
+"""Errors that only HTTP knows, and how every error looks to a client.
+
+The rest of the tree is in server/request.py. Knows no framework: the application, the
+middleware and the protocol all write their refusals with these functions.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from server.request import InvalidField, ModelNotFound, RequestFailed, ServeError
+
+MAX_MESSAGE = 500
+MAX_QUOTED = 64
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class InvalidBody(InvalidField):
+    """The body is not one JSON object that can be read in one way only."""
+
+    code = "invalid_json"
+
+
+class DuplicateKey(InvalidField):
+    code = "duplicate_key"
+
+
+class UnknownField(InvalidField):
+    code = "unknown_parameter"
+
+
+class MissingField(InvalidField):
+    code = "missing_required_parameter"
+
+
+class Unauthorized(ServeError):
+    status = 401
+    kind = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class RouteNotFound(ServeError):
+    status = 404
+    kind = "invalid_request_error"
+    code = "not_found"
+
+
+class MethodNotAllowed(ServeError):
+    """`allow` lists the methods the route knows, as in the Allow header."""
+
+    status = 405
+    kind = "invalid_request_error"
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, allow: str) -> None:
+        super().__init__(message)
+        self.allow = allow
+
+
+class ReceiveTimeout(ServeError):
+    status = 408
+    kind = "invalid_request_error"
+    code = "request_timeout"
+
+
+class BodyTooLarge(ServeError):
+    status = 413
+    kind = "invalid_request_error"
+    code = "body_too_large"
+
+
+class UnsupportedMedia(ServeError):
+    status = 415
+    kind = "invalid_request_error"
+    code = "unsupported_media_type"
+
+
+class UnsupportedCoding(UnsupportedMedia):
+    code = "unsupported_encoding"
+
+
+class WrongHost(ServeError):
+    status = 421
+    kind = "invalid_request_error"
+    code = "wrong_host"
+
+
+class HeadersTooLarge(ServeError):
+    status = 431
+    kind = "invalid_request_error"
+    code = "headers_too_large"
+
+
+class BadRequest(InvalidField):
+    """Not HTTP as this server reads it."""
+
+    code = "bad_request"
+
+
+class DeadlineExceeded(ServeError):
+    status = 504
+    code = "deadline_exceeded"
+
+
+class NotReady(ServeError):
+    status = 503
+    code = "not_ready"
+
+
+def quoted(value: object) -> str:
+    """What a client sent, safe to show: printable ASCII, short."""
+    text = ascii(value[: MAX_QUOTED + 1] if isinstance(value, str) else value)
+    return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 1] + "…"
+
+
+def error_body(error: ServeError) -> dict[str, Any]:
+    message = error.message
+    if len(message) > MAX_MESSAGE:
+        message = message[: MAX_MESSAGE - 1] + "…"
+    return {
+        "error": {
+            "message": message,
+            "type": error.kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def error_bytes(error: ServeError) -> bytes:
+    return json.dumps(error_body(error)).encode()
+
+
+def error_headers(error: ServeError, length: int) -> Headers:
+    """Headers of an error answer whose body has `length` bytes."""
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(length).encode()),
+    ]
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, MethodNotAllowed):
+        headers.append((b"allow", error.allow.encode()))
+    if error.status in (429, 503):
+        headers.append((b"retry-after", b"1"))
+    if error.status in (400, 408, 413, 431, 503) and not isinstance(error, InvalidField):
+        headers.append((b"connection", b"close"))
+    if isinstance(error, BadRequest):
+        headers.append((b"connection", b"close"))
+    if error.status == 500:
+        # A request that broke once breaks again: clients otherwise send it three times.
+        headers.append((b"x-should-retry", b"false"))
+    return headers
+
+
+_REASONS: Mapping[type[ServeError], str] = {
+    BodyTooLarge: "body_too_large",
+    DeadlineExceeded: "deadline",
+    ModelNotFound: "model_not_found",
+    RequestFailed: "failed",
+    Unauthorized: "unauthorized",
+}
+_REASONS_BY_CODE = {
+    "context_length_exceeded": "context_length",
+    "queue_full": "queue_full",
+    "shutting_down": "shutting_down",
+}
+REJECTION_REASONS = (
+    *sorted({*_REASONS.values(), *_REASONS_BY_CODE.values()}),
+    "invalid_request",
+    "other",
+)
+
+
+def rejection_reason(error: ServeError) -> str:
+    """One of REJECTION_REASONS: a closed set, fit for a metric label."""
+    reason = _REASONS.get(type(error)) or _REASONS_BY_CODE.get(error.code)
+    if reason is not None:
+        return reason
+    return "invalid_request" if 400 <= error.status < 500 else "other"

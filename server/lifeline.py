@@ -1,0 +1,92 @@
+"""When a request's work must stop before it is done, and the drain that all requests share.
+
+Knows ASGI's receive and the clock; neither the engine nor what is being sent.
+"""
+
+import asyncio
+from enum import Enum, auto
+from types import TracebackType
+from typing import Self
+
+from starlette.types import Receive
+
+
+class End(Enum):
+    DISCONNECTED = auto()  # the client went away
+    STALLED = auto()  # the client stopped reading
+    DEADLINE = auto()  # the total time for a request is over
+    SHUTDOWN = auto()  # the drain's limit is reached
+
+
+class Ended(Exception):
+    """Leaves an `async with Lifeline(...)` block that was cut short."""
+
+    def __init__(self, why: End) -> None:
+        super().__init__(why.name.lower())
+        self.why = why
+
+
+class Lifeline:
+    """Cancels the block it guards when the client leaves, time is over or the server must stop.
+
+    Enter it once the body is read: it consumes `receive` until the client disconnects.
+    """
+
+    def __init__(self, receive: Receive, seconds: float, drain: "Drain") -> None:
+        self._receive = receive
+        self._drain = drain
+        self._timeout = asyncio.timeout(seconds)
+        self._why: End | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    def end(self, why: End) -> None:
+        """Cut the block short; the first reason stays."""
+        if self._watch is not None and not self._timeout.expired():
+            self._why = why
+            self._timeout.reschedule(0)
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self._watch = asyncio.create_task(self._watch_client())
+        self._drain.lifelines.add(self)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._drain.lifelines.discard(self)
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise Ended(self._why or End.DEADLINE) from None
+
+    async def _watch_client(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.end(End.DISCONNECTED)
+
+
+class Drain:
+    """Whether the server is on its way out, and what it still owes.
+
+    The server (server/protocol.py) begins it and cuts it; the middleware counts requests.
+    """
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.in_flight = 0
+        self.lifelines: set[Lifeline] = set()
+
+    def begin(self) -> None:
+        self.draining = True
+
+    def cut(self) -> None:
+        """End every request still running with an error frame."""
+        for lifeline in list(self.lifelines):
+            lifeline.end(End.SHUTDOWN)

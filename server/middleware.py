@@ -1,0 +1,228 @@
+"""What happens to every request before its route: pure ASGI, one class per concern.
+
+Pure, because wrappers that build a request of their own hide the client's disconnect. They
+raise or answer with the errors of server/http_errors.py and know no route but the open ones.
+"""
+
+import hashlib
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.http_errors import (
+    BodyTooLarge,
+    Unauthorized,
+    UnsupportedCoding,
+    UnsupportedMedia,
+    WrongHost,
+    error_bytes,
+    error_headers,
+    quoted,
+)
+from server.lifeline import Drain
+from server.request import RequestFailed, ServeError, ShuttingDown
+
+# Reachable without a key and while draining: balancers and supervisors have neither.
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_log = logging.getLogger("server.http")
+
+Refused = Callable[[ServeError], None]
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The value of a header, None when absent; several are joined as HTTP says."""
+    values = [value for key, value in scope["headers"] if key == name]
+    return b", ".join(values) if values else None
+
+
+async def send_error(send: Send, error: ServeError) -> None:
+    body = error_bytes(error)
+    await send(
+        {
+            "type": "http.response.start",
+            "status": error.status,
+            "headers": error_headers(error, len(body)),
+        }
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+def request_state(scope: Scope) -> MutableMapping[str, Any]:
+    """What the middleware leaves for the routes: `salt`, and from the protocol `abort`."""
+    state: MutableMapping[str, Any] = scope.setdefault("state", {})
+    return state
+
+
+class RequestId:
+    """Every response says which request it answers; a client's own id is echoed if harmless."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = header(scope, b"x-request-id")
+        own = uuid.uuid4().hex.encode()
+        shown = given if given is not None and _REQUEST_ID.fullmatch(given) else own
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {
+                    **message,
+                    "headers": [*message.get("headers", ()), (b"x-request-id", shown)],
+                }
+            await send(message)
+
+        return await self._app(scope, receive, send_with_id)
+
+
+class Guard:
+    """The last resort: refusals of the middleware, and exceptions nobody expected, as JSON."""
+
+    def __init__(self, app: ASGIApp, refused: Refused) -> None:
+        self._app = app
+        self._refused = refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except ClientDisconnect:
+            pass  # it left before its body was complete; nobody reads an answer
+        except Exception as error:
+            # Anything else would leave the client with a bare text or a cut connection.
+            if started:
+                raise
+            if not isinstance(error, ServeError):
+                _log.exception("a request failed unexpectedly")
+                error = RequestFailed("the server failed on this request; see its log")
+            self._refused(error)
+            await send_error(send, error)
+
+
+class InFlight:
+    """Counts requests for the drain, and refuses new ones while it lasts."""
+
+    def __init__(self, app: ASGIApp, drain: Drain) -> None:
+        self._app = app
+        self._drain = drain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            return await self._app(scope, receive, send)
+        if self._drain.draining:
+            raise ShuttingDown("the server is shutting down; send the request to another one")
+        self._drain.in_flight += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._drain.in_flight -= 1
+
+
+class AllowedHosts:
+    """Refuses requests for other host names, which a web page may aim at a loopback port."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self._app = app
+        self._hosts = frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            host = (header(scope, b"host") or b"").decode("latin-1").lower()
+            name = re.sub(r":[0-9]*\Z", "", host)
+            if name not in self._hosts:
+                raise WrongHost(f"the host {quoted(name)} is not served here; use its own name")
+        return await self._app(scope, receive, send)
+
+
+class Auth:
+    """Denies everything but the open paths without one of the keys.
+
+    Leaves a salt in the state, so that prefixes are not shared between keys unless
+    `shared_prefixes` says so.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Collection[str], shared_prefixes: bool) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._shared = shared_prefixes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The path the router sees, never a URL built from headers.
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            digest = self._match(header(scope, b"authorization"))
+            request_state(scope)["salt"] = "" if self._shared else digest.hex()
+        return await self._app(scope, receive, send)
+
+    def _match(self, authorization: bytes | None) -> bytes:
+        scheme, _, key = (authorization or b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not key:
+            raise Unauthorized("no API key; send the header Authorization: Bearer KEY")
+        given = hashlib.sha256(key).digest()
+        # Every key is compared, so that the time says nothing about which one is near.
+        matches = [digest for digest in self._digests if hmac.compare_digest(digest, given)]
+        if not matches:
+            raise Unauthorized("this API key is not known here; check the Authorization header")
+        return matches[0]
+
+
+class BodyLimit:
+    """JSON bodies of a bounded size; anything else is refused before it is read."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        length = header(scope, b"content-length")
+        if length is not None and length.isdigit() and int(length[:19]) > self._limit:
+            raise self._too_large()
+        if scope["method"] == "POST":
+            _check_media(scope)
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._limit:
+                raise self._too_large()
+            return message
+
+        return await self._app(scope, counted, send)
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"the body is larger than {self._limit} bytes; send less at once")
+
+
+def _check_media(scope: Scope) -> None:
+    coding = header(scope, b"content-encoding")
+    if coding is not None and coding.strip().lower() != b"identity":
+        raise UnsupportedCoding("compressed bodies are not read; send plain JSON")
+    media = (header(scope, b"content-type") or b"").partition(b";")[0].strip().lower()
+    if media != b"application/json":
+        raise UnsupportedMedia("the body must be JSON; send Content-Type: application/json")
+
+
+def state_of(scope: Mapping[str, Any]) -> Mapping[str, Any]:
+    state: Mapping[str, Any] = scope.get("state", {})
+    return state

@@ -1,0 +1,68 @@
+"""Which models are served, under which names.
+
+Plain data the HTTP side reads. It knows no engine: tokens come from `AsyncEngine.generate`,
+which takes the same names.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from model.tokenizers.base import Tokenizer
+from model.tokenizers.chat import ChatTemplate
+from server.http_errors import quoted
+from server.request import ModelNotFound
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One model as its clients see it.
+
+    `vocab_size` is the smaller of tokenizer and embedding rows: the bound for ids clients send.
+    `created` is unix seconds. `details` is what /v1/models shows besides the usual fields.
+    """
+
+    name: str
+    encoding: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    stop_ids: frozenset[int]
+    vocab_size: int
+    max_context: int
+    created: int
+    details: Mapping[str, object]
+
+
+class Models:
+    """Names to models, in the order they were given. Names match exactly, never as a path."""
+
+    def __init__(self, served: Iterable[Served]) -> None:
+        """Raises ValueError for no model at all, and for a name given twice."""
+        self._served: dict[str, Served] = {}
+        for one in served:
+            if one.name in self._served:
+                raise ValueError(f"two models are named {one.name!r}; give one another name")
+            self._served[one.name] = one
+        if not self._served:
+            raise ValueError("no model to serve; name at least one")
+
+    def __iter__(self) -> Iterator[Served]:
+        return iter(self._served.values())
+
+    def __len__(self) -> int:
+        return len(self._served)
+
+    def get(self, name: str | None) -> Served:
+        """The model of that name; None means the only one. Raises ModelNotFound."""
+        if name is None:
+            if len(self._served) == 1:
+                return next(iter(self))
+            raise ModelNotFound(
+                "model is missing and several are served; name one of GET /v1/models", "model"
+            )
+        try:
+            return self._served[name]
+        except KeyError:
+            raise ModelNotFound(
+                f"model {quoted(name)} is not served here; GET /v1/models lists those that are",
+                "model",
+            ) from None

@@ -1,0 +1,229 @@
+"""From a validated body and a model to the requests its answer needs.
+
+Turns prompts into tokens, checks them against vocabulary and context, and fills in defaults.
+Knows neither HTTP nor the engine.
+"""
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from model.sampling import SamplingParams
+from model.tokenizers.base import InvalidText, decode
+from model.tokenizers.chat import ChatTemplateError
+from server.completion import Choice
+from server.models import Served
+from server.request import InvalidField, PromptTooLong, Request, UnsupportedField
+from server.schemas import ChatBody, CompletionBody, GenerationBody, Message
+
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_BYTES_PER_TOKEN = 16
+# Shorter texts are tokenised on the event loop: changing threads costs more than they do.
+LONG_TEXT = 4096
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`text` is what echo repeats; None where nobody asked."""
+
+    tokens: list[int]
+    text: str | None = None
+
+
+async def completion_prompts(body: CompletionBody, served: Served) -> list[Prompt]:
+    """One Prompt per completion prompt. Raises PromptTooLong or InvalidField."""
+    sources: Sequence[str | list[int]]
+    if isinstance(body.prompt, str) or isinstance(body.prompt[0], int):
+        sources = [body.prompt]
+    else:
+        sources = body.prompt
+    prompts = []
+    for source in sources:
+        if isinstance(source, str):
+            tokens = await encode(source, served, bos=body.add_special_tokens)
+            text: str | None = source
+        else:
+            check_ids(source, served, "prompt")
+            tokens, text = source, decode(served.tokenizer, source) if body.echo else None
+        _check_prompt(tokens, served, "prompt")
+        prompts.append(Prompt(tokens, text if body.echo else None))
+    return prompts
+
+
+async def chat_prompt(body: ChatBody, served: Served) -> Prompt:
+    """The messages as the model was trained to read them. Raises as `completion_prompts`."""
+    tokens = await encode_chat(
+        body.messages,
+        served,
+        add_generation_prompt=body.add_generation_prompt,
+        bos=body.add_special_tokens,
+    )
+    _check_prompt(tokens, served, "messages")
+    return Prompt(tokens)
+
+
+async def encode_chat(
+    messages: Sequence[Message], served: Served, *, add_generation_prompt: bool, bos: bool
+) -> list[int]:
+    template = served.chat_template
+    if template is None:
+        raise UnsupportedField(
+            f"the model {served.name} has no chat template; use /v1/completions", "messages"
+        )
+    plain = [message.plain() for message in messages]
+    size = sum(len(str(message["content"])) for message in plain)
+    _check_bytes(size, served, "messages")
+
+    def render() -> str:
+        return template.render(plain, add_generation_prompt=add_generation_prompt)
+
+    try:
+        text = await _off_loop(render, size)
+    except ChatTemplateError as error:
+        raise InvalidField(f"messages do not fit the chat template: {error}", "messages") from None
+    return await encode(text, served, bos=bos, param="messages")
+
+
+async def encode(text: str, served: Served, *, bos: bool, param: str = "prompt") -> list[int]:
+    """Tokens of a text. Raises PromptTooLong, before tokenising, on hopelessly long ones."""
+    size = len(text.encode())
+    _check_bytes(size, served, param)
+
+    def tokenise() -> list[int]:
+        return served.tokenizer.encode(text, bos=bos)
+
+    try:
+        return await _off_loop(tokenise, size)
+    except InvalidText as error:
+        raise InvalidField(str(error), param) from None
+
+
+async def _off_loop(work: Callable[[], _Result], size: int) -> _Result:
+    return await asyncio.to_thread(work) if size > LONG_TEXT else work()
+
+
+def _check_bytes(size: int, served: Served, param: str) -> None:
+    limit = MAX_BYTES_PER_TOKEN * served.max_context
+    if size > limit:
+        raise PromptTooLong(
+            f"{param} has {size} bytes, more than the {limit} that could ever fit the context of "
+            f"{served.max_context} tokens; shorten it",
+            param,
+        )
+
+
+def _check_prompt(tokens: Collection[int], served: Served, param: str) -> None:
+    if not tokens:
+        raise InvalidField(f"{param} has no tokens; send at least one", param)
+    if len(tokens) >= served.max_context:
+        raise PromptTooLong(
+            f"{param} has {len(tokens)} tokens, and the context of {served.name} is "
+            f"{served.max_context} with room for at least one more; shorten it",
+            param,
+        )
+
+
+def check_ids(ids: Collection[int], served: Served, param: str) -> None:
+    """Every id a client sends passes here. Raises InvalidField outside the vocabulary."""
+    if ids and not (min(ids) >= 0 and max(ids) < served.vocab_size):
+        raise InvalidField(
+            f"{param} has a token id outside 0..{served.vocab_size - 1}, the vocabulary of "
+            f"{served.name}; send ids from /tokenize",
+            param,
+        )
+
+
+def sampling_params(body: GenerationBody, served: Served, num_prompt: int) -> SamplingParams:
+    """Raises InvalidField for ids outside the vocabulary, PromptTooLong for too many tokens."""
+    check_ids(body.stop_token_ids, served, "stop_token_ids")
+    check_ids(body.logit_bias, served, "logit_bias")
+    logprobs = body.wanted_logprobs if isinstance(body, CompletionBody | ChatBody) else None
+    echoed = isinstance(body, CompletionBody) and body.echo
+    model_stops = frozenset() if body.ignore_eos else served.stop_ids
+    return SamplingParams(
+        max_tokens=_max_tokens(body, served, num_prompt),
+        min_tokens=body.min_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=max(body.top_k, 0),
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=body.logit_bias,
+        seed=body.seed,
+        stop_ids=model_stops | frozenset(body.stop_token_ids),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if echoed else None,
+    )
+
+
+def _max_tokens(body: GenerationBody, served: Served, num_prompt: int) -> int:
+    room = served.max_context - num_prompt
+    wanted = body.wanted_tokens
+    if wanted is None:
+        wanted = min(room, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionBody) else room
+        if body.min_tokens > wanted:
+            raise InvalidField(
+                f"min_tokens ({body.min_tokens}) is more than the {wanted} tokens generated "
+                "without max_tokens; send max_tokens",
+                "min_tokens",
+            )
+    if wanted > room:
+        raise PromptTooLong(
+            f"{num_prompt} prompt tokens and {wanted} max_tokens make {num_prompt + wanted}, more "
+            f"than the context of {served.name}, {served.max_context}; ask for at most {room}",
+            "max_tokens" if body.max_tokens is not None else "max_completion_tokens",
+        )
+    return wanted
+
+
+def choices_for(
+    body: CompletionBody | ChatBody, prompts: Sequence[Prompt], served: Served, salt: str
+) -> list[Choice]:
+    """`n` choices per prompt, each with its own request and random numbers."""
+    arrival = time.monotonic()
+    choices: list[Choice] = []
+    for prompt in prompts:
+        params = sampling_params(body, served, len(prompt.tokens))
+        for _ in range(body.n):
+            index = len(choices)
+            request = Request(
+                id=uuid.uuid4().hex,
+                tokens=list(prompt.tokens),
+                num_prompt=len(prompt.tokens),
+                params=params,
+                arrival=arrival,
+                rng=choice_rng(body.seed, index),
+                salt=salt,
+            )
+            choices.append(
+                Choice(
+                    index,
+                    request,
+                    served.tokenizer,
+                    stop=body.stop,
+                    include_stop=body.include_stop_str_in_output,
+                    stop_token_ids=frozenset(body.stop_token_ids),
+                    echo=prompt.text or "",
+                )
+            )
+    return choices
+
+
+def choice_rng(seed: int | None, index: int) -> random.Random:
+    """The same seed gives the same numbers for the same choice; without one they are fresh."""
+    if seed is None:
+        return random.Random(random.SystemRandom().getrandbits(128))
+    return random.Random(f"{seed}/{index}")
+
+
+def combined_salt(key_salt: str, cache_salt: str | None) -> str:
+    """Prefixes are shared only between requests whose key and cache_salt are both equal."""
+    return key_salt if cache_salt is None else f"{key_salt}/{cache_salt}"

@@ -1,0 +1,232 @@
+"""HTTP on the socket: bounded, strict, and stoppable. Builds on internals of uvicorn (pinned).
+
+A connection must deliver a request by an absolute deadline; what h11 would let through but two
+readers could read differently is refused; refusals are JSON like all others. `Server` keeps
+listening while it drains.
+"""
+
+import asyncio
+import re
+import time
+import uuid
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from server.http_errors import (
+    BadRequest,
+    HeadersTooLarge,
+    ReceiveTimeout,
+    error_bytes,
+    error_headers,
+)
+from server.lifeline import Drain
+from server.request import ServeError
+
+MAX_HEAD = 16 << 10
+MAX_HEADERS = 64
+MAX_TARGET = 4 << 10
+HEAD_SECONDS = 10.0
+REQUEST_SECONDS = 30.0
+# How long the server waits for connections once everything is answered or cut.
+CLOSING_SECONDS = 2
+
+# Bare line ends, folded lines and NUL: where two parsers may see different headers.
+_AMBIGUOUS = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)|\r\n[ \t]|\0")
+
+
+class StrictConnection(h11.Connection):
+    """h11, minus what it is lenient about. `refusal` says why an event was refused."""
+
+    refusal: ServeError | None = None
+
+    def next_event(self) -> Any:
+        """As h11; raises h11.RemoteProtocolError after setting `refusal`."""
+        if self.refusal is None and self.their_state is h11.IDLE:
+            self._check_head(self.trailing_data[0])
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            if error.error_status_hint == 431:
+                self.refusal = _head_too_large()
+            raise
+        if isinstance(event, h11.Request):
+            self._check_request(event)
+        return event
+
+    def _check_head(self, data: bytes) -> None:
+        end = data.find(b"\r\n\r\n")
+        head = data if end < 0 else data[: end + 2]
+        if len(head) > MAX_HEAD:
+            self._refuse(_head_too_large())
+        if _AMBIGUOUS.search(head):
+            self._refuse(BadRequest("the request line or a header is malformed; send CRLF lines"))
+
+    def _check_request(self, event: h11.Request) -> None:
+        names = [name for name, _ in event.headers]
+        if len(names) > MAX_HEADERS or len(event.target) > MAX_TARGET:
+            self._refuse(_head_too_large())
+        if b"content-length" in names and b"transfer-encoding" in names:
+            self._refuse(
+                BadRequest("Content-Length and Transfer-Encoding exclude each other; send one")
+            )
+
+    def _refuse(self, refusal: ServeError) -> None:
+        self.refusal = refusal
+        raise h11.RemoteProtocolError(refusal.message, error_status_hint=refusal.status)
+
+
+def _head_too_large() -> ServeError:
+    return HeadersTooLarge(
+        f"the headers exceed {MAX_HEAD} bytes, {MAX_HEADERS} lines or a target of {MAX_TARGET} "
+        "bytes; send less"
+    )
+
+
+class Protocol(H11Protocol):
+    """One connection. Counts down from the first byte of a request until it has arrived."""
+
+    head_seconds = HEAD_SECONDS
+    request_seconds = REQUEST_SECONDS
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = StrictConnection(h11.SERVER, MAX_HEAD)
+        self.app_state = {**self.app_state, "abort": self._abort}
+        self._deadline: asyncio.TimerHandle | None = None
+        self._armed_at = 0.0
+        self._receiving: object = None  # the cycle whose body is awaited
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
+            self._arm()
+        super().data_received(data)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is None or self.transport.is_closing():
+            return
+        if not self.cycle.more_body:
+            self._disarm()
+        elif self._receiving is not self.cycle:
+            self._receiving = self.cycle
+            if self._deadline is None:  # pipelined behind the previous request
+                self._armed_at = self.loop.time()
+            self._set_deadline(self._armed_at + self.request_seconds)
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn for whatever h11 or StrictConnection refuses."""
+        assert isinstance(self.conn, StrictConnection)
+        self._refuse(self.conn.refusal or BadRequest("this is not a valid HTTP/1.1 request"))
+
+    def _arm(self) -> None:
+        self._armed_at = self.loop.time()
+        self._set_deadline(self._armed_at + self.head_seconds)
+
+    def _set_deadline(self, due: float) -> None:
+        self._disarm()
+        self._deadline = self.loop.call_at(due, self._too_slow)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _too_slow(self) -> None:
+        self._deadline = None
+        self._refuse(ReceiveTimeout("the request did not arrive in time; send it at once"))
+
+    def _refuse(self, error: ServeError) -> None:
+        self._disarm()
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = error_bytes(error)
+            response = h11.Response(
+                status_code=error.status,
+                headers=[
+                    *error_headers(error, len(body)),
+                    (b"x-request-id", uuid.uuid4().hex.encode()),
+                ],
+                reason=STATUS_PHRASES[error.status],
+            )
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Wake the application, if it still waits for this request, with a disconnect."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    def _abort(self) -> None:
+        self.transport.abort()
+
+
+class Server(uvicorn.Server):
+    """Drains on the first SIGTERM or SIGINT and exits 0; the second one cuts what is left.
+
+    While draining the listener stays open: /health/ready and every new request answer 503, and
+    requests accepted before, the queued ones included, run to their end. At the limit they get an
+    error frame.
+    """
+
+    def __init__(self, config: uvicorn.Config, drain: Drain, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._drain = drain
+        self._drain_seconds = drain_seconds
+        self._signals = 0
+        self._cut_at = 0.0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Runs in a signal handler: only counts. The signal is not kept for raising it again,
+        # because a drained server has ended well.
+        self._signals += 1
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn's heartbeat, ten times a second."""
+        if self._signals:
+            self._progress(time.monotonic())
+        return await super().on_tick(counter)
+
+    def _progress(self, now: float) -> None:
+        if not self._drain.draining:
+            self._drain.begin()
+            self._cut_at = now + self._drain_seconds
+        if self._signals > 1 or now >= self._cut_at:
+            self._drain.cut()
+            self.should_exit = True
+        elif self._drain.in_flight == 0:
+            self.should_exit = True
+
+
+def server_config(app: Any, *, host: str, port: int, **more: Any) -> uvicorn.Config:
+    """uvicorn's settings for this protocol. `more` is for uvicorn's logging options."""
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=Protocol,
+        ws="none",
+        lifespan="on",
+        h11_max_incomplete_event_size=MAX_HEAD,
+        limit_concurrency=None,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=5,
+        timeout_graceful_shutdown=CLOSING_SECONDS,
+        **more,
+    )

@@ -1,0 +1,209 @@
+"""One answer, from the first engine event to the last byte, streamed or whole.
+
+Knows how an answer may end; what it says is server/completion.py's and how it looks is
+server/wire.py's business.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from json import dumps
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from server.completion import Choice, Piece, choice_usage, total_usage
+from server.http_errors import DeadlineExceeded, error_bytes
+from server.lifeline import Drain, End, Ended, Lifeline
+from server.metrics import Metrics
+from server.middleware import state_of
+from server.request import (
+    FinishReason,
+    Request,
+    RequestFailed,
+    ServeError,
+    ShuttingDown,
+    TokenEvent,
+)
+from server.schemas import StreamOptions
+from server.sse import DONE, EventStream
+from server.streams import Streams, read_together
+from server.wire import Wire
+
+_log = logging.getLogger("server.http")
+
+
+class EngineLike(Protocol):
+    """What the HTTP side asks of an engine: server/async_engine.py's AsyncEngine."""
+
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def failure(self) -> str | None: ...
+    def start(self) -> None: ...
+    async def stop(self) -> None: ...
+    def generate(self, model: str, request: Request) -> AsyncGenerator[list[TokenEvent], None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds: for a whole request, between pings, and for one write to be taken."""
+
+    request_s: float
+    ping_s: float
+    stalled_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is to be generated and how it is told. `stream` None means one whole body."""
+
+    model: str
+    choices: Sequence[Choice]
+    n: int
+    wire: Wire
+    stream: StreamOptions | None
+
+
+class Generation(Response):
+    """Runs the engine for an Answer. Errors before the first byte are raised, for a status."""
+
+    def __init__(
+        self, answer: Answer, engine: EngineLike, metrics: Metrics, drain: Drain, timing: Timing
+    ) -> None:
+        super().__init__()
+        self._answer = answer
+        self._engine = engine
+        self._metrics = metrics
+        self._drain = drain
+        self._timing = timing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        timing, model = self._timing, self._answer.model
+        lifeline = Lifeline(receive, timing.request_s, self._drain)
+        out = EventStream(send, lifeline, ping_s=timing.ping_s, stalled_s=timing.stalled_s)
+        try:
+            async with lifeline:
+                await self._run(out, send)
+            return
+        except Ended as ended:
+            if ended.why in (End.DISCONNECTED, End.STALLED):
+                self._metrics.disconnected(model)
+                _abort_connection(scope)
+                return
+            error = _cut_short(ended.why)
+        except ServeError as refused:
+            error = refused
+        except Exception:
+            # A fault of ours must still end the stream with an error a client can see.
+            _log.exception("an answer failed unexpectedly")
+            error = RequestFailed("the server failed on this request; see its log")
+        finally:
+            out.close()
+        if not out.started:
+            raise error
+        self._metrics.stream_error(model)
+        try:
+            async with asyncio.timeout(timing.stalled_s):
+                await out.finish(b"data: " + error_bytes(error) + b"\n\n")
+        except TimeoutError:
+            _abort_connection(scope)
+
+    async def _run(self, out: EventStream, send: Send) -> None:
+        answer = self._answer
+        streams = read_together(
+            [self._engine.generate(answer.model, choice.request) for choice in answer.choices]
+        )
+        try:
+            if answer.stream is None:
+                await self._whole(streams, send)
+            else:
+                await self._streamed(streams, out, answer.stream)
+        finally:
+            await streams.close()
+
+    async def _streamed(self, streams: Streams, out: EventStream, options: StreamOptions) -> None:
+        answer = self._answer
+        wire, choices = answer.wire, answer.choices
+        counted = options.include_usage and options.continuous_usage_stats
+        while batch := await streams.next():
+            events = []
+            if not out.started:
+                events.append(wire.opening(choices, _usage(choices[0]) if counted else ""))
+            for index, new in batch:
+                choice = choices[index]
+                if choice.finished:
+                    continue
+                piece = choice.take(new)
+                events.append(wire.chunk(choice, piece, _usage(choice) if counted else ""))
+                if choice.cut:
+                    await _cut(streams, choice)
+            if all(choice.finished for choice in choices):
+                break
+            await out.write("".join(events).encode())
+        else:
+            raise RequestFailed("the engine ended this request without a reason; send it again")
+        if options.include_usage:
+            events.append(wire.usage_chunk(total_usage(choices, answer.n)))
+        events.append(DONE)
+        await out.finish("".join(events).encode())
+
+    async def _whole(self, streams: Streams, send: Send) -> None:
+        answer = self._answer
+        choices = answer.choices
+        pieces: list[list[Piece]] = [[] for _ in choices]
+        while not all(choice.finished for choice in choices):
+            batch = await streams.next()
+            if not batch:
+                raise RequestFailed("the engine ended this request without a reason; send it again")
+            for index, new in batch:
+                choice = choices[index]
+                if choice.finished:
+                    continue
+                pieces[index].append(choice.take(new))
+                if choice.cut:
+                    await _cut(streams, choice)
+        done = [(choice, _joined(pieces[choice.index])) for choice in choices]
+        body = dumps(answer.wire.whole(done, total_usage(choices, answer.n))).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+async def _cut(streams: Streams, choice: Choice) -> None:
+    """A stop string ended the choice: the engine only sees an early close, so say why."""
+    choice.request.abort_as = FinishReason.STOP
+    choice.cut = False
+    await streams.stop(choice.index)
+
+
+def _usage(choice: Choice) -> str:
+    return f',"usage":{dumps(choice_usage(choice).plain())}'
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    last = pieces[-1]
+    return Piece(
+        text="".join(piece.text for piece in pieces),
+        scored=[scored for piece in pieces for scored in piece.scored],
+        finish=last.finish,
+        stop_reason=last.stop_reason,
+    )
+
+
+def _cut_short(why: End) -> ServeError:
+    if why is End.SHUTDOWN:
+        return ShuttingDown("the server is shutting down; send the request to another one")
+    return DeadlineExceeded("the request took longer than the server allows; ask for less")
+
+
+def _abort_connection(scope: Scope) -> None:
+    """Drop what the client does not take; closing politely would wait for it for ever."""
+    abort = state_of(scope).get("abort")
+    if abort is not None:
+        abort()

@@ -1,0 +1,103 @@
+"""Completions, chat completions and models, as OpenAI's clients know them."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from server.body import parse_object
+from server.lifeline import Drain
+from server.metrics import Metrics
+from server.middleware import request_state
+from server.models import Models, Served
+from server.prepare import Prompt, chat_prompt, choices_for, combined_salt, completion_prompts
+from server.routes.generation import Answer, EngineLike, Generation, Timing
+from server.schemas import ChatBody, CompletionBody, StreamOptions, read_body
+from server.wire import ChatWire, CompletionWire, Wire
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What every generating route needs."""
+
+    models: Models
+    engine: EngineLike
+    metrics: Metrics
+    drain: Drain
+    timing: Timing
+
+    def find(self, request: Request, name: str | None) -> Served:
+        """The model; from here on, refusals count as this model's."""
+        served = self.models.get(name)
+        request_state(request.scope)["model"] = served.name
+        return served
+
+    def answer(
+        self,
+        request: Request,
+        body: CompletionBody | ChatBody,
+        served: Served,
+        prompts: Sequence[Prompt],
+        wire: Wire,
+    ) -> Generation:
+        salt = combined_salt(request_state(request.scope).get("salt", ""), body.cache_salt)
+        answer = Answer(
+            model=served.name,
+            choices=choices_for(body, prompts, served, salt),
+            n=body.n,
+            wire=wire,
+            stream=(body.stream_options or StreamOptions()) if body.stream else None,
+        )
+        return Generation(answer, self.engine, self.metrics, self.drain, self.timing)
+
+
+def openai_routes(serving: Serving) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions", response_model=None)
+    async def completions(request: Request) -> Response:
+        body = read_body(CompletionBody, parse_object(await request.body()))
+        served = serving.find(request, body.model)
+        prompts = await completion_prompts(body, served)
+        wire = CompletionWire(_id("cmpl"), served.name, int(time.time()))
+        return serving.answer(request, body, served, prompts, wire)
+
+    @router.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(request: Request) -> Response:
+        body = read_body(ChatBody, parse_object(await request.body()))
+        served = serving.find(request, body.model)
+        prompt = await chat_prompt(body, served)
+        wire = ChatWire(_id("chatcmpl"), served.name, int(time.time()))
+        return serving.answer(request, body, served, [prompt], wire)
+
+    @router.get("/v1/models", response_model=None)
+    async def models() -> Response:
+        data = [_described(served) for served in serving.models]
+        return JSONResponse({"object": "list", "data": data})
+
+    @router.get("/v1/models/{name:path}", response_model=None)
+    async def model(name: str) -> Response:
+        return JSONResponse(_described(serving.models.get(name)))
+
+    return router
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def _described(served: Served) -> dict[str, object]:
+    return {
+        **served.details,
+        "id": served.name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "ropewalk",
+        "root": served.name,
+        "parent": None,
+        "max_model_len": served.max_context,
+        "encoding": served.encoding,
+    }

@@ -1,0 +1,46 @@
+"""What operators and their machines ask: health, metrics, version."""
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+
+from server.http_errors import NotReady
+from server.metrics import CONTENT_TYPE
+from server.request import ShuttingDown
+from server.routes.openai import Serving
+
+
+def operation_routes(serving: Serving, version: str) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health/live", response_model=None)
+    async def live() -> Response:
+        """The process is up and the engine makes progress; says nothing about load."""
+        _check_alive(serving)
+        return JSONResponse({"status": "live"})
+
+    async def ready() -> Response:
+        """Send requests here: loaded, alive and not on the way out."""
+        _check_alive(serving)
+        if serving.drain.draining:
+            raise ShuttingDown("the server is shutting down; send requests to another one")
+        return JSONResponse({"status": "ready"})
+
+    router.add_api_route("/health/ready", ready, response_model=None)
+    router.add_api_route("/health", ready, response_model=None)
+
+    @router.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return Response(serving.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    @router.get("/version", response_model=None)
+    async def show_version() -> Response:
+        return JSONResponse({"version": version})
+
+    return router
+
+
+def _check_alive(serving: Serving) -> None:
+    engine = serving.engine
+    if not engine.alive:
+        cause = engine.failure or "it is not running"
+        raise NotReady(f"the engine cannot serve ({cause}); restart the server")

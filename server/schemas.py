@@ -1,0 +1,321 @@
+"""Strict request bodies: types, ranges and what excludes what.
+
+Knows no model: ids are checked against a vocabulary, and lengths against a context, where the
+prompt becomes tokens. A rejection names the field and never repeats what was sent.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictStr,
+    Tag,
+    ValidationError,
+)
+from pydantic_core import ErrorDetails
+
+from server.fields import supported_fields
+from server.http_errors import MissingField, UnknownField
+from server.request import InvalidField, UnsupportedField
+
+MAX_PROMPTS = 128
+MAX_CHOICES = 16
+MAX_STOPS = 4
+MAX_STOP_LENGTH = 256
+MAX_BIASES = 300
+MAX_COMPLETION_LOGPROBS = 5
+MAX_CHAT_LOGPROBS = 20
+
+_FAIL_FAST = Field(fail_fast=True)
+# Below 2**31 here; below the vocabulary once the model is known.
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1), _FAIL_FAST]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+def _prompt_form(value: Any) -> str | None:
+    first = value[0] if isinstance(value, list) and value else value
+    if isinstance(first, str):
+        return "text" if first is value else "texts"
+    if first is not value and isinstance(first, list):
+        return "id lists"
+    # An empty list has no form of its own: it fails as a list of ids, which may not be empty.
+    return "ids" if isinstance(value, list) and type(first) in (int, list) else None
+
+
+Prompt = Annotated[
+    Annotated[StrictStr, Tag("text")]
+    | Annotated[
+        list[StrictStr], Field(min_length=1, max_length=MAX_PROMPTS), _FAIL_FAST, Tag("texts")
+    ]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS), _FAIL_FAST, Tag("id lists")],
+    Discriminator(_prompt_form),
+]
+
+
+def _stop_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _bias_keys(value: Any) -> Any:
+    """{"123": 1.0} to {123: 1.0}; keys are decimal as written by str(int)."""
+    if not isinstance(value, dict):
+        raise ValueError("should map token ids to biases")
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"should have at most {MAX_BIASES} entries")
+    for key in value:
+        if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key):
+            raise ValueError("should have token ids in plain decimal digits as keys")
+    return {int(key): bias for key, bias in value.items()}
+
+
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
+    Field(max_length=MAX_STOPS),
+    _FAIL_FAST,
+    BeforeValidator(_stop_list),
+]
+Biases = Annotated[
+    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_bias_keys)
+]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class GenerationBody(_Strict):
+    """What completions and chat share."""
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    stop: Stops = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_PROMPTS), _FAIL_FAST] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    logit_bias: Biases = {}
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(pattern=r"\A[A-Za-z0-9._-]{1,128}\z")] | None = None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+
+class CompletionBody(GenerationBody):
+    prompt: Prompt
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+def _content_form(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "text"
+    return "parts" if isinstance(value, list) else None
+
+
+Content = Annotated[
+    Annotated[StrictStr, Tag("text")]
+    | Annotated[list[TextPart], Field(min_length=1), _FAIL_FAST, Tag("parts")],
+    Discriminator(_content_form),
+]
+
+
+class Message(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    name: Annotated[str, Field(max_length=64)] | None = None
+
+    def plain(self) -> dict[str, object]:
+        """As a chat template reads it. OpenAI's newer name for the system role is undone."""
+        content = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
+        role = "system" if self.role == "developer" else self.role
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": role, "content": content, **named}
+
+
+class ChatBody(GenerationBody):
+    messages: Annotated[list[Message], Field(min_length=1), _FAIL_FAST]
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_CHAT_LOGPROBS)] | None = None
+    echo: Literal[False] = False
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeBody(_Strict):
+    """One of `prompt`, `text` and `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    text: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1), _FAIL_FAST] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(_Strict):
+    model: str | None = None
+    tokens: Annotated[list[TokenId], _FAIL_FAST]
+
+
+_Body = TypeVar("_Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+
+# What clients send back from an earlier answer, without meaning when empty.
+_EMPTY_MESSAGE_FIELDS = (
+    "annotations",
+    "audio",
+    "function_call",
+    "reasoning",
+    "reasoning_content",
+    "refusal",
+    "tool_calls",
+)
+
+
+def read_body(schema: type[_Body], body: Mapping[str, Any]) -> _Body:
+    """`body` as `schema`. Raises InvalidField or a subclass, naming the field at fault."""
+    fields = supported_fields(body, schema.model_fields)
+    messages = fields.get("messages")
+    if isinstance(messages, list):
+        fields["messages"] = [_without_empty_fields(message) for message in messages]
+    options = fields.get("stream_options")
+    if isinstance(options, dict):
+        fields["stream_options"] = {
+            name: value for name, value in options.items() if value is not None
+        }
+    try:
+        value = schema.model_validate(fields)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)
+        raise _refusal(details[0]) from None
+    if isinstance(value, GenerationBody):
+        _check_together(value)
+    return value
+
+
+def _without_empty_fields(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    return {
+        name: value
+        for name, value in message.items()
+        if value is not None and not (name in _EMPTY_MESSAGE_FIELDS and value == [])
+    }
+
+
+def _refusal(details: ErrorDetails) -> InvalidField:
+    path = _path(details["loc"])
+    kind = details["type"]
+    if kind == "missing":
+        return MissingField(f"{path} is missing; it is required", path)
+    if kind == "extra_forbidden":
+        return UnknownField(f"{path} is not a known parameter; leave it out", path)
+    if kind.startswith("union_tag"):
+        form = (
+            "text or a list of text parts"
+            if path.endswith("content")
+            else "a text, a list of texts, a list of token ids or a list of such lists"
+        )
+        return InvalidField(f"{path} should be {form}", path)
+    if path == "stream_options.include_obfuscation":
+        return UnsupportedField(f"{path} is not supported; leave it out or send false", path)
+    message = details["msg"].removeprefix("Value error, ").replace(" after validation", "")
+    for start in ("Input ", "String ", "List ", "Dictionary "):
+        message = message.removeprefix(start)
+    return InvalidField(f"{path} {message}", path)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """("messages", 0, "content", "parts", 1, "text") as messages[0].content[1].text"""
+    path = ""
+    for index, step in enumerate(location):
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step == "[key]" or (index and location[index - 1] in ("prompt", "content")):
+            continue  # the tag of the union, not something the client wrote
+        else:
+            safe = step if re.fullmatch(r"[A-Za-z0-9_]{1,64}", step) else "?"
+            path += f".{safe}" if path else safe
+    return path
+
+
+def _check_together(body: GenerationBody) -> None:
+    both = (body.max_tokens, body.max_completion_tokens)
+    if None not in both and both[0] != both[1]:
+        raise InvalidField(
+            "max_tokens and max_completion_tokens differ; send one of them",
+            "max_completion_tokens",
+        )
+    if body.wanted_tokens is not None and body.min_tokens > body.wanted_tokens:
+        raise InvalidField(
+            f"min_tokens ({body.min_tokens}) should be at most max_tokens ({body.wanted_tokens})",
+            "min_tokens",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise InvalidField("stream_options needs stream to be true", "stream_options")
+    if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
+        raise InvalidField("top_logprobs needs logprobs to be true", "top_logprobs")
+    if isinstance(body, CompletionBody):
+        _check_fan_out(body)
+
+
+def _check_fan_out(body: CompletionBody) -> None:
+    count = prompt_count(body)
+    if count * body.n > MAX_PROMPTS:
+        raise InvalidField(
+            f"prompt asks for {count * body.n} completions ({count} prompts × n {body.n}); "
+            f"send at most {MAX_PROMPTS} at once",
+            "prompt",
+        )
+
+
+def prompt_count(body: CompletionBody) -> int:
+    prompt = body.prompt
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return 1
+    return len(prompt)

@@ -1,0 +1,90 @@
+"""Server-sent events over ASGI: framing, pings, and a client that stops reading.
+
+Knows bytes and the clock; nothing of completions.
+"""
+
+import asyncio
+
+from starlette.types import Send
+
+from server.http_errors import Headers
+from server.lifeline import End, Lifeline
+
+STREAM_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
+]
+PING = b": ping\n\n"
+DONE = "data: [DONE]\n\n"
+
+
+class EventStream:
+    """One response. Headers go out with the first event, pings while nothing comes after it.
+
+    A write that is not taken for `stalled_s` ends the lifeline as STALLED.
+    """
+
+    def __init__(self, send: Send, lifeline: Lifeline, *, ping_s: float, stalled_s: float) -> None:
+        self.started = False
+        self._send = send
+        self._lifeline = lifeline
+        self._ping_s = ping_s
+        self._stalled_s = stalled_s
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._ping: asyncio.Task[None] | None = None
+        self._blocked_since: float | None = None
+        self._last = 0.0
+
+    async def write(self, data: bytes) -> None:
+        """Send whole events; one write each time, so give it all that is due."""
+        if not self.started:
+            await self._send(
+                {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
+            )
+            self.started = True
+            self._timer = self._loop.call_later(self._ping_s, self._tick)
+        if self._ping is not None:
+            await self._ping
+        await self._put(data)
+
+    async def finish(self, data: bytes) -> None:
+        """Send the last events and end the response."""
+        await self.write(data)
+        self.close()
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def close(self) -> None:
+        """Stop pinging. The response itself is ended by `finish`, or left cut."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._ping is not None:
+            self._ping.cancel()
+            self._ping = None
+
+    async def _put(self, data: bytes) -> None:
+        self._blocked_since = self._loop.time()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._blocked_since = None
+        self._last = self._loop.time()
+
+    async def _put_ping(self) -> None:
+        await self._put(PING)
+        self._ping = None
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        if self._blocked_since is not None:
+            due = self._blocked_since + self._stalled_s
+            if now >= due:
+                self._timer = None
+                self._lifeline.end(End.STALLED)
+                return
+        else:
+            due = self._last + self._ping_s
+            if now >= due:
+                self._ping = self._loop.create_task(self._put_ping())
+                due = now + min(self._ping_s, self._stalled_s)
+        self._timer = self._loop.call_at(due, self._tick)

@@ -1,0 +1,95 @@
+"""Several generations of one answer, read as one.
+
+Knows asynchronous generators of event lists; nothing of what is in them.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from server.request import TokenEvent
+
+Events = AsyncGenerator[list[TokenEvent], None]
+
+
+class Streams(Protocol):
+    async def next(self) -> list[tuple[int, list[TokenEvent]]]:
+        """What came since the last call, by index; empty once all have ended.
+
+        Raises what a generator raised.
+        """
+        ...
+
+    async def stop(self, index: int) -> None:
+        """Close one generator early."""
+        ...
+
+    async def close(self) -> None:
+        """Close all of them. Needed whenever `next` has not returned an empty list."""
+        ...
+
+
+def read_together(generators: Sequence[Events]) -> Streams:
+    return _One(generators[0]) if len(generators) == 1 else _Many(generators)
+
+
+class _One:
+    """The usual case: no task between the engine and the response."""
+
+    def __init__(self, generator: Events) -> None:
+        self._generator = generator
+
+    async def next(self) -> list[tuple[int, list[TokenEvent]]]:
+        try:
+            return [(0, await anext(self._generator))]
+        except StopAsyncIteration:
+            return []
+
+    async def stop(self, index: int) -> None:
+        await self._generator.aclose()
+
+    async def close(self) -> None:
+        await self._generator.aclose()
+
+
+class _Many:
+    def __init__(self, generators: Sequence[Events]) -> None:
+        self._pending: dict[int, list[TokenEvent]] = {}
+        self._wake = asyncio.Event()
+        self._error: Exception | None = None
+        self._tasks = [
+            asyncio.create_task(self._pump(index, generator))
+            for index, generator in enumerate(generators)
+        ]
+        self._running = len(self._tasks)
+
+    async def next(self) -> list[tuple[int, list[TokenEvent]]]:
+        while not self._pending and self._error is None and self._running:
+            self._wake.clear()
+            await self._wake.wait()
+        if self._error is not None:
+            raise self._error
+        pending, self._pending = self._pending, {}
+        return list(pending.items())
+
+    async def stop(self, index: int) -> None:
+        self._tasks[index].cancel()
+        await asyncio.wait([self._tasks[index]])
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+
+    async def _pump(self, index: int, generator: Events) -> None:
+        try:
+            async for events in generator:
+                self._pending.setdefault(index, []).extend(events)
+                self._wake.set()
+        except Exception as error:
+            # Any failure of one generation is the answer's: `next` raises it again.
+            self._error = self._error or error
+        finally:
+            self._running -= 1
+            self._wake.set()
+            await generator.aclose()

@@ -1,0 +1,227 @@
+"""A toy model's HTTP surroundings: a byte tokenizer, a scripted engine, applications, clients."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import httpx
+
+from model.tokenizers.chat import ChatTemplate
+from server.app import HttpOptions, create_app
+from server.metrics import Metrics
+from server.models import Models, Served
+from server.protocol import Server, server_config
+from server.request import (
+    FinishReason,
+    PromptTooLong,
+    Request,
+    ServeError,
+    TokenEvent,
+    TokenLogprob,
+)
+
+END = 256  # ends a text
+BEGIN = 257
+VOCABULARY = 300
+CONTEXT = 512
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+class ByteTokenizer:
+    """Ids 0..255 are bytes; the others have none."""
+
+    vocab_size = VOCABULARY
+    bos = BEGIN
+    eos = frozenset({END})
+
+    def encode(self, text: str, *, bos: bool) -> list[int]:
+        return [BEGIN] * bos + list(text.encode())
+
+    def token_bytes(self, token: int, *, first: bool) -> bytes:
+        return bytes([token]) if token < 256 else b""
+
+
+class ScriptedEngine:
+    """Generates `script(request)`, one batch of tokens per turn, ending as a real engine would.
+
+    `gate` holds tokens back while cleared; `failure_at` fails a request at its k-th token.
+    """
+
+    def __init__(self, script: Callable[[Request], Sequence[int]] | None = None) -> None:
+        self.script = script or (lambda request: list(b"Hello, world! " * 200))
+        self.alive = True
+        self.failure: str | None = None
+        self.started = False
+        self.requests: list[Request] = []
+        self.models: list[str] = []
+        self.aborted: list[Request] = []
+        self.live = 0
+        self.batch = 1
+        self.pause = 0.0
+        self.refuse: ServeError | None = None
+        self.failure_at: tuple[int, Exception] | None = None
+        self.cached = 0
+
+    def start(self) -> None:
+        self.started = True
+
+    async def stop(self) -> None:
+        self.started = False
+
+    async def generate(self, model, request):
+        self.models.append(model)
+        if self.refuse is not None:
+            raise self.refuse
+        if len(request.tokens) >= CONTEXT:
+            raise PromptTooLong("too long for the engine")
+        self.requests.append(request)
+        self.live += 1
+        ended = False
+        try:
+            events = self._events(request)
+            while not ended:
+                await asyncio.sleep(self.pause)
+                batch = []
+                while len(batch) < self.batch and not ended:
+                    batch.append(next(events))
+                    ended = batch[-1].finish is not None
+                yield batch
+        finally:
+            self.live -= 1
+            if not ended:
+                self.aborted.append(request)
+
+    def _events(self, request: Request) -> Iterator[TokenEvent]:
+        params = request.params
+        for count, token in enumerate(self.script(request), start=1):
+            if self.failure_at is not None and count == self.failure_at[0]:
+                error = self.failure_at[1]
+                if not isinstance(error, ServeError):
+                    raise error
+                yield TokenEvent(request.id, None, FinishReason.ERROR, error=error)
+                return
+            finish = None
+            if token in params.stop_ids and count > params.min_tokens:
+                finish = FinishReason.STOP
+            elif count == params.max_tokens:
+                finish = FinishReason.LENGTH
+            first_only = {}
+            if count == 1 and params.prompt_logprobs is not None:
+                first_only["prompt_logprobs"] = tuple(
+                    None if index == 0 else score(token, params.prompt_logprobs)
+                    for index, token in enumerate(request.tokens)
+                )
+            yield TokenEvent(
+                request.id,
+                token,
+                finish,
+                logprob=None if params.logprobs is None else score(token, params.logprobs),
+                cached_tokens=self.cached,
+                **first_only,
+            )
+            if finish is not None:
+                return
+        yield TokenEvent(request.id, END, FinishReason.STOP, cached_tokens=self.cached)
+
+
+def score(token: int, top: int) -> TokenLogprob:
+    """Of a token that is the most likely one, at its own log-probability."""
+    ranked = [(token, -0.5), *(((token + step) % 256, -1.0 - step) for step in range(1, top))]
+    return TokenLogprob(token, -0.5, tuple(ranked[:top]))
+
+
+def toy(name: str = "toy", **changes) -> Served:
+    values = dict(
+        name=name,
+        encoding="rope",
+        tokenizer=ByteTokenizer(),
+        chat_template=ChatTemplate(TEMPLATE, bos="", eos=""),
+        stop_ids=frozenset({END}),
+        vocab_size=VOCABULARY,
+        max_context=CONTEXT,
+        created=1_700_000_000,
+        details={"parameters": 7},
+    )
+    return Served(**(values | changes))
+
+
+def toy_app(engine=None, served: Sequence[Served] | None = None, metrics=None, **options):
+    """An application over a scripted engine."""
+    served = list(served or [toy()])
+    metrics = metrics or Metrics()
+    for one in served:
+        metrics.add_model(
+            one.name,
+            one.encoding,
+            {"layers": "2"},
+            bytes_per_token=64,
+            blocks=8,
+            block_size=16,
+            max_context=one.max_context,
+        )
+    app = create_app(Models(served), engine or ScriptedEngine(), metrics, HttpOptions(**options))
+    app.state.metrics = metrics
+    return app
+
+
+def ask(app, method: str, path: str, **more) -> httpx.Response:
+    """One request straight into the application."""
+
+    async def run():
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
+            return await client.request(method, path, **more)
+
+    return asyncio.run(run())
+
+
+def complete(app, **body) -> httpx.Response:
+    return ask(app, "POST", "/v1/completions", json={"model": "toy", "prompt": "abc"} | body)
+
+
+def chat(app, **body) -> httpx.Response:
+    messages = [{"role": "user", "content": "abc"}]
+    path = "/v1/chat/completions"
+    return ask(app, "POST", path, json={"model": "toy", "messages": messages} | body)
+
+
+@contextlib.contextmanager
+def running(app, *, drain_seconds: float = 5.0, http=None) -> Iterator[tuple[str, Server]]:
+    """The application behind a real socket, in a thread: (base URL, server)."""
+    config = server_config(app, host="127.0.0.1", port=0, log_config=None, access_log=False)
+    if http is not None:
+        config.http = http
+    server = Server(config, app.state.drain, drain_seconds)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(256)
+        port = listener.getsockname()[1]
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            wait_for(lambda: server.started)
+            yield f"http://127.0.0.1:{port}", server
+        finally:
+            server.should_exit = True
+            thread.join(20)
+    assert not thread.is_alive()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Until it holds; fails after `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def sample(metrics: Metrics, name: str, **labels) -> float:
+    value = metrics.registry.get_sample_value(f"ropewalk_{name}", labels)
+    assert value is not None, f"no series {name} {labels}"
+    return value
