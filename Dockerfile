@@ -7,11 +7,11 @@
 ARG BASE=debian:bookworm-slim
 
 FROM ${BASE} AS base
-# g++ and Python's headers are needed when serving, too: the CPU attention kernel is compiled
-# at first use, for the processor that runs it.
+# g++ is needed when serving, too: the CPU kernels are compiled at first use, for the processor
+# that runs them, and kept in the model cache.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
-        ca-certificates g++ libc6-dev python3 python3-dev python3-venv \
+        ca-certificates g++ libc6-dev python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
 FROM base AS build

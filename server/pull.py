@@ -154,7 +154,7 @@ def pip_download(wheel: Wheel, folder: Path) -> Path:
             command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output
         )
         try:
-            with _watching(folder, bar):
+            with _watching(folder, wheel.wheel_bytes, bar):
                 code = process.wait()
         finally:
             process.kill()
@@ -224,16 +224,17 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _watching(folder: Path, bar: Bar) -> Iterator[None]:
-    """Moves `bar` to the number of bytes in `folder`, a few times a second."""
+def _watching(folder: Path, total: int, bar: Bar) -> Iterator[None]:
+    """Moves `bar` to the number of bytes in `folder`, at most `total`, a few times a second."""
     done = threading.Event()
 
     def watch() -> None:
         shown = 0
         while not done.wait(0.2):
             held = sum(_size(path) for path in folder.rglob("*") if path.suffix != ".log")
-            bar.update(max(held - shown, 0))
-            shown = max(held, shown)
+            reached = max(shown, min(held, total))
+            bar.update(reached - shown)
+            shown = reached
 
     thread = threading.Thread(target=watch, name="pull-progress", daemon=True)
     thread.start()
@@ -245,7 +246,10 @@ def _watching(folder: Path, bar: Bar) -> Iterator[None]:
 
 
 def _bar(title: str, total: int) -> "tqdm[None]":
-    return tqdm(total=total, desc=title, unit="B", unit_scale=True, unit_divisor=1024)
+    every = 0.2 if sys.stderr.isatty() else 10  # seconds; a log file needs no animation
+    return tqdm(
+        total=total, desc=title, unit="B", unit_scale=True, unit_divisor=1024, mininterval=every
+    )
 
 
 def _digest(path: Path) -> str:

@@ -1,0 +1,101 @@
+"""The banner says what is served, stays a box, and its curl line is one a shell understands."""
+
+import dataclasses
+import json
+import shlex
+
+from server.banner import ModelFacts, banner, readable_bytes
+
+FACTS = ModelFacts(
+    name="smollm2",
+    architecture="llama",
+    encoding="rope",
+    trained_context=8192,
+    max_context=4096,
+    device="cpu",
+    dtype="bfloat16",
+    attention="cpu",
+    kv_bytes_per_token=23040,
+    blocks=2048,
+    block_size=16,
+    chat=True,
+)
+URL = "http://127.0.0.1:8000"
+
+
+def printed(*facts: ModelFacts, open_to_all: bool = True) -> str:
+    return banner(facts, url=URL, open_to_all=open_to_all, version="1.2.3")
+
+
+def test_everything_is_said() -> None:
+    said = printed(FACTS)
+    for words in (
+        "ropewalk 1.2.3",
+        "smollm2 (llama)",
+        "rope",
+        "4,096 tokens, trained on 8,192",
+        "cpu, bfloat16, cpu attention",
+        "23,040 bytes per token",
+        "2,048 blocks of 16 tokens, 720.0 MiB",
+        "8.0 requests together",
+        f"{URL}/v1/completions",
+        f"{URL}/v1/chat/completions",
+        f"{URL}/metrics",
+        "no key asked for",
+    ):
+        assert words in said
+
+
+def test_it_is_a_box() -> None:
+    box, _, below = printed(FACTS, dataclasses.replace(FACTS, name="x" * 70)).partition("\n\n")
+    lines = box.splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[0].startswith("╭") and lines[-1].startswith("╰")
+    assert all(line[0] in "│├" and line[-1] in "│┤" for line in lines[1:-1])
+    assert below.startswith("Try it:")
+
+
+def test_serving_beyond_training_is_said() -> None:
+    beyond = dataclasses.replace(FACTS, max_context=16384)
+    assert "16,384 tokens (beyond training), trained on 8,192" in printed(beyond)
+    assert "beyond" not in printed(dataclasses.replace(FACTS, max_context=8192))
+
+
+def curl(said: str) -> tuple[list[str], dict]:
+    words = shlex.split(said.splitlines()[-1])
+    return words, json.loads(words[words.index("-d") + 1])
+
+
+def test_curl_line_can_be_pasted() -> None:
+    words, body = curl(printed(FACTS))
+    assert words[:3] == ["curl", "-N", f"{URL}/v1/chat/completions"]
+    assert body["model"] == "smollm2"
+    assert body["stream"] is True
+    assert body["messages"][0]["role"] == "user"
+    assert not any("Bearer" in word for word in words)
+
+
+def test_curl_line_of_a_model_without_chat_and_with_an_odd_name() -> None:
+    odd = dataclasses.replace(FACTS, chat=False, name="it's \"mine\"")
+    words, body = curl(printed(odd))
+    assert words[2] == f"{URL}/v1/completions"
+    assert body["model"] == "it's \"mine\""
+    assert "prompt" in body
+
+
+def test_curl_line_leaves_room_for_the_key() -> None:
+    said = printed(FACTS, open_to_all=False)
+    assert "with an API key" in said
+    assert 'Authorization: Bearer $KEY"' in said
+
+
+def test_readable_bytes() -> None:
+    assert [readable_bytes(n) for n in (0, 1023, 1024, 1536, 1 << 20, 3 << 29, 1 << 41)] == [
+        "0 bytes",
+        "1023 bytes",
+        "1.0 KiB",
+        "1.5 KiB",
+        "1.0 MiB",
+        "1.5 GiB",
+        "2.0 TiB",
+    ]

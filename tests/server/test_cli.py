@@ -1,0 +1,228 @@
+"""The command: what reaches which function, exit codes, and one sentence when it gives up."""
+
+import socket
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import server
+from server import cli, pull
+from server.client_options import CHAT_OPTIONS, HEALTH_OPTIONS
+from server.config import SERVE_OPTIONS, ModelSource
+from server.errors import CommandError
+from tests.server.fake_server import serving
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(cli.os.environ):
+        if name.startswith("ROPEWALK_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list:
+    """The configurations that `serve` hands over, instead of servers."""
+    configs: list = []
+
+    def run(config) -> int:
+        configs.append(config)
+        return 0
+
+    module = types.ModuleType("server.build")
+    module.run = run
+    monkeypatch.setitem(sys.modules, "server.build", module)
+    monkeypatch.setattr(server, "build", module, raising=False)
+    monkeypatch.setattr(cli.logging, "basicConfig", lambda **_: None)
+    return configs
+
+
+def sentence(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was said on standard error: one line."""
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("ropewalk: ")
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "server", *arguments]
+    variables = {"PATH": cli.os.environ["PATH"], **environ}
+    return subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_serve_hands_the_configuration_over(built, monkeypatch) -> None:
+    monkeypatch.setenv("ROPEWALK_MAX_QUEUE", "5")
+    port = free_port()
+    assert cli.main(["serve", "tiny=x.gguf", "--port", str(port)]) == 0
+    assert built[0].models == (ModelSource("tiny", "x.gguf"),)
+    assert (built[0].http.port, built[0].limits.max_queue) == (port, 5)
+
+
+def test_exit_code_of_the_server_is_the_commands(built, monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules["server.build"], "run", lambda config: 1)
+    assert cli.main(["serve", "--port", str(free_port())]) == 1
+
+
+def test_taken_port_is_said_before_anything_is_loaded(built, capsys) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert cli.main(["serve", "--port", str(port)]) == 1
+    assert f"cannot listen on http://127.0.0.1:{port}: another program listens" in sentence(capsys)
+    assert built == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serv"], "invalid choice: 'serv'"),
+        (["serve", "--prt", "1"], "unrecognized arguments: --prt; ropewalk --help shows"),
+        (["serve", "--por", "1"], "unrecognized arguments: --por; rope"),
+        (["serve", "--port"], "--port: expected one argument; ropewalk serve --help shows"),
+        (["serve", "--port", "x"], "--port: 'x' is not a whole number"),
+        (["chat", "--seed", "-1.5"], "--seed: '-1.5' is not a whole number"),
+        (["pull", "a", "b"], "unrecognized arguments: b"),
+    ],
+)
+def test_usage_errors_exit_with_2(arguments, words, capsys, built) -> None:
+    assert cli.main(arguments) == 2
+    assert words in sentence(capsys)
+    assert built == []
+
+
+def test_misspelt_variable_exits_with_2(capsys, monkeypatch, built) -> None:
+    monkeypatch.setenv("ROPEWALK_MAX_SEQ", "3")
+    assert cli.main(["serve"]) == 2
+    assert "ROPEWALK_MAX_SEQ is not one of ropewalk's; did you mean ROPEWALK_" in sentence(capsys)
+
+
+def test_failures_exit_with_1_and_interrupts_with_130(capsys, monkeypatch) -> None:
+    def fail(source: str) -> Path:
+        raise CommandError("no; do that")
+
+    def interrupt(source: str) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pull, "pull", fail)
+    assert cli.main(["pull"]) == 1
+    assert sentence(capsys) == "ropewalk: no; do that\n"
+    monkeypatch.setattr(pull, "pull", interrupt)
+    assert cli.main(["pull"]) == 130
+
+
+def test_pull_prints_the_path_alone(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(pull, "pull", lambda source: Path("/models") / source)
+    assert cli.main(["pull"]) == 0
+    assert cli.main(["pull", "owner/name"]) == 0
+    assert capsys.readouterr().out == "/models/smollm2\n/models/owner/name\n"
+
+
+def test_chat_reads_its_options(monkeypatch, capsys) -> None:
+    calls = []
+
+    def converse(options, question, lines, out) -> int:
+        calls.append((options, question))
+        return 0
+
+    monkeypatch.setattr(cli.chat, "converse", converse)
+    monkeypatch.setenv("ROPEWALK_PORT", "9000")
+    monkeypatch.setenv("ROPEWALK_HOST", "0.0.0.0")
+    monkeypatch.setenv("ROPEWALK_CHAT_API_KEY", "secret")
+    assert cli.main(["chat", "why?", "--temperature", "0", "--stats"]) == 0
+    assert cli.main(["chat", "--url", "http://there"]) == 0
+    (first, question), (second, nothing) = calls
+    assert (question, nothing) == ("why?", None)
+    assert first.url == "http://127.0.0.1:9000"
+    assert first.sampling == {"max_tokens": 512, "temperature": 0.0}
+    assert first.stats and not second.stats
+    assert second.url == "http://there"
+    assert (first.api_key, "secret" in repr(first)) == ("secret", False)
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_health_asks_where_the_server_listens(status, capsys, monkeypatch) -> None:
+    with serving(lambda path, body: (status, b"")) as seen:
+        monkeypatch.setenv("ROPEWALK_HOST", "0.0.0.0")
+        monkeypatch.setenv("ROPEWALK_PORT", str(seen.port))
+        code = cli.main(["health"])
+        ready = cli.main(["health", "--ready"])
+    assert seen.paths == ["/health/live", "/health/ready"]
+    assert (code, ready) == ((0, 0) if status == 200 else (1, 1))
+    assert f"answered {status}" in "".join(capsys.readouterr())
+
+
+def test_health_without_a_server(capsys) -> None:
+    assert cli.main(["health", "--port", str(free_port())]) == 1
+    assert "no answer from http://127.0.0.1:" in sentence(capsys)
+
+
+def test_bench_gets_its_arguments_untouched(monkeypatch) -> None:
+    seen = []
+
+    def main(arguments) -> int:
+        seen.append(list(arguments))
+        return 3
+
+    module = types.ModuleType("load_tests.bench")
+    module.main = main
+    monkeypatch.setitem(sys.modules, "load_tests.bench", module)
+    assert cli.main(["bench", "--help", "--port", "x"]) == 3
+    assert seen == [["--help", "--port", "x"]]
+
+
+def test_no_command_shows_the_help(capsys) -> None:
+    assert cli.main([]) == 0
+    said = capsys.readouterr().out
+    for command in ("serve", "chat", "pull", "health", "bench", "version", "examples:"):
+        assert command in said
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [("serve", SERVE_OPTIONS), ("chat", CHAT_OPTIONS), ("health", HEALTH_OPTIONS)],
+)
+def test_help_names_every_flag_default_and_variable(command, options, capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main([command, "--help"])
+    assert left.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    said = " ".join(line.strip() for line in lines)
+    for option in options:
+        assert option.flag in said or option.metavar in said
+        assert f"; {option.variable})" in said
+        assert option.help_line().replace("%%", "%") in said
+    assert max(map(len, lines)) <= 100
+
+
+def test_version_and_help_answer_without_torch() -> None:
+    code = "import sys, server.cli as c; c.main(['version']); print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    first, second, loaded = done.stdout.splitlines()
+    assert first.startswith("ropewalk ")
+    assert second.startswith("Python 3.")
+    assert loaded == "False"
+
+
+def test_as_a_program() -> None:
+    wrong = run("serve", "--port", "x")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith("ropewalk: --port: 'x' is not")
+    assert run("version").returncode == 0
