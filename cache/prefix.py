@@ -130,11 +130,13 @@ class PrefixIndex:
                 raise InvariantError(f"block {block} and its prefix entry disagree")
             if len(entry.tokens) != 8 * self._block_size:
                 raise InvariantError(f"block {block} was published before it was full")
-            if entry.parent is not None:
-                if not self.current(entry.parent) or entry not in entry.parent.children:
-                    raise InvariantError(f"block {block} continues a withdrawn block")
-                if entry.parent.salt != entry.salt:
-                    raise InvariantError(f"block {block} continues a block of another salt")
+            parent = entry.parent
+            if parent is None:
+                continue
+            if self._by_block.get(parent.block) is not parent or entry not in parent.children:
+                raise InvariantError(f"block {block} continues a withdrawn block")
+            if parent.salt != entry.salt:
+                raise InvariantError(f"block {block} continues a block of another salt")
 
     def _pack(self, tokens: Sequence[int], index: int) -> bytes:
         start = index * self._block_size

@@ -8,7 +8,8 @@ from server.request import InvalidField, PromptTooLong, QueueFull
 from server.scheduler import Limits
 from tests.server.provenance import STOP, World, colliding_digest
 
-SALTS = ("", "a", "b")
+SALTS = ("", "", "a", "b")
+FAMILIES = [[bits >> i & 1 for i in range(24)] for bits in (0, 0x9C35A6, 0xD46A9C, 0x35A629)]
 
 
 class ProvenanceMachine(RuleBasedStateMachine):
@@ -17,45 +18,77 @@ class ProvenanceMachine(RuleBasedStateMachine):
     world: World | None = None
 
     @initialize(
-        blocks=st.integers(2, 9),
-        size=st.integers(1, 4),
-        seqs=st.integers(1, 4),
-        budget=st.integers(1, 9),
-        context=st.integers(2, 24),
-        waiting=st.integers(1, 6),
+        blocks=st.sampled_from([9, 9, 8, 8, 7, 6, 5, 4, 3, 2]),
+        size=st.sampled_from([2, 3, 1, 4]),
+        seqs=st.sampled_from([4, 3, 2, 4, 3, 1]),
+        budget=st.sampled_from([12, 12, 6, 3, 1]),
+        context=st.sampled_from([24, 24, 24, 24, 12, 6, 2]),
+        waiting=st.sampled_from([8, 4, 1]),
         collide=st.booleans(),
         drain=st.booleans(),
+        crowd=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 31)), min_size=1, max_size=5),
     )
-    def start(self, blocks, size, seqs, budget, context, waiting, collide, drain):
+    def start(self, blocks, size, seqs, budget, context, waiting, collide, drain, crowd):
         limits = Limits(seqs, budget, context, waiting)
         options = {"digest": colliding_digest} if collide else {"hash_key": b"fixed"}
         self.world = World(blocks, size, limits, **options)
         self.drain_at_end = drain
+        self.oddities = 0
+        for family, length in crowd:
+            self.add(family, length, answer=9, salt="", twins=1, scored=False, steps=2)
 
     @rule(
-        fresh=st.lists(st.integers(0, 1), max_size=8),
-        old=st.integers(0, 5),
-        keep=st.integers(0, 12),
+        family=st.integers(0, 3),
+        length=st.integers(0, 31),
+        answer=st.integers(0, 9),
         salt=st.sampled_from(SALTS),
-        max_tokens=st.integers(1, 8),
-        min_tokens=st.integers(0, 3),
-        stops=st.booleans(),
+        twins=st.integers(1, 2),
         scored=st.booleans(),
+        steps=st.integers(0, 3),
     )
-    def add(self, fresh, old, keep, salt, max_tokens, min_tokens, stops, scored):
-        """A prompt that continues the beginning of an earlier sequence, or a fresh one."""
-        world = self.world
-        earlier = [*world.live.values(), *world.finished.values()][-old:] if old else []
-        prompt = [*(earlier[0].tokens[:keep] if earlier else []), *fresh]
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            stop_ids=frozenset({STOP}) if stops else frozenset(),
-            prompt_logprobs=0 if scored else None,
-        )
-        refusal = self.refusal(prompt, max_tokens)
+    def add(self, family, length, answer, salt, twins, scored, steps):
+        """Requests that fit, of a few families with long common beginnings."""
+        capacity = (self.world.cache.num_blocks - 1) * self.world.cache.block_size
+        stored = min(capacity, self.world.limits.max_context - 1)
+        prompt = FAMILIES[family][: 1 + length * stored // 48]
+        for twin in range(twins):
+            params = SamplingParams(
+                max_tokens=1 + (answer + 6 * twin) % (stored - len(prompt) + 1),
+                prompt_logprobs=0 if scored and family == 0 else None,
+            )
+            self.submit(prompt, params, salt)
+        self.step(steps)
+
+    @precondition(lambda self: self.world.live or self.world.finished)
+    @rule(
+        which=st.integers(0, 5),
+        drop=st.integers(0, 23),
+        max_tokens=st.integers(1, 4),
+        min_tokens=st.integers(0, 3),
+        steps=st.integers(0, 3),
+    )
+    def follow(self, which, drop, max_tokens, min_tokens, steps):
+        """A prompt that is what another request holds or ended with."""
+        earlier = [*self.world.live.values(), *self.world.finished.values()]
+        chosen = earlier[which % len(earlier)]
+        params = SamplingParams(max_tokens, min_tokens, stop_ids=frozenset({STOP}))
+        self.submit(chosen.tokens[: 24 - drop], params, chosen.salt)
+        self.step(steps)
+
+    @precondition(lambda self: self.oddities < 3)
+    @rule(
+        prompt=st.lists(st.integers(0, 1), max_size=30),
+        max_tokens=st.integers(1, 30),
+    )
+    def add_anything(self, prompt, max_tokens):
+        """Mostly refused, so only now and then."""
+        self.oddities += 1
+        self.submit(prompt, SamplingParams(max_tokens), "")
+
+    def submit(self, prompt, params, salt):
+        refusal = self.refusal(prompt, params.max_tokens)
         try:
-            world.add(prompt, params, salt=salt)
+            self.world.add(prompt, params, salt=salt)
         except (InvalidField, QueueFull) as error:
             assert type(error) is refusal
         else:
@@ -80,27 +113,19 @@ class ProvenanceMachine(RuleBasedStateMachine):
             self.world.step()
             self.world.check()
 
-    @rule(victim=st.integers(0, 40))
-    def abort(self, victim):
-        """A live request, one that ended, or one that never was."""
-        names = [*self.world.live, *self.world.prompts, "nobody"]
-        self.world.abort(names[victim % len(names)])
-
-    @precondition(lambda self: self.world.live)
-    @rule(victim=st.integers(0, 9))
-    def poison(self, victim):
-        names = list(self.world.live)
-        self.world.step(poisoned=frozenset({names[victim % len(names)]}))
-
-    @rule()
-    def crash(self):
-        self.world.crash()
-
-    @precondition(lambda self: self.world.scheduler.running)
-    @rule()
-    def preempt(self):
-        """Preemption at any moment, pressure or none."""
-        self.world.scheduler._preempt_newest()
+    @rule(kind=st.sampled_from(["abort", "preempt", "poison", "crash"]), victim=st.integers(0, 40))
+    def disturb(self, kind, victim):
+        world = self.world
+        if kind == "abort":  # a live request, one that ended, or one that never was
+            names = [*world.live, *list(world.prompts)[:2], "nobody"]
+            world.abort(names[victim % len(names)])
+        elif kind == "crash":
+            world.crash()
+        elif kind == "preempt" and world.scheduler.running:  # at any moment, pressure or none
+            world.scheduler._preempt_newest()
+        elif kind == "poison" and world.live:
+            names = list(world.live)
+            world.step(poisoned=frozenset({names[victim % len(names)]}))
 
     @invariant()
     def holds(self):

@@ -62,9 +62,7 @@ class World:
     ) -> Request:
         tokens = list(prompt)
         name = name or f"r{len(self.prompts)}"
-        request = Request(
-            name, tokens, len(tokens), params, self.now, random.Random(0), salt=salt
-        )
+        request = Request(name, tokens, len(tokens), params, self.now, random.Random(0), salt=salt)
         self.scheduler.add(request)
         self.live[name] = request
         self.prompts[name] = list(tokens)
