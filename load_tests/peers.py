@@ -28,7 +28,7 @@ from load_tests.report import (
     write_json,
 )
 from load_tests.scenarios import Scenario, scenarios
-from load_tests.systems import OURS, Running, StartFailed, System, system
+from load_tests.systems import OURS, StartFailed, System, running, system_from
 
 _DESCRIPTION = """\
 Compare Ropewalk with `transformers serve --continuous-batching` on this machine.
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.error("transformers serve takes text prompts only: drop --prompt-form ids")
     try:
         systems = [
-            system(
+            system_from(
                 spec,
                 ours=args.ours,
                 peer_python=args.peer_python,
@@ -146,10 +146,9 @@ async def _turn(
     # One seed for all systems in a turn: everyone gets the same prompts, none gets any twice.
     prompts = PromptMaker(f"{args.seed}/{number}", "text")
     progress.start(f"{title}: starting")
-    running = Running(each, logs, args.timeout)
     figures: dict[str, RunFigures] = {}
-    async with running as started:
-        server, _ = await resolve(started)
+    async with running(each, logs, args.timeout) as started:
+        server, _ = await resolve(started.server)
         await warm_up(server, max(1, *(line.concurrency for line in lines)), prompts)
         for line in lines:
             progress.start(f"{title}: {line.label}")
@@ -159,7 +158,7 @@ async def _turn(
                 sizes_from(args),
                 prompts,
                 seed=f"{args.seed}/{number}",
-                server_pid=running.pid,
+                server_pid=started.pid,
                 tick=progress.tick,
             )
     return figures

@@ -11,17 +11,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from load_tests.client import DIALECTS, Dialect, Server, Unreachable, get_json
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.5
 _START_LIMIT_S = 300.0
-_STOP_LIMIT_S = 20.0
+_STOP_LIMIT_S = 5.0
 _LOG_LINES = 15
 # Thread counts chosen for other work here must not slow a server down.
 _UNSET = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "ROPEWALK_THREADS")
@@ -47,7 +47,7 @@ class System:
     command: str
 
 
-def system(spec: str, *, ours: str, peer_python: Path, model: Path, noeos: Path) -> System:
+def system_from(spec: str, *, ours: str, peer_python: Path, model: Path, noeos: Path) -> System:
     """`ropewalk:DTYPE` or `transformers:DTYPE` → how to start it. Raises ValueError."""
     program, _, dtype = spec.partition(":")
     templates: Mapping[str, tuple[str, str]] = {
@@ -69,74 +69,78 @@ def system(spec: str, *, ours: str, peer_python: Path, model: Path, noeos: Path)
     return System(spec, DIALECTS[dialect], command)
 
 
-class Running:
-    """A started server: `async with Running(system, log_folder) as server`."""
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A server that answers, and the process whose CPU time is its own."""
 
-    def __init__(self, started: System, logs: Path, timeout_s: float) -> None:
-        self._system = started
-        self._log_path = logs / f"{started.name.replace(':', '-')}.log"
-        self._timeout_s = timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
+    server: Server
+    pid: int
 
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
 
-    async def __aenter__(self) -> Server:
-        """Start and wait until it answers. Raises StartFailed."""
-        port = _free_port()
-        words = self._system.command.format(port=port).split()
-        environment = {k: v for k, v in os.environ.items() if k not in _UNSET}
-        self._log = self._log_path.open("wb")
+@asynccontextmanager
+async def running(system: System, logs: Path, timeout_s: float) -> AsyncIterator[Started]:
+    """Start a system, wait until it answers, stop it afterwards. Raises StartFailed.
+
+    Its output goes to a file in `logs`; `timeout_s` is the limit of each request to it.
+    """
+    port = _free_port()
+    words = system.command.format(port=port).split()
+    environment = {k: v for k, v in os.environ.items() if k not in _UNSET}
+    log_path = logs / f"{system.name.replace(':', '-')}.log"
+    with log_path.open("wb") as log:
         try:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 words,
-                stdout=self._log,
+                stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**environment, "HF_HUB_OFFLINE": "1"},
                 start_new_session=True,
             )
-            server = Server(_HOST, port, self._system.dialect, timeout_s=self._timeout_s)
-            await self._answers(server)
         except OSError as error:
-            self._log.close()
             raise StartFailed(f"{words[0]}: {error.strerror}") from None
-        except BaseException:  # also a cancellation: no server is left behind
-            self._stop()
-            raise
-        return server
+        try:
+            server = Server(_HOST, port, system.dialect, timeout_s=timeout_s)
+            if not await _answers(server, process):
+                raise StartFailed(_last_words(system, process, log_path))
+            yield Started(server, process.pid)
+        finally:
+            _stop(process)
 
-    async def __aexit__(self, *exc_info: object) -> None:
-        self._stop()
 
-    async def _answers(self, server: Server) -> None:
-        assert self._process is not None
-        deadline = time.monotonic() + _START_LIMIT_S
-        while time.monotonic() < deadline and self._process.poll() is None:
-            try:
-                await get_json(server, "/health")
-            except Unreachable:
-                await asyncio.sleep(_POLL_S)
-            else:
-                return
-        what = "did not answer in time" if self._process.poll() is None else "ended at its start"
-        tail = self._log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        raise StartFailed("\n".join([f"{self._system.name} {what}: {self._system.command}", *tail]))
+async def _answers(server: Server, process: subprocess.Popen[bytes]) -> bool:
+    deadline = time.monotonic() + _START_LIMIT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            await get_json(server, "/health")
+        except Unreachable:
+            await asyncio.sleep(_POLL_S)
+        else:
+            return True
+    return False
 
-    def _stop(self) -> None:
-        """End the server and all it started; an interrupt first, so that it can tidy up."""
-        assert self._process is not None and self._log is not None
-        for number in (signal.SIGINT, signal.SIGKILL):
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, number)
-            try:
-                self._process.wait(_STOP_LIMIT_S)
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        self._log.close()
+
+def _last_words(system: System, process: subprocess.Popen[bytes], log: Path) -> str:
+    what = "did not answer in time" if process.poll() is None else "ended at its start"
+    tail = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    return "\n".join([f"{system.name} {what}: {system.command}", *tail])
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a server and all it started; an interrupt first, so that it can tidy up."""
+    _signal(process, signal.SIGINT)
+    try:
+        process.wait(_STOP_LIMIT_S)
+    except subprocess.TimeoutExpired:  # a peer's worker thread outlives its shutdown
+        pass
+    finally:
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    # The group is gone once all its processes have ended and been waited for.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def _free_port() -> int:

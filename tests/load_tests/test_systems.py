@@ -1,20 +1,25 @@
 import asyncio
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from load_tests.client import DIALECTS, get_json
-from load_tests.systems import OURS, Running, StartFailed, System, system
+from load_tests.systems import OURS, StartFailed, System, running, system_from
 
 PATHS = {"peer_python": Path("/p/python"), "model": Path("/m/bf16"), "noeos": Path("/m/noeos")}
 FAKE = f"{sys.executable} -m tests.load_tests.sse_server {{port}}"
 
 
+def fake(command: str) -> System:
+    return System("fake:1", DIALECTS["openai"], command)
+
+
 def test_commands():
-    ours = system("ropewalk:float32", ours=OURS, **PATHS)
-    peer = system("transformers:bfloat16", ours=OURS, **PATHS)
+    ours = system_from("ropewalk:float32", ours=OURS, **PATHS)
+    peer = system_from("transformers:bfloat16", ours=OURS, **PATHS)
     assert ours.command.startswith(f"{sys.executable} -m server serve /m/bf16 ")
     assert ours.command.endswith("--port {port} --dtype float32")
     assert peer.command.startswith("/p/python -m transformers.cli.transformers serve /m/noeos ")
@@ -26,7 +31,7 @@ def test_commands():
 @pytest.mark.parametrize("spec", ["ropewalk", "vllm:bfloat16", ""])
 def test_other_systems_are_refused(spec):
     with pytest.raises(ValueError, match="is not ropewalk:DTYPE"):
-        system(spec, ours=OURS, **PATHS)
+        system_from(spec, ours=OURS, **PATHS)
 
 
 def alive(pid: int) -> bool:
@@ -39,12 +44,11 @@ def alive(pid: int) -> bool:
 
 def test_a_server_runs_inside_the_block_only(tmp_path):
     async def use() -> int:
-        running = Running(System("fake:1", DIALECTS["openai"], FAKE), tmp_path, 5.0)
-        async with running as server:
-            assert alive(running.pid)
-            models = await get_json(server, "/v1/models")
+        async with running(fake(FAKE), tmp_path, 5.0) as started:
+            assert alive(started.pid)
+            models = await get_json(started.server, "/v1/models")
             assert models["data"][0]["id"] == "tiny"
-            return running.pid
+            return started.pid
 
     assert not alive(asyncio.run(use()))
 
@@ -53,9 +57,8 @@ def test_a_failure_inside_the_block_also_stops_the_server(tmp_path):
     pids = []
 
     async def use() -> None:
-        running = Running(System("fake:1", DIALECTS["openai"], FAKE), tmp_path, 5.0)
-        async with running:
-            pids.append(running.pid)
+        async with running(fake(FAKE), tmp_path, 5.0) as started:
+            pids.append(started.pid)
             raise KeyError("inside")
 
     with pytest.raises(KeyError):
@@ -63,17 +66,44 @@ def test_a_failure_inside_the_block_also_stops_the_server(tmp_path):
     assert not alive(pids[0])
 
 
+PARENT = """
+import signal, subprocess, sys
+from pathlib import Path
+
+child = subprocess.Popen([sys.executable, "-m", "tests.load_tests.sse_server", sys.argv[1]])
+Path(sys.argv[2]).write_text(str(child.pid))
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child.wait()
+"""
+
+
+def test_what_a_server_started_ends_with_it(tmp_path):
+    script, child = tmp_path / "parent.py", tmp_path / "child.pid"
+    script.write_text(PARENT)
+    command = f"{sys.executable} {script} {{port}} {child}"
+
+    async def use() -> None:
+        async with running(fake(command), tmp_path, 5.0):
+            assert alive(int(child.read_text()))
+
+    asyncio.run(use())
+    deadline = time.monotonic() + 5  # the orphan is reaped by somebody else
+    while alive(int(child.read_text())) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(int(child.read_text()))
+
+
 def test_a_server_that_ends_at_once_shows_its_last_words(tmp_path):
     command = f"{sys.executable} -c print('no_such_model',{{port}})"
-    running = Running(System("fake:2", DIALECTS["openai"], command), tmp_path, 5.0)
-    with pytest.raises(StartFailed, match=r"(?s)fake:2 ended at its start.*no_such_model"):
-        asyncio.run(running.__aenter__())
+    starting = running(fake(command), tmp_path, 5.0)
+    with pytest.raises(StartFailed, match=r"(?s)fake:1 ended at its start.*no_such_model"):
+        asyncio.run(starting.__aenter__())
 
 
 def test_a_missing_program_is_named(tmp_path):
-    running = Running(System("fake:3", DIALECTS["openai"], "/no/such/python"), tmp_path, 5.0)
+    starting = running(fake("/no/such/python"), tmp_path, 5.0)
     with pytest.raises(StartFailed, match="/no/such/python: No such file"):
-        asyncio.run(running.__aenter__())
+        asyncio.run(starting.__aenter__())
 
 
 def test_thread_counts_of_the_caller_do_not_reach_the_server(tmp_path, monkeypatch):
@@ -81,6 +111,6 @@ def test_thread_counts_of_the_caller_do_not_reach_the_server(tmp_path, monkeypat
     script = tmp_path / "show.py"
     script.write_text("import os; print(os.environ.get('OMP_NUM_THREADS', 'unset'))")
     command = f"{sys.executable} {script} {{port}}"
-    running = Running(System("fake:4", DIALECTS["openai"], command), tmp_path, 5.0)
+    starting = running(fake(command), tmp_path, 5.0)
     with pytest.raises(StartFailed, match=r"(?s)ended at its start.*unset"):
-        asyncio.run(running.__aenter__())
+        asyncio.run(starting.__aenter__())
