@@ -1,0 +1,228 @@
+"""The same weights here and in transformers, through both formats."""
+
+import copy
+import os
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+import transformers
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from model.loading import open_checkpoint
+from tests.model import checkpoints
+from tests.model.checkpoints import llama, loaded, mistral, qwen2, qwen3
+from tests.model.running import Running, make_batch, new_cache
+
+BLOCK = 16
+MODELS = {
+    "llama": llama(),
+    "llama-tied": llama(tie_word_embeddings=True, num_key_value_heads=1),
+    "llama-biases": llama(attention_bias=True, mlp_bias=True, num_key_value_heads=3),
+    "llama-multi-head": llama(num_key_value_heads=6, head_dim=None),
+    "mistral": mistral(),
+    "mistral-window": mistral(sliding_window=7),
+    "qwen2": qwen2(),
+    "qwen2-tied": qwen2(tie_word_embeddings=True, num_key_value_heads=2),
+    "qwen2-windows": qwen2(use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "qwen3": qwen3(),
+    "qwen3-biases-windows": qwen3(
+        attention_bias=True,
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+}
+IN_GGUF = [name for name in MODELS if "window" not in name]
+# Rows of whole blocks, so that every matrix is quantised.
+BLOCKED = {"hidden_size": 96, "intermediate_size": 64, "num_attention_heads": 6, "head_dim": 32}
+
+
+def prompts(vocab_size, *lengths):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths
+    ]
+
+
+def ragged_logits(decoder, sequences):
+    """All sequences in one packed batch → logits of each."""
+    running, first = [], 1
+    for tokens in sequences:
+        count = -(-len(tokens) // BLOCK)
+        running.append(Running(tokens, list(range(first, first + count))))
+        first += count
+    batch = make_batch([(each, len(each.tokens)) for each in running], BLOCK)
+    logits = decoder(batch, new_cache(decoder, first, BLOCK))
+    return logits.split([len(tokens) for tokens in sequences])
+
+
+def greedy(decoder, prompt, count):
+    """The next tokens, from the cache, one step each."""
+    blocks = -(-(len(prompt) + count) // BLOCK)
+    sequence = Running(list(prompt), list(range(1, blocks + 1)))
+    kv = new_cache(decoder, blocks + 1, BLOCK)
+    while len(sequence.tokens) < len(prompt) + count:
+        new = len(sequence.tokens) - sequence.computed
+        logits = decoder(make_batch([(sequence, new)], BLOCK), kv)
+        sequence.computed = len(sequence.tokens)
+        sequence.tokens.append(int(logits[-1].argmax()))
+    return sequence.tokens[len(prompt) :]
+
+
+@torch.no_grad()
+def reference_greedy(model, prompt, count):
+    tokens, new, past = list(prompt), list(prompt), None
+    while len(tokens) < len(prompt) + count:
+        output = model(torch.tensor([new]), past_key_values=past, use_cache=True)
+        past, new = output.past_key_values, [int(output.logits[0, -1].argmax())]
+        tokens += new
+    return tokens[len(prompt) :]
+
+
+@torch.no_grad()
+def check_parity(decoder, model, tolerance=1e-4):
+    sequences = prompts(model.config.vocab_size, 1, 40, 17, 2, 16)
+    for ours, tokens in zip(ragged_logits(decoder, sequences), sequences, strict=True):
+        theirs = model(torch.tensor([tokens])).logits[0]
+        assert theirs.std() > 0.3  # flat logits would agree whatever the weights
+        assert (ours - theirs).abs().max() <= tolerance
+    prompt = sequences[2]
+    assert greedy(decoder, prompt, 64) == reference_greedy(model, prompt, 64)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_safetensors(name, tmp_path):
+    model = checkpoints.random_model(copy.deepcopy(MODELS[name]))
+    checkpoint = open_checkpoint(checkpoints.save(model, tmp_path))
+    check_parity(loaded(checkpoint), model)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
+def test_shards(name, tmp_path):
+    model = checkpoints.random_model(copy.deepcopy(MODELS[name]))
+    checkpoints.save(model, tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    check_parity(loaded(open_checkpoint(tmp_path)), model)
+
+
+@pytest.mark.parametrize("name", IN_GGUF)
+def test_gguf(name, tmp_path):
+    model = checkpoints.random_model(copy.deepcopy(MODELS[name]))
+    path = checkpoints.write_gguf(tmp_path / "tiny.gguf", model)
+    check_parity(loaded(open_checkpoint(path)), model)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("config", [llama(**BLOCKED), qwen3(**BLOCKED)], ids=lambda c: c.model_type)
+def test_quantised_gguf(config, kind, tmp_path):
+    model = checkpoints.random_model(copy.deepcopy(config))
+    path = checkpoints.write_gguf(tmp_path / "tiny.gguf", model, kind)
+    rounded = 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                packed = gguf.quants.quantize(parameter.numpy(), gguf.GGMLQuantizationType[kind])
+                values = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[kind])
+                parameter.copy_(torch.from_numpy(values))
+                rounded += 1
+    assert rounded == 2 + 7 * config.num_hidden_layers
+    check_parity(loaded(open_checkpoint(path)), model)
+
+
+def test_bfloat16_holds_the_rounded_weights(tmp_path):
+    model = checkpoints.random_model(llama())
+    decoder = loaded(open_checkpoint(checkpoints.save(model, tmp_path)), torch.bfloat16)
+    ours, theirs = decoder.embed.weight, model.model.embed_tokens.weight
+    assert ours.dtype is torch.bfloat16
+    assert torch.equal(ours, theirs.to(torch.bfloat16))
+
+
+ENGLISH = """
+The harbour at Wickham lies in the shelter of a long grey headland, and for most of the year the
+water inside is as still as a pond. The old people say that the town was built there because of a
+mistake. A merchant captain, driven off his course by three days of fog, dropped his anchor in the
+bay believing that he had reached the mouth of the river, forty miles to the south. When the sky
+cleared in the morning he saw the headland, the meadows running down to the shore, and a stream of
+clear water falling over the rocks, and he decided that a man could do worse than to be lost in
+such a place. He sent half of his crew ashore to cut timber. By the end of the summer there were
+six houses and a jetty, and by the end of the second summer there was an inn.
+
+Nobody can prove that any of this happened. The parish records begin a hundred years later, and
+they are mostly concerned with the price of rope. For rope was what made the town rich. Hemp came
+in by sea from the east, and in a long low building beside the shore, nearly a quarter of a mile
+from one end to the other, men walked backwards all day with the fibres wound about their waists,
+paying them out through their fingers while a boy turned the wheel at the far end. A good spinner
+could walk eighteen miles in a day without ever leaving the building. In winter the doors were
+kept shut against the wind, and the only light came from small windows set high in the wall, so
+that the men seemed to appear and vanish as they passed from one bright patch to the next.
+
+My grandfather was the last of them. He had started as the boy at the wheel when he was nine years
+old, and he finished as the master of the walk, with a key on his belt and a brass whistle that he
+blew at noon. When I was small he used to take me there on Sundays, after the machines had already
+been sold, and we would walk together from the door to the far wall. He counted the steps under his
+breath. He told me that a rope is nothing but a great many weak things which have been persuaded to
+hold on to one another, and that the whole art lies in the twisting: each strand is turned one way
+and the strands together are turned the other, so that every part of it is trying to come undone,
+and no part can, because all the others are in the way.
+"""
+
+
+# As published with the model, not as the file says.
+SMOLLM2 = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    "tie_word_embeddings": True,
+}
+
+
+def smollm2_path():
+    home = Path(os.environ.get("ROPEWALK_HOME") or Path.home() / ".cache" / "ropewalk")
+    default = home / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    return Path(os.environ.get("ROPEWALK_TEST_GGUF") or default)
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """Our decoder, transformers' model, and 512 tokens of English."""
+    path = smollm2_path()
+    if not path.is_file():
+        pytest.skip(f"{path} is missing: `ropewalk pull smollm2` fetches it")
+    checkpoint = open_checkpoint(path)
+    # transformers' own reading of the file; its from_pretrained would want accelerate besides.
+    config = transformers.LlamaConfig(**SMOLLM2)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.load_state_dict(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    tokens = checkpoint.tokenizer.encode(ENGLISH, bos=False)[:512]
+    return loaded(checkpoint, context=1024), model, tokens
+
+
+@pytest.mark.smollm2
+def test_smollm2_logits(smollm2):
+    decoder, model, tokens = smollm2
+    assert len(tokens) == 512
+    (ours,) = ragged_logits(decoder, [tokens])
+    with torch.no_grad():
+        theirs = model(torch.tensor([tokens])).logits[0]
+    assert (ours - theirs).abs().max() <= 1e-3
+    # Both could be wrong together: the model must also find the text likely.
+    loss = torch.nn.functional.cross_entropy(ours[:-1], torch.tensor(tokens[1:]))
+    assert loss < 3.5
+
+
+@pytest.mark.smollm2
+def test_smollm2_greedy(smollm2):
+    decoder, model, tokens = smollm2
+    assert greedy(decoder, tokens[:100], 64) == reference_greedy(model, tokens[:100], 64)
