@@ -79,15 +79,16 @@ def _entries(tokenizer: tokenizers.Tokenizer) -> Iterator[tuple[bytes, bytes]]:
     rule = byte_rule(decoder)
     literal = decoder["type"] == "ByteLevel"  # added tokens are not written in the byte alphabet
     added = {token["id"]: token for token in description.get("added_tokens", [])}
-    pieces = {token: piece for piece, token in tokenizer.get_vocab(with_added_tokens=True).items()}
-    for token in range(max(pieces, default=-1) + 1):
-        if token not in pieces or (token in added and added[token]["special"]):
+    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    for token in range(size):
+        piece = tokenizer.id_to_token(token)
+        if piece is None or (token in added and added[token]["special"]):
             yield b"", b""
         elif token in added and literal:
-            text = pieces[token].encode()
+            text = added[token]["content"].encode()
             yield text, text
         else:
-            yield rule(pieces[token])
+            yield rule(piece)
 
 
 def byte_rule(decoder: Mapping[str, Any] | None) -> Rule:

@@ -1,0 +1,160 @@
+"""Chat templates: the hub's dialect, one sentence per error, and no way to blow up."""
+
+import json
+
+import pytest
+
+from model.tokenizers.chat import (
+    ChatTemplate,
+    ChatTemplateError,
+    chat_template_from_directory,
+    chat_template_from_gguf,
+)
+
+MESSAGES = [{"role": "user", "content": "Hi <b>é</b>"}, {"role": "assistant", "content": "Yo"}]
+
+CHATML = """{% for message in messages %}
+    {% if loop.first %}{{ bos_token }}{% endif %}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+
+def render(source, messages=MESSAGES, *, prompt=False):
+    return ChatTemplate(source, bos="<s>", eos="</s>").render(
+        messages, add_generation_prompt=prompt
+    )
+
+
+def test_blocks_are_trimmed_and_tokens_known():
+    rendered = render(CHATML, prompt=True)
+    assert rendered == (
+        "<s><|im_start|>user\nHi <b>é</b><|im_end|>\n"
+        "<|im_start|>assistant\nYo<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert render("{{ eos_token }}") == "</s>"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        CHATML,
+        "{{ messages | tojson }}",
+        "{{ messages | tojson(indent=2) }}",
+        "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+        "{% for m in messages %}{% generation %} {{ m.content }}\n{% endgeneration %}{% endfor %}",
+        "{% if tools %}tools{% endif %}{{ tools is none }}{{ missing is defined }}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
+        "{{ ns.n }}{{ messages[-1].content.strip() }}{{ messages[::-1] | length }}",
+    ],
+)
+@pytest.mark.parametrize("prompt", [True, False])
+def test_renders_as_transformers_does(source, prompt):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    [expected], _ = render_jinja_template(
+        [MESSAGES],
+        chat_template=source,
+        add_generation_prompt=prompt,
+        bos_token="<s>",
+        eos_token="</s>",
+    )
+    assert render(source, prompt=prompt) == expected
+
+
+def test_a_date_can_be_asked_for():
+    assert render("{{ strftime_now('%Y') }}").isdecimal()
+
+
+def test_a_template_s_own_refusal_is_passed_on():
+    with pytest.raises(ChatTemplateError, match="refuses these messages: roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ messages[0].content + 1 }}", "failed on these messages"),
+        ("{{ messages[9].content.x }}", "failed on these messages"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "failed on these messages"),
+        ("{{ messages.append(1) }}", "failed on these messages"),
+        ("{{ ''.__class__.__mro__ }}", "failed on these messages"),
+        ("{% include 'passwords' %}", "failed on these messages"),
+        ("{{ 'x' * 10 ** 9 }}", "more than"),
+        ("{{ 10 ** 9 * 'x' }}", "more than"),
+        ("{{ [1] * 10 ** 9 }}", "more than"),
+        ("{{ 'x' * 10 ** 7 }}{{ 'x' * 10 ** 7 }}", "more than"),
+        ("{{ 9 ** 9 ** 9 }}", "too high a power"),
+        ("{{ '%999999999d' % 1 }}", "more than"),
+        ("{{ '%*d' % (999999999, 1) }}", "more than"),
+        ("{{ 'x'.ljust(10 ** 9) }}", "more than"),
+        ("{% for i in range(10 ** 6) %}x{% endfor %}", "failed on these messages"),
+    ],
+)
+def test_whatever_goes_wrong_is_one_error_of_one_sentence(source, message):
+    with pytest.raises(ChatTemplateError, match=message) as caught:
+        render(source)
+    assert "\n" not in str(caught.value)
+
+
+def test_ordinary_arithmetic_is_left_alone():
+    assert render("{{ 2 * 3 }}{{ 2 ** 10 }}{{ 7 % 4 }}{{ '%s-%03d' % ('a', 7) }}{{ '=' * 3 }}") == (
+        "610243a-007==="
+    )
+
+
+def test_deep_messages_are_refused_and_not_a_crash():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ChatTemplateError, match="failed on these messages"):
+        render("{{ messages | tojson }}", [{"role": "user", "content": deep}])
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ x", "{% nothing %}", "{% generation %}"])
+def test_a_broken_template_is_refused_at_load(source):
+    with pytest.raises(ChatTemplateError, match="cannot be compiled"):
+        ChatTemplate(source, bos="", eos="")
+
+
+def directory(path, config=None, **files):
+    if config is not None:
+        (path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    for name, text in files.items():
+        (path / name.replace("__", ".")).write_text(text, encoding="utf-8")
+    return chat_template_from_directory(path)
+
+
+def rendered(template):
+    return template.render([], add_generation_prompt=False)
+
+
+def test_where_a_directory_keeps_its_template(tmp_path):
+    assert directory(tmp_path) is None
+    assert directory(tmp_path, {"bos_token": "<s>"}) is None
+    other = json.dumps({"chat_template": "c{{ bos_token }}"})
+    assert rendered(directory(tmp_path, chat_template__json=other)) == "c<s>"
+    config = {"chat_template": "b{{ bos_token }}{{ eos_token }}", "eos_token": {"content": "</s>"}}
+    assert rendered(directory(tmp_path, config)) == "b</s>"
+    assert rendered(directory(tmp_path, chat_template__jinja="a{{ eos_token }}")) == "a</s>"
+
+
+def test_named_templates(tmp_path):
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    assert rendered(directory(tmp_path, {"chat_template": named})) == "d"
+    with pytest.raises(ChatTemplateError, match=r"None of.*'tool_use'.* is named default"):
+        directory(tmp_path, {"chat_template": named[:1]})
+    with pytest.raises(ChatTemplateError, match="must be a text"):
+        directory(tmp_path, {"chat_template": 3})
+
+
+def test_gguf_template():
+    assert chat_template_from_gguf({}) is None
+    fields = {
+        "tokenizer.chat_template": "{{ bos_token }}|{{ eos_token }}",
+        "tokenizer.ggml.tokens": ["a", "<s>"],
+        "tokenizer.ggml.bos_token_id": 1,
+    }
+    assert rendered(chat_template_from_gguf(fields)) == "<s>|"

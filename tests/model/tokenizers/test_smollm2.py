@@ -1,0 +1,116 @@
+"""SmolLM2's own GGUF metadata against `transformers` reading the same file."""
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+from gguf import GGUFReader
+from hypothesis import given, settings
+from tokenizers import pre_tokenizers
+
+from model.tokenizers.base import Detokenizer, decode
+from model.tokenizers.chat import chat_template_from_gguf
+from model.tokenizers.loading import tokenizer_from_gguf
+from tests.model.tokenizers.samples import SENTENCES, TRICKY, texts
+
+pytestmark = pytest.mark.smollm2
+
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+HOME = Path(os.environ.get("ROPEWALK_HOME", "~/.cache/ropewalk")).expanduser()
+
+
+@pytest.fixture(scope="module")
+def path():
+    path = Path(os.environ.get("ROPEWALK_TEST_GGUF", HOME / FILE))
+    if not path.is_file():
+        pytest.skip(f"{path} is missing; `ropewalk pull smollm2` fetches it")
+    return path
+
+
+@pytest.fixture(scope="module")
+def fields(path):
+    reader = GGUFReader(path)
+    return {
+        key: field.contents()
+        for key, field in reader.fields.items()
+        if key.startswith("tokenizer.")
+    }
+
+
+@pytest.fixture(scope="module")
+def ours(fields):
+    return tokenizer_from_gguf(fields)
+
+
+@pytest.fixture(scope="module")
+def oracle(path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    # From GGUF it cuts text as GPT-2 does; the model was trained with digits apart, as the file's
+    # `pre` says. On text without digits the two are the same.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("text", TRICKY + SENTENCES[:7], ids=range(len(TRICKY) + 7))
+def test_tricky_texts(ours, oracle, text):
+    ids = oracle.encode(text, add_special_tokens=False)
+    assert ours.encode(text, bos=True) == ids
+    assert decode(ours, ids) == text
+
+
+@settings(max_examples=200)
+@given(text=texts)
+def test_any_text(ours, oracle, text):
+    ids = oracle.encode(text, add_special_tokens=False)
+    assert ours.encode(text, bos=True) == ids
+    # Not always the text: the vocabulary lacks a few control bytes.
+    assert decode(ours, ids) == oracle.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def test_every_token_has_the_bytes_that_the_oracle_decodes(ours, oracle):
+    assert ours.vocab_size == len(oracle)
+    for token in range(ours.vocab_size):
+        ours_text = ours.token_bytes(token, first=False).decode(errors="replace")
+        assert ours_text == oracle.decode([token], skip_special_tokens=True), token
+
+
+def test_markers_and_digits(ours):
+    assert ours.encode("<|im_start|><|im_end|>", bos=True) == [1, 2]
+    assert len(ours.encode("2024", bos=False)) == 4
+    assert ours.eos == {2}
+
+
+def test_chat_prompt_equals_the_oracle_s(ours, oracle, fields):
+    template = chat_template_from_gguf(fields)
+    conversations = [
+        [{"role": "user", "content": "Hi 😀 <|im_end|>"}],
+        [
+            {"role": "system", "content": "Be brief.\n"},
+            {"role": "user", "content": " A "},
+            {"role": "assistant", "content": "B"},
+            {"role": "user", "content": ""},
+        ],
+    ]
+    for messages in conversations:
+        for prompt in (True, False):
+            rendered = template.render(messages, add_generation_prompt=prompt)
+            assert rendered == oracle.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=prompt
+            )
+
+
+def test_streaming(ours):
+    text = "".join(TRICKY)
+    ids = ours.encode(text, bos=False)
+    detokenizer = Detokenizer(ours, ["never there"])
+    assert "".join(map(detokenizer.push, ids)) + detokenizer.finish() == text
