@@ -38,6 +38,7 @@ class Checkpoint:
     """A model on disk, checked as far as it can be without reading its weights."""
 
     path: Path
+    architecture: str  # the family's name, as in config.json
     config: ModelConfig
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
@@ -136,6 +137,7 @@ def _open_directory(folder: Path) -> Checkpoint:
     tokenizer = tokenizer_from_directory(folder)
     return Checkpoint(
         path=folder,
+        architecture=architecture.model_type,
         config=config,
         tokenizer=tokenizer,
         chat_template=chat_template_from_directory(folder),
@@ -157,6 +159,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     tokenizer = tokenizer_from_gguf(weights.metadata)
     return Checkpoint(
         path=path,
+        architecture=architecture.model_type,
         config=config,
         tokenizer=tokenizer,
         chat_template=chat_template_from_gguf(weights.metadata),

@@ -1,0 +1,85 @@
+"""Where a model computes and in which numbers, and how much memory its cache gets.
+
+Decides from the configuration and the hardware; loads nothing.
+"""
+
+import os
+
+import torch
+
+from model.config import ModelConfig
+from model.linear import has_bf16_arithmetic
+from server.errors import CommandError
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+# Of the memory that is free once the weights are loaded.
+CPU_SHARE = 0.25
+CUDA_SHARE = 0.85
+
+
+def pick_device(wanted: str | None) -> torch.device:
+    """CUDA where there is one, unless told otherwise. CommandError when it is asked for in vain."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise CommandError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    if wanted is None:
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def pick_dtype(wanted: str | None, device: torch.device) -> torch.dtype:
+    """bfloat16 where the hardware multiplies it, else float32, unless told otherwise."""
+    if wanted is not None:
+        return DTYPES[wanted]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    return torch.bfloat16 if has_bf16_arithmetic() else torch.float32
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    return f"cpu, {torch.get_num_threads()} threads"
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+
+
+def num_blocks(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    budget: int | None,
+    free_memory: int,
+    block_size: int,
+    max_seqs: int,
+    context: int,
+) -> int:
+    """Blocks of the cache, the reserved block 0 included.
+
+    `budget` and `free_memory` are bytes for this model. Without a budget: a share of what is
+    free, but never more than all sequences at full length need. CommandError when not even one
+    block fits.
+    """
+    block_bytes = kv_bytes_per_token(config, dtype) * block_size
+    enough = max_seqs * -(-context // block_size) + 1
+    blocks = (free_memory if budget is None else budget) // block_bytes
+    if budget is None:
+        blocks = min(blocks, enough)
+    if blocks < 2:
+        raise CommandError(
+            f"a block of {block_size} tokens takes {block_bytes:,} bytes and the cache needs two, "
+            f"but there is room for {blocks}; raise --kv-memory or lower --block-size"
+        )
+    return int(blocks)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes the caches of all models may take when the user does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE)
