@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from server import chat, listen, pull
-from server.client_options import CHAT_OPTIONS, HEALTH_OPTIONS
+from server.client_options import CHAT_OPTIONS, CLIENT_KEY, HEALTH_OPTIONS
 from server.config import DEFAULT_MODEL, SERVE_OPTIONS, server_config
 from server.errors import CommandError, UsageError
 from server.options import add_options, read_options, refuse_unknown
@@ -57,6 +57,11 @@ class Parser(argparse.ArgumentParser):
 
 def serve(flags: argparse.Namespace) -> int:
     config = server_config(read_options(SERVE_OPTIONS, flags, os.environ))
+    if os.environ.get(CLIENT_KEY) and not config.http.api_keys:
+        raise UsageError(
+            f"{CLIENT_KEY} is the key a client sends and would leave the server open to all; "
+            "set ROPEWALK_API_KEYS for the server, or unset it"
+        )
     # Asked before torch and the weights are loaded: a taken port should be said at once.
     listen.bind(config.http.host, config.http.port).close()
     logging.basicConfig(

@@ -1,7 +1,7 @@
 """Options of the commands that talk to a running server: chat and health.
 
-Their own variables begin with ROPEWALK_CHAT_ and ROPEWALK_HEALTH_, so that none is mistaken for
-one of the server's; host and port are shared with it. No torch.
+Most of their variables begin with ROPEWALK_CHAT_ or ROPEWALK_HEALTH_, so that none is mistaken
+for one of the server's; host and port are shared with it. No torch.
 """
 
 from dataclasses import replace
@@ -9,6 +9,7 @@ from dataclasses import replace
 from server.config import HOST, PORT
 from server.options import Option, count, number, seconds, switch, text
 
+CLIENT_KEY = "ROPEWALK_API_KEY"  # of load_tests/bench.py, too
 _HOST = replace(HOST, group="server", help="where the server listens")
 _PORT = replace(PORT, group="server", help="its port")
 
@@ -43,7 +44,7 @@ CHAT_OPTIONS = (
         None,
         "none",
         "KEY",
-        env="ROPEWALK_CHAT_API_KEY",
+        env=CLIENT_KEY,
     ),
     Option(
         "--timeout",

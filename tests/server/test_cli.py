@@ -112,6 +112,16 @@ def test_misspelt_variable_exits_with_2(capsys, monkeypatch, built) -> None:
     assert "ROPEWALK_MAX_SEQ is not one of ropewalk's; did you mean ROPEWALK_" in sentence(capsys)
 
 
+def test_key_of_a_client_does_not_leave_the_server_open(built, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("ROPEWALK_API_KEY", "secret")
+    assert cli.main(["serve", "--port", str(free_port())]) == 2
+    assert "set ROPEWALK_API_KEYS for the server" in sentence(capsys)
+    assert built == []
+    monkeypatch.setenv("ROPEWALK_API_KEYS", "secret")
+    assert cli.main(["serve", "--port", str(free_port())]) == 0
+    assert built[0].http.api_keys == {"secret"}
+
+
 def test_failures_exit_with_1_and_interrupts_with_130(capsys, monkeypatch) -> None:
     def fail(source: str) -> Path:
         raise CommandError("no; do that")
@@ -143,7 +153,7 @@ def test_chat_reads_its_options(monkeypatch, capsys) -> None:
     monkeypatch.setattr(cli.chat, "converse", converse)
     monkeypatch.setenv("ROPEWALK_PORT", "9000")
     monkeypatch.setenv("ROPEWALK_HOST", "0.0.0.0")
-    monkeypatch.setenv("ROPEWALK_CHAT_API_KEY", "secret")
+    monkeypatch.setenv("ROPEWALK_API_KEY", "secret")
     assert cli.main(["chat", "why?", "--temperature", "0", "--stats"]) == 0
     assert cli.main(["chat", "--url", "http://there"]) == 0
     (first, question), (second, nothing) = calls

@@ -1,0 +1,269 @@
+"""What README.md and docs/configuration.md say is true: each command is run or checked."""
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from server.cli import parser
+from server.client_options import CHAT_OPTIONS, HEALTH_OPTIONS
+from server.config import SERVE_OPTIONS, HttpConfig
+from server.pull import SMOLLM2, stored
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+ADDRESS = "http://127.0.0.1:8000"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[str]:
+    """Shell commands, one string each; a command ends where its quotes and backslashes do."""
+    found: list[str] = []
+    open_command = ""
+    for line in "".join(blocks("bash")).splitlines():
+        open_command += line + "\n"
+        try:
+            shlex.split(open_command)
+        except ValueError:  # an open quote
+            continue
+        if not line.endswith("\\"):
+            found.append(open_command.strip())
+            open_command = ""
+    assert not open_command
+    return found
+
+
+CURLS = [command for command in commands() if command.startswith("curl ")]
+OTHERS = [command for command in commands() if not command.startswith("curl ")]
+
+
+def options_of(words: list[str]) -> None:
+    """Fails when `ropewalk` would not understand the words."""
+    if words[0] == "bench":
+        from load_tests import bench
+
+        assert bench.parser().parse_args(words[1:])
+    else:
+        assert parser().parse_args(words).command == words[0]
+
+
+@pytest.mark.parametrize("command", OTHERS)
+def test_command_is_one_that_would_be_understood(command: str) -> None:
+    words = shlex.split(command)
+    program = words[0]
+    if program.startswith("scripts/"):
+        assert os.access(ROOT / program, os.X_OK)
+    elif program == ".venv/bin/ropewalk":
+        options_of(words[1:])
+    elif words[:2] == ["docker", "build"]:
+        recipe = (ROOT / "Dockerfile").read_text()
+        for before, word in zip(words, words[1:], strict=False):
+            if before == "--build-arg":
+                assert f"ARG {word.split('=')[0]}" in recipe
+                assert word in recipe
+    elif words[:2] == ["docker", "run"]:
+        recipe = (ROOT / "Dockerfile").read_text()
+        image = next(i for i, word in enumerate(words) if word in ("ropewalk", "ropewalk-cuda"))
+        assert f"-t {words[image]} " in README
+        if words[image + 1 :]:
+            options_of(words[image + 1 :])
+        volume = words[words.index("-v") + 1].split(":")[1]
+        assert f"VOLUME {volume}" in recipe
+        assert f"EXPOSE {words[words.index('-p') + 1].split(':')[1]}" in recipe
+    else:
+        pytest.fail(f"no check for {program}")
+
+
+def test_scripts_are_valid_shell() -> None:
+    for script in [*(ROOT / "scripts").iterdir(), ROOT / ".ci" / "run"]:
+        subprocess.run(["bash", "-n", str(script)], check=True)
+        if script.name != "bootstrap":
+            assert os.access(script, os.X_OK)
+
+
+def test_requirements_are_cut_out_of_the_project_file() -> None:
+    """scripts/bootstrap installs torch by itself before the rest."""
+    script = ". scripts/bootstrap; torch_requirement"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert re.fullmatch(r"torch>=\d+\.\d+,<\d+\.\d+\n", done.stdout)
+
+
+def test_second_start_installs_nothing(tmp_path: Path) -> None:
+    """With a stamp that fits, the script goes straight to the server."""
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/serve", "scripts/bootstrap", "pyproject.toml"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "ropewalk"):
+        (programs / name).write_text(f'#!/bin/sh\necho "{name} $PWD $*" >> "{tmp_path}/log"\n')
+        (programs / name).chmod(0o755)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    def start() -> list[str]:
+        (tmp_path / "log").write_text("")
+        command = ["bash", str(tmp_path / "scripts/serve"), "./model", "--port", "1"]
+        subprocess.run(command, cwd=elsewhere, check=True, capture_output=True, timeout=60)
+        return (tmp_path / "log").read_text().splitlines()
+
+    serving = f"ropewalk {elsewhere} serve ./model --port 1"
+    first = start()
+    assert sum("pip install" in line for line in first) == 2
+    assert first[-1] == serving
+    assert start() == [serving]
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + "\n")
+    assert len(start()) > 1
+
+
+def test_failed_installation_shows_why_and_leaves_no_stamp(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/serve", "scripts/bootstrap", "pyproject.toml"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    python = programs / "python"
+    python.write_text('#!/bin/sh\n[ "$3" = --version ] && exit 0\necho no such package\nexit 1\n')
+    python.chmod(0o755)
+    command = ["bash", str(tmp_path / "scripts/serve")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "no such package" in done.stderr
+    assert "The step above failed" in done.stderr
+    assert not list((tmp_path / ".venv").glob(".ropewalk-*"))
+
+
+def test_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert len(links) > 5
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_readme_is_short_and_tells_no_secrets() -> None:
+    assert len(README.splitlines()) < 200
+    assert f"{SMOLLM2.wheel_bytes / 2**20:.0f} MiB" in README
+
+
+def test_flags_in_the_short_table_are_the_servers() -> None:
+    rows = re.findall(r"^\|`--.*$", README, re.MULTILINE)
+    flags = re.findall(r"`(--[a-z-]+)`", "".join(rows))
+    variables = re.findall(r"`(ROPEWALK_\w+)`", "".join(rows))
+    known = {option.flag: option.variable for option in SERVE_OPTIONS}
+    assert len(rows) >= 5
+    assert [known[flag] for flag in flags] == variables
+    assert "127.0.0.1, 8000" in rows[0]
+
+
+def configuration_page() -> str:
+    """docs/configuration.md as the option tables make it."""
+    parts = [
+        "# Configuration",
+        "A flag beats its environment variable, the variable beats the default. An empty variable "
+        "counts as unset; a variable that begins with `ROPEWALK_` and is not listed here is an "
+        "error. Lists in variables are separated by commas. Numbers of tokens may be written `8k`, "
+        "amounts of memory `512M` or `1GiB`.",
+        "`ROPEWALK_HOME` is where models and compiled kernels are kept: by default `ropewalk` in "
+        "`XDG_CACHE_HOME`, or in the user's cache directory.",
+    ]
+    for command, options in (
+        ("serve", SERVE_OPTIONS),
+        ("chat", CHAT_OPTIONS),
+        ("health", HEALTH_OPTIONS),
+    ):
+        rows = [f"## ropewalk {command}\n", "|flag|variable|default|meaning|", "|---|---|---|---|"]
+        for option in options:
+            flag = option.flag if option.flag.startswith("--") else option.metavar
+            if option.switch:
+                flag += f"`, `--no-{flag[2:]}"
+            default = option.shown or ("on" if option.default is True else option.default)
+            rows.append(f"|`{flag}`|`{option.variable}`|{default}|{option.help}|")
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def test_configuration_page_lists_every_option() -> None:
+    assert (ROOT / "docs" / "configuration.md").read_text() == configuration_page()
+
+
+def test_keys_never_show_in_the_configuration() -> None:
+    assert not HttpConfig.__dataclass_fields__["api_keys"].repr
+
+
+# ---- against a running server with the default model ----
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory):
+    """`ropewalk serve` as the README starts it, on a free port."""
+    if stored(SMOLLM2, "smollm2") is None:
+        pytest.skip("the default model is not here; ropewalk pull smollm2 brings it")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [sys.executable, "-m", "server", "serve", "--port", str(port)]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        health = [sys.executable, "-m", "server", "health", "--ready", "--port", str(port)]
+        deadline = time.monotonic() + 90
+        while subprocess.run(health, cwd=ROOT, capture_output=True, check=False).returncode:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        assert process.wait(40) == 0, log.read_text()
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("command", CURLS)
+def test_curl_line_is_answered(command: str, address: str) -> None:
+    assert ADDRESS in command
+    line = command.replace(ADDRESS, address).replace("curl ", "curl --silent --fail-with-body ", 1)
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+    if "/metrics" in command:
+        assert 'ropewalk_cache_info{' in done.stdout
+        assert 'model_name="smollm2"' in done.stdout
+    elif '"stream": true' in command:
+        assert done.stdout.rstrip().endswith("data: [DONE]")
+        assert '"completion_tokens"' in done.stdout
+    elif "France" in command:
+        assert "Paris" in done.stdout
+    else:
+        assert done.stdout.startswith("{")
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("program", blocks("python"))
+def test_python_example_runs(program: str, address: str) -> None:
+    assert ADDRESS in program
+    command = [sys.executable, "-c", program.replace(ADDRESS, address)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.smollm2
+def test_chat_streams_from_the_running_server(address: str) -> None:
+    port = address.rsplit(":", 1)[1]
+    question = next(shlex.split(line)[-1] for line in OTHERS if "chat --stats" in line)
+    command = [sys.executable, "-m", "server", "chat", "--stats", question]
+    variables = {**os.environ, "ROPEWALK_PORT": port, "ROPEWALK_CHAT_MAX_TOKENS": "24"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    answer, stats = done.stdout.rsplit("\n(", 1)
+    assert len(answer.split()) > 5
+    assert "first after" in stats
