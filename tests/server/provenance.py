@@ -109,7 +109,7 @@ class World:
         assert len({work.request.id for work in plan.work}) == len(plan.work)
         assert len(plan.work) <= self.limits.max_seqs
         if self.live:  # SC5: the oldest request always progresses
-            assert plan.work[0].request is next(iter(self.live.values()))
+            assert plan.work and plan.work[0].request is next(iter(self.live.values()))
         assert not (plan.preempted and plan.admitted)
         assert all(any(request is each for each in waited) for request in plan.admitted)
         written: set[int] = set()
@@ -131,6 +131,7 @@ class World:
     def slot(self, name: str, position: int) -> int:
         table, size = self.cache.table(name), self.cache.block_size
         index = position // size
+        assert index < len(table.blocks), f"{name} has no room for position {position}"
         assert table.bases[index] == index * size
         assert 0 < table.blocks[index] < self.cache.num_blocks  # BP4
         return table.blocks[index] * size + position - table.bases[index]

@@ -1,0 +1,347 @@
+"""The search must find known bugs: each is planted here and has to fail it.
+
+Copy on write has no bug to plant yet: nothing forks, so no shared block is ever written.
+ROPEWALK_STATEFUL_EXAMPLES raises the number of examples each bug may take to be found.
+"""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+import cache.prefix
+from cache.block_pool import BlockPool
+from cache.manager import CacheManager
+from cache.prefix import PrefixIndex
+from server.request import FinishReason
+from server.scheduler import Plan, Scheduler, Work
+from tests.server.machine import ProvenanceMachine
+
+SEARCH = settings(
+    max_examples=int(os.environ.get("ROPEWALK_STATEFUL_EXAMPLES", "900")),
+    stateful_step_count=40,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+    print_blob=False,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def evict_a_held_block(patch):
+    take = BlockPool.take
+
+    def bug(pool, count):
+        taken = take(pool, count)
+        held = [b for b in range(1, pool.num_blocks) if pool.refs(b) and b not in (taken or [])]
+        if taken and held:
+            pool.give_back(taken[-1:])
+            taken[-1] = held[0]
+            pool._refs[held[0]] = 1
+        return taken
+
+    patch(BlockPool, "take", bug)
+
+
+def hand_out_block_0(patch):
+    init = BlockPool.__init__
+
+    def bug(pool, num_blocks):
+        init(pool, num_blocks)
+        pool._free[0] = None
+        pool._free.move_to_end(0, last=False)
+
+    patch(BlockPool, "__init__", bug)
+
+
+def no_reference_for_a_hit(patch):
+    share = BlockPool.share
+    patch(
+        BlockPool,
+        "share",
+        lambda pool, blocks: share(pool, [b for b in blocks if not pool.refs(b)]),
+    )
+
+
+def hit_stays_in_the_free_list(patch):
+    def bug(pool, blocks):
+        for block in blocks:
+            pool._refs[block] += 1
+
+    patch(BlockPool, "share", bug)
+
+
+def last_reference_leaks(patch):
+    give_back = BlockPool.give_back
+
+    def bug(pool, blocks):
+        freed = give_back(pool, blocks)
+        if freed:
+            del pool._free[freed[-1]]
+        return freed
+
+    patch(BlockPool, "give_back", bug)
+
+
+def double_free_on_abort(patch):
+    end = Scheduler._end
+
+    def bug(scheduler, request, finish, now, *, forget=False):
+        held = request.id in scheduler._cache.sequences
+        blocks = list(scheduler._cache.table(request.id).blocks) if held else []
+        end(scheduler, request, finish, now, forget=forget)
+        pool = scheduler._cache._pool
+        if finish is FinishReason.ABORT:
+            # Silent, as in a pool that does not refuse it.
+            pool.give_back(block for block in blocks if pool.refs(block))
+
+    patch(Scheduler, "_end", bug)
+
+
+def reused_block_keeps_its_entry(patch):
+    patch(PrefixIndex, "drop", lambda index, block: [])
+
+
+def continuations_outlive_their_prefix(patch):
+    drop = PrefixIndex.drop
+
+    def bug(index, block):
+        if block in index:
+            index._by_block[block].children = set()
+        return drop(index, block)
+
+    patch(PrefixIndex, "drop", bug)
+
+
+def continue_a_withdrawn_entry(patch):
+    patch(PrefixIndex, "current", lambda index, entry: True)
+
+
+def salt_left_out(patch):
+    patch(
+        cache.prefix,
+        "_same",
+        lambda entry, salt, packed, parent: entry.parent is parent and entry.tokens == packed,
+    )
+    pack = PrefixIndex._chain
+    patch(
+        PrefixIndex, "_chain", lambda index, parent, salt, packed: pack(index, parent, "", packed)
+    )
+
+
+def no_token_check(patch):
+    patch(
+        cache.prefix,
+        "_same",
+        lambda entry, salt, packed, parent: entry.parent is parent and entry.salt == salt,
+    )
+
+
+def no_parent_check(patch):
+    patch(
+        cache.prefix,
+        "_same",
+        lambda entry, salt, packed, parent: entry.tokens == packed and entry.salt == salt,
+    )
+
+
+def full_hit_computes_nothing(patch):
+    match = PrefixIndex.match
+    patch(
+        PrefixIndex,
+        "match",
+        lambda index, salt, tokens, limit: match(
+            index, salt, tokens, len(tokens) // index._block_size
+        ),
+    )
+
+
+def failed_admission_keeps_its_hits(patch):
+    open_ = CacheManager._open
+
+    def bug(cache, seq, tokens, upto, salt, share):
+        computed = open_(cache, seq, tokens, upto, salt, share)
+        if computed is None and share:
+            most = (len(tokens) - 1) // cache.block_size
+            hits = [entry.block for entry in cache._index.match(salt, tokens, most)]
+            cache._pool.share(hits)
+            cache._cached.difference_update(hits)
+        return computed
+
+    patch(CacheManager, "_open", bug)
+
+
+def publish_before_full(patch):
+    settle = CacheManager._settle
+
+    def bug(cache, sequence, tokens):
+        computed = sequence.computed
+        room = len(sequence.blocks) * cache.block_size
+        sequence.computed = min(room, len(tokens), computed + cache.block_size - 1)
+        settle(cache, sequence, tokens)
+        sequence.computed = computed
+
+    patch(CacheManager, "_settle", bug)
+
+
+def room_for_one_token_too_few(patch):
+    patch(
+        Scheduler,
+        "_grow",
+        lambda scheduler, request: (
+            scheduler._cache.reserve(request.id, request.tokens, len(request.tokens) - 1)
+            is not None
+        ),
+    )
+
+
+def preemption_keeps_a_block(patch):
+    preempt = Scheduler._preempt_newest
+
+    def bug(scheduler):
+        newest = next(reversed(scheduler._running))
+        scheduler._cache._pool.share(scheduler._cache.table(newest).blocks[:1])
+        return preempt(scheduler)
+
+    patch(Scheduler, "_preempt_newest", bug)
+
+
+def preemption_drops_the_request(patch):
+    preempt = Scheduler._preempt_newest
+
+    def bug(scheduler):
+        request = preempt(scheduler)
+        del scheduler._waiting[request.id]
+        return request
+
+    patch(Scheduler, "_preempt_newest", bug)
+
+
+def preempted_goes_to_the_back(patch):
+    preempt = Scheduler._preempt_newest
+
+    def bug(scheduler):
+        request = preempt(scheduler)
+        scheduler._waiting.move_to_end(request.id)
+        return request
+
+    patch(Scheduler, "_preempt_newest", bug)
+
+
+def preempted_keeps_its_computed_count(patch):
+    preempt, open_ = Scheduler._preempt_newest, Scheduler._open
+
+    def forgetful(scheduler):
+        computed = next(reversed(scheduler._running.values())).computed
+        request = preempt(scheduler)
+        scheduler._kept = {**getattr(scheduler, "_kept", {}), request.id: computed}
+        return request
+
+    def bug(scheduler, request):
+        admitted = open_(scheduler, request)
+        request.computed = max(request.computed, getattr(scheduler, "_kept", {}).get(request.id, 0))
+        return admitted
+
+    patch(Scheduler, "_preempt_newest", forgetful)
+    patch(Scheduler, "_open", bug)
+
+
+def room_is_never_sought_again(patch):
+    release = Scheduler._release
+
+    def bug(scheduler, request, *, forget=False):
+        stuck = scheduler._no_room
+        release(scheduler, request, forget=forget)
+        scheduler._no_room = stuck
+
+    end = Scheduler._end
+
+    def bug_end(scheduler, *args, **options):
+        stuck = scheduler._no_room
+        end(scheduler, *args, **options)
+        scheduler._no_room = stuck
+
+    patch(Scheduler, "_release", bug)
+    patch(Scheduler, "_end", bug_end)
+
+
+def failure_publishes_its_blocks(patch):
+    end = Scheduler._end
+
+    def bug(scheduler, request, finish, now, *, forget=False):
+        if finish is FinishReason.ERROR:
+            scheduler._cache.commit(request.id, request.tokens, len(request.tokens))
+        end(scheduler, request, finish, now)
+
+    patch(Scheduler, "_end", bug)
+
+
+def abort_forgets_the_queue(patch):
+    abort = Scheduler.abort
+
+    def bug(scheduler, request_id):
+        return None if request_id in scheduler._waiting else abort(scheduler, request_id)
+
+    patch(Scheduler, "abort", bug)
+
+
+def step_over_budget(patch):
+    plan = Scheduler.plan
+
+    def bug(scheduler):
+        made = plan(scheduler)
+        whole = (Work(w.request, w.start, len(w.request.tokens) - w.start) for w in made.work)
+        return Plan(tuple(whole), made.preempted, made.admitted)
+
+    patch(Scheduler, "plan", bug)
+
+
+def one_token_too_many(patch):
+    finish = Scheduler._finish_reason
+
+    def bug(scheduler, request):
+        reason = finish(scheduler, request)
+        over = request.num_generated > request.params.max_tokens
+        return reason if reason is not FinishReason.LENGTH or over else None
+
+    patch(Scheduler, "_finish_reason", bug)
+
+
+BUGS = [
+    evict_a_held_block,
+    hand_out_block_0,
+    no_reference_for_a_hit,
+    hit_stays_in_the_free_list,
+    last_reference_leaks,
+    double_free_on_abort,
+    reused_block_keeps_its_entry,
+    continuations_outlive_their_prefix,
+    continue_a_withdrawn_entry,
+    salt_left_out,
+    no_token_check,
+    no_parent_check,
+    full_hit_computes_nothing,
+    failed_admission_keeps_its_hits,
+    publish_before_full,
+    room_for_one_token_too_few,
+    preemption_keeps_a_block,
+    preemption_drops_the_request,
+    preempted_goes_to_the_back,
+    preempted_keeps_its_computed_count,
+    room_is_never_sought_again,
+    failure_publishes_its_blocks,
+    abort_forgets_the_queue,
+    step_over_budget,
+    one_token_too_many,
+]
+
+
+@pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
+def test_the_search_finds(plant, monkeypatch):
+    plant(monkeypatch.setattr)
+    # AssertionError only: an InvariantError is one, an error in the planted code is not.
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(ProvenanceMachine, settings=SEARCH)
