@@ -7,15 +7,15 @@ import json
 import math
 import os
 import stat
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from model.weights.base import CheckpointError, shown
 
 MAX_DEPTH = 32
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> FileIO:
     """Open for reading. Raises CheckpointError for anything but a readable regular file."""
     try:
         # Non-blocking, because opening a FIFO would otherwise wait for a writer.
@@ -23,14 +23,13 @@ def open_regular(path: Path) -> BinaryIO:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise CheckpointError(f"{path} cannot be opened: {reason}.") from error
-    file = os.fdopen(descriptor, "rb", buffering=0)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
+        os.close(descriptor)
         raise CheckpointError(f"{path} is not a regular file.")
-    return file
+    return FileIO(descriptor)
 
 
-def size_of(file: BinaryIO) -> int:
+def size_of(file: FileIO) -> int:
     return os.fstat(file.fileno()).st_size
 
 
@@ -44,7 +43,7 @@ def read_range(path: Path, offset: int, size: int) -> bytearray:
         view = memoryview(data)
         file.seek(offset)
         while view:
-            count = file.readinto(view)  # type: ignore[attr-defined]  # raw files have it
+            count = file.readinto(view)
             if not count:
                 raise CheckpointError(f"{path} ends early; download it again.")
             view = view[count:]
