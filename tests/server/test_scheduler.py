@@ -1,0 +1,522 @@
+import random
+import time
+
+import pytest
+
+from cache.block_pool import InvariantError
+from cache.manager import CacheManager
+from model.sampling import SamplingParams
+from server.request import (
+    FinishReason,
+    InvalidField,
+    PromptTooLong,
+    QueueFull,
+    Request,
+    RequestFailed,
+    TokenLogprob,
+)
+from server.scheduler import Limits, Plan, Sampled, Scheduler, Work
+
+
+class Clock:
+    """Counts how often it is asked, from 100."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def scheduler(
+    blocks=50, size=4, *, seqs=4, tokens=64, context=64, waiting=100, **options
+) -> Scheduler:
+    limits = Limits(seqs, tokens, context, waiting)
+    return Scheduler(CacheManager(blocks, size, **options), limits, clock=Clock())
+
+
+def request(name: str, prompt=(1, 2, 3), *, salt="", **params) -> Request:
+    params.setdefault("max_tokens", 4)
+    tokens = list(prompt)
+    return Request(
+        name, tokens, len(tokens), SamplingParams(**params), 5.0, random.Random(0), salt=salt
+    )
+
+
+def add(scheduler: Scheduler, *args, **options) -> Request:
+    made = request(*args, **options)
+    scheduler.add(made)
+    return made
+
+
+def step(scheduler: Scheduler, token: int = 7, **errors):
+    plan = scheduler.plan()
+    scheduler.check()
+    events = scheduler.record(
+        plan,
+        {
+            work.request.id: Sampled(token, error=errors.get(work.request.id))
+            for work in plan.work
+            if work.samples
+        },
+    )
+    scheduler.check()
+    return plan, events
+
+
+def shape(plan: Plan) -> list[tuple[str, int, int]]:
+    return [(work.request.id, work.start, work.count) for work in plan.work]
+
+
+def names(requests) -> list[str]:
+    return [each.id for each in requests]
+
+
+def test_a_request_is_computed_then_decoded_token_by_token():
+    s = scheduler()
+    a = add(s, "a", [1, 2, 3], max_tokens=2)
+    plan, events = step(s, 8)
+    assert shape(plan) == [("a", 0, 3)]
+    assert plan.admitted == (a,)
+    assert [(e.request_id, e.token, e.finish) for e in events] == [("a", 8, None)]
+    plan, events = step(s, 9)
+    assert shape(plan) == [("a", 3, 1)]
+    assert plan.admitted == ()
+    assert [(e.token, e.finish) for e in events] == [(9, FinishReason.LENGTH)]
+    assert a.tokens == [1, 2, 3, 8, 9]
+    assert s.plan() == Plan((), 0, ())
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_samples_once():
+    s = scheduler(tokens=4)
+    add(s, "a", range(10), max_tokens=1)
+    shapes, samples, tokens = [], [], []
+    for _ in range(3):
+        plan = s.plan()
+        shapes += shape(plan)
+        samples += [work.samples for work in plan.work]
+        tokens += s.record(plan, {"a": Sampled(7)} if samples[-1] else {})
+    assert shapes == [("a", 0, 4), ("a", 4, 4), ("a", 8, 2)]
+    assert samples == [False, False, True]
+    assert len(tokens) == 1
+
+
+def test_the_budget_goes_to_the_oldest_first_and_running_before_waiting():
+    s = scheduler(tokens=8, seqs=3)
+    add(s, "a", range(5))
+    add(s, "b", range(20, 27))
+    add(s, "c", range(40, 42))
+    assert shape(step(s)[0]) == [("a", 0, 5), ("b", 0, 3)]
+    assert shape(step(s)[0]) == [("a", 5, 1), ("b", 3, 4), ("c", 0, 2)]
+    add(s, "d", [50])
+    assert names(s.running) == ["a", "b", "c"]
+    assert shape(step(s)[0]) == [("a", 6, 1), ("b", 7, 1), ("c", 2, 1)]  # three places, no more
+    assert names(s.waiting) == ["d"]
+
+
+def test_admission_reserves_all_known_tokens_and_keeps_the_order():
+    s = scheduler(blocks=6, size=4, seqs=4)
+    add(s, "a", range(9), max_tokens=1)
+    add(s, "b", range(20, 32), max_tokens=1)
+    add(s, "c", [50], max_tokens=1)
+    # a holds three of five blocks, b wants three, and c must not overtake it.
+    assert shape(step(s)[0]) == [("a", 0, 9)]
+    assert shape(step(s)[0]) == [("b", 0, 12), ("c", 0, 1)]
+
+
+def test_room_is_sought_again_when_some_was_freed():
+    s = scheduler(blocks=4, size=4)
+    add(s, "a", range(8), max_tokens=4)
+    add(s, "b", range(20, 28), max_tokens=1)
+    assert shape(step(s)[0]) == [("a", 0, 8)]
+    assert shape(step(s)[0]) == [("a", 8, 1)]
+    s.abort("a")
+    assert shape(step(s)[0]) == [("b", 0, 8)]
+
+
+def test_another_first_in_the_queue_is_tried_after_an_abort():
+    s = scheduler(blocks=4, size=4)
+    add(s, "a", range(8), max_tokens=4)
+    add(s, "b", range(20, 28), max_tokens=1)
+    add(s, "c", [50], max_tokens=1)
+    step(s)
+    s.abort("b")
+    assert shape(step(s)[0]) == [("a", 8, 1)]  # the third block is a's
+    s.abort("a")
+    assert shape(step(s)[0]) == [("c", 0, 1)]
+
+
+def test_the_newest_is_preempted_and_returns_before_any_that_never_ran():
+    s = scheduler(blocks=5, size=2, seqs=3)
+    a = add(s, "a", [1, 2], max_tokens=4)
+    b = add(s, "b", [3, 4], max_tokens=4)
+    step(s)
+    step(s)
+    add(s, "c", [5, 6], max_tokens=1)
+    assert (a.computed, b.computed) == (3, 3)
+    step(s)
+    # Both have four stored tokens in two blocks each; a's fifth needs one of b's.
+    plan, events = step(s)
+    assert shape(plan) == [("a", 4, 1)]
+    assert (plan.preempted, plan.admitted) == (1, ())
+    assert [(e.request_id, e.finish) for e in events] == [("a", FinishReason.LENGTH)]
+    assert (b.computed, b.preemptions) == (0, 1)
+    assert names(s.waiting) == ["b", "c"]
+    plan, _ = step(s)
+    # Its own published blocks are still there, all but the one that a took.
+    assert shape(plan) == [("b", 2, 3), ("c", 0, 2)]
+    assert names(plan.admitted) == ["c"]
+    assert b.tokens == [3, 4, 7, 7, 7, 7]
+    assert b.cached == 0
+
+
+def test_preemption_may_take_several_and_spares_the_oldest():
+    s = scheduler(blocks=5, size=1, seqs=4)
+    add(s, "a", [1], max_tokens=4)
+    for name in "bcd":
+        add(s, name, [ord(name)], max_tokens=2)
+    step(s)
+    plan, _ = step(s)
+    assert shape(plan) == [("a", 1, 1), ("b", 1, 1)]
+    assert plan.preempted == 2
+    assert names(s.waiting) == ["c", "d"]
+
+
+def test_the_newest_preempts_itself_when_only_older_ones_run():
+    s = scheduler(blocks=5, size=2, seqs=2)
+    add(s, "a", [1, 2, 3, 4, 5], max_tokens=2)
+    b = add(s, "b", [6, 7], max_tokens=3)
+    step(s)
+    # a has room for its sixth token; b's third would need a fifth block.
+    plan, _ = step(s)
+    assert (shape(plan), plan.preempted) == ([("a", 5, 1)], 1)
+    assert b.preemptions == 1 and names(s.waiting) == ["b"]
+
+
+def test_cached_tokens_are_counted_once_at_first_admission():
+    s = scheduler(blocks=20, size=2)
+    add(s, "a", [1, 2, 3, 4, 5], max_tokens=1)
+    step(s)
+    b = add(s, "b", [1, 2, 3, 4, 6], max_tokens=3)
+    plan, events = step(s)
+    assert shape(plan) == [("b", 4, 1)]
+    assert (b.cached, events[0].cached_tokens) == (4, 4)
+    s._preempt_newest()
+    plan, events = step(s)
+    assert (plan.admitted, b.cached, events[0].cached_tokens) == ((), 4, 4)
+    assert b.admitted == 103.0  # the fourth reading: two admissions, a's record
+    assert s.drain_ended()[0].cached_tokens == 0
+
+
+def test_prompt_logprobs_come_once_and_compute_the_whole_prompt():
+    s = scheduler(size=2)
+    add(s, "a", [1, 2, 3, 4, 5], max_tokens=1)
+    step(s)
+    b = add(s, "b", [1, 2, 3, 4, 5], max_tokens=2, prompt_logprobs=0)
+    plan = s.plan()
+    assert shape(plan) == [("b", 0, 5)]
+    b.prompt_logprobs.extend([None, TokenLogprob(2, -1.0)])
+    chosen = TokenLogprob(7, -0.5)
+    (event,) = s.record(plan, {"b": Sampled(7, chosen)})
+    assert event.prompt_logprobs == (None, TokenLogprob(2, -1.0))
+    assert event.logprob is chosen
+    _, (event,) = step(s)
+    assert event.prompt_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "reason"),
+    [
+        ({"max_tokens": 3}, [7, 7, 7], FinishReason.LENGTH),
+        ({"max_tokens": 1}, [7], FinishReason.LENGTH),
+        ({"max_tokens": 9, "stop_ids": frozenset({7})}, [7], FinishReason.STOP),
+        ({"max_tokens": 1, "stop_ids": frozenset({7})}, [7], FinishReason.STOP),
+        ({"max_tokens": 9, "stop_ids": frozenset({8})}, [7] * 5, FinishReason.CONTEXT),
+        ({"max_tokens": 5}, [7] * 5, FinishReason.LENGTH),
+        ({"max_tokens": 9, "min_tokens": 3, "stop_ids": frozenset({7})}, [7] * 3, "stop"),
+        ({"max_tokens": 2, "min_tokens": 3, "stop_ids": frozenset({7})}, [7] * 2, "length"),
+    ],
+)
+def test_a_request_ends_for_one_reason_at_the_exact_token(params, tokens, reason):
+    s = scheduler(context=8)
+    a = add(s, "a", [1, 2, 3], **params)
+    events = []
+    while s.running or s.waiting:
+        events += step(s)[1]
+    assert a.tokens[3:] == [event.token for event in events] == tokens
+    assert [event.finish for event in events] == [None] * (len(tokens) - 1) + [reason]
+    (summary,) = s.drain_ended()
+    assert (summary.finish, summary.prompt_tokens, summary.output_tokens) == (
+        reason,
+        3,
+        len(tokens),
+    )
+
+
+def test_a_prompt_must_leave_room_for_one_token():
+    s = scheduler(context=8)
+    with pytest.raises(PromptTooLong) as refused:
+        add(s, "secret-id", [41] * 8)
+    assert refused.value.message.startswith("The prompt has 8 tokens and the context holds 8")
+    assert (refused.value.param, refused.value.status) == ("prompt", 400)
+    assert "41" not in refused.value.message and "secret" not in refused.value.message
+    with pytest.raises(PromptTooLong):
+        add(s, "b", [1] * 9)
+    add(s, "c", [1] * 7)
+    assert step(s)[1][0].finish is FinishReason.CONTEXT
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(InvalidField, match="no tokens"):
+        add(scheduler(), "a", [])
+
+
+def test_what_could_never_finish_is_refused_with_the_numbers():
+    s = scheduler(blocks=4, size=4, context=64)  # room for 12 tokens
+    with pytest.raises(InvalidField, match=r"4 tokens .* room for 13 .* holds 12") as refused:
+        add(s, "a", [1] * 4, max_tokens=10)
+    assert refused.value.param == "max_tokens"
+    a = add(s, "a", [1] * 4, max_tokens=9)  # the ninth is never stored
+    while s.running or s.waiting:
+        step(s)
+    assert a.num_generated == 9
+
+
+def test_the_context_bounds_what_must_fit():
+    s = scheduler(blocks=4, size=4, context=13)
+    add(s, "a", [1] * 4, max_tokens=1000)
+    while s.running or s.waiting:
+        step(s)
+    assert s.drain_ended()[0].finish is FinishReason.CONTEXT
+
+
+def test_a_full_queue_refuses_and_keeps_what_it_has():
+    s = scheduler(waiting=2, seqs=1)
+    add(s, "a")
+    add(s, "b")
+    with pytest.raises(QueueFull, match="All 2 places"):
+        add(s, "c")
+    assert names(s.waiting) == ["a", "b"]
+    step(s)
+    add(s, "c")
+    assert names(s.waiting) == ["b", "c"]
+
+
+def test_an_id_in_use_is_refused():
+    s = scheduler(seqs=1)
+    add(s, "a")
+    add(s, "b")
+    step(s)
+    for name in "ab":
+        with pytest.raises(ValueError, match="in use"):
+            add(s, name)
+    assert (names(s.running), names(s.waiting)) == (["a"], ["b"])
+
+
+def test_abort_frees_at_once_and_is_idempotent():
+    s = scheduler(seqs=1)
+    a, b = add(s, "a"), add(s, "b")
+    step(s)
+    assert s._cache.counts().active == 1
+    assert s.abort("a") is a
+    assert s._cache.counts().active == 0
+    assert s.abort("b") is b
+    assert [s.abort(name) for name in ("a", "b", "nobody")] == [None] * 3
+    ended = s.drain_ended()
+    assert [each.finish for each in ended] == [FinishReason.ABORT] * 2
+    assert [each.output_tokens for each in ended] == [1, 0]
+    assert [each.admitted is None for each in ended] == [False, True]
+    assert s.drain_ended() == []
+    s.check()
+
+
+def test_a_request_aborted_during_its_step_is_skipped():
+    s = scheduler()
+    a, b = add(s, "a"), add(s, "b")
+    plan = s.plan()
+    s.abort("a")
+    add(s, "a")  # the same name again is another request
+    events = s.record(plan, {"a": Sampled(7), "b": Sampled(8)})
+    assert [(event.request_id, event.token) for event in events] == [("b", 8)]
+    assert (a.num_generated, b.num_generated) == (0, 1)
+    assert names(s.waiting) == ["a"]
+    s.check()
+
+
+def test_abort_of_a_finished_request_changes_nothing():
+    s = scheduler()
+    add(s, "a", max_tokens=1)
+    step(s)
+    assert s.abort("a") is None
+    assert [each.finish for each in s.drain_ended()] == [FinishReason.LENGTH]
+
+
+def test_a_failed_request_ends_alone_and_leaves_nothing_to_share():
+    s = scheduler(size=2)
+    add(s, "a", [1, 2, 3, 4, 5], max_tokens=3)
+    b = add(s, "b", [9, 9, 9], max_tokens=3)
+    step(s)
+    error = RequestFailed("no finite logits")
+    _, events = step(s, a=error)
+    assert [(e.request_id, e.token, e.finish, e.error) for e in events] == [
+        ("a", None, FinishReason.ERROR, error),
+        ("b", 7, None, None),
+    ]
+    assert names(s.running) == ["b"] and b.num_generated == 2
+    assert s.drain_ended()[0].finish is FinishReason.ERROR
+    retry = add(s, "c", [1, 2, 3, 4, 5])
+    step(s)
+    assert retry.cached == 0  # although a had published two blocks before it failed
+
+
+def test_a_step_that_was_never_recorded_is_planned_again():
+    s = scheduler(tokens=4)
+    add(s, "a", range(6))
+    add(s, "b", range(20, 23))
+    first = s.plan()
+    again = s.plan()
+    assert shape(first) == shape(again) == [("a", 0, 4)]
+    assert again.admitted == ()
+    s.check()
+
+
+def test_a_part_of_a_plan_can_be_recorded():
+    s = scheduler()
+    add(s, "a")
+    add(s, "b")
+    plan = s.plan()
+    s.record(Plan(plan.work[1:], 0, ()), {"b": Sampled(7)})
+    s.check()
+    assert shape(s.plan()) == [("a", 0, 3), ("b", 3, 1)]
+
+
+def test_times_come_from_the_given_clock():
+    s = scheduler()
+    a = add(s, "a", max_tokens=2)
+    step(s)
+    assert (a.arrival, a.admitted, a.first_token) == (5.0, 101.0, 102.0)
+    step(s)
+    (summary,) = s.drain_ended()
+    assert (summary.arrival, summary.admitted) == (5.0, 101.0)
+    assert (summary.first_token, summary.end) == (102.0, 103.0)
+
+
+def test_computed_prompt_tokens_are_counted_once_per_request():
+    s = scheduler(tokens=4, prefix_sharing=False)
+    add(s, "a", range(6), max_tokens=4)
+    step(s)
+    assert s.computed_prompt_tokens == 4
+    s._preempt_newest()
+    step(s)
+    assert s.computed_prompt_tokens == 4
+    step(s)
+    step(s)
+    s._preempt_newest()
+    step(s)
+    s._preempt_newest()
+    while s.running or s.waiting:
+        step(s)
+    assert s.computed_prompt_tokens == 6
+
+
+def test_cached_prompt_tokens_are_not_computed_ones():
+    s = scheduler(size=2)
+    add(s, "a", range(5), max_tokens=1)
+    step(s)
+    add(s, "b", range(5), max_tokens=2)
+    step(s)
+    step(s)
+    assert s.computed_prompt_tokens == 5 + 1
+
+
+@pytest.mark.parametrize("name", ["max_seqs", "max_step_tokens", "max_context", "max_waiting"])
+def test_limits_below_one_are_refused(name):
+    values = {"max_seqs": 1, "max_step_tokens": 1, "max_context": 1, "max_waiting": 1}
+    assert Limits(**values)
+    with pytest.raises(ValueError, match=f"{name} is 0"):
+        Limits(**{**values, name: 0})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda s, a, b: s._waiting.__setitem__("a", a),
+        lambda s, a, b: s._running.__setitem__("b", b),
+        lambda s, a, b: s._cache.release("a"),
+        lambda s, a, b: s._cache.reserve("x", [1], 1),
+        lambda s, a, b: setattr(a, "computed", len(a.tokens)),
+        lambda s, a, b: setattr(b, "computed", 1),
+        lambda s, a, b: s._recompute.__setitem__("gone", 1),
+        lambda s, a, b: a.tokens.extend(range(100)),
+    ],
+)
+def test_check_sees_damage(damage):
+    s = scheduler(seqs=1)
+    a, b = add(s, "a"), add(s, "b")
+    step(s)
+    damage(s, a, b)
+    with pytest.raises(InvariantError):
+        s.check()
+
+
+def test_check_sees_too_many_running():
+    s = scheduler(seqs=1)
+    step_limits = Limits(2, 64, 64, 100)
+    s._limits, limits = step_limits, s._limits
+    add(s, "a")
+    add(s, "b")
+    step(s)
+    s._limits = limits
+    with pytest.raises(InvariantError, match="too many"):
+        s.check()
+
+
+def test_ten_thousand_aborts_take_little_time():
+    s = scheduler(waiting=20_000)
+    for i in range(10_000):
+        add(s, f"r{i}")
+    s.plan()
+    start = time.perf_counter()
+    for i in reversed(range(10_000)):
+        s.abort(f"r{i}")
+    assert time.perf_counter() - start < 1.0  # linear: tens of milliseconds
+    assert not s.waiting and not s.running
+    assert len(s.drain_ended()) == 10_000
+
+
+def test_planning_a_decode_step_of_32_requests_is_fast():
+    s = scheduler(blocks=2000, size=16, seqs=32, tokens=8192, context=1024)
+    for i in range(32):
+        add(s, f"r{i}", [i, *range(127)], max_tokens=128)
+    step(s)
+    spent = []
+    for _ in range(40):
+        start = time.perf_counter()
+        plan = s.plan()
+        spent.append(time.perf_counter() - start)
+        s.record(plan, {work.request.id: Sampled(7) for work in plan.work})
+    assert all(work.count == 1 for work in plan.work) and len(plan.work) == 32
+    assert min(spent) < 1e-3  # about 50 µs; generous, for slow and busy machines
+
+
+def test_a_queue_without_room_is_not_matched_again_every_step():
+    s = scheduler(blocks=10, size=4)
+    add(s, "a", range(30), max_tokens=4)
+    add(s, "b", range(50, 80), max_tokens=1)
+    step(s)
+    lookups = []
+    match = s._cache._index.match
+    s._cache._index.match = lambda *args: lookups.append(args) or match(*args)
+    for _ in range(3):
+        step(s)
+    assert not s.running
+    assert lookups == []
+    step(s)
+    assert len(lookups) == 1 and names(s.running) == []
+
+
+def test_work_says_whether_it_samples():
+    a = request("a", range(5))
+    assert not Work(a, 0, 4).samples
+    assert Work(a, 0, 5).samples
+    assert Work(a, 4, 1).samples
