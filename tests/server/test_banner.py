@@ -76,10 +76,10 @@ def test_curl_line_can_be_pasted() -> None:
 
 
 def test_curl_line_of_a_model_without_chat_and_with_an_odd_name() -> None:
-    odd = dataclasses.replace(FACTS, chat=False, name="it's \"mine\"")
+    odd = dataclasses.replace(FACTS, chat=False, name='it\'s "mine"')
     words, body = curl(printed(odd))
     assert words[2] == f"{URL}/v1/completions"
-    assert body["model"] == "it's \"mine\""
+    assert body["model"] == 'it\'s "mine"'
     assert "prompt" in body
 
 

@@ -151,7 +151,11 @@ def test_model_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("parse", "good", "bad"),
     [
-        (count(0, 1 << 30), {"7": 7, "8k": 8192, "8K": 8192, "1m": 1 << 20}, ["", "1.5", "k", "8q"]),
+        (
+            count(0, 1 << 30),
+            {"7": 7, "8k": 8192, "8K": 8192, "1m": 1 << 20},
+            ["", "1.5", "k", "8q"],
+        ),
         (
             size,
             {"1GiB": 1 << 30, "1.5g": 3 << 29, "512 MB": 1 << 29, "4096": 4096, "10b": 10},

