@@ -138,14 +138,9 @@ class EventReader:
 
     def feed(self, body: bytes) -> list[bytes]:
         data = self._rest + body
-        held = b""
-        if b"\r" in data:
-            # A carriage return at the very end may be half of a line end: it waits.
-            if data.endswith(b"\r"):
-                data, held = data[:-1], b"\r"
+        if b"\r" in data:  # never inside JSON, so a sender that ends its lines with CR LF
             data = data.replace(b"\r\n", b"\n")
-        *events, rest = data.split(b"\n\n")
-        self._rest = rest + held
+        *events, self._rest = data.split(b"\n\n")
         payloads = (_payload(event) for event in events)
         return [payload for payload in payloads if payload is not None]
 

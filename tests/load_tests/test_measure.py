@@ -52,8 +52,10 @@ def test_nothing_but_failures_is_no_figure():
 
 
 def test_prompt_lengths_the_server_counts_differently():
-    short = [Completion((0,), 99, 11), Completion((1,), 100, 11)]
-    assert figures(short, [outcome(0.0, 0.5, 1.0)] * 2).prompt_tokens_off == 1
+    asked = [Completion((index,), tokens, 11) for index, tokens in enumerate([99, 100, 100])]
+    unknown = Outcome(0.0, 0.0, 0.5, 1.0, error="cut")
+    result = figures(asked, [outcome(0.0, 0.5, 1.0), outcome(0.0, 0.5, 1.0), unknown])
+    assert result.prompt_tokens_off == 1
 
 
 def measure(scenario: Scenario, answer=good, ticks: list | None = None):

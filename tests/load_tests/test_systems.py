@@ -66,13 +66,15 @@ def test_a_failure_inside_the_block_also_stops_the_server(tmp_path):
     assert not alive(pids[0])
 
 
+# The child never hears the interrupt that ends its parent.
 PARENT = """
 import signal, subprocess, sys
 from pathlib import Path
 
+heard = signal.signal(signal.SIGINT, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-m", "tests.load_tests.sse_server", sys.argv[1]])
+signal.signal(signal.SIGINT, heard)
 Path(sys.argv[2]).write_text(str(child.pid))
-signal.signal(signal.SIGINT, signal.SIG_IGN)
 child.wait()
 """
 
