@@ -18,7 +18,7 @@ MAX_HEAD_DIM = 1024
 MAX_WIDTH = 1 << 17
 MAX_FFN_WIDTH = 1 << 20
 MAX_VOCAB = 1 << 22
-MAX_CONTEXT = 1 << 24
+MAX_CONTEXT = 1 << 22
 
 # Of config.json: training, bookkeeping and generation defaults. None changes the logits.
 HARMLESS = """

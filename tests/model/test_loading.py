@@ -1,0 +1,399 @@
+"""Whole checkpoints: opened, refused in one sentence, and copied into a decoder."""
+
+import json
+import os
+import random
+import re
+import shutil
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.architectures.stored import Pairs
+from model.attention.sdpa import SdpaAttention
+from model.encodings.base import create
+from model.loading import CheckpointError, load_decoder, open_checkpoint
+from model.transformer import Decoder
+from tests.model import checkpoints
+from tests.model.checkpoints import CPU, END, TOKENS, llama, loaded
+
+SMALL = {"num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def tied():
+    return checkpoints.random_model(llama(tie_word_embeddings=True, **SMALL))
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory, tied):
+    """A tied Llama with biases off, as transformers writes it."""
+    return checkpoints.save(tied, tmp_path_factory.mktemp("pristine"))
+
+
+@pytest.fixture
+def folder(pristine, tmp_path):
+    return shutil.copytree(pristine, tmp_path / "model")
+
+
+@pytest.fixture
+def gguf_path(tied, tmp_path):
+    return checkpoints.write_gguf(tmp_path / "tiny.gguf", tied)
+
+
+def edit(folder, name="config.json", **changes):
+    values = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+    (folder / name).write_text(json.dumps(values | changes))
+    return folder
+
+
+def edit_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def refused(path, saying):
+    with pytest.raises(CheckpointError, match=saying) as caught:
+        open_checkpoint(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    assert len(message) < 600
+    return message
+
+
+def refused_at_load(path, saying, dtype=torch.float32):
+    checkpoint = open_checkpoint(path)
+    with pytest.raises(CheckpointError, match=saying):
+        loaded(checkpoint, dtype)
+
+
+def test_a_directory(pristine):
+    checkpoint = open_checkpoint(pristine)
+    assert checkpoint.path == pristine
+    assert checkpoint.config.tied_embeddings
+    assert checkpoint.chat_template is None
+    assert checkpoint.stop_ids == {TOKENS.index(END)}
+    assert checkpoint.tokenizer.encode("th!", bos=False) == [257, TOKENS.index("!")]
+
+
+def test_a_gguf_file_gives_the_same(pristine, gguf_path):
+    ours, theirs = open_checkpoint(gguf_path), open_checkpoint(pristine)
+    norm_eps = pytest.approx(theirs.config.norm_eps, rel=1e-6)  # float32 in the file
+    assert replace(ours.config, norm_eps=theirs.config.norm_eps) == theirs.config
+    assert ours.config.norm_eps == norm_eps
+    assert ours.stop_ids == theirs.stop_ids
+    assert ours.tokenizer.encode("the", bos=False) == theirs.tokenizer.encode("the", bos=False)
+    expected = dict(loaded(theirs).named_parameters())
+    found = dict(loaded(ours).named_parameters())
+    assert found.keys() == expected.keys()
+    for name, parameter in found.items():
+        assert torch.equal(parameter, expected[name]), name
+
+
+def test_weights_are_joined_in_order(pristine, tied):
+    layer, theirs = loaded(open_checkpoint(pristine)).layers[1], tied.model.layers[1]
+    attention = theirs.self_attn
+    joined = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    assert torch.equal(layer.attention.qkv.weight, torch.cat(joined))
+    joined = [theirs.mlp.gate_proj.weight, theirs.mlp.up_proj.weight]
+    assert torch.equal(layer.mlp.gate_up.weight, torch.cat(joined))
+
+
+@pytest.mark.parametrize("width", [8, 6, 2])
+def test_pairs_become_halves(width):
+    """Coordinate i of the half that turns first was stored at 2i; the rest stays in place."""
+    stored = torch.arange(2 * 8).reshape(2, 8)
+    split = Pairs(heads=2, width=width).split(stored.reshape(16, 1)).reshape(2, 8)
+    half = width // 2
+    assert torch.equal(split[:, :half], stored[:, 0:width:2])
+    assert torch.equal(split[:, half:width], stored[:, 1:width:2])
+    assert torch.equal(split[:, width:], stored[:, width:])
+
+
+def test_progress_counts_every_parameter(pristine):
+    checkpoint, heard = open_checkpoint(pristine), []
+    config = checkpoint.config
+    encoding = create(config.encoding, config, 16, CPU)
+    decoder = Decoder(config, encoding, SdpaAttention, dtype=torch.float32, device=CPU)
+    load_decoder(checkpoint, decoder, progress=lambda done, total: heard.append((done, total)))
+    total = len(list(decoder.parameters()))
+    assert heard == [(done, total) for done in range(1, total + 1)]
+
+
+def test_no_parameter_is_left_out(pristine):
+    """A decoder that is not the checkpoint's is refused by the parameter's name."""
+    checkpoint = open_checkpoint(pristine)
+    for change, saying in [
+        ({"qkv_bias": True}, r"layers\.0\.attention\.qkv\.bias.*gives None"),
+        ({"tied_embeddings": False}, r"head\.weight.*gives None"),
+        ({"layers": 1, "windows": (None,)}, r"layers\.1\..*has the shape None"),
+        ({"ffn_width": 41}, r"mlp\.down\.weight"),
+    ]:
+        config = replace(checkpoint.config, **change)
+        encoding = create(config.encoding, config, 16, CPU)
+        decoder = Decoder(config, encoding, SdpaAttention, dtype=torch.float32, device=CPU)
+        with pytest.raises(CheckpointError, match=saying):
+            load_decoder(checkpoint, decoder)
+
+
+def test_stop_ids_are_everyones(folder):
+    edit(folder, "generation_config.json", eos_token_id=[7, 8])
+    edit(folder, eos_token_id=9)
+    edit(folder, "tokenizer_config.json", eos_token=END)
+    assert open_checkpoint(folder).stop_ids == {7, 8, 9, TOKENS.index(END)}
+    # An id that the model cannot produce ends nothing.
+    edit(folder, "generation_config.json", eos_token_id=[7, 260, -1])
+    assert open_checkpoint(folder).stop_ids == {7, 9, TOKENS.index(END)}
+    edit(folder, "generation_config.json", eos_token_id="7")
+    refused(folder, "generation_config.json: eos_token_id must be a token id")
+
+
+def test_older_spelling_of_the_rotation(folder, pristine):
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": rope["rope_theta"]}))
+    assert open_checkpoint(folder).config == open_checkpoint(pristine).config
+
+
+def test_harmless_extra_tensors(folder):
+    def change(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(5)
+        tensors["model.rotary_emb.inv_freq"] = torch.ones(5)
+
+    decoder = loaded(open_checkpoint(edit_tensors(folder, change)))
+    stored = load_file(folder / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(decoder.embed.weight, stored)
+
+
+def test_a_tied_head_that_differs(folder):
+    def change(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+
+    refused_at_load(edit_tensors(folder, change), "lm_head.weight should be tied")
+
+
+def drop(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name, tensor):
+    return lambda tensors: tensors.update({name: tensor})
+
+
+V_PROJ = "model.layers.1.self_attn.v_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "saying"),
+    [
+        (drop(V_PROJ), f"lacks tensor '{V_PROJ}', which"),
+        (drop("model.norm.weight"), "lacks tensor 'model.norm.weight'"),
+        (put("extra", torch.ones(1)), "holds tensor 'extra', which"),
+        (put("model.layers.2.mlp.up_proj.weight", torch.ones(1)), r"layers\.2\.mlp"),
+        (put("model.layers.0.self_attn.q_proj.bias", torch.ones(60)), r"q_proj\.bias"),
+        (put("../../x\n", torch.ones(1)), r"'\.\./\.\./x\\n'"),
+        (put(V_PROJ, torch.ones(48, 20)), r"shape \[20, 48\], but has \[48, 20\]"),
+        (put(V_PROJ, torch.ones(960)), r"but has \[960\]"),
+        (put("model.embed_tokens.weight", torch.ones(261, 48)), r"\[260, 48\], but has \[261"),
+    ],
+)
+def test_names_and_shapes_are_exact(change, saying, folder):
+    refused(edit_tensors(folder, change), saying)
+
+
+def test_several_missing_are_counted(folder):
+    def change(tensors):
+        for name in [name for name in tensors if ".mlp." in name]:
+            del tensors[name]
+
+    refused(edit_tensors(folder, change), "lacks tensor 'model.layers.0.mlp.* and 5 more, which")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite(value, folder):
+    def change(tensors):
+        tensors[V_PROJ][3, 5] = value
+
+    refused_at_load(edit_tensors(folder, change), re.escape(f"{V_PROJ} holds weights that are not"))
+
+
+def test_weights_that_overflow_the_served_type(folder):
+    def change(tensors):
+        tensors[V_PROJ][3, 5] = 1e6
+
+    edit_tensors(folder, change)
+    assert loaded(open_checkpoint(folder), torch.bfloat16)
+    refused_at_load(folder, "not finite in torch.float16", torch.float16)
+
+
+def test_integer_weights(folder):
+    def change(tensors):
+        tensors[V_PROJ] = tensors[V_PROJ].to(torch.int8)
+
+    refused_at_load(edit_tensors(folder, change), "stored as I8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "saying"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2'; supported are llama, mistral, qwen2, qwen3"),
+        ({"model_type": None}, "model_type is missing"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be"),
+        ({"num_hidden_layers": 3}, "lacks tensor"),
+        ({"num_hidden_layers": 1}, "holds tensor"),
+        ({"intermediate_size": 41}, r"mlp.*shape"),
+        ({"vocab_size": 1 << 22}, "shape"),
+        ({"auto_map": {"AutoModelForCausalLM": "mine.Model"}}, "auto_map"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "llama3"),
+        ({"eos_token_id": 2.5}, "eos_token_id must be"),
+    ],
+)
+def test_configs_that_cannot_be_served(changes, saying, folder):
+    refused(edit(folder, **changes), saying)
+
+
+@pytest.mark.parametrize(
+    ("content", "saying"),
+    [
+        (b"", "not valid JSON"),
+        (b"[]", "must hold a JSON object"),
+        (b'{"hidden_size": NaN}', "NaN"),
+        (b'{"hidden_size": 1, "hidden_size": 2}', "twice"),
+        (b'{"a": ' + b"[" * 100_000, "nested|valid JSON"),
+        (b"\xff\xfe{\0}\0", "not valid JSON"),
+        (b" " * (1 << 20) + b"{}", "more than the 1048576"),
+    ],
+)
+def test_configs_that_cannot_be_read(content, saying, folder):
+    (folder / "config.json").write_bytes(content)
+    refused(folder, saying)
+
+
+def test_a_config_that_is_no_file(folder):
+    (folder / "config.json").unlink()
+    refused(folder, "no config.json")
+    (folder / "config.json").mkdir()
+    refused(folder, "not a regular file")
+    (folder / "config.json").rmdir()
+    os.mkfifo(folder / "config.json")
+    refused(folder, "not a regular file")
+
+
+def test_a_huge_config_is_not_read(folder):
+    os.truncate(folder / "config.json", 1 << 40)  # sparse
+    refused(folder, "1099511627776 bytes")
+
+
+def test_a_tokenizer_larger_than_the_embedding(folder):
+    tokenizer = checkpoints.tiny_tokenizer()
+    tokenizer.add_tokens([f"more{index}" for index in range(3)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    refused(folder, "tokenizer has 261 tokens, but the model embeds only 260")
+
+
+def test_tokenizers_that_cannot_be_read(folder):
+    (folder / "tokenizer.json").write_text("{}")
+    refused(folder, "tokenizer.json")
+    (folder / "tokenizer.json").unlink()
+    refused(folder, "neither tokenizer.json nor tokenizer.model")
+
+
+def test_files_that_are_no_models(tmp_path):
+    for name, saying in [
+        ("model.bin", "pickle.*save_pretrained"),
+        ("model.pt", "pickle.*save_pretrained"),
+        ("model.safetensors", "name its folder"),
+        ("notes.txt", "neither a GGUF file nor"),
+    ]:
+        (tmp_path / name).write_bytes(b"\x80\x04N.")
+        refused(tmp_path / name, saying)
+    refused(tmp_path / "absent", "No such file")
+    os.mkfifo(tmp_path / "fifo")
+    refused(tmp_path / "fifo", "not a regular file")
+
+
+def write_gguf_with(path, model, change):
+    """The model's GGUF after change(tensors, writer)."""
+    writer = checkpoints.gguf_writer(path, model.config)
+    tensors = checkpoints.gguf_tensors(model)
+    change(tensors, writer)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
+    return checkpoints.finish(writer, path)
+
+
+@pytest.mark.parametrize(
+    ("change", "saying"),
+    [
+        (lambda t, w: t.pop("blk.1.ffn_up.weight"), "lacks tensor 'blk.1.ffn_up.weight'"),
+        (lambda t, w: t.update(x=np.ones(3, np.float32)), "holds tensor 'x'"),
+        (
+            lambda t, w: t.update({"rope_freqs.weight": np.ones(5, np.float32)}),
+            "rope_freqs.weight scales the rotation",
+        ),
+        (
+            lambda t, w: t.update({"blk.0.attn_q.bias": np.ones(60, np.float32)}),
+            "lacks tensor 'blk.0.attn_k.bias'",
+        ),
+        (
+            lambda t, w: t.update({"blk.0.attn_v.weight": np.ones((48, 20), np.float32)}),
+            r"\[20, 48\], but has \[48, 20\]",
+        ),
+        (lambda t, w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "yarn"),
+        (lambda t, w: w.add_expert_count(8), "expert_count"),
+    ],
+)
+def test_gguf_files_that_cannot_be_served(change, saying, tied, tmp_path):
+    refused(write_gguf_with(tmp_path / "x.gguf", tied, change), saying)
+
+
+def test_gguf_weights_that_are_not_finite(tied, tmp_path):
+    def change(tensors, writer):
+        tensors["blk.1.ffn_up.weight"][0, 0] = np.nan
+
+    path = write_gguf_with(tmp_path / "x.gguf", tied, change)
+    refused_at_load(path, "blk.1.ffn_up.weight holds weights that are not finite")
+
+
+def test_another_architecture_in_gguf(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "bert")
+    refused(checkpoints.finish(writer, tmp_path / "x.gguf"), "'bert'; supported are llama, qwen2")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_flipped_bytes_in_gguf(seed, gguf_path):
+    """Damage anywhere before the weights is refused in a sentence, or loads finite weights."""
+    rng = random.Random(seed)
+    raw = bytearray(gguf_path.read_bytes())
+    for _ in range(rng.randint(1, 4)):
+        raw[rng.randrange(6000)] = rng.randrange(256)
+    gguf_path.write_bytes(raw)
+    try:
+        checkpoint = open_checkpoint(gguf_path)
+        decoder = loaded(checkpoint, context=16)
+        assert all(parameter.isfinite().all() for parameter in decoder.parameters())
+    except CheckpointError as error:
+        assert str(gguf_path) in str(error)
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_flipped_bytes_in_config(seed, folder):
+    rng = random.Random(seed)
+    raw = bytearray((folder / "config.json").read_bytes())
+    for _ in range(rng.randint(1, 2)):
+        raw[rng.randrange(len(raw))] = rng.randrange(32, 127)
+    (folder / "config.json").write_bytes(raw)
+    try:
+        loaded(open_checkpoint(folder), context=16)
+    except CheckpointError as error:
+        assert str(folder) in str(error)
+        assert "\n" not in str(error)
