@@ -102,6 +102,7 @@ class World:
 
     def plan(self) -> Plan:
         """Plan a step and do its writes."""
+        ran = list(self.scheduler.running)
         waited = [request for request in self.scheduler.waiting if request.preemptions == 0]
         plan = self.scheduler.plan()
         self.preemptions += plan.preempted
@@ -110,7 +111,8 @@ class World:
         assert len(plan.work) <= self.limits.max_seqs
         if self.live:  # SC5: the oldest request always progresses
             assert plan.work and plan.work[0].request is next(iter(self.live.values()))
-        assert not (plan.preempted and plan.admitted)
+        if plan.preempted:
+            assert all(any(work.request is each for each in ran) for work in plan.work)
         assert all(any(request is each for each in waited) for request in plan.admitted)
         written: set[int] = set()
         for work in plan.work:

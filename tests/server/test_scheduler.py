@@ -135,15 +135,23 @@ def test_room_is_sought_again_when_some_was_freed():
 
 
 def test_another_first_in_the_queue_is_tried_after_an_abort():
-    s = scheduler(blocks=4, size=4)
+    s = scheduler(blocks=5, size=4)
     add(s, "a", range(8), max_tokens=4)
-    add(s, "b", range(20, 28), max_tokens=1)
+    add(s, "b", range(20, 32), max_tokens=1)
     add(s, "c", [50], max_tokens=1)
-    step(s)
+    assert shape(step(s)[0]) == [("a", 0, 8)]  # two blocks are left and b wants three
     s.abort("b")
-    assert shape(step(s)[0]) == [("a", 8, 1)]  # the third block is a's
-    s.abort("a")
-    assert shape(step(s)[0]) == [("c", 0, 1)]
+    assert shape(step(s)[0]) == [("a", 8, 1), ("c", 0, 1)]
+
+
+def test_running_requests_beyond_the_budget_wait_for_the_next_step():
+    s = scheduler(tokens=2)
+    add(s, "a", [1], max_tokens=2)
+    add(s, "b", [2], max_tokens=4)
+    step(s)
+    s._limits = Limits(4, 1, 64, 100)
+    assert shape(step(s)[0]) == [("a", 1, 1)]
+    assert shape(step(s)[0]) == [("b", 1, 1)]
 
 
 def test_the_newest_is_preempted_and_returns_before_any_that_never_ran():
@@ -180,6 +188,17 @@ def test_preemption_may_take_several_and_spares_the_oldest():
     assert shape(plan) == [("a", 1, 1), ("b", 1, 1)]
     assert plan.preempted == 2
     assert names(s.waiting) == ["c", "d"]
+
+
+def test_a_step_that_preempts_admits_nobody():
+    s = scheduler(blocks=7, size=1, seqs=2)
+    add(s, "a", [1, 2, 3], max_tokens=2)
+    add(s, "b", [1, 2, 3], max_tokens=2)
+    step(s)
+    # Both computed the same three blocks. a's fourth costs b its own, and it could share a's.
+    plan, _ = step(s)
+    assert (shape(plan), plan.preempted) == ([("a", 3, 1)], 1)
+    assert shape(step(s)[0]) == [("b", 3, 1)]
 
 
 def test_the_newest_preempts_itself_when_only_older_ones_run():
@@ -335,11 +354,23 @@ def test_a_request_aborted_during_its_step_is_skipped():
     a, b = add(s, "a"), add(s, "b")
     plan = s.plan()
     s.abort("a")
-    add(s, "a")  # the same name again is another request
+    add(s, "a")
     events = s.record(plan, {"a": Sampled(7), "b": Sampled(8)})
     assert [(event.request_id, event.token) for event in events] == [("b", 8)]
     assert (a.num_generated, b.num_generated) == (0, 1)
     assert names(s.waiting) == ["a"]
+    s.check()
+
+
+def test_the_same_name_again_is_another_request():
+    s = scheduler()
+    add(s, "a", [1, 2, 3])
+    stale = s.plan()
+    s.abort("a")
+    again = add(s, "a", [4, 5])
+    s.plan()
+    assert s.record(stale, {"a": Sampled(7)}) == []
+    assert (again.tokens, again.computed) == ([4, 5], 0)
     s.check()
 
 
@@ -476,10 +507,10 @@ def test_ten_thousand_aborts_take_little_time():
     for i in range(10_000):
         add(s, f"r{i}")
     s.plan()
-    start = time.perf_counter()
+    start = time.process_time()
     for i in reversed(range(10_000)):
         s.abort(f"r{i}")
-    assert time.perf_counter() - start < 1.0  # linear: tens of milliseconds
+    assert time.process_time() - start < 0.5  # linear: tens of milliseconds
     assert not s.waiting and not s.running
     assert len(s.drain_ended()) == 10_000
 
@@ -489,11 +520,11 @@ def test_planning_a_decode_step_of_32_requests_is_fast():
     for i in range(32):
         add(s, f"r{i}", [i, *range(127)], max_tokens=128)
     step(s)
-    spent = []
+    spent = []  # processor time: others on the machine do not count
     for _ in range(40):
-        start = time.perf_counter()
+        start = time.process_time()
         plan = s.plan()
-        spent.append(time.perf_counter() - start)
+        spent.append(time.process_time() - start)
         s.record(plan, {work.request.id: Sampled(7) for work in plan.work})
     assert all(work.count == 1 for work in plan.work) and len(plan.work) == 32
     assert min(spent) < 1e-3  # about 50 µs; generous, for slow and busy machines
