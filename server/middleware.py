@@ -30,6 +30,7 @@ from server.request import RequestFailed, ServeError, ShuttingDown
 
 # Reachable without a key and while draining: balancers and supervisors have neither.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
+_WHILE_DRAINING = OPEN_PATHS | {"/metrics"}
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _log = logging.getLogger("server.http")
@@ -125,7 +126,7 @@ class InFlight:
         self._drain = drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in _WHILE_DRAINING:
             return await self._app(scope, receive, send)
         if self._drain.draining:
             raise ShuttingDown("the server is shutting down; send the request to another one")

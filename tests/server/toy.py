@@ -137,17 +137,17 @@ def score(token: int, top: int) -> TokenLogprob:
 
 
 def toy(name: str = "toy", **changes) -> Served:
-    values = dict(
-        name=name,
-        encoding="rope",
-        tokenizer=ByteTokenizer(),
-        chat_template=ChatTemplate(TEMPLATE, bos="", eos=""),
-        stop_ids=frozenset({END}),
-        vocab_size=VOCABULARY,
-        max_context=CONTEXT,
-        created=1_700_000_000,
-        details={"parameters": 7},
-    )
+    values = {
+        "name": name,
+        "encoding": "rope",
+        "tokenizer": ByteTokenizer(),
+        "chat_template": ChatTemplate(TEMPLATE, bos="", eos=""),
+        "stop_ids": frozenset({END}),
+        "vocab_size": VOCABULARY,
+        "max_context": CONTEXT,
+        "created": 1_700_000_000,
+        "details": {"parameters": 7},
+    }
     return Served(**(values | changes))
 
 

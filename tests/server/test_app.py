@@ -1,0 +1,686 @@
+"""Routes over a scripted engine: shapes of answers, defaults, refusals, statuses and headers."""
+
+import json
+import threading
+
+import pytest
+
+from server.request import FinishReason, QueueFull, RequestFailed, ShuttingDown
+from tests.server.toy import (
+    BEGIN,
+    CONTEXT,
+    END,
+    VOCABULARY,
+    ScriptedEngine,
+    ask,
+    chat,
+    complete,
+    sample,
+    toy,
+    toy_app,
+)
+
+HELLO = "Hello, world! "
+
+
+def events(text: str) -> list:
+    """The JSON of every event; [DONE] must be last, and is left out."""
+    lines = [line for line in text.split("\n\n") if line]
+    assert all(line.startswith("data: ") and "\n" not in line for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def error_of(response, status: int) -> dict:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    body = response.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert len(response.content) <= 1024
+    return body["error"]
+
+
+def test_a_whole_completion():
+    response = complete(toy_app(), max_tokens=5)
+    assert response.status_code == 200
+    body = response.json()
+    assert body.pop("id").startswith("cmpl-")
+    assert body.pop("created") > 1_700_000_000
+    assert body == {
+        "object": "text_completion",
+        "model": "toy",
+        "choices": [
+            {
+                "index": 0,
+                "text": "Hello",
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 4,
+            "completion_tokens": 5,
+            "total_tokens": 9,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+    }
+
+
+def test_a_streamed_completion():
+    response = complete(
+        toy_app(), max_tokens=3, stream=True, stream_options={"include_usage": True}
+    )
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    chunks = events(response.text)
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    assert all(chunk["object"] == "text_completion" for chunk in chunks)
+    assert [chunk["choices"] for chunk in chunks] == [
+        *(
+            [
+                {
+                    "index": 0,
+                    "text": text,
+                    "logprobs": None,
+                    "finish_reason": finish,
+                    "stop_reason": None,
+                }
+            ]
+            for text, finish in (("H", None), ("e", None), ("l", "length"))
+        ),
+        [],
+    ]
+    assert chunks[-1]["usage"]["total_tokens"] == 7
+    assert all("usage" not in chunk for chunk in chunks[:-1])
+
+
+def test_a_whole_chat():
+    body = chat(toy_app(), max_tokens=5).json()
+    assert body["id"].startswith("chatcmpl-")
+    assert body["object"] == "chat.completion"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Hello"},
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+
+
+def test_a_streamed_chat():
+    chunks = events(chat(toy_app(), max_tokens=2, stream=True).text)
+    assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
+        {"role": "assistant", "content": ""},
+        {"content": "H"},
+        {"content": "e"},
+    ]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "length"]
+
+
+def test_the_chat_template_makes_the_prompt():
+    engine = ScriptedEngine()
+    chat(toy_app(engine), max_tokens=1, messages=[{"role": "user", "content": "hé"}])
+    assert bytes(engine.requests[0].tokens).decode() == "<user>hé\n<assistant>"
+
+
+def test_chat_without_a_template_is_refused():
+    error = error_of(chat(toy_app(served=[toy(chat_template=None)])), 400)
+    assert error["code"] == "unsupported_parameter" and "/v1/completions" in error["message"]
+
+
+def test_tokens_pending_together_are_one_chunk():
+    engine = ScriptedEngine()
+    engine.batch = 4
+    chunks = events(complete(toy_app(engine), max_tokens=6, stream=True).text)
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["Hell", "o,"]
+
+
+def test_continuous_usage():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for send in (complete, chat):
+        chunks = events(send(toy_app(), max_tokens=2, stream=True, stream_options=options).text)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts[-3:] == [1, 2, 2]
+        assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
+
+
+def test_n_choices_and_several_prompts_interleave():
+    engine = ScriptedEngine(lambda request: [*request.tokens[1:], ord("!")])
+    body = {"prompt": ["ab", "cd"], "n": 2, "max_tokens": 3}
+    whole = complete(toy_app(engine), **body).json()
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in whole["choices"]] == ["ab!", "ab!", "cd!", "cd!"]
+    assert whole["usage"]["prompt_tokens"] == 6
+    assert whole["usage"]["completion_tokens"] == 12
+    assert len({request.id for request in engine.requests}) == 4
+    chunks = events(complete(toy_app(engine), stream=True, **body).text)
+    texts = ["", "", "", ""]
+    order = []
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        order.append(choice["index"])
+        texts[choice["index"]] += choice["text"]
+    assert texts == ["ab!", "ab!", "cd!", "cd!"]
+    assert order != sorted(order)
+    assert engine.live == 0
+
+
+def test_cached_tokens_are_told_once_per_prompt():
+    engine = ScriptedEngine()
+    engine.cached = 2
+    usage = complete(toy_app(engine), n=3, max_tokens=1).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+def test_token_ids_reach_the_engine_unchanged():
+    engine = ScriptedEngine()
+    app = toy_app(engine)
+    complete(app, prompt=[7, VOCABULARY - 1], max_tokens=1)
+    complete(app, prompt="ab", max_tokens=1)
+    complete(app, prompt="ab", max_tokens=1, add_special_tokens=False)
+    assert [request.tokens for request in engine.requests] == [
+        [7, VOCABULARY - 1],
+        [BEGIN, 97, 98],
+        [97, 98],
+    ]
+
+
+def test_parameters_reach_the_engine():
+    engine = ScriptedEngine()
+    complete(
+        toy_app(engine),
+        max_tokens=9,
+        min_tokens=2,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=-1,
+        min_p=0.1,
+        repetition_penalty=1.5,
+        presence_penalty=-1,
+        frequency_penalty=1,
+        seed=11,
+        stop_token_ids=[5],
+        logit_bias={"7": -100},
+        logprobs=2,
+    )
+    params = engine.requests[0].params
+    assert (params.max_tokens, params.min_tokens, params.temperature) == (9, 2, 0.5)
+    assert (params.top_p, params.top_k, params.min_p) == (0.9, 0, 0.1)
+    assert (params.repetition_penalty, params.presence_penalty) == (1.5, -1)
+    assert (params.frequency_penalty, params.seed) == (1, 11)
+    assert params.stop_ids == {5, END}
+    assert params.logit_bias == {7: -100}
+    assert (params.logprobs, params.prompt_logprobs) == (2, None)
+
+
+def test_defaults():
+    engine = ScriptedEngine()
+    app = toy_app(engine)
+    complete(app)
+    complete(app, prompt="x" * (CONTEXT - 5))
+    chat(app)
+    complete(app, ignore_eos=True, stop_token_ids=[5])
+    completion, near_the_end, talk, endless = engine.requests
+    assert completion.params.max_tokens == 16
+    assert near_the_end.params.max_tokens == 4
+    assert talk.params.max_tokens == CONTEXT - talk.num_prompt
+    assert (completion.params.temperature, completion.params.top_k) == (1.0, 0)
+    assert (completion.params.logprobs, completion.params.seed) == (None, None)
+    assert completion.params.stop_ids == {END}
+    assert endless.params.stop_ids == {5}
+
+
+def test_a_seed_gives_each_choice_its_own_numbers_again():
+    engine = ScriptedEngine()
+    app = toy_app(engine)
+    for seed in (3, 3, 4, None, None):
+        complete(app, seed=seed, n=2, max_tokens=1)
+    draws = [request.rng.random() for request in engine.requests]
+    assert draws[0:2] == draws[2:4]
+    assert len(set(draws)) == 8
+
+
+def test_a_model_token_ends_the_text_and_counts_as_usage():
+    engine = ScriptedEngine(lambda request: [*b"ab", END, *b"cd"])
+    body = complete(toy_app(engine), logprobs=0).json()
+    (choice,) = body["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ab", "stop", None)
+    assert body["usage"]["completion_tokens"] == 3
+    assert choice["logprobs"]["tokens"] == ["a", "b", ""]
+
+
+def test_a_stop_token_of_the_client_is_named():
+    (choice,) = complete(toy_app(), stop_token_ids=[ord("o")]).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("Hell", "stop")
+    assert choice["stop_reason"] == ord("o")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("batch", [1, 3, 50])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stop_string_over_several_tokens_ends_the_text(stream, batch, n):
+    engine = ScriptedEngine()
+    engine.batch = batch
+    body = {"stop": ["wor", "zzz"], "max_tokens": 40, "n": n, "stream": stream}
+    response = complete(toy_app(engine), **body)
+    texts = [""] * n
+    finishes = {}
+    for chunk in events(response.text) if stream else [response.json()]:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+            if choice["finish_reason"]:
+                finishes[choice["index"]] = choice["finish_reason"]
+    assert texts == ["Hello, "] * n
+    assert finishes == dict.fromkeys(range(n), "stop")
+    assert engine.live == 0
+    if batch < 40:  # otherwise the engine had already ended it by itself
+        assert [request.abort_as for request in engine.aborted] == [FinishReason.STOP] * n
+    if not stream:
+        assert response.json()["usage"]["completion_tokens"] == 10 * n
+
+
+def test_the_stop_string_may_be_included():
+    (choice,) = complete(toy_app(), stop="wor", include_stop_str_in_output=True).json()["choices"]
+    assert choice["text"] == "Hello, wor"
+
+
+@pytest.mark.parametrize(
+    "text", ["Grüße, 世界! 😀😀 ende", "ab\ufffdcd", "a\n\n: ping\n\ndata: x\u2028"]
+)
+def test_joined_chunks_equal_the_whole_text(text):
+    engine = ScriptedEngine(lambda request: list(text.encode()))
+    for batch in (1, 2, 3, 7):
+        engine.batch = batch
+        app = toy_app(engine)
+        whole = complete(app, max_tokens=99).json()["choices"][0]["text"]
+        chunks = events(complete(app, max_tokens=99, stream=True).text)
+        pieces = [chunk["choices"][0]["text"] for chunk in chunks]
+        assert "".join(pieces) == whole == text
+
+
+def test_bytes_that_are_no_character_show_at_the_end_only():
+    engine = ScriptedEngine(lambda request: list("é".encode()[:1]))
+    chunks = events(complete(toy_app(engine), stream=True).text)
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["", "\ufffd"]
+
+
+def test_logprobs_of_a_completion():
+    (choice,) = complete(toy_app(), max_tokens=3, logprobs=2).json()["choices"]
+    assert choice["logprobs"] == {
+        "text_offset": [0, 1, 2],
+        "token_logprobs": [-0.5, -0.5, -0.5],
+        "tokens": ["H", "e", "l"],
+        "top_logprobs": [{"H": -0.5, "I": -2.0}, {"e": -0.5, "f": -2.0}, {"l": -0.5, "m": -2.0}],
+    }
+    assert choice["text"] == "Hel"
+
+
+def test_streamed_logprobs_join_to_the_whole_ones():
+    app = toy_app()
+    whole = complete(app, max_tokens=5, logprobs=1, echo=True).json()["choices"][0]
+    chunks = events(complete(app, max_tokens=5, logprobs=1, echo=True, stream=True).text)
+    for name, expected in whole["logprobs"].items():
+        joined = [item for chunk in chunks for item in chunk["choices"][0]["logprobs"][name]]
+        assert joined == expected
+
+
+def test_logprobs_of_a_chat():
+    (choice,) = chat(toy_app(), max_tokens=1, logprobs=True, top_logprobs=2).json()["choices"]
+    assert choice["logprobs"] == {
+        "content": [
+            {
+                "token": "H",
+                "logprob": -0.5,
+                "bytes": [72],
+                "top_logprobs": [
+                    {"token": "H", "logprob": -0.5, "bytes": [72]},
+                    {"token": "I", "logprob": -2.0, "bytes": [73]},
+                ],
+            }
+        ]
+    }
+
+
+def test_echo_repeats_the_prompt_with_its_scores():
+    app = toy_app()
+    (choice,) = complete(app, prompt=[97, 98, 99], echo=True, logprobs=1, max_tokens=1).json()[
+        "choices"
+    ]
+    assert choice["text"] == "abcH"
+    scores = choice["logprobs"]
+    assert scores["tokens"] == ["a", "b", "c", "H"]
+    assert scores["text_offset"] == [0, 1, 2, 3]
+    assert scores["token_logprobs"] == [None, -0.5, -0.5, -0.5]
+    assert scores["top_logprobs"][0] is None
+    assert (
+        complete(app, prompt="xy", echo=True, max_tokens=2).json()["choices"][0]["text"] == "xyHe"
+    )
+
+
+def test_models():
+    served = [toy("org/a"), toy("b", max_context=64, encoding="nope")]
+    app = toy_app(served=served)
+    body = ask(app, "GET", "/v1/models").json()
+    assert body["object"] == "list"
+    assert [(one["id"], one["root"], one["max_model_len"]) for one in body["data"]] == [
+        ("org/a", "org/a", CONTEXT),
+        ("b", "b", 64),
+    ]
+    one = ask(app, "GET", "/v1/models/org/a").json()
+    assert one == body["data"][0]
+    assert (one["object"], one["encoding"], one["parameters"]) == ("model", "rope", 7)
+    assert error_of(ask(app, "GET", "/v1/models/a"), 404)["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    "name", ["", "TOY", "toy/", "../toy", "http://x/toy", "x" * 10_000, "toy\0"]
+)
+def test_model_names_match_exactly(name):
+    error = error_of(complete(toy_app(), model=name), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+def test_the_model_may_be_left_out_when_there_is_one():
+    assert complete(toy_app(), model=None, max_tokens=1).json()["model"] == "toy"
+    two = toy_app(served=[toy("a"), toy("b")])
+    assert error_of(complete(two, model=None), 404)["param"] == "model"
+
+
+def test_requests_go_to_the_model_named():
+    engine = ScriptedEngine()
+    complete(toy_app(engine, served=[toy("a"), toy("b")]), model="b", max_tokens=1)
+    assert engine.models == ["b"]
+
+
+@pytest.mark.parametrize("length", [CONTEXT - 1, CONTEXT, CONTEXT + 1, 10 * CONTEXT])
+def test_prompts_around_the_context(length):
+    for prompt in ([65] * length, "x" * (length - 1)):
+        response = complete(toy_app(), prompt=prompt, max_tokens=1)
+        if length < CONTEXT:
+            assert response.status_code == 200
+            continue
+        error = error_of(response, 400)
+        assert error["code"] == "context_length_exceeded"
+        assert error["param"] == "prompt"
+        assert str(length) in error["message"] and str(CONTEXT) in error["message"]
+
+
+def test_hopeless_texts_are_refused_before_tokenising():
+    class Untouched:
+        def encode(self, text, *, bos):
+            raise AssertionError("tokenised")
+
+    app = toy_app(served=[toy(tokenizer=Untouched())])
+    for response in (
+        complete(app, prompt="x" * (16 * CONTEXT + 1)),
+        chat(app, messages=[{"role": "user", "content": "x" * (16 * CONTEXT + 1)}]),
+    ):
+        error = error_of(response, 400)
+        assert error["code"] == "context_length_exceeded"
+        assert str(CONTEXT) in error["message"]
+
+
+def test_max_tokens_beyond_the_room_left_is_refused_with_both_numbers():
+    app = toy_app()
+    assert complete(app, prompt=[65] * 12, max_tokens=CONTEXT - 12).status_code == 200
+    for name in ("max_tokens", "max_completion_tokens"):
+        error = error_of(complete(app, prompt=[65] * 12, **{name: CONTEXT - 11}), 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", name)
+        assert str(CONTEXT + 1) in error["message"] and f" {CONTEXT};" in error["message"]
+
+
+def test_min_tokens_beyond_the_default_is_refused():
+    assert error_of(complete(toy_app(), min_tokens=17), 400)["param"] == "min_tokens"
+
+
+def test_prompts_without_tokens_are_refused():
+    app = toy_app()
+    for prompt in ("", [""], ["a", ""]):
+        error = error_of(complete(app, prompt=prompt, add_special_tokens=False), 400)
+        assert error["param"] == "prompt"
+    assert complete(app, prompt="", max_tokens=1).status_code == 200  # the begin token
+
+
+@pytest.mark.parametrize("bad", [VOCABULARY, VOCABULARY + 5, 2**31 - 1])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", lambda token: [1, token]),
+        ("prompt", lambda token: [[1], [token]]),
+        ("stop_token_ids", lambda token: [token]),
+        ("logit_bias", lambda token: {str(token): 1}),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(field, value, bad):
+    error = error_of(complete(toy_app(), **{field: value(bad)}), 400)
+    assert error["param"] == field and str(VOCABULARY - 1) in error["message"]
+
+
+def test_tokenize_and_detokenize():
+    app = toy_app()
+
+    def post(path, **body):
+        return ask(app, "POST", path, json=body)
+
+    assert post("/tokenize", prompt="hé").json() == {
+        "tokens": [BEGIN, 104, 195, 169],
+        "count": 4,
+        "max_model_len": CONTEXT,
+        "token_strs": None,
+    }
+    plain = post("/tokenize", text="h", add_special_tokens=False, return_token_strs=True).json()
+    assert (plain["tokens"], plain["token_strs"]) == ([104], ["h"])
+    messages = [{"role": "user", "content": "a"}]
+    talk = post("/tokenize", messages=messages, model="toy").json()
+    assert bytes(talk["tokens"]) == b"<user>a\n<assistant>"
+    assert post("/detokenize", tokens=[104, 195, 169], model="toy").json() == {"prompt": "hé"}
+    assert post("/tokenize", prompt="x" * CONTEXT * 2).json()["count"] == CONTEXT * 2 + 1
+    assert error_of(post("/tokenize"), 400)["param"] == "prompt"
+    assert error_of(post("/tokenize", prompt="a", text="b"), 400)["param"] == "text"
+    assert error_of(post("/detokenize", tokens=[VOCABULARY]), 400)["param"] == "tokens"
+
+
+def test_long_texts_are_tokenised_off_the_event_loop():
+    threads = []
+
+    class Watching:
+        def encode(self, text, *, bos):
+            threads.append(threading.current_thread() is threading.main_thread())
+            return [1]
+
+        def token_bytes(self, token, *, first):
+            return b""
+
+    app = toy_app(served=[toy(tokenizer=Watching())])
+    for length in (10, 5000):
+        assert complete(app, prompt="x" * length, max_tokens=1).status_code == 200
+    assert threads == [True, False]
+
+
+def test_refusals_of_the_engine_are_statuses_even_for_streams():
+    for refusal, status in ((QueueFull("full"), 429), (ShuttingDown("bye"), 503)):
+        engine = ScriptedEngine()
+        engine.refuse = refusal
+        for stream in (False, True):
+            response = complete(toy_app(engine), stream=stream)
+            assert error_of(response, status)["message"] == refusal.message
+            assert 1 <= int(response.headers["retry-after"]) <= 30
+
+
+def test_a_request_that_fails_is_a_500_not_to_be_repeated():
+    engine = ScriptedEngine()
+    engine.failure_at = (1, RequestFailed("logits are not finite"))
+    response = complete(toy_app(engine))
+    assert error_of(response, 500)["type"] == "server_error"
+    assert response.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("failure", [RequestFailed("broken"), ZeroDivisionError("secret")])
+def test_a_stream_that_fails_ends_with_an_error_and_no_done(failure, caplog):
+    engine = ScriptedEngine()
+    engine.failure_at = (3, failure)
+    app = toy_app(engine)
+    response = complete(app, stream=True, n=2)
+    assert response.status_code == 200
+    last = response.text.rstrip().split("\n\n")[-1]
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["type"] == "server_error"
+    assert "[DONE]" not in response.text and "secret" not in response.text
+    assert engine.live == 0
+    assert sample(app.state.metrics, "stream_errors_total", model_name="toy", encoding="rope") == 1
+    assert bool(caplog.records) is isinstance(failure, ZeroDivisionError)
+
+
+def test_an_unexpected_failure_is_a_500_without_its_text(caplog):
+    engine = ScriptedEngine()
+    engine.failure_at = (1, ZeroDivisionError("secret"))
+    response = complete(toy_app(engine))
+    assert "secret" not in error_of(response, 500)["message"]
+    assert "failed unexpectedly" in caplog.text
+
+
+def test_the_error_of_a_route_that_is_not_there():
+    app = toy_app()
+    assert error_of(ask(app, "GET", "/v1/nothing"), 404)["code"] == "not_found"
+    for path in ("/docs", "/redoc", "/openapi.json", "/v1/models/"):
+        error_of(ask(app, "GET", path), 404)
+    response = ask(app, "GET", "/v1/completions")
+    assert error_of(response, 405)["code"] == "method_not_allowed"
+    assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({"content-type": "text/plain"}, 415, "unsupported_media_type"),
+        ({"content-type": ""}, 415, "unsupported_media_type"),
+        ({"content-type": "multipart/form-data; boundary=x"}, 415, "unsupported_media_type"),
+        ({"content-encoding": "gzip"}, 415, "unsupported_encoding"),
+        ({"content-encoding": "br"}, 415, "unsupported_encoding"),
+    ],
+)
+def test_only_plain_json_is_read(headers, status, code):
+    headers = {"content-type": "application/json"} | headers
+    response = ask(toy_app(), "POST", "/v1/completions", content=b"{}", headers=headers)
+    assert error_of(response, status)["code"] == code
+
+
+def test_json_may_name_its_charset():
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    content = b'{"prompt": "a", "max_tokens": 1}'
+    response = ask(toy_app(), "POST", "/v1/completions", content=content, headers=headers)
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"", "invalid_json"),
+        (b"[]", "invalid_json"),
+        (b'{"prompt": "a", "temperature": NaN}', "invalid_json"),
+        (b'{"prompt": "a", "prompt": "b"}', "duplicate_key"),
+        (b'{"prompt": "\\ud800"}', "invalid_json"),
+        (b'{"prompt": "a", "zz": 1}', "unknown_parameter"),
+        (b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", "invalid_json"),
+    ],
+)
+def test_bad_bodies_are_400(content, code):
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        headers = {"content-type": "application/json"}
+        response = ask(toy_app(), "POST", path, content=content, headers=headers)
+        error = error_of(response, 400)
+        if code in ("invalid_json", "duplicate_key"):
+            assert error["code"] == code
+        assert error["type"] == "invalid_request_error"
+
+
+def test_bodies_over_the_limit_are_413():
+    app = toy_app(max_body_bytes=100)
+    content = b'{"prompt": "' + b"a" * 100 + b'"}'
+    headers = {"content-type": "application/json"}
+    told = ask(app, "POST", "/v1/completions", content=content, headers=headers)
+
+    async def pieces():
+        for start in range(0, len(content), 10):
+            yield content[start : start + 10]
+
+    grown = ask(app, "POST", "/v1/completions", content=pieces(), headers=headers)
+    for response in (told, grown):
+        assert error_of(response, 413)["code"] == "body_too_large"
+        assert response.headers["connection"] == "close"
+
+
+def test_health_and_version():
+    engine = ScriptedEngine()
+    app = toy_app(engine)
+    for path in ("/health", "/health/live", "/health/ready"):
+        assert ask(app, "GET", path).status_code == 200
+    assert ask(app, "GET", "/version").json()["version"]
+    app.state.drain.begin()
+    assert ask(app, "GET", "/health/live").status_code == 200
+    for path in ("/health", "/health/ready"):
+        assert error_of(ask(app, "GET", path), 503)["code"] == "shutting_down"
+    engine.alive, engine.failure = False, "the device is lost"
+    for path in ("/health", "/health/live", "/health/ready"):
+        assert "the device is lost" in error_of(ask(app, "GET", path), 503)["message"]
+
+
+def test_new_requests_are_refused_while_draining():
+    app = toy_app()
+    app.state.drain.begin()
+    for response in (complete(app), complete(app, stream=True), ask(app, "GET", "/v1/models")):
+        assert error_of(response, 503)["code"] == "shutting_down"
+        assert response.headers["connection"] == "close"
+        assert int(response.headers["retry-after"]) >= 1
+    assert ask(app, "GET", "/metrics").status_code == 200
+    assert app.state.drain.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "echoed"),
+    [("Abc-1._", True), ("x" * 64, True), ("x" * 65, False), ("a b", False), ("é", False)],
+)
+def test_request_ids(given, echoed):
+    headers = {"x-request-id": given.encode()}
+    shown = ask(toy_app(), "GET", "/health", headers=headers).headers["x-request-id"]
+    assert (shown == given) is echoed
+    assert 1 <= len(shown) <= 64
+
+
+def test_own_ids_differ_even_when_the_client_repeats_its_own():
+    engine = ScriptedEngine()
+    app = toy_app(engine)
+    bodies = [
+        ask(
+            app,
+            "POST",
+            "/v1/completions",
+            json={"prompt": "a", "max_tokens": 1},
+            headers={"x-request-id": "same"},
+        ).json()
+        for _ in range(2)
+    ]
+    assert bodies[0]["id"] != bodies[1]["id"]
+    assert engine.requests[0].id != engine.requests[1].id
+
+
+def test_no_cors_headers():
+    headers = {"origin": "http://evil.example", "access-control-request-method": "POST"}
+    response = ask(toy_app(), "OPTIONS", "/v1/completions", headers=headers)
+    error_of(response, 405)
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+def test_cache_salts():
+    engine = ScriptedEngine()
+    app = toy_app(engine)
+    for salt in (None, "a", "b"):
+        complete(app, cache_salt=salt, max_tokens=1)
+    assert engine.requests[0].salt == ""
+    assert len({request.salt for request in engine.requests}) == 3

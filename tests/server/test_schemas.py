@@ -1,0 +1,336 @@
+"""Bodies: what is refused, which field is named, and how long saying no takes."""
+
+import time
+
+import pytest
+
+from server.fields import HARMLESS, UNSUPPORTED
+from server.http_errors import MissingField, UnknownField
+from server.request import InvalidField, UnsupportedField
+from server.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+
+HUGE = 10**30
+
+
+def completion(**fields):
+    return read_body(CompletionBody, {"prompt": "a"} | fields)
+
+
+def chat(**fields):
+    return read_body(ChatBody, {"messages": [{"role": "user", "content": "a"}]} | fields)
+
+
+@pytest.mark.parametrize(
+    "prompt", ["a", "", ["a", "b"], [1, 2], [[1], [2, 3]], [0], ["a"] * 128], ids=repr
+)
+def test_prompt_forms(prompt):
+    assert completion(prompt=prompt).prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        (None, "prompt"),
+        ([], "prompt"),
+        ([[]], "prompt[0]"),
+        ([[1], []], "prompt[1]"),
+        (5, "prompt"),
+        (True, "prompt"),
+        ({"a": 1}, "prompt"),
+        ([True], "prompt"),
+        ([1.0], "prompt"),
+        (["a", 1], "prompt[1]"),
+        ([1, "a"], "prompt[1]"),
+        ([1, True], "prompt[1]"),
+        ([[1], "a"], "prompt[1]"),
+        ([-1], "prompt[0]"),
+        ([2**31], "prompt[0]"),
+        ([HUGE], "prompt[0]"),
+        (["a"] * 129, "prompt"),
+        ([[1]] * 129, "prompt"),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_refused_prompts(prompt, param):
+    with pytest.raises(InvalidField) as refused:
+        completion(prompt=prompt)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1] * 30_000 + ["x"], [{}] * 30_000, [[1] * 10_000] * 3 + [{}]], ids=len
+)
+def test_a_large_wrong_prompt_is_refused_fast_and_briefly(prompt):
+    start = time.perf_counter()
+    with pytest.raises(InvalidField) as refused:
+        completion(prompt=prompt)
+    assert time.perf_counter() - start < 0.1
+    assert len(refused.value.message) < 200
+
+
+def test_a_large_wrong_logit_bias_is_refused_fast():
+    start = time.perf_counter()
+    with pytest.raises(InvalidField, match="300") as refused:
+        completion(logit_bias={str(token): "x" for token in range(30_000)})
+    assert time.perf_counter() - start < 0.1
+    assert refused.value.param == "logit_bias"
+
+
+IN_RANGE = [
+    ("temperature", 0, 2),
+    ("temperature", 0.0, 2.0),
+    ("top_p", 1e-9, 1),
+    ("top_k", -1, 0),
+    ("top_k", 1, 2**31 - 1),
+    ("min_p", 0, 1),
+    ("repetition_penalty", 1e-3, 2),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+    ("seed", -(2**63), 2**63 - 1),
+    ("n", 1, 16),
+    ("logprobs", 0, 5),
+    ("max_tokens", 1, 2**31 - 1),
+    ("stop", "x", ["a", "b", "c", "d"]),
+    ("stop", [], "y" * 256),
+    ("stop_token_ids", [], [0, 5]),
+    ("logit_bias", {}, {"0": -100, "17": 100.0}),
+    ("cache_salt", "a", "A.b_c-9" * 18),
+]
+
+
+@pytest.mark.parametrize(("name", "low", "high"), IN_RANGE)
+def test_the_ends_of_every_range_are_inside(name, low, high):
+    for value in (low, high):
+        got = getattr(completion(**{name: value}), name)
+        if name == "stop" and isinstance(value, str):
+            value = [value]
+        if name == "logit_bias":
+            value = {int(key): bias for key, bias in value.items()}
+        assert got == value
+
+
+OUT_OF_RANGE = [
+    *(("temperature", bad) for bad in (-0.1, 2.1, "1", True, float("nan"), float("inf"), HUGE)),
+    *(("top_p", bad) for bad in (0, -0.0, 1.01, "1")),
+    *(("top_k", bad) for bad in (-2, 1.0, "5", True, 2**31)),
+    *(("min_p", bad) for bad in (-0.1, 1.1)),
+    *(("repetition_penalty", bad) for bad in (0, -1, 2.1)),
+    *(("presence_penalty", bad) for bad in (-2.1, 2.1)),
+    *(("frequency_penalty", bad) for bad in (-2.1, 1e300)),
+    *(("seed", bad) for bad in (2**63, -(2**63) - 1, 1.5, "1", True)),
+    *(("n", bad) for bad in (0, -1, 17, 10**9, 1.0, "2", True)),
+    *(("logprobs", bad) for bad in (-1, 6, 10**9, True, 1.0)),
+    *(("max_tokens", bad) for bad in (0, -1, 2**31, 1.0, "16", True)),
+    *(("max_completion_tokens", bad) for bad in (0, 1.5)),
+    *(("min_tokens", bad) for bad in (-1, 0.5, True)),
+    *(("stop", bad) for bad in ("", [""], ["a"] * 5, [1], 1, "x" * 257, {"a": 1})),
+    *(("stop_token_ids", bad) for bad in ([-1], [2**31], [True], ["1"], 1, [1] * 129)),
+    ("logit_bias", []),
+    *(
+        ("logit_bias", {key: 1})
+        for key in ("1.0", " 1", "1e3", "+1", "01", "-1", "", "x", "٣", "1\n")
+    ),
+    *(("logit_bias", {"1": bad}) for bad in (101, -101, "1", None, True, float("nan"))),
+    *(("cache_salt", bad) for bad in ("", "a b", "a\n", "é", "x" * 129, 5)),
+    *(("echo", bad) for bad in (1, "true")),
+    *(("stream", bad) for bad in (1, "true")),
+    ("model", 5),
+    ("ignore_eos", "yes"),
+]
+
+
+@pytest.mark.parametrize(("name", "bad"), OUT_OF_RANGE, ids=lambda value: repr(value)[:24])
+def test_out_of_range_names_the_field(name, bad):
+    with pytest.raises(InvalidField) as refused:
+        completion(**{name: bad})
+    assert refused.value.param.split("[")[0] == name
+    assert refused.value.code == "invalid_value"
+
+
+def test_null_means_not_given():
+    names = set(CompletionBody.model_fields) - {"prompt"} | set(UNSUPPORTED) | set(HARMLESS)
+    body = completion(**dict.fromkeys(names | {"best_of"}))
+    assert body == completion()
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral"),
+    [
+        ("response_format", {"type": "text"}),
+        ("tools", []),
+        ("tool_choice", "none"),
+        ("suffix", ""),
+        ("use_beam_search", False),
+        ("skip_special_tokens", True),
+        ("best_of", 1),
+        ("length_penalty", 1.0),
+        ("modalities", ["text"]),
+        ("user", "u" * 256),
+        ("metadata", {"a": "b"}),
+        ("store", False),
+        ("service_tier", "auto"),
+        ("parallel_tool_calls", True),
+    ],
+)
+def test_neutral_values_of_unsupported_fields_are_accepted(name, neutral):
+    assert completion(**{name: neutral}) == completion()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("response_format", {"type": "json_object"}),
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"),
+        ("guided_json", {}),
+        ("grammar", "x"),
+        ("chat_template", "{{ x }}"),
+        ("lora_request", "x"),
+        ("suffix", "x"),
+        ("use_beam_search", True),
+        ("skip_special_tokens", False),
+        ("best_of", 2),
+        ("best_of", True),
+        ("length_penalty", 2.0),
+    ],
+)
+def test_unsupported_fields_are_refused_when_they_would_matter(name, value):
+    with pytest.raises(UnsupportedField) as refused:
+        completion(**{name: value})
+    assert refused.value.param == name
+    assert refused.value.code == "unsupported_parameter"
+
+
+def test_best_of_may_equal_n():
+    assert completion(best_of=3, n=3).n == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("user", "u" * 257), ("user", 5), ("metadata", {"a": 1}), ("store", True)],
+)
+def test_harmless_fields_must_be_well_formed(name, value):
+    with pytest.raises(InvalidField) as refused:
+        completion(**{name: value})
+    assert refused.value.param == name
+
+
+@pytest.mark.parametrize("name", ["frobnicate", "Prompt", "prompt ", "top_logprobs", "messages"])
+def test_unknown_fields_are_refused_by_name(name):
+    with pytest.raises(UnknownField) as refused:
+        completion(**{name: None})
+    assert refused.value.param == name
+    assert name in refused.value.message
+
+
+def test_an_unknown_name_is_shown_escaped_and_short():
+    with pytest.raises(UnknownField) as refused:
+        completion(**{"\x1b[31m\r\n" + "x" * 10_000: 1})
+    assert refused.value.message.isprintable()
+    assert len(refused.value.message) < 200
+
+
+def test_missing_prompt_and_messages():
+    for schema, name in ((CompletionBody, "prompt"), (ChatBody, "messages")):
+        with pytest.raises(MissingField) as refused:
+            read_body(schema, {"model": "a"})
+        assert refused.value.param == name
+
+
+def test_fields_that_contradict_each_other():
+    for param, fields in (
+        ("max_completion_tokens", {"max_tokens": 1, "max_completion_tokens": 2}),
+        ("min_tokens", {"max_tokens": 1, "min_tokens": 2}),
+        ("stream_options", {"stream_options": {"include_usage": True}}),
+        ("prompt", {"prompt": ["a"] * 65, "n": 2}),
+    ):
+        with pytest.raises(InvalidField) as refused:
+            completion(**fields)
+        assert refused.value.param == param
+    with pytest.raises(InvalidField) as refused:
+        chat(top_logprobs=2)
+    assert refused.value.param == "top_logprobs"
+    assert completion(max_tokens=2, max_completion_tokens=2, min_tokens=2).wanted_tokens == 2
+    assert completion(max_completion_tokens=3).wanted_tokens == 3
+    assert len(completion(prompt=["a"] * 64, n=2).prompt) == 64
+
+
+def test_stream_options():
+    options = completion(
+        stream=True, stream_options={"include_usage": True, "continuous_usage_stats": None}
+    ).stream_options
+    assert options.include_usage and not options.continuous_usage_stats
+    with pytest.raises(UnknownField, match=r"stream_options\.x"):
+        completion(stream=True, stream_options={"x": 1})
+    with pytest.raises(UnsupportedField):
+        completion(stream=True, stream_options={"include_obfuscation": True})
+
+
+def test_logprobs_of_chat():
+    assert chat().wanted_logprobs is None
+    assert chat(logprobs=True).wanted_logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).wanted_logprobs == 20
+    assert chat(logprobs=False, top_logprobs=0).wanted_logprobs is None
+    for bad in ({"logprobs": 1}, {"logprobs": True, "top_logprobs": 21}):
+        with pytest.raises(InvalidField):
+            chat(**bad)
+
+
+def test_messages():
+    body = chat(
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
+            {"role": "assistant", "content": "c", "tool_calls": [], "refusal": None},
+            {"role": "user", "content": "d", "name": "eve"},
+        ]
+    )
+    assert [message.plain() for message in body.messages] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": "d", "name": "eve"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hi", "messages"),
+        ([5], "messages[0]"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "assistant", "content": None}], "messages[0].content"),
+        ([{"content": "a"}], "messages[0].role"),
+        ([{"role": "tool", "content": "a"}], "messages[0].role"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": []}], "messages[0].content"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "messages[0].content[0].type",
+        ),
+        (
+            [{"role": "user", "content": "a"}, {"role": "user", "content": "a", "zz": 1}],
+            "messages[1].zz",
+        ),
+        (
+            [{"role": "assistant", "content": "a", "tool_calls": [{}]}],
+            "messages[0].tool_calls",
+        ),
+    ],
+)
+def test_refused_messages(messages, param):
+    with pytest.raises(InvalidField) as refused:
+        chat(messages=messages)
+    assert refused.value.param == param
+
+
+def test_tokens_bodies():
+    assert read_body(TokenizeBody, {"prompt": "a"}).prompt == "a"
+    assert read_body(DetokenizeBody, {"tokens": [1, 2]}).tokens == [1, 2]
+    for bad in ({"tokens": [-1]}, {"tokens": "a"}, {"tokens": [True]}, {}):
+        with pytest.raises(InvalidField):
+            read_body(DetokenizeBody, bad)
