@@ -174,6 +174,15 @@ def test_bos_is_added_as_declared_and_by_default_only_for_llama3(pre, declared, 
     assert tokenizer.eos == {1, 2}
 
 
+@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("qwen2", False)])
+def test_llama3_takes_a_whole_word_that_no_merge_reaches(pre, whole):
+    fields = bpe_fields(byte_level(), pre)
+    fields["tokenizer.ggml.tokens"].append("qzx")
+    fields["tokenizer.ggml.token_type"].append(int(PieceType.NORMAL))
+    word = len(fields["tokenizer.ggml.tokens"]) - 1
+    assert (tokenizer_from_gguf(fields).encode("qzx", bos=False) == [word]) == whole
+
+
 def test_a_file_without_token_types_or_ends():
     fields = bpe_fields(
         byte_level(), None, token_type=None, eos_token_id=None, eot_token_id=None, bos_token_id=None

@@ -85,6 +85,14 @@ def test_bytes_of_each_kind_of_token(both):
     assert tokenizer.token_bytes(tokenizer.vocab_size + 7, first=False) == b""
 
 
+def test_an_added_token_is_text_even_in_letters_of_the_byte_alphabet():
+    library = byte_level()
+    library.add_tokens(["<é>"])
+    tokenizer = HfTokenizer(library)
+    assert library.decode([library.token_to_id("<é>")]) != "<é>"
+    assert decode(tokenizer, tokenizer.encode("<é>", bos=False)) == "<é>"
+
+
 def test_bos_is_what_the_post_processor_puts_before_and_never_its_eos(both):
     _, tokenizer = both["byte-level"]
     plain = tokenizer.encode("a b", bos=False)

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from model.tokenizers.base import Detokenizer, InvalidText, TokenizerError, decode
 from model.tokenizers.spm import AddedToken, SpmModel, SpmTokenizer
-from model.tokenizers.spm_proto import ModelType, Piece, PieceType, Settings, write_model
+from model.tokenizers.spm_proto import (
+    ModelType,
+    Piece,
+    PieceType,
+    Settings,
+    read_settings,
+    write_model,
+)
 from tests.model.tokenizers.samples import SPM_KINDS, TRICKY, texts, train_spm
 
 
@@ -159,18 +166,12 @@ def test_a_broken_file_is_refused_in_one_sentence(data):
 
 def test_a_model_that_rewrites_decoded_text_is_refused():
     model = train_spm("bpe")
-    charsmap = sentencepiece_charsmap(model)
+    charsmap = read_settings(model).charsmap
     denormalizer = write_model(ModelType.BPE, [], Settings(charsmap=charsmap))
     # The message written last is field 3; the denormaliser is the same message as field 5.
     start = denormalizer.rindex(b"\x1a", 0, denormalizer.index(charsmap) - 8)
     with pytest.raises(TokenizerError, match="rewrites text after decoding"):
         SpmModel(model + b"\x2a" + denormalizer[start + 1 :])
-
-
-def sentencepiece_charsmap(model):
-    from model.tokenizers.spm_proto import read_settings
-
-    return read_settings(model).charsmap
 
 
 def test_a_model_of_hand_written_pieces():
