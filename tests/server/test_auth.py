@@ -1,0 +1,96 @@
+"""Keys: nothing but health is open, and prefixes of different keys stay apart."""
+
+import pytest
+
+from tests.server.test_app import error_of
+from tests.server.toy import ScriptedEngine, ask, toy_app
+
+KEYS = frozenset({"sesame", "zweiter-schlüssel"})
+OPEN = {"/health", "/health/live", "/health/ready"}
+
+
+def bearer(key: str, scheme: str = "Bearer") -> dict:
+    return {"authorization": f"{scheme} {key}".encode()}
+
+
+def routes(app) -> list[tuple[str, str]]:
+    """Every (method, path) a client could try, unmatched ones included."""
+    known = [
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/toy"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+        ("GET", "/metrics"),
+        ("GET", "/version"),
+    ]
+    odd = ["/docs", "/openapi.json", "/nope", "//v1/models", "/v1/../v1/models", "/health/"]
+    return known + [("GET", path) for path in odd]
+
+
+def test_everything_but_health_needs_a_key():
+    app = toy_app(api_keys=KEYS, docs=True)
+    for method, path in routes(app):
+        response = ask(app, method, path)
+        assert error_of(response, 401)["code"] == "invalid_api_key", path
+        assert response.headers["www-authenticate"] == "Bearer"
+    for path in OPEN:
+        assert ask(app, "GET", path).status_code == 200
+
+
+@pytest.mark.parametrize("key", sorted(KEYS))
+def test_each_key_opens(key):
+    app = toy_app(api_keys=KEYS)
+    for scheme in ("Bearer", "bearer"):
+        assert ask(app, "GET", "/v1/models", headers=bearer(key, scheme)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"Bearer", b"Bearer ", b"sesame", b"Basic sesame", b"Bearer Bearer sesame",
+     b"Bearer sesam", b"Bearer sesame2", b"Bearer \xff\xfe", b"Bearer " + b"x" * 100_000],
+    ids=lambda value: repr(value)[:30],
+)  # fmt: skip
+def test_wrong_keys(value):
+    response = ask(toy_app(api_keys=KEYS), "GET", "/v1/models", headers={"authorization": value})
+    error = error_of(response, 401)
+    assert "sesam" not in error["message"]
+
+
+def test_two_authorization_headers_open_nothing():
+    headers = [("authorization", "Bearer sesame"), ("authorization", "Bearer sesame")]
+    error_of(ask(toy_app(api_keys=KEYS), "GET", "/v1/models", headers=headers), 401)
+
+
+def salts(**options) -> list[str]:
+    engine = ScriptedEngine()
+    app = toy_app(engine, api_keys=KEYS, **options)
+    for key in (*sorted(KEYS), "sesame"):
+        body = {"prompt": "a", "max_tokens": 1}
+        path = "/v1/completions"
+        assert ask(app, "POST", path, json=body, headers=bearer(key)).status_code == 200
+    return [request.salt for request in engine.requests]
+
+
+def test_prefixes_of_different_keys_are_not_shared():
+    first, second, again = salts()
+    assert first == again != second
+    assert "sesame" not in first
+
+
+def test_prefixes_are_shared_when_asked_for():
+    assert salts(share_prefixes=True) == ["", "", ""]
+
+
+def test_foreign_hosts_are_refused_where_hosts_are_named():
+    app = toy_app(allowed_hosts=frozenset({"localhost", "[::1]"}))
+    for host, status in (
+        ("localhost", 200),
+        ("LOCALHOST:8000", 200),
+        ("[::1]:8000", 200),
+        ("evil.example", 421),
+        ("localhost.evil.example", 421),
+    ):
+        assert ask(app, "GET", "/v1/models", headers={"host": host}).status_code == status
+        assert ask(app, "GET", "/health/live", headers={"host": host}).status_code == 200

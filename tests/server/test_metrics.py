@@ -1,0 +1,263 @@
+"""What is exposed, under which names, and that the numbers are those of the steps."""
+
+import re
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.http_errors import REJECTION_REASONS
+from server.metrics import Metrics
+from server.request import FinishReason, RequestSummary, StepStats
+from tests.server.toy import ask, chat, complete, sample, toy, toy_app
+
+LABELS = {"model_name": "toy", "encoding": "rope"}
+
+
+def metrics_of_toy() -> Metrics:
+    metrics = Metrics()
+    metrics.add_model(
+        "toy",
+        "rope",
+        {"kv_dtype": "bfloat16", "layers": "2", "kv_heads": "1", "head_dim": "8"},
+        bytes_per_token=64,
+        blocks=10,
+        block_size=16,
+        max_context=512,
+    )
+    return metrics
+
+
+def families(metrics: Metrics) -> dict:
+    return {
+        family.name: family for family in text_string_to_metric_families(metrics.render().decode())
+    }
+
+
+def value(metrics: Metrics, name: str, **labels) -> float:
+    return sample(metrics, name, **LABELS, **labels)
+
+
+def test_every_family_of_the_reference_is_there():
+    names = {
+        "requests_running", "requests_waiting", "kv_cache_usage_ratio", "cache_info", "requests",
+        "prompt_tokens", "generated_tokens", "time_to_first_token_seconds",
+        "inter_token_latency_seconds", "request_time_per_output_token_seconds",
+        "request_e2e_seconds", "request_queue_seconds", "request_prefill_seconds",
+        "request_decode_seconds", "request_prompt_tokens", "request_output_tokens",
+        "step_batch_size", "preemptions", "client_disconnects", "request_rejections",
+        "stream_errors", "kv_blocks", "kv_cache_bytes", "kv_written_bytes", "kv_written_entries",
+        "prefix_cache_queried_tokens", "prefix_cache_hit_tokens", "kv_evicted_blocks",
+    }  # fmt: skip
+    assert set(families(metrics_of_toy())) == {f"ropewalk_{name}" for name in names}
+
+
+def test_names_types_labels_and_help():
+    for name, family in families(metrics_of_toy()).items():
+        assert re.fullmatch(r"ropewalk_[a-z][a-z0-9_]*[a-z0-9]", name)
+        assert re.fullmatch(r"[A-Z].{10,}\.", family.documentation), name
+        assert family.samples, f"{name} is not exported from the start"
+        if family.type == "gauge":
+            assert not name.endswith("_total")
+        for one in family.samples:
+            assert not one.name.endswith("_created")
+            assert {"model_name", "encoding"} <= set(one.labels)
+            if family.type == "counter":
+                assert one.name.endswith("_total")
+        bounds = {one.labels["le"] for one in family.samples if "le" in one.labels}
+        assert len(bounds - {"+Inf"}) <= 16
+        assert (family.type == "histogram") is bool(bounds)
+
+
+def test_everything_starts_at_zero_and_exists():
+    metrics = metrics_of_toy()
+    for reason in FinishReason:
+        assert value(metrics, "requests_total", finish_reason=reason.value) == 0
+    for source in ("computed", "cached"):
+        assert value(metrics, "prompt_tokens_total", source=source) == 0
+    for reason in REJECTION_REASONS:
+        assert value(metrics, "request_rejections_total", reason=reason) == 0
+        unmatched = {"model_name": "unmatched", "encoding": "unmatched"}
+        assert sample(metrics, "request_rejections_total", reason=reason, **unmatched) == 0
+    assert value(metrics, "kv_blocks", state="free") == 10
+    assert value(metrics, "kv_cache_bytes", kind="k") == 10 * 16 * 64 / 2
+    assert value(metrics, "kv_cache_bytes", kind="v") == 10 * 16 * 64 / 2
+    info = {
+        "block_size": "16", "num_blocks": "10", "kv_dtype": "bfloat16", "layers": "2",
+        "kv_heads": "1", "head_dim": "8", "bytes_per_token": "64", "trained_context": "512",
+    }  # fmt: skip
+    assert value(metrics, "cache_info", **info) == 1
+
+
+def summary(**changes) -> RequestSummary:
+    values = {
+        "finish": FinishReason.LENGTH,
+        "prompt_tokens": 30,
+        "cached_tokens": 16,
+        "output_tokens": 5,
+        "arrival": 100.0,
+        "admitted": 100.02,
+        "first_token": 100.07,
+        "end": 100.47,
+    }
+    return RequestSummary(**(values | changes))
+
+
+def test_a_step_is_counted():
+    metrics = metrics_of_toy()
+    stats = StepStats(
+        seconds=0.1,
+        running=3,
+        waiting=2,
+        batch_requests=3,
+        computed_prompt_tokens=14,
+        cached_prompt_tokens=16,
+        generated_tokens=2,
+        written_entries=64,
+        written_bytes=1024,
+        preemptions=1,
+        prefix_queried_tokens=30,
+        prefix_hit_tokens=16,
+        evicted_blocks=4,
+        blocks_free=5,
+        blocks_active=4,
+        blocks_cached=1,
+        inter_token_seconds=(0.01, 0.02),
+        ended=(summary(),),
+    )
+    for _ in range(2):
+        metrics.observe_step("toy", stats)
+    expected = {
+        "requests_running": 3,
+        "requests_waiting": 2,
+        "kv_cache_usage_ratio": 0.4,
+        "generated_tokens_total": 4,
+        "kv_written_entries_total": 128,
+        "kv_written_bytes_total": 2048,
+        "preemptions_total": 2,
+        "prefix_cache_queried_tokens_total": 60,
+        "prefix_cache_hit_tokens_total": 32,
+        "step_batch_size_sum": 6,
+        "step_batch_size_count": 2,
+        "inter_token_latency_seconds_count": 4,
+        "time_to_first_token_seconds_count": 2,
+        "request_prompt_tokens_sum": 60,
+        "request_output_tokens_sum": 10,
+    }
+    for name, number in expected.items():
+        assert value(metrics, name) == pytest.approx(number), name
+    assert value(metrics, "prompt_tokens_total", source="computed") == 28
+    assert value(metrics, "prompt_tokens_total", source="cached") == 32
+    assert value(metrics, "kv_evicted_blocks_total", reason="lru") == 8
+    assert value(metrics, "requests_total", finish_reason="length") == 2
+    blocks = [value(metrics, "kv_blocks", state=state) for state in ("free", "active", "cached")]
+    assert blocks == [5, 4, 1] and sum(blocks) == 10
+    seconds = {
+        "time_to_first_token_seconds": 0.07,
+        "request_queue_seconds": 0.02,
+        "request_prefill_seconds": 0.05,
+        "request_decode_seconds": 0.4,
+        "request_e2e_seconds": 0.47,
+        "request_time_per_output_token_seconds": 0.1,
+        "inter_token_latency_seconds": 0.03,
+    }
+    for name, number in seconds.items():
+        assert value(metrics, f"{name}_sum") == pytest.approx(2 * number), name
+
+
+def test_queried_tokens_are_the_admitted_prompt_tokens():
+    metrics = metrics_of_toy()
+    prompts = [(30, 16), (7, 0), (100, 96)]
+    for tokens, hits in prompts:
+        metrics.observe_step(
+            "toy",
+            StepStats(
+                computed_prompt_tokens=tokens - hits,
+                cached_prompt_tokens=hits,
+                prefix_queried_tokens=tokens,
+                prefix_hit_tokens=hits,
+            ),
+        )
+        metrics.observe_step("toy", StepStats(preemptions=1))  # recomputing queries nothing
+    queried = value(metrics, "prefix_cache_queried_tokens_total")
+    computed = value(metrics, "prompt_tokens_total", source="computed")
+    cached = value(metrics, "prompt_tokens_total", source="cached")
+    assert queried == computed + cached == sum(tokens for tokens, _ in prompts)
+    assert value(metrics, "prefix_cache_hit_tokens_total") == cached
+
+
+def test_requests_that_never_got_a_token_have_no_latencies():
+    metrics = metrics_of_toy()
+    never = summary(finish=FinishReason.ABORT, admitted=None, first_token=None, output_tokens=0)
+    started = summary(finish=FinishReason.ABORT, first_token=None, output_tokens=0)
+    single = summary(output_tokens=1)
+    metrics.observe_step("toy", StepStats(ended=(never, started, single)))
+    assert value(metrics, "requests_total", finish_reason="abort") == 2
+    assert value(metrics, "request_e2e_seconds_count") == 3
+    assert value(metrics, "request_queue_seconds_count") == 2
+    assert value(metrics, "time_to_first_token_seconds_count") == 1
+    assert value(metrics, "request_time_per_output_token_seconds_count") == 0
+
+
+def test_ratios_stay_between_0_and_1():
+    metrics = metrics_of_toy()
+    for active in (0, 5, 10):
+        metrics.observe_step("toy", StepStats(blocks_active=active, blocks_free=10 - active))
+        assert value(metrics, "kv_cache_usage_ratio") == active / 10
+
+
+def test_models_are_kept_apart_and_unknown_ones_are_errors():
+    metrics = metrics_of_toy()
+    size = {"bytes_per_token": 64, "blocks": 4, "block_size": 16, "max_context": 64}
+    metrics.add_model("b", "nope", {}, **size)
+    metrics.observe_step("b", StepStats(generated_tokens=7))
+    assert value(metrics, "generated_tokens_total") == 0
+    assert sample(metrics, "generated_tokens_total", model_name="b", encoding="nope") == 7
+    with pytest.raises(ValueError, match="exist already"):
+        metrics.add_model("b", "nope", {}, **size)
+    with pytest.raises(KeyError):
+        metrics.observe_step("c", StepStats())
+
+
+def test_rejections_are_counted_by_reason():
+    app = toy_app(max_body_bytes=2000)
+    metrics = app.state.metrics
+    complete(app, temperature=9)
+    complete(app, prompt=[1] * 600)
+    complete(app, model="other")
+    complete(app, prompt=[300])
+    complete(app, user="x" * 2000)
+
+    def rejected(reason, model="toy", encoding="rope"):
+        labels = {"reason": reason, "model_name": model, "encoding": encoding}
+        return sample(metrics, "request_rejections_total", **labels)
+
+    assert rejected("context_length") == 1
+    assert rejected("invalid_request") == 1
+    for reason in ("invalid_request", "model_not_found", "body_too_large"):
+        assert rejected(reason, "unmatched", "unmatched") == 1
+
+
+def test_no_request_adds_a_series():
+    app = toy_app(served=[toy("a"), toy("b")])
+    metrics = app.state.metrics
+
+    def count() -> int:
+        return sum(len(family.samples) for family in families(metrics).values())
+
+    complete(app, model="a", max_tokens=1)
+    before = count()
+    for index in range(400):
+        assert ask(app, "GET", f"/v1/{index}/{'x' * (index % 7)}").status_code == 404
+    for index in range(300):
+        assert ask(app, f"METHOD{index}", "/v1/completions").status_code in (404, 405)
+    for index in range(150):
+        assert complete(app, model=f"m{index}").status_code == 404
+        assert chat(app, model=f"m{index}").status_code == 404
+    assert count() == before
+
+
+def test_the_page():
+    app = toy_app()
+    response = ask(app, "GET", "/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert 'ropewalk_requests_running{encoding="rope",model_name="toy"} 0.0' in response.text
