@@ -30,6 +30,14 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
+class SiluGate(nn.Module):
+    """x [T, 2 · width] = gate, up → silu(gate) · up (arXiv 2002.05202)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
 class Attention(nn.Module):
     """Project, rotate, write, attend, project back."""
 
@@ -91,20 +99,20 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) · up(x)): the gated form of arXiv 2002.05202."""
+    """down(silu(gate(x)) · up(x))."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.gate_up = Linear(
             config.width, 2 * config.ffn_width, bias=config.mlp_bias, dtype=dtype, device=device
         )
+        self.gate = SiluGate()
         self.down = Linear(
             config.ffn_width, config.width, bias=config.mlp_bias, dtype=dtype, device=device
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        y: Tensor = self.down(F.silu(gate) * up)
+        y: Tensor = self.down(self.gate(self.gate_up(x)))
         return y
 
 

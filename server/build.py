@@ -22,7 +22,7 @@ from model.config import EncodingSpec
 from model.encodings.base import EncodingError, PositionalEncoding, create
 from model.kernels.build import Kernels, NoKernels
 from model.kernels.build import load as load_kernels
-from model.linear import pack
+from model.kernels.substitutes import substitute
 from model.loading import Checkpoint, CheckpointError, load_decoder, open_checkpoint
 from model.transformer import Decoder
 from server import listen, placement, pull
@@ -129,7 +129,7 @@ def _load_model(
     backend = _backend(checkpoint, loading, dtype, device, kernels)
     decoder = _load_decoder(checkpoint, source.name, encoding, backend, dtype, device)
     if isinstance(kernels, Kernels):
-        pack(decoder, kernels)
+        substitute(decoder, kernels, dtype)
     blocks = placement.num_blocks(
         shape,
         dtype,

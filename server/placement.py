@@ -8,7 +8,7 @@ import os
 import torch
 
 from model.config import ModelConfig
-from model.linear import has_bf16_arithmetic
+from model.kernels.substitutes import has_bf16_arithmetic
 from server.errors import CommandError
 
 DTYPES = {

@@ -61,12 +61,7 @@ class Kernels:
         """[outputs, inputs] → the panels that `linear` reads, of the same dtype."""
         outputs, inputs = weight.shape
         packed = weight.new_empty(-(-outputs // self._panel), inputs, self._panel)
-        self._function("pack", weight.dtype)(
-            c_void_p(weight.contiguous().data_ptr()),
-            c_void_p(packed.data_ptr()),
-            c_int64(outputs),
-            c_int64(inputs),
-        )
+        self._call("pack", weight.dtype, weight.contiguous(), packed, outputs, inputs)
         return packed
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
@@ -74,22 +69,55 @@ class Kernels:
         x = x.contiguous()
         rows, inputs = x.shape
         y = x.new_empty(rows, outputs)
-        self._function("linear", x.dtype)(
-            c_void_p(x.data_ptr()),
-            c_void_p(packed.data_ptr()),
-            None if bias is None else c_void_p(bias.data_ptr()),
-            c_void_p(y.data_ptr()),
-            c_int64(rows),
-            c_int64(inputs),
-            c_int64(outputs),
-        )
+        self._call("linear", x.dtype, x, packed, bias, y, rows, inputs, outputs)
+        return y
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Over the last dimension of x."""
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        width = x.shape[-1]
+        self._call("rms_norm", x.dtype, x, weight, y, x.numel() // width, width, eps)
+        return y
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(gate) · up of x [T, 2 · width] = gate, up → [T, width]."""
+        x = x.contiguous()
+        rows, width = x.shape[0], x.shape[1] // 2
+        y = x.new_empty(rows, width)
+        self._call("gated", x.dtype, x, y, rows, width)
+        return y
+
+    def rotate(
+        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool
+    ) -> Tensor:
+        """Rotary embedding of x [T, heads, head_dim], each row's heads contiguous.
+
+        cos and sin are float32 tables [positions, turning pairs].
+        """
+        rows, heads, dim = x.shape
+        y = x.new_empty(x.shape)
+        pairs = cos.shape[1]
+        sizes = (rows, x.stride(0), heads, dim, pairs, int(interleaved))
+        self._call("rotate", x.dtype, x, y, cos, sin, positions, *sizes)
         return y
 
     def attend(self, dtype: torch.dtype, arguments: AttendArguments) -> None:
         self._function("attend", dtype)(ctypes.byref(arguments))
 
+    def _call(self, name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> None:
+        self._function(name, dtype)(*map(_as_c, arguments))
+
     def _function(self, name: str, dtype: torch.dtype) -> "ctypes._NamedFuncPointer":
         return getattr(self._library, f"{name}_{SUFFIXES[dtype]}")  # type: ignore[no-any-return]
+
+
+def _as_c(argument: Tensor | int | float | None) -> c_void_p | c_int64 | c_float | None:
+    if isinstance(argument, Tensor):
+        return c_void_p(argument.data_ptr())
+    if isinstance(argument, float):
+        return c_float(argument)
+    return None if argument is None else c_int64(argument)
 
 
 def load(folder: Path) -> Kernels:

@@ -1,5 +1,5 @@
-// CPU kernels of the decoder: attention over the paged cache, and linear layers over packed
-// weights. Plain C entry points, so the file needs no headers but the compiler's own.
+// CPU kernels of the decoder: attention over the paged cache, linear layers over packed weights,
+// and the small steps between them. Plain C entry points: no headers but the compiler's own.
 //
 // Every output row is summed in an order of its own, independent of the other rows of the batch:
 // a request's numbers do not change with its neighbours. Arithmetic is float32; bfloat16 is a
@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <vector>
 
 namespace {
@@ -23,7 +24,6 @@ constexpr int kPanel = 2 * kLanes;  // output columns that one pass over the row
 
 typedef float Vec __attribute__((vector_size(kLanes * 4), aligned(4)));
 typedef uint32_t VecBits __attribute__((vector_size(kLanes * 4), aligned(4)));
-typedef uint16_t VecHalf __attribute__((vector_size(kLanes * 2), aligned(2)));
 
 struct bf16 {
   uint16_t bits;
@@ -47,13 +47,26 @@ inline void narrow(float x, bf16 *y) {
 }
 
 inline Vec load(const float *x) { return *reinterpret_cast<const Vec *>(x); }
-inline Vec load(const bf16 *x) {
-  const VecHalf half = *reinterpret_cast<const VecHalf *>(x);
-  return (Vec)(__builtin_convertvector(half, VecBits) << 16);
+
+// The two column vectors of one input in a panel. bfloat16 panels interleave them, column j in
+// the low and column j + kLanes in the high half of a word: widening is then one operation each.
+inline void load_columns(const float *panel, Vec &left, Vec &right) {
+  left = load(panel);
+  right = load(panel + kLanes);
+}
+inline void load_columns(const bf16 *panel, Vec &left, Vec &right) {
+  const VecBits words = *reinterpret_cast<const VecBits *>(panel);
+  left = (Vec)(words << 16);
+  right = (Vec)(words & 0xffff0000u);
+}
+inline int64_t place_in_panel(const float *, int64_t column) { return column; }
+inline int64_t place_in_panel(const bf16 *, int64_t column) {
+  return column < kLanes ? 2 * column : 2 * (column - kLanes) + 1;
 }
 
 // ------------------------------------------------------------------------------------ linear
 
+// packed [panel, input, kPanel]; columns past the last output are zero.
 template <class T>
 void pack_panels(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
   const int64_t panels = (outputs + kPanel - 1) / kPanel;
@@ -62,64 +75,78 @@ void pack_panels(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
     for (int64_t k = 0; k < inputs; ++k)
       for (int64_t j = 0; j < kPanel; ++j) {
         const int64_t n = p * kPanel + j;
-        packed[(p * inputs + k) * kPanel + j] = n < outputs ? weight[n * inputs + k] : T{};
+        packed[(p * inputs + k) * kPanel + place_in_panel(weight, j)] =
+            n < outputs ? weight[n * inputs + k] : T{};
       }
 }
 
-// ROWS rows of x times one panel; out [ROWS, kPanel].
+// Adds ROWS rows times one panel to sum [ROWS, kPanel]; x is [inputs, ROWS].
 template <int ROWS, class W>
-void multiply_panel(const float *x, int64_t inputs, const W *panel, float *out) {
-  Vec sum[ROWS][2] = {};
+void multiply_tile(const float *x, int64_t inputs, const W *panel, float *sum) {
+  Vec left_sum[ROWS], right_sum[ROWS];
+  for (int r = 0; r < ROWS; ++r) {
+    left_sum[r] = load(sum + r * kPanel);
+    right_sum[r] = load(sum + r * kPanel + kLanes);
+  }
   for (int64_t k = 0; k < inputs; ++k) {
-    const Vec left = load(panel + k * kPanel), right = load(panel + k * kPanel + kLanes);
+    Vec left, right;
+    load_columns(panel + k * kPanel, left, right);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
-      const float a = x[r * inputs + k];
-      sum[r][0] += a * left;
-      sum[r][1] += a * right;
+      left_sum[r] += x[k * ROWS + r] * left;
+      right_sum[r] += x[k * ROWS + r] * right;
     }
   }
   for (int r = 0; r < ROWS; ++r) {
-    std::memcpy(out + r * kPanel, &sum[r][0], sizeof(Vec));
-    std::memcpy(out + r * kPanel + kLanes, &sum[r][1], sizeof(Vec));
+    std::memcpy(sum + r * kPanel, &left_sum[r], sizeof(Vec));
+    std::memcpy(sum + r * kPanel + kLanes, &right_sum[r], sizeof(Vec));
   }
 }
 
 template <int ROWS, class W>
-void multiply_rows(int64_t rows, const float *x, int64_t inputs, const W *panel, float *out) {
+void multiply(int64_t rows, const float *x, int64_t inputs, const W *panel, float *sum) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return multiply_rows<ROWS - 1>(rows, x, inputs, panel, out);
-  multiply_panel<ROWS>(x, inputs, panel, out);
+    if (rows < ROWS) return multiply<ROWS - 1>(rows, x, inputs, panel, sum);
+  multiply_tile<ROWS>(x, inputs, panel, sum);
 }
 
 template <class T, class W>
 void linear(const T *x, const W *packed, const float *bias, T *y, int64_t rows, int64_t inputs,
             int64_t outputs) {
-  constexpr int64_t kChunk = 8 * kRows;  // rows that stay in the second-level cache
-  const int64_t panels = (outputs + kPanel - 1) / kPanel;
-  std::vector<float> wide;
-  const float *x32;
-  if constexpr (sizeof(T) == 4) {
-    x32 = x;
-  } else {
-    wide.resize(rows * inputs);
-    for (int64_t i = 0; i < rows * inputs; ++i) wide[i] = widen(x[i]);
-    x32 = wide.data();
-  }
-  for (int64_t chunk = 0; chunk < rows; chunk += kChunk) {
-    const int64_t chunk_end = std::min(rows, chunk + kChunk);
-#pragma omp parallel for schedule(static)
-    for (int64_t p = 0; p < panels; ++p) {
-      float out[kRows * kPanel];
-      const int64_t columns = std::min<int64_t>(kPanel, outputs - p * kPanel);
-      for (int64_t m = chunk; m < chunk_end; m += kRows) {
-        const int64_t count = std::min<int64_t>(kRows, chunk_end - m);
-        multiply_rows<kRows>(count, x32 + m * inputs, inputs, packed + p * inputs * kPanel, out);
-        for (int64_t r = 0; r < count; ++r) {
-          T *row = y + (m + r) * outputs + p * kPanel;
-          for (int64_t j = 0; j < columns; ++j)
-            narrow(out[r * kPanel + j] + (bias ? bias[p * kPanel + j] : 0.0f), row + j);
+  constexpr int64_t kChunk = 8 * kRows;                   // rows per pass over the panels
+  constexpr int64_t kDepth = 8192 / kPanel / sizeof(W);   // inputs: 8 KiB of a panel stay in L1
+  const int64_t panels = (outputs + kPanel - 1) / kPanel, tiles = (rows + kRows - 1) / kRows;
+  // Tile by tile of kRows rows, [inputs, rows of the tile], so that a tile reads one stream.
+  const std::unique_ptr<float[]> wide(new float[rows * inputs]);
+#pragma omp parallel
+  {
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t first = t * kRows, count = std::min<int64_t>(kRows, rows - first);
+      float *tile = wide.get() + first * inputs;
+      for (int64_t k = 0; k < inputs; ++k)
+        for (int64_t r = 0; r < count; ++r)
+          tile[k * count + r] = widen(x[(first + r) * inputs + k]);
+    }
+    float sums[kChunk * kPanel];
+    for (int64_t chunk = 0; chunk < rows; chunk += kChunk) {
+      const int64_t chunk_rows = std::min(kChunk, rows - chunk);
+#pragma omp for schedule(static) nowait
+      for (int64_t p = 0; p < panels; ++p) {
+        std::fill(sums, sums + chunk_rows * kPanel, 0.0f);
+        for (int64_t k = 0; k < inputs; k += kDepth) {
+          const int64_t depth = std::min(kDepth, inputs - k);
+          for (int64_t m = 0; m < chunk_rows; m += kRows) {
+            const int64_t count = std::min<int64_t>(kRows, chunk_rows - m);
+            multiply<kRows>(count, wide.get() + (chunk + m) * inputs + k * count, depth,
+                            packed + (p * inputs + k) * kPanel, sums + m * kPanel);
+          }
         }
+        const int64_t first = p * kPanel, columns = std::min<int64_t>(kPanel, outputs - first);
+        for (int64_t m = 0; m < chunk_rows; ++m)
+          for (int64_t j = 0; j < columns; ++j)
+            narrow(sums[m * kPanel + j] + (bias ? bias[first + j] : 0.0f),
+                   y + (chunk + m) * outputs + first + j);
       }
     }
   }
@@ -237,26 +264,87 @@ void attend_any(const AttendArguments &a) {
   }
 }
 
+// ------------------------------------------------------------------------- between the matrices
+
+// y = x / sqrt(mean(x^2) + eps) * weight, row by row.
+template <class T>
+void rms_norm(const T *x, const T *weight, T *y, int64_t rows, int64_t width, float eps) {
+#pragma omp parallel for schedule(static)
+  for (int64_t r = 0; r < rows; ++r) {
+    const T *from = x + r * width;
+    float squares = 0.0f;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < width; ++i) squares += widen(from[i]) * widen(from[i]);
+    const float scale = 1.0f / std::sqrt(squares / float(width) + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i)
+      narrow(widen(from[i]) * scale * widen(weight[i]), y + r * width + i);
+  }
+}
+
+// y = silu(gate) * up; x [rows, 2 width] holds gate, then up.
+template <class T>
+void gated(const T *x, T *y, int64_t rows, int64_t width) {
+#pragma omp parallel for schedule(static)
+  for (int64_t r = 0; r < rows; ++r) {
+    const T *gate = x + r * 2 * width, *up = gate + width;
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) {
+      const float g = widen(gate[i]);
+      narrow(g / (1.0f + expf(-g)) * widen(up[i]), y + r * width + i);
+    }
+  }
+}
+
+// Turns pairs of the first 2 * half coordinates of each head; x has `stride` elements per row.
+template <class T>
+void rotate(const T *x, T *y, const float *cosines, const float *sines, const int64_t *positions,
+            int64_t rows, int64_t stride, int64_t heads, int64_t dim, int64_t half,
+            bool interleaved) {
+#pragma omp parallel for schedule(static)
+  for (int64_t r = 0; r < rows; ++r) {
+    const float *cosine = cosines + positions[r] * half, *sine = sines + positions[r] * half;
+    for (int64_t h = 0; h < heads; ++h) {
+      const T *from = x + r * stride + h * dim;
+      T *to = y + (r * heads + h) * dim;
+      const int64_t step = interleaved ? 2 : 1, partner = interleaved ? 1 : half;
+      for (int64_t i = 0; i < half; ++i) {
+        const float a = widen(from[i * step]), b = widen(from[i * step + partner]);
+        narrow(a * cosine[i] - b * sine[i], to + i * step);
+        narrow(b * cosine[i] + a * sine[i], to + i * step + partner);
+      }
+      std::copy(from + 2 * half, from + dim, to + 2 * half);
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" {
 
 int64_t panel_columns() { return kPanel; }
 
-void pack_f32(const float *w, float *packed, int64_t outputs, int64_t inputs) {
-  pack_panels(w, packed, outputs, inputs);
-}
-void pack_bf16(const bf16 *w, bf16 *packed, int64_t outputs, int64_t inputs) {
-  pack_panels(w, packed, outputs, inputs);
-}
-void linear_f32(const float *x, const float *packed, const float *bias, float *y, int64_t rows,
-                int64_t inputs, int64_t outputs) {
-  linear(x, packed, bias, y, rows, inputs, outputs);
-}
-void linear_bf16(const bf16 *x, const bf16 *packed, const float *bias, bf16 *y, int64_t rows,
-                 int64_t inputs, int64_t outputs) {
-  linear(x, packed, bias, y, rows, inputs, outputs);
-}
-void attend_f32(const AttendArguments *a) { attend_any<float>(*a); }
-void attend_bf16(const AttendArguments *a) { attend_any<bf16>(*a); }
+#define FOR_EACH_TYPE(DEFINE) DEFINE(f32, float) DEFINE(bf16, bf16)
+#define DEFINE_ENTRIES(SUFFIX, T)                                                                \
+  void pack_##SUFFIX(const T *w, T *packed, int64_t outputs, int64_t inputs) {                   \
+    pack_panels(w, packed, outputs, inputs);                                                     \
+  }                                                                                              \
+  void linear_##SUFFIX(const T *x, const T *packed, const float *bias, T *y, int64_t rows,       \
+                       int64_t inputs, int64_t outputs) {                                        \
+    linear(x, packed, bias, y, rows, inputs, outputs);                                           \
+  }                                                                                              \
+  void rms_norm_##SUFFIX(const T *x, const T *weight, T *y, int64_t rows, int64_t width,         \
+                         float eps) {                                                            \
+    rms_norm(x, weight, y, rows, width, eps);                                                    \
+  }                                                                                              \
+  void gated_##SUFFIX(const T *x, T *y, int64_t rows, int64_t width) {                           \
+    gated(x, y, rows, width);                                                                    \
+  }                                                                                              \
+  void rotate_##SUFFIX(const T *x, T *y, const float *cosines, const float *sines,               \
+                       const int64_t *positions, int64_t rows, int64_t stride, int64_t heads,    \
+                       int64_t dim, int64_t half, int64_t interleaved) {                         \
+    rotate(x, y, cosines, sines, positions, rows, stride, heads, dim, half, interleaved != 0);   \
+  }                                                                                              \
+  void attend_##SUFFIX(const AttendArguments *a) { attend_any<T>(*a); }
+FOR_EACH_TYPE(DEFINE_ENTRIES)
 }

@@ -8,7 +8,7 @@ import torch
 from model.attention.cpu import CpuBackend
 from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
-from model.linear import pack
+from model.kernels.substitutes import substitute
 from tests.model.running import Running, make_batch, new_cache, run_uncached
 from tests.model.tiny import ENCODINGS, tiny
 
@@ -103,7 +103,7 @@ def test_one_key_value_head_and_uneven_head_size(setting):
 def test_batch_mates_change_no_bit(kernels):
     """The CPU kernels sum every row independently of the rest of the batch."""
     decoder = tiny("table", CpuBackend(kernels), torch.float32)
-    pack(decoder, kernels)
+    substitute(decoder, kernels, torch.float32)
     rng = random.Random(5)
     together = four_ragged(rng)
     kv = new_cache(decoder, 40, BLOCK)

@@ -1,0 +1,112 @@
+"""Modules that compute what those of the decoder compute, faster, on the CPU.
+
+`substitute` swaps them in once, after loading. The decoder's own modules stay the definition:
+each substitute differs from its original by rounding only, and the tests hold both together.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from model.encodings.base import PositionalEncoding
+from model.encodings.rope import RoPE
+from model.kernels.build import SUFFIXES, Kernels
+from model.linear import Linear
+from model.transformer import RMSNorm, SiluGate
+
+
+def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
+    """Replace what can be, inside a model of this dtype on the CPU. Call once, after loading."""
+    if dtype not in SUFFIXES:
+        return
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            faster = _faster(child, kernels)
+            if faster is not None:
+                setattr(module, name, faster)
+
+
+def has_bf16_arithmetic() -> bool:
+    """Whether this CPU multiplies bfloat16 itself, as opposed to widening it."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def _faster(module: nn.Module, kernels: Kernels) -> nn.Module | None:
+    if isinstance(module, Linear):
+        if module.weight.dtype is torch.bfloat16 and has_bf16_arithmetic():
+            return OneDnnLinear(module)
+        return PanelLinear(module, kernels)
+    if isinstance(module, RMSNorm):
+        return KernelRMSNorm(module, kernels)
+    if isinstance(module, SiluGate):
+        return KernelSiluGate(kernels)
+    if isinstance(module, RoPE):
+        return KernelRoPE(module, kernels)
+    return None
+
+
+class PanelLinear(nn.Module):
+    """Our kernel over packed panels. Each row's sum is independent of the other rows."""
+
+    def __init__(self, linear: Linear, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.outputs = linear.weight.shape[0]
+        self.panels = kernels.pack(linear.weight)
+        self.bias = None if linear.bias is None else linear.bias.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.linear(x, self.panels, self.bias, self.outputs)
+
+
+class OneDnnLinear(nn.Module):
+    """oneDNN over weights it has reordered once, for about 32 rows; one order serves all counts.
+
+    For processors that multiply bfloat16 (AMX, AVX512-BF16), which oneDNN makes use of. The
+    operators are torch's own but not public: pyproject.toml bounds torch's version.
+    """
+
+    ROWS = 32
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight, self.ROWS)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return y
+
+
+class KernelRMSNorm(nn.Module):
+    def __init__(self, norm: RMSNorm, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.weight = norm.weight
+        self.eps = norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+
+class KernelSiluGate(nn.Module):
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.gated(x)
+
+
+class KernelRoPE(PositionalEncoding):
+    def __init__(self, rope: RoPE, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.max_positions = rope.max_positions
+        self.cos, self.sin = rope.cos, rope.sin
+        self.interleaved = rope.layout == "interleaved"
+
+    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            self.kernels.rotate(q, self.cos, self.sin, positions, self.interleaved),
+            self.kernels.rotate(k, self.cos, self.sin, positions, self.interleaved),
+        )

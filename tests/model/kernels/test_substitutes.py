@@ -1,0 +1,134 @@
+"""Every substitute against torch, and linear layers for each row count treated differently."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model.attention.cpu import CpuBackend
+from model.encodings.rope import RoPE
+from model.kernels.substitutes import (
+    KernelRMSNorm,
+    KernelRoPE,
+    KernelSiluGate,
+    OneDnnLinear,
+    PanelLinear,
+    substitute,
+)
+from model.linear import Linear
+from model.transformer import RMSNorm, SiluGate
+from tests.model.running import run_uncached
+from tests.model.tiny import CPU, tiny
+
+
+def made(inputs, outputs, bias, dtype):
+    layer = Linear(inputs, outputs, bias=bias, dtype=dtype, device=CPU)
+    generator = torch.Generator().manual_seed(inputs)
+    layer.weight.copy_(torch.randn(outputs, inputs, generator=generator) / inputs**0.5)
+    if bias:
+        layer.bias.copy_(torch.randn(outputs, generator=generator))
+    return layer
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 11, 12, 13, 31, 96, 97, 130])
+@pytest.mark.parametrize(("inputs", "outputs", "bias"), [(7, 3, True), (64, 33, False)])
+def test_panels_equal_torch(rows, inputs, outputs, bias, kernels):
+    layer = made(inputs, outputs, bias, torch.float32)
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows))
+    exact = torch.nn.functional.linear(
+        x.double(), layer.weight.double(), layer.bias.double() if bias else None
+    )
+    assert (PanelLinear(layer, kernels)(x) - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 13, 40])
+def test_bfloat16_panels_round_once(rows, kernels):
+    layer = made(96, 70, True, torch.bfloat16)
+    x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    exact = x.double() @ layer.weight.double().T + layer.bias.double()
+    packed = PanelLinear(layer, kernels)(x)
+    assert (
+        torch.equal(packed, exact.float().bfloat16())
+        or ((packed.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_one_dnn_equals_torch(rows):
+    layer = made(96, 70, True, torch.bfloat16)
+    x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    exact = x.double() @ layer.weight.double().T + layer.bias.double()
+    assert (OneDnnLinear(layer)(x).double() - exact).abs().max() < 0.04
+
+
+def test_a_rows_result_does_not_depend_on_the_others(kernels):
+    packed = PanelLinear(made(64, 33, False, torch.float32), kernels)
+    x = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
+    together = packed(x)
+    for row in (0, 11, 12, 95, 96, 99):
+        assert torch.equal(packed(x[row : row + 1])[0], together[row])
+
+
+def test_special_values_survive_bfloat16_storage(kernels):
+    layer = made(4, 4, False, torch.bfloat16)
+    x = torch.tensor([[1.0, torch.nan, 0, 0], [torch.inf, 0, 0, 0]]).bfloat16()
+    packed = PanelLinear(layer, kernels)(x)
+    assert packed[0].isnan().all()
+    assert packed[1].isinf().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 24), (5, 3, 7), (40, 64)])
+def test_rms_norm_equals_torch(shape, dtype, kernels):
+    norm = RMSNorm(shape[-1], 1e-5, dtype, CPU)
+    norm.weight.copy_(torch.rand(shape[-1]) + 0.5)
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
+    exact = F.rms_norm(x.double(), shape[-1:], norm.weight.double(), 1e-5)
+    close(KernelRMSNorm(norm, kernels)(x), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gate_equals_torch(dtype, kernels):
+    x = (torch.randn(9, 2 * 37, generator=torch.Generator().manual_seed(1)) * 20).to(dtype)
+    gate, up = x.double().chunk(2, dim=-1)
+    close(KernelSiluGate(kernels)(x), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("width", [4, 10])
+def test_rope_equals_torch(width, layout, dtype, kernels):
+    rope = RoPE(base=100.0, width=width, layout=layout, context=50, device=CPU)
+    generator = torch.Generator().manual_seed(1)
+    qkv = torch.randn(6, 5, 10, generator=generator).to(dtype)
+    q, k = qkv[:, :3], qkv[:, 3:]  # views with gaps between the rows, as the decoder has them
+    positions = torch.tensor([0, 49, 3, 3, 17, 1])
+    exact = rope.rotate(q.double(), k.double(), positions)
+    for turned, expected in zip(
+        KernelRoPE(rope, kernels).rotate(q, k, positions), exact, strict=True
+    ):
+        close(turned, expected)
+
+
+def test_substitute_replaces_what_it_can_and_leaves_float64_alone(kernels):
+    decoder = tiny("rope", dtype=torch.float32)
+    substitute(decoder, kernels, torch.float32)
+    left = [m for m in decoder.modules() if isinstance(m, Linear | RMSNorm | SiluGate | RoPE)]
+    assert left == []
+    exact = tiny("rope", dtype=torch.float64)
+    substitute(exact, kernels, torch.float64)
+    assert isinstance(exact.head, Linear)
+
+
+def test_substituted_decoder_equals_its_original(kernels):
+    tokens = list(range(40))
+    for encoding in ("rope", "rope-interleaved", "rope-partial", "nope"):
+        decoder = tiny(encoding, CpuBackend(kernels), torch.float32, qk_norm=True, qkv_bias=True)
+        before = run_uncached(decoder, tokens)
+        substitute(decoder, kernels, torch.float32)
+        assert (run_uncached(decoder, tokens) - before).abs().max() < 1e-4
+
+
+def close(result, exact):
+    """Within one rounding of the result's dtype."""
+    step = 2**-8 if result.dtype is torch.bfloat16 else 2**-20
+    assert ((result.double() - exact).abs() <= exact.abs() * step + 1e-5).all()
