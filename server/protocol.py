@@ -66,6 +66,8 @@ class StrictConnection(h11.Connection):
             self._refuse(BadRequest("the request line or a header is malformed; send CRLF lines"))
 
     def _check_request(self, event: h11.Request) -> None:
+        if event.http_version not in (b"1.0", b"1.1"):
+            self._refuse(BadRequest("this HTTP version is not known here; use HTTP/1.1"))
         names = [name for name, _ in event.headers]
         if len(names) > MAX_HEADERS or len(event.target) > MAX_TARGET:
             self._refuse(_head_too_large())

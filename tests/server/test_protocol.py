@@ -1,0 +1,224 @@
+"""Raw bytes against a running server: what is refused on the socket, and how fast."""
+
+import contextlib
+import time
+
+import pytest
+
+from server.protocol import MAX_HEAD, MAX_HEADERS, Protocol
+from tests.server.sockets import (
+    completion,
+    connect,
+    exchange,
+    post,
+    read_all,
+    read_until,
+    refusal,
+    response,
+)
+from tests.server.toy import ScriptedEngine, running, toy_app
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: toy\r\ncontent-type: application/json\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: toy\r\n"
+
+
+class Hasty(Protocol):
+    """The same deadlines, sooner."""
+
+    head_seconds = 0.3
+    request_seconds = 0.6
+
+
+@pytest.fixture(scope="module")
+def url():
+    with running(toy_app(max_body_bytes=1000)) as (address, _):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def hasty():
+    with running(toy_app(), http=Hasty) as (address, _):
+        yield address
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        HEAD + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n{}",
+        HEAD + b"transfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n0\r\n\r\n",
+        HEAD + b"content-length: -1\r\n\r\n",
+        HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}",
+        HEAD + b"content-length: 0x2\r\n\r\n{}",
+        HEAD + b"content-length: 2_0\r\n\r\n{}",
+        GET + b"x: a\n\r\n\r\n",
+        GET + b"x: a\ny: b\r\n\r\n",
+        b"GET /health HTTP/1.1\nhost: toy\n\n",
+        GET + b"x: a\r\n b\r\n\r\n",
+        GET + b"x: a\r\n\tb\r\n\r\n",
+        GET + b"x: a\0b\r\n\r\n",
+        GET + b"x: a\rb\r\n\r\n",
+        GET + b"x : a\r\n\r\n",
+        GET + b": a\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
+        b"GET /health\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET /hea lth HTTP/1.1\r\nhost: toy\r\n\r\n",
+        b"GET /health HTTP/9.9\r\nhost: toy\r\n\r\n",
+    ],
+)
+def test_what_could_be_read_differently_is_400(url, data):
+    error = refusal(exchange(url, data), 400)
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        GET + b"x: " + b"a" * MAX_HEAD + b"\r\n\r\n",
+        GET + b"x: " + b"a" * 1_000_000,
+        GET + b"".join(b"x%d: a\r\n" % index for index in range(MAX_HEADERS)) + b"\r\n",
+        b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\nhost: toy\r\n\r\n",
+        b"GET /" + b"a" * 1_000_000,
+    ],
+    ids=["one long header", "endless header", "many headers", "long target", "endless target"],
+)
+def test_too_much_header_is_431(url, data):
+    with connect(url) as client:
+        # It may stop reading before all is sent, as it should.
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            client.sendall(data)
+        assert refusal(read_all(client), 431)["code"] == "headers_too_large"
+
+
+def test_headers_just_inside_the_limits(url):
+    many = b"".join(b"x%d: a\r\n" % index for index in range(MAX_HEADERS - 2))
+    assert response(exchange(url, GET + many + b"connection: close\r\n\r\n"))[0] == 200
+    long = b"x: " + b"a" * (MAX_HEAD - len(GET) - 30) + b"\r\n"
+    assert response(exchange(url, GET + long + b"connection: close\r\n\r\n"))[0] == 200
+
+
+def test_a_body_over_the_limit_is_413_before_it_is_sent(url):
+    for length in (1001, 10**12, 10**18):
+        raw = exchange(url, HEAD + b"content-length: %d\r\n\r\n" % length)
+        assert refusal(raw, 413)["code"] == "body_too_large"
+
+
+def test_a_body_growing_over_the_limit_is_413(url):
+    with connect(url) as client:
+        client.sendall(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+        for _ in range(3):
+            client.sendall(b"190\r\n" + b" " * 400 + b"\r\n")
+        assert refusal(read_all(client), 413)["code"] == "body_too_large"
+
+
+def test_a_refused_body_is_never_asked_for(url):
+    data = HEAD + b"content-length: 5000\r\nexpect: 100-continue\r\n\r\n"
+    assert refusal(exchange(url, data), 413)
+
+
+def test_an_accepted_body_is_asked_for(url):
+    request = post("/v1/completions", {"prompt": "a", "max_tokens": 1}, expect="100-continue")
+    head, _, body = request.partition(b"\r\n\r\n")
+    with connect(url) as client:
+        client.sendall(head + b"\r\n\r\n")
+        assert b"100 " in read_until(client, b"\r\n\r\n")
+        client.sendall(body)
+        assert b"200 OK" in read_until(client, b"}}")
+
+
+def test_pipelined_requests_are_answered_in_order(url):
+    ready = GET.replace(b"/health", b"/health/ready") + b"\r\n"
+    live = GET.replace(b"/health", b"/health/live") + b"connection: close\r\n\r\n"
+    raw = exchange(url, ready + completion(max_tokens=1) + live)
+    assert raw.index(b'"ready"') < raw.index(b"text_completion") < raw.index(b'"live"')
+
+
+def test_a_connection_outlives_an_error_of_the_application(url):
+    with connect(url) as client:
+        client.sendall(completion(temperature=9))
+        assert b"invalid_value" in read_until(client, b"}}")
+        client.sendall(completion(max_tokens=1))
+        assert b"200 OK" in read_until(client, b"}}")
+
+
+@pytest.mark.parametrize(
+    "target", [b"//v1/models", b"/%76%31/models", b"/v1/../v1/models", b"http://toy/v1/models"]
+)
+def test_no_spelling_of_a_path_opens_it(target):
+    with running(toy_app(api_keys=frozenset({"k"}))) as (address, _):
+        data = b"GET " + target + b" HTTP/1.1\r\nhost: x/?\r\nconnection: close\r\n\r\n"
+        assert response(exchange(address, data))[0] in (400, 401)
+
+
+def silent(client):
+    return None
+
+
+def half_a_header(client):
+    client.sendall(GET)
+
+
+def half_a_body(client):
+    client.sendall(HEAD + b"content-length: 100\r\n\r\n{")
+
+
+def drip(client):
+    """One byte at a time must not move the deadline."""
+    for byte in GET + b"x: " + b"y" * 500:
+        time.sleep(0.02)
+        try:
+            client.sendall(bytes([byte]))
+        except OSError:
+            return
+
+
+@pytest.mark.parametrize(
+    ("attack", "least"),
+    [(silent, 0.25), (half_a_header, 0.25), (half_a_body, 0.55), (drip, 0.25)],
+)
+def test_requests_that_do_not_arrive_are_408(hasty, attack, least):
+    start = time.monotonic()
+    with connect(hasty) as client:
+        attack(client)
+        raw = read_all(client)
+    assert least <= time.monotonic() - start < 5
+    if attack is drip and not raw:
+        return  # its last byte met a closed connection, and the answer was lost with it
+    assert refusal(raw, 408)["code"] == "request_timeout"
+
+
+def test_a_second_request_has_the_same_deadline(hasty):
+    with connect(hasty) as client:
+        client.sendall(completion(max_tokens=1))
+        read_until(client, b"}}")
+        client.sendall(HEAD + b"content-length: 100\r\n\r\n{")
+        assert refusal(read_all(client), 408)
+
+
+def test_an_answer_may_take_longer_than_the_deadline_of_the_request():
+    engine = ScriptedEngine()
+    engine.pause = 0.05
+    with running(toy_app(engine), http=Hasty) as (address, _), connect(address) as client:
+        client.sendall(completion(max_tokens=20, stream=True))
+        assert read_until(client, b"[DONE]").count(b"data: ") == 21
+
+
+def test_idle_connections_do_not_disturb_others(url):
+    idle = [connect(url) for _ in range(200)]
+    try:
+        for _ in range(5):
+            with connect(url) as client:
+                client.sendall(completion(max_tokens=1))
+                assert b"200 OK" in read_until(client, b"}}")
+    finally:
+        for client in idle:
+            client.close()
+
+
+def test_garbage_after_the_request_leaves_its_answer_whole(url):
+    with connect(url) as client:
+        client.sendall(completion(max_tokens=3, stream=True) + b"\0garbage\r\n\r\n")
+        raw = read_all(client)
+    assert raw.count(b"[DONE]") == 1
+    assert b"400 Bad Request" in raw[raw.index(b"[DONE]") :]
