@@ -22,8 +22,10 @@ def export(gguf: Path, target: Path) -> None:
     )
     # A fresh model, because one loaded from GGUF counts as quantised and refuses to be saved.
     config = source.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    # Traces of the GGUF file in the config, which other servers may rightly refuse.
+    for trace in ("quantization_config", "_model_name_or_path"):
+        if hasattr(config, trace):
+            delattr(config, trace)
     model = type(source)(config).bfloat16()
     model.load_state_dict({k: v.to(torch.bfloat16) for k, v in source.state_dict().items()})
     model.generation_config = source.generation_config

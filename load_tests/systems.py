@@ -6,6 +6,7 @@ options its own command line offers.
 
 import asyncio
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -58,10 +59,10 @@ def system_from(spec: str, *, ours: str, peer_python: Path, model: Path, noeos: 
         raise ValueError(f"{spec!r} is not ropewalk:DTYPE or transformers:DTYPE")
     template, dialect = templates[program]
     command = template.format(
-        python=sys.executable,
-        peer_python=peer_python,
-        model=model,
-        noeos=noeos,
+        python=shlex.quote(sys.executable),
+        peer_python=shlex.quote(str(peer_python)),
+        model=shlex.quote(str(model)),
+        noeos=shlex.quote(str(noeos)),
         dtype=dtype,
         host=_HOST,
         port="{port}",
@@ -84,7 +85,7 @@ async def running(system: System, logs: Path, timeout_s: float) -> AsyncIterator
     Its output goes to a file in `logs`; `timeout_s` is the limit of each request to it.
     """
     port = _free_port()
-    words = system.command.format(port=port).split()
+    words = shlex.split(system.command.format(port=port))
     environment = {k: v for k, v in os.environ.items() if k not in _UNSET}
     log_path = logs / f"{system.name.replace(':', '-')}.log"
     with log_path.open("wb") as log:
@@ -101,7 +102,9 @@ async def running(system: System, logs: Path, timeout_s: float) -> AsyncIterator
         try:
             server = Server(_HOST, port, system.dialect, timeout_s=timeout_s)
             if not await _answers(server, process):
-                raise StartFailed(_last_words(system, process, log_path))
+                raise StartFailed(
+                    _last_words(f"{system.name}: {shlex.join(words)}", process, log_path)
+                )
             yield Started(server, process.pid)
         finally:
             _stop(process)
@@ -119,10 +122,10 @@ async def _answers(server: Server, process: subprocess.Popen[bytes]) -> bool:
     return False
 
 
-def _last_words(system: System, process: subprocess.Popen[bytes], log: Path) -> str:
+def _last_words(title: str, process: subprocess.Popen[bytes], log: Path) -> str:
     what = "did not answer in time" if process.poll() is None else "ended at its start"
     tail = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-    return "\n".join([f"{system.name} {what}: {system.command}", *tail])
+    return "\n".join([f"{title} {what}", *tail])
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

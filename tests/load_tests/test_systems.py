@@ -98,7 +98,7 @@ def test_what_a_server_started_ends_with_it(tmp_path):
 def test_a_server_that_ends_at_once_shows_its_last_words(tmp_path):
     command = f"{sys.executable} -c print('no_such_model',{{port}})"
     starting = running(fake(command), tmp_path, 5.0)
-    with pytest.raises(StartFailed, match=r"(?s)fake:1 ended at its start.*no_such_model"):
+    with pytest.raises(StartFailed, match=r"(?s)fake:1: .* ended at its start.*no_such_model"):
         asyncio.run(starting.__aenter__())
 
 
