@@ -38,12 +38,17 @@ class Lifeline:
         self._timeout = asyncio.timeout(seconds)
         self._why: End | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._complete = False
 
     def end(self, why: End) -> None:
         """Cut the block short; the first reason stays."""
-        if self._watch is not None and not self._timeout.expired():
+        if self._watch is not None and not self._complete and not self._timeout.expired():
             self._why = why
             self._timeout.reschedule(0)
+
+    def complete(self) -> None:
+        """The answer is out: a client that leaves now has everything. Call it at once then."""
+        self._complete = True
 
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()

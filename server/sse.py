@@ -39,6 +39,15 @@ class EventStream:
 
     async def write(self, data: bytes) -> None:
         """Send whole events; one write each time, so give it all that is due."""
+        await self._write(data, more=True)
+
+    async def finish(self, data: bytes) -> None:
+        """Send the last events and end the response."""
+        await self._write(data, more=False)
+        self._lifeline.complete()
+        self.close()
+
+    async def _write(self, data: bytes, *, more: bool) -> None:
         if not self.started:
             await self._send(
                 {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
@@ -47,13 +56,7 @@ class EventStream:
             self._timer = self._loop.call_later(self._ping_s, self._tick)
         if self._ping is not None:
             await self._ping
-        await self._put(data)
-
-    async def finish(self, data: bytes) -> None:
-        """Send the last events and end the response."""
-        await self.write(data)
-        self.close()
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._put(data, more=more)
 
     def close(self) -> None:
         """Stop pinging. The response itself is ended by `finish`, or left cut."""
@@ -64,14 +67,14 @@ class EventStream:
             self._ping.cancel()
             self._ping = None
 
-    async def _put(self, data: bytes) -> None:
+    async def _put(self, data: bytes, *, more: bool) -> None:
         self._blocked_since = self._loop.time()
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self._blocked_since = None
         self._last = self._loop.time()
 
     async def _put_ping(self) -> None:
-        await self._put(PING)
+        await self._put(PING, more=True)
         self._ping = None
 
     def _tick(self) -> None:

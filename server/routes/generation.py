@@ -86,7 +86,7 @@ class Generation(Response):
         out = EventStream(send, lifeline, ping_s=timing.ping_s, stalled_s=timing.stalled_s)
         try:
             async with lifeline:
-                await self._run(out, send)
+                await self._run(out, lifeline, send)
             return
         except Ended as ended:
             if ended.why in (End.DISCONNECTED, End.STALLED):
@@ -111,14 +111,14 @@ class Generation(Response):
         except TimeoutError:
             _abort_connection(scope)
 
-    async def _run(self, out: EventStream, send: Send) -> None:
+    async def _run(self, out: EventStream, lifeline: Lifeline, send: Send) -> None:
         answer = self._answer
         streams = read_together(
             [self._engine.generate(answer.model, choice.request) for choice in answer.choices]
         )
         try:
             if answer.stream is None:
-                await self._whole(streams, send)
+                await self._whole(streams, lifeline, send)
             else:
                 await self._streamed(streams, out, answer.stream)
         finally:
@@ -150,7 +150,7 @@ class Generation(Response):
         events.append(DONE)
         await out.finish("".join(events).encode())
 
-    async def _whole(self, streams: Streams, send: Send) -> None:
+    async def _whole(self, streams: Streams, lifeline: Lifeline, send: Send) -> None:
         answer = self._answer
         choices = answer.choices
         pieces: list[list[Piece]] = [[] for _ in choices]
@@ -173,6 +173,7 @@ class Generation(Response):
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+        lifeline.complete()
 
 
 async def _cut(streams: Streams, choice: Choice) -> None:

@@ -13,7 +13,11 @@ def connect(url: str, *, receive_buffer: int | None = None) -> socket.socket:
     if receive_buffer is not None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     client.settimeout(10)
-    client.connect((parts.hostname, parts.port))
+    try:
+        client.connect((parts.hostname, parts.port))
+    except OSError:
+        client.close()
+        raise
     return client
 
 

@@ -1,0 +1,150 @@
+"""Stopping: the listener stays open, streams end as if nothing happened, and the exit is clean."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from tests.server.sockets import (
+    completion,
+    connect,
+    exchange,
+    read_all,
+    read_until,
+    response,
+)
+from tests.server.toy import ScriptedEngine, running, toy_app, wait_for
+
+CLOSE = b"host: toy\r\nconnection: close"
+
+
+def get(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\n".encode() + CLOSE + b"\r\n\r\n"
+
+
+def texts(raw: bytes) -> str:
+    lines = [line for line in raw.split(b"\n") if line.startswith(b"data: {")]
+    choices = [choice for line in lines for choice in json.loads(line[6:])["choices"]]
+    return "".join(choice["text"] for choice in choices)
+
+
+def test_running_streams_finish_and_new_requests_are_refused():
+    engine = ScriptedEngine()
+    engine.pause = 0.02
+    with running(toy_app(engine)) as (url, server):
+        with connect(url) as client:
+            client.sendall(completion(stream=True, max_tokens=40))
+            control = texts(read_until(client, b"[DONE]"))
+        clients = [connect(url) for _ in range(8)]
+        for client in clients:
+            client.sendall(completion(stream=True, max_tokens=40))
+        wait_for(lambda: engine.live == 8)
+        server.handle_exit(signal.SIGTERM, None)
+        wait_for(lambda: server._drain.draining)
+        start = time.monotonic()
+        status, headers, _ = response(exchange(url, completion()))
+        assert (status, headers["connection"]) == (503, "close")
+        assert int(headers["retry-after"]) >= 1
+        assert time.monotonic() - start < 1
+        assert response(exchange(url, get("/health/ready")))[0] == 503
+        assert response(exchange(url, get("/health/live")))[0] == 200
+        for client in clients:
+            assert texts(read_until(client, b"[DONE]")) == control
+            client.close()
+        wait_for(lambda: server.should_exit)
+
+
+def test_streams_over_the_limit_get_an_error_frame():
+    engine = ScriptedEngine()
+    engine.pause = 0.05
+    with running(toy_app(engine), drain_seconds=0.5) as (url, server), connect(url) as client:
+        client.sendall(completion(stream=True, max_tokens=400))
+        wait_for(lambda: engine.live == 1)
+        server.handle_exit(signal.SIGTERM, None)
+        raw = read_all(client)
+        assert b"shutting_down" in raw and b"[DONE]" not in raw
+        assert len(engine.aborted) == 1
+
+
+def test_a_second_signal_cuts_at_once():
+    engine = ScriptedEngine()
+    engine.pause = 0.05
+    with running(toy_app(engine), drain_seconds=60) as (url, server), connect(url) as client:
+        client.sendall(completion(stream=True, max_tokens=400))
+        wait_for(lambda: engine.live == 1)
+        server.handle_exit(signal.SIGTERM, None)
+        wait_for(lambda: server._drain.draining)
+        server.handle_exit(signal.SIGINT, None)
+        start = time.monotonic()
+        assert b"shutting_down" in read_all(client)
+        assert time.monotonic() - start < 5
+
+
+PROGRAM = """
+    import sys
+    from server.protocol import Server, server_config
+    from tests.server.toy import ScriptedEngine, toy_app
+
+    engine = ScriptedEngine()
+    engine.pause = 0.02
+    app = toy_app(engine)
+    config = server_config(app, host="127.0.0.1", port=int(sys.argv[1]), access_log=False)
+    Server(config, app.state.drain, 10.0).run()
+    print("stopped cleanly", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_process_with_0_after_its_last_stream(number, free_port):
+    url = f"http://127.0.0.1:{free_port}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(free_port)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    try:
+        wait_for(lambda: answers(url), seconds=60)
+        with connect(url) as client:
+            client.sendall(completion(stream=True, max_tokens=30))
+            read_until(client, b"data: ")
+            process.send_signal(number)
+            assert b"[DONE]" in read_until(client, b"[DONE]")
+        output, _ = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, output
+    assert "stopped cleanly" in output and "Traceback" not in output
+
+
+def answers(url: str) -> bool:
+    try:
+        return response(exchange(url, get("/health/ready")))[0] == 200
+    except ConnectionRefusedError:
+        return False
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_an_idle_server_stops_within_a_second():
+    before = threading.active_count()
+    with running(toy_app()) as (url, server):
+        assert answers(url)
+        start = time.monotonic()
+        server.handle_exit(signal.SIGTERM, None)
+        wait_for(lambda: threading.active_count() == before)
+        assert time.monotonic() - start < 3
