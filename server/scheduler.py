@@ -140,7 +140,8 @@ class Scheduler:
     def record(self, plan: Plan, sampled: Mapping[str, Sampled]) -> list[TokenEvent]:
         """Take note of an executed plan: `sampled` by request id, for each work that samples.
 
-        Work of requests that ended meanwhile is skipped.
+        An error ends its request, whether its work was to sample or not. Work of requests that
+        ended meanwhile is skipped.
         """
         now = self._clock()
         events = []
@@ -148,14 +149,15 @@ class Scheduler:
             request = work.request
             if self._running.get(request.id) is not request:
                 continue
-            result = sampled[request.id] if work.samples else None
+            samples = work.samples
+            result = sampled[request.id] if samples else sampled.get(request.id)
             if result is not None and result.error is not None:
                 # Nothing it computed may reach others: not even blocks published before.
                 self._end(request, FinishReason.ERROR, now, forget=True)
                 events.append(_failure(request, result.error))
                 continue
             self._advance(work)
-            if result is not None:
+            if result is not None and samples:
                 events.append(self._append(request, result, now))
         return events
 

@@ -113,7 +113,10 @@ class ProvenanceMachine(RuleBasedStateMachine):
             self.world.step()
             self.world.check()
 
-    @rule(kind=st.sampled_from(["abort", "preempt", "poison", "crash"]), victim=st.integers(0, 40))
+    @rule(
+        kind=st.sampled_from(["abort", "poison", "preempt", "poison", "crash"]),
+        victim=st.integers(0, 40),
+    )
     def disturb(self, kind, victim):
         world = self.world
         if kind == "abort":  # a live request, one that ended, or one that never was
@@ -124,7 +127,7 @@ class ProvenanceMachine(RuleBasedStateMachine):
         elif kind == "preempt" and world.scheduler.running:  # at any moment, pressure or none
             world.scheduler._preempt_newest()
         elif kind == "poison" and world.live:
-            names = list(world.live)
+            names = list(world.live)[: world.limits.max_seqs]  # those that may run
             world.step(poisoned=frozenset({names[victim % len(names)]}))
 
     @invariant()

@@ -69,23 +69,20 @@ class World:
         return request
 
     def step(self, poisoned: frozenset[str] = frozenset()) -> list[TokenEvent]:
-        """One step; requests named in `poisoned` store garbage and fail when they sample."""
+        """One step; requests named in `poisoned` store garbage and fail if they are in it."""
         plan = self.plan()
+        sampled = {}
         for work in plan.work:
-            if not (work.samples and work.request.id in poisoned):
-                self.read(work.request, work.start + work.count)
-        sampled = {
-            work.request.id: Sampled(
-                next_token(work.request.tokens),
-                error=RequestFailed("bad") if work.request.id in poisoned else None,
-            )
-            for work in plan.work
-            if work.samples
-        }
-        for name in poisoned & sampled.keys():
-            self.scribble(next(work for work in plan.work if work.request.id == name))
+            request = work.request
+            if request.id in poisoned:
+                self.scribble(work)
+                sampled[request.id] = Sampled(0, error=RequestFailed("bad"))
+                continue
+            self.read(request, work.start + work.count)
+            if work.samples:
+                sampled[request.id] = Sampled(next_token(request.tokens))
         events = self.scheduler.record(plan, sampled)
-        assert [e.request_id for e in events] == list(sampled), "one event for each sample"
+        assert [e.request_id for e in events] == list(sampled), "one event for each result"
         for event in events:
             self.note(event)
         return events

@@ -400,6 +400,16 @@ def test_a_failed_request_ends_alone_and_leaves_nothing_to_share():
     assert retry.cached == 0  # although a had published two blocks before it failed
 
 
+def test_a_request_can_fail_in_a_chunk_that_samples_nothing():
+    s = scheduler(size=2, tokens=4)
+    add(s, "a", [1, 2, 3, 4, 5, 6])
+    error = RequestFailed("out of memory")
+    events = s.record(s.plan(), {"a": Sampled(0, error=error)})
+    assert [(e.token, e.finish, e.error) for e in events] == [(None, FinishReason.ERROR, error)]
+    assert s._cache.counts().cached == 0 and not s.running
+    assert s.computed_prompt_tokens == 0
+
+
 def test_a_step_that_was_never_recorded_is_planned_again():
     s = scheduler(tokens=4)
     add(s, "a", range(6))

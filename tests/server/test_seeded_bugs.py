@@ -7,7 +7,7 @@ ROPEWALK_STATEFUL_EXAMPLES raises the number of examples each bug may take to be
 import os
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import cache.prefix
@@ -21,7 +21,6 @@ from tests.server.machine import ProvenanceMachine
 SEARCH = settings(
     max_examples=int(os.environ.get("ROPEWALK_STATEFUL_EXAMPLES", "900")),
     stateful_step_count=40,
-    derandomize=True,
     database=None,
     deadline=None,
     phases=[Phase.generate],
@@ -279,6 +278,16 @@ def failure_publishes_its_blocks(patch):
     patch(Scheduler, "_end", bug)
 
 
+def failure_between_samples_is_missed(patch):
+    record = Scheduler.record
+
+    def bug(scheduler, plan, sampled):
+        sampling = {work.request.id for work in plan.work if work.samples}
+        return record(scheduler, plan, {n: s for n, s in sampled.items() if n in sampling})
+
+    patch(Scheduler, "record", bug)
+
+
 def abort_forgets_the_queue(patch):
     abort = Scheduler.abort
 
@@ -310,6 +319,9 @@ def one_token_too_many(patch):
     patch(Scheduler, "_finish_reason", bug)
 
 
+# Fixed, so that each bug takes as many examples today as tomorrow. Others find them all as well.
+SEED = 2
+
 BUGS = [
     evict_a_held_block,
     hand_out_block_0,
@@ -333,6 +345,7 @@ BUGS = [
     preempted_keeps_its_computed_count,
     room_is_never_sought_again,
     failure_publishes_its_blocks,
+    failure_between_samples_is_missed,
     abort_forgets_the_queue,
     step_over_budget,
     one_token_too_many,
@@ -344,4 +357,4 @@ def test_the_search_finds(plant, monkeypatch):
     plant(monkeypatch.setattr)
     # AssertionError only: an InvariantError is one, an error in the planted code is not.
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(ProvenanceMachine, settings=SEARCH)
+        run_state_machine_as_test(seed(SEED)(ProvenanceMachine), settings=SEARCH)
