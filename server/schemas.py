@@ -18,11 +18,10 @@ from pydantic import (
     Tag,
     ValidationError,
 )
-from pydantic_core import ErrorDetails
 
 from server.fields import supported_fields
-from server.http_errors import MissingField, UnknownField
-from server.request import InvalidField, UnsupportedField
+from server.refusal import refusal
+from server.request import InvalidField
 
 MAX_PROMPTS = 128
 MAX_CHOICES = 16
@@ -159,6 +158,7 @@ Content = Annotated[
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
+    type: Literal["text"] = "text"  # lm-eval says so of every message
     name: Annotated[str, Field(max_length=64)] | None = None
 
     def plain(self) -> dict[str, object]:
@@ -232,7 +232,7 @@ def read_body(schema: type[_Body], body: Mapping[str, Any]) -> _Body:
         value = schema.model_validate(fields)
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)
-        raise _refusal(details[0]) from None
+        raise refusal(details[0]) from None
     if isinstance(value, GenerationBody):
         _check_together(value)
     return value
@@ -246,42 +246,6 @@ def _without_empty_fields(message: Any) -> Any:
         for name, value in message.items()
         if value is not None and not (name in _EMPTY_MESSAGE_FIELDS and value == [])
     }
-
-
-def _refusal(details: ErrorDetails) -> InvalidField:
-    path = _path(details["loc"])
-    kind = details["type"]
-    if kind == "missing":
-        return MissingField(f"{path} is missing; it is required", path)
-    if kind == "extra_forbidden":
-        return UnknownField(f"{path} is not a known parameter; leave it out", path)
-    if kind.startswith("union_tag"):
-        form = (
-            "text or a list of text parts"
-            if path.endswith("content")
-            else "a text, a list of texts, a list of token ids or a list of such lists"
-        )
-        return InvalidField(f"{path} should be {form}", path)
-    if path == "stream_options.include_obfuscation":
-        return UnsupportedField(f"{path} is not supported; leave it out or send false", path)
-    message = details["msg"].removeprefix("Value error, ").replace(" after validation", "")
-    for start in ("Input ", "String ", "List ", "Dictionary "):
-        message = message.removeprefix(start)
-    return InvalidField(f"{path} {message}", path)
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """("messages", 0, "content", "parts", 1, "text") as messages[0].content[1].text"""
-    path = ""
-    for index, step in enumerate(location):
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif step == "[key]" or (index and location[index - 1] in ("prompt", "content")):
-            continue  # the tag of the union, not something the client wrote
-        else:
-            safe = step if re.fullmatch(r"[A-Za-z0-9_]{1,64}", step) else "?"
-            path += f".{safe}" if path else safe
-    return path
 
 
 def _check_together(body: GenerationBody) -> None:

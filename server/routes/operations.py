@@ -42,5 +42,4 @@ def operation_routes(serving: Serving, version: str) -> APIRouter:
 def _check_alive(serving: Serving) -> None:
     engine = serving.engine
     if not engine.alive:
-        cause = engine.failure or "it is not running"
-        raise NotReady(f"the engine cannot serve ({cause}); restart the server")
+        raise NotReady(engine.failure or "the engine makes no progress; restart the server")
