@@ -98,6 +98,20 @@ GGUF_NAMES = {
 }
 
 
+def gguf_name(name):
+    for theirs, ours in GGUF_NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+def paired_heads(name, config):
+    """How many heads the rows are when GGUF stores them in pairs, else None."""
+    if config.model_type not in ("llama", "mistral"):
+        return None
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    return heads.get(name.split(".")[-2])
+
+
 def gguf_tensors(model):
     """{GGUF name: array}, queries and keys in the order that GGUF's Llama has."""
     config, tensors = model.config, {}
@@ -105,18 +119,25 @@ def gguf_tensors(model):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.numpy().astype(np.float32)
-        if config.model_type in ("llama", "mistral"):
-            heads = {
-                "q_proj": config.num_attention_heads,
-                "k_proj": config.num_key_value_heads,
-            }.get(name.split(".")[-2])
-            if heads:
-                halves = values.reshape(heads, 2, -1, *values.shape[1:])
-                values = halves.swapaxes(1, 2).reshape(values.shape)
-        for theirs, ours in GGUF_NAMES.items():
-            name = name.replace(theirs, ours)
-        tensors[name] = np.ascontiguousarray(values)
+        if heads := paired_heads(name, config):
+            halves = values.reshape(heads, 2, -1, *values.shape[1:])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        tensors[gguf_name(name)] = np.ascontiguousarray(values)
     return tensors
+
+
+def fill_from_gguf(model, path):
+    """Into a transformers model with tied embeddings, through the package's own reader."""
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            tensor = stored.pop(gguf_name(name))
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            if heads := paired_heads(name, model.config):
+                pairs = values.reshape(heads, -1, 2, *values.shape[1:])
+                values = pairs.swapaxes(1, 2).reshape(values.shape)
+            parameter.copy_(torch.from_numpy(values.copy()))
+    assert not stored
 
 
 def gguf_writer(path, config):

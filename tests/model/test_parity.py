@@ -8,7 +8,6 @@ import gguf
 import pytest
 import torch
 import transformers
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from model.loading import open_checkpoint
 from tests.model import checkpoints
@@ -198,13 +197,8 @@ def smollm2():
     if not path.is_file():
         pytest.skip(f"{path} is missing: `ropewalk pull smollm2` fetches it")
     checkpoint = open_checkpoint(path)
-    # transformers' own reading of the file; its from_pretrained would want accelerate besides.
-    config = transformers.LlamaConfig(**SMOLLM2)
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
-    model = transformers.LlamaForCausalLM(config).eval()
-    model.load_state_dict(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMOLLM2)).eval()
+    checkpoints.fill_from_gguf(model, path)
     tokens = checkpoint.tokenizer.encode(ENGLISH, bos=False)[:512]
     return loaded(checkpoint, context=1024), model, tokens
 

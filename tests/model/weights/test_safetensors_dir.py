@@ -187,6 +187,7 @@ def test_a_snapshot_of_links_into_a_blob_folder(tmp_path):
         ({"a": "one.safetensors", "c": "two.safetensors"}, "does not place there"),
         ({"a": "one.safetensors", "c": "one.safetensors"}, "no file holds it"),
         ({"b": "one.safetensors"}, "does not place there"),
+        ({"a": "two.safetensors", "b": "one.safetensors"}, "does not place there"),
         ([], "weight_map"),
     ],
 )
