@@ -48,6 +48,25 @@ inline void narrow(float x, bf16 *y) {
 
 inline Vec load(const float *x) { return *reinterpret_cast<const Vec *>(x); }
 
+// e^x to about two units in the last place, in a form that compilers vectorise: 2^n times a
+// polynomial (Cephes' coefficients) on [-ln 2 / 2, ln 2 / 2].
+inline float exponential(float x) {
+  x = std::min(std::max(x, -87.0f), 88.0f);
+  const float n = std::nearbyint(x * 1.44269504f);
+  const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const int32_t bits = (int32_t(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, 4);
+  return p * power;
+}
+
 // The two column vectors of one input in a panel. bfloat16 panels interleave them, column j in
 // the low and column j + kLanes in the high half of a word: widening is then one operation each.
 inline void load_columns(const float *panel, Vec &left, Vec &right) {
@@ -167,78 +186,113 @@ extern "C" struct AttendArguments {
   float scale;
 };
 
-// One row and one key/value head: the `group` query heads that share it.
-template <class T, int DIM>
-void attend_row(const AttendArguments &a, int64_t row, int64_t request, int64_t kv_head,
-                std::vector<float> &scratch) {
-  const int64_t dim = DIM ? DIM : a.head_dim, group = a.heads / a.kv_heads;
-  const int64_t last = a.context_lens[request] - (a.query_starts[request + 1] - row);
-  const int64_t first = a.window ? std::max<int64_t>(0, last - a.window + 1) : 0;
-  const int64_t count = last - first + 1;
-  scratch.resize(group * (count + 2 * dim) + dim);
-  float *scores = scratch.data(), *q = scores + group * count, *sum = q + group * dim,
-        *wide = sum + group * dim;
-  const int64_t *table = a.tables + request * a.table_width;
-  const int64_t *bases = a.bases + request * a.table_width;
-  const auto entry = [&](const void *cache, int64_t index) {
-    const int64_t slot = table[index / a.block_size] * a.block_size + index % a.block_size;
-    return static_cast<const T *>(cache) + (slot * a.kv_heads + kv_head) * dim;
-  };
-
-  const T *q_row = static_cast<const T *>(a.q) + (row * a.heads + kv_head * group) * dim;
-  for (int64_t i = 0; i < group * dim; ++i) {
-    q[i] = widen(q_row[i]) * a.scale;
-    sum[i] = 0.0f;
-  }
-  for (int64_t n = 0; n < count; ++n) {
-    const T *key = entry(a.keys, first + n);
-#pragma omp simd
-    for (int64_t d = 0; d < dim; ++d) wide[d] = widen(key[d]);
-    for (int64_t g = 0; g < group; ++g) {
-      float dot = 0.0f;
-#pragma omp simd reduction(+ : dot)
-      for (int64_t d = 0; d < dim; ++d) dot += q[g * dim + d] * wide[d];
-      scores[g * count + n] = dot;
-    }
-  }
-  if (a.slopes || a.bias_table) {
-    for (int64_t n = 0; n < count; ++n) {
-      const int64_t index = first + n;
-      const int64_t distance =
-          a.positions[row] - (bases[index / a.block_size] + index % a.block_size);
-      const int64_t column = std::clamp<int64_t>(distance + a.bias_zero, 0, a.bias_span - 1);
-      for (int64_t g = 0; g < group; ++g) {
-        const int64_t head = kv_head * group + g;
-        scores[g * count + n] += a.slopes ? -a.slopes[head] * float(distance)
-                                          : a.bias_table[head * a.bias_span + column];
-      }
-    }
-  }
-  for (int64_t g = 0; g < group; ++g) {
-    float *s = scores + g * count;
-    float largest = -std::numeric_limits<float>::infinity(), total = 0.0f;
-    for (int64_t n = 0; n < count; ++n) largest = std::max(largest, s[n]);
-#pragma omp simd reduction(+ : total)
-    for (int64_t n = 0; n < count; ++n) total += (s[n] = expf(s[n] - largest));
-    const float inverse = 1.0f / total;
-#pragma omp simd
-    for (int64_t n = 0; n < count; ++n) s[n] *= inverse;
-  }
-  for (int64_t n = 0; n < count; ++n) {
-    const T *value = entry(a.values, first + n);
-#pragma omp simd
-    for (int64_t d = 0; d < dim; ++d) wide[d] = widen(value[d]);
-    for (int64_t g = 0; g < group; ++g) {
-      const float weight = scores[g * count + n];
-#pragma omp simd
-      for (int64_t d = 0; d < dim; ++d) sum[g * dim + d] += weight * wide[d];
-    }
-  }
-  T *out = static_cast<T *>(a.out) + (row * a.heads + kv_head * group) * dim;
-  for (int64_t i = 0; i < group * dim; ++i) narrow(sum[i], out + i);
+// Sums neighbouring halves until one lane holds everything.
+inline float sum_lanes(Vec x) {
+  typedef int32_t Order __attribute__((vector_size(kLanes * 4)));
+  Order lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+#pragma GCC unroll 4
+  for (int distance = kLanes / 2; distance > 0; distance /= 2)
+    x += __builtin_shuffle(x, lane ^ distance);
+  return x[0];
 }
 
-template <class T, int DIM>
+// Scratch of one thread. Heads are padded with zeros to `padded` floats, whole vectors.
+struct Scratch {
+  std::vector<float> q, sum;   // [group, padded]
+  std::vector<float> entries;  // [block_size, padded]: keys or values of one block, widened
+  std::vector<float> scores;   // [group, keys seen]
+};
+
+// Calls visit(n, count, block, offset) for each block's run of `count` keys, the first of which
+// is key first + n, after widening them from `cache` into scratch.entries.
+template <class T, class Visit>
+void visit_blocks(const AttendArguments &a, const void *cache, int64_t request, int64_t kv_head,
+                  int64_t first, int64_t last, int64_t padded, Scratch &scratch, Visit visit) {
+  const int64_t *table = a.tables + request * a.table_width, stride = a.kv_heads * a.head_dim;
+  int64_t block = first / a.block_size, offset = first % a.block_size;
+  for (int64_t n = 0; n <= last - first; ++block, offset = 0) {
+    const int64_t count = std::min(a.block_size - offset, last - first + 1 - n);
+    const T *from = static_cast<const T *>(cache) +
+                    (table[block] * a.block_size + offset) * stride + kv_head * a.head_dim;
+    for (int64_t i = 0; i < count; ++i) {
+      float *to = scratch.entries.data() + i * padded;
+#pragma omp simd
+      for (int64_t d = 0; d < a.head_dim; ++d) to[d] = widen(from[i * stride + d]);
+    }
+    visit(n, count, block, offset);
+    n += count;
+  }
+}
+
+// One row and one key/value head: the `group` query heads that share it.
+// VECTORS vectors make a head; 0: as many as head_dim needs.
+template <class T, int VECTORS>
+void attend_row(const AttendArguments &a, int64_t row, int64_t request, int64_t kv_head,
+                Scratch &scratch) {
+  const int64_t vectors = VECTORS ? VECTORS : (a.head_dim + kLanes - 1) / kLanes;
+  const int64_t padded = vectors * kLanes, group = a.heads / a.kv_heads;
+  const int64_t last = a.context_lens[request] - (a.query_starts[request + 1] - row);
+  const int64_t first = a.window ? std::max<int64_t>(0, last - a.window + 1) : 0;
+  const int64_t seen = last - first + 1;
+  scratch.q.assign(group * padded, 0.0f);
+  scratch.sum.assign(group * padded, 0.0f);
+  scratch.scores.resize(group * seen);
+  float *q = scratch.q.data(), *sum = scratch.sum.data(), *scores = scratch.scores.data();
+  const float *entries = scratch.entries.data();
+
+  const int64_t at = (row * a.heads + kv_head * group) * a.head_dim;
+  for (int64_t g = 0; g < group; ++g)
+    for (int64_t d = 0; d < a.head_dim; ++d)
+      q[g * padded + d] = widen(static_cast<const T *>(a.q)[at + g * a.head_dim + d]) * a.scale;
+
+  visit_blocks<T>(a, a.keys, request, kv_head, first, last, padded, scratch,
+                  [&](int64_t n, int64_t count, int64_t block, int64_t offset) {
+    const int64_t position = a.bases[request * a.table_width + block] + offset;
+    for (int64_t g = 0; g < group; ++g) {
+      float *s = scores + g * seen + n;
+      for (int64_t i = 0; i < count; ++i) {
+        Vec product = {};
+        for (int64_t v = 0; v < vectors; ++v)
+          product += load(q + g * padded + v * kLanes) * load(entries + i * padded + v * kLanes);
+        s[i] = sum_lanes(product);
+      }
+      const int64_t head = kv_head * group + g, distance = a.positions[row] - position;
+      if (a.slopes)
+        for (int64_t i = 0; i < count; ++i) s[i] -= a.slopes[head] * float(distance - i);
+      if (a.bias_table)
+        for (int64_t i = 0; i < count; ++i)
+          s[i] += a.bias_table[head * a.bias_span +
+                               std::clamp<int64_t>(distance - i + a.bias_zero, 0, a.bias_span - 1)];
+    }
+  });
+  for (int64_t g = 0; g < group; ++g) {
+    float *s = scores + g * seen;
+    float largest = -std::numeric_limits<float>::infinity(), total = 0.0f;
+#pragma omp simd reduction(max : largest)
+    for (int64_t n = 0; n < seen; ++n) largest = std::max(largest, s[n]);
+#pragma omp simd reduction(+ : total)
+    for (int64_t n = 0; n < seen; ++n) total += (s[n] = exponential(s[n] - largest));
+    const float inverse = 1.0f / total;
+#pragma omp simd
+    for (int64_t n = 0; n < seen; ++n) s[n] *= inverse;
+  }
+  visit_blocks<T>(a, a.values, request, kv_head, first, last, padded, scratch,
+                  [&](int64_t n, int64_t count, int64_t, int64_t) {
+    for (int64_t g = 0; g < group; ++g)
+      for (int64_t v = 0; v < vectors; ++v) {
+        Vec part = load(sum + g * padded + v * kLanes);
+        for (int64_t i = 0; i < count; ++i)
+          part += scores[g * seen + n + i] * load(entries + i * padded + v * kLanes);
+        std::memcpy(sum + g * padded + v * kLanes, &part, sizeof(Vec));
+      }
+  });
+  for (int64_t g = 0; g < group; ++g)
+    for (int64_t d = 0; d < a.head_dim; ++d)
+      narrow(sum[g * padded + d], static_cast<T *>(a.out) + at + g * a.head_dim + d);
+}
+
+template <class T, int VECTORS>
 void attend(const AttendArguments &a) {
   const int64_t rows = a.query_starts[a.requests];
   std::vector<int64_t> request_of(rows);
@@ -247,19 +301,20 @@ void attend(const AttendArguments &a) {
               r);
 #pragma omp parallel
   {
-    std::vector<float> scratch;
+    Scratch scratch;
+    scratch.entries.assign(a.block_size * (a.head_dim + kLanes), 0.0f);
 #pragma omp for schedule(dynamic, 8)
     for (int64_t task = 0; task < rows * a.kv_heads; ++task)
-      attend_row<T, DIM>(a, task / a.kv_heads, request_of[task / a.kv_heads], task % a.kv_heads,
-                         scratch);
+      attend_row<T, VECTORS>(a, task / a.kv_heads, request_of[task / a.kv_heads],
+                             task % a.kv_heads, scratch);
   }
 }
 
 template <class T>
 void attend_any(const AttendArguments &a) {
   switch (a.head_dim) {
-    case 64: return attend<T, 64>(a);
-    case 128: return attend<T, 128>(a);
+    case 64: return attend<T, 64 / kLanes>(a);
+    case 128: return attend<T, 128 / kLanes>(a);
     default: return attend<T, 0>(a);
   }
 }
@@ -291,7 +346,7 @@ void gated(const T *x, T *y, int64_t rows, int64_t width) {
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i) {
       const float g = widen(gate[i]);
-      narrow(g / (1.0f + expf(-g)) * widen(up[i]), y + r * width + i);
+      narrow(g / (1.0f + exponential(-g)) * widen(up[i]), y + r * width + i);
     }
   }
 }
