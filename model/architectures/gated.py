@@ -32,7 +32,7 @@ HARMLESS = """
     pretraining_tp problem_type remove_invalid_values repetition_penalty return_dict
     return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
     tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
-    transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
 """
 # Of GGUF metadata: about the file or the tokenizer; the model's own keys start with its name.
 GGUF_OTHERS = re.compile(r"(general|tokenizer|quantize|split)\.")
