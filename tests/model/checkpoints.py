@@ -191,10 +191,10 @@ def finish(writer, path):
     return path
 
 
-def loaded(checkpoint, dtype=torch.float32, context=None):
+def loaded(checkpoint, dtype=torch.float32, context=None, backend=SdpaAttention):
     """The checkpoint in a decoder."""
     config = checkpoint.config
     encoding = create(config.encoding, config, context or config.trained_context, CPU)
-    decoder = Decoder(config, encoding, SdpaAttention, dtype=dtype, device=CPU)
+    decoder = Decoder(config, encoding, backend, dtype=dtype, device=CPU)
     load_decoder(checkpoint, decoder)
     return decoder

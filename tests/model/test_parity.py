@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 
+from model.attention.cpu import CpuBackend
+from model.kernels.substitutes import PanelLinear, substitute
 from model.loading import open_checkpoint
 from tests.model import checkpoints
 from tests.model.checkpoints import llama, loaded, mistral, qwen2, qwen3
@@ -192,7 +194,7 @@ def smollm2_path():
 
 @pytest.fixture(scope="module")
 def smollm2():
-    """Our decoder, transformers' model, and 512 tokens of English."""
+    """The checkpoint, 512 tokens of English, and what transformers makes of them."""
     path = smollm2_path()
     if not path.is_file():
         pytest.skip(f"{path} is missing: `ropewalk pull smollm2` fetches it")
@@ -200,16 +202,29 @@ def smollm2():
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMOLLM2)).eval()
     checkpoints.fill_from_gguf(model, path)
     tokens = checkpoint.tokenizer.encode(ENGLISH, bos=False)[:512]
-    return loaded(checkpoint, context=1024), model, tokens
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0]
+    return checkpoint, tokens, logits, reference_greedy(model, tokens[:100], 64)
+
+
+@pytest.fixture(scope="module", params=["torch", "kernels"])
+def decoder(request, smollm2):
+    """As any machine can run it, and as the server runs it on a CPU."""
+    checkpoint = smollm2[0]
+    if request.param == "torch":
+        return loaded(checkpoint, context=1024)
+    kernels = request.getfixturevalue("kernels")
+    decoder = loaded(checkpoint, context=1024, backend=CpuBackend(kernels))
+    substitute(decoder, kernels, torch.float32)
+    assert isinstance(decoder.layers[0].attention.qkv, PanelLinear)
+    return decoder
 
 
 @pytest.mark.smollm2
-def test_smollm2_logits(smollm2):
-    decoder, model, tokens = smollm2
+def test_smollm2_logits(decoder, smollm2):
+    _, tokens, theirs, _ = smollm2
     assert len(tokens) == 512
     (ours,) = ragged_logits(decoder, [tokens])
-    with torch.no_grad():
-        theirs = model(torch.tensor([tokens])).logits[0]
     assert (ours - theirs).abs().max() <= 1e-3
     # Both could be wrong together: the model must also find the text likely.
     loss = torch.nn.functional.cross_entropy(ours[:-1], torch.tensor(tokens[1:]))
@@ -217,6 +232,6 @@ def test_smollm2_logits(smollm2):
 
 
 @pytest.mark.smollm2
-def test_smollm2_greedy(smollm2):
-    decoder, model, tokens = smollm2
-    assert greedy(decoder, tokens[:100], 64) == reference_greedy(model, tokens[:100], 64)
+def test_smollm2_greedy(decoder, smollm2):
+    _, tokens, _, theirs = smollm2
+    assert greedy(decoder, tokens[:100], 64) == theirs
