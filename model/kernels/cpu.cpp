@@ -9,8 +9,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <memory>
+#include <new>
 #include <vector>
 
 namespace {
@@ -147,7 +147,7 @@ void linear(const T *x, const W *packed, const float *bias, T *y, int64_t rows, 
         for (int64_t r = 0; r < count; ++r)
           tile[k * count + r] = widen(x[(first + r) * inputs + k]);
     }
-    float sums[kChunk * kPanel];
+    alignas(64) float sums[kChunk * kPanel];
     for (int64_t chunk = 0; chunk < rows; chunk += kChunk) {
       const int64_t chunk_rows = std::min(kChunk, rows - chunk);
 #pragma omp for schedule(static) nowait
@@ -197,26 +197,70 @@ inline float sum_lanes(Vec x) {
   return x[0];
 }
 
+// Of at least one number.
+inline float maximum(const float *x, int64_t count) {
+  float largest = x[0];
+  int64_t n = 0;
+  if (count >= kLanes) {
+    Vec most = load(x);
+    for (n = kLanes; n + kLanes <= count; n += kLanes) {
+      const Vec next = load(x + n);
+      most = next > most ? next : most;
+    }
+    for (int i = 0; i < kLanes; ++i) largest = std::max(largest, most[i]);
+  }
+  for (; n < count; ++n) largest = std::max(largest, x[n]);
+  return largest;
+}
+
+// Floats that start on a cache line: vectors that straddle two lines cost twice.
+class Buffer {
+ public:
+  float *grow(int64_t size) {
+    if (size > size_) {
+      size_ = size;
+      floats_.reset(static_cast<float *>(::operator new(size * sizeof(float), kLine)));
+    }
+    return floats_.get();
+  }
+
+ private:
+  static constexpr std::align_val_t kLine{64};
+  struct Free {
+    void operator()(float *floats) const { ::operator delete(floats, kLine); }
+  };
+  int64_t size_ = 0;
+  std::unique_ptr<float, Free> floats_;
+};
+
 // Scratch of one thread. Heads are padded with zeros to `padded` floats, whole vectors.
 struct Scratch {
-  std::vector<float> q, sum;   // [group, padded]
-  std::vector<float> entries;  // [block_size, padded]: keys or values of one block, widened
-  std::vector<float> scores;   // [group, keys seen]
+  Buffer q, sum;   // [group, padded]
+  Buffer entries;  // [block_size, padded]: keys or values of one block, widened
+  Buffer scores;   // [group, keys seen]
 };
 
 // Calls visit(n, count, block, offset) for each block's run of `count` keys, the first of which
-// is key first + n, after widening them from `cache` into scratch.entries.
+// is key first + n, after widening them from `cache` into `entries`.
 template <class T, class Visit>
 void visit_blocks(const AttendArguments &a, const void *cache, int64_t request, int64_t kv_head,
-                  int64_t first, int64_t last, int64_t padded, Scratch &scratch, Visit visit) {
+                  int64_t first, int64_t last, int64_t padded, float *entries, Visit visit) {
   const int64_t *table = a.tables + request * a.table_width, stride = a.kv_heads * a.head_dim;
   int64_t block = first / a.block_size, offset = first % a.block_size;
   for (int64_t n = 0; n <= last - first; ++block, offset = 0) {
     const int64_t count = std::min(a.block_size - offset, last - first + 1 - n);
     const T *from = static_cast<const T *>(cache) +
                     (table[block] * a.block_size + offset) * stride + kv_head * a.head_dim;
+    // Entries of one head lie apart, so the processor does not foresee the next block by itself.
+    if (n + count <= last - first) {
+      const T *next = static_cast<const T *>(cache) + table[block + 1] * a.block_size * stride +
+                      kv_head * a.head_dim;
+      for (int64_t i = 0; i < a.block_size; ++i)
+        for (int64_t d = 0; d < a.head_dim; d += 64 / int64_t(sizeof(T)))
+          __builtin_prefetch(next + i * stride + d);
+    }
     for (int64_t i = 0; i < count; ++i) {
-      float *to = scratch.entries.data() + i * padded;
+      float *to = entries + i * padded;
 #pragma omp simd
       for (int64_t d = 0; d < a.head_dim; ++d) to[d] = widen(from[i * stride + d]);
     }
@@ -235,18 +279,19 @@ void attend_row(const AttendArguments &a, int64_t row, int64_t request, int64_t 
   const int64_t last = a.context_lens[request] - (a.query_starts[request + 1] - row);
   const int64_t first = a.window ? std::max<int64_t>(0, last - a.window + 1) : 0;
   const int64_t seen = last - first + 1;
-  scratch.q.assign(group * padded, 0.0f);
-  scratch.sum.assign(group * padded, 0.0f);
-  scratch.scores.resize(group * seen);
-  float *q = scratch.q.data(), *sum = scratch.sum.data(), *scores = scratch.scores.data();
-  const float *entries = scratch.entries.data();
+  float *q = scratch.q.grow(group * padded), *sum = scratch.sum.grow(group * padded);
+  float *scores = scratch.scores.grow(group * seen);
+  float *entries = scratch.entries.grow(a.block_size * padded);
+  std::fill(q, q + group * padded, 0.0f);
+  std::fill(sum, sum + group * padded, 0.0f);
+  if (padded != a.head_dim) std::fill(entries, entries + a.block_size * padded, 0.0f);
 
   const int64_t at = (row * a.heads + kv_head * group) * a.head_dim;
   for (int64_t g = 0; g < group; ++g)
     for (int64_t d = 0; d < a.head_dim; ++d)
       q[g * padded + d] = widen(static_cast<const T *>(a.q)[at + g * a.head_dim + d]) * a.scale;
 
-  visit_blocks<T>(a, a.keys, request, kv_head, first, last, padded, scratch,
+  visit_blocks<T>(a, a.keys, request, kv_head, first, last, padded, entries,
                   [&](int64_t n, int64_t count, int64_t block, int64_t offset) {
     const int64_t position = a.bases[request * a.table_width + block] + offset;
     for (int64_t g = 0; g < group; ++g) {
@@ -268,23 +313,25 @@ void attend_row(const AttendArguments &a, int64_t row, int64_t request, int64_t 
   });
   for (int64_t g = 0; g < group; ++g) {
     float *s = scores + g * seen;
-    float largest = -std::numeric_limits<float>::infinity(), total = 0.0f;
-#pragma omp simd reduction(max : largest)
-    for (int64_t n = 0; n < seen; ++n) largest = std::max(largest, s[n]);
+    const float largest = maximum(s, seen);
+    float total = 0.0f;
 #pragma omp simd reduction(+ : total)
     for (int64_t n = 0; n < seen; ++n) total += (s[n] = exponential(s[n] - largest));
     const float inverse = 1.0f / total;
 #pragma omp simd
     for (int64_t n = 0; n < seen; ++n) s[n] *= inverse;
   }
-  visit_blocks<T>(a, a.values, request, kv_head, first, last, padded, scratch,
+  visit_blocks<T>(a, a.values, request, kv_head, first, last, padded, entries,
                   [&](int64_t n, int64_t count, int64_t, int64_t) {
+    constexpr int64_t kTogether = VECTORS ? VECTORS : 1;
     for (int64_t g = 0; g < group; ++g)
-      for (int64_t v = 0; v < vectors; ++v) {
-        Vec part = load(sum + g * padded + v * kLanes);
+      for (int64_t at = 0; at < padded; at += kTogether * kLanes) {
+        Vec part[kTogether];
+        for (int64_t v = 0; v < kTogether; ++v) part[v] = load(sum + g * padded + at + v * kLanes);
         for (int64_t i = 0; i < count; ++i)
-          part += scores[g * seen + n + i] * load(entries + i * padded + v * kLanes);
-        std::memcpy(sum + g * padded + v * kLanes, &part, sizeof(Vec));
+          for (int64_t v = 0; v < kTogether; ++v)
+            part[v] += scores[g * seen + n + i] * load(entries + i * padded + at + v * kLanes);
+        std::memcpy(sum + g * padded + at, part, sizeof(part));
       }
   });
   for (int64_t g = 0; g < group; ++g)
@@ -302,7 +349,6 @@ void attend(const AttendArguments &a) {
 #pragma omp parallel
   {
     Scratch scratch;
-    scratch.entries.assign(a.block_size * (a.head_dim + kLanes), 0.0f);
 #pragma omp for schedule(dynamic, 8)
     for (int64_t task = 0; task < rows * a.kv_heads; ++task)
       attend_row<T, VECTORS>(a, task / a.kv_heads, request_of[task / a.kv_heads],
