@@ -110,6 +110,9 @@ void multiply_tile(const float *x, int64_t inputs, const W *panel, float *sum) {
   for (int64_t k = 0; k < inputs; ++k) {
     Vec left, right;
     load_columns(panel + k * kPanel, left, right);
+    // Some steps ahead, past the end too: the next piece of the panel usually follows there.
+    for (int64_t i = 0; i < kPanel; i += 64 / int64_t(sizeof(W)))
+      __builtin_prefetch(panel + (k + 24) * kPanel + i);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
       left_sum[r] += x[k * ROWS + r] * left;
@@ -133,7 +136,7 @@ template <class T, class W>
 void linear(const T *x, const W *packed, const float *bias, T *y, int64_t rows, int64_t inputs,
             int64_t outputs) {
   constexpr int64_t kChunk = 8 * kRows;                   // rows per pass over the panels
-  constexpr int64_t kDepth = 8192 / kPanel / sizeof(W);   // inputs: 8 KiB of a panel stay in L1
+  constexpr int64_t kDepth = 16384 / kPanel / sizeof(W);  // inputs: 16 KiB of a panel stay in L1
   const int64_t panels = (outputs + kPanel - 1) / kPanel, tiles = (rows + kRows - 1) / kRows;
   // Tile by tile of kRows rows, [inputs, rows of the tile], so that a tile reads one stream.
   const std::unique_ptr<float[]> wide(new float[rows * inputs]);
