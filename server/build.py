@@ -68,7 +68,12 @@ def run(config: ServerConfig) -> int:
 
     engines = {model.served.name: model.engine for model in loaded}
     engine = AsyncEngine(engines, metrics.observe_step, on_failure=stop)
-    options = HttpOptions(api_keys=http.api_keys, request_timeout_s=http.request_timeout_s)
+    options = HttpOptions(
+        api_keys=http.api_keys,
+        request_timeout_s=http.request_timeout_s,
+        allowed_hosts=http.allowed_hosts,
+        share_prefixes=http.share_prefixes,
+    )
     app = create_app(served, engine, metrics, options)
     port = listener.getsockname()[1]
     uvicorn_config = server_config(

@@ -4,7 +4,7 @@ From flags and ROPEWALK_* variables. Opens no file, loads no model, imports no t
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from server.errors import UsageError
 from server.options import Option, auto, choice, count, seconds, size, switch, text
 
 DEFAULT_MODEL = "smollm2"
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _NAMED = re.compile(r"([\w.:-]+)=(.+)")
 
 
@@ -57,6 +58,8 @@ class HttpConfig:
     host: str
     port: int  # 0: any free one
     api_keys: frozenset[str] = field(repr=False)  # empty: open; never in a log line
+    allowed_hosts: frozenset[str]  # Host headers served; empty: all
+    share_prefixes: bool  # between API keys
     request_timeout_s: float
     drain_timeout_s: float
 
@@ -186,7 +189,7 @@ SERVE_OPTIONS = (
         "--max-queue",
         "limits",
         "sequences that may wait; more are refused with 429",
-        count(0, 1 << 20),
+        count(1, 1 << 20),
         128,
         metavar="COUNT",
     ),
@@ -202,6 +205,27 @@ SERVE_OPTIONS = (
         "KEY",
         env="ROPEWALK_API_KEYS",
         many=True,
+    ),
+    Option(
+        "--allowed-host",
+        "http",
+        "Host header to serve; repeatable. Beside it, a server on a loopback address serves its "
+        "own names",
+        _host,
+        (),
+        "on a loopback address its own names, else all",
+        "HOST",
+        env="ROPEWALK_ALLOWED_HOSTS",
+        many=True,
+    ),
+    Option(
+        "--share-prefixes",
+        "http",
+        "let clients with different keys share cached prefixes, by which one can find out what "
+        "another sent",
+        switch,
+        False,
+        "off",
     ),
     Option(
         "--request-timeout",
@@ -258,6 +282,8 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
             host=values["host"],
             port=values["port"],
             api_keys=frozenset(values["api_key"]),
+            allowed_hosts=_allowed_hosts(values["host"], values["allowed_host"]),
+            share_prefixes=values["share_prefixes"],
             request_timeout_s=values["request_timeout"],
             drain_timeout_s=values["drain_timeout"],
         ),
@@ -265,6 +291,12 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
     )
     _check(config)
     return config
+
+
+def _allowed_hosts(host: str, named: Sequence[str]) -> frozenset[str]:
+    """A loopback server is meant for this machine: other names are a web page's attempt."""
+    own = LOOPBACK_NAMES if host in LOOPBACK_NAMES or host == "::1" else frozenset()
+    return frozenset(named) | own
 
 
 def _check(config: ServerConfig) -> None:

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from server.client_options import CHAT_OPTIONS, HEALTH_OPTIONS
-from server.config import SERVE_OPTIONS, ModelSource, ServerConfig, model_source, server_config
+from server.config import (
+    SERVE_OPTIONS,
+    HttpConfig,
+    ModelSource,
+    ServerConfig,
+    model_source,
+    server_config,
+)
 from server.errors import UsageError
 from server.options import (
     add_options,
@@ -51,15 +58,24 @@ def test_every_flag_reaches_the_config() -> None:
         "b=y",
         *("--dtype", "float32", "--device", "cpu", "--encoding", "nope", "--attention", "sdpa"),
         *("--max-model-len", "8k", "--threads", "2", "--kv-memory", "1GiB", "--block-size", "32"),
-        *("--no-prefix-sharing", "--max-seqs", "3", "--max-step-tokens", "7", "--max-queue", "0"),
+        *("--no-prefix-sharing", "--max-seqs", "3", "--max-step-tokens", "7", "--max-queue", "1"),
         *("--host", "::1", "--port", "9", "--api-key", "k1", "--api-key", "k2"),
+        *("--allowed-host", "a.example", "--share-prefixes"),
         *("--request-timeout", "5s", "--drain-timeout", "0.5", "--log-level", "debug"),
     )
     assert given.models == (ModelSource("a", "x.gguf"), ModelSource("b", "y"))
     assert dataclasses.astuple(given.loading) == ("float32", "cpu", "nope", "sdpa", 8192, 2)
     assert dataclasses.astuple(given.cache) == (1 << 30, 32, False)
-    assert dataclasses.astuple(given.limits) == (3, 7, 0)
-    assert dataclasses.astuple(given.http) == ("::1", 9, frozenset({"k1", "k2"}), 5.0, 0.5)
+    assert dataclasses.astuple(given.limits) == (3, 7, 1)
+    assert given.http == HttpConfig(
+        host="::1",
+        port=9,
+        api_keys=frozenset({"k1", "k2"}),
+        allowed_hosts=frozenset({"a.example", "localhost", "127.0.0.1", "[::1]"}),
+        share_prefixes=True,
+        request_timeout_s=5.0,
+        drain_timeout_s=0.5,
+    )
     assert given.log_level == "debug"
 
 
@@ -71,7 +87,6 @@ def test_variable_equals_flag(option) -> None:
         "device": "cuda",
         "attention": "cpu",
         "kv_memory": "512M",
-        "prefix_sharing": "off",
         "host": "0.0.0.0",
         "api_key": "secret",
         "log_level": "error",
@@ -79,7 +94,8 @@ def test_variable_equals_flag(option) -> None:
     }
     text = samples.get(option.name, "77")
     if option.switch:
-        flags = ["--no-prefix-sharing"]
+        text = "off" if option.default else "on"
+        flags = [f"--no-{option.flag[2:]}" if option.default else option.flag]
     else:
         flags = [option.flag, text] if option.flag.startswith("--") else [text]
     assert config(**{option.variable: text}) == config(*flags)
@@ -92,6 +108,13 @@ def test_flag_beats_variable_beats_default() -> None:
     assert config("--port", "10", ROPEWALK_PORT="broken").http.port == 10
     assert config(ROPEWALK_PORT=" ").http.port == 8000
     assert config("--prefix-sharing", ROPEWALK_PREFIX_SHARING="0").cache.prefix_sharing
+
+
+def test_a_loopback_server_serves_its_own_names_and_those_given() -> None:
+    assert config().http.allowed_hosts == {"localhost", "127.0.0.1", "[::1]"}
+    assert config("--host", "0.0.0.0").http.allowed_hosts == frozenset()
+    named = config("--host", "0.0.0.0", "--allowed-host", "a.example").http.allowed_hosts
+    assert named == {"a.example"}
 
 
 def test_lists_in_variables() -> None:

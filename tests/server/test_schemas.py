@@ -123,7 +123,7 @@ OUT_OF_RANGE = [
     *(("max_tokens", bad) for bad in (0, -1, 2**31, 1.0, "16", True)),
     *(("max_completion_tokens", bad) for bad in (0, 1.5)),
     *(("min_tokens", bad) for bad in (-1, 0.5, True)),
-    *(("stop", bad) for bad in ("", [""], ["a"] * 5, [1], 1, "x" * 257, {"a": 1})),
+    *(("stop", bad) for bad in ("", [""], ["a"] * 17, [1], 1, "x" * 257, {"a": 1})),
     *(("stop_token_ids", bad) for bad in ([-1], [2**31], [True], ["1"], 1, [1] * 129)),
     ("logit_bias", []),
     *(
