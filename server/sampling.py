@@ -54,7 +54,7 @@ def _note_prompt(logits: Tensor, prompt: PromptRows) -> None:
     count = request.params.prompt_logprobs
     assert count is not None, "only requests that want prompt log-probabilities have such rows"
     # A preempted request computes its prompt again: keep one entry per token.
-    del request.prompt_logprobs[first :]
+    del request.prompt_logprobs[first:]
     if first == 1:
         request.prompt_logprobs[:] = [None]
     logprobs = logits[prompt.rows].float().log_softmax(dim=-1)

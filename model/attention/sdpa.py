@@ -75,6 +75,6 @@ class SdpaAttention:
     def _query_index(batch: ForwardBatch) -> Tensor:
         """Index of each padded query among its request's keys, [R, max_query]."""
         counts = batch.query_starts[1:] - batch.query_starts[:-1]
-        first = (batch.context_lens - counts)
+        first = batch.context_lens - counts
         column = torch.arange(batch.max_query, device=first.device)
         return first[:, None] + column
