@@ -37,10 +37,11 @@ class KVCache:
         self.layers = layers
         self.kv_heads = kv_heads
         self.dtype = dtype
-        self._keys = torch.zeros(
+        # Not cleared: a slot is written before it is read, and untouched memory costs nothing.
+        self._keys = torch.empty(
             layers, blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device
         )
-        self._values = torch.zeros_like(self._keys)
+        self._values = torch.empty_like(self._keys)
 
     def layer(self, index: int) -> LayerKV:
         return LayerKV(self._keys[index], self._values[index])
