@@ -144,6 +144,7 @@ def _load_model(
         max_seqs=config.limits.max_seqs,
         context=context,
     )
+    context = _fitting(context, (blocks - 1) * config.cache.block_size + 1, source.name)
     kv = KVCache(
         layers=shape.layers,
         blocks=blocks,
@@ -195,6 +196,19 @@ def _load_model(
         chat=checkpoint.chat_template is not None,
     )
     return Loaded(_served(source.name, checkpoint, facts), engine, facts)
+
+
+def _fitting(context: int, cacheable: int, name: str) -> int:
+    """The last token of a sequence is never stored, hence one more than the cache holds."""
+    if context > cacheable:
+        log.warning(
+            "%s is served with a context of %d tokens instead of %d, because its cache holds no "
+            "more; raise --kv-memory",
+            name,
+            cacheable,
+            context,
+        )
+    return min(context, cacheable)
 
 
 def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:

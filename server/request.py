@@ -82,7 +82,8 @@ class FinishReason(StrEnum):
 class Request:
     """One sequence. The scheduler narrows the gap between *known* and *computed* tokens.
 
-    Only the engine thread touches it after `Engine.submit`.
+    After `Engine.submit` only the engine thread touches it, but for `abort_as`, which the caller
+    sets just before it aborts.
     """
 
     id: str

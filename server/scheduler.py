@@ -116,7 +116,7 @@ class Scheduler:
         """End a request and free its blocks at once; None when unknown or already ended."""
         request = self._running.get(request_id) or self._waiting.get(request_id)
         if request is not None:
-            self._end(request, FinishReason.ABORT, self._clock())
+            self._end(request, request.abort_as, self._clock())
         return request
 
     def plan(self) -> Plan:
