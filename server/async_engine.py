@@ -91,7 +91,7 @@ class AsyncEngine:
         """The thread runs, and no step has taken longer than STALL_SECONDS. Idle is alive."""
         began = self._step_began
         stalled = began is not None and time.monotonic() - began > STALL_SECONDS
-        return self._thread.is_alive() and not stalled
+        return self.failure is None and self._thread.is_alive() and not stalled
 
     def active(self) -> int:
         """Requests somebody waits for."""

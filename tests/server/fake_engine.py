@@ -1,0 +1,52 @@
+"""An Engine over a fake model: the next token is the current one plus one, modulo the vocabulary."""
+
+import random
+
+import torch
+
+from cache.kv import KVCache
+from cache.manager import CacheManager
+from model.sampling import SamplingParams
+from server.engine import Engine
+from server.request import Request
+from server.scheduler import Limits, Scheduler
+
+VOCAB = 50
+BLOCK = 4
+CPU = torch.device("cpu")
+
+
+def counting(batch, kv):
+    """Logits [S, VOCAB] whose largest is the token after each wanted row's own."""
+    following = (batch.tokens[batch.output_rows] + 1) % VOCAB
+    return torch.nn.functional.one_hot(following, VOCAB).float()
+
+
+def make_engine(forward=counting, *, blocks=40, clock=None, **limits):
+    chosen = {"max_seqs": 16, "max_step_tokens": 64, "max_context": 100, "max_waiting": 50}
+    manager = CacheManager(blocks, BLOCK)
+    kv = KVCache(
+        layers=2,
+        blocks=blocks,
+        block_size=BLOCK,
+        kv_heads=3,
+        head_dim=2,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    scheduler = Scheduler(manager, Limits(**chosen | limits))
+    more = {} if clock is None else {"clock": clock}
+    made = Engine(forward, kv, manager, scheduler, device=CPU, **more)
+    return made, manager
+
+
+def make_request(name, prompt, **params):
+    chosen = {"max_tokens": 5, "temperature": 0.0} | params
+    return Request(
+        id=name,
+        tokens=list(prompt),
+        num_prompt=len(prompt),
+        params=SamplingParams(**chosen),
+        arrival=0.0,
+        rng=random.Random(0),
+    )

@@ -1,0 +1,170 @@
+"""The asyncio side of the engine thread: every caller gets its events, or learns why not."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from server import async_engine
+from server.async_engine import AsyncEngine
+from server.request import PromptTooLong, ShuttingDown
+from tests.server.fake_engine import counting, make_engine, make_request
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name == "engine"] == []
+
+
+def slowly(batch, kv):
+    time.sleep(0.01)
+    return counting(batch, kv)
+
+
+def started(engine, **options):
+    seen = []
+    running = AsyncEngine({"m": engine}, lambda model, stats: seen.append(stats), **options)
+    running.start()
+    return running, seen
+
+
+async def collect(running, request):
+    return [event async for events in running.generate("m", request) for event in events]
+
+
+async def test_events_arrive_in_order_and_end():
+    engine, manager = make_engine()
+    running, seen = started(engine)
+    events = await collect(running, make_request("a", [1, 2]))
+    assert [event.token for event in events] == [3, 4, 5, 6, 7]
+    assert [event.finish is not None for event in events] == [False] * 4 + [True]
+    assert running.alive
+    assert running.active() == 0
+    await running.stop()
+    assert sum(stats.generated_tokens for stats in seen) == 5
+    assert manager.counts().active == 0
+
+
+async def test_many_callers_at_once():
+    engine, _ = make_engine(blocks=30)
+    running, _ = started(engine)
+    requests = [make_request(f"r{i}", [i], max_tokens=3 + i % 5) for i in range(40)]
+    answers = await asyncio.gather(*(collect(running, each) for each in requests))
+    for i, events in enumerate(answers):
+        assert [event.token for event in events] == [(i + 1 + n) % 50 for n in range(3 + i % 5)]
+    await running.stop()
+
+
+async def test_two_models_are_stepped_in_turn():
+    first, _ = make_engine()
+    second, _ = make_engine()
+    running = AsyncEngine({"a": first, "b": second}, lambda model, stats: None)
+    running.start()
+
+    async def tokens(model):
+        request = make_request("x" + model, [5])
+        return [e.token async for events in running.generate(model, request) for e in events]
+
+    assert await asyncio.gather(tokens("a"), tokens("b")) == [[6, 7, 8, 9, 10]] * 2
+    await running.stop()
+
+
+async def test_a_refusal_raises_at_the_first_turn():
+    engine, _ = make_engine()
+    running, _ = started(engine)
+    with pytest.raises(PromptTooLong):
+        await collect(running, make_request("a", range(100)))
+    assert running.active() == 0
+    await running.stop()
+
+
+async def test_a_caller_that_leaves_frees_its_blocks():
+    engine, manager = make_engine(slowly)
+    running, seen = started(engine)
+    stream = running.generate("m", make_request("a", [1], max_tokens=90))
+    await anext(stream)
+    steps = len(seen)
+    await stream.aclose()
+    while manager.counts().active:
+        await asyncio.sleep(0.001)
+    # The step under way when it left, and the one that saw it gone.
+    assert len(seen) <= steps + 3
+    await running.stop()
+
+
+async def test_cancelling_a_caller_aborts_too():
+    engine, manager = make_engine(slowly)
+    running, _ = started(engine)
+    task = asyncio.create_task(collect(running, make_request("a", [1], max_tokens=90)))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(2):
+        while manager.counts().active:
+            await asyncio.sleep(0.001)
+    await running.stop()
+
+
+async def test_stop_ends_open_streams_with_an_error():
+    engine, _ = make_engine(slowly)
+    running, _ = started(engine)
+    task = asyncio.create_task(collect(running, make_request("a", [1], max_tokens=90)))
+    await asyncio.sleep(0.05)
+    await running.stop()
+    events = await task
+    assert isinstance(events[-1].error, ShuttingDown)
+    with pytest.raises(ShuttingDown):
+        await collect(running, make_request("b", [1]))
+
+
+async def test_a_failing_thread_tells_everybody(caplog):
+    engine, _ = make_engine(slowly)
+
+    def broken():
+        raise RuntimeError("state is lost")
+
+    told = threading.Event()
+    running, _ = started(engine, on_failure=told.set)
+    task = asyncio.create_task(collect(running, make_request("a", [1], max_tokens=90)))
+    await asyncio.sleep(0.05)
+    engine.step = broken
+    events = await task
+    assert isinstance(events[-1].error, ShuttingDown)
+    assert running.failure is not None
+    assert not running.alive
+    assert told.wait(2)
+    assert "state is lost" in caplog.text
+    with pytest.raises(ShuttingDown):
+        await collect(running, make_request("b", [1]))
+    await running.stop()
+
+
+async def test_a_step_that_never_ends_is_not_alive(monkeypatch):
+    monkeypatch.setattr(async_engine, "STALL_SECONDS", 0.05)
+    release = threading.Event()
+
+    def stuck(batch, kv):
+        release.wait(5)
+        return counting(batch, kv)
+
+    engine, _ = make_engine(stuck)
+    running, _ = started(engine)
+    assert running.alive
+    task = asyncio.create_task(collect(running, make_request("a", [1], max_tokens=1)))
+    await asyncio.sleep(0.2)
+    assert not running.alive
+    release.set()
+    await task
+    await asyncio.sleep(0.01)
+    assert running.alive  # idle is no stall
+    await running.stop()

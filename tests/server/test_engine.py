@@ -1,0 +1,153 @@
+"""One model's loop body over a fake model: faults stay with their request, counts are exact."""
+
+import itertools
+
+import pytest
+import torch
+
+from server.request import FinishReason, NumericalError, PromptTooLong, RequestFailed
+from tests.server.fake_engine import VOCAB, counting, make_engine, make_request
+
+POISON = 49
+
+
+def run(engine):
+    """Every event until idle, and the stats of each step."""
+    events, stats = [], []
+    while engine.busy:
+        step = engine.step()
+        events += step.events
+        stats.append(step.stats)
+    return events, stats
+
+
+def tokens_of(events, name):
+    return [event.token for event in events if event.request_id == name and event.token is not None]
+
+
+def test_tokens_and_the_end_of_a_request():
+    engine, _ = make_engine()
+    engine.submit(make_request("a", [1, 2, 3], max_tokens=3))
+    events, _ = run(engine)
+    assert tokens_of(events, "a") == [4, 5, 6]
+    assert [event.finish for event in events] == [None, None, FinishReason.LENGTH]
+
+
+def poisoned(batch, kv):
+    if (batch.tokens == POISON).any():
+        raise RuntimeError("the kernel gave up")
+    return counting(batch, kv)
+
+
+@pytest.mark.parametrize("guilty", [0, 7, 15])
+def test_a_request_that_breaks_the_forward_fails_alone(guilty, caplog):
+    engine, manager = make_engine(poisoned)
+    for i in range(16):
+        engine.submit(make_request(f"r{i}", [POISON if i == guilty else i, 20 + i]))
+    events, stats = run(engine)
+    (failure,) = [event for event in events if event.error is not None]
+    assert failure.request_id == f"r{guilty}"
+    assert isinstance(failure.error, RequestFailed)
+    assert "gave up" not in failure.error.message  # what broke inside is the log's business
+    assert "gave up" in caplog.text
+    for i in set(range(16)) - {guilty}:
+        assert tokens_of(events, f"r{i}") == [(21 + i + n) % VOCAB for n in range(5)]
+    finishes = [ended.finish for step in stats for ended in step.ended]
+    assert sorted(finishes) == [FinishReason.ERROR] + [FinishReason.LENGTH] * 15
+    assert manager.counts().active == 0
+
+
+def test_a_failing_chunk_of_a_long_prompt_ends_its_request(caplog):
+    engine, manager = make_engine(poisoned, max_step_tokens=16)
+    engine.submit(make_request("long", [POISON, *range(40)]))
+    events, _ = run(engine)
+    assert [event.finish for event in events] == [FinishReason.ERROR]
+    assert manager.counts().active == manager.counts().cached == 0
+    assert "gave up" in caplog.text
+
+
+def test_a_row_that_is_not_finite_fails_its_request_alone():
+    def broken(batch, kv):
+        logits = counting(batch, kv)
+        logits[batch.tokens[batch.output_rows] == POISON, 3] = torch.nan
+        return logits
+
+    engine, _ = make_engine(broken)
+    engine.submit(make_request("good", [1]))
+    engine.submit(make_request("bad", [POISON]))
+    events, _ = run(engine)
+    assert tokens_of(events, "good") == [2, 3, 4, 5, 6]
+    (failure,) = [event for event in events if event.error is not None]
+    assert failure.request_id == "bad"
+    assert isinstance(failure.error, NumericalError)
+
+
+def test_a_lost_device_is_no_requests_fault():
+    def lost(batch, kv):
+        raise torch.AcceleratorError("device-side assert")
+
+    engine, _ = make_engine(lost)
+    engine.submit(make_request("a", [1]))
+    with pytest.raises(torch.AcceleratorError):
+        engine.step()
+
+
+def test_refusals_reach_the_caller_of_submit():
+    engine, _ = make_engine()
+    with pytest.raises(PromptTooLong, match="100"):
+        engine.submit(make_request("a", range(100)))
+    assert not engine.busy
+
+
+def test_abort_between_steps_frees_the_blocks():
+    engine, manager = make_engine()
+    engine.submit(make_request("a", [1, 2, 3]))
+    engine.step()
+    assert manager.counts().active > 0
+    engine.abort("a")
+    engine.abort("a")
+    engine.abort("unknown")
+    step = engine.step()
+    assert manager.counts().active == 0
+    assert step.stats.running == step.stats.waiting == 0
+    assert [ended.finish for ended in step.stats.ended] == [FinishReason.ABORT]
+    assert not engine.busy
+
+
+def test_stats_add_up():
+    ticks = itertools.count()
+    engine, _ = make_engine(clock=lambda: float(next(ticks)))
+    prompt = list(range(9))
+    engine.submit(make_request("first", prompt, max_tokens=3))
+    _, first = run(engine)
+    engine.submit(make_request("again", prompt, max_tokens=1))
+    events, again = run(engine)
+    assert [step.computed_prompt_tokens for step in first] == [9, 0, 0]
+    assert [step.generated_tokens for step in first] == [1, 1, 1]
+    assert [step.written_entries for step in first] == [9 * 12, 12, 12]  # 2 · 2 layers · 3 heads
+    assert [step.written_bytes for step in first] == [9 * 96, 96, 96]  # of 2 float32 each
+    assert [len(step.inter_token_seconds) for step in first] == [0, 1, 1]
+    assert all(gap > 0 for step in first for gap in step.inter_token_seconds)
+    assert all(step.seconds > 0 for step in first)
+    # Two full blocks of four are shared; the ninth token is computed.
+    assert [step.prefix_queried_tokens for step in first + again] == [9, 0, 0, 9]
+    assert [step.prefix_hit_tokens for step in first + again] == [0, 0, 0, 8]
+    assert [step.cached_prompt_tokens for step in again] == [8]
+    assert [step.computed_prompt_tokens for step in again] == [1]
+    assert events[0].cached_tokens == 8
+    (ended,) = again[0].ended
+    assert (ended.prompt_tokens, ended.cached_tokens, ended.output_tokens) == (9, 8, 1)
+
+
+def test_block_counts_and_preemptions_are_told():
+    engine, manager = make_engine(blocks=9)
+    for i in range(4):
+        engine.submit(make_request(f"r{i}", [i, i + 1, i + 2], max_tokens=12))
+    events, stats = run(engine)
+    assert sum(step.preemptions for step in stats) > 0
+    for step in stats:
+        assert step.blocks_free + step.blocks_active + step.blocks_cached == 8
+    for i in range(4):
+        assert tokens_of(events, f"r{i}") == [(i + 3 + n) % VOCAB for n in range(12)]
+    # What is computed again after a preemption is not counted as prompt again.
+    assert sum(step.computed_prompt_tokens + step.cached_prompt_tokens for step in stats) == 12
