@@ -99,7 +99,8 @@ class Request:
     first_token: float | None = None
     preemptions: int = 0
     abort_as: FinishReason = FinishReason.ABORT  # STOP once a stop string has ended the text
-    prompt_logprobs: list["TokenLogprob | None"] = field(default_factory=list)
+    # By position; nothing predicts the first token of a prompt.
+    prompt_logprobs: list["TokenLogprob | None"] = field(default_factory=lambda: [None])
 
     @property
     def num_generated(self) -> int:

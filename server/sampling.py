@@ -55,8 +55,6 @@ def _note_prompt(logits: Tensor, prompt: PromptRows) -> None:
     assert count is not None, "only requests that want prompt log-probabilities have such rows"
     # A preempted request computes its prompt again: keep one entry per token.
     del request.prompt_logprobs[first:]
-    if first == 1:
-        request.prompt_logprobs[:] = [None]
     logprobs = logits[prompt.rows].float().log_softmax(dim=-1)
     for i, row in enumerate(logprobs):
         request.prompt_logprobs.append(_logprob(row, request.tokens[first + i], count))

@@ -1,4 +1,4 @@
-"""An Engine over a fake model: the next token is the current one plus one, modulo the vocabulary."""
+"""An Engine over a fake model that counts: the next token is the last one plus one."""
 
 import random
 

@@ -140,7 +140,7 @@ def test_stats_add_up():
 
 
 def test_block_counts_and_preemptions_are_told():
-    engine, manager = make_engine(blocks=9)
+    engine, _ = make_engine(blocks=9)
     for i in range(4):
         engine.submit(make_request(f"r{i}", [i, i + 1, i + 2], max_tokens=12))
     events, stats = run(engine)

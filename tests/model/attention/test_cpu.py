@@ -1,0 +1,97 @@
+"""The C++ kernel and SDPA against the reference, at sizes the models do not have."""
+
+import random
+
+import pytest
+import torch
+
+from cache.kv import LayerKV
+from model.attention.base import AttentionSpec, NoBackend, choose
+from model.attention.cpu import CpuBackend
+from model.attention.reference import ReferenceAttention
+from model.attention.sdpa import SdpaAttention
+from model.encodings.base import LinearBias, TableBias
+from tests.model.running import CPU, Running, make_batch
+
+
+def spec(heads=6, kv_heads=2, head_dim=16, dtype=torch.float32, window=None):
+    return AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, dtype, CPU, window)
+
+
+def problem(given, block_size, lengths):
+    """Queries of several requests over a shuffled cache, NaN wherever nothing was written."""
+    rng = random.Random(block_size)
+    needed = [-(-(done + new) // block_size) for done, new in lengths]
+    ids = rng.sample(range(1, sum(needed) + 1), sum(needed))
+    shape = (sum(needed) + 1, block_size, given.kv_heads, given.head_dim)
+    generator = torch.Generator().manual_seed(1)
+    kv = LayerKV(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+    work = []
+    for (done, new), count in zip(lengths, needed, strict=True):
+        blocks = [ids.pop() for _ in range(count)]
+        for index in range(done + new):
+            at = blocks[index // block_size], index % block_size
+            for cache in kv:
+                cache[at] = torch.randn(shape[2:], generator=generator)
+        work.append((Running([0] * (done + new), blocks, computed=done), new))
+    batch = make_batch(work, block_size)
+    q = torch.randn(len(batch.tokens), given.heads, given.head_dim, generator=generator)
+    return q.to(given.dtype), LayerKV(*(cache.to(given.dtype) for cache in kv)), batch
+
+
+def biases(heads):
+    generator = torch.Generator().manual_seed(2)
+    return [
+        None,
+        LinearBias(torch.rand(heads, generator=generator)),
+        TableBias(torch.randn(heads, 9, generator=generator), zero=2),
+    ]
+
+
+@pytest.mark.parametrize("window", [None, 1, 7])
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (5, 1), (8, 8)])
+@pytest.mark.parametrize("head_dim", [1, 10, 64, 80, 128])
+def test_fast_backends_equal_the_reference(head_dim, heads, block_size, window, kernels):
+    given = spec(*heads, head_dim, window=window)
+    q, kv, batch = problem(given, block_size, [(0, 9), (30, 1), (17, 4), (0, 1)])
+    for bias in biases(given.heads):
+        exact = ReferenceAttention(given)(q, kv, batch, bias)
+        for backend in (CpuBackend(kernels), SdpaAttention):
+            result = backend(given)(q, kv, batch, bias)
+            assert (result - exact).abs().max() < 1e-5
+
+
+def test_bfloat16_rounds_once(kernels):
+    given = spec(dtype=torch.bfloat16)
+    q, kv, batch = problem(given, 16, [(0, 40), (100, 1)])
+    wide = spec()
+    exact = ReferenceAttention(wide)(
+        q.float(), LayerKV(kv.keys.float(), kv.values.float()), batch, None
+    )
+    result = CpuBackend(kernels)(given)(q, kv, batch, None)
+    assert ((result - exact).abs() <= exact.abs() * 2**-8 + 1e-5).all()
+
+
+def test_a_long_context(kernels):
+    given = spec(3, 1, 32)
+    q, kv, batch = problem(given, 16, [(3000, 1), (2990, 3)])
+    exact = ReferenceAttention(given)(q, kv, batch, None)
+    assert (CpuBackend(kernels)(given)(q, kv, batch, None) - exact).abs().max() < 1e-5
+
+
+def test_the_first_backend_without_an_objection_is_chosen(kernels):
+    backends = [CpuBackend("no compiler"), SdpaAttention, ReferenceAttention]
+    assert choose(backends, spec()) is SdpaAttention
+    assert choose([CpuBackend(kernels), *backends], spec()).name == "cpu"
+
+
+def test_a_refusal_names_every_reason(kernels):
+    with pytest.raises(NoBackend) as refused:
+        choose([CpuBackend("no compiler"), CpuBackend(kernels)], spec(dtype=torch.float64))
+    assert str(refused.value) == (
+        "No attention backend fits; cpu: it computes float32 and bfloat16, not torch.float64; "
+        "cpu: it computes float32 and bfloat16, not torch.float64."
+    )
+    with pytest.raises(NoBackend, match="cpu: no compiler"):
+        choose([CpuBackend("no compiler")], spec())

@@ -1,0 +1,69 @@
+"""The library is built once, kept, and missed with a reason."""
+
+import stat
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from model.kernels.build import NoKernels, load
+
+
+def compiler(folder, script):
+    """A stand-in for g++ that runs `script` and notes each compilation."""
+    path = folder / "compiler"
+    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo ran >> {folder}/ran\n{script}\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_it_is_compiled_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", compiler(tmp_path, 'exec g++ "$@"'))
+    weight = torch.randn(5, 3)
+    for _ in range(2):
+        assert load(tmp_path / "kernels").pack(weight).shape[1] == 3
+    assert (tmp_path / "ran").read_text() == "ran\n"
+
+
+def test_two_servers_may_start_at_once(tmp_path):
+    with ThreadPoolExecutor(2) as pool:
+        for kernels in pool.map(lambda _: load(tmp_path), range(2)):
+            assert kernels.pack(torch.ones(1, 1)).sum() == 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_without_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NoKernels, match=r"no C\+\+ compiler was found; install g\+\+"):
+        load(tmp_path)
+
+
+def test_a_compiler_that_fails(tmp_path, monkeypatch):
+    script = '[ "$1" = --version ] || { echo first >&2; echo "error: no such flag" >&2; exit 1; }'
+    monkeypatch.setenv("CXX", compiler(tmp_path, script))
+    with pytest.raises(NoKernels, match="failed: error: no such flag"):
+        load(tmp_path / "kernels")
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def test_a_compiler_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
+    with pytest.raises(NoKernels, match="cannot be run"):
+        load(tmp_path)
+
+
+def test_a_folder_that_is_a_file(tmp_path):
+    (tmp_path / "kernels").write_text("")
+    with pytest.raises(NoKernels, match="cannot be built in"):
+        load(tmp_path / "kernels")
+
+
+def test_a_library_that_is_broken(tmp_path):
+    load(tmp_path / "good")
+    (good,) = (tmp_path / "good").iterdir()
+    broken = tmp_path / "broken" / good.name
+    broken.parent.mkdir()
+    broken.write_bytes(bytes(1000))
+    with pytest.raises(NoKernels, match="cannot be loaded"):
+        load(broken.parent)

@@ -1,0 +1,110 @@
+"""The sampler against a full softmax and a full sort, which it never does itself."""
+
+import random
+
+import pytest
+import torch
+
+from model.sampler import adjust, changes_logits, draw, top_logprobs
+from model.sampling import SamplingParams
+
+
+def params(**chosen):
+    return SamplingParams(max_tokens=8, **chosen)
+
+
+def kept(row, temperature, top_k, top_p, min_p):
+    """Probabilities of the truncated distribution, by the book: top_k, then top_p, then min_p."""
+    probabilities = torch.softmax(row.double() / temperature, dim=-1)
+    ordered, tokens = probabilities.sort(descending=True, stable=True)
+    if top_k:
+        ordered, tokens = ordered[:top_k], tokens[:top_k]
+        ordered = ordered / ordered.sum()
+    before = ordered.cumsum(0) - ordered
+    keep = before < top_p
+    keep &= ordered >= min_p * ordered[0]
+    keep[0] = True
+    ordered, tokens = ordered[keep], tokens[keep]
+    return dict(zip(tokens.tolist(), (ordered / ordered.sum()).tolist(), strict=True))
+
+
+GRID = [
+    (temperature, top_k, top_p, min_p)
+    for temperature in (0.3, 1.0, 2.0)
+    for top_k in (0, 1, 5, 5000)
+    for top_p in (1e-6, 0.4, 0.95, 1.0)
+    for min_p in (0.0, 0.05, 1.0)
+]
+
+
+@pytest.mark.parametrize(("vocab", "spread"), [(7, 1.0), (900, 3.0), (900, 0.01), (3000, 0.5)])
+def test_draws_follow_the_truncated_distribution(vocab, spread):
+    """`uniform` walks the distribution: equal steps must hit each token as often as is its due.
+
+    A nearly flat row keeps far more tokens than the first candidates hold.
+    """
+    row = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * spread
+    steps = 40
+    for temperature, top_k, top_p, min_p in GRID:
+        chosen = params(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        expected = kept(row, temperature, top_k, top_p, min_p)
+        counts = dict.fromkeys(expected, 0)
+        for i in range(steps):
+            token = draw(row, chosen, (i + 0.5) / steps)
+            assert token in expected, (chosen, token)
+            counts[token] += 1
+        for token, count in counts.items():
+            assert abs(count / steps - expected[token]) <= 1 / steps + 1e-9
+
+
+def test_the_whole_range_of_uniform_is_served():
+    row = torch.tensor([0.0, 1.0, 2.0, -torch.inf])
+    for chosen in (params(), params(top_p=0.9999), params(top_k=4)):
+        first, last = draw(row, chosen, 0.0), draw(row, chosen, 1 - 2**-53)
+        assert {first, last} <= {0, 1, 2}
+        assert first != last
+
+
+def test_impossible_tokens_are_never_drawn():
+    row = torch.full((200,), -torch.inf)
+    row[[3, 150]] = 0.0
+    rng = random.Random(0)
+    for chosen in (params(), params(top_p=0.9), params(top_k=50), params(min_p=0.1)):
+        assert {draw(row, chosen, rng.random()) for _ in range(200)} <= {3, 150}
+
+
+def test_frequencies_over_many_draws():
+    row = torch.tensor([2.0, 1.0, 0.0, -1.0, -5.0])
+    rng = random.Random(42)
+    count = 20000
+    drawn = [draw(row, params(temperature=0.8, top_p=0.97), rng.random()) for _ in range(count)]
+    for token, probability in kept(row, 0.8, 0, 0.97, 0.0).items():
+        deviation = (probability * (1 - probability) / count) ** 0.5
+        assert abs(drawn.count(token) / count - probability) < 5 * deviation
+
+
+def test_adjustments_one_by_one():
+    row = torch.tensor([2.0, -2.0, 1.0, 0.5])
+    prompt, answer = [0, 1], [2, 2]
+    cases = [
+        ({"logit_bias": {3: 4.0, 0: -100.0}}, [-98.0, -2.0, 1.0, 4.5]),
+        ({"repetition_penalty": 2.0}, [1.0, -4.0, 0.5, 0.5]),
+        ({"presence_penalty": 0.5}, [2.0, -2.0, 0.5, 0.5]),
+        ({"frequency_penalty": 0.25}, [2.0, -2.0, 0.5, 0.5]),
+        ({"presence_penalty": 1.0, "frequency_penalty": -1.0}, [2.0, -2.0, 2.0, 0.5]),
+        ({"min_tokens": 3, "stop_ids": frozenset({0})}, [-torch.inf, -2.0, 1.0, 0.5]),
+        ({"min_tokens": 2, "stop_ids": frozenset({0})}, [2.0, -2.0, 1.0, 0.5]),
+    ]
+    for chosen, expected in cases:
+        assert adjust(row, params(**chosen), prompt, answer).tolist() == expected
+        assert changes_logits(params(**chosen), len(answer)) == (row.tolist() != expected)
+    assert row.tolist() == [2.0, -2.0, 1.0, 0.5]
+    assert not changes_logits(params(), 0)
+
+
+def test_top_logprobs_are_ordered():
+    row = torch.tensor([0.1, 0.5, 0.4]).log()
+    (first, second) = top_logprobs(row, 2)
+    assert (first[0], second[0]) == (1, 2)
+    assert first[1] == pytest.approx(torch.tensor(0.5).log().item())
+    assert top_logprobs(row, 0) == ()
