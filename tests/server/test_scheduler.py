@@ -234,7 +234,7 @@ def test_prompt_logprobs_come_once_and_compute_the_whole_prompt():
     b = add(s, "b", [1, 2, 3, 4, 5], max_tokens=2, prompt_logprobs=0)
     plan = s.plan()
     assert shape(plan) == [("b", 0, 5)]
-    b.prompt_logprobs.extend([None, TokenLogprob(2, -1.0)])
+    b.prompt_logprobs.append(TokenLogprob(2, -1.0))
     chosen = TokenLogprob(7, -0.5)
     (event,) = s.record(plan, {"b": Sampled(7, chosen)})
     assert event.prompt_logprobs == (None, TokenLogprob(2, -1.0))
