@@ -23,7 +23,13 @@ from model.tokenizers.chat import (
     chat_template_from_gguf,
 )
 from model.tokenizers.loading import tokenizer_from_directory, tokenizer_from_gguf
-from model.weights.base import CheckpointError, WeightFile, shown
+from model.weights.base import (
+    CONVERT_PICKLES,
+    PICKLE_SUFFIXES,
+    CheckpointError,
+    WeightFile,
+    shown,
+)
 from model.weights.files import open_regular, read_json
 from model.weights.gguf_file import MAGIC, GGUFFile
 from model.weights.safetensors_dir import SafetensorsDirectory
@@ -179,10 +185,9 @@ def _refuse_other_files(path: Path) -> None:
         raise CheckpointError(
             f"{path} holds weights alone; name its folder, with config.json and a tokenizer."
         )
-    if path.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"}:
+    if path.suffix in PICKLE_SUFFIXES:
         raise CheckpointError(
-            f"{path} looks like a pickle, which could run code, so convert it with transformers: "
-            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
+            f"{path} looks like a pickle, which could run code, so {CONVERT_PICKLES}."
         )
     raise CheckpointError(f"{path} is neither a GGUF file nor a Hugging Face directory.")
 

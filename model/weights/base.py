@@ -5,6 +5,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+CONVERT_PICKLES = (
+    "convert it with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+)
+
 
 class CheckpointError(Exception):
     """A file or folder that cannot be served; the message is one sentence that names it."""

@@ -1,7 +1,8 @@
 """Weights in safetensors files: one file, or shards listed by an index, in one folder.
 
-The header is ours to check before anything is believed; the format itself is eight bytes of
-length, a JSON object, and the data.
+The format is eight bytes of length, a JSON object, and the data. It is read here, because the
+`safetensors` package maps the file (one truncated while mapped kills the process), lets tensor
+names appear twice, and takes seconds and a gigabyte for a million empty tensors.
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.weights.base import CheckpointError, shown
+from model.weights.base import CONVERT_PICKLES, PICKLE_SUFFIXES, CheckpointError, shown
 from model.weights.files import open_regular, parse_json, read_json, read_range, size_of
 
 SINGLE = "model.safetensors"
@@ -174,15 +175,10 @@ def _shard_name(index: Path, value: object) -> str:
 
 
 def _nothing_to_read(folder: Path) -> str:
-    unsafe = sorted(
-        entry.name
-        for entry in folder.iterdir()
-        if entry.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
-    )
+    unsafe = sorted(entry.name for entry in folder.iterdir() if entry.suffix in PICKLE_SUFFIXES)
     if unsafe:
         return (
             f"{folder} holds weights only as {shown(unsafe[0])}, a pickle that could run code, "
-            "so convert them with transformers: "
-            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
+            f"so {CONVERT_PICKLES}."
         )
     return f"{folder} holds neither {SINGLE} nor {INDEX}."
