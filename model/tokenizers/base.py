@@ -6,6 +6,7 @@ exactly. Knows no file format and no tokenizer library.
 
 import codecs
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from model.tokenizers.stops import StopFinder
@@ -19,7 +20,18 @@ class InvalidText(ValueError):
     """Text that is not valid Unicode and so has no tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that is found in text before the model splits it."""
+
+    id: int
+    text: str
+    special: bool  # has no bytes
+
+
 class Tokenizer(Protocol):
+    """Text to tokens, and each token to the bytes it adds to a text."""
+
     vocab_size: int  # ids are 0 .. vocab_size - 1
     bos: int | None  # the declared id; encode(bos=True) prepends it only to models trained with it
     eos: frozenset[int]  # ids that end a text

@@ -17,7 +17,7 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from model.tokenizers.gguf_fields import Fields
+from model.tokenizers.gguf_fields import TokenizerFields
 from model.tokenizers.tokenizer_config import read_object, read_tokenizer_config
 
 _WIDE = re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)")  # a padded width of five digits, or one computed
@@ -82,11 +82,11 @@ def chat_template_from_directory(path: Path) -> ChatTemplate | None:
 
 
 def chat_template_from_gguf(metadata: Mapping[str, object]) -> ChatTemplate | None:
-    """From `tokenizer.chat_template`; None without one. Raises as the constructor and Fields do."""
+    """From `tokenizer.chat_template`; None without one. Raises as for a directory."""
     source = metadata.get("tokenizer.chat_template")
     if source is None:
         return None
-    fields = Fields(metadata)
+    fields = TokenizerFields(metadata)
     return _from_source(source, bos=fields.bos_text(), eos=fields.eos_text())
 
 

@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
-class Fields:
+class TokenizerFields:
     """Every getter raises TokenizerError when the value is absent (without a default) or wrong."""
 
     def __init__(self, metadata: Mapping[str, object]) -> None:

@@ -8,13 +8,12 @@ Python values and opens no file.
 from collections.abc import Iterable, Mapping, Sequence
 
 import tokenizers
-from tokenizers import AddedToken as HfAddedToken
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-from model.tokenizers.base import Tokenizer, TokenizerError
-from model.tokenizers.gguf_fields import Fields
+from model.tokenizers.base import AddedToken, Tokenizer, TokenizerError
+from model.tokenizers.gguf_fields import TokenizerFields
 from model.tokenizers.hf import HfTokenizer
-from model.tokenizers.spm import AddedToken, SpmModel, SpmTokenizer
+from model.tokenizers.spm import SpmModel, SpmTokenizer
 from model.tokenizers.spm_proto import ModelType, Piece, PieceType, Settings, write_model
 
 _SPLIT_LLAMA3 = (
@@ -32,7 +31,7 @@ _QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen"})
 
 def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     """Raises TokenizerError when the metadata holds no tokenizer that can be rebuilt exactly."""
-    fields = Fields(metadata)
+    fields = TokenizerFields(metadata)
     kind = fields.text("model")
     if kind == "gpt2":
         return _byte_level(fields)
@@ -46,7 +45,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     )
 
 
-def _byte_level(fields: Fields) -> HfTokenizer:
+def _byte_level(fields: TokenizerFields) -> HfTokenizer:
     name = fields.text("pre", "default")
     tokens, types = fields.tokens(), fields.types()
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -100,17 +99,17 @@ def _add_markers(
     """Control tokens have no text of their own; user-defined ones are ordinary text."""
     control = _of_type(PieceType.CONTROL, tokens, types)
     tokenizer.add_special_tokens(
-        [HfAddedToken(token, normalized=False, special=True) for token in control]
+        [tokenizers.AddedToken(token, normalized=False, special=True) for token in control]
     )
     user_defined = _of_type(PieceType.USER_DEFINED, tokens, types)
-    tokenizer.add_tokens([HfAddedToken(token, normalized=False) for token in user_defined])
+    tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in user_defined])
 
 
 def _of_type(wanted: PieceType, tokens: Sequence[str], types: Sequence[PieceType]) -> list[str]:
     return [token for token, kind in zip(tokens, types, strict=True) if kind == wanted]
 
 
-def _sentencepiece(fields: Fields, kind: ModelType, *, add_bos: bool) -> SpmTokenizer:
+def _sentencepiece(fields: TokenizerFields, kind: ModelType, *, add_bos: bool) -> SpmTokenizer:
     tokens, types = fields.tokens(), fields.types()
     pieces = [
         Piece(_escaped(text) if kind_of is PieceType.USER_DEFINED else text, score, kind_of)

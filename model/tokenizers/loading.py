@@ -4,12 +4,13 @@ Knows the files of a Hugging Face directory; the formats themselves are read els
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from model.tokenizers.base import Tokenizer, TokenizerError
+from model.tokenizers.base import AddedToken, Tokenizer, TokenizerError
 from model.tokenizers.gguf_vocab import tokenizer_from_gguf
 from model.tokenizers.hf import HfTokenizer, read_tokenizer_json
-from model.tokenizers.spm import AddedToken, SpmModel, SpmTokenizer
+from model.tokenizers.spm import SpmModel, SpmTokenizer
 from model.tokenizers.tokenizer_config import TokenizerConfig, read_tokenizer_config
 
 __all__ = ["tokenizer_from_directory", "tokenizer_from_gguf"]
@@ -43,10 +44,7 @@ def _from_sentencepiece(path: Path, config: TokenizerConfig) -> SpmTokenizer:
     ids = {token.text: token.id for token in config.added}
     bos, eos = _declared(config, lambda text: ids.get(text, model.find(text)))
     ends = {token for token in (bos, *eos) if token is not None}
-    added = [
-        AddedToken(token.id, token.text, token.special or token.id in ends)
-        for token in config.added
-    ]
+    added = [replace(token, special=token.special or token.id in ends) for token in config.added]
     listed = {token.id for token in added}
     for token, text in [(bos, config.bos), *((end, config.eos) for end in eos)]:
         if token is not None and text and token not in listed:

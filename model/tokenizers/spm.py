@@ -6,24 +6,14 @@ Hugging Face directories do for chat markers.
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import sentencepiece
 
-from model.tokenizers.base import TokenizerError, require_unicode
+from model.tokenizers.base import AddedToken, TokenizerError, require_unicode
 from model.tokenizers.bytes import TokenTable
 from model.tokenizers.spm_proto import read_settings
 
 _SPACE = "▁"
-
-
-@dataclass(frozen=True, slots=True)
-class AddedToken:
-    """A token that is found in text before the model splits it."""
-
-    id: int
-    text: str
-    special: bool  # has no bytes
 
 
 class SpmModel:

@@ -10,22 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.tokenizers.base import TokenizerError
-
-
-@dataclass(frozen=True, slots=True)
-class DeclaredToken:
-    id: int
-    text: str
-    special: bool
+from model.tokenizers.base import AddedToken, TokenizerError
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
+    """bos and eos are the tokens' texts."""
+
     bos: str | None
     eos: str | None
     add_bos: bool | None  # None: not said
-    added: tuple[DeclaredToken, ...]  # the later of two with the same id counts
+    added: tuple[AddedToken, ...]  # the later of two with the same id counts
     chat_template: object  # a text, a list of named ones, or None
 
 
@@ -70,14 +65,14 @@ def _token_text(values: Mapping[str, Any], key: str) -> str | None:
     return value
 
 
-def _added_by_text(tokens: Mapping[str, object]) -> Iterator[DeclaredToken]:
+def _added_by_text(tokens: Mapping[str, object]) -> Iterator[AddedToken]:
     for text, number in tokens.items():
         if not isinstance(number, int) or not text:
             raise TokenizerError("added_tokens.json must map texts to ids; correct the file.")
-        yield DeclaredToken(number, text, special=False)
+        yield AddedToken(number, text, special=False)
 
 
-def _added(tokens: object) -> Iterator[DeclaredToken]:
+def _added(tokens: object) -> Iterator[AddedToken]:
     if not isinstance(tokens, dict):
         raise _wrong("added_tokens_decoder", "an object")
     for number, token in tokens.items():
@@ -86,7 +81,7 @@ def _added(tokens: object) -> Iterator[DeclaredToken]:
         text = token.get("content")
         if not isinstance(text, str) or not text:
             raise _wrong("added_tokens_decoder", "an object of tokens with content")
-        yield DeclaredToken(int(number), text, token.get("special") is True)
+        yield AddedToken(int(number), text, token.get("special") is True)
 
 
 def _wrong(key: str, wanted: str) -> TokenizerError:
