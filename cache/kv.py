@@ -32,11 +32,9 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.blocks = blocks
         self.block_size = block_size
         self.layers = layers
         self.kv_heads = kv_heads
-        self.dtype = dtype
         # Not cleared: a slot is written before it is read, and untouched memory costs nothing.
         self._keys = torch.empty(
             layers, blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device
