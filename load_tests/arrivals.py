@@ -7,12 +7,12 @@ client running late counts against the latency and not for it.
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
-Send = Callable[[Sent, float], Awaitable[Received]]
+Send = Callable[[Sent, float], Coroutine[Any, Any, Received]]
 
 
 async def closed_loop(
@@ -39,15 +39,12 @@ async def poisson(
     start = time.perf_counter()
     tasks: list[asyncio.Task[Received]] = []
 
-    async def answer(request: Sent, intended: float) -> Received:
-        return await send(request, intended)
-
     async with asyncio.TaskGroup() as group:
         for request, offset in zip(
             requests, poisson_offsets(len(requests), rate, seed), strict=True
         ):
             await asyncio.sleep(max(0.0, start + offset - time.perf_counter()))
-            tasks.append(group.create_task(answer(request, start + offset)))
+            tasks.append(group.create_task(send(request, start + offset)))
     return [task.result() for task in tasks]
 
 

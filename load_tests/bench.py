@@ -17,14 +17,7 @@ from load_tests.client import DIALECTS, Server, Unreachable, get_json, split_bas
 from load_tests.measure import NoSuccess, RunFigures, run, warm_up
 from load_tests.progress import Progress
 from load_tests.prompts import Form, PromptMaker
-from load_tests.report import (
-    DEFINITIONS,
-    Cell,
-    as_json,
-    results_table,
-    warnings,
-    write_json,
-)
+from load_tests.report import DEFINITIONS, Cell, as_json, results_table, warnings, write_json
 from load_tests.scenarios import WORKLOADS, Sizes, scenarios
 
 _ALL = ("stream", "prefill", "closed", "shared-prefix")
@@ -139,6 +132,7 @@ def sizes_from(args: argparse.Namespace) -> Sizes:
 
 
 def workloads_from(args: argparse.Namespace) -> Sequence[str]:
+    """What `--workload` names; `all` is every one but poisson."""
     return _ALL if args.workload == "all" else (args.workload,)
 
 
@@ -213,14 +207,19 @@ async def resolve(server: Server) -> tuple[Server, int]:
 
 
 def _report(args: argparse.Namespace, cells: Sequence[Cell]) -> int:
+    print(f"model {args.model or '(the only one)'} at {args.base_url}, seed {args.seed}\n")
+    print(results_table(cells))
+    return conclude("bench", args, cells)
+
+
+def conclude(kind: str, args: argparse.Namespace, cells: Sequence[Cell]) -> int:
+    """Print what follows the tables, the JSON line last, and write it; the exit status."""
     arguments = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(args).items()
         if name != "api_key"
     }
-    result = as_json("bench", arguments, cells)
-    print(f"model {args.model or '(the only one)'} at {args.base_url}, seed {args.seed}\n")
-    print(results_table(cells))
+    result = as_json(kind, arguments, cells)
     print(f"\n{DEFINITIONS}")
     for warning in warnings(cells):
         print(f"! {warning}")

@@ -152,7 +152,7 @@ async def complete(server: Server, request: Completion, intended: float | None =
 
 async def get_json(server: Server, path: str) -> Any:
     """The JSON answer to a GET. Raises Unreachable."""
-    answer = _Whole(encode_request(server, "GET", path))
+    answer = _Answer(encode_request(server, "GET", path))
     error = await _exchange(server, answer)
     where = f"http://{server.host}:{server.port}{path}"
     if error is not None:
@@ -181,7 +181,7 @@ async def _exchange(server: Server, protocol: "_Answer") -> str | None:
 
 
 class _Answer(asyncio.Protocol):
-    """Sends one request and collects the answer; `finished` holds None or the reason it failed."""
+    """Sends one request and collects the body; `finished` holds None or the reason it failed."""
 
     def __init__(self, request: bytes) -> None:
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
@@ -225,10 +225,6 @@ class _Answer(asyncio.Protocol):
         if self._reader.status == 200:
             return None
         return f"status {self._reader.status}: {self.body[:300].decode(errors='replace')}"
-
-
-class _Whole(_Answer):
-    """An answer read as one body."""
 
 
 class _Stream(_Answer):

@@ -6,27 +6,18 @@ because a peer takes nothing else, and end-of-text never ends an answer on eithe
 
 import argparse
 import asyncio
-import json
 import secrets
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from load_tests.bench import add_load_options, resolve, sizes_from, workloads_from
+from load_tests.bench import add_load_options, conclude, resolve, sizes_from, workloads_from
 from load_tests.client import Unreachable
 from load_tests.measure import NoSuccess, RunFigures, run, warm_up
 from load_tests.progress import Progress
 from load_tests.prompts import PromptMaker
-from load_tests.report import (
-    DEFINITIONS,
-    Cell,
-    as_json,
-    ratio_table,
-    results_table,
-    warnings,
-    write_json,
-)
+from load_tests.report import Cell, ratio_table, results_table
 from load_tests.scenarios import Scenario, scenarios
 from load_tests.systems import OURS, StartFailed, System, running, system_from
 
@@ -50,6 +41,7 @@ Results = dict[str, dict[str, list[RunFigures]]]  # system → line → runs
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command's options."""
     options = argparse.ArgumentParser(
         prog="load_tests.peers",
         description=_DESCRIPTION,
@@ -178,17 +170,7 @@ def _report(args: argparse.Namespace, results: Results) -> int:
     for other in others:
         print(f"\n{first} / {other}\n")
         print(ratio_table(cells[first], cells[other]))
-    print(f"\n{DEFINITIONS}")
-    for warning in warnings(named):
-        print(f"! {warning}")
-    arguments = {
-        name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
-    }
-    result = as_json("peers", arguments, named)
-    if args.json is not None:
-        write_json(args.json, result)
-    print(json.dumps(result))
-    return 1 if any(run.failed for cell in named for run in cell.runs) else 0
+    return conclude("peers", args, named)
 
 
 if __name__ == "__main__":
