@@ -7,7 +7,7 @@ for one of the server's; host and port are shared with it. No torch.
 from dataclasses import replace
 
 from server.config import HOST, PORT
-from server.options import Option, count, number, seconds, switch, text
+from server.options import Option, count, number, seconds, switch
 
 CLIENT_KEY = "ROPEWALK_API_KEY"  # of load_tests/bench.py, too
 _HOST = replace(HOST, group="server", help="where the server listens")
@@ -20,7 +20,7 @@ CHAT_OPTIONS = (
         "--url",
         "server",
         "where the server is, instead of host and port: https://example.org",
-        text,
+        str,
         None,
         "none",
         "URL",
@@ -30,7 +30,7 @@ CHAT_OPTIONS = (
         "--model",
         "server",
         "which of its models",
-        text,
+        str,
         None,
         "its first",
         "NAME",
@@ -40,7 +40,7 @@ CHAT_OPTIONS = (
         "--api-key",
         "server",
         "sent with every request",
-        text,
+        str,
         None,
         "none",
         "KEY",
@@ -60,7 +60,7 @@ CHAT_OPTIONS = (
         "--system",
         "answer",
         "instruction that heads the conversation",
-        text,
+        str,
         None,
         "none",
         "TEXT",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from server.errors import UsageError
-from server.options import Option, auto, choice, count, seconds, size, switch, text
+from server.options import Option, auto, choice, count, seconds, size, switch
 
 DEFAULT_MODEL = "smollm2"
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
@@ -39,6 +39,8 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
+    """The pool of blocks, per model but for `kv_memory`."""
+
     kv_memory: int | None  # bytes for all models together
     block_size: int  # tokens
     prefix_sharing: bool
@@ -55,6 +57,8 @@ class LimitOptions:
 
 @dataclass(frozen=True, slots=True)
 class HttpConfig:
+    """Where the server listens, to whom it answers, and how long."""
+
     host: str
     port: int  # 0: any free one
     api_keys: frozenset[str] = field(repr=False)  # empty: open; never in a log line
@@ -66,6 +70,8 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
+    """Everything `ropewalk serve` was asked for."""
+
     models: tuple[ModelSource, ...]
     loading: ModelOptions
     cache: CacheOptions
@@ -135,8 +141,8 @@ SERVE_OPTIONS = (
     Option(
         "--encoding",
         "model",
-        "use this positional encoding whatever the checkpoint says: rope or nope",
-        auto(text),
+        "another positional encoding than the checkpoint's: nope, or package.module:Class",
+        auto(str),
         shown="auto, the checkpoint's",
         metavar="NAME",
     ),

@@ -143,17 +143,16 @@ _COUNT = re.compile(r"(\d+)([km]?)", re.IGNORECASE)
 _ON, _OFF = {"on", "1", "true", "yes"}, {"off", "0", "false", "no"}
 
 
-def text(value: str) -> str:
-    return value
-
-
 def switch(value: str) -> bool:
+    """on, 1, true or yes; off, 0, false or no."""
     if value.lower() in _ON | _OFF:
         return value.lower() in _ON
     raise ValueError(f"{value!r} is neither on nor off; write 1 or 0")
 
 
 def choice(*choices: str) -> Callable[[str], str]:
+    """One of the words given."""
+
     def parse(value: str) -> str:
         if value in choices:
             return value
@@ -186,7 +185,7 @@ def size(value: str) -> int:
 
 
 def number(low: float, high: float, unit: str = "") -> Callable[[str], float]:
-    """Decimal numbers, both bounds included. `unit` is one letter that may follow."""
+    """Decimal numbers, both bounds included. `unit` may follow."""
 
     def parse(value: str) -> float:
         try:
@@ -201,6 +200,7 @@ def number(low: float, high: float, unit: str = "") -> Callable[[str], float]:
 
 
 def seconds(low: float, high: float) -> Callable[[str], float]:
+    """A decimal number of seconds: 30 or 1.5s."""
     return number(low, high, "s")
 
 
