@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NoReturn
 
 from server import chat, listen, pull
@@ -56,6 +57,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def serve(flags: argparse.Namespace) -> int:
+    """Returns when the server has stopped."""
     config = server_config(read_options(SERVE_OPTIONS, flags, os.environ))
     if os.environ.get(CLIENT_KEY) and not config.http.api_keys:
         raise UsageError(
@@ -74,6 +76,7 @@ def serve(flags: argparse.Namespace) -> int:
 
 
 def talk(flags: argparse.Namespace) -> int:
+    """`ropewalk chat`: one question, or a conversation with whoever types."""
     values = read_options(CHAT_OPTIONS, flags, os.environ)
     fields = ("max_tokens", "temperature", "top_p", "seed")
     options = chat.ChatOptions(
@@ -90,11 +93,13 @@ def talk(flags: argparse.Namespace) -> int:
 
 
 def bring(flags: argparse.Namespace) -> int:
+    """`ropewalk pull`: prints where the model is now."""
     print(pull.pull(flags.model))
     return 0
 
 
 def version(_: argparse.Namespace) -> int:
+    """What a report of a fault should name."""
     print(f"ropewalk {_installed('ropewalk')}")
     print(f"Python {platform.python_version()}, torch {_installed('torch')}")
     return 0
@@ -103,11 +108,12 @@ def version(_: argparse.Namespace) -> int:
 def health(flags: argparse.Namespace) -> int:
     """For container health checks: exit code 0 when the server answers 200, else 1."""
     values = read_options(HEALTH_OPTIONS, flags, os.environ)
-    host, port = listen.reachable(values["host"]), values["port"]
-    url = listen.local_url(host, port) + ("/health/ready" if values["ready"] else "/health/live")
-    connection = http.client.HTTPConnection(host, port, timeout=values["timeout"])
+    host, port = values["host"], values["port"]
+    path = "/health/ready" if values["ready"] else "/health/live"
+    url = listen.local_url(host, port) + path
+    connection = http.client.HTTPConnection(listen.reachable(host), port, timeout=values["timeout"])
     try:
-        connection.request("GET", url.removeprefix(listen.origin(host, port)))
+        connection.request("GET", path)
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException) as error:
         raise CommandError(f"no answer from {url} ({error or type(error).__name__})") from error
@@ -120,6 +126,7 @@ def health(flags: argparse.Namespace) -> int:
 
 
 def bench(arguments: Sequence[str]) -> int:
+    """Hands its own arguments to the load generator."""
     # Late: a server has no use for the load generator.
     from load_tests.bench import main as bench_main
 
@@ -127,6 +134,7 @@ def bench(arguments: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
+    """Every command; each sets `run` to its function."""
     top = Parser(
         prog="ropewalk",
         description="Serve language models with any positional encoding from a paged KV cache.",
@@ -136,28 +144,9 @@ def parser() -> Parser:
     )
     commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command")
 
-    def add(
-        name: str, run: Callable[..., int], line: str, *, usage: str = "", epilog: str = ""
-    ) -> Parser:
-        added = commands.add_parser(
-            name,
-            usage=f"ropewalk {name} {usage}".rstrip(),
-            help=line,
-            description=line[0].upper() + line[1:] + ".",
-            epilog=epilog,
-            formatter_class=Help,
-            allow_abbrev=False,
-        )
-        added.set_defaults(run=run)
-        return added
-
-    serving = add(
-        "serve",
-        serve,
-        "load models and serve them",
-        usage="[MODEL ...] [FLAGS]",
-        epilog=SERVE_EXAMPLES,
-    )
+    add = partial(_add_command, commands)
+    line = "load models and serve them"
+    serving = add("serve", serve, line, usage="[MODEL ...] [FLAGS]", epilog=SERVE_EXAMPLES)
     add_options(serving, SERVE_OPTIONS)
     talking = add(
         "chat", talk, "talk to a running server", usage="[QUESTION] [FLAGS]", epilog=chat.HELP
@@ -177,6 +166,28 @@ def parser() -> Parser:
     add("bench", bench, "measure a running server; its own flags follow")
     add("version", version, "print the version")
     return top
+
+
+def _add_command(
+    commands: "argparse._SubParsersAction[Parser]",
+    name: str,
+    run: Callable[..., int],
+    line: str,
+    *,
+    usage: str = "",
+    epilog: str = "",
+) -> Parser:
+    added = commands.add_parser(
+        name,
+        usage=f"ropewalk {name} {usage}".rstrip(),
+        help=line,
+        description=line[0].upper() + line[1:] + ".",
+        epilog=epilog,
+        formatter_class=Help,
+        allow_abbrev=False,
+    )
+    added.set_defaults(run=run)
+    return added
 
 
 def main(argv: Sequence[str] | None = None) -> int:

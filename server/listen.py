@@ -51,4 +51,5 @@ def local_url(host: str, port: int) -> str:
 
 
 def origin(host: str, port: int) -> str:
+    """http://host:port, an IPv6 address in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
