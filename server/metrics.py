@@ -101,10 +101,12 @@ class Metrics:
         self._models[model_name].observe_step(stats)
 
     def reject(self, model_name: str | None, reason: str) -> None:
-        """A request refused before the engine had it; None when its model is not known."""
-        model = None if model_name is None else self._models.get(model_name)
-        children = self._unmatched if model is None else model.rejections
-        children[reason if reason in REJECTION_REASONS else "other"].inc()
+        """A request refused before the engine had it, for one of REJECTION_REASONS.
+
+        `model_name` is None when the model is not known.
+        """
+        children = self._unmatched if model_name is None else self._models[model_name].rejections
+        children[reason].inc()
 
     def disconnected(self, model_name: str) -> None:
         """A client went away, or stopped reading, before its answer was complete."""
@@ -255,7 +257,7 @@ class _ModelMetrics:
         self._blocks["free"].set(stats.blocks_free)
         self._blocks["active"].set(stats.blocks_active)
         self._blocks["cached"].set(stats.blocks_cached)
-        self._usage.set(stats.blocks_active / self._num_blocks if self._num_blocks else 0)
+        self._usage.set(stats.blocks_active / self._num_blocks)
         for counter, amount in (
             (self._computed, stats.computed_prompt_tokens),
             (self._cached, stats.cached_prompt_tokens),
