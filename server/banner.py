@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
+    """What the banner says of one model."""
+
     name: str
     architecture: str  # "llama"
     encoding: str  # resolved, as in the metrics
@@ -40,6 +42,7 @@ def banner(models: Sequence[ModelFacts], *, url: str, open_to_all: bool, version
 
 
 def readable_bytes(amount: int) -> str:
+    """1536 as "1.5 KiB"."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if amount >= 1024**power:
             return f"{amount / 1024**power:.1f} {unit}"

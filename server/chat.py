@@ -23,6 +23,8 @@ in the conversation:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
+    """Whom to ask, and how."""
+
     url: str  # "http://127.0.0.1:8000", without /v1
     model: str | None  # None: the first one the server lists
     api_key: str | None = field(repr=False)
@@ -185,13 +187,13 @@ def converse(options: ChatOptions, question: str | None, lines: Iterator[str], o
     return 1 if failed else 0
 
 
-def terminal_lines(prompt: str = "> ") -> Iterator[str]:
+def terminal_lines() -> Iterator[str]:
     """What a person types, with line editing, until Ctrl-D or Ctrl-C on an empty line."""
     with suppress(ImportError):
         import readline  # noqa: F401  gives input() editing and history; touches the terminal
     while True:
         try:
-            yield input(prompt)
+            yield input("> ")
         except (EOFError, KeyboardInterrupt):
             print()
             return
@@ -203,6 +205,7 @@ def printable(text: str) -> str:
 
 
 def stats_line(answer: Answer) -> str:
+    """Tokens, time to the first, and tokens per second after it."""
     if answer.first_s is None:
         return f"{answer.tokens} tokens, {answer.finish}"
     after = answer.total_s - answer.first_s

@@ -40,12 +40,14 @@ def pick_dtype(wanted: str | None, device: torch.device) -> torch.dtype:
 
 
 def device_name(device: torch.device) -> str:
+    """For people: "cpu, 2 threads", or which GPU."""
     if device.type == "cuda":
         return f"cuda ({torch.cuda.get_device_name(device)})"
     return f"cpu, {torch.get_num_threads()} threads"
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of keys and values, over all layers."""
     return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
 
 

