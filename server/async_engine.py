@@ -25,6 +25,7 @@ from server.request import (
 log = getLogger(__name__)
 
 STALL_SECONDS = 120.0
+STOP_SECONDS = 30.0
 
 
 @dataclass(slots=True)
@@ -33,6 +34,7 @@ class _Stream:
 
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     pending: list[TokenEvent] = field(default_factory=list)
+    ended: bool = False  # its last event has been dispatched; whatever comes later is dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +80,18 @@ class AsyncEngine:
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread after its current step; open streams end with an error."""
+        """End the thread after its current step; open streams end with an error.
+
+        A thread stuck for STOP_SECONDS is left behind as a failure: it must not keep the process.
+        """
         with self._inbox_changed:
             self._stopping = True
             self._inbox_changed.notify()
         if self._thread.ident is not None:
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+            if self._thread.is_alive():
+                self.failure = "The engine did not stop; the server must be restarted."
+                log.error("the engine is stuck in a step and is left behind")
         self._end_streams(ShuttingDown("The server is shutting down; try again later."))
 
     @property
@@ -136,9 +144,11 @@ class AsyncEngine:
     def _dispatch(self, events: list[TokenEvent]) -> None:
         for event in events:
             stream = self._streams.get(event.request_id)
-            if stream is not None:  # else its caller has left
-                stream.pending.append(event)
-                stream.wake.set()
+            if stream is None or stream.ended:  # its caller has left, or has all it will get
+                continue
+            stream.ended = event.finish is not None
+            stream.pending.append(event)
+            stream.wake.set()
 
     def _end_streams(self, error: ServeError) -> None:
         self._dispatch([_ended(request_id, error) for request_id in self._streams])

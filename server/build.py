@@ -2,34 +2,26 @@
 
 import asyncio
 import socket
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from logging import getLogger
 
 import torch
-from tqdm import tqdm
 
 from cache.kv import KVCache
 from cache.manager import CacheManager
-from model.attention.base import AttentionBackend, AttentionSpec, NoBackend, choose
-from model.attention.cpu import CpuBackend
-from model.attention.reference import ReferenceAttention
-from model.attention.sdpa import SdpaAttention
+from model.attention.base import NoBackend
 from model.batch import ForwardBatch
-from model.config import EncodingSpec
-from model.encodings.base import EncodingError, PositionalEncoding, create
-from model.kernels.build import Kernels, NoKernels
-from model.kernels.build import load as load_kernels
-from model.kernels.substitutes import substitute
-from model.loading import Checkpoint, CheckpointError, load_decoder, open_checkpoint
+from model.config import ModelConfig
+from model.encodings.base import EncodingError
+from model.loading import Checkpoint, CheckpointError
 from model.transformer import Decoder
-from server import listen, placement, pull
+from server import listen, placement
 from server.app import HttpOptions, create_app, own_version
 from server.async_engine import AsyncEngine
 from server.banner import ModelFacts, banner
-from server.config import ModelOptions, ModelSource, ServerConfig
+from server.config import ServerConfig
+from server.decoders import Prepared, find_kernels, prepare
 from server.engine import Engine
 from server.errors import CommandError
 from server.metrics import Metrics
@@ -98,104 +90,100 @@ def run(config: ServerConfig) -> int:
 def load_models(config: ServerConfig, metrics: Metrics) -> list[Loaded]:
     """Every configured model, loaded and warmed up. CommandError, one sentence, otherwise."""
     device = placement.pick_device(config.loading.device)
-    kernels = _kernels(device)
+    kernels = find_kernels(device)
+    try:
+        prepared = [prepare(config.loading, source, device, kernels) for source in config.models]
+    except (CheckpointError, EncodingError, NoBackend) as error:
+        raise CommandError(str(error)) from error
+    # Only now is it known what the weights of all models leave.
     free = placement.free_memory(device)
-    budget = config.cache.kv_memory
-    share = (free if budget is None else budget) // len(config.models)
-    loaded = []
-    for source in config.models:
-        try:
-            loaded.append(_load_model(config, source, device, kernels, share, metrics))
-        except (CheckpointError, EncodingError, NoBackend) as error:
-            raise CommandError(str(error)) from error
-    return loaded
+    return [_complete(config, model, device, free, metrics) for model in prepared]
 
 
-def _load_model(
+def _complete(
     config: ServerConfig,
-    source: ModelSource,
+    model: Prepared,
     device: torch.device,
-    kernels: Kernels | str,
-    cache_bytes: int,
+    free_memory: int,
     metrics: Metrics,
 ) -> Loaded:
-    checkpoint = open_checkpoint(pull.locate(source.source))
-    loading = config.loading
-    if loading.encoding is not None and loading.encoding != checkpoint.config.encoding.name:
-        # Another encoding than the weights were trained with: an experiment, asked for by name.
-        changed = replace(checkpoint.config, encoding=EncodingSpec(loading.encoding, {}))
-        checkpoint = replace(checkpoint, config=changed)
-    shape = checkpoint.config
-    dtype = placement.pick_dtype(loading.dtype, device)
-    context = loading.max_model_len or shape.trained_context
-    encoding = create(shape.encoding, shape, context, device)
-    if encoding.max_positions is not None:
-        context = min(context, encoding.max_positions)
-    backend = _backend(checkpoint, loading, dtype, device, kernels)
-    decoder = _load_decoder(checkpoint, source.name, encoding, backend, dtype, device)
-    if isinstance(kernels, Kernels):
-        substitute(decoder, kernels, dtype)
+    """Give it its share of the memory and an engine."""
+    shape, name, block_size = model.checkpoint.config, model.name, config.cache.block_size
+    budget, sharers = config.cache.kv_memory, len(config.models)
     blocks = placement.num_blocks(
         shape,
-        dtype,
-        budget=None if config.cache.kv_memory is None else cache_bytes,
-        free_memory=cache_bytes,
-        block_size=config.cache.block_size,
+        model.dtype,
+        budget=None if budget is None else budget // sharers,
+        free_memory=free_memory // sharers,
+        block_size=block_size,
         max_seqs=config.limits.max_seqs,
-        context=context,
+        context=model.context,
     )
-    context = _fitting(context, (blocks - 1) * config.cache.block_size + 1, source.name)
-    kv = KVCache(
-        layers=shape.layers,
-        blocks=blocks,
-        block_size=config.cache.block_size,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        dtype=dtype,
-        device=device,
-    )
-    _warm_up(decoder, kv, device, source.name)
-    manager = CacheManager(
-        blocks, config.cache.block_size, prefix_sharing=config.cache.prefix_sharing
-    )
+    kv = _allocate(shape, model.dtype, device, blocks, block_size)
+    manager = CacheManager(blocks, block_size, prefix_sharing=config.cache.prefix_sharing)
+    context = _fitting(model.context, manager.capacity + 1, name)
+    _warm_up(model.decoder, kv, device, name)
     limits = Limits(
         max_seqs=config.limits.max_seqs,
         max_step_tokens=config.limits.max_step_tokens,
         max_context=context,
         max_waiting=config.limits.max_queue,
     )
-    engine = Engine(decoder, kv, manager, Scheduler(manager, limits), device=device)
-    encoding_name = shape.encoding.name
+    engine = Engine(model.decoder, kv, manager, Scheduler(manager, limits), device=device)
+    facts = ModelFacts(
+        name=name,
+        architecture=model.checkpoint.architecture,
+        encoding=shape.encoding.name,
+        trained_context=shape.trained_context,
+        max_context=context,
+        device=placement.device_name(device),
+        dtype=_dtype_name(model.dtype),
+        attention=model.backend.name,
+        kv_bytes_per_token=kv.bytes_per_token,
+        blocks=blocks - 1,
+        block_size=block_size,
+        chat=model.checkpoint.chat_template is not None,
+    )
+    _register(metrics, facts, shape)
+    return Loaded(_served(name, model.checkpoint, facts), engine, facts)
+
+
+def _allocate(
+    shape: ModelConfig, dtype: torch.dtype, device: torch.device, blocks: int, block_size: int
+) -> KVCache:
+    try:
+        return KVCache(
+            layers=shape.layers,
+            blocks=blocks,
+            block_size=block_size,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+    except RuntimeError as error:  # what torch raises when there is no memory, on every device
+        size = blocks * block_size * placement.kv_bytes_per_token(shape, dtype)
+        raise CommandError(
+            f"the {device.type} has no room for a cache of {size:,} bytes; lower --kv-memory"
+        ) from error
+
+
+def _register(metrics: Metrics, facts: ModelFacts, shape: ModelConfig) -> None:
     metrics.add_model(
-        source.name,
-        encoding_name,
+        facts.name,
+        facts.encoding,
         {
-            "kv_dtype": _dtype_name(dtype),
+            "kv_dtype": facts.dtype,
             "layers": str(shape.layers),
             "kv_heads": str(shape.kv_heads),
             "head_dim": str(shape.head_dim),
             "trained_context": str(shape.trained_context),
         },
-        bytes_per_token=kv.bytes_per_token,
-        blocks=blocks - 1,
-        block_size=config.cache.block_size,
-        max_context=context,
+        bytes_per_token=facts.kv_bytes_per_token,
+        blocks=facts.blocks,
+        block_size=facts.block_size,
+        max_context=facts.max_context,
     )
-    facts = ModelFacts(
-        name=source.name,
-        architecture=checkpoint.architecture,
-        encoding=encoding_name,
-        trained_context=shape.trained_context,
-        max_context=context,
-        device=placement.device_name(device),
-        dtype=_dtype_name(dtype),
-        attention=backend.name,
-        kv_bytes_per_token=kv.bytes_per_token,
-        blocks=blocks - 1,
-        block_size=config.cache.block_size,
-        chat=checkpoint.chat_template is not None,
-    )
-    return Loaded(_served(source.name, checkpoint, facts), engine, facts)
 
 
 def _fitting(context: int, cacheable: int, name: str) -> int:
@@ -228,62 +216,6 @@ def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:
             "dtype": facts.dtype,
         },
     )
-
-
-def _kernels(device: torch.device) -> Kernels | str:
-    """The compiled CPU kernels, or why there are none."""
-    if device.type != "cpu":
-        return f"the device is {device.type}"
-    try:
-        return load_kernels(pull.home() / "kernels")
-    except NoKernels as error:
-        log.warning("serving without the CPU kernels, several times slower: %s", error)
-        return str(error)
-
-
-def _backend(
-    checkpoint: Checkpoint,
-    loading: ModelOptions,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: Kernels | str,
-) -> AttentionBackend:
-    """The first backend that can, or the one asked for if it can. Raises NoBackend."""
-    backends: list[AttentionBackend] = [CpuBackend(kernels), SdpaAttention, ReferenceAttention]
-    if loading.attention is not None:
-        backends = [backend for backend in backends if backend.name == loading.attention]
-    shape = checkpoint.config
-    spec = AttentionSpec(
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        scale=1.0,
-        dtype=dtype,
-        device=device,
-    )
-    return choose(backends, spec)
-
-
-def _load_decoder(
-    checkpoint: Checkpoint,
-    name: str,
-    encoding: PositionalEncoding,
-    backend: AttentionBackend,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Decoder:
-    decoder = Decoder(checkpoint.config, encoding, backend, dtype=dtype, device=device)
-    with tqdm(desc=f"loading {name}", unit="tensor", leave=False, file=sys.stderr) as bar:
-        load_decoder(checkpoint, decoder, _progress(bar))
-    return decoder
-
-
-def _progress(bar: "tqdm[None]") -> Callable[[int, int], None]:
-    def report(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
-
-    return report
 
 
 def _warm_up(decoder: Decoder, kv: KVCache, device: torch.device, name: str) -> None:

@@ -1,20 +1,23 @@
 """Rows of logits to tokens of requests: who gets which row, and whose row is broken."""
 
 from collections.abc import Mapping
+from logging import getLogger
 
 import torch
 from torch import Tensor
 
 from model.sampler import adjust, changes_logits, draw, top_logprobs
 from server.batching import PromptRows, StepBatch
-from server.request import NumericalError, Request, TokenLogprob
+from server.request import NumericalError, Request, RequestFailed, TokenLogprob
 from server.scheduler import Sampled
+
+log = getLogger(__name__)
 
 
 def sample(logits: Tensor, batch: StepBatch) -> Mapping[str, Sampled]:
     """One token per request of `batch.samples`; prompt log-probabilities go to their requests.
 
-    logits [S, vocab]. A row that is not finite fails its own request.
+    logits [S, vocab]. A row that is not finite, or cannot be sampled, fails its own request.
     """
     for prompt in batch.prompts:
         _note_prompt(logits, prompt)
@@ -25,11 +28,23 @@ def sample(logits: Tensor, batch: StepBatch) -> Mapping[str, Sampled]:
     largest, tokens = rows.max(dim=-1)  # a NaN anywhere in a row becomes its maximum
     finite, greedy = largest.isfinite().tolist(), tokens.tolist()
     return {
-        request.id: _sample_one(request, rows[i], greedy[i])
+        request.id: _sample_alone(request, rows[i], greedy[i])
         if finite[i]
         else Sampled(0, error=NumericalError("The model's output for this request is not finite."))
         for i, (request, _) in enumerate(batch.samples)
     }
+
+
+def _sample_alone(request: Request, row: Tensor, most_likely: int) -> Sampled:
+    try:
+        return _sample_one(request, row, most_likely)
+    except torch.AcceleratorError:
+        raise  # the device is lost, for all
+    except Exception as error:
+        # Raised, it would have the others sampled again, with another draw of their generators.
+        log.exception("sampling failed", extra={"request": request.id})
+        reason = f"Sampling failed on this request ({type(error).__name__})."
+        return Sampled(0, error=RequestFailed(reason))
 
 
 def _sample_one(request: Request, row: Tensor, most_likely: int) -> Sampled:

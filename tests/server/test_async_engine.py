@@ -8,7 +8,7 @@ import pytest
 
 from server import async_engine
 from server.async_engine import AsyncEngine
-from server.request import PromptTooLong, ShuttingDown
+from server.request import FinishReason, PromptTooLong, ShuttingDown
 from tests.server.fake_engine import counting, make_engine, make_request
 
 pytestmark = pytest.mark.anyio
@@ -125,6 +125,43 @@ async def test_stop_ends_open_streams_with_an_error():
     assert isinstance(events[-1].error, ShuttingDown)
     with pytest.raises(ShuttingDown):
         await collect(running, make_request("b", [1]))
+
+
+async def test_an_answer_ends_once():
+    """Whatever the thread's end says to all, a finished answer that is yet to be read stays so."""
+    engine, _ = make_engine()
+    running, seen = started(engine)
+    stream = running.generate("m", make_request("a", [1], max_tokens=1))
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)  # it has asked and now waits
+    while not any(stats.ended for stats in seen):
+        time.sleep(0.001)  # the loop is kept from delivering
+    asyncio.get_running_loop().call_soon(running._end_streams, ShuttingDown("over"))
+    events = await reading
+    assert [event.finish for event in events] == [FinishReason.LENGTH]
+    await stream.aclose()
+    await running.stop()
+
+
+async def test_a_thread_that_is_stuck_does_not_keep_the_process(monkeypatch, caplog):
+    monkeypatch.setattr(async_engine, "STOP_SECONDS", 0.05)
+    release = threading.Event()
+
+    def stuck(batch, kv):
+        release.wait(5)
+        return counting(batch, kv)
+
+    engine, _ = make_engine(stuck)
+    running, _ = started(engine)
+    task = asyncio.create_task(collect(running, make_request("a", [1])))
+    await asyncio.sleep(0.05)
+    await running.stop()
+    with pytest.raises(ShuttingDown):
+        await task
+    assert running.failure is not None
+    assert "stuck" in caplog.text
+    release.set()
+    await asyncio.to_thread(running._thread.join)
 
 
 async def test_a_failing_thread_tells_everybody(caplog):

@@ -1,24 +1,19 @@
 """From a configuration to loaded models: what is chosen, and what is refused in one sentence."""
 
 import argparse
-from dataclasses import replace
 
 import pytest
 import torch
 
-from model.config import EncodingSpec
-from server import placement
+from model.transformer import Decoder
+from server import decoders, placement
 from server.build import load_models
 from server.config import SERVE_OPTIONS, server_config
 from server.errors import CommandError
 from server.metrics import Metrics
 from server.options import add_options, read_options
-from server.request import Request
 from tests.model.checkpoints import llama, random_model, save
-from tests.model.tiny import CONFIG
 from tests.server.fake_engine import make_request
-
-GIB = 1 << 30
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +28,8 @@ def load(*flags):
     return load_models(server_config(values), Metrics())
 
 
-def generated(loaded, prompt):
-    request: Request = make_request("a", prompt, max_tokens=8)
+def generated(loaded, prompt, max_tokens=8):
+    request = make_request("a", prompt, max_tokens=max_tokens)
     loaded.engine.submit(request)
     while loaded.engine.busy:
         loaded.engine.step()
@@ -67,24 +62,31 @@ def test_backends_and_dtypes_agree(folder):
 
 def test_another_encoding_is_an_experiment_one_can_ask_for(folder):
     (loaded,) = load(
-        str(folder), "--kv-memory", "1M", "--encoding", "nope", "--max-model-len", "9k"
+        str(folder), "--kv-memory", "16M", "--encoding", "nope", "--max-model-len", "9k"
     )
     assert loaded.served.encoding == "nope"
-    assert loaded.facts.trained_context == 256
+    assert (loaded.facts.trained_context, loaded.served.max_context) == (256, 9216)
+    prompt = [1, 2, 3, 4]
+    (plain,) = load(str(folder), "--kv-memory", "16M")
+    assert generated(loaded, prompt) != generated(plain, prompt)
 
 
 def test_context_is_what_is_asked_for_and_what_the_cache_holds(folder, caplog):
     (shorter,) = load(str(folder), "--kv-memory", "1M", "--max-model-len", "100")
     assert shorter.served.max_context == 100
+    assert caplog.text == ""
     (small,) = load(str(folder), "--kv-memory", "64K", "--dtype", "float32")
-    assert small.served.max_context == (65536 // (480 * 16) - 1) * 16 + 1
+    held = (65536 // (480 * 16) - 1) * 16
+    assert small.served.max_context == held + 1
     assert "raise --kv-memory" in caplog.text
+    # What the context allows, the cache can hold.
+    assert len(generated(small, [1] * held, max_tokens=1)) == 1
 
 
 def test_two_models_share_the_memory(folder):
     one, two = load(f"a={folder}", f"b={folder}", "--kv-memory", "1M", "--dtype", "float32")
     assert one.facts.blocks == two.facts.blocks == (1 << 19) // (480 * 16) - 1
-    assert one.engine is not two.engine
+    assert generated(one, [7, 8]) == generated(two, [7, 8])
 
 
 @pytest.mark.parametrize(
@@ -92,6 +94,7 @@ def test_two_models_share_the_memory(folder):
     [
         (["--encoding", "t6"], "There is no encoding 't6'"),
         (["--encoding", "rope", "--kv-memory", "1K"], "raise --kv-memory"),
+        (["--kv-memory", "4000000G"], "lower --kv-memory"),
         (["--dtype", "float16", "--attention", "cpu"], "it computes float32 and bfloat16"),
     ],
 )
@@ -102,20 +105,25 @@ def test_refusals(folder, flags, words):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_cuda_asked_for_in_vain():
-    with pytest.raises(CommandError, match="use --device cpu"):
-        placement.pick_device("cuda")
+def test_memory_is_shared_out_once_all_weights_are_there(folder, monkeypatch):
+    """What is free is only known then; before, the weights themselves would be given away."""
+    order = []
+    free, loading = placement.free_memory, decoders.load_decoder
+    monkeypatch.setattr(placement, "free_memory", lambda d: order.append("free") or free(d))
+    monkeypatch.setattr(
+        decoders, "load_decoder", lambda *more: order.append("weights") or loading(*more)
+    )
+    load(f"a={folder}", f"b={folder}")
+    assert order == ["weights", "weights", "free"]
 
 
-def blocks(**changes):
-    chosen = {"budget": None, "free_memory": GIB, "block_size": 16, "max_seqs": 4, "context": 256}
-    config = replace(CONFIG, encoding=EncodingSpec("nope", {}))
-    return placement.num_blocks(config, torch.float32, **chosen | changes)
+def test_numbers_that_are_not_finite_are_found_at_the_start(folder, monkeypatch):
+    monkeypatch.setattr(Decoder, "forward", lambda self, batch, kv: torch.full((1, 4), torch.nan))
+    with pytest.raises(CommandError, match="not finite; try --dtype float32"):
+        load(str(folder), "--kv-memory", "1M")
 
 
-def test_blocks_stop_at_what_all_sequences_need():
-    assert blocks() == 4 * 16 + 1
-    assert blocks(budget=GIB) == GIB // (2 * 3 * 2 * 8 * 4 * 16)
-    with pytest.raises(CommandError, match="needs two"):
-        blocks(budget=100)
+def test_no_folder(tmp_path):
+    with pytest.raises(CommandError) as refused:
+        load(str(tmp_path / "nothing"))
+    assert "\n" not in str(refused.value)

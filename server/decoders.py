@@ -1,0 +1,118 @@
+"""Configured models as decoders with their weights in place: encoding, dtype, attention, kernels.
+
+Knows no cache, engine or HTTP.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from logging import getLogger
+
+import torch
+from tqdm import tqdm
+
+from model.attention.base import AttentionBackend, AttentionSpec, choose
+from model.attention.cpu import CpuBackend
+from model.attention.reference import ReferenceAttention
+from model.attention.sdpa import SdpaAttention
+from model.config import EncodingSpec
+from model.encodings.base import PositionalEncoding, create
+from model.kernels.build import Kernels, NoKernels
+from model.kernels.build import load as load_kernels
+from model.kernels.substitutes import substitute
+from model.loading import Checkpoint, load_decoder, open_checkpoint
+from model.transformer import Decoder
+from server import placement, pull
+from server.config import ModelOptions, ModelSource
+
+log = getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One model whose weights are in place and which has no cache yet."""
+
+    name: str
+    checkpoint: Checkpoint
+    decoder: Decoder
+    backend: AttentionBackend
+    dtype: torch.dtype
+    context: int
+
+
+def find_kernels(device: torch.device) -> Kernels | str:
+    """The compiled CPU kernels, or why there are none."""
+    if device.type != "cpu":
+        return f"the device is {device.type}"
+    try:
+        return load_kernels(pull.home() / "kernels")
+    except NoKernels as error:
+        log.warning("serving without the CPU kernels, several times slower: %s", error)
+        return str(error)
+
+
+def prepare(
+    loading: ModelOptions, source: ModelSource, device: torch.device, kernels: Kernels | str
+) -> Prepared:
+    """Raises CheckpointError, EncodingError, NoBackend, or CommandError when nothing is there."""
+    checkpoint = open_checkpoint(pull.locate(source.source))
+    if loading.encoding is not None and loading.encoding != checkpoint.config.encoding.name:
+        # Another encoding than the weights were trained with: an experiment, asked for by name.
+        changed = replace(checkpoint.config, encoding=EncodingSpec(loading.encoding, {}))
+        checkpoint = replace(checkpoint, config=changed)
+    shape = checkpoint.config
+    dtype = placement.pick_dtype(loading.dtype, device)
+    context = loading.max_model_len or shape.trained_context
+    encoding = create(shape.encoding, shape, context, device)
+    if encoding.max_positions is not None:
+        context = min(context, encoding.max_positions)
+    backend = _backend(checkpoint, loading, dtype, device, kernels)
+    decoder = _load_decoder(checkpoint, source.name, encoding, backend, dtype, device)
+    if isinstance(kernels, Kernels):
+        substitute(decoder, kernels, dtype)
+    return Prepared(source.name, checkpoint, decoder, backend, dtype, context)
+
+
+def _backend(
+    checkpoint: Checkpoint,
+    loading: ModelOptions,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels | str,
+) -> AttentionBackend:
+    """The first backend that can, or the one asked for if it can. Raises NoBackend."""
+    backends: list[AttentionBackend] = [CpuBackend(kernels), SdpaAttention, ReferenceAttention]
+    if loading.attention is not None:
+        backends = [backend for backend in backends if backend.name == loading.attention]
+    shape = checkpoint.config
+    spec = AttentionSpec(
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        scale=1.0,
+        dtype=dtype,
+        device=device,
+    )
+    return choose(backends, spec)
+
+
+def _load_decoder(
+    checkpoint: Checkpoint,
+    name: str,
+    encoding: PositionalEncoding,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Decoder:
+    decoder = Decoder(checkpoint.config, encoding, backend, dtype=dtype, device=device)
+    with tqdm(desc=f"loading {name}", unit="tensor", leave=False, file=sys.stderr) as bar:
+        load_decoder(checkpoint, decoder, _progress(bar))
+    return decoder
+
+
+def _progress(bar: "tqdm[None]") -> Callable[[int, int], None]:
+    def report(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    return report

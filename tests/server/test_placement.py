@@ -1,0 +1,87 @@
+"""Where a model computes, in which numbers, and how many blocks its cache gets."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from server import placement
+from server.errors import CommandError
+from tests.model.tiny import CONFIG
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+GIB = 1 << 30
+TOKEN_BYTES = 2 * 3 * 2 * 8 * 4  # keys and values, layers, key heads, head_dim, float32
+
+
+def blocks(**changes):
+    chosen = {"budget": None, "free_memory": GIB, "block_size": 16, "max_seqs": 4, "context": 256}
+    return placement.num_blocks(CONFIG, torch.float32, **chosen | changes)
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted", "picked"),
+    [
+        (False, None, "cpu"),
+        (True, None, "cuda"),
+        (True, "cpu", "cpu"),
+        (True, "cuda", "cuda"),
+        (False, "cpu", "cpu"),
+    ],
+)
+def test_cuda_is_used_where_there_is_one(monkeypatch, there, wanted, picked):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    assert placement.pick_device(wanted).type == picked
+
+
+def test_cuda_asked_for_in_vain(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(CommandError, match="use --device cpu"):
+        placement.pick_device("cuda")
+
+
+@pytest.mark.parametrize(("has", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_bfloat16_where_the_hardware_multiplies_it(monkeypatch, has, dtype):
+    monkeypatch.setattr(placement, "has_bf16_arithmetic", lambda: has)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: has)
+    assert placement.pick_dtype(None, CPU) == placement.pick_dtype(None, CUDA) == dtype
+    assert placement.pick_dtype("float32", CPU) == torch.float32
+    assert placement.pick_dtype("float16", CUDA) == torch.float16
+
+
+def test_the_device_has_a_name_for_people():
+    assert placement.device_name(CPU) == f"cpu, {torch.get_num_threads()} threads"
+
+
+def test_bytes_per_token():
+    assert placement.kv_bytes_per_token(CONFIG, torch.float32) == TOKEN_BYTES
+    assert placement.kv_bytes_per_token(CONFIG, torch.bfloat16) == TOKEN_BYTES // 2
+    deeper = replace(CONFIG, layers=6)
+    assert placement.kv_bytes_per_token(deeper, torch.float32) == 2 * TOKEN_BYTES
+
+
+def test_without_a_budget_blocks_stop_at_what_all_sequences_need():
+    assert blocks() == 4 * 16 + 1
+    assert blocks(context=257) == 4 * 17 + 1
+    assert blocks(free_memory=10 * 16 * TOKEN_BYTES) == 10
+
+
+def test_a_budget_is_used_to_the_last_whole_block():
+    assert blocks(budget=GIB) == GIB // (16 * TOKEN_BYTES) > 4 * 16 + 1
+    assert blocks(budget=10 * 16 * TOKEN_BYTES - 1, free_memory=0) == 9
+
+
+def test_two_blocks_are_the_least():
+    assert blocks(budget=2 * 16 * TOKEN_BYTES) == 2
+    with pytest.raises(CommandError, match="raise --kv-memory or lower --block-size"):
+        blocks(budget=2 * 16 * TOKEN_BYTES - 1)
+
+
+def test_the_cache_takes_a_share_of_the_free_memory(monkeypatch):
+    monkeypatch.setattr(
+        placement.os, "sysconf", {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.get
+    )
+    assert placement.free_memory(CPU) == 1000 * 4096 // 4
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100_000, 200_000))
+    assert placement.free_memory(CUDA) == 85_000
