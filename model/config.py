@@ -14,6 +14,8 @@ class EncodingSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
+    """What every architecture's description comes down to; `width` is that of the residual."""
+
     vocab_size: int  # rows of the embedding
     width: int
     layers: int

@@ -9,9 +9,10 @@ class SamplingParams:
     """How one completion picks its tokens and when it ends. Validated at the HTTP border.
 
     `temperature` below 1e-5 means greedy. `top_k` 0 and `top_p` 1 mean no limit.
-    `seed` None means a fresh random seed. `logprobs` None means none are wanted; k means the
-    chosen token and the k most likely ones. `stop_ids` end the completion and are not text;
-    they already hold the model's own end-of-text tokens unless the client asked to ignore them.
+    `seed` None means fresh random numbers; who calls the sampler draws them. `logprobs` None
+    means none are wanted; k means the chosen token and the k most likely ones. `stop_ids` end
+    the completion and are not text; they already hold the model's own end-of-text tokens
+    unless the client asked to ignore them.
     """
 
     max_tokens: int

@@ -117,6 +117,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
     def __init__(
         self,
         config: ModelConfig,

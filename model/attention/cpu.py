@@ -31,6 +31,8 @@ class CpuBackend:
 
 
 class CpuAttention:
+    """Hands the addresses of one layer's tensors to the kernel."""
+
     def __init__(self, spec: AttentionSpec, kernels: Kernels) -> None:
         self.spec = spec
         self.kernels = kernels

@@ -13,6 +13,8 @@ from model.encodings.base import ScoreBias
 
 
 class ReferenceAttention:
+    """Serves every spec; all faster backends are compared with it."""
+
     name = "reference"
 
     @classmethod

@@ -15,6 +15,8 @@ from model.encodings.base import ScoreBias
 
 
 class SdpaAttention:
+    """Serves every spec: one call of torch for all requests of a step."""
+
     name = "sdpa"
 
     @classmethod

@@ -52,7 +52,7 @@ ScoreBias = LinearBias | TableBias
 class PositionalEncoding(nn.Module):
     """Where tokens are. Override what the encoding touches; the rest does nothing."""
 
-    max_positions: int | None = None  # hard limit, checked at admission
+    max_positions: int | None = None  # hard limit: no longer context is served
 
     @classmethod
     def create(

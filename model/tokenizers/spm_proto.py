@@ -30,12 +30,16 @@ class PieceType(IntEnum):
 
 
 class ModelType(IntEnum):
+    """TrainerSpec.model_type: how a text is cut into pieces."""
+
     UNIGRAM = 1
     BPE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
+    """One token of the vocabulary; its id is its place in it."""
+
     text: str
     score: float
     type: PieceType

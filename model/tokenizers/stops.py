@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 
 class Found(NamedTuple):
+    """Where a stop string ended."""
+
     end: int  # characters of the piece just fed, up to and including the stop string
     length: int  # of the stop string, which may have started in an earlier piece
 

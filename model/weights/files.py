@@ -30,6 +30,7 @@ def open_regular(path: Path) -> FileIO:
 
 
 def size_of(file: FileIO) -> int:
+    """Bytes of an open file."""
     return os.fstat(file.fileno()).st_size
 
 

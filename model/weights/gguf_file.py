@@ -42,6 +42,8 @@ SCALARS = {
 
 
 class Entry(NamedTuple):
+    """What the header says of one tensor."""
+
     kind: GGMLQuantizationType
     shape: tuple[int, ...]  # rows first, as torch has it
     offset: int  # in the file

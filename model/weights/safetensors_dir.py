@@ -37,6 +37,8 @@ ITEM_SIZES = {
 
 
 class Entry(NamedTuple):
+    """What the header says of one tensor."""
+
     path: Path
     dtype: str
     shape: tuple[int, ...]
