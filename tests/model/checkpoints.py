@@ -126,9 +126,9 @@ def gguf_tensors(model):
     return tensors
 
 
-def fill_from_gguf(model, path):
+def fill_from_gguf(model, reader):
     """Into a transformers model with tied embeddings, through the package's own reader."""
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    stored = {tensor.name: tensor for tensor in reader.tensors}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             tensor = stored.pop(gguf_name(name))

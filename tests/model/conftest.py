@@ -1,16 +1,18 @@
-import os
-from pathlib import Path
-
+import gguf
 import pytest
-import torch
 
 from model.kernels.build import load
-
-CPU = torch.device("cpu")
+from server.pull import home
+from tests.smollm2 import smollm2_path
 
 
 @pytest.fixture(scope="session")
-def kernels(tmp_path_factory):
-    """The compiled CPU kernels; from the model cache when one is named, to save the seconds."""
-    home = os.environ.get("ROPEWALK_HOME")
-    return load(Path(home) / "kernels" if home else tmp_path_factory.mktemp("kernels"))
+def kernels():
+    """The compiled CPU kernels, from where the server keeps them, to save the seconds."""
+    return load(home() / "kernels")
+
+
+@pytest.fixture(scope="session")
+def smollm2_reader():
+    """The weights as the gguf package reads them: slow, and independent of our reader."""
+    return gguf.GGUFReader(smollm2_path())

@@ -1,8 +1,6 @@
 """The same weights here and in transformers, through both formats."""
 
 import copy
-import os
-from pathlib import Path
 
 import gguf
 import pytest
@@ -15,6 +13,7 @@ from model.loading import open_checkpoint
 from tests.model import checkpoints
 from tests.model.checkpoints import llama, loaded, mistral, qwen2, qwen3
 from tests.model.running import Running, make_batch, new_cache
+from tests.smollm2 import smollm2_path
 
 BLOCK = 16
 MODELS = {
@@ -186,21 +185,12 @@ SMOLLM2 = {
 }
 
 
-def smollm2_path():
-    home = Path(os.environ.get("ROPEWALK_HOME") or Path.home() / ".cache" / "ropewalk")
-    default = home / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    return Path(os.environ.get("ROPEWALK_TEST_GGUF") or default)
-
-
 @pytest.fixture(scope="module")
-def smollm2():
+def smollm2(smollm2_reader):
     """The checkpoint, 512 tokens of English, and what transformers makes of them."""
-    path = smollm2_path()
-    if not path.is_file():
-        pytest.skip(f"{path} is missing: `ropewalk pull smollm2` fetches it")
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(smollm2_path())
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMOLLM2)).eval()
-    checkpoints.fill_from_gguf(model, path)
+    checkpoints.fill_from_gguf(model, smollm2_reader)
     tokens = checkpoint.tokenizer.encode(ENGLISH, bos=False)[:512]
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0]

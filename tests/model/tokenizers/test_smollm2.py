@@ -1,11 +1,8 @@
 """SmolLM2's own GGUF metadata against `transformers` reading the same file."""
 
-import os
 import warnings
-from pathlib import Path
 
 import pytest
-from gguf import GGUFReader
 from hypothesis import given, settings
 from tokenizers import pre_tokenizers
 
@@ -16,24 +13,12 @@ from tests.model.tokenizers.samples import SENTENCES, TRICKY, texts
 
 pytestmark = pytest.mark.smollm2
 
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-HOME = Path(os.environ.get("ROPEWALK_HOME", "~/.cache/ropewalk")).expanduser()
-
 
 @pytest.fixture(scope="module")
-def path():
-    path = Path(os.environ.get("ROPEWALK_TEST_GGUF", HOME / FILE))
-    if not path.is_file():
-        pytest.skip(f"{path} is missing; `ropewalk pull smollm2` fetches it")
-    return path
-
-
-@pytest.fixture(scope="module")
-def fields(path):
-    reader = GGUFReader(path)
+def fields(smollm2_reader):
     return {
         key: field.contents()
-        for key, field in reader.fields.items()
+        for key, field in smollm2_reader.fields.items()
         if key.startswith("tokenizer.")
     }
 
