@@ -1,5 +1,6 @@
 """An Engine over a fake model that counts: the next token is the last one plus one."""
 
+import argparse
 import random
 
 import torch
@@ -7,7 +8,9 @@ import torch
 from cache.kv import KVCache
 from cache.manager import CacheManager
 from model.sampling import SamplingParams
+from server.config import SERVE_OPTIONS, server_config
 from server.engine import Engine
+from server.options import add_options, read_options
 from server.request import Request
 from server.scheduler import Limits, Scheduler
 
@@ -38,6 +41,13 @@ def make_engine(forward=counting, *, blocks=40, clock=None, **limits):
     more = {} if clock is None else {"clock": clock}
     made = Engine(forward, kv, manager, scheduler, device=CPU, **more)
     return made, manager
+
+
+def configured(*flags):
+    """What `ropewalk serve` is asked for with these flags and an empty environment."""
+    parser = argparse.ArgumentParser()
+    add_options(parser, SERVE_OPTIONS)
+    return server_config(read_options(SERVE_OPTIONS, parser.parse_args(flags), {}))
 
 
 def make_request(name, prompt, **params):

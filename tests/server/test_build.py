@@ -1,19 +1,15 @@
 """From a configuration to loaded models: what is chosen, and what is refused in one sentence."""
 
-import argparse
-
 import pytest
 import torch
 
 from model.transformer import Decoder
 from server import decoders, placement
 from server.build import load_models
-from server.config import SERVE_OPTIONS, server_config
 from server.errors import CommandError
 from server.metrics import Metrics
-from server.options import add_options, read_options
 from tests.model.checkpoints import llama, random_model, save
-from tests.server.fake_engine import make_request
+from tests.server.fake_engine import configured, make_request
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +18,7 @@ def folder(tmp_path_factory):
 
 
 def load(*flags):
-    parser = argparse.ArgumentParser()
-    add_options(parser, SERVE_OPTIONS)
-    values = read_options(SERVE_OPTIONS, parser.parse_args(flags), {})
-    return load_models(server_config(values), Metrics())
+    return load_models(configured(*flags), Metrics())
 
 
 def generated(loaded, prompt, max_tokens=8):

@@ -2,19 +2,29 @@
 
 import asyncio
 import http.client
+import itertools
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
+from server import build, listen, protocol
+from server.async_engine import AsyncEngine
+from server.banner import ModelFacts
 from tests.model.checkpoints import llama, random_model, save
+from tests.model.tiny import CONFIG
+from tests.server.fake_engine import configured, counting, make_engine
+from tests.server.toy import CONTEXT, TEMPLATE, toy, toy_app
 
 READY_SECONDS = 90
 
@@ -39,35 +49,19 @@ class Served:
         raise AssertionError(f"the server did not start: {self.log.read_text()}")
 
     def post(self, path: str, body: dict[str, object]) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", path, json.dumps({"model": "m"} | body), headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
+        return exchange(self.port, "POST", path, json.dumps({"model": "m"} | body))
 
-    def metric(self, name: str) -> float:
-        """Sum over the series whose line begins with `name`."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-        connection.close()
-        return sum(
-            float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name)
-        )
+    def metric(self, name: str, label: str = "") -> float:
+        """Sum over the series of this name whose labels contain `label`."""
+        _, text = exchange(self.port, "GET", "/metrics")
+        lines = [line for line in text.decode().splitlines() if line.startswith(name + "{")]
+        assert lines, f"no series {name}"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if label in line)
 
     def footprint(self) -> tuple[int, int]:
-        """Threads, and open sockets."""
+        """Threads, and open file descriptors, sockets among them."""
         folder = Path("/proc") / str(self.process.pid)
-        sockets = 0
-        for descriptor in (folder / "fd").iterdir():
-            try:
-                sockets += os.readlink(descriptor).startswith("socket:")
-            except FileNotFoundError:  # closed meanwhile
-                continue
-        return len(list((folder / "task").iterdir())), sockets
+        return len(os.listdir(folder / "task")), len(os.listdir(folder / "fd"))
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -75,24 +69,37 @@ class Served:
         self.process.wait()
 
 
+def exchange(port, method, path, body=None):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     config = llama(eos_token_id=256, max_position_embeddings=512)
-    return save(random_model(config), tmp_path_factory.mktemp("model"))
+    folder = save(random_model(config), tmp_path_factory.mktemp("model"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
 
 
-@pytest.fixture
-def server(model, tmp_path):
-    made = Served(model, tmp_path, "--kv-memory", "4M", "--max-seqs", "16", "--max-queue", "200")
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    made = Served(model, folder, "--kv-memory", "4M", "--max-seqs", "16", "--max-queue", "200")
     yield made
     made.stop()
 
 
 def eventually(true, seconds=10.0):
     deadline = time.monotonic() + seconds
-    while not true() and time.monotonic() < deadline:
+    while not true():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert true()
 
 
 def streamed(body):
@@ -102,61 +109,134 @@ def streamed(body):
     return [json.loads(line) for line in lines[:-1]]
 
 
-async def one_client(port, i, rng):
-    """A third leaves at a random moment; the others read to the end."""
-    leaves = i % 3 == 0
-    prompt = "".join(rng.choice("abcdefgh ") for _ in range(rng.randint(1, 200)))
+async def one_client(port, i, rng, longest_wait):
+    """Status line of the answer, read to its end; every third client leaves at a random moment."""
+    text = "".join(rng.choice("abcdefgh ") for _ in range(rng.randint(1, 200)))
     body = {"model": "m", "max_tokens": rng.randint(1, 60), "ignore_eos": True}
     body |= {"stream": i % 2 == 0, "temperature": 0.0 if i % 5 else 1.0, "n": 1 + (i % 7 == 0)}
-    path = "/v1/completions"
-    data = json.dumps(body | {"prompt": prompt}).encode()
+    if i % 4 == 0:
+        path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": text}]
+    else:
+        path, body["prompt"] = "/v1/completions", text
+    data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    leaves = i % 3 == 0
     try:
-        if leaves:
-            await asyncio.wait_for(reader.read(-1), rng.random() * 0.6)
-            return None
-        answer = await reader.read(-1)
-        return answer.split(b"\r\n", 1)[0]
+        async with asyncio.timeout(rng.random() * longest_wait if leaves else 60):
+            return (await reader.read(-1)).split(b"\r\n", 1)[0]
     except TimeoutError:
+        assert leaves
         return None
     finally:
         writer.close()
 
 
+async def two_hundred(port, longest_wait=0.6):
+    """All of them, started a hundredth of a second apart; the answers of those who stayed."""
+
+    async def later(i):
+        await asyncio.sleep(i * 0.01)
+        return await one_client(port, i, random.Random(i), longest_wait)
+
+    answers = await asyncio.gather(*(later(i) for i in range(200)))
+    assert answers.count(None) > 10
+    return [answer for i, answer in enumerate(answers) if i % 3]
+
+
 def test_two_hundred_requests_of_which_a_third_leave(server):
-    server.post("/v1/completions", {"prompt": "warm", "max_tokens": 2})
-    time.sleep(0.2)
-    total = server.metric("ropewalk_kv_blocks{")
+    for path, content in (("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")):
+        what = "warm" if content == "prompt" else [{"role": "user", "content": "warm"}]
+        assert server.post(path, {content: what, "max_tokens": 2, "n": 2})[0] == 200
+    total = server.metric("ropewalk_kv_blocks")
     before = server.footprint()
-    rng = random.Random(11)
-
-    async def all_of_them():
-        async def later(i):
-            await asyncio.sleep(i * 0.01)
-            return await one_client(server.port, i, random.Random(rng.random()))
-
-        return await asyncio.gather(*(later(i) for i in range(200)))
-
-    answers = asyncio.run(all_of_them())
-    stayed = [answer for i, answer in enumerate(answers) if i % 3]
-    assert set(stayed) == {b"HTTP/1.1 200 OK"}
-    eventually(lambda: server.metric("ropewalk_requests_running{") == 0)
-    assert server.metric("ropewalk_requests_waiting{") == 0
-    assert server.metric("ropewalk_client_disconnects_total{") > 10
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("GET", "/metrics")
-    text = connection.getresponse().read().decode()
-    connection.close()
-    (active,) = [line for line in text.splitlines() if 'state="active"' in line]
-    assert active.endswith(" 0.0")
-    assert server.metric("ropewalk_kv_blocks{") == total
-    eventually(lambda: server.footprint()[1] <= before[1])
-    assert server.footprint()[0] <= before[0] + 1  # threads: one may be a pool's, kept idle
+    with socket.create_connection(("127.0.0.1", server.port)):
+        eventually(lambda: server.footprint()[1] == before[1] + 1)  # it would see one left over
+    eventually(lambda: server.footprint() == before)
+    assert set(asyncio.run(two_hundred(server.port))) == {b"HTTP/1.1 200 OK"}
+    eventually(lambda: server.metric("ropewalk_requests_running") == 0)
+    assert server.metric("ropewalk_requests_waiting") == 0
+    assert server.metric("ropewalk_client_disconnects_total") > 10
+    assert server.metric("ropewalk_kv_blocks", 'state="active"') == 0
+    assert server.metric("ropewalk_kv_blocks") == total
+    eventually(lambda: server.footprint() == before)
     log = server.log.read_text()
     assert "ERROR" not in log
     assert "Traceback" not in log
+
+
+def unhurried(batch, kv):
+    time.sleep(0.002)
+    return counting(batch, kv)
+
+
+def test_no_task_is_left_behind(caplog):
+    """The same in this process, over an engine that counts: every task of the loop is looked at."""
+    made, manager = make_engine(unhurried, blocks=400, max_context=CONTEXT, max_waiting=300)
+    engine = AsyncEngine({"m": made}, lambda model, stats: None)
+    app = toy_app(engine, [toy("m")])
+    threads = set(threading.enumerate())
+
+    async def settled(tasks):
+        async with asyncio.timeout(10):
+            while asyncio.all_tasks() != tasks or engine.active() or manager.counts().active:
+                await asyncio.sleep(0.01)
+
+    async def run():
+        config = protocol.server_config(app, host="127.0.0.1", port=0, log_config=None)
+        server = protocol.Server(config, app.state.drain, 5.0)
+        listener = listen.bind("127.0.0.1", 0)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        tasks = asyncio.all_tasks()
+        assert serving in tasks
+        answers = await two_hundred(listener.getsockname()[1], longest_wait=0.3)
+        assert set(answers) == {b"HTTP/1.1 200 OK"}
+        await settled(tasks)
+        server.should_exit = True
+        await serving
+        return asyncio.all_tasks()
+
+    assert len(asyncio.run(run())) == 1  # its own
+    assert set(threading.enumerate()) == threads
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_a_lost_device_ends_the_process_with_status_70(monkeypatch, capsys, caplog):
+    steps = itertools.count()
+
+    def lost(batch, kv):
+        if next(steps) == 20:
+            raise torch.AcceleratorError("an illegal memory access")
+        return unhurried(batch, kv)
+
+    engine, _ = make_engine(lost)
+    listener = listen.bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+
+    def load_models(config, metrics):
+        facts = ModelFacts("m", "fake", "rope", 100, 100, "cpu", "float32", "none", 8, 39, 4, False)
+        build._register(metrics, facts, CONFIG)
+        return [build.Loaded(toy("m", max_context=100), engine, facts)]
+
+    monkeypatch.setattr(build, "load_models", load_models)
+    monkeypatch.setattr(listen, "bind", lambda host, port: listener)
+    status = []
+    thread = threading.Thread(
+        target=lambda: status.append(build.run(configured("any"))), daemon=True
+    )
+    thread.start()
+    eventually(lambda: "curl" in capsys.readouterr().out)
+    body = json.dumps({"model": "m", "prompt": "abc", "max_tokens": 90, "stream": True})
+    code, answer = exchange(port, "POST", "/v1/completions", body)
+    assert code == 200
+    assert answer.count(b"data: ") > 10
+    assert b"shutting_down" in answer.splitlines()[-2]
+    thread.join(timeout=5)
+    assert status == [70]
+    assert "illegal memory access" in caplog.text
 
 
 def test_streams_join_to_the_whole_answer_and_seeds_repeat(server):
@@ -174,14 +254,25 @@ def test_streams_join_to_the_whole_answer_and_seeds_repeat(server):
         assert joined == texts
 
 
+def test_chat_is_served(server):
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20, "seed": 3}
+    status, whole = server.post("/v1/chat/completions", body)
+    assert status == 200
+    _, chunks = server.post("/v1/chat/completions", body | {"stream": True})
+    deltas = [choice["delta"] for chunk in streamed(chunks) for choice in chunk["choices"]]
+    joined = "".join(delta.get("content") or "" for delta in deltas)
+    assert joined == json.loads(whole)["choices"][0]["message"]["content"] != ""
+
+
 def test_sigterm_lets_running_streams_finish(server):
+    """Stops the server of this file: the last test that uses it."""
     body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
     _, calm = server.post("/v1/completions", body | {"stream": True})
     with ThreadPoolExecutor(4) as pool:
         running = [
             pool.submit(server.post, "/v1/completions", body | {"stream": True}) for _ in range(4)
         ]
-        eventually(lambda: server.metric("ropewalk_requests_running{") == 4)
+        eventually(lambda: server.metric("ropewalk_requests_running") == 4)
         server.process.send_signal(signal.SIGTERM)
         answers = [each.result() for each in running]
     assert server.process.wait(timeout=20) == 0

@@ -26,6 +26,15 @@ BLOCK = 4
 LIMITS = Limits(max_seqs=8, max_step_tokens=16, max_context=CONTEXT, max_waiting=100)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """So small a model only waits for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 class Recorder:
     """A forward that keeps the logits of every row it computes, chunk by chunk."""
 
