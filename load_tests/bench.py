@@ -72,7 +72,9 @@ def parser() -> argparse.ArgumentParser:
         "--server-pid", type=int, metavar="PID", help="to tell its CPU time from other processes'"
     )
     add_load_options(options)
-    options.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
+    options.add_argument(
+        "--json", type=_writable, metavar="FILE", help="also write the result here"
+    )
     return options
 
 
@@ -227,6 +229,16 @@ def conclude(kind: str, args: argparse.Namespace, cells: Sequence[Cell]) -> int:
         write_json(args.json, result)
     print(json.dumps(result))
     return 1 if any(run.failed for cell in cells for run in cell.runs) else 0
+
+
+def _writable(text: str) -> Path:
+    """Asked before the measurement: its result should not be lost at the end."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"there is no folder {path.parent} to write {path.name} to"
+        )
+    return path
 
 
 def _count(text: str) -> int:

@@ -81,7 +81,7 @@ def _curl(model: ModelFacts, url: str, keyed: str) -> str:
     else:
         route = "/v1/completions"
         body["prompt"] = "The sky is blue because"
-    body |= {"max_tokens": 64, "stream": True}
+    body |= {"max_tokens": 64, "temperature": 0.2, "stream": True}
     data = json.dumps(body).replace("'", "'\\''")  # a quote inside a single-quoted shell word
     header = '-H "Content-Type: application/json"'
     return f"curl -N {url}{route}{keyed} {header} -d '{data}'"

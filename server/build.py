@@ -211,7 +211,7 @@ def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:
         created=int(time.time()),
         details={
             "architecture": facts.architecture,
-            "encoding": facts.encoding,
+            "vocab_size": min(checkpoint.tokenizer.vocab_size, checkpoint.config.vocab_size),
             "trained_context": facts.trained_context,
             "dtype": facts.dtype,
         },

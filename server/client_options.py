@@ -80,9 +80,8 @@ CHAT_OPTIONS = (
         "answer",
         "0: always the likeliest token",
         number(0, 2),
-        None,
-        "the server's",
-        "NUMBER",
+        0.3,
+        metavar="NUMBER",
         env="ROPEWALK_CHAT_TEMPERATURE",
     ),
     Option(

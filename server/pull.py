@@ -175,7 +175,7 @@ def pull_hub(source: str) -> Path:
     if importlib.util.find_spec("huggingface_hub") is None:
         raise CommandError(
             f"{source} is on the Hugging Face hub and huggingface_hub is not installed; run "
-            "pip install 'ropewalk[hub]' or give the path of a directory"
+            "pip install huggingface_hub or give the path of a directory"
         )
     from huggingface_hub import snapshot_download
 

@@ -10,6 +10,7 @@ from model.tokenizers.base import Detokenizer, decode
 from model.tokenizers.chat import chat_template_from_gguf
 from model.tokenizers.loading import tokenizer_from_gguf
 from tests.model.tokenizers.samples import SENTENCES, TRICKY, texts
+from tests.smollm2 import smollm2_path
 
 pytestmark = pytest.mark.smollm2
 
@@ -29,7 +30,8 @@ def ours(fields):
 
 
 @pytest.fixture(scope="module")
-def oracle(path):
+def oracle():
+    path = smollm2_path()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers import AutoTokenizer
