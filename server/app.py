@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from server.http_errors import (
+    Fault,
     MethodNotAllowed,
     RouteNotFound,
     error_bytes,
@@ -128,7 +129,7 @@ def _framework_error(request: Request, error: HTTPException) -> ServeError:
 
 def _count(metrics: Metrics, error: ServeError, model: str | None) -> None:
     # What failed inside the engine is counted there, with its finish reason.
-    if not isinstance(error, RequestFailed):
+    if isinstance(error, Fault) or not isinstance(error, RequestFailed):
         metrics.reject(model, rejection_reason(error))
 
 

@@ -3,6 +3,7 @@
 Knows tokens and text; neither HTTP nor the wire format.
 """
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -57,11 +58,15 @@ class Choice:
         self.cached = 0
         self.finished = False
         self.cut = False
-        self.offset = 0  # characters of scored tokens already told
         self._detokenizer = Detokenizer(tokenizer, stop, include_stop=include_stop)
         self._stop_token_ids = stop_token_ids
         self._scores = request.params.logprobs is not None
         self._echo = echo
+        # Of the scored tokens spelled so far:
+        self._echoed = len(self.prompt) if request.params.prompt_logprobs is not None else 0
+        self._first = self._echoed > 0
+        self._characters = 0
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, events: Sequence[TokenEvent]) -> Piece:
         """The piece these events add. Raises the ServeError an event carries."""
@@ -75,6 +80,23 @@ class Choice:
             if self.finished:
                 break
         return piece
+
+    def spell(self, token: int) -> tuple[str, int]:
+        """A scored token as text, and the character of the choice's text at which it begins.
+
+        Call it once per scored token, in order. Tokens that are part of one character all begin
+        where that character does.
+        """
+        data = self.tokenizer.token_bytes(token, first=self._first)
+        begin = self._characters
+        # An echoed prompt is decoded by itself; the answer starts with a character of its own.
+        self._characters += len(self._bytes.decode(data, final=self._echoed == 1))
+        if self._echoed:
+            self._echoed -= 1
+            self._first = bool(
+                self._first and self._echoed and not self.tokenizer.token_bytes(token, first=False)
+            )
+        return data.decode(errors="replace"), begin
 
     def _open(self, piece: Piece, event: TokenEvent) -> None:
         self.cached = event.cached_tokens

@@ -103,6 +103,10 @@ class DeadlineExceeded(ServeError):
     code = "deadline_exceeded"
 
 
+class Fault(RequestFailed):
+    """The HTTP side broke on this request. What breaks in the engine is counted there instead."""
+
+
 class NotReady(ServeError):
     status = 503
     code = "not_ready"
@@ -158,7 +162,7 @@ _REASONS: Mapping[type[ServeError], str] = {
     BodyTooLarge: "body_too_large",
     DeadlineExceeded: "deadline",
     ModelNotFound: "model_not_found",
-    RequestFailed: "failed",
+    Fault: "failed",
     Unauthorized: "unauthorized",
 }
 _REASONS_BY_CODE = {

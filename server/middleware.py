@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http_errors import (
     BodyTooLarge,
+    Fault,
     Unauthorized,
     UnsupportedCoding,
     UnsupportedMedia,
@@ -26,7 +27,7 @@ from server.http_errors import (
     quoted,
 )
 from server.lifeline import Drain
-from server.request import RequestFailed, ServeError, ShuttingDown
+from server.request import ServeError, ShuttingDown
 
 # Reachable without a key and while draining: balancers and supervisors have neither.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
@@ -113,7 +114,7 @@ class Guard:
                 raise
             if not isinstance(error, ServeError):
                 _log.exception("a request failed unexpectedly")
-                error = RequestFailed("the server failed on this request; see its log")
+                error = Fault("the server failed on this request; see its log")
             self._refused(error)
             await send_error(send, error)
 

@@ -25,6 +25,7 @@ def refusal(details: ErrorDetails) -> InvalidField:
     if path == "stream_options.include_obfuscation":
         return UnsupportedField(f"{path} is not supported; leave it out or send false", path)
     message = details["msg"].removeprefix("Value error, ").replace(" after validation", "")
+    message = re.sub(r"valid dictionary or instance of \w+", "JSON object", message)
     for start in ("Input ", "String ", "List ", "Dictionary "):
         message = message.removeprefix(start)
     return InvalidField(f"{path} {message}", path)

@@ -130,17 +130,16 @@ def _finite(logprob: float) -> float:
 
 
 def _completion_scores(choice: Choice, scored: Sequence[Scored]) -> dict[str, Any]:
-    """Four lists with one entry per token. Offsets count characters of the spelled tokens."""
+    """Four lists with one entry per token. Offsets count characters of the choice's text."""
     tokenizer = choice.tokenizer
     tokens: list[str] = []
     offsets: list[int] = []
     logprobs: list[float | None] = []
     tops: list[dict[str, float] | None] = []
     for token, score in scored:
-        text = spelled(tokenizer, token, first=score is None)
+        text, offset = choice.spell(token)
         tokens.append(text)
-        offsets.append(choice.offset)
-        choice.offset += len(text)
+        offsets.append(offset)
         if score is None:
             logprobs.append(None)
             tops.append(None)

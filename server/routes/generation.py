@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.completion import Choice, Piece, choice_usage, total_usage
-from server.http_errors import DeadlineExceeded, error_bytes
+from server.http_errors import DeadlineExceeded, Fault, error_bytes
 from server.lifeline import Drain, End, Ended, Lifeline
 from server.metrics import Metrics
 from server.middleware import state_of
@@ -99,7 +99,7 @@ class Generation(Response):
         except Exception:
             # A fault of ours must still end the stream with an error a client can see.
             _log.exception("an answer failed unexpectedly")
-            error = RequestFailed("the server failed on this request; see its log")
+            error = Fault("the server failed on this request; see its log")
         finally:
             out.close()
         if not out.started:

@@ -11,6 +11,7 @@ from tests.server.toy import (
     CONTEXT,
     END,
     VOCABULARY,
+    ByteTokenizer,
     ScriptedEngine,
     ask,
     chat,
@@ -321,6 +322,47 @@ def test_logprobs_of_a_completion():
     assert choice["text"] == "Hel"
 
 
+def test_refusals_name_no_class_of_the_server():
+    for error in (
+        error_of(chat(toy_app(), messages=[1]), 400),
+        error_of(complete(toy_app(), stream=True, stream_options=1), 400),
+    ):
+        assert error["message"].endswith(" should be a JSON object")
+
+
+def test_text_offsets_count_characters_of_the_text():
+    engine = ScriptedEngine(lambda request: list("a日b".encode()))
+    (choice,) = complete(toy_app(engine), prompt="xé", echo=True, max_tokens=5, logprobs=1).json()[
+        "choices"
+    ]
+    assert choice["text"] == "xéa日b"
+    # The first is the one that begins the text; three bytes make one character.
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 2, 3, 3, 3, 4]
+
+
+def test_text_offsets_start_anew_after_a_prompt_that_ends_inside_a_character():
+    engine = ScriptedEngine(lambda request: list(b"\xa9b"))
+    prompt = [120, 0xC3]  # the answer's first byte would complete it
+    (choice,) = complete(
+        toy_app(engine), prompt=prompt, echo=True, max_tokens=2, logprobs=1
+    ).json()["choices"]
+    assert choice["text"] == "x\ufffd\ufffdb"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+
+
+def test_an_echoed_prompt_is_spelled_without_the_space_its_tokenizer_adds():
+    class Spacing(ByteTokenizer):
+        def token_bytes(self, token, *, first):
+            data = super().token_bytes(token, first=first)
+            return data if first or not data else b" " + data
+
+    (choice,) = complete(
+        toy_app(served=[toy(tokenizer=Spacing())]), prompt="ab", echo=True, max_tokens=1, logprobs=1
+    ).json()["choices"]
+    assert choice["logprobs"]["tokens"] == ["", "a", " b", " H"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 3]
+
+
 def test_streamed_logprobs_join_to_the_whole_ones():
     app = toy_app()
     whole = complete(app, max_tokens=5, logprobs=1, echo=True).json()["choices"][0]
@@ -543,6 +585,16 @@ def test_an_unexpected_failure_is_a_500_without_its_text(caplog):
     response = complete(toy_app(engine))
     assert "secret" not in error_of(response, 500)["message"]
     assert "failed unexpectedly" in caplog.text
+
+
+def test_unexpected_failures_are_counted_and_those_of_the_engine_are_not():
+    reason = 'ropewalk_request_rejections_total{encoding="rope",model_name="toy",reason="failed"}'
+    for failure, count in ((ZeroDivisionError("bug"), "1.0"), (RequestFailed("alone"), "0.0")):
+        engine = ScriptedEngine()
+        engine.failure_at = (1, failure)
+        app = toy_app(engine)
+        error_of(complete(app), 500)
+        assert f"{reason} {count}" in ask(app, "GET", "/metrics").text
 
 
 def test_the_error_of_a_route_that_is_not_there():
