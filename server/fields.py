@@ -2,7 +2,7 @@
 
 Ropewalk never ignores a field that would change the answer. A field it knows and does not
 support is accepted with its neutral value and refused otherwise; a field it does not know is
-refused by name. `null` always means "not given". README.md lists these tables for users.
+refused by name. `null` always means "not given". README.md points users here.
 """
 
 from collections.abc import Callable, Collection, Mapping
