@@ -17,10 +17,19 @@ log = getLogger(__name__)
 def sample(logits: Tensor, batch: StepBatch) -> Mapping[str, Sampled]:
     """One token per request of `batch.samples`; prompt log-probabilities go to their requests.
 
-    logits [S, vocab]. A row that is not finite, or cannot be sampled, fails its own request.
+    logits [S, vocab]. A row that is not finite, or cannot be sampled, fails its own request, also
+    one that is not in `batch.samples`.
     """
-    for prompt in batch.prompts:
-        _note_prompt(logits, prompt)
+    # Prompts first: what fails there fails before anybody's generator has drawn.
+    broken = {
+        prompt.request.id: _not_finite()
+        for prompt in batch.prompts
+        if not _note_prompt(logits[prompt.rows], prompt)
+    }
+    return _sample_rows(logits, batch) | broken
+
+
+def _sample_rows(logits: Tensor, batch: StepBatch) -> dict[str, Sampled]:
     if not batch.samples:
         return {}
     chosen = torch.tensor([row for _, row in batch.samples], device=logits.device)
@@ -28,11 +37,14 @@ def sample(logits: Tensor, batch: StepBatch) -> Mapping[str, Sampled]:
     largest, tokens = rows.max(dim=-1)  # a NaN anywhere in a row becomes its maximum
     finite, greedy = largest.isfinite().tolist(), tokens.tolist()
     return {
-        request.id: _sample_alone(request, rows[i], greedy[i])
-        if finite[i]
-        else Sampled(0, error=NumericalError("The model's output for this request is not finite."))
+        request.id: _sample_alone(request, rows[i], greedy[i]) if finite[i] else _not_finite()
         for i, (request, _) in enumerate(batch.samples)
     }
+
+
+def _not_finite() -> Sampled:
+    reason = "The model's output for this request is not finite."
+    return Sampled(0, error=NumericalError(reason))
 
 
 def _sample_alone(request: Request, row: Tensor, most_likely: int) -> Sampled:
@@ -64,15 +76,18 @@ def _sample_one(request: Request, row: Tensor, most_likely: int) -> Sampled:
     return Sampled(token, _logprob(logprobs, token, params.logprobs))
 
 
-def _note_prompt(logits: Tensor, prompt: PromptRows) -> None:
+def _note_prompt(rows: Tensor, prompt: PromptRows) -> bool:
+    """Whether all rows are finite; only then they are noted."""
+    if not rows.amax(dim=-1).isfinite().all():
+        return False
     request, first = prompt.request, prompt.first
     count = request.params.prompt_logprobs
     assert count is not None, "only requests that want prompt log-probabilities have such rows"
     # A preempted request computes its prompt again: keep one entry per token.
     del request.prompt_logprobs[first:]
-    logprobs = logits[prompt.rows].float().log_softmax(dim=-1)
-    for i, row in enumerate(logprobs):
+    for i, row in enumerate(rows.float().log_softmax(dim=-1)):
         request.prompt_logprobs.append(_logprob(row, request.tokens[first + i], count))
+    return True
 
 
 def _logprob(row: Tensor, token: int, count: int) -> TokenLogprob:

@@ -62,11 +62,19 @@ class CpuAttention:
             window=spec.window or 0,
             scale=spec.scale,
         )
+        # Named, so that a copy outlives the call that reads it by address.
         if isinstance(bias, LinearBias):
-            arguments.slopes = bias.slopes.data_ptr()
+            slopes = _per_head(bias.slopes, spec.heads)
+            arguments.slopes = slopes.data_ptr()
         elif isinstance(bias, TableBias):
-            arguments.bias_table = bias.table.data_ptr()
-            arguments.bias_span = bias.table.shape[1]
+            table = _per_head(bias.table, spec.heads)
+            arguments.bias_table = table.data_ptr()
+            arguments.bias_span = table.shape[1]
             arguments.bias_zero = bias.zero
         self.kernels.attend(spec.dtype, arguments)
         return out
+
+
+def _per_head(values: Tensor, heads: int) -> Tensor:
+    """[heads, ...] as the kernel reads it: float32, contiguous, a row for every query head."""
+    return values.float().expand(heads, *values.shape[1:]).contiguous()

@@ -36,10 +36,12 @@ class SdpaAttention:
         hidden = gap < 0
         if self.spec.window is not None:
             hidden |= gap >= self.spec.window
-        mask = torch.zeros_like(gap, dtype=q.dtype).masked_fill(hidden, -torch.inf)[:, None]
+        # Rounded to bfloat16, a bias costs more than all the rest; only the CPU takes a wider one.
+        wide = torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
+        mask = torch.zeros_like(gap, dtype=wide).masked_fill(hidden, -torch.inf)[:, None]
         if bias is not None:
             distance = batch.positions[rows][:, :, None] - key_positions[:, None, :]
-            mask = mask + bias.at(distance).transpose(0, 1).to(q.dtype)
+            mask = mask + bias.at(distance).transpose(0, 1).to(wide)
         padded = q[rows].transpose(1, 2)  # [R, heads, max_query, head_dim]
         out = F.scaled_dot_product_attention(
             padded,

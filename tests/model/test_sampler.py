@@ -1,11 +1,15 @@
 """The sampler against a full softmax and a full sort, which it never does itself."""
 
+import math
 import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from model.sampler import adjust, changes_logits, draw, top_logprobs
+from model import sampler
+from model.sampler import FIRST_CANDIDATES, adjust, changes_logits, draw, top_logprobs
 from model.sampling import SamplingParams
 
 
@@ -57,6 +61,73 @@ def test_draws_follow_the_truncated_distribution(vocab, spread):
             assert abs(count / steps - expected[token]) <= 1 / steps + 1e-9
 
 
+@st.composite
+def truncations(draw):
+    return params(
+        temperature=draw(st.sampled_from([1e-5, 0.1, 0.7, 1.0, 3.0])),
+        top_k=draw(st.sampled_from([0, 1, 2, 3, 64, 1000])),
+        top_p=draw(st.sampled_from([1e-9, 0.3, 0.9, 1 - 1e-9, 1.0])),
+        min_p=draw(st.sampled_from([0.0, 1e-6, 0.1, 1.0])),
+    )
+
+
+UNIFORMS = st.one_of(st.sampled_from([0.0, 0.5, 1 - 2**-53]), st.floats(0, 1, exclude_max=True))
+# Few different values: most rows have ties, some have tokens that cannot come.
+LOGITS = st.one_of(st.sampled_from([-math.inf, -1.0, 0.0, 0.5]), st.floats(-30, 30, width=32))
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(
+    row=st.lists(LOGITS, min_size=1, max_size=90).filter(lambda row: max(row) > -math.inf),
+    chosen=truncations(),
+    uniform=UNIFORMS,
+)
+def test_a_draw_is_never_less_likely_than_all_that_is_kept(row, chosen, uniform):
+    """Among ties any may be kept, so it is probabilities that are compared."""
+    row = torch.tensor(row)
+    expected = kept(row, chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p)
+    token = draw(row, chosen, uniform)
+    assert row[token] > -torch.inf
+    scaled = row.double() / chosen.temperature
+    assert scaled[token] >= min(scaled[other] for other in expected) - 1e-6
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 63, 64, 65, 511, 512, 513, 5000])
+@pytest.mark.parametrize("top_p", [0.0099, 0.899, 0.9999])
+def test_a_flat_row_keeps_as_many_tokens_as_their_mass_asks_for(vocab, top_p):
+    """Just not flat: token i is the i-th likely one, and the last one kept is drawn at the end."""
+    row = -torch.arange(vocab, dtype=torch.float64) * 1e-9
+    last = draw(row, params(top_p=top_p), 1 - 2**-53)
+    assert last == math.ceil(top_p * vocab) - 1
+    assert draw(row, params(top_p=top_p), 0.0) == 0
+
+
+def test_a_peaked_row_looks_at_the_first_candidates_alone(monkeypatch):
+    """The reason there are candidates: no step may sort a whole vocabulary."""
+    seen = []
+    true_candidates = sampler._candidates
+
+    def noted(*arguments):
+        values, tokens = true_candidates(*arguments)
+        seen.append(len(values))
+        return values, tokens
+
+    monkeypatch.setattr(sampler, "_candidates", noted)
+    row = -torch.arange(5000.0)
+    for chosen in (params(top_p=0.99), params(min_p=0.01), params(top_p=0.9, min_p=0.1)):
+        draw(row, chosen, 0.5)
+    draw(row, params(top_k=7, top_p=0.9), 0.5)
+    assert seen == [FIRST_CANDIDATES] * 3 + [7]
+
+
+def test_a_temperature_just_above_greedy_draws_the_most_likely():
+    row = torch.tensor([80.0, 80.5, -80.0])
+    for chosen in (params(temperature=1e-5), params(temperature=1e-5, top_p=0.5)):
+        assert not chosen.greedy
+        assert {draw(row, chosen, i / 10) for i in range(10)} == {1}
+    assert params(temperature=9e-6).greedy
+
+
 def test_the_whole_range_of_uniform_is_served():
     row = torch.tensor([0.0, 1.0, 2.0, -torch.inf])
     for chosen in (params(), params(top_p=0.9999), params(top_k=4)):
@@ -76,7 +147,7 @@ def test_impossible_tokens_are_never_drawn():
 def test_frequencies_over_many_draws():
     row = torch.tensor([2.0, 1.0, 0.0, -1.0, -5.0])
     rng = random.Random(42)
-    count = 20000
+    count = 6000
     drawn = [draw(row, params(temperature=0.8, top_p=0.97), rng.random()) for _ in range(count)]
     for token, probability in kept(row, 0.8, 0, 0.97, 0.0).items():
         deviation = (probability * (1 - probability) / count) ** 0.5
@@ -100,6 +171,25 @@ def test_adjustments_one_by_one():
         assert changes_logits(params(**chosen), len(answer)) == (row.tolist() != expected)
     assert row.tolist() == [2.0, -2.0, 1.0, 0.5]
     assert not changes_logits(params(), 0)
+
+
+def test_all_adjustments_together_come_in_order():
+    """Bias, then the repetition penalty on the biased value, then what is subtracted."""
+    row = torch.tensor([2.0, -2.0, 1.0, 0.5])
+    chosen = params(
+        logit_bias={0: -3.0, 2: 1.0},
+        repetition_penalty=2.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        min_tokens=4,
+        stop_ids=frozenset({3}),
+    )
+    assert adjust(row, chosen, [0], [2, 1, 2]).tolist() == [-2.0, -4.75, 0.0, -torch.inf]
+
+
+def test_the_repetition_penalty_counts_no_token_twice():
+    row = torch.tensor([4.0, -1.0])
+    assert adjust(row, params(repetition_penalty=2.0), [0, 0, 1], [0, 1]).tolist() == [2.0, -2.0]
 
 
 def test_top_logprobs_are_ordered():
