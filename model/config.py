@@ -1,20 +1,26 @@
 """The shape of a decoder: everything but its weights. Plain data, no torch."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+NormKind = Literal["rms", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+# How a layer's two halves are joined: each normalised before (Llama), each after it is added
+# (OPT-350m), both reading the layer's input (GPT-NeoX), or both reading one norm of it (GPT-J).
+BlockKind = Literal["pre_norm", "post_norm", "parallel", "parallel_one_norm"]
 
 
 @dataclass(frozen=True, slots=True)
 class EncodingSpec:
     """Which positional encoding, and its own options: `create` in model/encodings reads them."""
 
-    name: str  # "rope", "nope", or "package.module:Class"
+    name: str  # a file of model/encodings, or "package.module:Class"
     options: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What every architecture's description comes down to; `width` is that of the residual."""
+    """What every decoder-only architecture comes down to; `width` is that of the residual."""
 
     vocab_size: int  # rows of the embedding
     width: int
@@ -31,4 +37,15 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim on queries and keys, before the encoding
+    norm: NormKind = "rms"
+    norm_bias: bool = False
+    activation: Activation = "silu"
+    gated: bool = True  # two up-projections, one through the activation, multiplied
+    block: BlockKind = "pre_norm"
+    embed_scale: float = 1.0  # on token embeddings, before positions are added
+    embed_norm: bool = False  # after positions are added
+    embed_width: int | None = None  # of the embedding, when projected to `width` and back
+    attention_scale: float | None = None  # on q · k; None: 1 / sqrt(head_dim)
+    qkv_clip: float | None = None  # q, k and v are clamped to ± this

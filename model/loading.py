@@ -15,6 +15,7 @@ from model.architectures.base import Architecture, by_gguf_name, by_model_type
 from model.architectures.fields import Fields
 from model.architectures.stored import Parameters, Stored
 from model.config import ModelConfig
+from model.encodings.base import PositionalEncoding
 from model.tokenizers.base import Tokenizer, TokenizerError
 from model.tokenizers.chat import (
     ChatTemplate,
@@ -89,17 +90,20 @@ def load_decoder(
             if progress is not None:
                 progress(done, len(targets))
         _check_copies(checkpoint)
+        for module in decoder.modules():
+            if isinstance(module, PositionalEncoding):
+                module.freeze()
 
 
 def _fill(checkpoint: Checkpoint, target: Tensor, pieces: tuple[Stored, ...]) -> None:
     row = 0
     for piece in pieces:
         tensor = checkpoint.weights.read(piece.name)
-        if piece.pairs is not None:
-            tensor = piece.pairs.split(tensor)
-        rows = target[row : row + piece.shape[0]]
+        if piece.order is not None:
+            tensor = piece.order.undo(tensor)
+        rows = target[row : row + len(tensor)]
         rows.copy_(tensor)
-        row += piece.shape[0]
+        row += len(tensor)
         # After the copy: a weight may also become infinite by conversion to float16.
         if not all(bound.isfinite() for bound in rows.aminmax()):
             raise CheckpointError(
@@ -119,7 +123,8 @@ def _check_copies(checkpoint: Checkpoint) -> None:
 
 
 def _joined_shape(pieces: tuple[Stored, ...]) -> tuple[int, ...]:
-    return (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
+    shapes = [piece.result for piece in pieces]
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def _open_directory(folder: Path) -> Checkpoint:
@@ -133,7 +138,7 @@ def _open_directory(folder: Path) -> Checkpoint:
     architecture = by_model_type(fields.text("model_type"), where)
     weights = SafetensorsDirectory(folder)
     config = architecture.config_from_hf(fields, weights)
-    parameters = architecture.parameters_in_hf(config)
+    parameters = architecture.parameters_in_hf(config, weights.names())
     _check_tensors(folder, weights, parameters, architecture, config)
     stop_ids = fields.token_ids("eos_token_id")
     generation = folder / "generation_config.json"

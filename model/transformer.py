@@ -4,6 +4,8 @@ Knows no request and no sampling. The positional encoding enters through its thr
 kernels through one attention backend and one linear layer; both are handed in.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from cache.kv import KVCache, LayerKV
 from model.attention.base import AttentionBackend, AttentionSpec
 from model.batch import ForwardBatch
-from model.config import ModelConfig
+from model.config import Activation, BlockKind, ModelConfig
 from model.encodings.base import PositionalEncoding
 from model.linear import Linear
 
@@ -30,12 +32,45 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-class SiluGate(nn.Module):
-    """x [T, 2 · width] = gate, up → silu(gate) · up (arXiv 2002.05202)."""
+class LayerNorm(nn.Module):
+    """(x - mean) / deviation · weight + bias over the last dimension (arXiv 1607.06450)."""
+
+    def __init__(
+        self, width: int, eps: float, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(width, dtype=dtype, device=device), requires_grad=False
+        )
+        self.bias = (
+            nn.Parameter(torch.empty(width, dtype=dtype, device=device), requires_grad=False)
+            if bias
+            else None
+        )
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class Gate(nn.Module):
+    """x [T, 2 · width] = gate, up → activation(gate) · up (arXiv 2002.05202)."""
+
+    def __init__(self, activation: Activation) -> None:
+        super().__init__()
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return ACTIVATIONS[self.activation](gate) * up
 
 
 class Attention(nn.Module):
@@ -68,22 +103,27 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(head_dim, config.norm_eps, dtype, device)
             self.k_norm = RMSNorm(head_dim, config.norm_eps, dtype, device)
+        self.clip = config.qkv_clip
         self.encoding = encoding.for_layer(layer)
+        bias = self.encoding.score_bias()
         self.attend = backend(
             AttentionSpec(
                 heads=heads,
                 kv_heads=kv_heads,
                 head_dim=head_dim,
-                scale=head_dim**-0.5,
+                scale=config.attention_scale or head_dim**-0.5,
                 dtype=dtype,
                 device=device,
                 window=config.windows[layer],
+                bias=None if bias is None else type(bias),
             )
         )
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, width] → q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        if self.clip is not None:
+            qkv = qkv.clamp(-self.clip, self.clip)
         q, k, v = qkv.split(self.sizes, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -98,21 +138,39 @@ class Attention(nn.Module):
         return projected
 
 
-class MLP(nn.Module):
-    """down(silu(gate(x)) · up(x))."""
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) · up(x))."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.gate_up = Linear(
             config.width, 2 * config.ffn_width, bias=config.mlp_bias, dtype=dtype, device=device
         )
-        self.gate = SiluGate()
+        self.gate = Gate(config.activation)
         self.down = Linear(
             config.ffn_width, config.width, bias=config.mlp_bias, dtype=dtype, device=device
         )
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(self.gate(self.gate_up(x)))
+        return y
+
+
+class PlainMLP(nn.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.up = Linear(
+            config.width, config.ffn_width, bias=config.mlp_bias, dtype=dtype, device=device
+        )
+        self.activate = ACTIVATIONS[config.activation]
+        self.down = Linear(
+            config.ffn_width, config.width, bias=config.mlp_bias, dtype=dtype, device=device
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.activate(self.up(x)))
         return y
 
 
@@ -129,15 +187,74 @@ class Block(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.width, config.norm_eps, dtype, device)
+        self.attention_norm = make_norm(config, dtype, device)
         self.attention = Attention(config, layer, encoding, backend, dtype, device)
-        self.mlp_norm = RMSNorm(config.width, config.norm_eps, dtype, device)
-        self.mlp = MLP(config, dtype, device)
+        self.mlp_norm = make_norm(config, dtype, device)
+        self.mlp = (GatedMLP if config.gated else PlainMLP)(config, dtype, device)
 
     def forward(self, x: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         x = x + self.attention(self.attention_norm(x), batch, kv)
         y: Tensor = x + self.mlp(self.mlp_norm(x))
         return y
+
+
+class PostNormBlock(Block):
+    """norm(x + attention(x)), then norm(x + mlp(x))."""
+
+    def forward(self, x: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+        x = self.attention_norm(x + self.attention(x, batch, kv))
+        y: Tensor = self.mlp_norm(x + self.mlp(x))
+        return y
+
+
+class ParallelBlock(Block):
+    """x + attention(norm(x)) + mlp(another norm(x))."""
+
+    def forward(self, x: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+        attended = self.attention(self.attention_norm(x), batch, kv)
+        y: Tensor = x + attended + self.mlp(self.mlp_norm(x))
+        return y
+
+
+class ParallelOneNormBlock(nn.Module):
+    """x + attention(norm(x)) + mlp(norm(x)), the same norm."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        encoding: PositionalEncoding,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config, dtype, device)
+        self.attention = Attention(config, layer, encoding, backend, dtype, device)
+        self.mlp = (GatedMLP if config.gated else PlainMLP)(config, dtype, device)
+
+    def forward(self, x: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+        normed = self.attention_norm(x)
+        y: Tensor = x + self.attention(normed, batch, kv) + self.mlp(normed)
+        return y
+
+
+BLOCKS: dict[BlockKind, type[Block] | type[ParallelOneNormBlock]] = {
+    "pre_norm": Block,
+    "post_norm": PostNormBlock,
+    "parallel": ParallelBlock,
+    "parallel_one_norm": ParallelOneNormBlock,
+}
+
+
+def make_norm(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, width: int | None = None
+) -> RMSNorm | LayerNorm:
+    """The config's kind of norm, over `width` or the residual's width."""
+    width = width or config.width
+    if config.norm == "rms":
+        return RMSNorm(width, config.norm_eps, dtype, device)
+    return LayerNorm(width, config.norm_eps, config.norm_bias, dtype, device)
 
 
 class Decoder(nn.Module):
@@ -155,26 +272,48 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.encoding = encoding
+        width = config.embed_width or config.width
         self.embed = nn.Embedding(
             config.vocab_size,
-            config.width,
-            _weight=torch.empty(config.vocab_size, config.width, dtype=dtype, device=device),
+            width,
+            _weight=torch.empty(config.vocab_size, width, dtype=dtype, device=device),
             _freeze=True,
         )
+        self.project_in = self.project_out = None
+        if config.embed_width is not None:
+            self.project_in = Linear(width, config.width, dtype=dtype, device=device)
+            self.project_out = Linear(config.width, width, dtype=dtype, device=device)
+        self.embed_norm = make_norm(config, dtype, device) if config.embed_norm else None
         self.layers = nn.ModuleList(
-            Block(config, layer, encoding, backend, dtype, device) for layer in range(config.layers)
+            BLOCKS[config.block](config, layer, encoding, backend, dtype, device)
+            for layer in range(config.layers)
         )
-        self.norm = RMSNorm(config.width, config.norm_eps, dtype, device)
-        self.head = Linear(config.width, config.vocab_size, dtype=dtype, device=device)
+        self.norm = None if config.block == "post_norm" else make_norm(config, dtype, device)
+        self.head = Linear(
+            width, config.vocab_size, bias=config.head_bias, dtype=dtype, device=device
+        )
         if config.tied_embeddings:
             self.embed.weight = self.head.weight
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Logits [S, vocab] of `batch.output_rows`; keys and values of all rows are stored."""
-        x = self.encoding.embed(self.embed(batch.tokens), batch.positions)
+        x = self._embedded(batch)
         for index, block in enumerate(self.layers):
             x = block(x, batch, kv.layer(index))
-        x = self.norm(x[batch.output_rows])
+        x = x[batch.output_rows]
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.project_out is not None:
+            x = self.project_out(x)
         logits: Tensor = self.head(x)
         return logits
+
+    def _embedded(self, batch: ForwardBatch) -> Tensor:
+        x: Tensor = self.embed(batch.tokens)
+        if self.config.embed_scale != 1.0:
+            x = x * self.config.embed_scale
+        if self.project_in is not None:
+            x = self.project_in(x)
+        x = self.encoding.embed(x, batch.positions)
+        return x if self.embed_norm is None else self.embed_norm(x)

@@ -32,8 +32,11 @@ class Architecture(ABC):
         """Read GGUF metadata."""
 
     @abstractmethod
-    def parameters_in_hf(self, config: ModelConfig) -> Parameters:
-        """Where safetensors hold the decoder's parameters."""
+    def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> Parameters:
+        """Where safetensors hold the decoder's parameters.
+
+        names: of the stored tensors, for families that were published under two prefixes.
+        """
 
     @abstractmethod
     def parameters_in_gguf(self, config: ModelConfig) -> Parameters:

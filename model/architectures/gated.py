@@ -129,7 +129,7 @@ class GatedDecoder(Architecture):
         fields.finish(key for key in weights.metadata if GGUF_OTHERS.match(key))
         return config
 
-    def parameters_in_hf(self, config: ModelConfig) -> stored.Parameters:
+    def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> stored.Parameters:
         return stored.gated_decoder(config, stored.HUGGING_FACE, None)
 
     def parameters_in_gguf(self, config: ModelConfig) -> stored.Parameters:

@@ -5,10 +5,36 @@ Knows both formats' names for the usual gated decoder; opens no file.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from model.config import ModelConfig
+
+
+class Order(Protocol):
+    """How the numbers of a stored tensor lie, if not as the decoder wants them."""
+
+    def undo(self, tensor: Tensor) -> Tensor:
+        """The same numbers as the decoder has them; the first dimension is that of its rows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A stored tensor that becomes consecutive rows of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]  # as stored
+    order: Order | None = None
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        """The shape it has in the parameter."""
+        if self.order is None:
+            return self.shape
+        return tuple(self.order.undo(torch.empty(self.shape, device="meta")).shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +47,7 @@ class Pairs:
     heads: int
     width: int  # leading coordinates of each head that turn
 
-    def split(self, tensor: Tensor) -> Tensor:
+    def undo(self, tensor: Tensor) -> Tensor:
         """[heads · head_dim, ...] in stored order → the same in half-split order."""
         rows = tensor.reshape(self.heads, -1, *tensor.shape[1:]).clone()
         turning = rows[:, : self.width]
@@ -31,12 +57,23 @@ class Pairs:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A stored tensor that becomes consecutive rows of a parameter."""
+class Transposed:
+    """Stored [inputs, outputs], as GPT-2's linear layers are."""
 
-    name: str
-    shape: tuple[int, ...]
-    pairs: Pairs | None = None
+    def undo(self, tensor: Tensor) -> Tensor:
+        return tensor.t()
+
+
+@dataclass(frozen=True, slots=True)
+class FusedByHead:
+    """Rows of q, k and v lie side by side for each head in turn: [heads, 3, head_dim, ...]."""
+
+    heads: int
+
+    def undo(self, tensor: Tensor) -> Tensor:
+        """The same rows as all of q, all of k, all of v."""
+        rows = tensor.reshape(self.heads, 3, -1, *tensor.shape[1:])
+        return rows.transpose(0, 1).reshape(tensor.shape)
 
 
 Parameters = Mapping[str, tuple[Stored, ...]]  # parameter of the Decoder → its rows, in order
@@ -116,7 +153,7 @@ def gated_decoder(config: ModelConfig, names: Names, paired_width: int | None) -
         stored = names.layer.format(layer)
         for name, rows in _layer(config, names, paired_width).items():
             found[f"layers.{layer}.{name}"] = tuple(
-                Stored(stored + row.name, row.shape, row.pairs) for row in rows
+                Stored(stored + row.name, row.shape, row.order) for row in rows
             )
     return found
 

@@ -27,18 +27,20 @@ class AttentionSpec:
     dtype: torch.dtype
     device: torch.device
     window: int | None = None  # keys a query sees, itself included; None: all before it
+    causal: bool = True  # False: a query sees all keys of its request
+    bias: type[ScoreBias] | None = None  # what the layer's encoding adds to the scores
 
 
 class Attend(Protocol):
-    """Causal attention of new queries over the paged cache, bias by position."""
+    """Attention of new queries over the paged cache, bias by position."""
 
     def __call__(
         self, q: Tensor, kv: LayerKV, batch: ForwardBatch, bias: ScoreBias | None
     ) -> Tensor:
         """q [T, heads, head_dim], keys already written → [T, heads, head_dim].
 
-        Row i of request r sees the keys 0 .. context_lens[r] - rows(r) + i by index. The bias is
-        a function of positions: `batch.positions` minus block base + offset.
+        When causal, row i of request r sees the keys 0 .. context_lens[r] - rows(r) + i by
+        index. The bias is a function of positions: `batch.positions` and block base + offset.
         """
         ...
 

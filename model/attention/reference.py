@@ -36,13 +36,12 @@ class ReferenceAttention:
             count = rows.stop - rows.start
             index = torch.arange(context - count, context, device=q.device)  # [rows]
             gap = index[:, None] - torch.arange(context, device=q.device)  # [rows, context]
-            hidden = gap < 0
+            hidden = gap < 0 if self.spec.causal else torch.zeros_like(gap, dtype=torch.bool)
             if self.spec.window is not None:
                 hidden |= gap >= self.spec.window
             scores = torch.einsum("qhd,khd->hqk", q[rows].to(self.dtype), keys) * self.spec.scale
             if bias is not None:
-                distance = batch.positions[rows][:, None] - key_positions
-                scores = scores + bias.at(distance)
+                scores = scores + bias.between(batch.positions[rows], key_positions)
             weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
             out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
         return out

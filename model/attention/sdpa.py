@@ -33,15 +33,16 @@ class SdpaAttention:
         rows, valid = self._padded_rows(batch)  # [R, max_query] each
         index = self._query_index(batch)
         gap = index[:, :, None] - torch.arange(keys.shape[2], device=q.device)
-        hidden = gap < 0
+        used = torch.arange(keys.shape[2], device=q.device) < batch.context_lens[:, None]
+        hidden = gap < 0 if self.spec.causal else (~used)[:, None].expand_as(gap).clone()
         if self.spec.window is not None:
             hidden |= gap >= self.spec.window
         # Rounded to bfloat16, a bias costs more than all the rest; only the CPU takes a wider one.
         wide = torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
         mask = torch.zeros_like(gap, dtype=wide).masked_fill(hidden, -torch.inf)[:, None]
         if bias is not None:
-            distance = batch.positions[rows][:, :, None] - key_positions[:, None, :]
-            mask = mask + bias.at(distance).transpose(0, 1).to(wide)
+            between = bias.between(batch.positions[rows], key_positions)
+            mask = mask + between.transpose(0, 1).to(wide)
         padded = q[rows].transpose(1, 2)  # [R, heads, max_query, head_dim]
         out = F.scaled_dot_product_attention(
             padded,

@@ -10,7 +10,7 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,10 @@ class LinearBias:
         slopes = self.slopes.view(-1, *[1] * distance.dim())
         return -slopes * distance.to(slopes.dtype)
 
+    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Positions [..., Q] and [..., K] → bias [heads, ..., Q, K]."""
+        return self.at(queries[..., :, None] - keys[..., None, :])
+
 
 @dataclass(frozen=True, slots=True)
 class TableBias:
@@ -45,12 +49,48 @@ class TableBias:
         """distance (query position - key position), any shape → bias [heads, *shape]."""
         return self.table[:, (distance + self.zero).clamp(0, self.table.shape[1] - 1).long()]
 
+    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Positions [..., Q] and [..., K] → bias [heads, ..., Q, K]."""
+        return self.at(queries[..., :, None] - keys[..., None, :])
 
-ScoreBias = LinearBias | TableBias
+
+@dataclass(frozen=True, slots=True)
+class KeyBias:
+    """Adds table[head, key position] to the score: a bias whose rounding depends on the key."""
+
+    table: Tensor  # [heads, context] float32
+
+    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Positions [..., Q] and [..., K] → bias [heads, ..., Q, K]."""
+        bias = self.table[:, keys][..., None, :]
+        return bias.expand(*bias.shape[:-2], queries.shape[-1], -1)
+
+
+ScoreBias = LinearBias | TableBias | KeyBias
+
+
+@dataclass(frozen=True, slots=True)
+class PositionalWork:
+    """What one new token costs because of its position, over all layers, at one context length.
+
+    Only the encoding's own arithmetic and reads; storing a key is the same for all.
+    """
+
+    rotations: int = 0  # of one head's query or key
+    bias_values: int = 0  # scores that get a bias
+    flops: int = 0
+    bytes: int = 0  # of the encoding's tables and weights read, each read counted once
 
 
 class PositionalEncoding(nn.Module):
-    """Where tokens are. Override what the encoding touches; the rest does nothing."""
+    """Where tokens are. Override what the encoding touches; the rest does nothing.
+
+    The class attributes tell people about it: `ropewalk encodings` prints them.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, str]] = {}  # name: what it is, its default if it has one
+    LIMIT: ClassVar[str] = "none"  # positions past which nothing is served
+    BEYOND_TRAINED: ClassVar[str] = "not stated"  # what answers do past the trained length
 
     max_positions: int | None = None  # hard limit: no longer context is served
 
@@ -58,10 +98,16 @@ class PositionalEncoding(nn.Module):
     def create(
         cls, options: Mapping[str, Any], config: ModelConfig, context: int, device: torch.device
     ) -> Self:
-        """Built once at load for positions 0 .. context - 1. Raises EncodingError."""
+        """Built once at load for positions 0 .. context - 1. Raises EncodingError.
+
+        Parameters are allocated uninitialised, like the decoder's.
+        """
         if options:
             raise EncodingError(f"{cls.__name__} takes no options, but got {sorted(options)}.")
         return cls()
+
+    def freeze(self) -> None:
+        """Called once when parameters are loaded, to build what follows from them."""
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: token embeddings [T, width]."""
@@ -78,6 +124,10 @@ class PositionalEncoding(nn.Module):
     def for_layer(self, layer: int) -> "PositionalEncoding":
         """The encoding as layer `layer` sees it."""
         return self
+
+    def work(self, config: ModelConfig, context: int) -> PositionalWork:
+        """For one new token that sees `context` keys, itself included."""
+        return PositionalWork()
 
 
 def names() -> list[str]:

@@ -5,3 +5,5 @@ from model.encodings.base import PositionalEncoding
 
 class NoPE(PositionalEncoding):
     """Does nothing, by inheriting everything."""
+
+    BEYOND_TRAINED = "computes as before; answers degrade with no fixed limit"

@@ -22,8 +22,13 @@ FLAGS = [
     "-std=c++17",
     "-O3",
     "-march=native",
-    "-ffast-math",
-    "-fno-finite-math-only",
+    # What sums and divisions need to become vectors. Not -ffast-math, which besides makes every
+    # thread of the process that loads the library flush small numbers to zero.
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-fassociative-math",
+    "-freciprocal-math",
     "-mprefer-vector-width=512",
     "-fopenmp",
     "-shared",

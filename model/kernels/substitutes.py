@@ -11,7 +11,7 @@ from model.encodings.base import PositionalEncoding
 from model.encodings.rope import RoPE
 from model.kernels.build import SUFFIXES, Kernels
 from model.linear import Linear
-from model.transformer import RMSNorm, SiluGate
+from model.transformer import Gate, RMSNorm
 
 
 def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
@@ -37,7 +37,7 @@ def _faster(module: nn.Module, kernels: Kernels) -> nn.Module | None:
         return PanelLinear(module, kernels)
     if isinstance(module, RMSNorm):
         return KernelRMSNorm(module, kernels)
-    if isinstance(module, SiluGate):
+    if isinstance(module, Gate) and module.activation == "silu":
         return KernelSiluGate(kernels)
     if isinstance(module, RoPE):
         return KernelRoPE(module, kernels)

@@ -110,7 +110,7 @@ def test_weights_are_joined_in_order(pristine, tied):
 def test_pairs_become_halves(width):
     """Coordinate i of the half that turns first was stored at 2i; the rest stays in place."""
     stored = torch.arange(2 * 8).reshape(2, 8)
-    split = Pairs(heads=2, width=width).split(stored.reshape(16, 1)).reshape(2, 8)
+    split = Pairs(heads=2, width=width).undo(stored.reshape(16, 1)).reshape(2, 8)
     half = width // 2
     assert torch.equal(split[:, :half], stored[:, 0:width:2])
     assert torch.equal(split[:, half:width], stored[:, 1:width:2])

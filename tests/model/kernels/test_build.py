@@ -67,3 +67,8 @@ def test_a_library_that_is_broken(tmp_path):
     broken.write_bytes(bytes(1000))
     with pytest.raises(NoKernels, match="cannot be loaded"):
         load(broken.parent)
+
+
+def test_loading_leaves_small_numbers_alone(kernels):
+    """A library linked with -ffast-math makes the whole process flush them to zero."""
+    assert float.fromhex("0x1p-1074") * 1.0 > 0

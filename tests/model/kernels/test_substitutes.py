@@ -15,7 +15,7 @@ from model.kernels.substitutes import (
     substitute,
 )
 from model.linear import Linear
-from model.transformer import RMSNorm, SiluGate
+from model.transformer import Gate, RMSNorm
 from tests.model.running import run_uncached
 from tests.model.tiny import CPU, tiny
 
@@ -112,7 +112,7 @@ def test_rope_equals_torch(width, layout, dtype, kernels):
 def test_substitute_replaces_what_it_can_and_leaves_float64_alone(kernels):
     decoder = tiny("rope", dtype=torch.float32)
     substitute(decoder, kernels, torch.float32)
-    left = [m for m in decoder.modules() if isinstance(m, Linear | RMSNorm | SiluGate | RoPE)]
+    left = [m for m in decoder.modules() if isinstance(m, Linear | RMSNorm | Gate | RoPE)]
     assert left == []
     exact = tiny("rope", dtype=torch.float64)
     substitute(exact, kernels, torch.float64)
