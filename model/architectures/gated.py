@@ -7,35 +7,25 @@ import re
 
 from model.architectures import stored
 from model.architectures.base import Architecture
+from model.architectures.common import (
+    GGUF_OTHERS,
+    HARMLESS,
+    MAX_CONTEXT,
+    MAX_FFN_WIDTH,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    activation,
+    refuse_foreign,
+    refuse_split,
+    vocab_size_of_gguf,
+)
 from model.architectures.fields import Fields
 from model.config import EncodingSpec, ModelConfig
 from model.weights.base import WeightFile, shown
 
-# Bounds on what a description may claim, far above any model this decoder fits.
-MAX_LAYERS = 1024
-MAX_HEADS = 1024
-MAX_HEAD_DIM = 1024
-MAX_WIDTH = 1 << 17
-MAX_FFN_WIDTH = 1 << 20
-MAX_VOCAB = 1 << 22
-MAX_CONTEXT = 1 << 22
-
-# Of config.json: training, bookkeeping and generation defaults. None changes the logits.
-HARMLESS = """
-    _attn_implementation_autoset _name_or_path attention_dropout bad_words_ids
-    begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
-    decoder_start_token_id diversity_penalty do_sample dtype early_stopping
-    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id id2label initializer_range is_llama_config label2id
-    length_penalty max_length min_length model_type no_repeat_ngram_size num_beam_groups num_beams
-    num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix
-    pretraining_tp problem_type remove_invalid_values repetition_penalty return_dict
-    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
-    tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
-    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
-"""
-# Of GGUF metadata: about the file or the tokenizer; the model's own keys start with its name.
-GGUF_OTHERS = re.compile(r"(general|tokenizer|quantize|split)\.")
 ROTATION_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
@@ -63,7 +53,7 @@ class GatedDecoder(Architecture):
         return (None,) * layers
 
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
-        self._refuse_foreign(fields)
+        refuse_foreign(fields, self.model_type, self.model_class)
         width = fields.integer("hidden_size", MAX_WIDTH)
         layers = fields.integer("num_hidden_layers", MAX_LAYERS)
         heads = fields.integer("num_attention_heads", MAX_HEADS)
@@ -89,12 +79,14 @@ class GatedDecoder(Architecture):
             out_bias=out_bias,
             mlp_bias=mlp_bias,
             qk_norm=self.qk_norm,
+            activation=activation(fields, "hidden_act", "silu"),
         )
         fields.finish(HARMLESS.split())
         return config
 
     def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
         names, own = weights.names(), f"{self.gguf_name}."
+        refuse_split(fields)
         _refuse_unreadable(fields, own, names)
         width = fields.integer(own + "embedding_length", MAX_WIDTH)
         layers = fields.integer(own + "block_count", MAX_LAYERS)
@@ -108,7 +100,7 @@ class GatedDecoder(Architecture):
             raise fields.error("attention.value_length differs from attention.key_length")
         rotary = fields.optional_integer(own + "rope.dimension_count", head_dim) or head_dim
         config = ModelConfig(
-            vocab_size=_vocab_size_of_gguf(fields, own, weights),
+            vocab_size=vocab_size_of_gguf(fields, own, weights),
             width=width,
             layers=layers,
             heads=heads,
@@ -141,21 +133,6 @@ class GatedDecoder(Architecture):
 
     def copies(self, config: ModelConfig) -> dict[str, str]:
         return {"lm_head.weight": "model.embed_tokens.weight"} if config.tied_embeddings else {}
-
-    def _refuse_foreign(self, fields: Fields) -> None:
-        classes = fields.texts("architectures")
-        if classes is not None and self.model_class not in classes:
-            raise fields.error(
-                f"architectures is {shown(', '.join(classes))}, "
-                f"but of {self.model_type} models only {self.model_class} can be served"
-            )
-        activation = fields.text("hidden_act")
-        if activation not in (None, "silu"):
-            raise fields.error(f"hidden_act {shown(activation)} is not supported, only silu")
-        if fields.get("auto_map") is not None:
-            raise fields.error("auto_map asks to run code from the checkpoint, which is refused")
-        if fields.get("quantization_config") is not None:
-            raise fields.error("quantization_config is not supported; use unquantised weights")
 
 
 def windows_by_layer(fields: Fields, layers: int) -> tuple[int | None, ...]:
@@ -229,20 +206,6 @@ def _agreed(section: Fields, key: str, elsewhere: float | None) -> float | None:
 def _refuse_unreadable(fields: Fields, own: str, names: frozenset[str]) -> None:
     if "rope_freqs.weight" in names:
         raise fields.error("rope_freqs.weight scales the rotation, which is not supported yet")
-    if fields.get("split.count") not in (None, 0, 1):
-        raise fields.error("it is one of several files of a split model, so merge them first")
     scaling = fields.text(own + "rope.scaling.type")
     if scaling not in (None, "none"):
         raise fields.error(f"rope.scaling.type {shown(scaling)} is not supported yet")
-
-
-def _vocab_size_of_gguf(fields: Fields, own: str, weights: WeightFile) -> int:
-    """Rows of the embedding: the metadata may leave them out, but must not contradict them."""
-    name = "token_embd.weight"
-    if name not in weights.names():
-        raise fields.error(f"tensor {name} is missing")
-    rows = weights.shape(name)[0]
-    claimed = fields.optional_integer(own + "vocab_size", MAX_VOCAB)
-    if rows > MAX_VOCAB or claimed not in (None, rows):
-        raise fields.error(f"vocab_size is {claimed}, but {name} has {rows} rows")
-    return rows

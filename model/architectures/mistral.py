@@ -1,7 +1,8 @@
 """Mistral: Llama with a sliding window in every layer. GGUF stores it under Llama's name."""
 
+from model.architectures.common import MAX_CONTEXT
 from model.architectures.fields import Fields
-from model.architectures.gated import MAX_CONTEXT, GatedDecoder
+from model.architectures.gated import GatedDecoder
 
 
 class Mistral(GatedDecoder):

@@ -1,7 +1,8 @@
 """Qwen3: queries and keys are normalised per head before they turn."""
 
+from model.architectures.common import MAX_HEAD_DIM
 from model.architectures.fields import Fields
-from model.architectures.gated import MAX_HEAD_DIM, GatedDecoder, windows_by_layer
+from model.architectures.gated import GatedDecoder, windows_by_layer
 
 
 class Qwen3(GatedDecoder):

@@ -196,3 +196,84 @@ def _layer(config: ModelConfig, names: Names, paired_width: int | None) -> Param
                 Stored(f"{piece}.bias", (rows,), pairs) for piece, rows, pairs in pieces
             )
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class PlainNames:
+    """What a family calls the tensors of a decoder without gates, without .weight and .bias."""
+
+    embed: str
+    norm: str | None  # None: no norm after the last layer
+    head: str
+    layer: str  # with {} for its index
+    attention_norm: str
+    qkv: tuple[str, ...]  # one name when fused, else q, k and v
+    out: str
+    mlp_norm: str | None  # None: the MLP reads the attention's norm
+    up: str
+    down: str
+    embed_norm: str | None = None
+
+
+def plain_decoder(
+    config: ModelConfig,
+    names: PlainNames,
+    *,
+    qkv_order: Order | None = None,
+    transposed: bool = False,
+) -> Parameters:
+    """Every parameter of a decoder with plain feed-forwards, but those of its encoding.
+
+    qkv_order: of the rows of a fused q, k, v, weights and biases alike, or of each when apart.
+    transposed: the layers' matrices are stored [inputs, outputs].
+    """
+    vocabulary = (config.vocab_size, config.embed_width or config.width)
+    found: dict[str, tuple[Stored, ...]] = {
+        "embed.weight": (Stored(f"{names.embed}.weight", vocabulary),)
+    }
+    norms = {"norm": names.norm, "embed_norm": names.embed_norm}
+    for layer in range(config.layers):
+        prefix, own = f"layers.{layer}.", names.layer.format(layer)
+        norms[f"{prefix}attention_norm"] = own + names.attention_norm
+        norms[f"{prefix}mlp_norm"] = None if names.mlp_norm is None else own + names.mlp_norm
+        for name, (bias, columns, pieces) in _plain_linears(config, names).items():
+            order = qkv_order if name == "attention.qkv" else None
+            if transposed:
+                order = Transposed()
+            found[f"{prefix}{name}.weight"] = tuple(
+                Stored(
+                    f"{own}{piece}.weight",
+                    (columns, rows) if transposed else (rows, columns),
+                    order,
+                )
+                for piece, rows in pieces
+            )
+            if bias:
+                order = None if transposed else order
+                found[f"{prefix}{name}.bias"] = tuple(
+                    Stored(f"{own}{piece}.bias", (rows,), order) for piece, rows in pieces
+                )
+    for name, stored_name in norms.items():
+        if stored_name is not None:
+            found[f"{name}.weight"] = (Stored(f"{stored_name}.weight", (config.width,)),)
+            if config.norm_bias:
+                found[f"{name}.bias"] = (Stored(f"{stored_name}.bias", (config.width,)),)
+    if not config.tied_embeddings:
+        found["head.weight"] = (Stored(f"{names.head}.weight", vocabulary),)
+    if config.head_bias:
+        found["head.bias"] = (Stored(f"{names.head}.bias", (config.vocab_size,)),)
+    return found
+
+
+def _plain_linears(
+    config: ModelConfig, names: PlainNames
+) -> dict[str, tuple[bool, int, tuple[tuple[str, int], ...]]]:
+    """Parameter → has a bias, columns, (stored name, rows) of each piece."""
+    q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    rows = (q_rows + 2 * kv_rows,) if len(names.qkv) == 1 else (q_rows, kv_rows, kv_rows)
+    return {
+        "attention.qkv": (config.qkv_bias, config.width, tuple(zip(names.qkv, rows, strict=True))),
+        "attention.out": (config.out_bias, q_rows, ((names.out, config.width),)),
+        "mlp.up": (config.mlp_bias, config.width, ((names.up, config.ffn_width),)),
+        "mlp.down": (config.mlp_bias, config.ffn_width, ((names.down, config.width),)),
+    }

@@ -174,7 +174,7 @@ def test_rotations_that_cannot_be_honoured(changes, saying):
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
         ({"architectures": "LlamaForCausalLM"}, "list of strings"),
-        ({"hidden_act": "gelu"}, "'gelu' is not supported"),
+        ({"hidden_act": "tanh"}, "'tanh' is not supported"),
         ({"hidden_act": 3}, "string"),
         ({"auto_map": {"AutoModel": "modeling.Mine"}}, "auto_map asks to run code"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
