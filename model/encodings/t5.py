@@ -1,0 +1,171 @@
+"""T5's relative bias: one learned number per head and bucket of distances, added to the scores.
+
+Near distances have a bucket each, far ones share buckets that widen with the logarithm of the
+distance. Knows distances only; the buckets are found in integers, once.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+
+from model.config import ModelConfig
+from model.encodings.base import EncodingError, PositionalEncoding, PositionalWork, TableBias
+
+REQUIRED = frozenset({"buckets", "max_distance"})
+
+
+def bucket_starts(buckets: int, max_distance: int) -> list[int]:
+    """The smallest distance in each bucket; a bucket that starts where the next does is empty.
+
+    Of N buckets the first e = N // 2 hold one distance each. Distance d >= e is in bucket e + t
+    for the largest t < N - e with (D / e)^t <= (d / e)^(N - e), where D is `max_distance`: the
+    rule of arXiv 1910.10683, section 2.1, without its logarithms, whose rounding moves distances
+    to another bucket in low precision.
+    """
+    exact = buckets // 2
+    wide = buckets - exact
+    distances = range(exact, max_distance + 1)
+    # Both sides raised to the power N - e and multiplied by e^(N - e).
+    logarithmic = [
+        bisect_left(distances, max_distance**t * exact ** (wide - t), key=lambda d: d**wide)
+        for t in range(wide)
+    ]
+    return [*range(exact), *(distances[index] for index in logarithmic)]
+
+
+class T5(PositionalEncoding):
+    """Raffel et al. (arXiv 1910.10683), section 2.1, as a table by distance.
+
+    Causal tables are stored less the bias of their last bucket, a constant per head that softmax
+    ignores; from the last bucket's start on they are zero. Two-way tables keep it, because keys
+    before and after the query end in different buckets.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, str]] = {
+        "buckets": "how many biases each head has",
+        "max_distance": "distances from here on share the last bucket",
+        "bidirectional": "keys after the query get half of the buckets; default false",
+        "per_layer": "every layer has biases of its own, as UMT5; default false",
+    }
+    LIMIT = "none"
+    BEYOND_TRAINED = (
+        "computes as before: all distances past the last bucket's start share one bias, "
+        "so far keys are told apart by content alone"
+    )
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        layers: int,
+        buckets: int,
+        max_distance: int,
+        bidirectional: bool,
+        per_layer: bool,
+        context: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.bidirectional = bidirectional
+        self.layers = nn.ModuleList()
+        if per_layer:
+            self.layers.extend(
+                T5(
+                    heads=heads,
+                    layers=1,
+                    buckets=buckets,
+                    max_distance=max_distance,
+                    bidirectional=bidirectional,
+                    per_layer=False,
+                    context=context,
+                    device=device,
+                )
+                for _ in range(layers)
+            )
+            return
+        one_way = buckets // 2 if bidirectional else buckets
+        starts = bucket_starts(one_way, max_distance)
+        self.far = min(starts[-1], context - 1)  # from here on the bias is constant
+        # float32 whatever the model's dtype: the table is small and the scores are float32.
+        self.weight = nn.Parameter(
+            torch.empty(buckets, heads, dtype=torch.float32, device=device), requires_grad=False
+        )
+        distances = torch.arange(-self.far if bidirectional else 0, self.far + 1, device=device)
+        # side="right": the last bucket that starts at or before the distance.
+        edges = torch.tensor(starts, device=device)
+        self.bucket = torch.searchsorted(edges, distances.abs(), side="right") - 1
+        if bidirectional:
+            self.bucket[: self.far] += one_way
+        self.table = torch.empty(heads, len(distances), dtype=torch.float32, device=device)
+
+    @classmethod
+    def create(
+        cls, options: Mapping[str, Any], config: ModelConfig, context: int, device: torch.device
+    ) -> Self:
+        """Options: OPTIONS above; buckets and max_distance are required."""
+        if not REQUIRED <= options.keys() <= cls.OPTIONS.keys():
+            raise EncodingError(
+                "t5 takes the options buckets and max_distance, and if need be bidirectional and "
+                f"per_layer, but got {sorted(options)}."
+            )
+        buckets, max_distance = options["buckets"], options["max_distance"]
+        bidirectional = options.get("bidirectional", False)
+        exact = (buckets // 2 if bidirectional else buckets) // 2
+        if exact < 1:
+            raise EncodingError(
+                f"t5 needs 2 buckets or more, and 4 or more when bidirectional, but got {buckets}."
+            )
+        if max_distance <= exact:
+            raise EncodingError(
+                f"t5 with {buckets} buckets needs a max_distance above {exact}, "
+                f"but got {max_distance}."
+            )
+        return cls(
+            heads=config.heads,
+            layers=config.layers,
+            buckets=buckets,
+            max_distance=max_distance,
+            bidirectional=bidirectional,
+            per_layer=options.get("per_layer", False),
+            context=context,
+            device=device,
+        )
+
+    def freeze(self) -> None:
+        """Look every distance's bias up once."""
+        if self.layers:
+            return  # each layer's encoding is frozen by itself
+        table = self.weight[self.bucket].t().double()
+        if not self.bidirectional:
+            table = table - self.weight[-1].double()[:, None]
+        self.table.copy_(table)
+
+    def score_bias(self) -> TableBias | None:
+        """None when every layer has its own: ask `for_layer`."""
+        if self.layers:
+            return None
+        return TableBias(self.table, self.far if self.bidirectional else 0)
+
+    def for_layer(self, layer: int) -> PositionalEncoding:
+        if not self.layers:
+            return self
+        own = self.layers[layer]
+        assert isinstance(own, PositionalEncoding)
+        return own
+
+    def work(self, config: ModelConfig, context: int) -> PositionalWork:
+        """One add for each key nearer than `far`; when bidirectional, for each key at all."""
+        first = self.layers[0] if self.layers else self
+        assert isinstance(first, T5)
+        values = columns = min(context, first.far)
+        if self.bidirectional:
+            values, columns = context, min(context, first.table.shape[1])
+        tables = config.layers if self.layers else 1
+        return PositionalWork(
+            bias_values=config.layers * config.heads * values,
+            flops=config.layers * config.heads * values,
+            bytes=tables * config.heads * columns * 4,
+        )

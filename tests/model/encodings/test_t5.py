@@ -1,0 +1,151 @@
+"""T5's bias against the buckets of transformers, at every distance; tables that end early."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import T5Config, UMT5Config
+from transformers.models.t5.modeling_t5 import T5Attention
+from transformers.models.umt5.modeling_umt5 import UMT5Attention
+
+from model.config import EncodingSpec
+from model.encodings.base import EncodingError, create
+from model.encodings.t5 import T5, bucket_starts
+from tests.model.tiny import CONFIG, CPU
+
+DISTANCES = torch.arange(-2000, 2001)
+SHAPES = [(32, 128), (32, 20), (12, 64), (33, 100), (7, 1000), (4, 3), (64, 513), (6, 2048)]
+
+
+def made(buckets=32, max_distance=128, context=4096, heads=3, **options):
+    """With random weights, frozen as after loading."""
+    spec = EncodingSpec("t5", {"buckets": buckets, "max_distance": max_distance, **options})
+    encoding = create(spec, replace(CONFIG, heads=heads), context, CPU)
+    generator = torch.Generator().manual_seed(buckets)
+    for module in encoding.modules():
+        if isinstance(module, T5):
+            for parameter in module.parameters(recurse=False):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            module.freeze()
+    return encoding
+
+
+def theirs(weight, distances, *, bidirectional, max_distance):
+    """[heads, distances]: distance is query - key, the opposite of theirs."""
+    buckets = T5Attention._relative_position_bucket(
+        -distances,
+        bidirectional=bidirectional,
+        num_buckets=len(weight),
+        max_distance=max_distance,
+    )
+    return weight[buckets].T
+
+
+def test_bucket_starts_of_the_published_models():
+    expected = [*range(17), 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
+    assert bucket_starts(32, 128) == expected
+
+
+@pytest.mark.parametrize(("buckets", "max_distance"), SHAPES)
+def test_two_way_table_equals_transformers(buckets, max_distance):
+    ours = made(buckets, max_distance, bidirectional=True)
+    expected = theirs(ours.weight, DISTANCES, bidirectional=True, max_distance=max_distance)
+    assert torch.equal(ours.score_bias().at(DISTANCES), expected)
+
+
+@pytest.mark.parametrize(("buckets", "max_distance"), SHAPES)
+def test_causal_table_equals_transformers_but_for_a_constant(buckets, max_distance):
+    """Less the last bucket's bias, to one rounding; keys after the query are never seen."""
+    ours = made(buckets, max_distance)
+    past = DISTANCES[DISTANCES >= 0]
+    expected = theirs(ours.weight, past, bidirectional=False, max_distance=max_distance)
+    expected = expected.double() - ours.weight[-1].double()[:, None]
+    assert torch.equal(ours.score_bias().at(past), expected.float())
+
+
+def test_the_table_ends_where_the_bias_stays_the_same():
+    causal, two_way = made().score_bias(), made(bidirectional=True).score_bias()
+    assert (causal.table.shape, causal.zero) == ((3, 114), 0)
+    assert not causal.table[:, -1].any()
+    assert causal.table[:, -2].all()
+    # 16 buckets each way end at 91.
+    assert (two_way.table.shape, two_way.zero) == ((3, 183), 91)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_short_context_cuts_the_table_and_no_value(bidirectional):
+    distances = torch.arange(-9 if bidirectional else 0, 10)
+    short, full = (
+        made(context=context, bidirectional=bidirectional).score_bias() for context in (10, 4096)
+    )
+    assert short.table.shape[1] == len(distances)
+    assert torch.equal(short.at(distances), full.at(distances))
+
+
+def test_between_positions_is_the_bias_that_transformers_adds():
+    """Queries with a cached past: theirs by row and offset, ours by position."""
+    config = T5Config(num_heads=3, d_model=12, d_kv=4)
+    config.is_decoder = True
+    attention = T5Attention(config, has_relative_attention_bias=True)
+    ours = made()
+    with torch.no_grad():
+        attention.relative_attention_bias.weight.copy_(ours.weight)
+        expected = attention.compute_bias(5, 205, past_seen_tokens=200)[0]
+    queries, keys = torch.arange(200, 205), torch.arange(205)
+    found = ours.score_bias().between(queries + 40, keys + 40)
+    seen = queries[:, None] >= keys
+    difference = (found - expected)[:, seen]
+    assert (difference - difference[:, :1]).abs().max() < 1e-6
+    assert expected[:, seen].std() > 0.1
+
+
+def test_every_layer_has_biases_of_its_own():
+    encoding = made(per_layer=True)
+    names = [name for name, _ in encoding.named_parameters()]
+    assert names == [f"layers.{layer}.weight" for layer in range(CONFIG.layers)]
+    config = UMT5Config(num_heads=3, d_model=12, d_kv=4)
+    config.is_decoder = True
+    attention = UMT5Attention(config, has_relative_attention_bias=True)
+    tables = []
+    for layer in range(CONFIG.layers):
+        own = encoding.for_layer(layer)
+        with torch.no_grad():
+            attention.relative_attention_bias.weight.copy_(own.weight)
+            expected = attention.compute_bias(1, 300, past_seen_tokens=299)[0]
+        tables.append(own.score_bias().table)
+        found = own.score_bias().between(torch.tensor([299]), torch.arange(300))
+        assert ((found - found[..., :1]) - (expected - expected[..., :1])).abs().max() < 1e-6
+    assert not torch.equal(tables[0], tables[1])
+
+
+def test_shared_by_all_layers_otherwise():
+    encoding = made()
+    assert encoding.for_layer(0) is encoding.for_layer(2) is encoding
+    assert [name for name, _ in encoding.named_parameters()] == ["weight"]
+
+
+def test_work_is_bounded_by_the_last_bucket():
+    """Keys from distance 113 on add zero; each layer reads the table, which all share."""
+    config = replace(CONFIG, heads=3)
+    near, far = made().work(config, 50), made().work(config, 100_000)
+    assert (near.bias_values, near.flops, near.bytes) == (3 * 3 * 50,) * 2 + (3 * 50 * 4,)
+    assert (far.bias_values, far.bytes) == (3 * 3 * 113, 3 * 113 * 4)
+    assert made(per_layer=True).work(config, 50).bytes == 3 * near.bytes
+    two_way = made(bidirectional=True).work(config, 1000)
+    assert (two_way.bias_values, two_way.bytes) == (3 * 3 * 1000, 3 * 183 * 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, r"but got \[\]"),
+        ({"buckets": 32}, r"but got \['buckets'\]"),
+        ({"buckets": 32, "max_distance": 128, "slopes": 3}, "'slopes'"),
+        ({"buckets": 1, "max_distance": 128}, "2 buckets or more"),
+        ({"buckets": 3, "max_distance": 128, "bidirectional": True}, "4 or more"),
+        ({"buckets": 32, "max_distance": 16}, "a max_distance above 16, but got 16"),
+    ],
+)
+def test_refusals(options, words):
+    with pytest.raises(EncodingError, match=words):
+        create(EncodingSpec("t5", options), CONFIG, 64, CPU)
