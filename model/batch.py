@@ -23,3 +23,12 @@ class ForwardBatch:
     output_rows: Tensor  # [S]  rows whose logits are wanted
     max_query: int  # host copies, so that no kernel asks the device
     max_context: int
+    cross: "Cross | None" = None  # encoder-decoders only
+
+
+@dataclass(frozen=True, slots=True)
+class Cross:
+    """Encoded prompts, whose keys and values lie in the same cache as those of the answers."""
+
+    new: ForwardBatch | None  # whole prompts to encode first; their slots are then filled
+    seen: ForwardBatch  # the step's own rows, over the blocks of their requests' encoded prompts

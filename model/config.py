@@ -49,3 +49,13 @@ class ModelConfig:
     embed_width: int | None = None  # of the embedding, when projected to `width` and back
     attention_scale: float | None = None  # on q · k; None: 1 / sqrt(head_dim)
     qkv_clip: float | None = None  # q, k and v are clamped to ± this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderDecoderConfig(ModelConfig):
+    """An encoder-decoder: the inherited fields are its decoder's, whose shape the cache follows."""
+
+    encoder: ModelConfig  # as wide as the decoder, with as many heads; its encoding looks both ways
+    start_token: int  # begins every answer, unseen
+    end_token: int  # ends every text the encoder was trained on
+    output_scale: float = 1.0  # on the decoder's output, before the head

@@ -84,6 +84,8 @@ class Attention(nn.Module):
         backend: AttentionBackend,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        causal: bool = True,
     ) -> None:
         super().__init__()
         heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
@@ -115,6 +117,7 @@ class Attention(nn.Module):
                 dtype=dtype,
                 device=device,
                 window=config.windows[layer],
+                causal=causal,
                 bias=None if bias is None else type(bias),
             )
         )
@@ -185,10 +188,12 @@ class Block(nn.Module):
         backend: AttentionBackend,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        causal: bool = True,
     ) -> None:
         super().__init__()
         self.attention_norm = make_norm(config, dtype, device)
-        self.attention = Attention(config, layer, encoding, backend, dtype, device)
+        self.attention = Attention(config, layer, encoding, backend, dtype, device, causal=causal)
         self.mlp_norm = make_norm(config, dtype, device)
         self.mlp = (GatedMLP if config.gated else PlainMLP)(config, dtype, device)
 
