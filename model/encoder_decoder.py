@@ -1,0 +1,168 @@
+"""An encoder and a decoder that reads its output: beside Decoder, from the same layers.
+
+Keys and values of encoded prompts lie in the same paged cache as the answers', under blocks of
+their own. Knows no request: which blocks those are comes with the batch.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from cache.kv import KVCache, LayerKV
+from model.attention.base import AttentionBackend, AttentionSpec
+from model.batch import ForwardBatch
+from model.config import EncoderDecoderConfig, ModelConfig
+from model.encodings.base import PositionalEncoding
+from model.linear import Linear
+from model.transformer import Block, make_norm
+
+
+class CrossAttention(nn.Module):
+    """Queries from the decoder, keys and values from the encoder's output; no positions."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        columns, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q = Linear(config.width, columns, bias=config.qkv_bias, dtype=dtype, device=device)
+        self.kv = Linear(
+            config.width, 2 * kv_rows, bias=config.qkv_bias, dtype=dtype, device=device
+        )
+        self.out = Linear(columns, config.width, bias=config.out_bias, dtype=dtype, device=device)
+        self.attend = backend(
+            AttentionSpec(
+                heads=config.heads,
+                kv_heads=config.kv_heads,
+                head_dim=config.head_dim,
+                scale=config.attention_scale or config.head_dim**-0.5,
+                dtype=dtype,
+                device=device,
+                causal=False,
+            )
+        )
+
+    def store(self, encoded: Tensor, slots: Tensor, kv: LayerKV) -> None:
+        """Keys and values of encoded prompts [T, width], at slots [T]."""
+        k, v = self.kv(encoded).view(len(encoded), -1, self.head_dim).chunk(2, dim=1)
+        kv.write(k, v, slots)
+
+    def forward(self, x: Tensor, seen: ForwardBatch, kv: LayerKV) -> Tensor:
+        """x [T, width], of the rows of `seen`, which sees all of its encoded prompt."""
+        q = self.q(x).view(len(x), -1, self.head_dim)
+        y: Tensor = self.out(self.attend(q, kv, seen, None).flatten(1))
+        return y
+
+
+class CrossBlock(Block):
+    """x + attention(norm(x)), then x + cross(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        encoding: PositionalEncoding,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(config, layer, encoding, backend, dtype, device)
+        self.cross_norm = make_norm(config, dtype, device)
+        self.cross = CrossAttention(config, backend, dtype, device)
+
+    def forward(self, x: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+        assert batch.cross is not None, "an encoder-decoder needs encoded prompts"
+        x = x + self.attention(self.attention_norm(x), batch, kv)
+        x = x + self.cross(self.cross_norm(x), batch.cross.seen, kv)
+        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        return y
+
+
+class Encoder(nn.Module):
+    """Blocks whose queries see every key of their prompt, and a norm."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        encoding: PositionalEncoding,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.encoding = encoding
+        self.layers = nn.ModuleList(
+            Block(config, layer, encoding, backend, dtype, device, causal=False)
+            for layer in range(config.layers)
+        )
+        self.norm = make_norm(config, dtype, device)
+
+    def forward(self, x: Tensor, prompts: ForwardBatch, scratch: LayerKV) -> Tensor:
+        """x: embedded whole prompts [T, width]; `scratch` holds one layer's keys at a time."""
+        x = self.encoding.embed(x, prompts.positions)
+        for block in self.layers:
+            x = block(x, prompts, scratch)
+        y: Tensor = self.norm(x)
+        return y
+
+
+class EncoderDecoder(nn.Module):
+    """Embed, encode, embed, L blocks over both, norm, head; one embedding for both sides.
+
+    Called as a Decoder is, with a batch that has its `cross` part. Parameters are allocated
+    uninitialised: load them next.
+    """
+
+    def __init__(
+        self,
+        config: EncoderDecoderConfig,
+        encoder_encoding: PositionalEncoding,
+        encoding: PositionalEncoding,
+        backend: AttentionBackend,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.encoding = encoding
+        shape = (config.vocab_size, config.width)
+        self.embed = nn.Embedding(
+            *shape, _weight=torch.empty(shape, dtype=dtype, device=device), _freeze=True
+        )
+        self.encoder = Encoder(config.encoder, encoder_encoding, backend, dtype, device)
+        self.layers = nn.ModuleList(
+            CrossBlock(config, layer, encoding, backend, dtype, device)
+            for layer in range(config.layers)
+        )
+        self.norm = make_norm(config, dtype, device)
+        self.head = Linear(config.width, config.vocab_size, dtype=dtype, device=device)
+        if config.tied_embeddings:
+            self.embed.weight = self.head.weight
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        """Logits [S, vocab] of `batch.output_rows`; keys and values of all rows are stored.
+
+        New prompts are encoded first, and their keys and values stored for all later steps.
+        """
+        assert batch.cross is not None, "an encoder-decoder needs encoded prompts"
+        if batch.cross.new is not None:
+            self._encode(batch.cross.new, kv)
+        x = self.encoding.embed(self.embed(batch.tokens), batch.positions)
+        for index, block in enumerate(self.layers):
+            x = block(x, batch, kv.layer(index))
+        logits: Tensor = self.head(self.norm(x[batch.output_rows]) * self.config.output_scale)
+        return logits
+
+    def _encode(self, prompts: ForwardBatch, kv: KVCache) -> None:
+        # Until the decoder's keys fill them, the prompts' blocks of the first layer hold the
+        # encoder's own, one layer after the other: no second cache is needed.
+        encoded = self.encoder(self.embed(prompts.tokens), prompts, kv.layer(0))
+        for index, block in enumerate(self.layers):
+            assert isinstance(block, CrossBlock)
+            block.cross.store(encoded, prompts.slots, kv.layer(index))
