@@ -1,0 +1,237 @@
+"""T5 and its kin: an encoder-decoder with relative biases, norms without biases, unscaled scores.
+
+T5 v1.0 ties its embeddings, scales the decoder's output and has plain feed-forwards; v1.1, Flan
+and ByT5 do none of these.
+"""
+
+import dataclasses
+
+from model.architectures.base import Architecture
+from model.architectures.common import (
+    ACTIVATIONS,
+    GGUF_OTHERS,
+    HARMLESS,
+    MAX_CONTEXT,
+    MAX_FFN_WIDTH,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    refuse_foreign,
+    refuse_split,
+    vocab_size_of_gguf,
+)
+from model.architectures.fields import Fields
+from model.architectures.stored import Parameters
+from model.architectures.t5_stored import GGUF, HUGGING_FACE, encoder_decoder
+from model.config import Activation, EncoderDecoderConfig, EncodingSpec, ModelConfig
+from model.weights.base import WeightFile, shown
+
+MAX_BUCKETS = 1024
+# Old files leave these out: then the format's own defaults hold.
+MAX_DISTANCE = 128
+TRAINED_CONTEXT = 512  # tokens a side; arXiv 1910.10683, section 3.1.2
+
+# Of config.json: training, and what the flags read here imply.
+HARMLESS_HERE = [*HARMLESS.split(), "dropout_rate", "initializer_factor", "output_past"]
+
+
+class T5(Architecture):
+    """A relative's own file says only what differs."""
+
+    model_type = "t5"
+    model_class = "T5ForConditionalGeneration"
+    gguf_name: str | None = "t5"
+    feed_forward = "relu"  # where config.json does not say
+    per_layer = False  # whether every layer has a bias of its own
+    harmless: tuple[str, ...] = ()  # further keys of config.json that change nothing
+
+    def scales_output(self, fields: Fields, tied: bool) -> bool:
+        """Whether logits are multiplied by width^-0.5; `tied` is what config.json says or means."""
+        # Transformers ties by what is stored and keeps what the file once said in a new key.
+        scales = fields.flag("scale_decoder_outputs")
+        return tied if scales is None else scales
+
+    def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
+        refuse_foreign(fields, self.model_type, self.model_class)
+        if fields.flag("is_encoder_decoder") is False:
+            raise fields.error("is_encoder_decoder is false, but only the whole model is served")
+        layers = fields.integer("num_layers", MAX_LAYERS)
+        activation, gated = self._feed_forward(fields)
+        claims_tied = fields.flag("tie_word_embeddings") is not False
+        width = fields.integer("d_model", MAX_WIDTH)
+        distance = fields.optional_integer("relative_attention_max_distance", MAX_CONTEXT)
+        encoder = _encoder(
+            fields,
+            vocab_size=fields.integer("vocab_size", MAX_VOCAB),
+            width=width,
+            layers=layers,
+            heads=fields.integer("num_heads", MAX_HEADS),
+            head_dim=fields.integer("d_kv", MAX_HEAD_DIM),
+            ffn_width=fields.integer("d_ff", MAX_FFN_WIDTH),
+            norm_eps=fields.number("layer_norm_epsilon"),
+            trained_context=fields.optional_integer("n_positions", MAX_CONTEXT) or TRAINED_CONTEXT,
+            buckets=fields.integer("relative_attention_num_buckets", MAX_BUCKETS),
+            max_distance=distance or MAX_DISTANCE,
+            per_layer=self.per_layer,
+            tied_embeddings=claims_tied and "lm_head.weight" not in weights.names(),
+            activation=activation,
+            gated=gated,
+        )
+        config = _with_decoder(
+            encoder,
+            layers=fields.optional_integer("num_decoder_layers", MAX_LAYERS) or layers,
+            start_token=_one_id(fields, "decoder_start_token_id", "pad_token_id", encoder),
+            end_token=_one_id(fields, "eos_token_id", None, encoder),
+            output_scale=width**-0.5 if self.scales_output(fields, claims_tied) else 1.0,
+        )
+        fields.finish([*HARMLESS_HERE, *self.harmless])
+        return config
+
+    def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
+        names, own = weights.names(), f"{self.gguf_name}."
+        refuse_split(fields)
+        layers = fields.integer(own + "block_count", MAX_LAYERS)
+        width = fields.integer(own + "embedding_length", MAX_WIDTH)
+        head_dim = fields.integer(own + "attention.key_length", MAX_HEAD_DIM)
+        if fields.integer(own + "attention.value_length", MAX_HEAD_DIM) != head_dim:
+            raise fields.error("attention.value_length differs from attention.key_length")
+        fields.get(own + "attention.layer_norm_epsilon")  # the same number under another name
+        # The format says nothing of these, so the tensors do.
+        gated, tied = "dec.blk.0.ffn_gate.weight" in names, "output.weight" not in names
+        encoder = _encoder(
+            fields,
+            vocab_size=vocab_size_of_gguf(fields, own, weights),
+            width=width,
+            layers=layers,
+            heads=fields.integer(own + "attention.head_count", MAX_HEADS),
+            head_dim=head_dim,
+            ffn_width=fields.integer(own + "feed_forward_length", MAX_FFN_WIDTH),
+            norm_eps=fields.number(own + "attention.layer_norm_rms_epsilon"),
+            trained_context=fields.integer(own + "context_length", MAX_CONTEXT),
+            buckets=fields.integer(own + "attention.relative_buckets_count", MAX_BUCKETS),
+            max_distance=MAX_DISTANCE,
+            per_layer="dec.blk.1.attn_rel_b.weight" in names,
+            tied_embeddings=tied,
+            activation="gelu_tanh" if gated else "relu",
+            gated=gated,
+        )
+        config = _with_decoder(
+            encoder,
+            layers=fields.optional_integer(own + "decoder_block_count", MAX_LAYERS) or layers,
+            start_token=_one_id(fields, own + "decoder_start_token_id", None, encoder),
+            end_token=_one_id(fields, "tokenizer.ggml.eos_token_id", None, encoder),
+            output_scale=width**-0.5 if tied else 1.0,
+        )
+        fields.finish(key for key in weights.metadata if GGUF_OTHERS.match(key))
+        return config
+
+    def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> Parameters:
+        return encoder_decoder(config, HUGGING_FACE)
+
+    def parameters_in_gguf(self, config: ModelConfig) -> Parameters:
+        return encoder_decoder(config, GGUF)
+
+    def is_derived(self, name: str) -> bool:
+        # Old files hold a bias for the cross-attention, which no version has read.
+        return name in (
+            "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+            "dec.blk.0.cross_attn_rel_b.weight",
+        )
+
+    def copies(self, config: ModelConfig) -> dict[str, str]:
+        sides = ("encoder", "decoder")
+        return {f"{side}.embed_tokens.weight": "shared.weight" for side in sides}
+
+    def _feed_forward(self, fields: Fields) -> tuple[Activation, bool]:
+        """ "relu", or "gated-" and the name of an activation; "gelu" behind it is the tanh form."""
+        said = fields.text("feed_forward_proj") or self.feed_forward
+        gate, _, name = said.rpartition("-")
+        name = "gelu_new" if said == "gated-gelu" else name
+        if name not in ACTIVATIONS or gate not in ("", "gated"):
+            raise fields.error(f"feed_forward_proj {shown(said)} is not supported")
+        gated = gate == "gated"
+        # Written beside it by newer versions.
+        if fields.text("dense_act_fn") not in (None, name):
+            raise fields.error(f"dense_act_fn contradicts feed_forward_proj {shown(said)}")
+        if fields.flag("is_gated_act") not in (None, gated):
+            raise fields.error(f"is_gated_act contradicts feed_forward_proj {shown(said)}")
+        return ACTIVATIONS[name], gated
+
+
+def _encoder(
+    fields: Fields,
+    *,
+    vocab_size: int,
+    width: int,
+    layers: int,
+    heads: int,
+    head_dim: int,
+    ffn_width: int,
+    norm_eps: float,
+    trained_context: int,
+    buckets: int,
+    max_distance: int,
+    per_layer: bool,
+    tied_embeddings: bool,
+    activation: Activation,
+    gated: bool,
+) -> ModelConfig:
+    """What both sides share, as the encoder has it."""
+    if buckets < 4:
+        raise fields.error(f"{buckets} buckets are too few for both directions; it needs 4")
+    if max_distance <= buckets // 2:
+        raise fields.error(
+            f"relative_attention_max_distance {max_distance} is no more than the {buckets // 2} "
+            "distances that have buckets of their own"
+        )
+    options = {"buckets": buckets, "max_distance": max_distance, "per_layer": per_layer}
+    return ModelConfig(
+        vocab_size=vocab_size,
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        ffn_width=ffn_width,
+        norm_eps=norm_eps,
+        trained_context=trained_context,
+        encoding=EncodingSpec("t5", options | {"bidirectional": True}),
+        windows=(None,) * layers,
+        tied_embeddings=tied_embeddings,
+        activation=activation,
+        gated=gated,
+        attention_scale=1.0,
+    )
+
+
+def _with_decoder(
+    encoder: ModelConfig, *, layers: int, start_token: int, end_token: int, output_scale: float
+) -> EncoderDecoderConfig:
+    shared = {field.name: getattr(encoder, field.name) for field in dataclasses.fields(encoder)}
+    own = {
+        "layers": layers,
+        "windows": (None,) * layers,
+        "encoding": EncodingSpec("t5", encoder.encoding.options | {"bidirectional": False}),
+    }
+    return EncoderDecoderConfig(
+        **shared | own,
+        encoder=encoder,
+        start_token=start_token,
+        end_token=end_token,
+        output_scale=output_scale,
+    )
+
+
+def _one_id(fields: Fields, key: str, instead: str | None, config: ModelConfig) -> int:
+    """Of a token that the model embeds. `instead`: the key that holds where the first is absent."""
+    found = fields.token_ids(key)
+    if not found and instead is not None:
+        found = fields.token_ids(instead)
+    if not found:
+        raise fields.missing(key)
+    token = min(found)
+    if len(found) > 1 or not 0 <= token < config.vocab_size:
+        raise fields.error(f"{key} must be one token of the vocabulary, not {sorted(found)}")
+    return token
