@@ -42,15 +42,23 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def refuse_foreign(fields: Fields, model_type: str, model_class: str) -> None:
-    """Heads other than the language model's, code of their own, quantised weights."""
+def refuse_foreign(
+    fields: Fields, model_type: str, model_class: str, adopted: str | None = None
+) -> None:
+    """Heads other than the language model's, code of their own, quantised weights.
+
+    adopted: the family's original code ("modeling_x.XForCausalLM"), which transformers has taken
+    over since. Checkpoints still name it; naming it changes nothing, and it is never run.
+    """
     classes = fields.texts("architectures")
     if classes is not None and model_class not in classes:
         raise fields.error(
             f"architectures is {shown(', '.join(classes))}, "
             f"but of {model_type} models only {model_class} can be served"
         )
-    if fields.get("auto_map") is not None:
+    code = fields.get("auto_map")
+    own = code.get("AutoModelForCausalLM") if isinstance(code, dict) else None
+    if code is not None and (adopted is None or own != adopted):
         raise fields.error("auto_map asks to run code from the checkpoint, which is refused")
     if fields.get("quantization_config") is not None:
         raise fields.error("quantization_config is not supported; use unquantised weights")
