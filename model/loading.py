@@ -5,7 +5,7 @@ tokenizer, and the name and shape of every tensor. Knows formats, no requests.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from model.architectures.base import Architecture, by_gguf_name, by_model_type
 from model.architectures.fields import Fields
 from model.architectures.stored import Parameters, Stored
-from model.config import ModelConfig
+from model.config import EncoderDecoderConfig, ModelConfig
 from model.encodings.base import PositionalEncoding
 from model.tokenizers.base import Tokenizer, TokenizerError
 from model.tokenizers.chat import (
@@ -145,6 +145,7 @@ def _open_directory(folder: Path) -> Checkpoint:
     if generation.exists():
         defaults = Fields(str(generation), read_json(generation, MAX_CONFIG))
         stop_ids |= defaults.token_ids("eos_token_id")
+        config = _started_with(config, defaults)
     tokenizer = tokenizer_from_directory(folder)
     return Checkpoint(
         path=folder,
@@ -230,6 +231,17 @@ def _check_tensors(
 def _counted(names: list[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"tensor {shown(names[0])}{more}"
+
+
+def _started_with(config: ModelConfig, defaults: Fields) -> ModelConfig:
+    """An encoder-decoder's start token is that of the generation defaults, if they have one."""
+    declared = defaults.token_ids("decoder_start_token_id")
+    if not isinstance(config, EncoderDecoderConfig) or not declared:
+        return config
+    token = min(declared)
+    if len(declared) > 1 or not 0 <= token < config.vocab_size:
+        raise defaults.error("decoder_start_token_id must be one token of the vocabulary")
+    return replace(config, start_token=token)
 
 
 def _stop_ids(
