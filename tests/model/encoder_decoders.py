@@ -1,0 +1,185 @@
+"""Tiny random encoder-decoders as transformers writes them, and how their decoders are run."""
+
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import torch
+import transformers
+
+from cache.kv import KVCache
+from model.attention.sdpa import SdpaAttention
+from model.batch import Cross
+from model.encoder_decoder import EncoderDecoder
+from model.encodings.base import create
+from model.loading import load_decoder
+from tests.model.checkpoints import CPU, END, TOKENS, finish, tiny_tokenizer
+from tests.model.running import Running, make_batch
+
+BLOCK = 16
+START, STOP = 0, TOKENS.index(END)
+COMMON = {
+    "vocab_size": 260,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "d_ff": 40,
+    "pad_token_id": START,
+    "decoder_start_token_id": START,
+    "eos_token_id": STOP,
+    "bos_token_id": None,
+}
+GATED = {"feed_forward_proj": "gated-gelu"}
+
+
+def t5(**changes):
+    """v1.0: heads together narrower than the model."""
+    shape = {"d_model": 32, "d_kv": 7, "num_heads": 3}
+    return transformers.T5Config(**COMMON | shape | changes)
+
+
+def t5_v11(**changes):
+    """v1.1 and Flan: heads together wider than the model, an output matrix of its own."""
+    shape = {"d_model": 24, "d_kv": 12, "num_heads": 5, "tie_word_embeddings": False}
+    return transformers.T5Config(**COMMON | GATED | shape | changes)
+
+
+def umt5(**changes):
+    shape = {"d_model": 24, "d_kv": 8, "num_heads": 4}
+    return transformers.UMT5Config(**COMMON | GATED | shape | changes)
+
+
+def mt5(**changes):
+    shape = {"d_model": 24, "d_kv": 8, "num_heads": 3}
+    return transformers.MT5Config(**COMMON | GATED | shape | changes)
+
+
+def random_model(config, *, own_head=False):
+    """Every weight matters: norms off one, biases between positions as large as the scores."""
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
+    if own_head:
+        model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.shared.weight))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            if "layer_norm" in name:
+                values = 1 + 0.2 * values
+            elif "relative_attention_bias" not in name:
+                values = 0.25 * values
+            if name.endswith(".q.weight"):
+                values = values * config.d_kv**-0.5  # nothing else keeps the scores small
+            parameter.copy_(values)
+        if scales(model):
+            model.lm_head.weight *= config.d_model**0.5  # so that logits still differ
+    return model
+
+
+def scales(model):
+    """Whether transformers scales the decoder's output."""
+    config = model.config
+    umt5 = config.model_type == "umt5" and config.tie_word_embeddings
+    return umt5 or getattr(config, "scale_decoder_outputs", False)
+
+
+def save(model, folder, **options):
+    model.save_pretrained(folder, **options)
+    tiny_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def loaded(checkpoint, dtype=torch.float32, backend=SdpaAttention, context=512):
+    config = checkpoint.config
+    decoder = EncoderDecoder(
+        config,
+        create(config.encoder.encoding, config.encoder, context, CPU),
+        create(config.encoding, config, context, CPU),
+        backend,
+        dtype=dtype,
+        device=CPU,
+    )
+    load_decoder(checkpoint, decoder)
+    return decoder
+
+
+class Answering:
+    """A prompt and its answer as the model sees them, each in blocks of its own."""
+
+    def __init__(self, prompt, tokens, take):
+        """take: a number of blocks → their ids. `tokens` starts with the start token."""
+        self.prompt = Running(list(prompt), take(-(-len(prompt) // BLOCK)))
+        self.answer = Running(list(tokens), take(-(-(len(tokens) + 40) // BLOCK)))
+
+
+def allocator(generator):
+    """Blocks in a random order, none twice, none of them 0."""
+    ids = (1 + torch.randperm(200, generator=generator)).tolist()
+    return lambda count: [ids.pop() for _ in range(count)]
+
+
+def new_cache(decoder, blocks=201):
+    config = decoder.config
+    kv = KVCache(
+        layers=config.layers,
+        blocks=blocks,
+        block_size=BLOCK,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=decoder.embed.weight.dtype,
+        device=CPU,
+    )
+    kv._keys.fill_(torch.nan)
+    kv._values.fill_(torch.nan)
+    return kv
+
+
+def step(decoder, work, kv):
+    """The next `count` tokens of each answer, prompts encoded where that is yet to be done."""
+    batch = make_batch([(each.answer, count) for each, count in work], BLOCK)
+    new = [(each.prompt, len(each.prompt.tokens)) for each, _ in work if not each.prompt.computed]
+    prompts = make_batch(new, BLOCK) if new else None
+    for prompt, count in new:
+        prompt.computed = count
+    encoded = make_batch([(each.prompt, 0) for each, _ in work], BLOCK)
+    seen = replace(
+        batch,
+        context_lens=encoded.context_lens,
+        block_tables=encoded.block_tables,
+        block_bases=encoded.block_bases,
+        max_context=encoded.max_context,
+    )
+    logits = decoder(replace(batch, cross=Cross(prompts, seen)), kv)
+    for each, count in work:
+        each.answer.computed += count
+    return logits.split([count for _, count in work])
+
+
+def write_gguf(path, model):
+    """As converters write it: per-layer biases only where the model has them."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, "t5")
+    writer.add_context_length(64)
+    writer.add_embedding_length(config.d_model)
+    writer.add_feed_forward_length(config.d_ff)
+    writer.add_block_count(config.num_layers)
+    writer.add_decoder_block_count(config.num_decoder_layers)
+    writer.add_head_count(config.num_heads)
+    writer.add_key_length(config.d_kv)
+    writer.add_value_length(config.d_kv)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    writer.add_relative_attn_buckets_count(config.relative_attention_num_buckets)
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    writer.add_decoder_start_token_id(START)
+    writer.add_tokenizer_model("t5")
+    pieces = ["<pad>", "</s>", "<unk>", *(f"▁{chr(0x4E00 + i)}" for i in range(257))]
+    writer.add_token_list(pieces)
+    writer.add_token_scores([0.0] * 3 + [-1.0 - i / 100 for i in range(257)])
+    writer.add_token_types([3, 3, 2] + [1] * 257)
+    writer.add_eos_token_id(1)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.T5, 8)
+    tied = model.lm_head.weight is model.shared.weight
+    for name, tensor in model.state_dict().items():
+        if "embed_tokens" in name or (tied and name == "lm_head.weight"):
+            continue
+        stored = names.get_name(name, try_suffixes=(".weight",))
+        writer.add_tensor(stored, np.ascontiguousarray(tensor.numpy()))
+    return finish(writer, path)

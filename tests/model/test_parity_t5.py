@@ -1,0 +1,110 @@
+"""T5 and its kin here and in transformers: the same weights, the same logits, the same answers."""
+
+import pytest
+import torch
+from transformers import DynamicCache, EncoderDecoderCache
+
+from model.attention.cpu import CpuBackend
+from model.kernels.substitutes import PanelLinear, substitute
+from model.loading import open_checkpoint
+from tests.model import encoder_decoders as tiny
+from tests.model.encoder_decoders import START, Answering, mt5, t5, t5_v11, umt5
+
+UNEVEN = {"relative_attention_num_buckets": 13, "relative_attention_max_distance": 50}
+MODELS = {
+    "t5": (t5(), False),
+    "t5-uneven": (t5(d_kv=5, num_heads=7, num_decoder_layers=1, **UNEVEN), False),
+    "t5-gated": (t5(feed_forward_proj="gated-silu", num_layers=3), False),
+    "t5-v1.1": (t5_v11(), True),
+    "t5-v1.1-tied": (t5_v11(d_model=48, num_heads=2, d_kv=9), False),
+    "umt5": (umt5(), False),
+    "umt5-uneven": (umt5(num_heads=1, d_kv=30, **UNEVEN), True),
+    "mt5": (mt5(), True),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request, tmp_path_factory):
+    """(the checkpoint, the model of transformers)."""
+    config, own_head = MODELS[request.param]
+    model = tiny.random_model(config, own_head=own_head)
+    folder = tiny.save(model, tmp_path_factory.mktemp("model"))
+    return open_checkpoint(folder), model
+
+
+def sequences(generator, lengths):
+    return [torch.randint(0, 260, (length,), generator=generator).tolist() for length in lengths]
+
+
+def ragged(decoder):
+    """Prompts and answers of all lengths, long past the last bucket: all answers' logits."""
+    generator = torch.Generator().manual_seed(2)
+    take = tiny.allocator(generator)
+    prompts = sequences(generator, [5, 300, 1, 33])
+    answers = [[START, *rest] for rest in sequences(generator, [20, 7, 290, 0])]
+    requests = [Answering(*both, take) for both in zip(prompts, answers, strict=True)]
+    work = [(request, len(request.answer.tokens)) for request in requests]
+    return prompts, answers, tiny.step(decoder, work, tiny.new_cache(decoder))
+
+
+@torch.no_grad()
+def check_logits(decoder, model, tolerance=2e-4):
+    prompts, answers, logits = ragged(decoder)
+    for prompt, answer, ours in zip(prompts, answers, logits, strict=True):
+        theirs = model(
+            input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([answer])
+        ).logits[0]
+        assert theirs.std() > 0.3  # flat logits would agree whatever the weights
+        assert (ours - theirs).abs().max() <= tolerance
+
+
+def greedy(decoder, prompt, count=32):
+    """From the cache, one step for each token."""
+    request = Answering(prompt, [START], tiny.allocator(torch.Generator().manual_seed(3)))
+    kv = tiny.new_cache(decoder)
+    for _ in range(count):
+        (logits,) = tiny.step(decoder, [(request, 1)], kv)
+        request.answer.tokens.append(int(logits[-1].argmax()))
+    return request.answer.tokens[1:]
+
+
+@torch.no_grad()
+def reference_greedy(model, prompt, count=32):
+    # Its own `generate` makes caches for as many layers as the encoder has.
+    past = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    encoded, new, tokens = model.encoder(torch.tensor([prompt])), START, []
+    for _ in range(count):
+        output = model(
+            encoder_outputs=encoded, decoder_input_ids=torch.tensor([[new]]), past_key_values=past
+        )
+        new = int(output.logits[0, -1].argmax())
+        tokens.append(new)
+    return tokens
+
+
+def test_logits(pair):
+    checkpoint, model = pair
+    check_logits(tiny.loaded(checkpoint), model)
+
+
+def test_greedy_answers(pair):
+    checkpoint, model = pair
+    decoder = tiny.loaded(checkpoint)
+    for prompt in sequences(torch.Generator().manual_seed(4), [1, 50]):
+        assert greedy(decoder, prompt) == reference_greedy(model, prompt)
+
+
+def test_the_cpu_kernels_agree(pair, kernels):
+    checkpoint, model = pair
+    decoder = tiny.loaded(checkpoint, backend=CpuBackend(kernels))
+    substitute(decoder, kernels, torch.float32)
+    assert isinstance(decoder.layers[0].cross.kv, PanelLinear)
+    check_logits(decoder, model)
+
+
+@pytest.mark.parametrize("name", ["t5", "t5-v1.1", "umt5"])
+def test_gguf(name, tmp_path):
+    config, own_head = MODELS[name]
+    model = tiny.random_model(config, own_head=own_head)
+    checkpoint = open_checkpoint(tiny.write_gguf(tmp_path / "tiny.gguf", model))
+    check_logits(tiny.loaded(checkpoint), model)
