@@ -244,7 +244,7 @@ def test_integer_weights(folder):
 @pytest.mark.parametrize(
     ("changes", "saying"),
     [
-        ({"model_type": "gpt2"}, "'gpt2'; supported are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "bert"}, r"'bert'; supported are .*llama, .*mistral, .*qwen3"),
         ({"model_type": None}, "model_type is missing"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be"),
         ({"num_hidden_layers": 3}, "lacks tensor"),
@@ -365,7 +365,9 @@ def test_gguf_weights_that_are_not_finite(tied, tmp_path):
 
 def test_another_architecture_in_gguf(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "bert")
-    refused(checkpoints.finish(writer, tmp_path / "x.gguf"), "'bert'; supported are llama, qwen2")
+    refused(
+        checkpoints.finish(writer, tmp_path / "x.gguf"), r"'bert'; supported are .*llama, .*qwen2"
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -1,7 +1,5 @@
 """How architectures are found."""
 
-import re
-
 import pytest
 
 from model.architectures.base import architectures, by_gguf_name, by_model_type
@@ -9,7 +7,9 @@ from model.weights.base import CheckpointError
 
 
 def test_the_folder_is_the_list():
-    assert [found.model_type for found in architectures()] == ["llama", "mistral", "qwen2", "qwen3"]
+    names = [found.model_type for found in architectures()]
+    assert {"llama", "mistral", "qwen2", "qwen3"} < set(names)
+    assert len(names) == len(set(names))
 
 
 def test_by_name():
@@ -18,7 +18,7 @@ def test_by_name():
     assert by_gguf_name("llama", "x").model_type == "llama"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "", None, "mistral", 5, ["llama"]])
+@pytest.mark.parametrize("name", ["bert", "", None, "mistral", 5, ["llama"]])
 def test_unknown_names_are_refused_with_the_known_ones(name):
-    with pytest.raises(CheckpointError, match=re.escape("supported are llama, qwen2, qwen3.")):
+    with pytest.raises(CheckpointError, match="supported are .*llama, .*qwen2, qwen3.*[.]$"):
         by_gguf_name(name, "x.gguf")
