@@ -6,8 +6,8 @@ from torch import Tensor
 from cache.kv import LayerKV
 from model.attention.base import AttentionSpec
 from model.batch import ForwardBatch
-from model.encodings.base import LinearBias, ScoreBias, TableBias
-from model.kernels.build import SUFFIXES, AttendArguments, Kernels
+from model.encodings.base import KeyBias, LinearBias, ScoreBias, TableBias
+from model.kernels.build import ATTENTION_SUFFIXES, AttendArguments, Kernels
 
 
 class CpuBackend:
@@ -21,8 +21,8 @@ class CpuBackend:
     def why_not(self, spec: AttentionSpec) -> str | None:
         if spec.device.type != "cpu":
             return f"the device is {spec.device.type}"
-        if spec.dtype not in SUFFIXES:
-            return f"it computes float32 and bfloat16, not {spec.dtype}"
+        if spec.dtype not in ATTENTION_SUFFIXES:
+            return f"it computes float32, float64 and bfloat16, not {spec.dtype}"
         return self.kernels if isinstance(self.kernels, str) else None
 
     def __call__(self, spec: AttentionSpec) -> "CpuAttention":
@@ -60,17 +60,20 @@ class CpuAttention:
             head_dim=spec.head_dim,
             block_size=kv.keys.shape[1],
             window=spec.window or 0,
+            causal=int(spec.causal),
             scale=spec.scale,
         )
         # Named, so that a copy outlives the call that reads it by address.
         if isinstance(bias, LinearBias):
             slopes = _per_head(bias.slopes, spec.heads)
             arguments.slopes = slopes.data_ptr()
-        elif isinstance(bias, TableBias):
+        elif isinstance(bias, TableBias | KeyBias):
             table = _per_head(bias.table, spec.heads)
             arguments.bias_table = table.data_ptr()
             arguments.bias_span = table.shape[1]
-            arguments.bias_zero = bias.zero
+            arguments.bias_by_key = int(isinstance(bias, KeyBias))
+            if isinstance(bias, TableBias):
+                arguments.bias_zero = bias.zero
         self.kernels.attend(spec.dtype, arguments)
         return out
 

@@ -11,7 +11,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -35,6 +35,7 @@ FLAGS = [
     "-fPIC",
 ]
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+ATTENTION_SUFFIXES = SUFFIXES | {torch.float64: "f64"}
 
 
 class NoKernels(RuntimeError):
@@ -48,9 +49,10 @@ class AttendArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("q", "keys", "values", "out", "positions")),
         *((name, c_void_p) for name in ("query_starts", "context_lens", "tables", "bases")),
         *((name, c_void_p) for name in ("slopes", "bias_table")),
-        *((name, c_int64) for name in ("bias_span", "bias_zero", "requests", "table_width")),
-        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size", "window")),
-        ("scale", c_float),
+        *((name, c_int64) for name in ("bias_span", "bias_zero", "bias_by_key", "requests")),
+        *((name, c_int64) for name in ("table_width", "heads", "kv_heads", "head_dim")),
+        *((name, c_int64) for name in ("block_size", "window", "causal")),
+        ("scale", c_double),
     )
 
 
@@ -108,7 +110,7 @@ class Kernels:
         return y
 
     def attend(self, dtype: torch.dtype, arguments: AttendArguments) -> None:
-        self._function("attend", dtype)(ctypes.byref(arguments))
+        getattr(self._library, f"attend_{ATTENTION_SUFFIXES[dtype]}")(ctypes.byref(arguments))
 
     def _call(self, name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> None:
         self._function(name, dtype)(*map(_as_c, arguments))

@@ -2,8 +2,8 @@
 // and the small steps between them. Plain C entry points: no headers but the compiler's own.
 //
 // Every output row is summed in an order of its own, independent of the other rows of the batch:
-// a request's numbers do not change with its neighbours. Arithmetic is float32; bfloat16 is a
-// storage format here, widened on load and rounded to nearest even on store.
+// a request's numbers do not change with its neighbours. Arithmetic is float32, or float64 for
+// float64; bfloat16 is a storage format here, widened on load and rounded to nearest even on store.
 
 #include <algorithm>
 #include <cmath>
@@ -11,24 +11,46 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <utility>
 #include <vector>
 
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kRows = 12;
+constexpr int kVectorBytes = 64, kRows = 12;
 #else
-constexpr int kLanes = 8, kRows = 6;
+constexpr int kVectorBytes = 32, kRows = 6;
 #endif
-constexpr int kPanel = 2 * kLanes;  // output columns that one pass over the rows produces
 
-typedef float Vec __attribute__((vector_size(kLanes * 4), aligned(4)));
-typedef uint32_t VecBits __attribute__((vector_size(kLanes * 4), aligned(4)));
+template <class Real>
+constexpr int kLanes = kVectorBytes / int(sizeof(Real));
+// Output columns that one pass over the rows produces.
+template <class Real>
+constexpr int kPanel = 2 * kLanes<Real>;
+
+template <class Real>
+struct VecOf {
+  typedef Real type __attribute__((vector_size(kVectorBytes), aligned(sizeof(Real))));
+};
+template <class Real>
+using Vec = typename VecOf<Real>::type;
+typedef uint32_t VecBits __attribute__((vector_size(kVectorBytes), aligned(4)));
 
 struct bf16 {
   uint16_t bits;
 };
 
+// What a stored number is computed with.
+template <class T>
+struct RealOf {
+  typedef T type;
+};
+template <>
+struct RealOf<bf16> {
+  typedef float type;
+};
+
+inline double widen(double x) { return x; }
 inline float widen(float x) { return x; }
 inline float widen(bf16 x) {
   uint32_t bits = uint32_t(x.bits) << 16;
@@ -37,6 +59,7 @@ inline float widen(bf16 x) {
   return y;
 }
 
+inline void narrow(double x, double *y) { *y = x; }
 inline void narrow(float x, float *y) { *y = x; }
 inline void narrow(float x, bf16 *y) {
   uint32_t bits;
@@ -46,12 +69,73 @@ inline void narrow(float x, bf16 *y) {
   y->bits = nan ? 0x7fc0 : uint16_t(bits >> 16);
 }
 
-inline Vec load(const float *x) { return *reinterpret_cast<const Vec *>(x); }
+template <class Real>
+inline Vec<Real> load(const Real *x) {
+  return *reinterpret_cast<const Vec<Real> *>(x);
+}
+template <class Real>
+inline void store(Vec<Real> x, Real *y) {
+  *reinterpret_cast<Vec<Real> *>(y) = x;
+}
+
+// One vector of stored numbers, widened.
+inline Vec<double> load_wide(const double *x) { return load(x); }
+inline Vec<float> load_wide(const float *x) { return load(x); }
+inline Vec<float> load_wide(const bf16 *x) {
+  typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2), aligned(2)));
+  const Halves halves = *reinterpret_cast<const Halves *>(x);
+  return (Vec<float>)(__builtin_convertvector(halves, VecBits) << 16);
+}
+
+// Lane i of row j becomes lane j of row i, by swapping ever smaller blocks off the diagonal.
+// The lanes are a parameter pack so that the orders are constants, one instruction each.
+template <int STEP, class Real, int... LANE>
+inline void swap_blocks(Vec<Real> *rows, std::integer_sequence<int, LANE...> lanes) {
+  constexpr int kLanes = sizeof...(LANE);
+  typedef decltype(rows[0] < rows[0]) Order;
+  const Order upper = {(LANE & STEP ? kLanes + LANE - STEP : LANE)...};
+  const Order lower = {(LANE & STEP ? kLanes + LANE : LANE + STEP)...};
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i)
+    if (!(i & STEP)) {
+      const Vec<Real> a = rows[i], b = rows[i + STEP];
+      rows[i] = __builtin_shuffle(a, b, upper);
+      rows[i + STEP] = __builtin_shuffle(a, b, lower);
+    }
+  if constexpr (STEP > 1) swap_blocks<STEP / 2, Real>(rows, lanes);
+}
+template <class Real>
+inline void transpose(Vec<Real> *rows) {
+  swap_blocks<kLanes<Real> / 2, Real>(rows, std::make_integer_sequence<int, kLanes<Real>>());
+}
+
+// Lane i becomes the sum of row i's lanes: transposing, but adding the blocks that meet.
+template <int STEP, class Real, int... LANE>
+inline Vec<Real> sum_blocks(Vec<Real> *rows, std::integer_sequence<int, LANE...> lanes) {
+  constexpr int kLanes = sizeof...(LANE);
+  typedef decltype(rows[0] < rows[0]) Order;
+  const Order upper = {(LANE & STEP ? kLanes + LANE - STEP : LANE)...};
+  const Order lower = {(LANE & STEP ? kLanes + LANE : LANE + STEP)...};
+#pragma GCC unroll 16
+  for (int i = 0; i < STEP; ++i) {
+    const Vec<Real> a = rows[i], b = rows[i + STEP];
+    rows[i] = __builtin_shuffle(a, b, upper) + __builtin_shuffle(a, b, lower);
+  }
+  if constexpr (STEP > 1) return sum_blocks<STEP / 2, Real>(rows, lanes);
+  return rows[0];
+}
+template <class Real>
+inline Vec<Real> sum_rows(Vec<Real> *rows) {
+  return sum_blocks<kLanes<Real> / 2, Real>(rows,
+                                            std::make_integer_sequence<int, kLanes<Real>>());
+}
+
+inline double exponential(double x) { return std::exp(x); }
 
 // e^x to about two units in the last place, in a form that compilers vectorise: 2^n times a
-// polynomial (Cephes' coefficients) on [-ln 2 / 2, ln 2 / 2].
-inline float exponential(float x) {
-  x = std::min(std::max(x, -87.0f), 88.0f);
+// polynomial (Cephes' coefficients) on [-ln 2 / 2, ln 2 / 2]. 0 where it would be subnormal.
+inline float exponential(float given) {
+  const float x = std::min(std::max(given, -87.0f), 88.0f);
   const float n = std::nearbyint(x * 1.44269504f);
   const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
   float p = 1.9875691500e-4f;
@@ -64,30 +148,33 @@ inline float exponential(float x) {
   const int32_t bits = (int32_t(n) + 127) << 23;
   float power;
   std::memcpy(&power, &bits, 4);
-  return p * power;
+  return given < -87.0f ? 0.0f : p * power;  // written so that NaN stays NaN
 }
 
 // The two column vectors of one input in a panel. bfloat16 panels interleave them, column j in
-// the low and column j + kLanes in the high half of a word: widening is then one operation each.
-inline void load_columns(const float *panel, Vec &left, Vec &right) {
+// the low and column j + lanes in the high half of a word: widening is then one operation each.
+template <class Real>
+inline void load_columns(const Real *panel, Vec<Real> &left, Vec<Real> &right) {
   left = load(panel);
-  right = load(panel + kLanes);
+  right = load(panel + kLanes<Real>);
 }
-inline void load_columns(const bf16 *panel, Vec &left, Vec &right) {
+inline void load_columns(const bf16 *panel, Vec<float> &left, Vec<float> &right) {
   const VecBits words = *reinterpret_cast<const VecBits *>(panel);
-  left = (Vec)(words << 16);
-  right = (Vec)(words & 0xffff0000u);
+  left = (Vec<float>)(words << 16);
+  right = (Vec<float>)(words & 0xffff0000u);
 }
 inline int64_t place_in_panel(const float *, int64_t column) { return column; }
 inline int64_t place_in_panel(const bf16 *, int64_t column) {
-  return column < kLanes ? 2 * column : 2 * (column - kLanes) + 1;
+  constexpr int64_t lanes = kLanes<float>;
+  return column < lanes ? 2 * column : 2 * (column - lanes) + 1;
 }
 
 // ------------------------------------------------------------------------------------ linear
 
-// packed [panel, input, kPanel]; columns past the last output are zero.
+// packed [panel, input, column]; columns past the last output are zero.
 template <class T>
 void pack_panels(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
+  constexpr int64_t kPanel = ::kPanel<float>;
   const int64_t panels = (outputs + kPanel - 1) / kPanel;
 #pragma omp parallel for
   for (int64_t p = 0; p < panels; ++p)
@@ -99,42 +186,46 @@ void pack_panels(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
       }
 }
 
-// Adds ROWS rows times one panel to sum [ROWS, kPanel]; x is [inputs, ROWS].
-template <int ROWS, class W>
-void multiply_tile(const float *x, int64_t inputs, const W *panel, float *sum) {
-  Vec left_sum[ROWS], right_sum[ROWS];
+// Adds ROWS rows times one panel to sum [ROWS, panel]. Number k of row r is x[k * K + r * R]:
+// with K = 0, the rows lie side by side, as [inputs, ROWS].
+template <int ROWS, int K, int R, class Real, class W>
+void multiply_tile(const Real *x, int64_t inputs, const W *panel, Real *sum) {
+  constexpr int kLanes = ::kLanes<Real>, kPanel = ::kPanel<Real>;
+  constexpr int input_step = K ? K : ROWS;
+  Vec<Real> left_sum[ROWS], right_sum[ROWS];
   for (int r = 0; r < ROWS; ++r) {
     left_sum[r] = load(sum + r * kPanel);
     right_sum[r] = load(sum + r * kPanel + kLanes);
   }
   for (int64_t k = 0; k < inputs; ++k) {
-    Vec left, right;
+    Vec<Real> left, right;
     load_columns(panel + k * kPanel, left, right);
     // Some steps ahead, past the end too: the next piece of the panel usually follows there.
     for (int64_t i = 0; i < kPanel; i += 64 / int64_t(sizeof(W)))
       __builtin_prefetch(panel + (k + 24) * kPanel + i);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
-      left_sum[r] += x[k * ROWS + r] * left;
-      right_sum[r] += x[k * ROWS + r] * right;
+      left_sum[r] += x[k * input_step + r * R] * left;
+      right_sum[r] += x[k * input_step + r * R] * right;
     }
   }
   for (int r = 0; r < ROWS; ++r) {
-    std::memcpy(sum + r * kPanel, &left_sum[r], sizeof(Vec));
-    std::memcpy(sum + r * kPanel + kLanes, &right_sum[r], sizeof(Vec));
+    store(left_sum[r], sum + r * kPanel);
+    store(right_sum[r], sum + r * kPanel + kLanes);
   }
 }
 
-template <int ROWS, class W>
-void multiply(int64_t rows, const float *x, int64_t inputs, const W *panel, float *sum) {
+template <int ROWS, int K = 0, int R = 1, class Real, class W>
+void multiply(int64_t rows, const Real *x, int64_t inputs, const W *panel, Real *sum) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return multiply<ROWS - 1>(rows, x, inputs, panel, sum);
-  multiply_tile<ROWS>(x, inputs, panel, sum);
+    if (rows < ROWS) return multiply<ROWS - 1, K, R>(rows, x, inputs, panel, sum);
+  multiply_tile<ROWS, K, R>(x, inputs, panel, sum);
 }
 
 template <class T, class W>
 void linear(const T *x, const W *packed, const float *bias, T *y, int64_t rows, int64_t inputs,
             int64_t outputs) {
+  constexpr int64_t kPanel = ::kPanel<float>;
   constexpr int64_t kChunk = 8 * kRows;                   // rows per pass over the panels
   constexpr int64_t kDepth = 16384 / kPanel / sizeof(W);  // inputs: 16 KiB of a panel stay in L1
   const int64_t panels = (outputs + kPanel - 1) / kPanel, tiles = (rows + kRows - 1) / kRows;
@@ -181,190 +272,320 @@ extern "C" struct AttendArguments {
   void *out;
   const int64_t *positions;                                     // [T]
   const int64_t *query_starts, *context_lens, *tables, *bases;  // [R + 1] [R] [R, width] twice
-  const float *slopes;                                         // [heads] or null
-  const float *bias_table;                                     // [heads, bias_span] or null
+  const float *slopes;                                          // [heads] or null
+  const float *bias_table;                                      // [heads, bias_span] or null
   int64_t bias_span, bias_zero;
+  int64_t bias_by_key;  // the table's columns are key positions instead of distances + bias_zero
   int64_t requests, table_width, heads, kv_heads, head_dim, block_size;
   int64_t window;  // keys a query sees; 0: all before it
-  float scale;
+  int64_t causal;
+  double scale;
 };
 
-// Sums neighbouring halves until one lane holds everything.
-inline float sum_lanes(Vec x) {
-  typedef int32_t Order __attribute__((vector_size(kLanes * 4)));
-  Order lane;
-  for (int i = 0; i < kLanes; ++i) lane[i] = i;
-#pragma GCC unroll 4
-  for (int distance = kLanes / 2; distance > 0; distance /= 2)
-    x += __builtin_shuffle(x, lane ^ distance);
-  return x[0];
-}
-
-// Of at least one number.
-inline float maximum(const float *x, int64_t count) {
-  float largest = x[0];
-  int64_t n = 0;
-  if (count >= kLanes) {
-    Vec most = load(x);
-    for (n = kLanes; n + kLanes <= count; n += kLanes) {
-      const Vec next = load(x + n);
-      most = next > most ? next : most;
-    }
-    for (int i = 0; i < kLanes; ++i) largest = std::max(largest, most[i]);
-  }
-  for (; n < count; ++n) largest = std::max(largest, x[n]);
-  return largest;
-}
-
 // Floats that start on a cache line: vectors that straddle two lines cost twice.
+template <class Real>
 class Buffer {
  public:
-  float *grow(int64_t size) {
+  Real *grow(int64_t size) {
     if (size > size_) {
       size_ = size;
-      floats_.reset(static_cast<float *>(::operator new(size * sizeof(float), kLine)));
+      reals_.reset(static_cast<Real *>(::operator new(size * sizeof(Real), kLine)));
     }
-    return floats_.get();
+    return reals_.get();
   }
 
  private:
   static constexpr std::align_val_t kLine{64};
   struct Free {
-    void operator()(float *floats) const { ::operator delete(floats, kLine); }
+    void operator()(Real *reals) const { ::operator delete(reals, kLine); }
   };
   int64_t size_ = 0;
-  std::unique_ptr<float, Free> floats_;
+  std::unique_ptr<Real, Free> reals_;
 };
 
-// Scratch of one thread. Heads are padded with zeros to `padded` floats, whole vectors.
-struct Scratch {
-  Buffer q, sum;   // [group, padded]
-  Buffer entries;  // [block_size, padded]: keys or values of one block, widened
-  Buffer scores;   // [group, keys seen]
-};
+constexpr int64_t kKeys = 64;         // keys that are widened at a time, for all queries
+constexpr int64_t kQueries = 8 * kRows;  // queries of one task, row by row, each with its group
+constexpr int64_t kFew = 4;  // so few queries take their products without turning the keys first
 
-// Calls visit(n, count, block, offset) for each block's run of `count` keys, the first of which
-// is key first + n, after widening them from `cache` into `entries`.
-template <class T, class Visit>
-void visit_blocks(const AttendArguments &a, const void *cache, int64_t request, int64_t kv_head,
-                  int64_t first, int64_t last, int64_t padded, float *entries, Visit visit) {
-  const int64_t *table = a.tables + request * a.table_width, stride = a.kv_heads * a.head_dim;
-  int64_t block = first / a.block_size, offset = first % a.block_size;
-  for (int64_t n = 0; n <= last - first; ++block, offset = 0) {
-    const int64_t count = std::min(a.block_size - offset, last - first + 1 - n);
-    const T *from = static_cast<const T *>(cache) +
-                    (table[block] * a.block_size + offset) * stride + kv_head * a.head_dim;
-    // Entries of one head lie apart, so the processor does not foresee the next block by itself.
-    if (n + count <= last - first) {
-      const T *next = static_cast<const T *>(cache) + table[block + 1] * a.block_size * stride +
-                      kv_head * a.head_dim;
-      for (int64_t i = 0; i < a.block_size; ++i)
-        for (int64_t d = 0; d < a.head_dim; d += 64 / int64_t(sizeof(T)))
-          __builtin_prefetch(next + i * stride + d);
+// Some rows of one request and the query heads that share one key/value head: "queries", in
+// tiles of kRows. Keys come kKeys at a time; a running maximum and total per query make the
+// softmax exact without a second pass (arXiv 2205.14135, algorithm 1).
+template <class T>
+class AttendTask {
+  typedef typename RealOf<T>::type Real;
+  static constexpr int kLanes = ::kLanes<Real>, kPanel = ::kPanel<Real>;
+  static_assert(kKeys % kPanel == 0);
+
+  struct Chunk {
+    int64_t count, places[kKeys], positions[kKeys];
+  };
+
+ public:
+  explicit AttendTask(const AttendArguments &a)
+      : a_(a), group_(a.heads / a.kv_heads), panels_((a.head_dim + kPanel - 1) / kPanel) {
+    q_ = q_buffer_.grow(kQueries * a.head_dim);
+    sums_ = sums_buffer_.grow(kQueries * panels_ * kPanel);
+    keys_ = keys_buffer_.grow(kKeys * a.head_dim);
+    values_ = values_buffer_.grow(kKeys * panels_ * kPanel);
+    std::fill(values_, values_ + kKeys * panels_ * kPanel, Real(0));
+  }
+
+  // Queries [first_query, first_query + count) of the request and key/value head.
+  void run(int64_t request, int64_t kv_head, int64_t first_query, int64_t count) {
+    request_ = request, kv_head_ = kv_head, first_query_ = first_query, count_ = count;
+    few_ = count <= kFew && a_.head_dim % kLanes == 0;
+    const int64_t rows = a_.query_starts[request + 1] - a_.query_starts[request];
+    context_ = a_.context_lens[request];
+    first_index_ = context_ - rows;
+    load_queries();
+    std::fill(sums_, sums_ + count * panels_ * kPanel, Real(0));
+    std::fill(largest_, largest_ + count, -INFINITY);
+    std::fill(total_, total_ + count, Real(0));
+    const int64_t begin = first_key(0), end = last_key(count - 1) + 1;
+    // Chunks start at multiples of kKeys whatever the rows: a row's sums have one order.
+    const int64_t start = begin / kKeys * kKeys;
+    find_chunk(start, std::min(kKeys, end - start), chunk_);
+    for (int64_t n = 0; n < chunk_.count; ++n) prefetch(chunk_.places[n]);
+    for (int64_t first = start; first < end; first += kKeys) {
+      find_chunk(first + kKeys, std::clamp<int64_t>(end - first - kKeys, 0, kKeys), next_);
+      widen_chunk(chunk_, next_);
+      for (int64_t at = 0; at < count; at += kRows) {
+        const int64_t queries = std::min<int64_t>(kRows, count - at);
+        const int64_t keys = std::min(chunk_.count, last_key(at + queries - 1) + 1 - first);
+        if (keys > 0 && first_key(at) < first + keys) attend_tile(at, queries, first, keys);
+      }
+      std::swap(chunk_, next_);
     }
+    store_queries();
+  }
+
+ private:
+  int64_t row_of(int64_t query) const { return (first_query_ + query) / group_; }
+  int64_t head_of(int64_t query) const {
+    return kv_head_ * group_ + (first_query_ + query) % group_;
+  }
+  int64_t last_key(int64_t query) const {
+    return a_.causal ? first_index_ + row_of(query) : context_ - 1;
+  }
+  int64_t first_key(int64_t query) const {
+    return a_.window ? std::max<int64_t>(0, first_index_ + row_of(query) - a_.window + 1) : 0;
+  }
+  int64_t place(int64_t query) const {  // in q and out
+    return ((a_.query_starts[request_] + row_of(query)) * a_.heads + head_of(query)) * a_.head_dim;
+  }
+
+  // q_ [tile, head_dim, queries of the tile], scaled; when few [query, head_dim].
+  void load_queries() {
+    for (int64_t at = 0; at < count_; at += kRows) {
+      const int64_t queries = std::min<int64_t>(kRows, count_ - at);
+      for (int64_t r = 0; r < queries; ++r) {
+        const T *from = static_cast<const T *>(a_.q) + place(at + r);
+        for (int64_t d = 0; d < a_.head_dim; ++d)
+          q_[few_ ? r * a_.head_dim + d : at * a_.head_dim + d * queries + r] =
+              widen(from[d]) * Real(a_.scale);
+      }
+    }
+  }
+
+  // Where `count` keys from index `first` on are stored, and at which positions they stand.
+  void find_chunk(int64_t first, int64_t count, Chunk &chunk) const {
+    const int64_t *table = a_.tables + request_ * a_.table_width;
+    const int64_t *bases = a_.bases + request_ * a_.table_width;
+    const int64_t stride = a_.kv_heads * a_.head_dim;
+    int64_t block = first / a_.block_size, offset = first % a_.block_size;
+    chunk.count = count;
+    for (int64_t n = 0; n < count; ++n) {
+      chunk.places[n] = (table[block] * a_.block_size + offset) * stride + kv_head_ * a_.head_dim;
+      chunk.positions[n] = bases[block] + offset;
+      if (++offset == a_.block_size) ++block, offset = 0;
+    }
+  }
+
+  // keys_ [panel of keys, head_dim, kPanel], values_ [panel of coordinates, kKeys, kPanel].
+  // Entries of one head lie apart, so the processor does not foresee the next chunk by itself.
+  void widen_chunk(const Chunk &chunk, const Chunk &next) {
+    for (int64_t n = 0; n < chunk.count; n += kLanes) {
+      for (int64_t i = n; i < std::min<int64_t>(next.count, n + kLanes); ++i)
+        prefetch(next.places[i]);
+      if (!few_)
+        widen_keys(chunk.places + n, std::min<int64_t>(kLanes, chunk.count - n),
+                   keys_ + n / kPanel * a_.head_dim * kPanel + n % kPanel);
+    }
+    for (int64_t n = 0; n < chunk.count; ++n) widen_value(chunk.places[n], values_ + n * kPanel);
+  }
+
+  void prefetch(int64_t place) const {
+    for (int64_t d = 0; d < a_.head_dim; d += 64 / int64_t(sizeof(T))) {
+      __builtin_prefetch(static_cast<const T *>(a_.keys) + place + d);
+      __builtin_prefetch(static_cast<const T *>(a_.values) + place + d);
+    }
+  }
+
+  // kLanes keys become columns; what lies past the last one is zero, as it must not be NaN.
+  void widen_keys(const int64_t *places, int64_t count, Real *to) const {
+    const T *keys = static_cast<const T *>(a_.keys);
+    int64_t d = 0;
+    for (; d + kLanes <= a_.head_dim; d += kLanes) {
+      Vec<Real> rows[kLanes] = {};
+      if (count == kLanes)
+        for (int n = 0; n < kLanes; ++n) rows[n] = load_wide(keys + places[n] + d);
+      else
+        for (int n = 0; n < count; ++n) rows[n] = load_wide(keys + places[n] + d);
+      transpose<Real>(rows);
+      for (int i = 0; i < kLanes; ++i) store(rows[i], to + (d + i) * kPanel);
+    }
+    for (; d < a_.head_dim; ++d)
+      for (int n = 0; n < kLanes; ++n)
+        to[d * kPanel + n] = n < count ? Real(widen(keys[places[n] + d])) : Real(0);
+  }
+
+  void widen_value(int64_t place, Real *to) const {
+    const T *value = static_cast<const T *>(a_.values) + place;
+    for (int64_t d = 0; d < a_.head_dim; d += kPanel, to += kKeys * kPanel) {
+      const int64_t columns = std::min<int64_t>(kPanel, a_.head_dim - d);
+      if (columns == kPanel) {
+        store(load_wide(value + d), to);
+        store(load_wide(value + d + kLanes), to + kLanes);
+      } else {
+        for (int64_t j = 0; j < columns; ++j) to[j] = widen(value[d + j]);
+      }
+    }
+  }
+
+  void attend_tile(int64_t at, int64_t queries, int64_t chunk, int64_t keys) {
+    alignas(64) Real scores[kRows * kKeys];
+    if (few_)
+      for (int64_t n = 0; n < keys; n += kLanes)
+        multiply_few(queries, n, std::min<int64_t>(kLanes, keys - n), scores + n);
+    else
+      for (int64_t n = 0; n < keys; n += kPanel) multiply_panel(at, queries, n, scores + n);
+    for (int64_t r = 0; r < queries; ++r) {
+      add_bias(at + r, keys, scores + r * kKeys);
+      weigh(at, queries, r, chunk, keys, scores + r * kKeys);
+    }
+    for (int64_t p = 0; p < panels_; ++p)
+      multiply<kRows, 1, kKeys>(queries, scores, keys, values_ + p * kKeys * kPanel,
+                                sums_of(at, queries, p));
+  }
+
+  // scores [queries, kKeys] of kPanel keys.
+  void multiply_panel(int64_t at, int64_t queries, int64_t n, Real *scores) const {
+    alignas(64) Real products[kRows * kPanel] = {};
+    multiply<kRows>(queries, q_ + at * a_.head_dim, a_.head_dim, keys_ + n * a_.head_dim, products);
+    for (int64_t r = 0; r < queries; ++r)
+      std::memcpy(scores + r * kKeys, products + r * kPanel, sizeof(Real) * kPanel);
+  }
+
+  // scores [queries, kKeys] of at most kLanes keys.
+  template <int QUERIES = kFew>
+  void multiply_few(int64_t queries, int64_t n, int64_t count, Real *scores) const {
+    if constexpr (QUERIES > 1)
+      if (queries < QUERIES) return multiply_few<QUERIES - 1>(queries, n, count, scores);
+    Vec<Real> products[QUERIES][kLanes] = {};
     for (int64_t i = 0; i < count; ++i) {
-      float *to = entries + i * padded;
-#pragma omp simd
-      for (int64_t d = 0; d < a.head_dim; ++d) to[d] = widen(from[i * stride + d]);
-    }
-    visit(n, count, block, offset);
-    n += count;
-  }
-}
-
-// One row and one key/value head: the `group` query heads that share it.
-// VECTORS vectors make a head; 0: as many as head_dim needs.
-template <class T, int VECTORS>
-void attend_row(const AttendArguments &a, int64_t row, int64_t request, int64_t kv_head,
-                Scratch &scratch) {
-  const int64_t vectors = VECTORS ? VECTORS : (a.head_dim + kLanes - 1) / kLanes;
-  const int64_t padded = vectors * kLanes, group = a.heads / a.kv_heads;
-  const int64_t last = a.context_lens[request] - (a.query_starts[request + 1] - row);
-  const int64_t first = a.window ? std::max<int64_t>(0, last - a.window + 1) : 0;
-  const int64_t seen = last - first + 1;
-  float *q = scratch.q.grow(group * padded), *sum = scratch.sum.grow(group * padded);
-  float *scores = scratch.scores.grow(group * seen);
-  float *entries = scratch.entries.grow(a.block_size * padded);
-  std::fill(q, q + group * padded, 0.0f);
-  std::fill(sum, sum + group * padded, 0.0f);
-  if (padded != a.head_dim) std::fill(entries, entries + a.block_size * padded, 0.0f);
-
-  const int64_t at = (row * a.heads + kv_head * group) * a.head_dim;
-  for (int64_t g = 0; g < group; ++g)
-    for (int64_t d = 0; d < a.head_dim; ++d)
-      q[g * padded + d] = widen(static_cast<const T *>(a.q)[at + g * a.head_dim + d]) * a.scale;
-
-  visit_blocks<T>(a, a.keys, request, kv_head, first, last, padded, entries,
-                  [&](int64_t n, int64_t count, int64_t block, int64_t offset) {
-    const int64_t position = a.bases[request * a.table_width + block] + offset;
-    for (int64_t g = 0; g < group; ++g) {
-      float *s = scores + g * seen + n;
-      for (int64_t i = 0; i < count; ++i) {
-        Vec product = {};
-        for (int64_t v = 0; v < vectors; ++v)
-          product += load(q + g * padded + v * kLanes) * load(entries + i * padded + v * kLanes);
-        s[i] = sum_lanes(product);
+      const T *key = static_cast<const T *>(a_.keys) + chunk_.places[n + i];
+      Vec<Real> product[QUERIES] = {};
+      for (int64_t d = 0; d < a_.head_dim; d += kLanes) {
+        const Vec<Real> part = load_wide(key + d);
+        for (int r = 0; r < QUERIES; ++r) product[r] += load(q_ + r * a_.head_dim + d) * part;
       }
-      const int64_t head = kv_head * group + g, distance = a.positions[row] - position;
-      if (a.slopes)
-        for (int64_t i = 0; i < count; ++i) s[i] -= a.slopes[head] * float(distance - i);
-      if (a.bias_table)
-        for (int64_t i = 0; i < count; ++i)
-          s[i] += a.bias_table[head * a.bias_span +
-                               std::clamp<int64_t>(distance - i + a.bias_zero, 0, a.bias_span - 1)];
+      for (int r = 0; r < QUERIES; ++r) products[r][i] = product[r];
     }
-  });
-  for (int64_t g = 0; g < group; ++g) {
-    float *s = scores + g * seen;
-    const float largest = maximum(s, seen);
-    float total = 0.0f;
+    for (int r = 0; r < QUERIES; ++r) store(sum_rows<Real>(products[r]), scores + r * kKeys);
+  }
+
+  // sums_ [tile, panel of coordinates, queries of the tile, kPanel].
+  Real *sums_of(int64_t at, int64_t queries, int64_t panel) const {
+    return sums_ + (at * panels_ + panel * queries) * kPanel;
+  }
+
+  void add_bias(int64_t query, int64_t keys, Real *scores) const {
+    const int64_t position = a_.positions[a_.query_starts[request_] + row_of(query)];
+    if (a_.slopes) {
+      const float slope = a_.slopes[head_of(query)];
+      for (int64_t n = 0; n < keys; ++n)
+        scores[n] -= Real(slope * float(position - chunk_.positions[n]));
+    }
+    if (a_.bias_table) {
+      const float *row = a_.bias_table + head_of(query) * a_.bias_span;
+      for (int64_t n = 0; n < keys; ++n) {
+        const int64_t column =
+            a_.bias_by_key ? chunk_.positions[n] : position - chunk_.positions[n] + a_.bias_zero;
+        scores[n] += Real(row[std::clamp<int64_t>(column, 0, a_.bias_span - 1)]);
+      }
+    }
+  }
+
+  // Scores to weights relative to the running maximum; what was summed before is rescaled.
+  void weigh(int64_t at, int64_t queries, int64_t r, int64_t chunk, int64_t keys, Real *scores) {
+    const int64_t query = at + r;
+    const int64_t begin = std::clamp<int64_t>(first_key(query) - chunk, 0, keys);
+    const int64_t end = std::clamp<int64_t>(last_key(query) + 1 - chunk, begin, keys);
+    std::fill(scores, scores + begin, Real(0));
+    std::fill(scores + end, scores + keys, Real(0));
+    if (begin == end) return;
+    Real largest = scores[begin];
+#pragma omp simd reduction(max : largest)
+    for (int64_t n = begin; n < end; ++n) largest = scores[n] > largest ? scores[n] : largest;
+    if (largest > largest_[query]) {
+      const Real factor = exponential(largest_[query] - largest);
+      largest_[query] = largest;
+      total_[query] *= factor;
+      for (int64_t p = 0; p < panels_; ++p) {
+        Real *sum = sums_of(at, queries, p) + r * kPanel;
+        for (int64_t j = 0; j < kPanel; ++j) sum[j] *= factor;
+      }
+    }
+    Real total = 0;
+    const Real base = largest_[query];
 #pragma omp simd reduction(+ : total)
-    for (int64_t n = 0; n < seen; ++n) total += (s[n] = exponential(s[n] - largest));
-    const float inverse = 1.0f / total;
-#pragma omp simd
-    for (int64_t n = 0; n < seen; ++n) s[n] *= inverse;
+    for (int64_t n = begin; n < end; ++n) total += (scores[n] = exponential(scores[n] - base));
+    total_[query] += total;
   }
-  visit_blocks<T>(a, a.values, request, kv_head, first, last, padded, entries,
-                  [&](int64_t n, int64_t count, int64_t, int64_t) {
-    constexpr int64_t kTogether = VECTORS ? VECTORS : 1;
-    for (int64_t g = 0; g < group; ++g)
-      for (int64_t at = 0; at < padded; at += kTogether * kLanes) {
-        Vec part[kTogether];
-        for (int64_t v = 0; v < kTogether; ++v) part[v] = load(sum + g * padded + at + v * kLanes);
-        for (int64_t i = 0; i < count; ++i)
-          for (int64_t v = 0; v < kTogether; ++v)
-            part[v] += scores[g * seen + n + i] * load(entries + i * padded + at + v * kLanes);
-        std::memcpy(sum + g * padded + at, part, sizeof(part));
-      }
-  });
-  for (int64_t g = 0; g < group; ++g)
-    for (int64_t d = 0; d < a.head_dim; ++d)
-      narrow(sum[g * padded + d], static_cast<T *>(a.out) + at + g * a.head_dim + d);
-}
 
-template <class T, int VECTORS>
-void attend(const AttendArguments &a) {
-  const int64_t rows = a.query_starts[a.requests];
-  std::vector<int64_t> request_of(rows);
-  for (int64_t r = 0; r < a.requests; ++r)
-    std::fill(request_of.begin() + a.query_starts[r], request_of.begin() + a.query_starts[r + 1],
-              r);
-#pragma omp parallel
-  {
-    Scratch scratch;
-#pragma omp for schedule(dynamic, 8)
-    for (int64_t task = 0; task < rows * a.kv_heads; ++task)
-      attend_row<T, VECTORS>(a, task / a.kv_heads, request_of[task / a.kv_heads],
-                             task % a.kv_heads, scratch);
+  void store_queries() const {
+    for (int64_t at = 0; at < count_; at += kRows) {
+      const int64_t queries = std::min<int64_t>(kRows, count_ - at);
+      for (int64_t r = 0; r < queries; ++r) {
+        const Real inverse = 1 / total_[at + r];
+        T *to = static_cast<T *>(a_.out) + place(at + r);
+        for (int64_t d = 0; d < a_.head_dim; ++d)
+          narrow(sums_of(at, queries, d / kPanel)[r * kPanel + d % kPanel] * inverse, to + d);
+      }
+    }
   }
-}
+
+  const AttendArguments &a_;
+  const int64_t group_, panels_;
+  int64_t request_, kv_head_, first_query_, count_, context_, first_index_;
+  bool few_;
+  Buffer<Real> q_buffer_, sums_buffer_, keys_buffer_, values_buffer_;
+  Real *q_, *sums_, *keys_, *values_;
+  Real largest_[kQueries], total_[kQueries];
+  Chunk chunk_, next_;
+};
 
 template <class T>
-void attend_any(const AttendArguments &a) {
-  switch (a.head_dim) {
-    case 64: return attend<T, 64 / kLanes>(a);
-    case 128: return attend<T, 128 / kLanes>(a);
-    default: return attend<T, 0>(a);
+void attend(const AttendArguments &a) {
+  struct Piece {
+    int64_t request, first_query, count;
+  };
+  std::vector<Piece> pieces;
+  const int64_t group = a.heads / a.kv_heads;
+  for (int64_t r = 0; r < a.requests; ++r) {
+    const int64_t queries = (a.query_starts[r + 1] - a.query_starts[r]) * group;
+    for (int64_t first = 0; first < queries; first += kQueries)
+      pieces.push_back({r, first, std::min<int64_t>(kQueries, queries - first)});
+  }
+  const int64_t tasks = int64_t(pieces.size()) * a.kv_heads;
+#pragma omp parallel
+  {
+    AttendTask<T> task(a);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < tasks; ++i) {
+      const Piece &piece = pieces[i / a.kv_heads];
+      task.run(piece.request, i % a.kv_heads, piece.first_query, piece.count);
+    }
   }
 }
 
@@ -426,7 +647,7 @@ void rotate(const T *x, T *y, const float *cosines, const float *sines, const in
 
 extern "C" {
 
-int64_t panel_columns() { return kPanel; }
+int64_t panel_columns() { return kPanel<float>; }
 
 #define FOR_EACH_TYPE(DEFINE) DEFINE(f32, float) DEFINE(bf16, bf16)
 #define DEFINE_ENTRIES(SUFFIX, T)                                                                \
@@ -449,6 +670,8 @@ int64_t panel_columns() { return kPanel; }
                        int64_t dim, int64_t half, int64_t interleaved) {                         \
     rotate(x, y, cosines, sines, positions, rows, stride, heads, dim, half, interleaved != 0);   \
   }                                                                                              \
-  void attend_##SUFFIX(const AttendArguments *a) { attend_any<T>(*a); }
+  void attend_##SUFFIX(const AttendArguments *a) { attend<T>(*a); }
 FOR_EACH_TYPE(DEFINE_ENTRIES)
+// Attention alone, for the tests that compare with an exact pass.
+void attend_f64(const AttendArguments *a) { attend<double>(*a); }
 }

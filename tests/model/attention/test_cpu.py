@@ -10,12 +10,12 @@ from model.attention.base import AttentionSpec, NoBackend, choose
 from model.attention.cpu import CpuBackend
 from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
-from model.encodings.base import LinearBias, TableBias
+from model.encodings.base import KeyBias, LinearBias, TableBias
 from tests.model.running import CPU, Running, make_batch
 
 
-def spec(heads=6, kv_heads=2, head_dim=16, dtype=torch.float32, window=None):
-    return AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, dtype, CPU, window)
+def spec(heads=6, kv_heads=2, head_dim=16, dtype=torch.float32, window=None, causal=True):
+    return AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, dtype, CPU, window, causal)
 
 
 def problem(given, block_size, lengths):
@@ -45,6 +45,7 @@ def biases(heads):
         None,
         LinearBias(torch.rand(heads, generator=generator)),
         TableBias(torch.randn(heads, 9, generator=generator), zero=2),
+        KeyBias(torch.randn(heads, 200, generator=generator)),
     ]
 
 
@@ -60,6 +61,29 @@ def test_fast_backends_equal_the_reference(head_dim, heads, block_size, window, 
         for backend in (CpuBackend(kernels), SdpaAttention):
             result = backend(given)(q, kv, batch, bias)
             assert (result - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 50, 130])
+@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (8, 1)])
+@pytest.mark.parametrize("head_dim", [10, 64, 80])
+def test_many_rows_in_float64(head_dim, heads, window, causal, kernels):
+    """Several tiles, tasks and chunks of keys, their borders included."""
+    given = spec(*heads, head_dim, torch.float64, window, causal)
+    q, kv, batch = problem(given, 16, [(0, 129), (63, 1), (0, 64), (70, 97), (64, 2)])
+    for bias in biases(given.heads):
+        exact = ReferenceAttention(given)(q, kv, batch, bias)
+        for backend in (CpuBackend(kernels), SdpaAttention):
+            result = backend(given)(q, kv, batch, bias)
+            assert (result - exact).abs().max() < 1e-12
+
+
+def test_a_key_that_is_not_a_number_shows(kernels):
+    """The server tells such answers from good ones by looking at the logits."""
+    given = spec()
+    q, kv, batch = problem(given, 16, [(40, 1)])
+    kv.keys[batch.block_tables[0, 1], 3] = torch.nan
+    assert CpuBackend(kernels)(given)(q, kv, batch, None).isnan().all()
 
 
 def test_bfloat16_rounds_once(kernels):
@@ -88,10 +112,11 @@ def test_the_first_backend_without_an_objection_is_chosen(kernels):
 
 def test_a_refusal_names_every_reason(kernels):
     with pytest.raises(NoBackend) as refused:
-        choose([CpuBackend("no compiler"), CpuBackend(kernels)], spec(dtype=torch.float64))
+        choose([CpuBackend("no compiler"), CpuBackend(kernels)], spec(dtype=torch.float16))
     assert str(refused.value) == (
-        "No attention backend fits; cpu: it computes float32 and bfloat16, not torch.float64; "
-        "cpu: it computes float32 and bfloat16, not torch.float64."
+        "No attention backend fits; "
+        "cpu: it computes float32, float64 and bfloat16, not torch.float16; "
+        "cpu: it computes float32, float64 and bfloat16, not torch.float16."
     )
     with pytest.raises(NoBackend, match="cpu: no compiler"):
         choose([CpuBackend("no compiler")], spec())
