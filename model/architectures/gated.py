@@ -3,9 +3,10 @@
 Reads their descriptions in both formats. An architecture's own file says only what differs.
 """
 
-import re
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
-from model.architectures import stored
+from model.architectures import rotation, stored
 from model.architectures.base import Architecture
 from model.architectures.common import (
     GGUF_OTHERS,
@@ -23,10 +24,8 @@ from model.architectures.common import (
     vocab_size_of_gguf,
 )
 from model.architectures.fields import Fields
-from model.config import EncodingSpec, ModelConfig
-from model.weights.base import WeightFile, shown
-
-ROTATION_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+from model.config import ModelConfig
+from model.weights.base import WeightFile
 
 
 class GatedDecoder(Architecture):
@@ -35,6 +34,9 @@ class GatedDecoder(Architecture):
     model_class: str  # in config.json's architectures
     qk_norm: bool = False
     gguf_pairs: bool = False  # q and k rows of GGUF hold turning coordinates side by side
+    harmless: ClassVar[frozenset[str]] = frozenset()  # more of config.json that changes no logits
+    adopted: str | None = None  # the family's own code, which transformers has taken over
+    rope_kinds: ClassVar[Mapping[str, str]] = rotation.KINDS
 
     def head_dim(self, fields: Fields) -> int | None:
         """From config.json; None: width / heads."""
@@ -52,8 +54,20 @@ class GatedDecoder(Architecture):
         """Per layer, how many keys a query sees, from config.json."""
         return (None,) * layers
 
+    def windows_in_gguf(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
+        """The same, from GGUF metadata."""
+        return (None,) * layers
+
+    def turning_layers(self, fields: Fields, layers: int) -> Sequence[int] | None:
+        """Which layers rotate queries and keys, from config.json; None: all."""
+        return None
+
+    def turning_layers_in_gguf(self, layers: int) -> Sequence[int] | None:
+        """The same where GGUF, whose metadata never say so, has another convention."""
+        return None
+
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
-        refuse_foreign(fields, self.model_type, self.model_class)
+        refuse_foreign(fields, self.model_type, self.model_class, self.adopted)
         width = fields.integer("hidden_size", MAX_WIDTH)
         layers = fields.integer("num_hidden_layers", MAX_LAYERS)
         heads = fields.integer("num_attention_heads", MAX_HEADS)
@@ -61,6 +75,7 @@ class GatedDecoder(Architecture):
         head_dim = _head_dim(fields, self.head_dim(fields), width, heads, kv_heads)
         tied = fields.flag("tie_word_embeddings")
         qkv_bias, out_bias, mlp_bias = self.biases(fields)
+        context = fields.integer("max_position_embeddings", MAX_CONTEXT)
         config = ModelConfig(
             vocab_size=fields.integer("vocab_size", MAX_VOCAB),
             width=width,
@@ -70,8 +85,14 @@ class GatedDecoder(Architecture):
             head_dim=head_dim,
             ffn_width=fields.integer("intermediate_size", MAX_FFN_WIDTH),
             norm_eps=fields.number("rms_norm_eps"),
-            trained_context=fields.integer("max_position_embeddings", MAX_CONTEXT),
-            encoding=_rope_from_hf(fields, head_dim),
+            trained_context=context,
+            encoding=rotation.rope_from_hf(
+                fields,
+                head_dim,
+                context,
+                kinds=self.rope_kinds,
+                layers=self.turning_layers(fields, layers),
+            ),
             windows=self.windows(fields, layers),
             # Files of some versions leave the key out; then what is stored decides.
             tied_embeddings="lm_head.weight" not in weights.names() if tied is None else tied,
@@ -81,13 +102,12 @@ class GatedDecoder(Architecture):
             qk_norm=self.qk_norm,
             activation=activation(fields, "hidden_act", "silu"),
         )
-        fields.finish(HARMLESS.split())
+        fields.finish(self.harmless.union(HARMLESS.split()))
         return config
 
     def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
         names, own = weights.names(), f"{self.gguf_name}."
         refuse_split(fields)
-        _refuse_unreadable(fields, own, names)
         width = fields.integer(own + "embedding_length", MAX_WIDTH)
         layers = fields.integer(own + "block_count", MAX_LAYERS)
         heads = fields.integer(own + "attention.head_count", MAX_HEADS)
@@ -98,7 +118,7 @@ class GatedDecoder(Architecture):
         value_dim = fields.optional_integer(own + "attention.value_length", MAX_HEAD_DIM)
         if value_dim not in (None, head_dim):
             raise fields.error("attention.value_length differs from attention.key_length")
-        rotary = fields.optional_integer(own + "rope.dimension_count", head_dim) or head_dim
+        context = fields.integer(own + "context_length", MAX_CONTEXT)
         config = ModelConfig(
             vocab_size=vocab_size_of_gguf(fields, own, weights),
             width=width,
@@ -108,9 +128,16 @@ class GatedDecoder(Architecture):
             head_dim=head_dim,
             ffn_width=fields.integer(own + "feed_forward_length", MAX_FFN_WIDTH),
             norm_eps=fields.number(own + "attention.layer_norm_rms_epsilon"),
-            trained_context=fields.integer(own + "context_length", MAX_CONTEXT),
-            encoding=_rope(fields, fields.number(own + "rope.freq_base"), rotary),
-            windows=(None,) * layers,
+            trained_context=context,
+            encoding=rotation.rope_from_gguf(
+                fields,
+                own,
+                weights,
+                head_dim,
+                context,
+                layers=self.turning_layers_in_gguf(layers),
+            ),
+            windows=self.windows_in_gguf(fields, layers),
             tied_embeddings="output.weight" not in names,
             # The format says nothing about biases, so the tensors do.
             qkv_bias="blk.0.attn_q.bias" in names,
@@ -129,7 +156,7 @@ class GatedDecoder(Architecture):
         return stored.gated_decoder(config, stored.GGUF, width)
 
     def is_derived(self, name: str) -> bool:
-        return ROTATION_TABLE.fullmatch(name) is not None
+        return name in rotation.ROPE_TENSORS or rotation.ROTATION_TABLE.fullmatch(name) is not None
 
     def copies(self, config: ModelConfig) -> dict[str, str]:
         return {"lm_head.weight": "model.embed_tokens.weight"} if config.tied_embeddings else {}
@@ -166,46 +193,3 @@ def _head_dim(fields: Fields, given: int | None, width: int, heads: int, kv_head
     if width % heads or width // heads > MAX_HEAD_DIM:
         raise fields.error(f"the width {width} is not a sensible multiple of {heads} heads")
     return width // heads
-
-
-def _rope(fields: Fields, base: float, width: int) -> EncodingSpec:
-    if width % 2:
-        raise fields.error(f"{width} coordinates cannot turn in pairs")
-    return EncodingSpec("rope", {"base": base, "width": width, "layout": "half"})
-
-
-def _rope_from_hf(fields: Fields, head_dim: int) -> EncodingSpec:
-    """Base from `rope_theta`, or from `rope_parameters` as newer files have it."""
-    base = fields.optional_number("rope_theta")
-    share = fields.optional_number("partial_rotary_factor")
-    for key in ("rope_parameters", "rope_scaling"):
-        section = fields.section(key)
-        if section is None:
-            continue
-        # Read both spellings of the type first, so that a scaling is refused by its name.
-        for kind in (section.text("rope_type"), section.text("type")):
-            if kind not in (None, "default"):
-                raise fields.error(f"{key} has the type {shown(kind)}, which is not supported yet")
-        base = _agreed(section, "rope_theta", base)
-        share = _agreed(section, "partial_rotary_factor", share)
-        section.finish()
-    if base is None:
-        raise fields.missing("rope_theta")
-    if share is not None and share > 1:
-        raise fields.error(f"partial_rotary_factor must be at most 1, not {share}")
-    return _rope(fields, base, head_dim if share is None else int(head_dim * share) or 1)
-
-
-def _agreed(section: Fields, key: str, elsewhere: float | None) -> float | None:
-    value = section.optional_number(key)
-    if None not in (value, elsewhere) and value != elsewhere:
-        raise section.error(f"{key} is {value} here but {elsewhere} elsewhere in the file")
-    return elsewhere if value is None else value
-
-
-def _refuse_unreadable(fields: Fields, own: str, names: frozenset[str]) -> None:
-    if "rope_freqs.weight" in names:
-        raise fields.error("rope_freqs.weight scales the rotation, which is not supported yet")
-    scaling = fields.text(own + "rope.scaling.type")
-    if scaling not in (None, "none"):
-        raise fields.error(f"rope.scaling.type {shown(scaling)} is not supported yet")

@@ -1,51 +1,91 @@
 """Rotary position embedding: pairs of query and key coordinates turn with the position.
 
-Keys are rotated once, at their own position, when they are written. With fixed frequencies
-nothing that happens later changes them.
+Keys are turned once, at their own position, when they are written. Frequencies are fixed when
+the model is loaded, so nothing that happens later changes them.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal, Self, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self, get_args
 
 import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.encodings.base import EncodingError, PositionalEncoding
+from model.encodings.base import EncodingError, PositionalEncoding, PositionalWork
+from model.rope_scaling import Scaling, frequencies, scaling_from
+from model.rotation import Layout, turn
 
-Layout = Literal["half", "interleaved"]
+REQUIRED = frozenset({"base", "width", "layout"})
 
 
 class RoPE(PositionalEncoding):
     """Su et al., RoFormer (arXiv 2104.09864), section 3.2.
 
-    Pair i of the first `width` coordinates turns by position · base^(-2i / width). `half` pairs
-    coordinate i with i + width/2 (Llama as published on Hugging Face), `interleaved` pairs 2i
-    with 2i + 1 (GPT-J). Coordinates past `width` are left alone.
+    Pair i of the first `width` coordinates turns by position · base^(-2i / width), or as fast as
+    a scaling has it. `half` pairs coordinate i with i + width/2 (Llama as published on Hugging
+    Face), `interleaved` pairs 2i with 2i + 1 (GPT-J). Coordinates past `width` are left alone.
+
+    Under `dynamic` and `longrope` the frequencies of a published model follow the length of the
+    sequence, which would make keys wrong that are cached already. Here they are those of the
+    served context, whatever the length: `frequencies_at` tells them for any other.
     """
 
+    OPTIONS: ClassVar[Mapping[str, str]] = {
+        "base": "pair i turns by base^(-2i / width) radians per position",
+        "width": "how many coordinates of each head turn, an even number",
+        "layout": "half pairs i with i + width/2, interleaved pairs 2i with 2i + 1",
+        "scaling": "how frequencies are stretched for long contexts: type and its parameters, "
+        "where type is linear, dynamic, yarn, longrope, llama3, proportional or factors; "
+        "default none",
+        "layers": "indices of the layers whose queries and keys turn; default all",
+    }
+    LIMIT = "the served context, for whose positions the angles are tabulated"
+    BEYOND_TRAINED = (
+        "computes as before, but distances past the trained length turn the slow pairs by angles "
+        "that training never showed, and answers degrade unless a scaling was made for them"
+    )
+
     def __init__(
-        self, *, base: float, width: int, layout: Layout, context: int, device: torch.device
+        self,
+        *,
+        base: float,
+        width: int,
+        layout: Layout,
+        context: int,
+        device: torch.device,
+        scaling: Scaling | None = None,
+        layers: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
+        self.base = base
         self.width = width
         self.layout = layout
+        self.scaling = scaling
+        self.layers = None if layers is None else frozenset(layers)
         self.max_positions = context
+        self.unturned = PositionalEncoding()  # for layers that do not turn
         # float32 whatever the model's dtype: in bfloat16, neighbouring positions share an angle
         # from position 256 on. Plain attributes, so that casting the model leaves them alone.
-        exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
-        angles = torch.arange(context, dtype=torch.float32)[:, None] * (1.0 / base**exponents)
-        self.cos = angles.cos().to(device)  # [context, width / 2]
-        self.sin = angles.sin().to(device)
+        self.frequencies = self.frequencies_at(context)
+        angles = torch.arange(context, dtype=torch.float32)[:, None] * self.frequencies
+        # What queries and keys grow by besides turning: already in the tables, so a stored key
+        # that is turned further must not be multiplied by it again.
+        self.magnitude = 1.0 if scaling is None else scaling.norm_factor()
+        self.cos = (angles.cos() * self.magnitude).to(device)  # [context, width / 2]
+        self.sin = (angles.sin() * self.magnitude).to(device)
 
     @classmethod
     def create(
         cls, options: Mapping[str, Any], config: ModelConfig, context: int, device: torch.device
     ) -> Self:
-        """Options: base > 0, width (even, at most head_dim), layout. All are required."""
-        if set(options) != {"base", "width", "layout"}:
+        """Options: OPTIONS above; base, width and layout are required.
+
+        `context` chooses among the frequencies of a scaling that follows the length.
+        """
+        if not REQUIRED <= options.keys() <= cls.OPTIONS.keys():
             raise EncodingError(
-                f"rope takes the options base, width and layout, but got {sorted(options)}."
+                "rope takes the options base, width and layout, and if need be scaling and "
+                f"layers, but got {sorted(options)}."
             )
         base, width, layout = options["base"], options["width"], options["layout"]
         if not base > 0:
@@ -56,19 +96,48 @@ class RoPE(PositionalEncoding):
             )
         if layout not in get_args(Layout):
             raise EncodingError(f"rope's layout is half or interleaved, but got {layout!r}.")
-        return cls(base=base, width=width, layout=layout, context=context, device=device)
+        scaling, layers = options.get("scaling"), options.get("layers")
+        if layers is not None and not set(layers) <= set(range(config.layers)):
+            raise EncodingError(
+                f"rope's layers are indices below {config.layers}, but got {list(layers)}."
+            )
+        return cls(
+            base=base,
+            width=width,
+            layout=layout,
+            context=context,
+            device=device,
+            scaling=None if scaling is None else scaling_from(scaling),
+            layers=layers,
+        )
+
+    def frequencies_at(self, length: int) -> Tensor:
+        """[width / 2] radians per position that the published model uses at this length.
+
+        Differs between lengths under `dynamic` and `longrope` alone; for an audit of what
+        following the length would do to cached keys.
+        """
+        if self.scaling is None:
+            return frequencies(self.base, self.width)
+        return self.scaling.frequencies(self.base, self.width, length)
+
+    def turns(self, layer: int) -> bool:
+        """Whether queries and keys of this layer turn."""
+        return self.layers is None or layer in self.layers
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-        return self._turn(q, cos, sin), self._turn(k, cos, sin)
+        cos, sin = self.cos[positions], self.sin[positions]
+        return turn(q, cos, sin, self.layout), turn(k, cos, sin, self.layout)
 
-    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [T, heads, head_dim]; cos and sin [T, 1, width / 2]. One rounding, at the end."""
-        turning, rest = x[..., : self.width], x[..., self.width :]
-        if self.layout == "half":
-            a, b = turning.chunk(2, dim=-1)
-            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-        else:
-            a, b = turning[..., 0::2], turning[..., 1::2]
-            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-        return torch.cat((turned.to(x.dtype), rest), dim=-1)
+    def for_layer(self, layer: int) -> PositionalEncoding:
+        return self if self.turns(layer) else self.unturned
+
+    def work(self, config: ModelConfig, context: int) -> PositionalWork:
+        """Six operations for each pair of the new query and key; one row of both tables."""
+        turning = sum(self.turns(layer) for layer in range(config.layers))
+        rotations = turning * (config.heads + config.kv_heads)
+        return PositionalWork(
+            rotations=rotations,
+            flops=rotations * 3 * self.width,
+            bytes=self.width * self.cos.element_size() if turning else 0,
+        )

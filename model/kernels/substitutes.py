@@ -7,7 +7,8 @@ each substitute differs from its original by rounding only, and the tests hold b
 import torch
 from torch import Tensor, nn
 
-from model.encodings.base import PositionalEncoding
+from model.config import ModelConfig
+from model.encodings.base import PositionalEncoding, PositionalWork
 from model.encodings.rope import RoPE
 from model.kernels.build import SUFFIXES, Kernels
 from model.linear import Linear
@@ -98,15 +99,26 @@ class KernelSiluGate(nn.Module):
 
 
 class KernelRoPE(PositionalEncoding):
+    """Turns by the same tables, in the layers that turn; all else is the original's."""
+
     def __init__(self, rope: RoPE, kernels: Kernels) -> None:
         super().__init__()
         self.kernels = kernels
         self.max_positions = rope.max_positions
         self.cos, self.sin = rope.cos, rope.sin
         self.interleaved = rope.layout == "interleaved"
+        self.original = (rope,)  # in a tuple, so that it is no submodule
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return (
             self.kernels.rotate(q, self.cos, self.sin, positions, self.interleaved),
             self.kernels.rotate(k, self.cos, self.sin, positions, self.interleaved),
         )
+
+    def for_layer(self, layer: int) -> PositionalEncoding:
+        (rope,) = self.original
+        return self if rope.turns(layer) else rope.for_layer(layer)
+
+    def work(self, config: ModelConfig, context: int) -> PositionalWork:
+        (rope,) = self.original
+        return rope.work(config, context)

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 from model.architectures.base import by_gguf_name, by_model_type
 from model.architectures.fields import Fields
@@ -11,11 +12,15 @@ from model.weights.base import CheckpointError
 
 
 class Stored:
-    """Tensors by shape alone."""
+    """Tensors by shape alone, but for those whose values are part of the description."""
 
-    def __init__(self, shapes, metadata=None):
+    def __init__(self, shapes, metadata=None, values=None):
         self.shapes = shapes
         self.metadata = metadata or {}
+        self.values = values or {}
+
+    def read(self, name):
+        return torch.tensor(self.values[name])
 
     def names(self):
         return frozenset(self.shapes)
@@ -154,9 +159,9 @@ def test_partial_rotation(changes):
         ({"rope_theta": True}, "above 0"),
         ({"rope_theta": 10**400}, "above 0"),
         ({"rope_theta": "1e4"}, "above 0"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3'.*not supported"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'.*not supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn'"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 8.0}}, "'mrope' is not supported"),
+        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "'su' is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "elsewhere"),
         ({"rope_parameters": {"rope_theta": 5e5, "factor": 8.0}}, "'factor' = 8.0"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "full_attention"),
         ({"rope_scaling": 4}, "object"),
@@ -308,8 +313,12 @@ def test_gguf_tells_by_its_tensors():
     ("changes", "saying"),
     [
         ({"own__rope__freq_base": ABSENT}, "rope.freq_base is missing"),
-        ({"own__rope__scaling__type": "yarn"}, "'yarn' is not supported"),
-        ({"own__rope__scaling__factor": 4.0}, "scaling.factor"),
+        ({"own__rope__scaling__type": "dynamic"}, "'dynamic' is not supported"),
+        ({"own__rope__scaling__type": "yarn"}, "scaling.factor is missing"),
+        (
+            {"own__rope__scaling__type": "none", "own__rope__scaling__factor": 4.0},
+            "scaling.factor' = 4.0",
+        ),
         ({"own__attention__sliding_window": 4096}, "sliding_window"),
         ({"own__expert_count": 8}, "expert_count"),
         ({"own__attention__head_count_kv": [2, 2, 2]}, "from 1 to 6"),
@@ -330,7 +339,7 @@ def test_gguf_that_cannot_be_honoured(changes, saying):
 @pytest.mark.parametrize(
     ("tensors", "saying"),
     [
-        (TENSORS | {"rope_freqs.weight": (4,)}, "rope_freqs.weight scales"),
+        (TENSORS | {"rope_freqs.weight": (8,)}, "rope_freqs.weight has the shape [8], not [4]"),
         ({"output.weight": (99, 48)}, "token_embd.weight is missing"),
     ],
 )
