@@ -20,5 +20,5 @@ def test_by_name():
 
 @pytest.mark.parametrize("name", ["bert", "", None, "mistral", 5, ["llama"]])
 def test_unknown_names_are_refused_with_the_known_ones(name):
-    with pytest.raises(CheckpointError, match="supported are .*llama, .*qwen2, qwen3.*[.]$"):
+    with pytest.raises(CheckpointError, match=r"supported are .*llama, .*qwen2, qwen3.*[.]$"):
         by_gguf_name(name, "x.gguf")
