@@ -1,14 +1,14 @@
 """From a plan to the tensors of one step, over one host buffer and one copy to the device."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 
 from cache.manager import Table
-from model.batch import ForwardBatch
+from model.batch import Cross, ForwardBatch
 from server.request import Request
 from server.scheduler import Work
 
@@ -31,39 +31,95 @@ class StepBatch:
     prompts: tuple[PromptRows, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """tokens[start : start + count] of one sequence, to be computed now."""
+
+    tokens: Sequence[int]
+    start: int
+    count: int
+    table: Table
+
+
 def build_batch(
     work: tuple[Work, ...],
     table_of: Callable[[str], Table],
     block_size: int,
     device: torch.device,
 ) -> StepBatch:
-    """Pack `work` in order. All tensors are views of one int64 buffer on the device."""
-    tables = [table_of(item.request.id) for item in work]
-    counts = [item.count for item in work]
+    """Pack `work` in order. All requests are of one model: with a source or none."""
+    spans = [
+        _Span(item.request.tokens, item.start, item.count, table_of(item.request.id))
+        for item in work
+    ]
+    starts = [0, *accumulate(item.count for item in work)]
+    outputs, samples, prompts = _outputs(work, starts)
+    forward = _pack(spans, outputs, block_size, device)
+    if work[0].request.source:
+        cross = _cross(forward, work, table_of, block_size, device)
+        forward = replace(forward, cross=cross)
+    return StepBatch(forward, tuple(samples), tuple(prompts))
+
+
+def _cross(
+    forward: ForwardBatch,
+    work: tuple[Work, ...],
+    table_of: Callable[[str], Table],
+    block_size: int,
+    device: torch.device,
+) -> Cross:
+    """What is to be encoded now, and what the rows of `forward` see of what has been encoded."""
+    tables = [table_of(item.request.encoded) for item in work]
+    sources = [item.request.source for item in work]
+    new = [
+        _Span(source, 0, len(source), table)
+        for item, source, table in zip(work, sources, tables, strict=True)
+        if item.encodes
+    ]
+    done = [
+        _Span(source, len(source), 0, table) for source, table in zip(sources, tables, strict=True)
+    ]
+    whole = _pack(done, [], block_size, device)
+    return Cross(
+        new=_pack(new, [], block_size, device) if new else None,
+        seen=replace(
+            forward,
+            context_lens=whole.context_lens,
+            block_tables=whole.block_tables,
+            block_bases=whole.block_bases,
+            max_context=whole.max_context,
+        ),
+    )
+
+
+def _pack(
+    spans: Sequence[_Span], outputs: Sequence[int], block_size: int, device: torch.device
+) -> ForwardBatch:
+    """All tensors are views of one int64 buffer on the device."""
+    counts = [span.count for span in spans]
     ends = list(accumulate(counts))
-    outputs, samples, prompts = _outputs(work, [0, *ends])
-    total, requests = ends[-1], len(work)
-    width = max(len(table.blocks) for table in tables)
+    total, requests = ends[-1], len(spans)
+    width = max(len(span.table.blocks) for span in spans)
     sizes = [total] * 4 + [requests + 1, requests, requests * width, requests * width, len(outputs)]
     host = np.zeros(sum(sizes), dtype=np.int64)
     tokens, positions, offsets, slots, starts, contexts, blocks, bases, wanted = _split(host, sizes)
     starts[1:] = ends
     wanted[:] = outputs
-    for row, (item, table, end) in enumerate(zip(work, tables, ends, strict=True)):
-        rows = slice(end - item.count, end)
-        stop = item.start + item.count
-        here = slice(row * width, row * width + len(table.blocks))
-        blocks[here] = table.blocks
-        bases[here] = table.bases
+    for row, (span, end) in enumerate(zip(spans, ends, strict=True)):
+        rows = slice(end - span.count, end)
+        stop = span.start + span.count
+        here = slice(row * width, row * width + len(span.table.blocks))
+        blocks[here] = span.table.blocks
+        bases[here] = span.table.bases
         contexts[row] = stop
-        tokens[rows] = item.request.tokens[item.start : stop]
-        index = np.arange(item.start, stop)
+        tokens[rows] = span.tokens[span.start : stop]
+        index = np.arange(span.start, stop)
         block, offsets[rows] = np.divmod(index, block_size)
         positions[rows] = bases[here][block] + offsets[rows]
         slots[rows] = blocks[here][block] * block_size + offsets[rows]
     on_device = torch.from_numpy(host).to(device)
     parts = [on_device[a:b] for a, b in pairwise([0, *accumulate(sizes)])]
-    forward = ForwardBatch(
+    return ForwardBatch(
         tokens=parts[0],
         positions=parts[1],
         offsets=parts[2],
@@ -76,7 +132,6 @@ def build_batch(
         max_query=max(counts),
         max_context=int(contexts.max()),
     )
-    return StepBatch(forward, tuple(samples), tuple(prompts))
 
 
 def _split(host: np.ndarray, sizes: list[int]) -> Iterator[np.ndarray]:
@@ -84,7 +139,7 @@ def _split(host: np.ndarray, sizes: list[int]) -> Iterator[np.ndarray]:
 
 
 def _outputs(
-    work: tuple[Work, ...], starts: list[int]
+    work: tuple[Work, ...], starts: Sequence[int]
 ) -> tuple[list[int], list[tuple[Request, int]], list[PromptRows]]:
     """Rows of the batch whose logits are wanted, and what each is wanted for."""
     rows: list[int] = []

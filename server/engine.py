@@ -112,7 +112,7 @@ class Engine:
     ) -> StepStats:
         computed_after, evicted_after = self._totals()
         counts = self._manager.counts()
-        written = sum(work.count for work in plan.work)
+        written = sum(work.rows for work in plan.work)
         cached = sum(request.cached for request in plan.admitted)
         return StepStats(
             seconds=self._clock() - began,
@@ -125,7 +125,9 @@ class Engine:
             written_entries=written * self._kv.entries_per_token,
             written_bytes=written * self._kv.bytes_per_token,
             preemptions=plan.preempted,
-            prefix_queried_tokens=sum(request.num_prompt for request in plan.admitted),
+            prefix_queried_tokens=sum(
+                request.num_prompt for request in plan.admitted if not request.source
+            ),
             prefix_hit_tokens=cached,
             evicted_blocks=evicted_after - evicted,
             blocks_free=counts.free,

@@ -92,6 +92,7 @@ class Request:
     params: SamplingParams
     arrival: float  # time.monotonic() when the server received it
     rng: random.Random
+    source: tuple[int, ...] = ()  # what an encoder reads; `tokens` then begin with a start token
     salt: str = ""  # prefixes are shared only between equal salts
     computed: int = 0  # tokens whose K and V are stored
     cached: int = 0  # prompt tokens found in the prefix cache at first admission
@@ -105,6 +106,16 @@ class Request:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens that the client sent, whichever side of the model reads them."""
+        return len(self.source) or self.num_prompt
+
+    @property
+    def encoded(self) -> str:
+        """In the cache, the name of what the encoder made of `source`; `id` is the decoder's."""
+        return f"{self.id}/encoder"
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,16 @@ class Work:
         """Whether this reaches the last known token. Meaningful until the plan is recorded."""
         return self.start + self.count == len(self.request.tokens)
 
+    @property
+    def encodes(self) -> bool:
+        """Whether the request's source is encoded first, whole, as after every admission."""
+        return self.start == 0 and bool(self.request.source)
+
+    @property
+    def rows(self) -> int:
+        """Tokens that the step computes for it, on both sides of the model."""
+        return self.count + (len(self.request.source) if self.encodes else 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -125,7 +135,7 @@ class Scheduler:
         work: list[Work] = []
         preempted = 0
         for request in tuple(self._running.values()):
-            if budget == 0 or request.id not in self._running:
+            if budget <= 0 or request.id not in self._running:
                 break
             while not self._grow(request):
                 preempted += 1
@@ -133,7 +143,7 @@ class Scheduler:
                     break
             else:
                 work.append(_work(request, budget))
-                budget -= work[-1].count
+                budget -= work[-1].rows
         admitted = [] if preempted else self._admit(work, budget)
         return Plan(tuple(work), preempted, tuple(admitted))
 
@@ -170,7 +180,8 @@ class Scheduler:
         """Raises InvariantError unless requests, limits and the cache's sequences agree."""
         if self._running.keys() & self._waiting.keys():
             raise InvariantError("a request is both running and waiting")
-        if self._running.keys() != self._cache.sequences:
+        encoded = {request.encoded for request in self._running.values() if request.source}
+        if self._running.keys() | encoded != self._cache.sequences:
             raise InvariantError("the running requests are not those that hold blocks")
         if len(self._running) > self._limits.max_seqs:
             raise InvariantError("too many requests run")
@@ -184,6 +195,12 @@ class Scheduler:
 
     def _require_possible(self, request: Request) -> None:
         tokens, context = len(request.tokens), self._limits.max_context
+        if len(request.source) > context:
+            raise PromptTooLong(
+                f"The prompt has {len(request.source)} tokens and the encoder's context holds "
+                f"{context}; shorten the prompt.",
+                "prompt",
+            )
         if tokens == 0:
             raise InvalidField("The prompt has no tokens; send at least one.", "prompt")
         if tokens >= context:
@@ -194,10 +211,13 @@ class Scheduler:
             )
         # The last token is never computed, so it needs no room.
         stored = min(tokens + request.params.max_tokens, context) - 1
+        # A source fills blocks of its own, so it takes whole ones.
+        stored += -(-len(request.source) // self._cache.block_size) * self._cache.block_size
         if stored > self._cache.capacity:
             raise InvalidField(
-                f"The prompt of {tokens} tokens and its answer need room for {stored} tokens and "
-                f"the cache holds {self._cache.capacity}; shorten the prompt or lower max_tokens.",
+                f"The prompt of {request.prompt_length} tokens and its answer need room for "
+                f"{stored} tokens and the cache holds {self._cache.capacity}; shorten the prompt "
+                "or lower max_tokens.",
                 "max_tokens",
             )
 
@@ -218,7 +238,10 @@ class Scheduler:
         return request
 
     def _admit(self, work: list[Work], budget: int) -> list[Request]:
-        """Admit waiting requests in order while places, tokens and blocks last."""
+        """Admit waiting requests in order while places, tokens and blocks last.
+
+        A source is encoded whole, so the last one admitted may exceed the budget.
+        """
         first_time = []
         while self._waiting and budget > 0 and len(self._running) < self._limits.max_seqs:
             request = next(iter(self._waiting.values()))
@@ -232,23 +255,37 @@ class Scheduler:
                 request.cached = request.computed
                 first_time.append(request)
             work.append(_work(request, budget))
-            budget -= work[-1].count
+            budget -= work[-1].rows
         return first_time
 
     def _open(self, request: Request) -> bool:
-        known = request.tokens
-        # Log-probabilities of the prompt need every one of its rows computed.
-        share = request.params.prompt_logprobs is None
+        """Room for all that is known of it, on both sides of the model or on neither."""
+        known, source = request.tokens, request.source
+        if (
+            source
+            and self._cache.reserve(request.encoded, source, len(source), share=False) is None
+        ):
+            return False
+        # Log-probabilities of the prompt need every one of its rows computed, and what a decoder
+        # stores follows from its own encoder's output.
+        share = request.params.prompt_logprobs is None and not source
         found = self._cache.reserve(request.id, known, len(known), salt=request.salt, share=share)
         if found is None:
+            if source:
+                self._cache.release(request.encoded)
             return False
         request.computed = found
         return True
 
     def _advance(self, work: Work) -> None:
         request, end = work.request, work.start + work.count
-        before = max(work.start, self._recompute.get(request.id, 0))
-        self.computed_prompt_tokens += max(0, min(end, request.num_prompt) - before)
+        before = self._recompute.get(request.id, 0)
+        if request.source:
+            if work.encodes and not before:
+                self.computed_prompt_tokens += len(request.source)
+        else:
+            done = min(end, request.num_prompt)
+            self.computed_prompt_tokens += max(0, done - max(work.start, before))
         request.computed = end
         self._cache.commit(request.id, request.tokens, end)
 
@@ -291,7 +328,7 @@ class Scheduler:
         self._ended.append(
             RequestSummary(
                 finish=finish,
-                prompt_tokens=request.num_prompt,
+                prompt_tokens=request.prompt_length,
                 cached_tokens=request.cached,
                 output_tokens=request.num_generated,
                 arrival=request.arrival,
@@ -303,6 +340,8 @@ class Scheduler:
 
     def _release(self, request: Request, *, forget: bool = False) -> None:
         self._cache.release(request.id, forget=forget)
+        if request.source:
+            self._cache.release(request.encoded, forget=forget)
         self._no_room = False
 
 
