@@ -16,7 +16,7 @@ class ModelFacts:
     architecture: str  # "llama"
     encoding: str  # resolved, as in the metrics
     trained_context: int  # tokens
-    max_context: int  # tokens; longest prompt and answer together
+    max_context: int  # tokens; longest prompt and answer together, or each of an encoder-decoder
     device: str  # "cpu", "cuda (NVIDIA ...)"
     dtype: str
     attention: str
@@ -24,6 +24,7 @@ class ModelFacts:
     blocks: int
     block_size: int  # tokens
     chat: bool  # has a chat template
+    sides: int = 1  # an encoder-decoder keeps prompt and answer apart: 2
 
 
 def banner(models: Sequence[ModelFacts], *, url: str, open_to_all: bool, version: str) -> str:
@@ -53,14 +54,16 @@ def _model_rows(model: ModelFacts) -> list[tuple[str, str]]:
     tokens = model.blocks * model.block_size
     pool = readable_bytes(tokens * model.kv_bytes_per_token)
     beyond = " (beyond training)" if model.max_context > model.trained_context else ""
+    each = " each for prompt and answer" if model.sides == 2 else ""
+    trained = f"{model.trained_context:,}"
     return [
         ("model", f"{model.name} ({model.architecture})"),
         ("encoding", model.encoding),
-        ("context", f"{model.max_context:,} tokens{beyond}, trained on {model.trained_context:,}"),
+        ("context", f"{model.max_context:,} tokens{each}{beyond}, trained on {trained}"),
         ("device", f"{model.device}, {model.dtype}, {model.attention} attention"),
         ("keys and values", f"{model.kv_bytes_per_token:,} bytes per token"),
         ("cache", f"{model.blocks:,} blocks of {model.block_size} tokens, {pool}"),
-        ("at full length", f"{tokens / model.max_context:.1f} requests together"),
+        ("at full length", f"{tokens / (model.sides * model.max_context):.1f} requests together"),
     ]
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import getLogger
 
 import torch
@@ -11,8 +11,9 @@ import torch
 from cache.kv import KVCache
 from cache.manager import CacheManager
 from model.attention.base import NoBackend
-from model.batch import ForwardBatch
-from model.config import ModelConfig
+from model.batch import Cross, ForwardBatch
+from model.config import EncoderDecoderConfig, ModelConfig
+from model.encoder_decoder import EncoderDecoder
 from model.encodings.base import EncodingError
 from model.loading import Checkpoint, CheckpointError
 from model.transformer import Decoder
@@ -25,7 +26,7 @@ from server.decoders import Prepared, find_kernels, prepare
 from server.engine import Engine
 from server.errors import CommandError
 from server.metrics import Metrics
-from server.models import Models, Served
+from server.models import EncoderDecoderTokens, Models, Served
 from server.protocol import Server, server_config
 from server.scheduler import Limits, Scheduler
 
@@ -110,18 +111,22 @@ def _complete(
     """Give it its share of the memory and an engine."""
     shape, name, block_size = model.checkpoint.config, model.name, config.cache.block_size
     budget, sharers = config.cache.kv_memory, len(config.models)
+    # An encoder-decoder keeps prompt and answer apart, each in blocks of its own.
+    sides = 2 if isinstance(shape, EncoderDecoderConfig) else 1
     blocks = placement.num_blocks(
         shape,
         model.dtype,
         budget=None if budget is None else budget // sharers,
         free_memory=free_memory // sharers,
         block_size=block_size,
-        max_seqs=config.limits.max_seqs,
+        max_seqs=config.limits.max_seqs * sides,
         context=model.context,
     )
     kv = _allocate(shape, model.dtype, device, blocks, block_size)
-    manager = CacheManager(blocks, block_size, prefix_sharing=config.cache.prefix_sharing)
-    context = _fitting(model.context, manager.capacity + 1, name)
+    # What a decoder stores follows from its encoder's output, so beginnings are never alike.
+    sharing = config.cache.prefix_sharing and sides == 1
+    manager = CacheManager(blocks, block_size, prefix_sharing=sharing)
+    context = _fitting(model.context, _longest(manager, sides, name), name)
     _warm_up(model.decoder, kv, device, name)
     limits = Limits(
         max_seqs=config.limits.max_seqs,
@@ -143,6 +148,7 @@ def _complete(
         blocks=blocks - 1,
         block_size=block_size,
         chat=model.checkpoint.chat_template is not None,
+        sides=sides,
     )
     _register(metrics, facts, shape)
     return Loaded(_served(name, model.checkpoint, facts), engine, facts)
@@ -186,8 +192,23 @@ def _register(metrics: Metrics, facts: ModelFacts, shape: ModelConfig) -> None:
     )
 
 
+def _longest(manager: CacheManager, sides: int, name: str) -> int:
+    """The longest context that the cache holds, for prompt and answer each if there are two sides.
+
+    The last token of an answer is never stored, hence one more than there is room for.
+    """
+    if sides == 1:
+        return manager.capacity + 1
+    pairs, odd = divmod(manager.capacity // manager.block_size, 2)
+    if pairs == 0:
+        raise CommandError(
+            f"the cache of {name} has one block and needs one each for prompt and answer; "
+            "raise --kv-memory"
+        )
+    return pairs * manager.block_size + odd
+
+
 def _fitting(context: int, cacheable: int, name: str) -> int:
-    """The last token of a sequence is never stored, hence one more than the cache holds."""
     if context > cacheable:
         log.warning(
             "%s is served with a context of %d tokens instead of %d, because its cache holds no "
@@ -200,6 +221,7 @@ def _fitting(context: int, cacheable: int, name: str) -> int:
 
 
 def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:
+    shape = checkpoint.config
     return Served(
         name=name,
         encoding=facts.encoding,
@@ -209,6 +231,11 @@ def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:
         vocab_size=min(checkpoint.tokenizer.vocab_size, checkpoint.config.vocab_size),
         max_context=facts.max_context,
         created=int(time.time()),
+        encoder_decoder=(
+            EncoderDecoderTokens(shape.start_token, shape.end_token)
+            if isinstance(shape, EncoderDecoderConfig)
+            else None
+        ),
         details={
             "architecture": facts.architecture,
             "vocab_size": min(checkpoint.tokenizer.vocab_size, checkpoint.config.vocab_size),
@@ -218,25 +245,27 @@ def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:
     )
 
 
-def _warm_up(decoder: Decoder, kv: KVCache, device: torch.device, name: str) -> None:
+def _warm_up(
+    decoder: Decoder | EncoderDecoder, kv: KVCache, device: torch.device, name: str
+) -> None:
     """One token through the reserved block 0: what is broken shows before a client does."""
     zero, one = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int64)
-    logits = decoder(
-        ForwardBatch(
-            tokens=zero,
-            positions=zero,
-            offsets=zero,
-            slots=zero,
-            query_starts=torch.arange(2, device=device),
-            context_lens=one.to(device),
-            block_tables=zero[None],
-            block_bases=zero[None],
-            output_rows=zero,
-            max_query=1,
-            max_context=1,
-        ),
-        kv,
+    batch = ForwardBatch(
+        tokens=zero,
+        positions=zero,
+        offsets=zero,
+        slots=zero,
+        query_starts=torch.arange(2, device=device),
+        context_lens=one.to(device),
+        block_tables=zero[None],
+        block_bases=zero[None],
+        output_rows=zero,
+        max_query=1,
+        max_context=1,
     )
+    if isinstance(decoder, EncoderDecoder):
+        batch = replace(batch, cross=Cross(new=batch, seen=batch))
+    logits = decoder(batch, kv)
     if not bool(logits.isfinite().all()):
         raise CommandError(f"{name} computes numbers that are not finite; try --dtype float32")
 

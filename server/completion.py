@@ -53,18 +53,20 @@ class Choice:
         self.index = index
         self.request = request
         self.tokenizer = tokenizer
-        self.prompt = tuple(request.tokens)
+        self.prompt = request.source or tuple(request.tokens)
         self.tokens = 0
         self.cached = 0
         self.finished = False
         self.cut = False
-        self._detokenizer = Detokenizer(tokenizer, stop, include_stop=include_stop)
+        # What a decoder alone writes continues its prompt; after an encoder it is a text by itself.
+        alone = bool(request.source)
+        self._detokenizer = Detokenizer(tokenizer, stop, include_stop=include_stop, first=alone)
         self._stop_token_ids = stop_token_ids
         self._scores = request.params.logprobs is not None
         self._echo = echo
         # Of the scored tokens spelled so far:
         self._echoed = len(self.prompt) if request.params.prompt_logprobs is not None else 0
-        self._first = self._echoed > 0
+        self._first = alone or self._echoed > 0
         self._characters = 0
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -91,11 +93,11 @@ class Choice:
         begin = self._characters
         # An echoed prompt is decoded by itself; the answer starts with a character of its own.
         self._characters += len(self._bytes.decode(data, final=self._echoed == 1))
+        if self._first:
+            self._first = not self.tokenizer.token_bytes(token, first=False)
         if self._echoed:
             self._echoed -= 1
-            self._first = bool(
-                self._first and self._echoed and not self.tokenizer.token_bytes(token, first=False)
-            )
+            self._first = self._first and self._echoed > 0
         return data.decode(errors="replace"), begin
 
     def _open(self, piece: Piece, event: TokenEvent) -> None:

@@ -15,12 +15,13 @@ from model.attention.base import AttentionBackend, AttentionSpec, choose
 from model.attention.cpu import CpuBackend
 from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
-from model.config import EncodingSpec
+from model.config import EncoderDecoderConfig, EncodingSpec
+from model.encoder_decoder import EncoderDecoder
 from model.encodings.base import PositionalEncoding, create
 from model.kernels.build import Kernels, NoKernels
 from model.kernels.build import load as load_kernels
 from model.kernels.substitutes import substitute
-from model.loading import Checkpoint, load_decoder, open_checkpoint
+from model.loading import Checkpoint, CheckpointError, load_decoder, open_checkpoint
 from model.transformer import Decoder
 from server import placement, pull
 from server.config import ModelOptions, ModelSource
@@ -34,7 +35,7 @@ class Prepared:
 
     name: str
     checkpoint: Checkpoint
-    decoder: Decoder
+    decoder: Decoder | EncoderDecoder
     backend: AttentionBackend
     dtype: torch.dtype
     context: int
@@ -62,12 +63,18 @@ def prepare(
         checkpoint = replace(checkpoint, config=changed)
     shape = checkpoint.config
     dtype = placement.pick_dtype(loading.dtype, device)
+    if isinstance(shape, EncoderDecoderConfig) and dtype is torch.float16:
+        raise CheckpointError(
+            f"{checkpoint.path}: activations of {checkpoint.architecture} models grow past what "
+            "float16 holds, so use --dtype bfloat16 or float32."
+        )
     context = loading.max_model_len or shape.trained_context
     encoding = create(shape.encoding, shape, context, device)
     if encoding.max_positions is not None:
         context = min(context, encoding.max_positions)
     backend = _backend(checkpoint, loading, dtype, device, kernels)
-    decoder = _load_decoder(checkpoint, source.name, encoding, backend, dtype, device)
+    decoder = _assembled(checkpoint, encoding, backend, context, dtype, device)
+    _load(checkpoint, source.name, decoder)
     if isinstance(kernels, Kernels):
         substitute(decoder, kernels, dtype)
     return Prepared(source.name, checkpoint, decoder, backend, dtype, context)
@@ -96,18 +103,24 @@ def _backend(
     return choose(backends, spec)
 
 
-def _load_decoder(
+def _assembled(
     checkpoint: Checkpoint,
-    name: str,
     encoding: PositionalEncoding,
     backend: AttentionBackend,
+    context: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> Decoder:
-    decoder = Decoder(checkpoint.config, encoding, backend, dtype=dtype, device=device)
+) -> Decoder | EncoderDecoder:
+    shape = checkpoint.config
+    if not isinstance(shape, EncoderDecoderConfig):
+        return Decoder(shape, encoding, backend, dtype=dtype, device=device)
+    of_encoder = create(shape.encoder.encoding, shape.encoder, context, device)
+    return EncoderDecoder(shape, of_encoder, encoding, backend, dtype=dtype, device=device)
+
+
+def _load(checkpoint: Checkpoint, name: str, decoder: Decoder | EncoderDecoder) -> None:
     with tqdm(desc=f"loading {name}", unit="tensor", leave=False, file=sys.stderr) as bar:
         load_decoder(checkpoint, decoder, _progress(bar))
-    return decoder
 
 
 def _progress(bar: "tqdm[None]") -> Callable[[int, int], None]:

@@ -14,11 +14,20 @@ from server.request import ModelNotFound
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderDecoderTokens:
+    """Tokens around what an encoder-decoder reads and writes, none of them text."""
+
+    start: int  # the decoder's first, before every answer
+    end: int  # the encoder's last, after every prompt given as text
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
     """One model as its clients see it.
 
     `vocab_size` is the smaller of tokenizer and embedding rows: the bound for ids clients send.
     `created` is unix seconds. `details` is what /v1/models shows besides the usual fields.
+    `max_context` bounds prompt and answer together, or each alone for an encoder-decoder.
     """
 
     name: str
@@ -30,6 +39,13 @@ class Served:
     max_context: int
     created: int
     details: Mapping[str, object]
+    encoder_decoder: EncoderDecoderTokens | None = None  # None: it only decodes
+
+    def room(self, num_prompt: int) -> int:
+        """Tokens that an answer to so long a prompt can have."""
+        if self.encoder_decoder is None:
+            return self.max_context - num_prompt
+        return self.max_context - 1  # its start token is not the client's
 
 
 class Models:

@@ -38,6 +38,12 @@ class Prompt:
 
 async def completion_prompts(body: CompletionBody, served: Served) -> list[Prompt]:
     """One Prompt per completion prompt. Raises PromptTooLong or InvalidField."""
+    if body.echo and served.encoder_decoder is not None:
+        raise UnsupportedField(
+            f"echo is not possible with {served.name}, whose decoder never reads the prompt; "
+            "leave it out",
+            "echo",
+        )
     sources: Sequence[str | list[int]]
     if isinstance(body.prompt, str) or isinstance(body.prompt[0], int):
         sources = [body.prompt]
@@ -96,7 +102,10 @@ async def encode(text: str, served: Served, *, bos: bool, param: str = "prompt")
     _check_bytes(size, served, param)
 
     def tokenise() -> list[int]:
-        return served.tokenizer.encode(text, bos=bos)
+        tokens = served.tokenizer.encode(text, bos=bos)
+        if bos and tokens and served.encoder_decoder is not None:
+            tokens.append(served.encoder_decoder.end)
+        return tokens
 
     try:
         return await _off_loop(tokenise, size)
@@ -121,7 +130,13 @@ def _check_bytes(size: int, served: Served, param: str) -> None:
 def _check_prompt(tokens: Collection[int], served: Served, param: str) -> None:
     if not tokens:
         raise InvalidField(f"{param} has no tokens; send at least one", param)
-    if len(tokens) >= served.max_context:
+    if served.encoder_decoder is not None and len(tokens) > served.max_context:
+        raise PromptTooLong(
+            f"{param} has {len(tokens)} tokens, and the encoder of {served.name} reads at most "
+            f"{served.max_context}; shorten it",
+            param,
+        )
+    if served.room(len(tokens)) < 1:
         raise PromptTooLong(
             f"{param} has {len(tokens)} tokens, and the context of {served.name} is "
             f"{served.max_context} with room for at least one more; shorten it",
@@ -165,7 +180,7 @@ def sampling_params(body: GenerationBody, served: Served, num_prompt: int) -> Sa
 
 
 def _max_tokens(body: GenerationBody, served: Served, num_prompt: int) -> int:
-    room = served.max_context - num_prompt
+    room = served.room(num_prompt)
     wanted = body.wanted_tokens
     if wanted is None:
         wanted = min(room, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionBody) else room
@@ -176,9 +191,12 @@ def _max_tokens(body: GenerationBody, served: Served, num_prompt: int) -> int:
                 "min_tokens",
             )
     if wanted > room:
+        makes = f"{num_prompt} prompt tokens and {wanted} max_tokens make {num_prompt + wanted}"
+        if served.encoder_decoder is not None:
+            makes = f"the start token and {wanted} max_tokens make {1 + wanted}"
         raise PromptTooLong(
-            f"{num_prompt} prompt tokens and {wanted} max_tokens make {num_prompt + wanted}, more "
-            f"than the context of {served.name}, {served.max_context}; ask for at most {room}",
+            f"{makes}, more than the context of {served.name}, {served.max_context}; "
+            f"ask for at most {room}",
             "max_tokens" if body.max_tokens is not None else "max_completion_tokens",
         )
     return wanted
@@ -194,10 +212,15 @@ def choices_for(
         params = sampling_params(body, served, len(prompt.tokens))
         for _ in range(body.n):
             index = len(choices)
+            tokens: list[int] = list(prompt.tokens)
+            source: tuple[int, ...] = ()
+            if served.encoder_decoder is not None:
+                tokens, source = [served.encoder_decoder.start], tuple(prompt.tokens)
             request = Request(
                 id=uuid.uuid4().hex,
-                tokens=list(prompt.tokens),
-                num_prompt=len(prompt.tokens),
+                tokens=tokens,
+                num_prompt=len(tokens),
+                source=source,
                 params=params,
                 arrival=arrival,
                 rng=choice_rng(body.seed, index),
