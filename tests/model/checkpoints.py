@@ -91,6 +91,8 @@ GGUF_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
@@ -106,7 +108,7 @@ def gguf_name(name):
 
 def paired_heads(name, config):
     """How many heads the rows are when GGUF stores them in pairs, else None."""
-    if config.model_type not in ("llama", "mistral"):
+    if config.model_type not in ("llama", "mistral", "smollm3"):
         return None
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     return heads.get(name.split(".")[-2])
@@ -171,11 +173,16 @@ def gguf_writer(path, config):
     return writer
 
 
-def write_gguf(path, model, kind="F32"):
-    """Matrices in the given type where their rows allow it, the rest in F32."""
+def write_gguf(path, model, kind="F32", metadata=None, tensors=()):
+    """Matrices in the given type where their rows allow it, the rest in F32.
+
+    metadata: called with the writer, to add more. tensors: more of them, by name.
+    """
     kind = gguf.GGMLQuantizationType[kind]
     writer = gguf_writer(path, model.config)
-    for name, values in gguf_tensors(model).items():
+    if metadata is not None:
+        metadata(writer)
+    for name, values in {**gguf_tensors(model), **dict(tensors)}.items():
         if values.ndim == 2 and values.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
         else:
