@@ -13,7 +13,7 @@ from model.batch import ForwardBatch
 from model.config import EncoderDecoderConfig, ModelConfig
 from model.encodings.base import PositionalEncoding
 from model.linear import Linear
-from model.transformer import Block, make_norm
+from model.transformer import Block, kept, make_norm
 
 
 class CrossAttention(nn.Module):
@@ -74,10 +74,13 @@ class CrossBlock(Block):
         self.cross_norm = make_norm(config, dtype, device)
         self.cross = CrossAttention(config, backend, dtype, device)
 
-    def forward(self, x: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+    def forward(
+        self, x: Tensor, batch: ForwardBatch, kv: LayerKV, rows: Tensor | None = None
+    ) -> Tensor:
         assert batch.cross is not None, "an encoder-decoder needs encoded prompts"
         x = x + self.attention(self.attention_norm(x), batch, kv)
         x = x + self.cross(self.cross_norm(x), batch.cross.seen, kv)
+        x = kept(x, rows)
         y: Tensor = x + self.mlp(self.mlp_norm(x))
         return y
 

@@ -132,13 +132,21 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
-    def forward(self, x: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+    def forward(
+        self, x: Tensor, batch: ForwardBatch, kv: LayerKV, rows: Tensor | None = None
+    ) -> Tensor:
+        """[T, width] → [S, width] of `rows`, or of all. Every row's key and value are stored."""
         q, k, v = self.project(x)
         q, k = self.encoding.rotate(q, k, batch.positions)
         kv.write(k, v, batch.slots)
         y = self.attend(q, kv, batch, self.encoding.score_bias())
-        projected: Tensor = self.out(y.flatten(1))
+        projected: Tensor = self.out(kept(y.flatten(1), rows))
         return projected
+
+
+def kept(x: Tensor, rows: Tensor | None) -> Tensor:
+    """The rows that are asked for, or all."""
+    return x if rows is None else x[rows]
 
 
 class GatedMLP(nn.Module):
@@ -178,7 +186,10 @@ class PlainMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Blocks give the rows that are asked for: the last one computes no others to their end.
+    """
 
     def __init__(
         self,
@@ -197,8 +208,10 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config, dtype, device)
         self.mlp = (GatedMLP if config.gated else PlainMLP)(config, dtype, device)
 
-    def forward(self, x: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), batch, kv)
+    def forward(
+        self, x: Tensor, batch: ForwardBatch, kv: LayerKV, rows: Tensor | None = None
+    ) -> Tensor:
+        x = kept(x, rows) + self.attention(self.attention_norm(x), batch, kv, rows)
         y: Tensor = x + self.mlp(self.mlp_norm(x))
         return y
 
@@ -206,8 +219,10 @@ class Block(nn.Module):
 class PostNormBlock(Block):
     """norm(x + attention(x)), then norm(x + mlp(x))."""
 
-    def forward(self, x: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
-        x = self.attention_norm(x + self.attention(x, batch, kv))
+    def forward(
+        self, x: Tensor, batch: ForwardBatch, kv: LayerKV, rows: Tensor | None = None
+    ) -> Tensor:
+        x = self.attention_norm(kept(x, rows) + self.attention(x, batch, kv, rows))
         y: Tensor = self.mlp_norm(x + self.mlp(x))
         return y
 
@@ -215,8 +230,11 @@ class PostNormBlock(Block):
 class ParallelBlock(Block):
     """x + attention(norm(x)) + mlp(another norm(x))."""
 
-    def forward(self, x: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
-        attended = self.attention(self.attention_norm(x), batch, kv)
+    def forward(
+        self, x: Tensor, batch: ForwardBatch, kv: LayerKV, rows: Tensor | None = None
+    ) -> Tensor:
+        attended = self.attention(self.attention_norm(x), batch, kv, rows)
+        x = kept(x, rows)
         y: Tensor = x + attended + self.mlp(self.mlp_norm(x))
         return y
 
@@ -238,9 +256,12 @@ class ParallelOneNormBlock(nn.Module):
         self.attention = Attention(config, layer, encoding, backend, dtype, device)
         self.mlp = (GatedMLP if config.gated else PlainMLP)(config, dtype, device)
 
-    def forward(self, x: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+    def forward(
+        self, x: Tensor, batch: ForwardBatch, kv: LayerKV, rows: Tensor | None = None
+    ) -> Tensor:
         normed = self.attention_norm(x)
-        y: Tensor = x + self.attention(normed, batch, kv) + self.mlp(normed)
+        attended = self.attention(normed, batch, kv, rows)
+        y: Tensor = kept(x, rows) + attended + self.mlp(kept(normed, rows))
         return y
 
 
@@ -305,8 +326,8 @@ class Decoder(nn.Module):
         """Logits [S, vocab] of `batch.output_rows`; keys and values of all rows are stored."""
         x = self._embedded(batch)
         for index, block in enumerate(self.layers):
-            x = block(x, batch, kv.layer(index))
-        x = x[batch.output_rows]
+            last = index == len(self.layers) - 1
+            x = block(x, batch, kv.layer(index), batch.output_rows if last else None)
         if self.norm is not None:
             x = self.norm(x)
         if self.project_out is not None:

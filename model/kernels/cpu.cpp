@@ -622,17 +622,18 @@ void gated(const T *x, T *y, int64_t rows, int64_t width) {
 }
 
 // Turns pairs of the first 2 * half coordinates of each head; x has `stride` elements per row.
-template <class T>
+template <bool INTERLEAVED, class T>
 void rotate(const T *x, T *y, const float *cosines, const float *sines, const int64_t *positions,
-            int64_t rows, int64_t stride, int64_t heads, int64_t dim, int64_t half,
-            bool interleaved) {
+            int64_t rows, int64_t stride, int64_t heads, int64_t dim, int64_t half) {
 #pragma omp parallel for schedule(static)
   for (int64_t r = 0; r < rows; ++r) {
     const float *cosine = cosines + positions[r] * half, *sine = sines + positions[r] * half;
     for (int64_t h = 0; h < heads; ++h) {
+      constexpr int64_t step = INTERLEAVED ? 2 : 1;
+      const int64_t partner = INTERLEAVED ? 1 : half;
       const T *from = x + r * stride + h * dim;
       T *to = y + (r * heads + h) * dim;
-      const int64_t step = interleaved ? 2 : 1, partner = interleaved ? 1 : half;
+#pragma omp simd
       for (int64_t i = 0; i < half; ++i) {
         const float a = widen(from[i * step]), b = widen(from[i * step + partner]);
         narrow(a * cosine[i] - b * sine[i], to + i * step);
@@ -668,7 +669,8 @@ int64_t panel_columns() { return kPanel<float>; }
   void rotate_##SUFFIX(const T *x, T *y, const float *cosines, const float *sines,               \
                        const int64_t *positions, int64_t rows, int64_t stride, int64_t heads,    \
                        int64_t dim, int64_t half, int64_t interleaved) {                         \
-    rotate(x, y, cosines, sines, positions, rows, stride, heads, dim, half, interleaved != 0);   \
+    (interleaved ? rotate<true, T> : rotate<false, T>)(x, y, cosines, sines, positions, rows,    \
+                                                       stride, heads, dim, half);                \
   }                                                                                              \
   void attend_##SUFFIX(const AttendArguments *a) { attend<T>(*a); }
 FOR_EACH_TYPE(DEFINE_ENTRIES)
