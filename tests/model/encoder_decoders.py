@@ -69,8 +69,11 @@ def random_model(config, *, own_head=False):
             if name.endswith(".q.weight"):
                 values = values * config.d_kv**-0.5  # nothing else keeps the scores small
             parameter.copy_(values)
-        if scales(model):
-            model.lm_head.weight *= config.d_model**0.5  # so that logits still differ
+        # A tied head would find every token's own embedding again, did the layers not outweigh it;
+        # and logits must differ, whatever they are scaled by.
+        model.shared.weight *= 0.2
+        model.decoder.final_layer_norm.weight *= 1.0 if own_head else 5.0
+        model.decoder.final_layer_norm.weight *= config.d_model**0.5 if scales(model) else 1.0
     return model
 
 
@@ -116,12 +119,12 @@ def allocator(generator):
     return lambda count: [ids.pop() for _ in range(count)]
 
 
-def new_cache(decoder, blocks=201):
+def new_cache(decoder, blocks=201, block_size=BLOCK):
     config = decoder.config
     kv = KVCache(
         layers=config.layers,
         blocks=blocks,
-        block_size=BLOCK,
+        block_size=block_size,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         dtype=decoder.embed.weight.dtype,

@@ -1,7 +1,10 @@
 """T5 and its kin here and in transformers: the same weights, the same logits, the same answers."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, EncoderDecoderCache
 
 from model.attention.cpu import CpuBackend
@@ -17,8 +20,8 @@ MODELS = {
     "t5-gated": (t5(feed_forward_proj="gated-silu", num_layers=3), False),
     "t5-v1.1": (t5_v11(), True),
     "t5-v1.1-tied": (t5_v11(d_model=48, num_heads=2, d_kv=9), False),
-    "umt5": (umt5(), False),
-    "umt5-uneven": (umt5(num_heads=1, d_kv=30, **UNEVEN), True),
+    "umt5": (umt5(), True),
+    "umt5-uneven": (umt5(num_heads=1, d_kv=30, **UNEVEN), False),
     "mt5": (mt5(), True),
 }
 
@@ -102,9 +105,35 @@ def test_the_cpu_kernels_agree(pair, kernels):
     check_logits(decoder, model)
 
 
+def published_umt5():
+    """Unscaled, as its config.json says; transformers 5 no longer reads that key."""
+    model = tiny.random_model(umt5(), own_head=True)
+    model.config.tie_word_embeddings = False
+    model.decoder.final_layer_norm.weight.data *= model.config.d_model**-0.5
+    return model
+
+
+def test_umt5_as_published(tmp_path):
+    model = published_umt5()
+    checkpoint = open_checkpoint(tiny.save(model, tmp_path))
+    assert not json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"]
+    check_logits(tiny.loaded(checkpoint), model)
+
+
+def test_an_unused_bias_of_old_files_is_left_unread(tmp_path):
+    model = tiny.random_model(t5())
+    tiny.save(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    tensors[name] = torch.full((32, 3), 1e3)
+    tensors["encoder.embed_tokens.weight"] = tensors["shared.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_logits(tiny.loaded(open_checkpoint(tmp_path)), model)
+
+
 @pytest.mark.parametrize("name", ["t5", "t5-v1.1", "umt5"])
 def test_gguf(name, tmp_path):
     config, own_head = MODELS[name]
-    model = tiny.random_model(config, own_head=own_head)
+    model = published_umt5() if name == "umt5" else tiny.random_model(config, own_head=own_head)
     checkpoint = open_checkpoint(tiny.write_gguf(tmp_path / "tiny.gguf", model))
     check_logits(tiny.loaded(checkpoint), model)

@@ -1,0 +1,372 @@
+"""Encoder-decoders as clients and the scheduler see them: two sides, admitted and freed as one."""
+
+import contextlib
+import random
+from dataclasses import replace
+
+import httpx
+import pytest
+import torch
+
+from cache.manager import CacheManager
+from model.attention.reference import ReferenceAttention
+from model.attention.sdpa import SdpaAttention
+from model.loading import open_checkpoint
+from model.sampling import SamplingParams
+from model.tokenizers.base import Detokenizer
+from server.app import HttpOptions, create_app
+from server.async_engine import AsyncEngine
+from server.build import load_models
+from server.engine import Engine
+from server.errors import CommandError
+from server.metrics import Metrics
+from server.models import Models
+from server.request import InvalidField, PromptTooLong, Request
+from server.scheduler import Limits, Sampled, Scheduler
+from tests.model import encoder_decoders as tiny
+from tests.model.encoder_decoders import CPU, START, STOP, Answering
+from tests.model.test_parity_t5 import reference_greedy
+from tests.server.fake_engine import configured
+from tests.server.toy import running, sample
+
+MODELS = {"t5": (tiny.t5(), False), "t5-v1.1": (tiny.t5_v11(), True), "umt5": (tiny.umt5(), True)}
+PROMPT = list(b"translate this: the rope is long")
+BLOCK = 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """So small a model only waits for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """{name: (its folder, the model of transformers)}."""
+    made = {}
+    for name, (config, own_head) in MODELS.items():
+        model = tiny.random_model(config, own_head=own_head)
+        made[name] = tiny.save(model, tmp_path_factory.mktemp(name)), model
+    return made
+
+
+@contextlib.contextmanager
+def serving(folders, *flags):
+    """(a client of a real application over real engines, its metrics)."""
+    metrics = Metrics()
+    sources = [f"{name}={folder}" for name, folder in folders.items()]
+    loaded = load_models(configured(*sources, "--dtype", "float32", *flags), metrics)
+    engine = AsyncEngine({each.served.name: each.engine for each in loaded}, metrics.observe_step)
+    app = create_app(Models(each.served for each in loaded), engine, metrics, HttpOptions())
+    with running(app) as (url, _), httpx.Client(base_url=url, timeout=30) as client:
+        yield client, metrics
+
+
+@pytest.fixture(scope="module")
+def server(models):
+    folders = {name: folder for name, (folder, _) in models.items()}
+    with serving(folders, "--kv-memory", "6M", "--max-model-len", "100") as both:
+        yield both
+
+
+def ask(client, **body):
+    return client.post("/v1/completions", json={"model": "t5", "temperature": 0} | body)
+
+
+def scores(answer, choice=0):
+    """Of the tokens of an answer: unlike its text, they differ where their bytes are no text."""
+    return answer.json()["choices"][choice]["logprobs"]["token_logprobs"]
+
+
+def tokenized(client, text, **options):
+    answer = client.post("/tokenize", json={"model": "t5", "prompt": text} | options)
+    return answer.json()["tokens"]
+
+
+# ------------------------------------------------------------------------------ over HTTP
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_answers_are_those_of_transformers(name, server, models):
+    client, _ = server
+    folder, model = models[name]
+    theirs = reference_greedy(model, PROMPT, 32)
+    tokenizer = open_checkpoint(folder).tokenizer
+    spelled = Detokenizer(tokenizer, first=True)
+    text = "".join(spelled.push(token) for token in theirs) + spelled.finish()
+    answer = ask(client, model=name, prompt=PROMPT, max_tokens=32, ignore_eos=True, logprobs=1)
+    body = answer.json()
+    assert body["choices"][0]["text"] == text
+    assert len(set(theirs)) > 3  # one token again and again would agree too easily
+    names = [tokenizer.token_bytes(token, first=False).decode(errors="replace") for token in theirs]
+    assert body["choices"][0]["logprobs"]["tokens"] == names
+    usage = body["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(PROMPT), 32)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_a_text_ends_with_the_token_that_ended_all_texts_in_training(server):
+    client, _ = server
+    tokens = tokenized(client, "abc")
+    assert tokens == [*tokenized(client, "abc", add_special_tokens=False), STOP]
+    by_text, by_ids, without = (
+        scores(ask(client, prompt=prompt, max_tokens=8, ignore_eos=True, logprobs=1))
+        for prompt in ("abc", tokens, tokens[:-1])
+    )
+    assert by_text == by_ids != without
+
+
+def test_choices_and_streams(server):
+    client, _ = server
+    options = {"max_tokens": 5, "ignore_eos": True, "logprobs": 1}
+    answer = ask(client, prompt=["abc", "rope"], n=2, **options)
+    first, again, other, same = (scores(answer, index) for index in range(4))
+    assert first == again != other == same
+    assert answer.json()["usage"]["prompt_tokens"] == 4 + 5
+    streamed = ask(client, prompt="abc", max_tokens=5, ignore_eos=True, stream=True).text
+    assert streamed.rstrip().endswith("data: [DONE]")
+
+
+def test_a_prompt_and_an_answer_may_each_fill_the_context(server):
+    client, _ = server
+    full = ask(client, prompt=[7] * 100, max_tokens=99, ignore_eos=True).json()
+    assert full["usage"]["total_tokens"] == 199
+    assert full["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        ({"prompt": "abc", "echo": True}, "unsupported_parameter", "decoder never reads"),
+        ({"prompt": [7] * 101}, "context_length_exceeded", "the encoder of t5 reads at most 100"),
+        ({"prompt": "abc", "max_tokens": 100}, "context_length_exceeded", "ask for at most 99"),
+        ({"prompt": ""}, "invalid_value", "no tokens"),
+    ],
+)
+def test_refusals(body, code, words, server):
+    answer = ask(server[0], **body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == code
+    assert words in answer.json()["error"]["message"]
+
+
+def test_chat_needs_a_template(server):
+    messages = [{"role": "user", "content": "a"}]
+    body = {"model": "t5", "messages": messages}
+    answer = server[0].post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert "no chat template" in answer.json()["error"]["message"]
+
+
+def test_what_is_told_of_the_model(server):
+    client, _ = server
+    told = client.get("/v1/models/umt5").json()
+    assert (told["encoding"], told["max_model_len"], told["architecture"]) == ("t5", 100, "umt5")
+    assert client.get("/health").status_code == 200
+
+
+def test_metrics_count_the_prompt_as_the_client_sent_it(models):
+    with serving({"t5": models["t5"][0]}, "--kv-memory", "2M") as (client, metrics):
+        ask(client, prompt=PROMPT, max_tokens=5, ignore_eos=True)
+        labels = {"model_name": "t5", "encoding": "t5"}
+        counted = sample(metrics, "prompt_tokens_total", source="computed", **labels)
+        assert counted == sample(metrics, "request_prompt_tokens_sum", **labels) == len(PROMPT)
+        # Five tokens of the decoder, the last of which is never stored.
+        rows = len(PROMPT) + 5
+        entries = 2 * 3 * 3  # keys and values of 3 layers, 3 heads each
+        assert sample(metrics, "kv_written_entries_total", **labels) == rows * entries
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--dtype", "float16"], "use --dtype bfloat16 or float32"),
+        (["--kv-memory", "17K"], "one each for prompt and answer; raise --kv-memory"),
+        (["--encoding", "nope"], "encoding.weight"),
+    ],
+)
+def test_refusals_at_the_start(flags, words, models):
+    with pytest.raises(CommandError) as refused:
+        load_models(configured(str(models["t5"][0]), *flags), Metrics())
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+# ------------------------------------------------------------------------------- the engine
+
+
+class Recorder:
+    """A forward that keeps the logits of every row that it computes for each request."""
+
+    def __init__(self, decoder):
+        self.decoder = decoder
+        self.scheduler = None
+        self.rows = []  # (request id, first row, logits)
+
+    def watch(self, scheduler):
+        plan = scheduler.plan
+
+        def planned():
+            self.plan = plan()
+            return self.plan
+
+        scheduler.plan = planned
+
+    def __call__(self, batch, kv):
+        everything = replace(batch, output_rows=torch.arange(len(batch.tokens)))
+        logits = self.decoder(everything, kv)
+        counts = [work.count for work in self.plan.work]
+        for work, rows in zip(self.plan.work, logits.split(counts), strict=True):
+            self.rows.append((work.request.id, work.start, rows))
+        return logits[batch.output_rows]
+
+
+def engine_of(forward, decoder, blocks, **limits):
+    chosen = {"max_seqs": 8, "max_step_tokens": 16, "max_context": 200, "max_waiting": 50}
+    kv = tiny.new_cache(decoder, blocks, BLOCK)
+    manager = CacheManager(blocks, BLOCK, prefix_sharing=False)
+    scheduler = Scheduler(manager, Limits(**chosen | limits))
+    return Engine(forward, kv, manager, scheduler, device=CPU), manager, scheduler
+
+
+def request(name, source, max_tokens=20):
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return Request(name, [START], 1, params, 0.0, random.Random(0), source=tuple(source))
+
+
+def sources(count=7):
+    rng = random.Random(5)
+    return [[rng.randrange(260) for _ in range(rng.randint(1, 40))] for _ in range(count)]
+
+
+def alone(decoder, source, tokens):
+    """Logits [tokens, vocab] of one pass over a prompt and its whole answer."""
+    generator = torch.Generator().manual_seed(1)
+    whole = Answering(source, tokens, tiny.allocator(generator))
+    return tiny.step(decoder, [(whole, len(tokens))], tiny.new_cache(decoder))[0]
+
+
+@pytest.mark.parametrize("backend", [ReferenceAttention, SdpaAttention])
+@pytest.mark.parametrize("name", MODELS)
+def test_disturbed_answers_equal_one_undisturbed_pass(name, backend, models):
+    """Prompts longer than a step, preempted answers computed again in chunks, one aborted."""
+    checkpoint = open_checkpoint(models[name][0])
+    exact = tiny.loaded(checkpoint, torch.float64, ReferenceAttention)
+    decoder = tiny.loaded(checkpoint, torch.float64, backend)
+    recorder = Recorder(decoder)
+    engine, manager, scheduler = engine_of(recorder, decoder, 28)
+    recorder.watch(scheduler)
+    requests = [request(str(i), source) for i, source in enumerate(sources())]
+    for each in requests:
+        engine.submit(each)
+    chunks = steps = 0
+    while engine.busy:
+        engine.step()
+        steps += 1
+        if steps == 9:
+            engine.abort("1")
+        chunks += sum(work.count > 1 for work in recorder.plan.work)
+        scheduler.check()
+        manager.check()
+    assert manager.counts().active == 0
+    assert not manager.sequences
+    # At least one was preempted after some tokens, and caught up in more than one step.
+    assert sum(each.preemptions for each in requests) >= 2
+    assert chunks >= 2
+    oracle = {each.id: alone(exact, each.source, each.tokens) for each in requests}
+    for name, start, rows in recorder.rows:
+        expected = oracle[name][start : start + len(rows)]
+        assert (rows - expected).abs().max() <= 1e-10
+    for each in requests:
+        if each.id != "1":
+            assert each.num_generated == 20
+            assert each.tokens[1:] == oracle[each.id].argmax(dim=-1)[:-1].tolist()
+
+
+def test_every_way_to_end_gives_all_blocks_back(models):
+    decoder = tiny.loaded(open_checkpoint(models["t5"][0]))
+    broken = []
+
+    def forward(batch, kv):
+        logits = decoder(batch, kv)
+        if broken:
+            logits[:] = torch.nan
+        return logits
+
+    engine, manager, scheduler = engine_of(forward, decoder, 60, max_seqs=3)
+    for i, source in enumerate(sources()):
+        engine.submit(request(str(i), source))
+    engine.step()
+    running = [each.id for each in scheduler.running]
+    assert len(manager.sequences) == 2 * len(running) > 0
+    engine.abort(running[0])  # running
+    engine.abort("6")  # waiting
+    scheduler.check()
+    assert len(manager.sequences) == 2 * len(running) - 2
+    engine.step()
+    broken.append(True)
+    engine.step()  # fails all that run
+    broken.clear()
+    while engine.busy:
+        engine.step()
+        scheduler.check()
+    manager.check()
+    assert manager.counts().active == 0
+
+
+# ----------------------------------------------------------------------------- the scheduler
+
+
+def scheduler_of(blocks, **limits):
+    manager = CacheManager(blocks + 1, BLOCK, prefix_sharing=False)
+    chosen = {"max_seqs": 8, "max_step_tokens": 16, "max_context": 40, "max_waiting": 50}
+    return Scheduler(manager, Limits(**chosen | limits)), manager
+
+
+def test_admission_takes_both_sides_or_neither():
+    """Five blocks: four for the first, so that the second finds room for one side alone."""
+    scheduler, manager = scheduler_of(5)
+    scheduler.add(request("a", [1] * 12, max_tokens=2))
+    scheduler.add(request("b", [1] * 4, max_tokens=2))
+    plan = scheduler.plan()
+    assert [work.request.id for work in plan.work] == ["a"]
+    assert manager.sequences == {"a", "a/encoder"}
+    assert manager.counts().free == 1
+    scheduler.check()
+    scheduler.abort("a")
+    assert [work.request.id for work in scheduler.plan().work] == ["b"]
+
+
+def test_a_source_counts_towards_the_step_and_one_may_exceed_it():
+    scheduler, _ = scheduler_of(60)
+    for name, length in (("a", 10), ("b", 30), ("c", 1)):
+        scheduler.add(request(name, [1] * length))
+    plan = scheduler.plan()
+    assert [(work.request.id, work.encodes, work.rows) for work in plan.work] == [
+        ("a", True, 11),
+        ("b", True, 31),
+    ]
+
+
+def test_what_cannot_ever_fit_is_refused():
+    scheduler, _ = scheduler_of(5)
+    with pytest.raises(PromptTooLong, match="41 tokens and the encoder's context holds 40"):
+        scheduler.add(request("a", [1] * 41))
+    # Three blocks for 9 tokens leave two, for 8 stored tokens: 9 with the last.
+    scheduler.add(request("b", [1] * 9, max_tokens=8))
+    with pytest.raises(InvalidField, match="need room for 21 tokens and the cache holds 20"):
+        scheduler.add(request("c", [1] * 9, max_tokens=9))
+
+
+def test_a_prompt_is_counted_once_however_often_it_is_encoded():
+    scheduler, _ = scheduler_of(60)
+    scheduler.add(request("a", [1] * 10))
+    for _ in range(2):
+        plan = scheduler.plan()
+        scheduler.record(plan, {"a": Sampled(5)})
+        scheduler._preempt_newest()
+    assert scheduler.plan().work[0].encodes
+    assert scheduler.computed_prompt_tokens == 10
