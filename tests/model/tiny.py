@@ -14,6 +14,8 @@ from model.transformer import Decoder
 CPU = torch.device("cpu")
 CONTEXT = 256
 ROPE = {"base": 10000.0, "width": 8, "layout": "half"}
+YARN = {"type": "yarn", "factor": 4.0, "original_context": 64}
+T5 = {"buckets": 32, "max_distance": 128}
 
 CONFIG = ModelConfig(
     vocab_size=61,
@@ -78,10 +80,17 @@ ENCODINGS = {
     "rope": EncodingSpec("rope", ROPE),
     "rope-interleaved": EncodingSpec("rope", ROPE | {"layout": "interleaved"}),
     "rope-partial": EncodingSpec("rope", ROPE | {"width": 4}),
+    "rope-scaled": EncodingSpec("rope", ROPE | {"scaling": YARN, "layers": [0, 2]}),
+    "rope-slowed": EncodingSpec("rope", ROPE | {"scaling": {"type": "linear", "factor": 4.0}}),
+    "rope-some-layers": EncodingSpec("rope", ROPE | {"layers": [0, 2]}),
+    "t5": EncodingSpec("t5", T5),
+    "t5-per-layer": EncodingSpec("t5", {"buckets": 12, "max_distance": 20, "per_layer": True}),
     "linear": EncodingSpec(f"{__name__}:Linear", {}),
     "table": EncodingSpec(f"{__name__}:Table", {}),
     "added": EncodingSpec(f"{__name__}:Added", {}),
 }
+# What models of these encodings have besides.
+SHAPES = {"t5": {"attention_scale": 1.0}}
 
 
 def tiny(
@@ -90,13 +99,29 @@ def tiny(
     dtype: torch.dtype = torch.float64,
     **changes: Any,
 ) -> Decoder:
-    config = replace(CONFIG, encoding=ENCODINGS[encoding], **changes)
+    """The same weights for every dtype, but for rounding, and for every backend."""
+    spec = ENCODINGS[encoding]
+    config = replace(CONFIG, encoding=spec, **SHAPES.get(spec.name, {}) | changes)
     decoder = Decoder(
         config, create(config.encoding, config, CONTEXT, CPU), backend, dtype=dtype, device=CPU
     )
     generator = torch.Generator().manual_seed(0)
     for name, parameter in decoder.named_parameters():
         values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        around_one = name.endswith("norm.weight")
-        parameter.copy_(1 + 0.2 * values if around_one else values * 0.35)
+        parameter.copy_(_of_use(name, values, config))
+    for module in decoder.modules():
+        if isinstance(module, PositionalEncoding):
+            module.freeze()
     return decoder
+
+
+def _of_use(name: str, values: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Standard normal values → a parameter's: every one matters, no softmax is sharp."""
+    if name.startswith("encoding."):
+        return (values * 256).round() / 256  # float32 holds their sums and differences too
+    if name.endswith("norm.weight"):
+        return 1 + 0.2 * values
+    values = values * 0.35
+    if config.attention_scale == 1.0 and name.endswith("attention.qkv.weight"):
+        values[: config.heads * config.head_dim] *= config.head_dim**-0.5
+    return values
