@@ -1,5 +1,7 @@
 """RoPE against the rotations of transformers; and keys that stay as they were written."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import GPTJConfig, GPTNeoXConfig, LlamaConfig
@@ -7,9 +9,12 @@ from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
-from model.encodings.base import EncodingError, EncodingSpec, create
+from model.encodings.base import EncodingError, EncodingSpec, PositionalWork, create
 from model.encodings.rope import RoPE
-from tests.model.tiny import CONFIG, CPU, ROPE
+from tests.model.encodings import rope_properties
+from tests.model.encodings.rope_properties import SPAN, WIDTH
+from tests.model.running import run_uncached
+from tests.model.tiny import CONFIG, CPU, ROPE, tiny
 
 POSITIONS = torch.tensor([0, 1, 7, 130, 4000])
 
@@ -86,18 +91,116 @@ def test_appending_changes_no_earlier_key(layout):
         assert torch.equal(part, whole[:length])
 
 
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_scores_depend_on_the_distance(layout):
-    q, k = heads(8, dtype=torch.float64)
-    rope = made(layout=layout)
+STRETCHED = {"factor": 4.0, "original_context": 16}
+VARIANTS = {
+    "plain": {},
+    "interleaved": {"layout": "interleaved"},
+    "partial": {"width": 16},
+    "partial-interleaved": {"width": 30, "layout": "interleaved"},
+    "linear": {"scaling": {"type": "linear", "factor": 3.0}},
+    "llama3": {
+        "scaling": {"type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 2.0, **STRETCHED}
+    },
+    "yarn": {"scaling": {"type": "yarn", **STRETCHED}},
+    "dynamic": {"scaling": {"type": "dynamic", **STRETCHED}, "layout": "interleaved"},
+    "proportional": {"scaling": {"type": "proportional", "share": 0.4}},
+    "longrope": {
+        "width": 32,
+        "scaling": {
+            "type": "longrope",
+            "short_factors": [1.0] * 16,
+            "long_factors": [1.0 + pair for pair in range(16)],
+            "original_context": 16,
+            "magnitude": 1.0,
+        },
+    },
+}
 
-    def score(at, distance):
-        one = torch.full((len(POSITIONS),), at)
-        turned = rope.rotate(q, k, one + distance)[0], rope.rotate(q, k, one)[1]
-        return (turned[0] * turned[1]).sum(-1)
 
-    assert (score(0, 5) - score(100, 5)).abs().max() < 1e-4  # angles are float32
-    assert (score(0, 5) - score(0, 6)).abs().max() > 1e-2
+@pytest.fixture(params=VARIANTS)
+def rope(request):
+    """Every kind of rotation, over heads of the properties' width."""
+    options = {"base": 100.0, "width": WIDTH, "layout": "half", **VARIANTS[request.param]}
+    return create(EncodingSpec("rope", options), replace(CONFIG, head_dim=WIDTH), SPAN, CPU)
+
+
+def on_rows(rope):
+    """Queries and keys turn alike, so one head of either will do."""
+
+    def rotate(x, positions):
+        q, k = rope.rotate(x[:, None], x[:, None], positions)
+        assert torch.equal(q, k)
+        return q[:, 0]
+
+    return rotate
+
+
+def test_norms_grow_by_the_magnitude_alone(rope):
+    rope_properties.keeps_norms(on_rows(rope), rope.magnitude)
+    rope_properties.keeps_angles(on_rows(rope), rope.magnitude)
+
+
+def test_scores_depend_on_the_distance_alone(rope):
+    rope_properties.depends_on_distance_alone(on_rows(rope))
+
+
+def test_position_zero_is_the_identity_up_to_the_magnitude(rope):
+    scaled = on_rows(rope)
+    if rope.magnitude == 1.0:
+        rope_properties.leaves_position_zero(scaled)
+    else:
+        rope_properties.leaves_position_zero(lambda x, at: scaled(x, at) / rope.cos[0, 0].double())
+        assert rope.cos[0, 0].item() == pytest.approx(rope.magnitude)
+
+
+def test_inputs_are_left_as_they_were(rope):
+    rope_properties.leaves_its_input(on_rows(rope))
+
+
+def test_a_token_alone_is_turned_as_among_others(rope):
+    rope_properties.decodes_one_at_a_time(on_rows(rope))
+
+
+def test_layers_that_turn():
+    rope = create(EncodingSpec("rope", ROPE | {"layers": [0, 2]}), CONFIG, 16, CPU)
+    q, k = heads(8)
+    positions = torch.arange(1, 1 + len(POSITIONS))
+    assert [rope.turns(layer) for layer in range(3)] == [True, False, True]
+    assert rope.for_layer(0) is rope.for_layer(2) is rope
+    still = rope.for_layer(1)
+    assert still.rotate(q, k, positions) == (q, k)
+    assert still.score_bias() is None
+    everywhere = create(EncodingSpec("rope", ROPE), CONFIG, 16, CPU)
+    assert all(everywhere.for_layer(layer) is everywhere for layer in range(3))
+
+
+def test_a_decoder_turns_in_those_layers_alone():
+    """One more layer that turns gives other logits; none that turns gives those of NoPE."""
+    tokens = list(range(20))
+    found = {}
+    for layers in ((), (0,), (0, 2), (0, 1, 2)):
+        decoder = tiny("rope")
+        decoder.encoding = encoding = create(
+            EncodingSpec("rope", ROPE | {"layers": list(layers)}), CONFIG, 64, CPU
+        )
+        for index, layer in enumerate(decoder.layers):
+            layer.attention.encoding = encoding.for_layer(index)
+        found[layers] = run_uncached(decoder, tokens)
+    assert torch.equal(found[()], run_uncached(tiny("nope"), tokens))
+    assert torch.equal(found[(0, 1, 2)], run_uncached(tiny("rope"), tokens))
+    assert (found[(0,)] - found[(0, 2)]).abs().max() > 1e-3
+
+
+def test_work_is_the_same_at_every_length():
+    """Six query and two key heads turn 3 pairs in each of 2 layers; one row of both tables."""
+    options = ROPE | {"width": 6, "layers": [0, 2]}
+    rope = create(EncodingSpec("rope", options), CONFIG, 16, CPU)
+    assert rope.work(CONFIG, 1) == rope.work(CONFIG, 100_000)
+    assert rope.work(CONFIG, 9) == PositionalWork(
+        rotations=2 * (6 + 2), flops=2 * (6 + 2) * 3 * 6, bytes=2 * 3 * 4
+    )
+    still = create(EncodingSpec("rope", ROPE | {"layers": []}), CONFIG, 16, CPU)
+    assert still.work(CONFIG, 9) == PositionalWork()
 
 
 def test_tables_stay_float32_when_the_model_is_cast():
@@ -114,7 +217,9 @@ def test_tables_stay_float32_when_the_model_is_cast():
         ({"width": 7}, "an even width"),
         ({"width": 10}, "of at most head_dim 8"),
         ({"layout": "sideways"}, "half or interleaved"),
-        ({"factor": 2.0}, "takes the options base, width and layout"),
+        ({"factor": 2.0}, "takes the options base, width and layout, and if need be scaling"),
+        ({"layers": [0, 3]}, r"indices below 3, but got \[0, 3\]"),
+        ({"scaling": {"type": "ntk"}}, "'ntk'"),
     ],
 )
 def test_options_are_checked(changes, words):
