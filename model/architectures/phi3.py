@@ -9,6 +9,7 @@ from model.architectures.fields import Fields
 from model.architectures.gated import GatedDecoder
 from model.architectures.stored import Parameters, Stored
 from model.config import ModelConfig
+from model.weights.base import WeightFile
 
 
 class Phi3(GatedDecoder):
@@ -25,14 +26,15 @@ class Phi3(GatedDecoder):
         "yarn": "longrope",
     }
 
+    def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
+        # Phi-4 mini states these at 1; the code that was published with it reads neither.
+        for key in ("full_attn_mod", "interpolate_factor"):
+            if fields.get(key) not in (None, 1):
+                raise fields.error(f"{key} other than 1 is not supported")
+        return super().config_from_hf(fields, weights)
+
     def kv_heads(self, fields: Fields, heads: int) -> int:
         return fields.optional_integer("num_key_value_heads", heads) or heads
-
-    def biases(self, fields: Fields) -> tuple[bool, bool, bool]:
-        # Published with attention_bias = false; the family has none whatever the key says.
-        if fields.flag("attention_bias"):
-            raise fields.error("attention_bias is true, but the family has no biases")
-        return False, False, False
 
     def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
         return (fields.optional_integer("sliding_window", MAX_CONTEXT),) * layers
