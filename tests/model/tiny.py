@@ -82,7 +82,6 @@ ENCODINGS = {
     "rope-partial": EncodingSpec("rope", ROPE | {"width": 4}),
     "rope-scaled": EncodingSpec("rope", ROPE | {"scaling": YARN, "layers": [0, 2]}),
     "rope-slowed": EncodingSpec("rope", ROPE | {"scaling": {"type": "linear", "factor": 4.0}}),
-    "rope-some-layers": EncodingSpec("rope", ROPE | {"layers": [0, 2]}),
     "t5": EncodingSpec("t5", T5),
     "t5-per-layer": EncodingSpec("t5", {"buckets": 12, "max_distance": 20, "per_layer": True}),
     "linear": EncodingSpec(f"{__name__}:Linear", {}),

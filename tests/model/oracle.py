@@ -1,0 +1,236 @@
+"""A decoder written a second time, from the papers: slow, in float64, a whole sequence at once.
+
+Shares nothing with model/ but the names of its weights and the fields of its config: no cache,
+no batch, no hooks. So both can only agree by being right, or by being wrong in the same way.
+"""
+
+import math
+
+import torch
+
+WIDE = torch.float64
+
+
+def logits(decoder, tokens, *, base=0, tables=torch.float32):
+    """[T, vocab] for tokens at the positions base, base + 1, ...
+
+    tables: how RoPE's and sinusoidal angles are rounded, their sines and cosines too. Published
+    models use float32; float64 gives what the formulas say.
+    """
+    weights = {name: values.to(WIDE) for name, values in decoder.named_parameters()}
+    model = _Model(decoder.config, weights)
+    rule = RULES[decoder.config.encoding.name](decoder.config, weights, tables)
+    positions = torch.arange(base, base + len(tokens))
+    return model.run(torch.tensor(tokens), positions, rule)
+
+
+class _Model:
+    def __init__(self, config, weights):
+        self.config = config
+        self.weights = weights
+
+    def run(self, tokens, positions, rule):
+        config, weights = self.config, self.weights
+        tied = config.tied_embeddings
+        x = weights["head.weight" if tied else "embed.weight"][tokens] * config.embed_scale
+        if config.embed_width is not None:
+            x = self.linear("project_in", x)
+        x = x + rule.added(positions)
+        if config.embed_norm:
+            x = self.norm("embed_norm", x)
+        for layer in range(config.layers):
+            x = self.block(layer, x, positions, rule)
+        if config.block != "post_norm":
+            x = self.norm("norm", x)
+        if config.embed_width is not None:
+            x = self.linear("project_out", x)
+        return self.linear("head", x)
+
+    def block(self, layer, x, positions, rule):
+        at = f"layers.{layer}."
+
+        def attended(y):
+            return self.attention(layer, y, positions, rule)
+
+        def fed(y):
+            return self.feed_forward(f"{at}mlp.", y)
+
+        def first(y):
+            return self.norm(f"{at}attention_norm", y)
+
+        def second(y):
+            return self.norm(f"{at}mlp_norm", y)
+
+        kind = self.config.block
+        if kind == "pre_norm":
+            x = x + attended(first(x))
+            return x + fed(second(x))
+        if kind == "post_norm":
+            x = first(x + attended(x))
+            return second(x + fed(x))
+        if kind == "parallel":
+            return x + attended(first(x)) + fed(second(x))
+        assert kind == "parallel_one_norm"
+        return x + attended(first(x)) + fed(first(x))
+
+    def attention(self, layer, x, positions, rule):
+        """softmax(q · k · scale + bias) · v, one query head and one query at a time."""
+        config, at = self.config, f"layers.{layer}.attention."
+        heads, groups, size = config.heads, config.kv_heads, config.head_dim
+        scale = 1 / math.sqrt(size) if config.attention_scale is None else config.attention_scale
+        projected = self.linear(f"{at}qkv", x)
+        if config.qkv_clip is not None:
+            projected = projected.clip(-config.qkv_clip, config.qkv_clip)
+        vectors = [projected[:, i * size : (i + 1) * size] for i in range(heads + 2 * groups)]
+        bias = rule.bias(layer, positions)
+        gathered = []
+        for head in range(heads):
+            group = head * groups // heads
+            q, k, v = vectors[head], vectors[heads + group], vectors[heads + groups + group]
+            if config.qk_norm:
+                q, k = self.norm(f"{at}q_norm", q, "rms"), self.norm(f"{at}k_norm", k, "rms")
+            q, k = rule.turned(layer, q, positions), rule.turned(layer, k, positions)
+            rows = []
+            for i in range(len(x)):
+                window = config.windows[layer]
+                begin = 0 if window is None else max(0, i + 1 - window)
+                seen = slice(begin, i + 1)
+                scores = k[seen] @ q[i] * scale
+                if bias is not None:
+                    scores = scores + bias[head, i, seen]
+                powers = (scores - scores.max()).exp()
+                rows.append(powers @ v[seen] / powers.sum())
+            gathered.append(torch.stack(rows))
+        return self.linear(f"{at}out", torch.cat(gathered, dim=1))
+
+    def feed_forward(self, at, x):
+        activate = ACTIVATIONS[self.config.activation]
+        if not self.config.gated:
+            return self.linear(f"{at}down", activate(self.linear(f"{at}up", x)))
+        both, width = self.linear(f"{at}gate_up", x), self.config.ffn_width
+        return self.linear(f"{at}down", activate(both[:, :width]) * both[:, width:])
+
+    def linear(self, name, x):
+        y = x @ self.weights[f"{name}.weight"].T
+        bias = self.weights.get(f"{name}.bias")
+        return y if bias is None else y + bias
+
+    def norm(self, name, x, kind=None):
+        """Arxiv 1910.07467 ("rms") and 1607.06450 ("layer")."""
+        if (kind or self.config.norm) == "layer":
+            x = x - x.mean(dim=-1, keepdim=True)
+        power = (x * x).mean(dim=-1, keepdim=True)
+        y = x / (power + self.config.norm_eps).sqrt() * self.weights[f"{name}.weight"]
+        bias = self.weights.get(f"{name}.bias")
+        return y if bias is None else y + bias
+
+
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "gelu": lambda x: x * (1 + (x / math.sqrt(2)).erf()) / 2,
+    "gelu_tanh": lambda x: (
+        x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)).tanh()) / 2
+    ),
+    "relu": lambda x: x * (x > 0),
+}
+
+
+class NoPosition:
+    """The control. Each rule below overrides what its encoding does."""
+
+    def __init__(self, config, weights, tables):
+        self.config = config
+        self.options = config.encoding.options
+        self.weights = weights
+        self.tables = tables
+
+    def added(self, positions):
+        return 0.0
+
+    def turned(self, layer, x, positions):
+        return x
+
+    def bias(self, layer, positions):
+        """[heads, queries, keys], or None."""
+        return None
+
+
+class Rotary(NoPosition):
+    """Pair i of the first `width` coordinates turns by base^(-2i / width) per position.
+
+    Arxiv 2104.09864, section 3.2.2.
+    """
+
+    def turned(self, layer, x, positions):
+        options = self.options
+        if layer not in (options.get("layers") or range(self.config.layers)):
+            return x
+        width, growth = options["width"], self.growth()
+        y = x.clone()
+        for i in range(width // 2):
+            a, b = (2 * i, 2 * i + 1) if options["layout"] == "interleaved" else (i, i + width // 2)
+            angle = positions.to(self.tables) * self.speed(i).to(self.tables)
+            cos, sin = (angle.cos() * growth).to(WIDE), (angle.sin() * growth).to(WIDE)
+            y[:, a] = x[:, a] * cos - x[:, b] * sin
+            y[:, b] = x[:, a] * sin + x[:, b] * cos
+        return y
+
+    def speed(self, i):
+        """Radians per position of pair i."""
+        base, width = self.options["base"], self.options["width"]
+        speed = 1 / base ** torch.tensor(2 * i / width, dtype=self.tables)
+        scaling = self.options.get("scaling")
+        if scaling is None:
+            return speed
+        if scaling["type"] == "linear":  # 2306.15595
+            return speed / scaling["factor"]
+        assert scaling["type"] == "yarn"
+        slow = self.slowed(i, base, width, scaling["original_context"])
+        return speed / scaling["factor"] * slow + speed * (1 - slow)
+
+    def slowed(self, i, base, width, context):
+        """Arxiv 2309.00071, section 3.2, as its authors' code has it: linear in the pair's index.
+
+        0 for pairs that turn 32 times or more in the original context, 1 for those that turn once
+        or less, and both bounds moved out to whole indices.
+        """
+        often, once = (
+            width * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
+            for turns in (32, 1)
+        )
+        low, high = max(math.floor(often), 0), min(math.ceil(once), width - 1)
+        return torch.tensor(min(max((i - low) / (high - low), 0), 1), dtype=self.tables)
+
+    def growth(self):
+        """By how much YaRN lengthens queries and keys (section 3.4)."""
+        scaling = self.options.get("scaling") or {}
+        return 0.1 * math.log(scaling["factor"]) + 1 if scaling.get("type") == "yarn" else 1.0
+
+
+class BucketBias(NoPosition):
+    """A learned scalar by head and bucket of the distance (1910.10683, section 2.1)."""
+
+    def bias(self, layer, positions):
+        name = f"encoding.layers.{layer}.weight"
+        if not self.options.get("per_layer", False):
+            name = "encoding.weight"
+        learned = self.weights[name]  # [buckets, heads]
+        where = positions.tolist()
+        buckets = [[self.bucket(max(i - j, 0)) for j in where] for i in where]
+        return learned[torch.tensor(buckets)].permute(2, 0, 1)
+
+    def bucket(self, distance):
+        """Half of the buckets are one distance each, the others grow with its logarithm."""
+        buckets, limit = self.options["buckets"], self.options["max_distance"]
+        exact = buckets // 2
+        if distance < exact:
+            return distance
+        share = math.log(distance / exact) / math.log(limit / exact)
+        return min(buckets - 1, exact + math.floor(share * (buckets - exact)))
+
+
+RULES = {
+    "nope": NoPosition,
+    "rope": Rotary,
+    "t5": BucketBias,
+}
