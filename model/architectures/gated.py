@@ -6,7 +6,7 @@ Reads their descriptions in both formats. An architecture's own file says only w
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from model.architectures import rotation, stored
+from model.architectures import rotation, rotation_gguf, stored
 from model.architectures.base import Architecture
 from model.architectures.common import (
     GGUF_OTHERS,
@@ -129,7 +129,7 @@ class GatedDecoder(Architecture):
             ffn_width=fields.integer(own + "feed_forward_length", MAX_FFN_WIDTH),
             norm_eps=fields.number(own + "attention.layer_norm_rms_epsilon"),
             trained_context=context,
-            encoding=rotation.rope_from_gguf(
+            encoding=rotation_gguf.rope_from_gguf(
                 fields,
                 own,
                 weights,
@@ -156,7 +156,10 @@ class GatedDecoder(Architecture):
         return stored.gated_decoder(config, stored.GGUF, width)
 
     def is_derived(self, name: str) -> bool:
-        return name in rotation.ROPE_TENSORS or rotation.ROTATION_TABLE.fullmatch(name) is not None
+        return (
+            name in rotation_gguf.ROPE_TENSORS
+            or rotation.ROTATION_TABLE.fullmatch(name) is not None
+        )
 
     def copies(self, config: ModelConfig) -> dict[str, str]:
         return {"lm_head.weight": "model.embed_tokens.weight"} if config.tied_embeddings else {}

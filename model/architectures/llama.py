@@ -1,4 +1,4 @@
-"""Llama 1 to 3 without scaled rotation, SmolLM, TinyLlama; in GGUF also Mistral."""
+"""Llama 1 to 3, SmolLM, TinyLlama; in GGUF also Mistral."""
 
 from model.architectures.fields import Fields
 from model.architectures.gated import GatedDecoder

@@ -1,4 +1,4 @@
-"""RoPE's settings as checkpoints state them: config.json in both spellings, and GGUF.
+"""RoPE's settings as config.json states them, in both spellings; what GGUF's reading shares.
 
 A setting that is unknown, contradicts another or has no effect is refused, because ignoring it
 would change the answers. Knows descriptions, no particular family.
@@ -13,14 +13,10 @@ from model.architectures.fields import Fields
 from model.config import EncodingSpec
 from model.rope_scaling import longrope_magnitude, yarn_magnitude
 from model.rotation import Layout
-from model.weights.base import WeightFile, shown
+from model.weights.base import shown
 
 # Copies of the frequencies beside the weights of old checkpoints.
 ROTATION_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-# Tensors of GGUF that are read into the description.
-ROPE_TENSORS = frozenset(
-    {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
-)
 KINDS: Mapping[str, str] = {
     kind: kind
     for kind in ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
@@ -54,13 +50,18 @@ def rope_from_hf(
     *,
     kinds: Mapping[str, str] = KINDS,
     layers: Sequence[int] | None = None,
+    older: tuple[str, str] | None = None,
 ) -> EncodingSpec:
     """From `rope_theta` and `rope_scaling`, or `rope_parameters` as newer files have it.
 
     context: max_position_embeddings. kinds: the family's names for types of scaling → ours.
+    older: what files of the family used to call rope_theta and partial_rotary_factor.
     """
     base = fields.optional_number("rope_theta")
     share = fields.optional_number("partial_rotary_factor")
+    if older is not None:
+        base = _agreed(fields, older[0], base)
+        share = _agreed(fields, older[1], share)
     original = fields.optional_integer("original_max_position_embeddings", MAX_CONTEXT)
     sections, stated = [], set()
     for key in ("rope_parameters", "rope_scaling"):
@@ -198,91 +199,6 @@ def _longrope(section: Fields, width: int, context: int, original: int | None) -
     }
 
 
-def rope_from_gguf(
-    fields: Fields,
-    own: str,
-    weights: WeightFile,
-    head_dim: int,
-    context: int,
-    *,
-    layout: Layout = "half",
-    layers: Sequence[int] | None = None,
-) -> EncodingSpec:
-    """From the metadata under `own` ("llama.") and the tensors ROPE_TENSORS.
-
-    As llama.cpp reads them: absent keys have a meaning there.
-    """
-    base = fields.number(own + "rope.freq_base")
-    width = fields.optional_integer(own + "rope.dimension_count", head_dim) or head_dim
-    scaling = _scaling_in_gguf(fields, own + "rope.scaling.", context)
-    lists = weights.names() & ROPE_TENSORS
-    if lists:
-        if scaling is not None:
-            raise fields.error(f"{min(lists)} and rope.scaling.type contradict each other")
-        scaling = _scaling_in_tensors(fields, own + "rope.scaling.", weights, width, context)
-    elif fields.text(own + "rope.scaling.type") == "longrope":
-        raise fields.error("rope_factors_long.weight is missing")
-    return rope_spec(fields, base, width, layout=layout, scaling=scaling, layers=layers)
-
-
-def _scaling_in_gguf(fields: Fields, own: str, context: int) -> dict[str, Any] | None:
-    kind = fields.text(own + "type")
-    fields.flag(own + "finetuned")  # history: it changes nothing
-    # Written even where no scaling is.
-    original = fields.optional_integer(own + "original_context_length", MAX_CONTEXT) or context
-    if kind in ("none", "longrope"):
-        return None  # a factor stays unread, and is refused
-    if kind not in (None, "linear", "yarn"):
-        raise fields.error(f"rope.scaling.type {shown(kind)} is not supported")
-    factor = fields.optional_number(own + "factor")
-    if kind is None and factor is None:
-        return None
-    if factor is None:
-        raise fields.missing(own + "factor")
-    if kind != "yarn":
-        return {"type": "linear", "factor": factor}
-    scaling = {"type": "yarn", "factor": factor, "original_context": original}
-    for key in ("beta_fast", "beta_slow"):
-        value = fields.optional_number(f"{own}yarn_{key}")
-        if value is not None:
-            scaling[key] = value
-    if fields.optional_number(own + "yarn_ext_factor") not in (None, 1.0):
-        raise fields.error("rope.scaling.yarn_ext_factor other than 1 is not supported")
-    magnitude = fields.optional_number(own + "attn_factor")
-    if magnitude is not None:
-        scaling["magnitude"] = yarn_magnitude(factor) * magnitude
-    return scaling
-
-
-def _scaling_in_tensors(
-    fields: Fields, own: str, weights: WeightFile, width: int, context: int
-) -> dict[str, Any]:
-    short, long = "rope_factors_short.weight", "rope_factors_long.weight"
-    names = weights.names() & ROPE_TENSORS
-    if names == {"rope_freqs.weight"}:
-        return {
-            "type": "factors",
-            "factors": _tensor(fields, weights, "rope_freqs.weight", width // 2),
-        }
-    if names != {short, long}:
-        raise fields.error(f"{', '.join(sorted(names))} alone do not say how to rotate")
-    magnitude = fields.optional_number(own + "attn_factor")
-    return {
-        "type": "longrope",
-        "short_factors": _tensor(fields, weights, short, width // 2),
-        "long_factors": _tensor(fields, weights, long, width // 2),
-        "original_context": fields.optional_integer(own + "original_context_length", MAX_CONTEXT)
-        or context,
-        "magnitude": 1.0 if magnitude is None else magnitude,
-    }
-
-
-def _tensor(fields: Fields, weights: WeightFile, name: str, count: int) -> list[float]:
-    if weights.shape(name) != (count,):
-        raise fields.error(f"{name} has the shape {list(weights.shape(name))}, not [{count}]")
-    return _positive(fields, name, weights.read(name).tolist())
-
-
 def _numbers(section: Fields, key: str, count: int) -> list[float]:
     """As many numbers above 0 as there are pairs."""
     value = section.get(key)
@@ -290,10 +206,11 @@ def _numbers(section: Fields, key: str, count: int) -> list[float]:
         raise section.missing(key)
     if not isinstance(value, list) or len(value) != count:
         raise section.error(f"{key} must be a list of {count} numbers, one for each pair")
-    return _positive(section, key, value)
+    return positive_numbers(section, key, value)
 
 
-def _positive(fields: Fields, name: str, values: Sequence[object]) -> list[float]:
+def positive_numbers(fields: Fields, name: str, values: Sequence[object]) -> list[float]:
+    """The values as floats. Raises CheckpointError when one is something else."""
     found = []
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:

@@ -1,0 +1,103 @@
+"""RoPE's settings as GGUF states them: some in the metadata, some as small tensors.
+
+As llama.cpp reads them: absent keys have a meaning there. What would change the answers and is
+not understood is refused. Knows no particular family.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from model.architectures.common import MAX_CONTEXT
+from model.architectures.fields import Fields
+from model.architectures.rotation import positive_numbers, rope_spec
+from model.config import EncodingSpec
+from model.rope_scaling import yarn_magnitude
+from model.rotation import Layout
+from model.weights.base import WeightFile, shown
+
+# Tensors that are read into the description.
+ROPE_TENSORS = frozenset(
+    {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
+)
+
+
+def rope_from_gguf(
+    fields: Fields,
+    own: str,
+    weights: WeightFile,
+    head_dim: int,
+    context: int,
+    *,
+    layout: Layout = "half",
+    layers: Sequence[int] | None = None,
+) -> EncodingSpec:
+    """From the metadata under `own` ("llama.") and the tensors ROPE_TENSORS."""
+    base = fields.number(own + "rope.freq_base")
+    width = fields.optional_integer(own + "rope.dimension_count", head_dim) or head_dim
+    scaling = _scaling_in_gguf(fields, own + "rope.scaling.", context)
+    lists = weights.names() & ROPE_TENSORS
+    if lists:
+        if scaling is not None:
+            raise fields.error(f"{min(lists)} and rope.scaling.type contradict each other")
+        scaling = _scaling_in_tensors(fields, own + "rope.scaling.", weights, width, context)
+    elif fields.text(own + "rope.scaling.type") == "longrope":
+        raise fields.error("rope_factors_long.weight is missing")
+    return rope_spec(fields, base, width, layout=layout, scaling=scaling, layers=layers)
+
+
+def _scaling_in_gguf(fields: Fields, own: str, context: int) -> dict[str, Any] | None:
+    kind = fields.text(own + "type")
+    fields.flag(own + "finetuned")  # history: it changes nothing
+    # Written even where no scaling is.
+    original = fields.optional_integer(own + "original_context_length", MAX_CONTEXT) or context
+    if kind in ("none", "longrope"):
+        return None  # a factor stays unread, and is refused
+    if kind not in (None, "linear", "yarn"):
+        raise fields.error(f"rope.scaling.type {shown(kind)} is not supported")
+    factor = fields.optional_number(own + "factor")
+    if kind is None and factor is None:
+        return None
+    if factor is None:
+        raise fields.missing(own + "factor")
+    if kind != "yarn":
+        return {"type": "linear", "factor": factor}
+    scaling = {"type": "yarn", "factor": factor, "original_context": original}
+    for key in ("beta_fast", "beta_slow"):
+        value = fields.optional_number(f"{own}yarn_{key}")
+        if value is not None:
+            scaling[key] = value
+    if fields.optional_number(own + "yarn_ext_factor") not in (None, 1.0):
+        raise fields.error("rope.scaling.yarn_ext_factor other than 1 is not supported")
+    magnitude = fields.optional_number(own + "attn_factor")
+    if magnitude is not None:
+        scaling["magnitude"] = yarn_magnitude(factor) * magnitude
+    return scaling
+
+
+def _scaling_in_tensors(
+    fields: Fields, own: str, weights: WeightFile, width: int, context: int
+) -> dict[str, Any]:
+    short, long = "rope_factors_short.weight", "rope_factors_long.weight"
+    names = weights.names() & ROPE_TENSORS
+    if names == {"rope_freqs.weight"}:
+        return {
+            "type": "factors",
+            "factors": _tensor(fields, weights, "rope_freqs.weight", width // 2),
+        }
+    if names != {short, long}:
+        raise fields.error(f"{', '.join(sorted(names))} alone do not say how to rotate")
+    magnitude = fields.optional_number(own + "attn_factor")
+    return {
+        "type": "longrope",
+        "short_factors": _tensor(fields, weights, short, width // 2),
+        "long_factors": _tensor(fields, weights, long, width // 2),
+        "original_context": fields.optional_integer(own + "original_context_length", MAX_CONTEXT)
+        or context,
+        "magnitude": 1.0 if magnitude is None else magnitude,
+    }
+
+
+def _tensor(fields: Fields, weights: WeightFile, name: str, count: int) -> list[float]:
+    if weights.shape(name) != (count,):
+        raise fields.error(f"{name} has the shape {list(weights.shape(name))}, not [{count}]")
+    return positive_numbers(fields, name, weights.read(name).tolist())
