@@ -17,17 +17,18 @@ from model.tokenizers.base import Detokenizer
 from server.app import HttpOptions, create_app
 from server.async_engine import AsyncEngine
 from server.build import load_models
+from server.completion import Choice
 from server.engine import Engine
 from server.errors import CommandError
 from server.metrics import Metrics
 from server.models import Models
-from server.request import InvalidField, PromptTooLong, Request
+from server.request import InvalidField, PromptTooLong, Request, TokenEvent
 from server.scheduler import Limits, Sampled, Scheduler
 from tests.model import encoder_decoders as tiny
 from tests.model.encoder_decoders import CPU, START, STOP, Answering
 from tests.model.test_parity_t5 import reference_greedy
 from tests.server.fake_engine import configured
-from tests.server.toy import running, sample
+from tests.server.toy import running, sample, wait_for
 
 MODELS = {"t5": (tiny.t5(), False), "t5-v1.1": (tiny.t5_v11(), True), "umt5": (tiny.umt5(), True)}
 PROMPT = list(b"translate this: the rope is long")
@@ -172,12 +173,52 @@ def test_metrics_count_the_prompt_as_the_client_sent_it(models):
     with serving({"t5": models["t5"][0]}, "--kv-memory", "2M") as (client, metrics):
         ask(client, prompt=PROMPT, max_tokens=5, ignore_eos=True)
         labels = {"model_name": "t5", "encoding": "t5"}
+        # The engine's thread counts a step after it has sent what came of it.
+        wait_for(lambda: sample(metrics, "request_prompt_tokens_count", **labels) == 1)
         counted = sample(metrics, "prompt_tokens_total", source="computed", **labels)
         assert counted == sample(metrics, "request_prompt_tokens_sum", **labels) == len(PROMPT)
         # Five tokens of the decoder, the last of which is never stored.
         rows = len(PROMPT) + 5
         entries = 2 * 3 * 3  # keys and values of 3 layers, 3 heads each
         assert sample(metrics, "kv_written_entries_total", **labels) == rows * entries
+
+
+def load(folder, *flags):
+    (loaded,) = load_models(configured(str(folder), "--dtype", "float32", *flags), Metrics())
+    return loaded
+
+
+def test_the_cache_has_room_for_both_sides(models):
+    folder, context = models["t5"][0], ("--max-model-len", "100")
+    ample = load(folder, *context, "--max-seqs", "3")
+    assert ample.facts.blocks == 3 * 2 * -(-100 // 16)
+    # Nine blocks of 16 · 2 · 3 layers · 3 heads · 7 float32: four for each side and one over.
+    small = load(folder, *context, "--kv-memory", str(10 * 16 * 2 * 3 * 3 * 7 * 4))
+    assert (small.facts.blocks, small.served.max_context) == (9, 65)
+    full = request("a", [7] * 65, max_tokens=64)
+    small.engine.submit(full)
+    while small.engine.busy:
+        stats = small.engine.step().stats
+    assert full.num_generated == 64
+    assert not full.preemptions
+    # Nothing is kept for others: equal tokens of two decoders mean nothing.
+    assert (stats.blocks_free, stats.blocks_cached) == (9, 0)
+
+
+class SpacedTokenizer:
+    """Each token is a space and its number; a text does not start with the space."""
+
+    def token_bytes(self, token, *, first):
+        return b"" if token == STOP else f"{'' if first else ' '}{token}".encode()
+
+
+@pytest.mark.parametrize(("source", "text"), [([5], "7 8"), ([], " 7 8")])
+def test_an_answer_is_a_text_of_its_own(source, text):
+    asked = request("a", source)
+    choice = Choice(0, asked, SpacedTokenizer())
+    events = [TokenEvent("a", token) for token in (STOP, 7, 8)]
+    assert choice.take(events).text == text
+    assert "".join(choice.spell(token)[0] for token in (STOP, 7, 8)) == text
 
 
 @pytest.mark.parametrize(
