@@ -62,7 +62,8 @@ class KeyBias:
 
     def between(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Positions [..., Q] and [..., K] → bias [heads, ..., Q, K]."""
-        bias = self.table[:, keys][..., None, :]
+        # A block's last slots may lie past the context: unused, but gathered with the rest.
+        bias = self.table[:, keys.clamp(max=self.table.shape[1] - 1)][..., None, :]
         return bias.expand(*bias.shape[:-2], queries.shape[-1], -1)
 
 
