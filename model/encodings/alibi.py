@@ -1,0 +1,112 @@
+"""ALiBi: each head lowers the score of a key in proportion to its distance.
+
+Knows slopes and distances only. Nothing enters queries, keys or values, so cached entries do not
+depend on where they stand.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+
+from model.config import ModelConfig
+from model.encodings.base import (
+    EncodingError,
+    KeyBias,
+    LinearBias,
+    PositionalEncoding,
+    PositionalWork,
+)
+
+
+def slopes(heads: int, bias_max: float = 8.0) -> torch.Tensor:
+    """[heads] float32, in the order of the heads (arXiv 2108.12409, section 3).
+
+    For n heads, n a power of two, head h (from 1 on) has 2^(-bias_max · h / n). For other n, those
+    of the largest power of two below come first, then every other one of its double: so say BLOOM
+    and Falcon, and MPT's rule gives the same values in the same order.
+    """
+    exact = 1 << (heads.bit_length() - 1)
+    found = _powers(exact, bias_max)
+    if exact != heads:
+        found = torch.cat((found, _powers(2 * exact, bias_max)[::2]))
+    return found[:heads].float()
+
+
+def _powers(heads: int, bias_max: float) -> torch.Tensor:
+    return 2.0 ** (torch.arange(1, heads + 1, dtype=torch.float64) * (-bias_max / heads))
+
+
+class ALiBi(PositionalEncoding):
+    """Press et al., Train Short, Test Long (arXiv 2108.12409), section 3.
+
+    The bias is -slope · distance in float32. `hf_exact` instead adds slope · position of the key,
+    with slope, position and product in bfloat16, as transformers computes Falcon-RW: the same up
+    to a constant per query, which softmax ignores, and a rounding that it does not. At position
+    2,000 it leaves but a few distinct values among the nearest 64 keys.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, str]] = {
+        "bias_max": "the last of n heads has the slope 2^-bias_max, n a power of two; default 8",
+        "scaled": "the bias is scaled like q · k, as in Falcon-RW; default false",
+        "hf_exact": "round as transformers does in Falcon-RW; default false",
+    }
+    LIMIT = "none; with hf_exact the served context, for whose keys the bias is tabulated"
+    BEYOND_TRAINED = (
+        "computes as before: a key further away than in training weighs less than any there did, "
+        "so answers rest on the nearer ones"
+    )
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        bias_max: float,
+        scale: float,
+        hf_exact: bool,
+        context: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        # Plain attributes: float32 whatever the model is cast to, and in no checkpoint.
+        self.slopes = (slopes(heads, bias_max) * scale).to(device)
+        self.by_key: torch.Tensor | None = None  # [heads, context]
+        if hf_exact:
+            self.max_positions = context
+            rounded = slopes(heads, bias_max).bfloat16()[:, None] * torch.arange(context)
+            self.by_key = (rounded.float() * scale).to(device)
+
+    @classmethod
+    def create(
+        cls, options: Mapping[str, Any], config: ModelConfig, context: int, device: torch.device
+    ) -> Self:
+        """Options: OPTIONS above; none is required."""
+        if not options.keys() <= cls.OPTIONS.keys():
+            raise EncodingError(
+                f"alibi takes the options {', '.join(cls.OPTIONS)}, but got {sorted(options)}."
+            )
+        bias_max = options.get("bias_max", 8)
+        if not bias_max > 0:
+            raise EncodingError(f"alibi needs a bias_max above 0, but got {bias_max}.")
+        scaled = options.get("scaled", False)
+        return cls(
+            heads=config.heads,
+            bias_max=bias_max,
+            scale=(config.attention_scale or config.head_dim**-0.5) if scaled else 1.0,
+            hf_exact=options.get("hf_exact", False),
+            context=context,
+            device=device,
+        )
+
+    def score_bias(self) -> LinearBias | KeyBias:
+        return LinearBias(self.slopes) if self.by_key is None else KeyBias(self.by_key)
+
+    def work(self, config: ModelConfig, context: int) -> PositionalWork:
+        """For every key and head a product and a sum; with `hf_exact` a value read and a sum."""
+        values = config.layers * config.heads * context
+        exact = self.by_key is not None
+        return PositionalWork(
+            bias_values=values,
+            flops=values if exact else 2 * values,
+            bytes=4 * config.heads * (context if exact else 1),
+        )
