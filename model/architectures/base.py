@@ -27,9 +27,9 @@ class Architecture(ABC):
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
         """Read a config.json."""
 
-    @abstractmethod
     def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
-        """Read GGUF metadata."""
+        """Read GGUF metadata. Families without a gguf_name are never asked."""
+        raise NotImplementedError
 
     @abstractmethod
     def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> Parameters:
@@ -38,9 +38,9 @@ class Architecture(ABC):
         names: of the stored tensors, for families that were published under two prefixes.
         """
 
-    @abstractmethod
     def parameters_in_gguf(self, config: ModelConfig) -> Parameters:
-        """Where GGUF holds the decoder's parameters."""
+        """Where GGUF holds the decoder's parameters. Families without a gguf_name: never asked."""
+        raise NotImplementedError
 
     def is_derived(self, name: str) -> bool:
         """Whether a stored tensor follows from the config, so that it may be left unread."""

@@ -203,7 +203,7 @@ class PlainNames:
     """What a family calls the tensors of a decoder without gates, without .weight and .bias."""
 
     embed: str
-    norm: str | None  # None: no norm after the last layer
+    norm: str
     head: str
     layer: str  # with {} for its index
     attention_norm: str
@@ -213,6 +213,25 @@ class PlainNames:
     up: str
     down: str
     embed_norm: str | None = None
+    positions: str | None = None  # the learned encoding's table
+    project_in: str | None = None
+    project_out: str | None = None
+
+
+PLAIN_GGUF = PlainNames(
+    embed="token_embd",
+    embed_norm="token_embd_norm",
+    positions="position_embd",
+    norm="output_norm",
+    head="output",
+    layer="blk.{}.",
+    attention_norm="attn_norm",
+    qkv=("attn_qkv",),
+    out="attn_output",
+    mlp_norm="ffn_norm",
+    up="ffn_up",
+    down="ffn_down",
+)
 
 
 def plain_decoder(
@@ -222,46 +241,63 @@ def plain_decoder(
     qkv_order: Order | None = None,
     transposed: bool = False,
 ) -> Parameters:
-    """Every parameter of a decoder with plain feed-forwards, but those of its encoding.
+    """Every parameter of a decoder with plain feed-forwards.
 
-    qkv_order: of the rows of a fused q, k, v, weights and biases alike, or of each when apart.
+    qkv_order: of the rows of a fused q, k, v, weights and biases alike.
     transposed: the layers' matrices are stored [inputs, outputs].
     """
-    vocabulary = (config.vocab_size, config.embed_width or config.width)
+    embedded = config.embed_width or config.width
+    vocabulary = (config.vocab_size, embedded)
     found: dict[str, tuple[Stored, ...]] = {
         "embed.weight": (Stored(f"{names.embed}.weight", vocabulary),)
     }
-    norms = {"norm": names.norm, "embed_norm": names.embed_norm}
+    if config.encoding.name == "learned":
+        options = config.encoding.options
+        table = (options["positions"] + options["offset"], config.width)
+        found["encoding.table"] = (Stored(f"{names.positions}.weight", table),)
+    if config.embed_width is not None:
+        found["project_in.weight"] = (
+            Stored(f"{names.project_in}.weight", (config.width, embedded)),
+        )
+        found["project_out.weight"] = (
+            Stored(f"{names.project_out}.weight", (embedded, config.width)),
+        )
     for layer in range(config.layers):
-        prefix, own = f"layers.{layer}.", names.layer.format(layer)
-        norms[f"{prefix}attention_norm"] = own + names.attention_norm
-        norms[f"{prefix}mlp_norm"] = None if names.mlp_norm is None else own + names.mlp_norm
+        own = names.layer.format(layer)
         for name, (bias, columns, pieces) in _plain_linears(config, names).items():
             order = qkv_order if name == "attention.qkv" else None
-            if transposed:
-                order = Transposed()
-            found[f"{prefix}{name}.weight"] = tuple(
-                Stored(
-                    f"{own}{piece}.weight",
-                    (columns, rows) if transposed else (rows, columns),
-                    order,
-                )
+            found[f"layers.{layer}.{name}.weight"] = tuple(
+                Stored(f"{own}{piece}.weight", (columns, rows), Transposed())
+                if transposed
+                else Stored(f"{own}{piece}.weight", (rows, columns), order)
                 for piece, rows in pieces
             )
             if bias:
-                order = None if transposed else order
-                found[f"{prefix}{name}.bias"] = tuple(
+                found[f"layers.{layer}.{name}.bias"] = tuple(
                     Stored(f"{own}{piece}.bias", (rows,), order) for piece, rows in pieces
                 )
-    for name, stored_name in norms.items():
-        if stored_name is not None:
-            found[f"{name}.weight"] = (Stored(f"{stored_name}.weight", (config.width,)),)
-            if config.norm_bias:
-                found[f"{name}.bias"] = (Stored(f"{stored_name}.bias", (config.width,)),)
+    for name, stored_name in _plain_norms(config, names).items():
+        found[f"{name}.weight"] = (Stored(f"{stored_name}.weight", (config.width,)),)
+        if config.norm_bias:
+            found[f"{name}.bias"] = (Stored(f"{stored_name}.bias", (config.width,)),)
     if not config.tied_embeddings:
         found["head.weight"] = (Stored(f"{names.head}.weight", vocabulary),)
     if config.head_bias:
         found["head.bias"] = (Stored(f"{names.head}.bias", (config.vocab_size,)),)
+    return found
+
+
+def _plain_norms(config: ModelConfig, names: PlainNames) -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    if config.embed_norm:
+        found["embed_norm"] = names.embed_norm
+    if config.block != "post_norm":
+        found["norm"] = names.norm
+    for layer in range(config.layers):
+        own = names.layer.format(layer)
+        found[f"layers.{layer}.attention_norm"] = own + names.attention_norm
+        if names.mlp_norm is not None:
+            found[f"layers.{layer}.mlp_norm"] = own + names.mlp_norm
     return found
 
 

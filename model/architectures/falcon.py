@@ -1,0 +1,74 @@
+"""Falcon-RW: the Falcons with ALiBi. Those that rotate have other shapes and are refused."""
+
+from model.architectures import stored
+from model.architectures.common import (
+    MAX_CONTEXT,
+    MAX_FFN_WIDTH,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    activation,
+)
+from model.architectures.fields import Fields
+from model.architectures.plain import PlainDecoder, plain_config, tied
+from model.config import EncodingSpec, ModelConfig
+
+FALCON_RW = {
+    "alibi": True,
+    "new_decoder_architecture": False,
+    "multi_query": False,
+    "parallel_attn": False,
+}
+
+
+class Falcon(PlainDecoder):
+    model_type = "falcon"  # no gguf_name: what GGUF calls a falcon rotates
+    model_class = "FalconForCausalLM"
+    prefix = "transformer."
+    fused_by_head = True
+    # What only those that rotate read, and older names beside the newer.
+    harmless = """
+        apply_residual_connection_post_layernorm hidden_dropout num_kv_heads
+        num_ln_in_parallel_attn rope_parameters rope_theta
+    """
+    names = stored.PlainNames(
+        embed="transformer.word_embeddings",
+        norm="transformer.ln_f",
+        head="lm_head",
+        layer="transformer.h.{}.",
+        attention_norm="input_layernorm",
+        qkv=("self_attention.query_key_value",),
+        out="self_attention.dense",
+        mlp_norm="post_attention_layernorm",
+        up="mlp.dense_h_to_4h",
+        down="mlp.dense_4h_to_h",
+    )
+
+    def shape_from_hf(self, fields: Fields) -> ModelConfig:
+        for name, value in FALCON_RW.items():
+            if fields.flag(name) is not value:
+                raise fields.error(
+                    f"{name} is not {str(value).lower()}, but of Falcon only Falcon-RW is served"
+                )
+        width = fields.integer("hidden_size", MAX_WIDTH)
+        heads = fields.integer("num_attention_heads", MAX_HEADS)
+        bias = bool(fields.flag("bias"))
+        # ALiBi is added before the scores are scaled, and rounded to bfloat16.
+        alibi = {"scaled": True, "hf_exact": True}
+        return plain_config(
+            fields,
+            vocab_size=fields.integer("vocab_size", MAX_VOCAB),
+            width=width,
+            layers=fields.integer("num_hidden_layers", MAX_LAYERS),
+            heads=heads,
+            ffn_width=fields.optional_integer("ffn_hidden_size", MAX_FFN_WIDTH) or 4 * width,
+            norm_eps=fields.number("layer_norm_epsilon"),
+            trained_context=fields.optional_integer("max_position_embeddings", MAX_CONTEXT) or 2048,
+            tied_embeddings=tied(fields),
+            encoding=EncodingSpec("alibi", alibi),
+            activation=activation(fields, "activation", "gelu"),
+            qkv_bias=bias,
+            out_bias=bias,
+            mlp_bias=bias,
+        )

@@ -1,0 +1,74 @@
+"""GPT-2: learned positions; matrices are stored transposed."""
+
+import re
+from dataclasses import replace
+
+from model.architectures import stored
+from model.architectures.common import (
+    MAX_CONTEXT,
+    MAX_FFN_WIDTH,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    activation,
+)
+from model.architectures.fields import Fields
+from model.architectures.plain import PlainDecoder, plain_config, tied
+from model.config import EncodingSpec, ModelConfig
+
+MASKS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
+
+
+class GPT2(PlainDecoder):
+    model_type = "gpt2"
+    model_class = "GPT2LMHeadModel"
+    gguf_name = "gpt2"
+    prefix = "transformer."
+    transposed = True
+    # reorder_and_upcast_attn changes the order of rounding only.
+    harmless = """
+        attn_pdrop embd_pdrop n_ctx reorder_and_upcast_attn resid_pdrop summary_activation
+        summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    """
+    names = stored.PlainNames(
+        embed="transformer.wte",
+        positions="transformer.wpe",
+        norm="transformer.ln_f",
+        head="lm_head",
+        layer="transformer.h.{}.",
+        attention_norm="ln_1",
+        qkv=("attn.c_attn",),
+        out="attn.c_proj",
+        mlp_norm="ln_2",
+        up="mlp.c_fc",
+        down="mlp.c_proj",
+    )
+
+    def shape_from_hf(self, fields: Fields) -> ModelConfig:
+        for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+            if fields.flag(name):
+                raise fields.error(f"{name} is not supported")
+        width = fields.integer("n_embd", MAX_WIDTH)
+        context = fields.integer("n_positions", MAX_CONTEXT)
+        return plain_config(
+            fields,
+            vocab_size=fields.integer("vocab_size", MAX_VOCAB),
+            width=width,
+            layers=fields.integer("n_layer", MAX_LAYERS),
+            heads=fields.integer("n_head", MAX_HEADS),
+            ffn_width=fields.optional_integer("n_inner", MAX_FFN_WIDTH) or 4 * width,
+            norm_eps=fields.number("layer_norm_epsilon"),
+            trained_context=context,
+            tied_embeddings=tied(fields),
+            encoding=EncodingSpec("learned", {"positions": context, "offset": 0}),
+            activation=activation(fields, "activation_function", "gelu_new"),
+            attention_scale=1.0 if fields.flag("scale_attn_weights") is False else None,
+        )
+
+    def shape_from_gguf(self, fields: Fields, own: str, usual: ModelConfig) -> ModelConfig:
+        options = {"positions": usual.trained_context, "offset": 0}
+        return replace(usual, encoding=EncodingSpec("learned", options), activation="gelu_tanh")
+
+    def is_derived(self, name: str) -> bool:
+        return MASKS.fullmatch(name) is not None

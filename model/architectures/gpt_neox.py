@@ -1,0 +1,83 @@
+"""GPT-NeoX and Pythia: part of each head turns, and both halves of a layer read its input."""
+
+import re
+from dataclasses import replace
+
+from model.architectures import stored
+from model.architectures.common import (
+    MAX_CONTEXT,
+    MAX_FFN_WIDTH,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    activation,
+)
+from model.architectures.fields import Fields
+from model.architectures.plain import PlainDecoder, plain_config, tied
+from model.architectures.rotation import rope_from_hf, rope_spec
+from model.config import BlockKind, ModelConfig
+
+DERIVED = re.compile(r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)")
+
+
+class GPTNeoX(PlainDecoder):
+    model_type = "gpt_neox"
+    model_class = "GPTNeoXForCausalLM"
+    gguf_name = "gptneox"
+    fused_by_head = True
+    harmless = "hidden_dropout is_decoder"
+    names = stored.PlainNames(
+        embed="gpt_neox.embed_in",
+        norm="gpt_neox.final_layer_norm",
+        head="embed_out",
+        layer="gpt_neox.layers.{}.",
+        attention_norm="input_layernorm",
+        qkv=("attention.query_key_value",),
+        out="attention.dense",
+        mlp_norm="post_attention_layernorm",
+        up="mlp.dense_h_to_4h",
+        down="mlp.dense_4h_to_h",
+    )
+
+    def shape_from_hf(self, fields: Fields) -> ModelConfig:
+        width = fields.integer("hidden_size", MAX_WIDTH)
+        heads = fields.integer("num_attention_heads", MAX_HEADS)
+        context = fields.integer("max_position_embeddings", MAX_CONTEXT)
+        bias = fields.flag("attention_bias") is not False
+        return plain_config(
+            fields,
+            vocab_size=fields.integer("vocab_size", MAX_VOCAB),
+            width=width,
+            layers=fields.integer("num_hidden_layers", MAX_LAYERS),
+            heads=heads,
+            ffn_width=fields.integer("intermediate_size", MAX_FFN_WIDTH),
+            norm_eps=fields.number("layer_norm_eps"),
+            trained_context=context,
+            tied_embeddings=tied(fields, default=False),
+            encoding=rope_from_hf(
+                fields, width // heads, context, older=("rotary_emb_base", "rotary_pct")
+            ),
+            activation=activation(fields, "hidden_act", "gelu"),
+            block=_block(fields.flag("use_parallel_residual")),
+            qkv_bias=bias,
+            out_bias=bias,
+        )
+
+    def shape_from_gguf(self, fields: Fields, own: str, usual: ModelConfig) -> ModelConfig:
+        turning = fields.integer(own + "rope.dimension_count", usual.head_dim)
+        # The format leaves the base out where it is the usual one.
+        base = fields.optional_number(own + "rope.freq_base") or 10000.0
+        return replace(
+            usual,
+            encoding=rope_spec(fields, base, turning),
+            activation="gelu",
+            block=_block(fields.flag(own + "use_parallel_residual")),
+        )
+
+    def is_derived(self, name: str) -> bool:
+        return DERIVED.fullmatch(name) is not None
+
+
+def _block(parallel: bool | None) -> BlockKind:
+    return "pre_norm" if parallel is False else "parallel"

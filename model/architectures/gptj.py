@@ -1,0 +1,70 @@
+"""GPT-J: pairs of neighbouring coordinates turn, and one norm serves both halves of a layer."""
+
+import re
+
+from model.architectures import stored
+from model.architectures.common import (
+    MAX_CONTEXT,
+    MAX_FFN_WIDTH,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    activation,
+)
+from model.architectures.fields import Fields
+from model.architectures.plain import PlainDecoder, plain_config, tied
+from model.architectures.rotation import rope_spec
+from model.config import ModelConfig
+
+DERIVED = re.compile(r"transformer\.h\.\d+\.attn\.((masked_)?bias|embed_positions)")
+
+
+class GPTJ(PlainDecoder):
+    # No gguf_name: the format has a name for it, but no program that writes such files.
+    model_type = "gptj"
+    model_class = "GPTJForCausalLM"
+    prefix = "transformer."
+    harmless = """
+        attn_pdrop embd_pdrop n_ctx resid_pdrop rotary scale_attn_weights summary_activation
+        summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    """
+    names = stored.PlainNames(
+        embed="transformer.wte",
+        norm="transformer.ln_f",
+        head="lm_head",
+        layer="transformer.h.{}.",
+        attention_norm="ln_1",
+        qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+        out="attn.out_proj",
+        mlp_norm=None,
+        up="mlp.fc_in",
+        down="mlp.fc_out",
+    )
+
+    def shape_from_hf(self, fields: Fields) -> ModelConfig:
+        width = fields.integer("n_embd", MAX_WIDTH)
+        turning = fields.optional_integer("rotary_dim", MAX_HEAD_DIM)
+        if turning is None:
+            raise fields.missing("rotary_dim")
+        return plain_config(
+            fields,
+            vocab_size=fields.integer("vocab_size", MAX_VOCAB),
+            width=width,
+            layers=fields.integer("n_layer", MAX_LAYERS),
+            heads=fields.integer("n_head", MAX_HEADS),
+            ffn_width=fields.optional_integer("n_inner", MAX_FFN_WIDTH) or 4 * width,
+            norm_eps=fields.number("layer_norm_epsilon"),
+            trained_context=fields.integer("n_positions", MAX_CONTEXT),
+            tied_embeddings=tied(fields, default=False),
+            encoding=rope_spec(fields, 10000.0, turning, layout="interleaved"),
+            activation=activation(fields, "activation_function", "gelu_new"),
+            block="parallel_one_norm",
+            qkv_bias=False,
+            out_bias=False,
+            head_bias=True,
+        )
+
+    def is_derived(self, name: str) -> bool:
+        return DERIVED.fullmatch(name) is not None

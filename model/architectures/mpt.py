@@ -1,0 +1,104 @@
+"""MPT: ALiBi with slopes of its own range, no biases anywhere, clipped projections."""
+
+from dataclasses import replace
+from typing import Any
+
+from model.architectures import stored
+from model.architectures.common import (
+    HARMLESS,
+    MAX_CONTEXT,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+)
+from model.architectures.fields import Fields
+from model.architectures.plain import PlainDecoder, plain_config, tied
+from model.config import EncodingSpec, ModelConfig
+
+NO_BIASES: dict[str, Any] = {
+    "qkv_bias": False,
+    "out_bias": False,
+    "mlp_bias": False,
+    "norm_bias": False,
+}
+ATTENTION_OTHERS = ("attn_impl", "attn_pdrop")
+
+
+class MPT(PlainDecoder):
+    model_type = "mpt"
+    model_class = "MptForCausalLM"
+    gguf_name = "mpt"
+    # learned_pos_emb is true in files whose attn_config has alibi, which comes first.
+    harmless = """
+        emb_pdrop embedding_fraction init_config init_device learned_pos_emb norm_type resid_pdrop
+        verbose
+    """
+    names = stored.PlainNames(
+        embed="transformer.wte",
+        norm="transformer.norm_f",
+        head="lm_head",
+        layer="transformer.blocks.{}.",
+        attention_norm="norm_1",
+        qkv=("attn.Wqkv",),
+        out="attn.out_proj",
+        mlp_norm="norm_2",
+        up="ffn.up_proj",
+        down="ffn.down_proj",
+    )
+
+    def shape_from_hf(self, fields: Fields) -> ModelConfig:
+        attention = fields.section("attn_config")
+        if attention is None:
+            raise fields.missing("attn_config")
+        _refuse_other_attention(attention)
+        bias_max = attention.optional_number("alibi_bias_max") or 8.0
+        clip = attention.optional_number("clip_qkv")
+        scale = attention.optional_number("softmax_scale")
+        attention.finish([*HARMLESS.split(), *ATTENTION_OTHERS])
+        if fields.flag("no_bias") is False:
+            raise fields.error("no_bias is false, but MPT is served without biases only")
+        if fields.get("logit_scale") is not None:
+            raise fields.error("logit_scale is not supported")
+        if fields.optional_integer("expansion_ratio", 64) not in (None, 4):
+            raise fields.error("expansion_ratio must be 4")
+        width = fields.integer("d_model", MAX_WIDTH)
+        return plain_config(
+            fields,
+            vocab_size=fields.integer("vocab_size", MAX_VOCAB),
+            width=width,
+            layers=fields.integer("n_layers", MAX_LAYERS),
+            heads=fields.integer("n_heads", MAX_HEADS),
+            ffn_width=4 * width,
+            norm_eps=fields.optional_number("layer_norm_epsilon") or 1e-5,
+            trained_context=fields.integer("max_seq_len", MAX_CONTEXT),
+            tied_embeddings=tied(fields),
+            encoding=_alibi(bias_max),
+            activation="gelu",
+            qkv_clip=clip,
+            attention_scale=scale,
+            **NO_BIASES,
+        )
+
+    def shape_from_gguf(self, fields: Fields, own: str, usual: ModelConfig) -> ModelConfig:
+        return replace(
+            usual,
+            encoding=_alibi(fields.number(own + "attention.max_alibi_bias")),
+            activation="gelu",
+            qkv_clip=fields.optional_number(own + "attention.clamp_kqv"),
+            **NO_BIASES,
+        )
+
+
+def _alibi(bias_max: float) -> EncodingSpec:
+    return EncodingSpec("alibi", {} if bias_max == 8 else {"bias_max": bias_max})
+
+
+def _refuse_other_attention(attention: Fields) -> None:
+    if attention.flag("alibi") is False:
+        raise attention.error("alibi is false, but MPT is served with ALiBi only")
+    for name in ("qk_ln", "prefix_lm", "attn_uses_sequence_id"):
+        if attention.flag(name):
+            raise attention.error(f"{name} is not supported")
+    if attention.text("attn_type") not in (None, "multihead_attention"):
+        raise attention.error("attn_type must be multihead_attention")

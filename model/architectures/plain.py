@@ -1,0 +1,129 @@
+"""What GPT-2 and its relatives share: layer norms, as many key heads as query heads, no gates.
+
+Reads their descriptions in both formats. An architecture's own file says only what differs.
+"""
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any
+
+from model.architectures import stored
+from model.architectures.base import Architecture
+from model.architectures.common import (
+    GGUF_OTHERS,
+    HARMLESS,
+    MAX_CONTEXT,
+    MAX_FFN_WIDTH,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    refuse_foreign,
+    refuse_split,
+    vocab_size_of_gguf,
+)
+from model.architectures.fields import Fields
+from model.config import EncodingSpec, ModelConfig
+from model.weights.base import WeightFile
+
+NOPE = EncodingSpec("nope", {})
+
+
+class PlainDecoder(Architecture):
+    """Override what differs from: q, k and v one after the other, nothing transposed."""
+
+    model_class: str  # in config.json's architectures
+    names: stored.PlainNames  # in safetensors
+    gguf_names: stored.PlainNames = stored.PLAIN_GGUF
+    prefix: str = ""  # of all names but the head's; files of the bare model leave it out
+    fused_by_head: bool = False  # in safetensors
+    transposed: bool = False  # in safetensors
+    harmless: str = ""  # keys of config.json that change no logits, besides the usual ones
+
+    @abstractmethod
+    def shape_from_hf(self, fields: Fields) -> ModelConfig:
+        """From config.json; `plain_config` has what is usual."""
+
+    def shape_from_gguf(self, fields: Fields, own: str, usual: ModelConfig) -> ModelConfig:
+        """What differs from `usual`, by keys that start with `own`."""
+        raise NotImplementedError
+
+    def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
+        refuse_foreign(fields, self.model_type, self.model_class)
+        config = self.shape_from_hf(fields)
+        fields.finish([*HARMLESS.split(), *self.harmless.split()])
+        return config
+
+    def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
+        refuse_split(fields)
+        own = f"{self.gguf_name}."
+        heads = fields.integer(own + "attention.head_count", MAX_HEADS)
+        if fields.optional_integer(own + "attention.head_count_kv", MAX_HEADS) not in (None, heads):
+            raise fields.error("attention.head_count_kv differs from attention.head_count")
+        usual = plain_config(
+            fields,
+            vocab_size=vocab_size_of_gguf(fields, own, weights),
+            width=fields.integer(own + "embedding_length", MAX_WIDTH),
+            layers=fields.integer(own + "block_count", MAX_LAYERS),
+            heads=heads,
+            ffn_width=fields.integer(own + "feed_forward_length", MAX_FFN_WIDTH),
+            norm_eps=fields.number(own + "attention.layer_norm_epsilon"),
+            trained_context=fields.integer(own + "context_length", MAX_CONTEXT),
+            tied_embeddings="output.weight" not in weights.names(),
+        )
+        config = self.shape_from_gguf(fields, own, usual)
+        fields.finish(key for key in weights.metadata if GGUF_OTHERS.match(key))
+        return config
+
+    def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> stored.Parameters:
+        found = stored.plain_decoder(
+            config,
+            self.names,
+            qkv_order=stored.FusedByHead(config.heads) if self.fused_by_head else None,
+            transposed=self.transposed,
+        )
+        if any(name.startswith(self.prefix) for name in names):
+            return found
+        return {
+            parameter: tuple(
+                replace(piece, name=piece.name.removeprefix(self.prefix)) for piece in pieces
+            )
+            for parameter, pieces in found.items()
+        }
+
+    def parameters_in_gguf(self, config: ModelConfig) -> stored.Parameters:
+        return stored.plain_decoder(config, self.gguf_names)
+
+    def copies(self, config: ModelConfig) -> dict[str, str]:
+        if not config.tied_embeddings:
+            return {}
+        return {f"{self.names.head}.weight": f"{self.names.embed}.weight"}
+
+
+def plain_config(
+    fields: Fields, *, width: int, layers: int, heads: int, **others: Any
+) -> ModelConfig:
+    """The usual shape of these families, `others` being fields of ModelConfig that differ."""
+    if width % heads:
+        raise fields.error(f"the width {width} is not a multiple of {heads} heads")
+    usual: dict[str, Any] = {
+        "width": width,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": width // heads,
+        "windows": (None,) * layers,
+        "encoding": NOPE,
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "norm": "layer",
+        "norm_bias": True,
+        "gated": False,
+    }
+    return ModelConfig(**usual | others)
+
+
+def tied(fields: Fields, default: bool = True) -> bool:
+    """tie_word_embeddings, by the family's default where the file leaves it out."""
+    given = fields.flag("tie_word_embeddings")
+    return default if given is None else given

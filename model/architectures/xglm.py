@@ -1,0 +1,58 @@
+"""XGLM: sinusoidal positions from row 2 on, embeddings times the root of the width."""
+
+from model.architectures import stored
+from model.architectures.common import (
+    MAX_CONTEXT,
+    MAX_FFN_WIDTH,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    activation,
+)
+from model.architectures.fields import Fields
+from model.architectures.plain import PlainDecoder, plain_config, tied
+from model.config import EncodingSpec, ModelConfig
+
+
+class XGLM(PlainDecoder):
+    model_type = "xglm"
+    model_class = "XGLMForCausalLM"
+    prefix = "model."
+    harmless = "activation_dropout dropout init_std layerdrop"
+    names = stored.PlainNames(
+        embed="model.embed_tokens",
+        norm="model.layer_norm",
+        head="lm_head",
+        layer="model.layers.{}.",
+        attention_norm="self_attn_layer_norm",
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        out="self_attn.out_proj",
+        mlp_norm="final_layer_norm",
+        up="fc1",
+        down="fc2",
+    )
+
+    def shape_from_hf(self, fields: Fields) -> ModelConfig:
+        if fields.flag("add_cross_attention"):
+            raise fields.error("add_cross_attention is not supported")
+        width = fields.integer("d_model", MAX_WIDTH)
+        # Row 1 of the published table is zero, but positions start at row 2.
+        options = {"layout": "split", "offset": 2, "slowest": "last"}
+        return plain_config(
+            fields,
+            vocab_size=fields.integer("vocab_size", MAX_VOCAB),
+            width=width,
+            layers=fields.integer("num_layers", MAX_LAYERS),
+            heads=fields.integer("attention_heads", MAX_HEADS),
+            ffn_width=fields.integer("ffn_dim", MAX_FFN_WIDTH),
+            norm_eps=1e-5,
+            trained_context=fields.integer("max_position_embeddings", MAX_CONTEXT),
+            tied_embeddings=tied(fields),
+            encoding=EncodingSpec("sinusoidal", options),
+            activation=activation(fields, "activation_function", "gelu"),
+            embed_scale=1.0 if fields.flag("scale_embedding") is False else width**0.5,
+        )
+
+    def is_derived(self, name: str) -> bool:
+        return name == "model.embed_positions.weights"

@@ -1,0 +1,59 @@
+"""Learned absolute positions: one trained vector for each position, added to the embedding.
+
+The position is part of everything computed from the embedding, keys and values included, so no
+stored entry can be moved to another position.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from model.config import ModelConfig
+from model.encodings.base import EncodingError, PositionalEncoding, PositionalWork
+
+
+class Learned(PositionalEncoding):
+    """Gehring et al. (arXiv 1705.03122), section 3.1; GPT-2 and OPT."""
+
+    OPTIONS: ClassVar[Mapping[str, str]] = {
+        "positions": "how many positions were trained",
+        "offset": "rows of the table before that of position 0: 2 in OPT, 0 in GPT-2",
+    }
+    LIMIT = "the trained positions: the table has no row for any other"
+    BEYOND_TRAINED = "refuses: there is no vector for such a position"
+
+    def __init__(self, *, positions: int, offset: int, width: int, device: torch.device) -> None:
+        super().__init__()
+        self.max_positions = positions
+        self.offset = offset
+        # float32 whatever the model's dtype; the sum is rounded to it once.
+        self.table = nn.Parameter(
+            torch.empty(positions + offset, width, dtype=torch.float32, device=device),
+            requires_grad=False,
+        )
+
+    @classmethod
+    def create(
+        cls, options: Mapping[str, Any], config: ModelConfig, context: int, device: torch.device
+    ) -> Self:
+        """Options: OPTIONS above; both are required."""
+        if options.keys() != cls.OPTIONS.keys():
+            raise EncodingError(
+                f"learned takes the options positions and offset, but got {sorted(options)}."
+            )
+        positions, offset = options["positions"], options["offset"]
+        if positions < 1 or offset < 0:
+            raise EncodingError(
+                f"learned needs a position and no negative offset, but got {positions} positions "
+                f"and an offset of {offset}."
+            )
+        return cls(positions=positions, offset=offset, width=config.width, device=device)
+
+    def embed(self, x: Tensor, positions: Tensor) -> Tensor:
+        return (x + self.table[positions + self.offset]).to(x.dtype)
+
+    def work(self, config: ModelConfig, context: int) -> PositionalWork:
+        """One row is read and added, however long the context."""
+        return PositionalWork(flops=config.width, bytes=4 * config.width)

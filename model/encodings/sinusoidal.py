@@ -1,0 +1,106 @@
+"""Sinusoidal absolute positions: a fixed vector of sines and cosines, added to the embedding.
+
+The position is part of everything computed from the embedding, keys and values included, so no
+stored entry can be moved to another position.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.encodings.base import EncodingError, PositionalEncoding, PositionalWork
+
+LAYOUTS = ("interleaved", "split")
+SLOWEST = ("next", "last")
+
+
+def sinusoids(positions: int, width: int, layout: str, slowest: str) -> Tensor:
+    """[positions, width] float32: sine and cosine of position / 10000^(i / n), for i < width / 2.
+
+    n is width / 2 when the slowest frequency, 1/10000, is the one after the last (Vaswani et al.,
+    arXiv 1706.03762, section 3.5), or width / 2 - 1 when it is the last (as XGLM has it).
+    """
+    half = width // 2
+    steps = half if slowest == "next" else half - 1
+    frequencies = 10000.0 ** (torch.arange(half, dtype=torch.float64) / -steps)
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
+    if layout == "split":
+        table = torch.cat((angles.sin(), angles.cos()), dim=1)
+    else:
+        table = torch.stack((angles.sin(), angles.cos()), dim=2).flatten(1)
+    return torch.nn.functional.pad(table, (0, width % 2)).float()
+
+
+class Sinusoidal(PositionalEncoding):
+    """Vaswani et al. (arXiv 1706.03762), section 3.5, tabulated for the served context."""
+
+    OPTIONS: ClassVar[Mapping[str, str]] = {
+        "layout": "interleaved has sine and cosine side by side, split all sines first",
+        "slowest": "the frequency 1/10000 is that of the last pair (last), or of the one that "
+        "would come next (next); default next",
+        "offset": "what is added to a position before its vector is looked up; default 0",
+    }
+    LIMIT = "the served context, for whose positions the vectors are tabulated"
+    BEYOND_TRAINED = (
+        "computes as before, but with vectors that training never showed; answers break soon "
+        "after the trained length"
+    )
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        layout: str,
+        slowest: str,
+        offset: int,
+        context: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.max_positions = context
+        # Plain attribute, so that casting the model leaves it in float32.
+        self.table = sinusoids(context + offset, width, layout, slowest)[offset:].to(device)
+
+    @classmethod
+    def create(
+        cls, options: Mapping[str, Any], config: ModelConfig, context: int, device: torch.device
+    ) -> Self:
+        """Options: OPTIONS above; layout is required."""
+        if not {"layout"} <= options.keys() <= cls.OPTIONS.keys():
+            raise EncodingError(
+                "sinusoidal takes the option layout, and if need be slowest and offset, "
+                f"but got {sorted(options)}."
+            )
+        layout, slowest = options["layout"], options.get("slowest", "next")
+        offset = options.get("offset", 0)
+        if layout not in LAYOUTS:
+            raise EncodingError(
+                f"sinusoidal's layout is {' or '.join(LAYOUTS)}, but got {layout!r}."
+            )
+        if slowest not in SLOWEST:
+            raise EncodingError(
+                f"sinusoidal's slowest is {' or '.join(SLOWEST)}, but got {slowest!r}."
+            )
+        if config.width < 4 or offset < 0:
+            raise EncodingError(
+                "sinusoidal needs a width of at least 4 and no negative offset, "
+                f"but got {config.width} and {offset}."
+            )
+        return cls(
+            width=config.width,
+            layout=layout,
+            slowest=slowest,
+            offset=offset,
+            context=context,
+            device=device,
+        )
+
+    def embed(self, x: Tensor, positions: Tensor) -> Tensor:
+        return (x + self.table[positions]).to(x.dtype)
+
+    def work(self, config: ModelConfig, context: int) -> PositionalWork:
+        """One row is read and added, however long the context."""
+        return PositionalWork(flops=config.width, bytes=4 * config.width)

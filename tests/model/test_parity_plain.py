@@ -1,0 +1,126 @@
+"""Families with layer norms and without gates, against transformers: every encoding but T5's."""
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.attention.cpu import CpuBackend
+from model.attention.reference import ReferenceAttention
+from model.loading import CheckpointError, open_checkpoint
+from tests.model import checkpoints, plain
+from tests.model.plain import bloom, falcon, gpt2, gpt_neox, gptj, mpt, opt, xglm
+from tests.model.test_parity import greedy, prompts, ragged_logits, reference_greedy
+
+MODELS = {
+    "bloom": bloom(),
+    "bloom-eight-heads": bloom(n_head=4, n_layer=1, tie_word_embeddings=False),
+    "mpt": mpt(),
+    "mpt-bias-max": mpt({"alibi_bias_max": 5, "clip_qkv": 0.6, "softmax_scale": 0.4}),
+    "falcon": falcon(),
+    "falcon-no-bias": falcon(bias=False, num_attention_heads=8, ffn_hidden_size=50),
+    "gpt2": gpt2(),
+    "gpt2-inner": gpt2(n_inner=50, scale_attn_weights=False, activation_function="relu"),
+    "gpt2-untied": gpt2(n_head=1, tie_word_embeddings=False),
+    "opt": opt(),
+    "opt-350m": opt(do_layer_norm_before=False, word_embed_proj_dim=20),
+    "opt-no-bias": opt(enable_bias=False, activation_function="gelu"),
+    "xglm": xglm(),
+    "xglm-unscaled": xglm(scale_embedding=False, attention_heads=2),
+    "gpt-neox": gpt_neox(),
+    "gpt-neox-sequential": gpt_neox(use_parallel_residual=False, hidden_act="gelu_new"),
+    "gpt-neox-no-bias": gpt_neox(attention_bias=False, num_attention_heads=6),
+    "gptj": gptj(),
+    "gptj-whole-head": gptj(rotary_dim=16, n_inner=50),
+}
+CONTEXT = 256
+
+
+def saved(model, folder):
+    return open_checkpoint(checkpoints.save(model, folder))
+
+
+@torch.no_grad()
+def check(decoder, model, lengths):
+    sequences = prompts(model.config.vocab_size, *lengths)
+    for ours, tokens in zip(ragged_logits(decoder, sequences), sequences, strict=True):
+        theirs = model(torch.tensor([tokens])).logits[0]
+        assert theirs.std() > 0.3  # flat logits would agree whatever the weights
+        assert (ours - theirs).abs().max() <= 2e-4
+    prompt = sequences[2]
+    assert greedy(decoder, prompt, 32) == reference_greedy(model, prompt, 32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name, tmp_path):
+    """Lengths up to four times the trained context where the encoding has no table of it."""
+    model = plain.random_model(copy.deepcopy(MODELS[name]))
+    checkpoint = saved(model, tmp_path)
+    decoder = checkpoints.loaded(checkpoint, context=CONTEXT)
+    check(decoder, model, (1, 160, 17, 2, 64))
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon", "gpt2", "gptj", "xglm"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_every_backend(name, backend, tmp_path, kernels):
+    model = plain.random_model(copy.deepcopy(MODELS[name]))
+    backend = {"reference": ReferenceAttention, "cpu": CpuBackend(kernels)}[backend]
+    check(
+        checkpoints.loaded(saved(model, tmp_path), context=CONTEXT, backend=backend),
+        model,
+        (3, 70, 17),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("bloom", "transformer."), ("gpt2", "transformer."), ("opt", "model.")]
+)
+def test_files_of_the_bare_model(name, prefix, tmp_path):
+    """The first ones of these families were published without the prefix and the head."""
+    model = plain.random_model(copy.deepcopy(MODELS[name]))
+    checkpoints.save(model, tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}
+    assert tensors.keys() != load_file(file).keys()
+    tensors.pop("lm_head.weight", None)
+    save_file(tensors, file)
+    check(checkpoints.loaded(open_checkpoint(tmp_path), context=CONTEXT), model, (3, 70, 17))
+
+
+def test_older_spellings(tmp_path):
+    """Of BLOOM's shape and GPT-NeoX's rotation, as published."""
+    for config, older in (
+        (bloom(), {"n_embed": 36, "num_attention_heads": 6, "seq_length": 64}),
+        (gpt_neox(), {"rotary_pct": 0.25, "rotary_emb_base": 1234.0}),
+    ):
+        folder = tmp_path / config.model_type
+        model = plain.random_model(config)
+        checkpoints.save(model, folder)
+        description = json.loads((folder / "config.json").read_text())
+        for name in ("hidden_size", "n_head", "rope_parameters"):
+            if config.model_type == "bloom" or name == "rope_parameters":
+                description.pop(name, None)
+        (folder / "config.json").write_text(json.dumps(description | older))
+        check(checkpoints.loaded(open_checkpoint(folder), context=CONTEXT), model, (3, 70, 17))
+
+
+@pytest.mark.parametrize(
+    ("config", "saying"),
+    [
+        (bloom(apply_residual_connection_post_layernorm=True), "post_layernorm is not supported"),
+        (mpt({"qk_ln": True}), "qk_ln is not supported"),
+        (mpt({"alibi": False}), "served with ALiBi only"),
+        (mpt(logit_scale=0.5), "logit_scale is not supported"),
+        (falcon(alibi=False), "only Falcon-RW is served"),
+        (falcon(multi_query=True), "only Falcon-RW is served"),
+        (gpt2(scale_attn_by_inverse_layer_idx=True), "inverse_layer_idx is not supported"),
+        (opt(layer_norm_elementwise_affine=False), "elementwise_affine is false"),
+        (opt(_remove_final_layer_norm=True), "_remove_final_layer_norm"),
+    ],
+)
+def test_what_would_change_the_answers_is_refused(config, saying, tmp_path):
+    checkpoints.save(plain.random_model(config), tmp_path)
+    with pytest.raises(CheckpointError, match=saying):
+        open_checkpoint(tmp_path)
