@@ -88,8 +88,16 @@ def gptj(**changes):
 
 
 def random_model(config):
-    """A float32 model whose every weight matters: norms off one, biases off zero."""
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    """A float32 model whose every weight matters: norms off one, biases off zero.
+
+    Not with eager attention, which adds Falcon's bias twice.
+    """
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if config.model_type == "mpt":
+        # transformers reads alibi_bias_max but builds the slopes for 8, whatever it is.
+        inner = model.transformer
+        build, most = inner.build_mpt_alibi_tensor, config.attn_config.alibi_bias_max
+        inner.build_mpt_alibi_tensor = lambda *a, **k: build(*a, **k, alibi_bias_max=most)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
