@@ -156,7 +156,7 @@ def _open_directory(folder: Path) -> Checkpoint:
         stop_ids=_stop_ids(folder, config, tokenizer, stop_ids),
         weights=weights,
         parameters=parameters,
-        copies=architecture.copies(config),
+        copies=architecture.copies(config, weights.names()),
     )
 
 
@@ -212,7 +212,7 @@ def _check_tensors(
         raise CheckpointError(f"{path} lacks {_counted(missing)}, which its description calls for.")
     unused = sorted(
         name
-        for name in names - needed.keys() - architecture.copies(config).keys()
+        for name in names - needed.keys() - architecture.copies(config, names).keys()
         if not architecture.is_derived(name)
     )
     if unused:

@@ -46,8 +46,11 @@ class Architecture(ABC):
         """Whether a stored tensor follows from the config, so that it may be left unread."""
         return False
 
-    def copies(self, config: ModelConfig) -> dict[str, str]:
-        """Stored tensors that may be there if they equal another: {copy: original}."""
+    def copies(self, config: ModelConfig, names: frozenset[str]) -> dict[str, str]:
+        """Tensors that may be there if they equal another: {copy: original}.
+
+        names: of the stored tensors.
+        """
         return {}
 
 

@@ -161,7 +161,7 @@ class GatedDecoder(Architecture):
             or rotation.ROTATION_TABLE.fullmatch(name) is not None
         )
 
-    def copies(self, config: ModelConfig) -> dict[str, str]:
+    def copies(self, config: ModelConfig, names: frozenset[str]) -> dict[str, str]:
         return {"lm_head.weight": "model.embed_tokens.weight"} if config.tied_embeddings else {}
 
 

@@ -34,6 +34,7 @@ class PlainDecoder(Architecture):
     model_class: str  # in config.json's architectures
     names: stored.PlainNames  # in safetensors
     gguf_names: stored.PlainNames = stored.PLAIN_GGUF
+    adopted: str | None = None  # the family's own code, which transformers has taken over
     prefix: str = ""  # of all names but the head's; files of the bare model leave it out
     fused_by_head: bool = False  # in safetensors
     transposed: bool = False  # in safetensors
@@ -48,7 +49,7 @@ class PlainDecoder(Architecture):
         raise NotImplementedError
 
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
-        refuse_foreign(fields, self.model_type, self.model_class)
+        refuse_foreign(fields, self.model_type, self.model_class, self.adopted)
         config = self.shape_from_hf(fields)
         fields.finish([*HARMLESS.split(), *self.harmless.split()])
         return config
@@ -93,10 +94,13 @@ class PlainDecoder(Architecture):
     def parameters_in_gguf(self, config: ModelConfig) -> stored.Parameters:
         return stored.plain_decoder(config, self.gguf_names)
 
-    def copies(self, config: ModelConfig) -> dict[str, str]:
+    def copies(self, config: ModelConfig, names: frozenset[str]) -> dict[str, str]:
         if not config.tied_embeddings:
             return {}
-        return {f"{self.names.head}.weight": f"{self.names.embed}.weight"}
+        original = f"{self.names.embed}.weight"
+        if original not in names:
+            original = original.removeprefix(self.prefix)
+        return {f"{self.names.head}.weight": original}
 
 
 def plain_config(

@@ -140,7 +140,7 @@ class T5(Architecture):
             "dec.blk.0.cross_attn_rel_b.weight",
         )
 
-    def copies(self, config: ModelConfig) -> dict[str, str]:
+    def copies(self, config: ModelConfig, names: frozenset[str]) -> dict[str, str]:
         sides = ("encoder", "decoder")
         return {f"{side}.embed_tokens.weight": "shared.weight" for side in sides}
 
