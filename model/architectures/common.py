@@ -48,10 +48,11 @@ def refuse_foreign(
     """Heads other than the language model's, code of their own, quantised weights.
 
     adopted: the family's original code ("modeling_x.XForCausalLM"), which transformers has taken
-    over since. Checkpoints still name it; naming it changes nothing, and it is never run.
+    over since. Checkpoints still name it or its class; that changes nothing, and it is never run.
     """
     classes = fields.texts("architectures")
-    if classes is not None and model_class not in classes:
+    served = {model_class} if adopted is None else {model_class, adopted.split(".")[-1]}
+    if classes is not None and served.isdisjoint(classes):
         raise fields.error(
             f"architectures is {shown(', '.join(classes))}, "
             f"but of {model_type} models only {model_class} can be served"

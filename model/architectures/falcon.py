@@ -25,6 +25,7 @@ FALCON_RW = {
 class Falcon(PlainDecoder):
     model_type = "falcon"  # no gguf_name: what GGUF calls a falcon rotates
     model_class = "FalconForCausalLM"
+    adopted = "modeling_falcon.FalconForCausalLM"
     prefix = "transformer."
     fused_by_head = True
     # What only those that rotate read, and older names beside the newer.

@@ -22,17 +22,19 @@ NO_BIASES: dict[str, Any] = {
     "mlp_bias": False,
     "norm_bias": False,
 }
+LAYER_NORMS = (None, "low_precision_layernorm", "layernorm")  # one and the same in float32
 ATTENTION_OTHERS = ("attn_impl", "attn_pdrop")
 
 
 class MPT(PlainDecoder):
     model_type = "mpt"
     model_class = "MptForCausalLM"
+    adopted = "modeling_mpt.MPTForCausalLM"
     gguf_name = "mpt"
     # learned_pos_emb is true in files whose attn_config has alibi, which comes first.
     harmless = """
-        emb_pdrop embedding_fraction init_config init_device learned_pos_emb norm_type resid_pdrop
-        verbose
+        emb_pdrop embedding_fraction init_config init_device learned_pos_emb resid_pdrop
+        tokenizer_name verbose
     """
     names = stored.PlainNames(
         embed="transformer.wte",
@@ -60,6 +62,8 @@ class MPT(PlainDecoder):
             raise fields.error("no_bias is false, but MPT is served without biases only")
         if fields.get("logit_scale") is not None:
             raise fields.error("logit_scale is not supported")
+        if fields.text("norm_type") not in LAYER_NORMS:
+            raise fields.error("norm_type must be low_precision_layernorm or layernorm")
         if fields.optional_integer("expansion_ratio", 64) not in (None, 4):
             raise fields.error("expansion_ratio must be 4")
         width = fields.integer("d_model", MAX_WIDTH)
@@ -81,9 +85,13 @@ class MPT(PlainDecoder):
         )
 
     def shape_from_gguf(self, fields: Fields, own: str, usual: ModelConfig) -> ModelConfig:
+        # The format has no key for softmax_scale: whoever converts a model that sets it loses it.
+        if fields.get(own + "attention.max_alibi_bias") == 0:
+            raise fields.error("attention.max_alibi_bias is 0, but MPT is served with ALiBi only")
+        bias_max = fields.number(own + "attention.max_alibi_bias")
         return replace(
             usual,
-            encoding=_alibi(fields.number(own + "attention.max_alibi_bias")),
+            encoding=_alibi(bias_max),
             activation="gelu",
             qkv_clip=fields.optional_number(own + "attention.clamp_kqv"),
             **NO_BIASES,
