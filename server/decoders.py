@@ -11,10 +11,8 @@ from logging import getLogger
 import torch
 from tqdm import tqdm
 
+from model.attention.backends import all_backends
 from model.attention.base import AttentionBackend, AttentionSpec, choose
-from model.attention.cpu import CpuBackend
-from model.attention.reference import ReferenceAttention
-from model.attention.sdpa import SdpaAttention
 from model.config import EncoderDecoderConfig, EncodingSpec
 from model.encoder_decoder import EncoderDecoder
 from model.encodings.base import PositionalEncoding, create
@@ -88,7 +86,7 @@ def _backend(
     kernels: Kernels | str,
 ) -> AttentionBackend:
     """The first backend that can, or the one asked for if it can. Raises NoBackend."""
-    backends: list[AttentionBackend] = [CpuBackend(kernels), SdpaAttention, ReferenceAttention]
+    backends = all_backends(kernels)
     if loading.attention is not None:
         backends = [backend for backend in backends if backend.name == loading.attention]
     shape = checkpoint.config

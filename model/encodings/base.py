@@ -107,6 +107,11 @@ class PositionalEncoding(nn.Module):
             raise EncodingError(f"{cls.__name__} takes no options, but got {sorted(options)}.")
         return cls()
 
+    @classmethod
+    def usual_options(cls, config: ModelConfig) -> dict[str, Any]:
+        """What published models of this shape have, for lists and pictures without a model."""
+        return {}
+
     def freeze(self) -> None:
         """Called once when parameters are loaded, to build what follows from them."""
 
@@ -127,7 +132,10 @@ class PositionalEncoding(nn.Module):
         return self
 
     def work(self, config: ModelConfig, context: int) -> PositionalWork:
-        """For one new token that sees `context` keys, itself included."""
+        """For one new token that sees `context` keys, itself included.
+
+        Lists ask at lengths beyond the one that the encoding was built for.
+        """
         return PositionalWork()
 
 
@@ -147,10 +155,11 @@ def create(
 
     Raises EncodingError when there is none of that name or its options do not fit.
     """
-    return _find(spec.name).create(spec.options, config, context, device)
+    return find(spec.name).create(spec.options, config, context, device)
 
 
-def _find(name: str) -> type[PositionalEncoding]:
+def find(name: str) -> type[PositionalEncoding]:
+    """The class that a name stands for, as in `create`. Raises EncodingError."""
     module_name, _, class_name = name.partition(":")
     if not class_name:
         if name not in names():
@@ -162,7 +171,9 @@ def _find(name: str) -> type[PositionalEncoding]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise EncodingError(f"Encoding {name!r} cannot be imported: {error}.") from error
+        raise EncodingError(
+            f"Encoding {name!r} cannot be imported: {error}; is its folder in PYTHONPATH?"
+        ) from error
     candidates = [
         value
         for value in vars(module).values()

@@ -51,6 +51,10 @@ class Learned(PositionalEncoding):
             )
         return cls(positions=positions, offset=offset, width=config.width, device=device)
 
+    @classmethod
+    def usual_options(cls, config: ModelConfig) -> dict[str, Any]:
+        return {"positions": config.trained_context, "offset": 0}
+
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         return (x + self.table[positions + self.offset]).to(x.dtype)
 

@@ -111,6 +111,10 @@ class RoPE(PositionalEncoding):
             layers=layers,
         )
 
+    @classmethod
+    def usual_options(cls, config: ModelConfig) -> dict[str, Any]:
+        return {"base": 10000.0, "width": config.head_dim, "layout": "half"}
+
     def frequencies_at(self, length: int) -> Tensor:
         """[width / 2] radians per position that the published model uses at this length.
 

@@ -98,6 +98,10 @@ class Sinusoidal(PositionalEncoding):
             device=device,
         )
 
+    @classmethod
+    def usual_options(cls, config: ModelConfig) -> dict[str, Any]:
+        return {"layout": "interleaved"}
+
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         return (x + self.table[positions]).to(x.dtype)
 

@@ -134,6 +134,10 @@ class T5(PositionalEncoding):
             device=device,
         )
 
+    @classmethod
+    def usual_options(cls, config: ModelConfig) -> dict[str, Any]:
+        return {"buckets": 32, "max_distance": 128}
+
     def freeze(self) -> None:
         """Look every distance's bias up once."""
         if self.layers:
