@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
+from model.catalogue import Place
 from server.http_errors import (
     Fault,
     MethodNotAllowed,
@@ -33,6 +34,7 @@ from server.middleware import (
 )
 from server.models import Models
 from server.request import RequestFailed, ServeError
+from server.routes.encodings import encoding_routes
 from server.routes.generation import EngineLike, Timing
 from server.routes.openai import Serving, openai_routes
 from server.routes.operations import operation_routes
@@ -60,10 +62,15 @@ class HttpOptions:
 
 
 def create_app(
-    models: Models, engine: EngineLike, metrics: Metrics, options: HttpOptions
+    models: Models,
+    engine: EngineLike,
+    metrics: Metrics,
+    options: HttpOptions,
+    place: Place | None = None,
 ) -> FastAPI:
     """The application. Its lifespan starts and stops the engine.
 
+    `place` is what /v1/encodings answers for; without it there is no such route.
     `app.state.drain` is the Drain that server/protocol.py's Server works on.
     """
     drain = Drain()
@@ -90,6 +97,8 @@ def create_app(
     serving = Serving(models, engine, metrics, drain, timing)
     app.include_router(openai_routes(serving))
     app.include_router(token_routes(serving))
+    if place is not None:
+        app.include_router(encoding_routes(models, place))
     app.include_router(operation_routes(serving, own_version()))
     _add_error_handlers(app, metrics)
     _add_middleware(app, models, metrics, options, drain)

@@ -12,6 +12,7 @@ from cache.kv import KVCache
 from cache.manager import CacheManager
 from model.attention.base import NoBackend
 from model.batch import Cross, ForwardBatch
+from model.catalogue import Place
 from model.config import EncoderDecoderConfig, ModelConfig
 from model.encoder_decoder import EncoderDecoder
 from model.encodings.base import EncodingError
@@ -42,6 +43,7 @@ class Loaded:
     served: Served
     engine: Engine
     facts: ModelFacts
+    place: Place
 
 
 def run(config: ServerConfig) -> int:
@@ -67,7 +69,7 @@ def run(config: ServerConfig) -> int:
         allowed_hosts=http.allowed_hosts,
         share_prefixes=http.share_prefixes,
     )
-    app = create_app(served, engine, metrics, options)
+    app = create_app(served, engine, metrics, options, loaded[0].place)
     port = listener.getsockname()[1]
     uvicorn_config = server_config(
         app,
@@ -151,7 +153,7 @@ def _complete(
         sides=sides,
     )
     _register(metrics, facts, shape)
-    return Loaded(_served(name, model.checkpoint, facts), engine, facts)
+    return Loaded(_served(name, model.checkpoint, facts), engine, facts, model.place)
 
 
 def _allocate(

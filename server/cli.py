@@ -17,6 +17,7 @@ from typing import NoReturn
 from server import chat, listen, pull
 from server.client_options import CHAT_OPTIONS, CLIENT_KEY, HEALTH_OPTIONS
 from server.config import DEFAULT_MODEL, SERVE_OPTIONS, server_config
+from server.encodings_options import LIST_HELP, add_list_flags
 from server.errors import CommandError, UsageError
 from server.options import add_options, read_options, refuse_unknown
 
@@ -98,6 +99,14 @@ def bring(flags: argparse.Namespace) -> int:
     return 0
 
 
+def encodings(flags: argparse.Namespace) -> int:
+    """`ropewalk encodings`: what there is, and what it costs."""
+    # Late: it loads torch.
+    from server import encodings_command
+
+    return encodings_command.run(flags.encoding, as_lines_of_json=flags.json)
+
+
 def version(_: argparse.Namespace) -> int:
     """What a report of a fault should name."""
     print(f"ropewalk {_installed('ropewalk')}")
@@ -161,6 +170,9 @@ def parser() -> Parser:
         default=DEFAULT_MODEL,
         help="smollm2 (default) or a hub id owner/name",
     )
+    line = "list the positional encodings"
+    listing = add("encodings", encodings, line, usage="[FLAGS]", epilog=LIST_HELP)
+    add_list_flags(listing)
     probing = add("health", health, "ask a running server how it is", usage="[FLAGS]")
     add_options(probing, HEALTH_OPTIONS)
     add("bench", bench, "measure a running server; its own flags follow")

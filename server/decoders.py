@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from model.attention.backends import all_backends
 from model.attention.base import AttentionBackend, AttentionSpec, choose
+from model.catalogue import Place
 from model.config import EncoderDecoderConfig, EncodingSpec
 from model.encoder_decoder import EncoderDecoder
 from model.encodings.base import PositionalEncoding, create
@@ -37,6 +38,7 @@ class Prepared:
     backend: AttentionBackend
     dtype: torch.dtype
     context: int
+    place: Place
 
 
 def find_kernels(device: torch.device) -> Kernels | str:
@@ -75,7 +77,8 @@ def prepare(
     _load(checkpoint, source.name, decoder)
     if isinstance(kernels, Kernels):
         substitute(decoder, kernels, dtype)
-    return Prepared(source.name, checkpoint, decoder, backend, dtype, context)
+    place = Place(all_backends(kernels), dtype, device)
+    return Prepared(source.name, checkpoint, decoder, backend, dtype, context, place)
 
 
 def _backend(

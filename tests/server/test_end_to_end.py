@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from model.attention.reference import ReferenceAttention
+from model.catalogue import Place
 from server import build, listen, protocol
 from server.async_engine import AsyncEngine
 from server.banner import ModelFacts
@@ -228,7 +230,8 @@ def test_a_lost_device_ends_the_process_with_status_70(monkeypatch, capsys, capl
     def load_models(config, metrics):
         facts = ModelFacts("m", "fake", "rope", 100, 100, "cpu", "float32", "none", 8, 39, 4, False)
         build._register(metrics, facts, CONFIG)
-        return [build.Loaded(toy("m", max_context=100), engine, facts)]
+        place = Place([ReferenceAttention], torch.float32, torch.device("cpu"))
+        return [build.Loaded(toy("m", max_context=100), engine, facts, place)]
 
     monkeypatch.setattr(build, "load_models", load_models)
     monkeypatch.setattr(listen, "bind", lambda host, port: listener)

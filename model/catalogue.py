@@ -1,0 +1,191 @@
+"""What each positional encoding is, costs and runs on, asked of the classes themselves.
+
+The classes say what they do, the backends say what they take, `work` says what it costs. Knows
+no server and no command; everything here is plain data for lists, pages and pictures.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from model.attention.base import AttentionBackend, AttentionSpec
+from model.config import EncodingSpec, ModelConfig
+from model.encodings.base import (
+    EncodingError,
+    PositionalEncoding,
+    PositionalWork,
+    ScoreBias,
+    find,
+    names,
+)
+
+HOOKS = ("embed", "rotate", "score_bias", "for_layer")
+LENGTHS = (512, 4096, 32768)  # keys that the new token sees
+# GPT-2's smallest: 12 layers of 12 heads of 64.
+SHAPE = ModelConfig(
+    vocab_size=50257,
+    width=768,
+    layers=12,
+    heads=12,
+    kv_heads=12,
+    head_dim=64,
+    ffn_width=3072,
+    norm_eps=1e-5,
+    trained_context=1024,
+    encoding=EncodingSpec("nope", {}),
+    windows=(None,) * 12,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Whether one attention backend takes the encoding here; `reason` is its own words if not."""
+
+    backend: str
+    takes: bool
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingFacts:
+    """One encoding. `work` and `backends` are empty when `unbuilt` says why it was not built."""
+
+    name: str
+    summary: str
+    hooks: tuple[str, ...]
+    options: Mapping[str, str]  # name: what it is
+    limit: str
+    beyond_trained: str
+    bias: str | None  # what it adds to the scores: linear, table or key
+    backends: tuple[Support, ...]
+    work: Mapping[int, PositionalWork]  # by keys seen
+    unbuilt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where and in what numbers attention would run."""
+
+    backends: Sequence[AttentionBackend]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def catalogue(place: Place, others: Iterable[str] = ()) -> list[EncodingFacts]:
+    """Every encoding of this project, then `others`, each a "package.module:Class".
+
+    Raises EncodingError when one of the others is not there.
+    """
+    return [facts(name, place) for name in dict.fromkeys([*names(), *others])]
+
+
+def facts(name: str, place: Place) -> EncodingFacts:
+    """Raises EncodingError when there is no such encoding."""
+    kind = find(name)
+    work: dict[int, PositionalWork] = {}
+    backends: tuple[Support, ...] = ()
+    bias: ScoreBias | None = None
+    unbuilt = None
+    try:
+        encoding = example(kind, SHAPE, SHAPE.trained_context)
+    except EncodingError as error:
+        unbuilt = str(error)
+    else:
+        bias = encoding.for_layer(0).score_bias()
+        backends = tuple(_support(place, bias))
+        work = {length: encoding.work(SHAPE, length) for length in LENGTHS}
+    return EncodingFacts(
+        name=name,
+        summary=summary(kind),
+        hooks=hooks(kind),
+        options=dict(kind.OPTIONS),
+        limit=kind.LIMIT,
+        beyond_trained=kind.BEYOND_TRAINED,
+        bias=None if bias is None else bias_name(type(bias)),
+        backends=backends,
+        work=work,
+        unbuilt=unbuilt,
+    )
+
+
+def example(
+    kind: type[PositionalEncoding],
+    config: ModelConfig,
+    context: int,
+    options: Mapping[str, object] | None = None,
+) -> PositionalEncoding:
+    """One with the usual options, others laid over them; weights drawn between 0 and 1, frozen.
+
+    Raises EncodingError when the class cannot be built so.
+    """
+    chosen = kind.usual_options(config) | dict(options or {})
+    encoding = kind.create(chosen, config, context, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        for parameter in encoding.parameters():
+            parameter.uniform_(0, 1, generator=generator)
+        for module in encoding.modules():
+            if isinstance(module, PositionalEncoding):
+                module.freeze()
+    return encoding
+
+
+def hooks(kind: type[PositionalEncoding]) -> tuple[str, ...]:
+    """The hooks that a class overrides, in the order in which a forward pass meets them."""
+    return tuple(
+        name for name in HOOKS if getattr(kind, name) is not getattr(PositionalEncoding, name)
+    )
+
+
+def summary(kind: type[PositionalEncoding]) -> str:
+    """The first line of the docstring: the file's where it holds one encoding, or the class's."""
+    module = inspect.getmodule(kind)
+    of_file = module.__doc__ if module is not None else None
+    own = kind.__module__.startswith("model.encodings.")
+    texts = (of_file, kind.__doc__) if own else (kind.__doc__, of_file)
+    return next((text.strip().partition("\n")[0] for text in texts if text), "no description")
+
+
+def bias_name(kind: type[ScoreBias]) -> str:
+    """linear, table or key."""
+    return kind.__name__.removesuffix("Bias").lower()
+
+
+def _support(place: Place, bias: ScoreBias | None) -> Iterable[Support]:
+    spec = AttentionSpec(
+        heads=SHAPE.heads,
+        kv_heads=SHAPE.kv_heads,
+        head_dim=SHAPE.head_dim,
+        scale=SHAPE.head_dim**-0.5,
+        dtype=place.dtype,
+        device=place.device,
+        bias=None if bias is None else type(bias),
+    )
+    for backend in place.backends:
+        reason = backend.why_not(spec)
+        yield Support(backend.name, reason is None, reason)
+
+
+def as_json(entry: EncodingFacts) -> dict[str, object]:
+    """For an answer or a file: plain lists, texts and numbers."""
+    return {
+        "name": entry.name,
+        "summary": entry.summary,
+        "hooks": list(entry.hooks),
+        "options": dict(entry.options),
+        "limit": entry.limit,
+        "beyond_trained": entry.beyond_trained,
+        "bias": entry.bias,
+        "backends": [asdict(support) for support in entry.backends],
+        "work": [{"keys": keys, **asdict(work)} for keys, work in entry.work.items()],
+        "unbuilt": entry.unbuilt,
+    }
+
+
+def measured_for() -> dict[str, int]:
+    """The shape that `work` is stated for."""
+    return {
+        name: getattr(SHAPE, name) for name in ("layers", "heads", "kv_heads", "head_dim", "width")
+    }

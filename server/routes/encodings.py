@@ -1,0 +1,37 @@
+"""Which positional encodings there are, what they do and cost, and what runs them here."""
+
+import asyncio
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+
+from model.catalogue import EncodingFacts, Place, as_json, catalogue, measured_for
+from server.models import Models
+
+
+def encoding_routes(models: Models, place: Place) -> APIRouter:
+    """Lists the encodings of this project and those from outside that a model is served with."""
+    router = APIRouter()
+    found: list[EncodingFacts] = []  # nothing in it changes while the server runs
+
+    @router.get("/v1/encodings", response_model=None)
+    async def encodings() -> Response:
+        if not found:
+            served = [one.encoding for one in models]
+            found[:] = await asyncio.to_thread(catalogue, place, served)
+        data = [{**as_json(entry), "models": _served_with(models, entry)} for entry in found]
+        return JSONResponse(
+            {
+                "object": "list",
+                "device": place.device.type,
+                "dtype": str(place.dtype).removeprefix("torch."),
+                "work_of": measured_for(),
+                "data": data,
+            }
+        )
+
+    return router
+
+
+def _served_with(models: Models, entry: EncodingFacts) -> list[str]:
+    return [served.name for served in models if served.encoding == entry.name]

@@ -1,0 +1,170 @@
+"""The list of encodings: what it says is what the classes and backends say."""
+
+import json
+from dataclasses import fields
+from typing import ClassVar
+
+import pytest
+import torch
+
+from model import catalogue as module
+from model.attention.backends import all_backends
+from model.catalogue import HOOKS, LENGTHS, SHAPE, Place, as_json, catalogue, example, facts, hooks
+from model.encodings.base import (
+    EncodingError,
+    LinearBias,
+    PositionalEncoding,
+    PositionalWork,
+    find,
+    names,
+)
+
+PLACE = Place(all_backends("no compiler"), torch.float32, torch.device("cpu"))
+
+
+class Outside(PositionalEncoding):
+    """Lowers every score alike, which softmax ignores.
+
+    Not part of the first line.
+    """
+
+    OPTIONS: ClassVar = {"amount": "by how much"}
+    LIMIT = "a limit"
+    BEYOND_TRAINED = "the same"
+
+    @classmethod
+    def create(cls, options, config, context, device):
+        if options.get("amount") == -1:
+            raise EncodingError("the amount must not be -1.")
+        return cls()
+
+    def score_bias(self):
+        return LinearBias(torch.zeros(12))
+
+    def work(self, config, context):
+        return PositionalWork(flops=context)
+
+
+class Difficult(PositionalEncoding):
+    @classmethod
+    def create(cls, options, config, context, device):
+        raise EncodingError("difficult needs an option.")
+
+
+OUTSIDE = f"{__name__}:Outside"
+
+
+def test_every_encoding_of_the_folder_is_listed_once_and_tells_all() -> None:
+    entries = catalogue(PLACE)
+    assert [entry.name for entry in entries] == names()
+    assert {"alibi", "learned", "nope", "rope", "sinusoidal", "t5"} <= set(names())
+    for entry in entries:
+        assert entry.unbuilt is None
+        assert entry.summary.endswith(".")
+        assert entry.limit and entry.beyond_trained != PositionalEncoding.BEYOND_TRAINED
+        assert list(entry.work) == list(LENGTHS)
+        assert all(len(meaning) > 5 for meaning in entry.options.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "used", "bias"),
+    [
+        ("rope", {"rotate", "for_layer"}, None),
+        ("alibi", {"score_bias"}, "linear"),
+        ("t5", {"score_bias", "for_layer"}, "table"),
+        ("learned", {"embed"}, None),
+        ("sinusoidal", {"embed"}, None),
+        ("nope", set(), None),
+    ],
+)
+def test_hooks_are_those_that_a_class_overrides(name, used, bias) -> None:
+    entry = facts(name, PLACE)
+    assert set(entry.hooks) == used
+    assert entry.bias == bias
+    for hook in HOOKS:
+        assert (hook in vars(find(name))) == (hook in used)
+
+
+def test_an_inherited_override_counts() -> None:
+    class Below(Outside):
+        pass
+
+    assert hooks(Below) == ("score_bias",)
+
+
+def test_summary_is_the_first_line_and_never_the_base_classes() -> None:
+    assert facts(OUTSIDE, PLACE).summary == "Lowers every score alike, which softmax ignores."
+    assert facts("nope", PLACE).summary.startswith("No positional encoding")
+    assert module.summary(Difficult) == (__doc__ or "").splitlines()[0]
+
+
+def test_others_are_listed_after_ours_and_once() -> None:
+    listed = [entry.name for entry in catalogue(PLACE, ["rope", OUTSIDE, OUTSIDE])]
+    assert listed == [*names(), OUTSIDE]
+
+
+def test_what_is_not_there_is_refused() -> None:
+    with pytest.raises(EncodingError, match="no encoding 'none'"):
+        catalogue(PLACE, ["none"])
+
+
+def test_backends_answer_for_the_encodings_own_bias() -> None:
+    asked = []
+
+    class Picky:
+        name = "picky"
+
+        def why_not(self, spec):
+            asked.append(spec)
+            return "it knows no table" if spec.bias is LinearBias else None
+
+        def __call__(self, spec):
+            raise AssertionError("the list runs no attention")
+
+    place = Place([Picky(), *PLACE.backends], torch.bfloat16, torch.device("cpu"))
+    picky, cpu, *others = facts("alibi", place).backends
+    assert (picky.takes, picky.reason) == (False, "it knows no table")
+    assert (cpu.backend, cpu.takes, cpu.reason) == ("cpu", False, "no compiler")
+    assert all(support.takes and support.reason is None for support in others)
+    assert facts("rope", place).backends[0].takes
+    assert [(spec.bias, spec.dtype, spec.heads) for spec in asked] == [
+        (LinearBias, torch.bfloat16, SHAPE.heads),
+        (None, torch.bfloat16, SHAPE.heads),
+    ]
+
+
+def test_work_is_what_the_encoding_counts() -> None:
+    assert facts(OUTSIDE, PLACE).work == {n: PositionalWork(flops=n) for n in LENGTHS}
+    # 12 layers of 12 heads; beyond 113 keys the bias is the same for all.
+    assert {work.flops for work in facts("t5", PLACE).work.values()} == {12 * 12 * 113}
+    assert facts("alibi", PLACE).work[4096].flops == 2 * 12 * 12 * 4096
+
+
+def test_what_cannot_be_built_by_itself_is_listed_with_the_reason() -> None:
+    entry = facts(f"{__name__}:Difficult", PLACE)
+    assert entry.unbuilt == "difficult needs an option."
+    assert (entry.backends, dict(entry.work), entry.bias) == ((), {}, None)
+
+
+def test_an_example_has_finite_weights_and_follows_options() -> None:
+    t5 = example(find("t5"), SHAPE, 300, {"buckets": 8, "per_layer": True})
+    assert len(list(t5.parameters())) == SHAPE.layers
+    bias = t5.for_layer(3).score_bias()
+    assert bias.table.shape[0] == SHAPE.heads and bias.table.isfinite().all()
+    assert bias.table[:, :4].std() > 0
+    again = example(find("t5"), SHAPE, 300, {"buckets": 8, "per_layer": True})
+    assert torch.equal(again.for_layer(3).score_bias().table, bias.table)
+
+
+def test_json_holds_every_fact() -> None:
+    entry = facts("t5", PLACE)
+    told = json.loads(json.dumps(as_json(entry)))
+    assert set(told) == {field.name for field in fields(entry)}
+    assert told["work"][1] == {
+        "keys": 4096,
+        "rotations": 0,
+        "bias_values": 16272,
+        "flops": 16272,
+        "bytes": 5424,
+    }
+    assert told["backends"][0] == {"backend": "cpu", "takes": False, "reason": "no compiler"}

@@ -1,0 +1,143 @@
+"""The list of encodings, over HTTP and as a command."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from model.attention.backends import all_backends
+from model.catalogue import LENGTHS, Place
+from model.encodings.base import names
+from server import cli, encodings_command, placement
+from server.app import HttpOptions, create_app
+from server.encodings_command import lines
+from server.metrics import Metrics
+from server.models import Models
+from tests.server.test_cli import sentence
+from tests.server.toy import ScriptedEngine, ask, toy, toy_app
+
+PLACE = Place(all_backends("no compiler here"), torch.bfloat16, torch.device("cpu"))
+OUTSIDE = '''
+from model.encodings.base import PositionalEncoding
+
+class Outside(PositionalEncoding):
+    """Comes from a file of the user's."""
+'''
+
+
+@pytest.fixture
+def outside(tmp_path, monkeypatch):
+    (tmp_path / "users_own.py").write_text(OUTSIDE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "users_own:Outside"
+    sys.modules.pop("users_own", None)
+
+
+@pytest.fixture
+def place(monkeypatch):
+    monkeypatch.setattr(encodings_command, "this_machine", lambda: PLACE)
+
+
+def served(*encodings):
+    models = Models(toy(f"m{i}", encoding=name) for i, name in enumerate(encodings))
+    metrics = Metrics()
+    return create_app(models, ScriptedEngine(), metrics, HttpOptions(), PLACE)
+
+
+def listed(app):
+    response = ask(app, "GET", "/v1/encodings")
+    assert response.status_code == 200
+    return response.json()
+
+
+def test_route_lists_all_with_the_models_that_have_them(outside) -> None:
+    app = served("rope", outside, "rope")
+    body = listed(app)
+    assert body["object"] == "list"
+    assert (body["device"], body["dtype"]) == ("cpu", "bfloat16")
+    assert body["work_of"] == {
+        "layers": 12,
+        "heads": 12,
+        "kv_heads": 12,
+        "head_dim": 64,
+        "width": 768,
+    }
+    assert [entry["name"] for entry in body["data"]] == [*names(), outside]
+    models = {entry["name"]: entry["models"] for entry in body["data"]}
+    assert (models["rope"], models[outside], models["t5"]) == (["m0", "m2"], ["m1"], [])
+    (rope,) = (entry for entry in body["data"] if entry["name"] == "rope")
+    assert rope["hooks"] == ["rotate", "for_layer"]
+    assert rope["backends"][0]["reason"] == "no compiler here"
+    assert [work["keys"] for work in rope["work"]] == list(LENGTHS)
+    assert listed(app) == body
+
+
+def test_list_is_made_once(monkeypatch) -> None:
+    app = served("rope")
+    body = listed(app)
+    monkeypatch.setattr("server.routes.encodings.catalogue", None)
+    assert listed(app) == body
+
+
+def test_other_methods_are_refused() -> None:
+    refused = ask(served("rope"), "POST", "/v1/encodings", json={})
+    assert (refused.status_code, refused.headers["allow"]) == (405, "GET")
+
+
+def test_without_a_place_there_is_no_such_route() -> None:
+    assert ask(toy_app(), "GET", "/v1/encodings").status_code == 404
+
+
+def test_command_prints_each_with_its_facts(place, outside, capsys) -> None:
+    assert cli.main(["encodings", "--encoding", outside]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    blocks = {block.splitlines()[0]: block for block in said.out.split("\n\n")}
+    assert list(blocks)[:-1] == [*names(), outside]
+    assert "Comes from a file of the user's." in blocks[outside]
+    assert "none at 512 to 32,768 keys alike" in blocks["nope"]
+    assert "hard limit      the trained positions" in blocks["learned"]
+    assert "attention       sdpa, reference; not cpu: no compiler here" in blocks["alibi"]
+    assert "1,179,648 FLOPs, 48 bytes at 4,096 keys" in blocks["alibi"]
+    assert "base: pair i turns by" in blocks["rope"]
+    assert "(cpu, bfloat16)" in said.out
+    assert max(map(len, said.out.splitlines())) <= 100
+
+
+def test_command_fits_a_narrow_terminal() -> None:
+    from model.catalogue import facts
+
+    for name in names():
+        assert max(map(len, lines(facts(name, PLACE), 60))) <= 60
+
+
+def test_command_prints_json_that_the_route_answers_too(place, capsys) -> None:
+    assert cli.main(["encodings", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    answered = listed(served("rope"))
+    for entry in answered["data"]:
+        del entry["models"]
+    assert told == answered
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--encoding", "ropes"], 1, "There is no encoding 'ropes'; use one of alibi"),
+        (["--encoding", "no.such:Thing"], 1, "is its folder in PYTHONPATH?"),
+        (["--jsn"], 2, "ropewalk --help"),
+    ],
+)
+def test_refusals_are_one_sentence(place, arguments, code, words, capsys) -> None:
+    assert cli.main(["encodings", *arguments]) == code
+    assert words in sentence(capsys)
+
+
+def test_this_machine_is_described_without_a_compiler(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    monkeypatch.setenv("ROPEWALK_HOME", str(tmp_path))
+    monkeypatch.setattr(placement.torch.cuda, "is_available", lambda: False)
+    found = encodings_command.this_machine()
+    assert found.device.type == "cpu"
+    assert "cannot be run" in found.backends[0].kernels
