@@ -35,7 +35,7 @@ from model.weights.files import open_regular, read_json
 from model.weights.gguf_file import MAGIC, GGUFFile
 from model.weights.safetensors_dir import SafetensorsDirectory
 
-__all__ = ["Checkpoint", "CheckpointError", "load_decoder", "open_checkpoint"]
+__all__ = ["Checkpoint", "CheckpointError", "load_decoder", "load_encoding", "open_checkpoint"]
 
 MAX_CONFIG = 1 << 20  # bytes
 
@@ -91,6 +91,16 @@ def load_decoder(
                 progress(done, len(targets))
         _check_copies(checkpoint)
         for module in decoder.modules():
+            if isinstance(module, PositionalEncoding):
+                module.freeze()
+
+
+def load_encoding(checkpoint: Checkpoint, encoding: PositionalEncoding) -> None:
+    """Copy the weights of the decoder's encoding alone, and freeze it. Raises CheckpointError."""
+    with torch.inference_mode():
+        for name, target in encoding.named_parameters():
+            _fill(checkpoint, target, checkpoint.parameters[f"encoding.{name}"])
+        for module in encoding.modules():
             if isinstance(module, PositionalEncoding):
                 module.freeze()
 

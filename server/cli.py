@@ -17,7 +17,12 @@ from typing import NoReturn
 from server import chat, listen, pull
 from server.client_options import CHAT_OPTIONS, CLIENT_KEY, HEALTH_OPTIONS
 from server.config import DEFAULT_MODEL, SERVE_OPTIONS, server_config
-from server.encodings_options import LIST_HELP, add_list_flags
+from server.encodings_options import (
+    EXPLAIN_HELP,
+    LIST_HELP,
+    add_explain_flags,
+    add_list_flags,
+)
 from server.errors import CommandError, UsageError
 from server.options import add_options, read_options, refuse_unknown
 
@@ -107,6 +112,17 @@ def encodings(flags: argparse.Namespace) -> int:
     return encodings_command.run(flags.encoding, as_lines_of_json=flags.json)
 
 
+def explain(flags: argparse.Namespace) -> int:
+    """`ropewalk explain`: pictures of one encoding; prints where they are."""
+    # What matplotlib says of its caches and fonts is for programmers.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    # Late: it loads torch and matplotlib, which nothing else does.
+    from server import explain_command
+
+    print(explain_command.run(flags))
+    return 0
+
+
 def version(_: argparse.Namespace) -> int:
     """What a report of a fault should name."""
     print(f"ropewalk {_installed('ropewalk')}")
@@ -173,6 +189,9 @@ def parser() -> Parser:
     line = "list the positional encodings"
     listing = add("encodings", encodings, line, usage="[FLAGS]", epilog=LIST_HELP)
     add_list_flags(listing)
+    line = "draw what a positional encoding does, as one HTML or PNG file"
+    explaining = add("explain", explain, line, usage="ENCODING [FLAGS]", epilog=EXPLAIN_HELP)
+    add_explain_flags(explaining)
     probing = add("health", health, "ask a running server how it is", usage="[FLAGS]")
     add_options(probing, HEALTH_OPTIONS)
     add("bench", bench, "measure a running server; its own flags follow")

@@ -1,6 +1,12 @@
 """Flags of `ropewalk encodings` and `ropewalk explain`, and what their help says. No torch."""
 
 import argparse
+from collections.abc import Callable
+from typing import TypeVar
+
+from server.options import count, number
+
+Value = TypeVar("Value")
 
 LIST_HELP = """\
 examples:
@@ -24,3 +30,61 @@ def add_list_flags(parser: argparse.ArgumentParser) -> None:
         metavar=OUTSIDE,
         help="list this one too, from outside of this project; repeatable",
     )
+
+
+EXPLAIN_HELP = """\
+examples:
+  ropewalk explain rope                              rope.html, with the usual settings
+  ropewalk explain rope --base 500000 --head-dim 128 --context 8k --out rope.png
+  ropewalk explain rope --option width=16 --option 'scaling={"type": "linear", "factor": 4}'
+  ropewalk explain alibi --heads 12
+  ropewalk explain --model ./flan-t5-small           a checkpoint's own encoding, as it was trained
+  PYTHONPATH=. ropewalk explain kerple:Kerple        one of your own, from ./kerple.py
+
+The file needs no other and no network. `ropewalk encodings` lists encodings and their options.
+"""
+
+
+def add_explain_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "encoding", nargs="?", metavar="ENCODING", help=f"one of this project's, or {OUTSIDE}"
+    )
+    add = parser.add_argument
+    add("--out", metavar="FILE", help="ends in .html or .png (default: the encoding's name, .html)")
+    add(
+        "--model",
+        help="explain this checkpoint's encoding, with its own settings and trained weights: "
+        "a directory, a .gguf file or smollm2",
+    )
+    add("--layer", type=_whole(0, 4096), help="which of the model's layers (default: 0)")
+    add("--context", type=_whole(64, 1 << 17), help="positions (default: 2048, or the model's)")
+    add("--heads", type=_whole(1, 256), help="heads of a layer (default: 8)")
+    add("--head-dim", type=_whole(2, 512), help="coordinates of a head (default: 64)")
+    add("--base", type=_decimal(1e-3, 1e12), help="rope's base; short for --option base=...")
+    add(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of the encoding, the value as JSON or text; repeatable",
+    )
+
+
+def _whole(low: int, high: int) -> Callable[[str], int]:
+    return _told(count(low, high))
+
+
+def _decimal(low: float, high: float) -> Callable[[str], float]:
+    return _told(number(low, high))
+
+
+def _told(parse: Callable[[str], Value]) -> Callable[[str], Value]:
+    """argparse keeps the words of this error alone."""
+
+    def parsed(text: str) -> Value:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed

@@ -1,0 +1,174 @@
+"""Which pictures an encoding has, in reading order, and why it lacks the others."""
+
+from matplotlib.figure import Figure, SubFigure
+
+from model.encodings.base import KeyBias, LinearBias
+from model.explain import bias_pictures, turning_pictures, vector_pictures
+from model.explain.codes import (
+    NEAREST,
+    Series,
+    angle_codes,
+    bias_codes,
+    query_positions,
+    vector_codes,
+)
+from model.explain.figure import (
+    FORMAT_STYLES,
+    GREY,
+    Omitted,
+    Picture,
+    count_axis,
+    label_ends,
+    one_axes,
+)
+from model.explain.subject import Subject
+from model.explain.turning import turning
+
+CODES = f"Distinct codes among the nearest {NEAREST} positions"
+REACH = 32768  # positions at which codes are counted, where the encoding has no limit below
+
+
+def pictures(subject: Subject) -> list[Picture | Omitted]:
+    """Angles, vectors, biases, scores, codes; those that do not apply come last."""
+    vector = vector_pictures.vectors(subject)
+    found = [
+        turning_pictures.angles(subject),
+        *([] if vector is None else [vector]),
+        bias_pictures.biases(subject),
+        *_scores(subject),
+        codes(subject),
+    ]
+    return sorted(found, key=lambda part: isinstance(part, Omitted))
+
+
+def _scores(subject: Subject) -> list[Picture | Omitted]:
+    found = [
+        one
+        for one in (
+            turning_pictures.scores(subject),
+            bias_pictures.scores(subject),
+            vector_pictures.scores(subject),
+        )
+        if one is not None
+    ]
+    return found or [
+        Omitted(
+            "score",
+            turning_pictures.SCORES,
+            f"With {subject.title}, scores depend on content alone, not on distance.",
+        )
+    ]
+
+
+def codes(subject: Subject) -> Picture | Omitted:
+    """Of angles, biases or vectors, whichever the encoding has; of the first if it has several."""
+    if subject.context < NEAREST:
+        return Omitted("codes", CODES, f"The context is shorter than {NEAREST} positions.")
+    found = turning(subject.encoding, subject.config, subject.context) if subject.turns else None
+    bias = subject.encoding.score_bias()
+    if found is not None:
+        at = query_positions(max(subject.context, REACH) - 1)
+        return _codes("angles", angle_codes(found, at), at, _ABOUT_ANGLES)
+    if subject.weights == "drawn":
+        return Omitted(
+            "codes",
+            CODES,
+            f"What {subject.title} adds is trained, and no weights are loaded; --model takes a "
+            "checkpoint's.",
+        )
+    if bias is not None:
+        limited = isinstance(bias, KeyBias)
+        at = query_positions((subject.context if limited else max(subject.context, REACH)) - 1)
+        about = _ABOUT_LINEAR if isinstance(bias, LinearBias) else _ABOUT_TABLE
+        return _codes("biases", bias_codes(bias, at), at, about)
+    if subject.embeds:
+        at = query_positions(subject.context - 1)
+        return _codes("vectors", vector_codes(subject.whole, subject.config.width, at), at, "")
+    return Omitted(
+        "codes",
+        CODES,
+        f"{subject.title} has no angles, biases or vectors that a format could round.",
+    )
+
+
+_ABOUT_ANGLES = (
+    "How many of the 64 nearest positions differ in at least one pair's angle when position, speed "
+    "and their product are kept in that format. Positions that round to one number turn alike, "
+    "and cannot be told apart by it. The encodings of this project keep all three in float32, "
+    "whatever the model's own format is; casting a model as a whole loses that."
+)
+_ABOUT_LINEAR = (
+    "Counted in the head that keeps fewest. Softmax cannot tell slope · distance from slope · key "
+    "position, for they differ by the same amount for all keys, but rounding can: distances are "
+    "small where it matters, positions are not. The lines by distance are the bias as it is "
+    "served, rounded once at the end."
+)
+_ABOUT_TABLE = "Counted in the head that keeps fewest."
+
+
+def _codes(what: str, series: Series, at: list[int], about: str) -> Picture | Omitted:
+    counts = {count for values in series.values() for count in values}
+    if len(counts) == 1:
+        return Omitted(
+            "codes",
+            CODES,
+            f"The {NEAREST} nearest positions have {counts.pop()} different {what} in bf16, fp16 "
+            f"and fp32 alike, at every position up to {at[-1]:,}.",
+        )
+    return Picture(
+        "codes",
+        f"{CODES}: {what}",
+        f"{about} {_told(series, at)}".strip(),
+        lambda figure: _draw_codes(figure, series, at),
+    )
+
+
+def _told(series: Series, at: list[int]) -> str:
+    """The bf16 counts at a few positions, in words."""
+    name = "by key, bf16" if "by key, bf16" in series else "bf16"
+    picked = [one for one in (255, 1023, 4095, 32767) if one in at] or at[-1:]
+    told = ", ".join(f"{series[name][at.index(one)]} at position {one:,}" for one in picked)
+    form = " slope · key position leaves" if name != "bf16" else " there are"
+    return f"In bf16{form} {told}."
+
+
+def _draw_codes(figure: Figure | SubFigure, series: Series, at: list[int]) -> None:
+    axes = one_axes(figure)
+    labels = []
+    for names, values in _alike(series):
+        style = FORMAT_STYLES[names[0].rpartition(" ")[2]]
+        several = len(names) > 1
+        color = GREY if several else style["color"]
+        axes.plot(at, values, **(style | {"color": color}))
+        labels.append((float(values[-1]), _joined(names), color))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(0.9, 80)
+    axes.set_yticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
+    axes.set_xlim(at[0], at[-1])
+    count_axis(axes)
+    axes.set_xticks([n for n in (64, 256, 1024, 4096, 16384, 65536) if at[0] <= n <= at[-1] + 1])
+    axes.set(xlabel="position of the query (tokens)", ylabel="distinct among 64")
+    label_ends(axes, labels)
+
+
+def _alike(series: Series) -> list[tuple[list[str], list[int]]]:
+    """Labels of equal lines together."""
+    found: list[tuple[list[str], list[int]]] = []
+    for name, values in series.items():
+        for names, others in found:
+            if others == values:
+                names.append(name)
+                break
+        else:
+            found.append(([name], values))
+    return found
+
+
+def _joined(names: list[str]) -> str:
+    by_key = [name.rpartition(" ")[2] for name in names if name.startswith("by key")]
+    others = [name for name in names if not name.startswith("by key")]
+    if not by_key:
+        return ", ".join(others)
+    parts = ["by distance: " + ", ".join(others)] if others else []
+    return "\n".join([*parts, "by key: " + ", ".join(by_key)])

@@ -1,0 +1,137 @@
+"""What is explained: one layer of an encoding of some shape, with drawn or trained weights.
+
+Knows no picture and no command.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from model.catalogue import example, hooks, summary
+from model.config import EncodingSpec, ModelConfig
+from model.encodings.base import EncodingError, PositionalEncoding, find
+from model.loading import Checkpoint, load_encoding
+
+# drawn: made up, because no checkpoint was named.
+Weights = Literal["none", "drawn", "trained"]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """`encoding` is as layer `layer` sees it; `whole` is what the embeddings meet."""
+
+    title: str
+    summary: str
+    hooks: tuple[str, ...]
+    limit: str
+    beyond_trained: str
+    options: Mapping[str, Any]
+    config: ModelConfig
+    context: int
+    layer: int
+    whole: PositionalEncoding
+    encoding: PositionalEncoding
+    weights: Weights
+
+    @property
+    def turns(self) -> bool:
+        """Whether this layer's queries and keys are touched."""
+        return type(self.encoding).rotate is not PositionalEncoding.rotate
+
+    @property
+    def biases(self) -> bool:
+        """Whether something is added to this layer's scores."""
+        return self.encoding.score_bias() is not None
+
+    @property
+    def embeds(self) -> bool:
+        """Whether something is added to the embeddings."""
+        return type(self.whole).embed is not PositionalEncoding.embed
+
+
+def shape(*, heads: int, head_dim: int, context: int, layers: int = 1) -> ModelConfig:
+    """A decoder of that shape; what an encoding does not ask for is of no account."""
+    return ModelConfig(
+        vocab_size=1,
+        width=heads * head_dim,
+        layers=layers,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        ffn_width=1,
+        norm_eps=1e-5,
+        trained_context=context,
+        encoding=EncodingSpec("nope", {}),
+        windows=(None,) * layers,
+    )
+
+
+def from_name(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Subject:
+    """A file of model/encodings or "package.module:Class", with the usual options and these.
+
+    Raises EncodingError.
+    """
+    kind = find(name)
+    whole = example(kind, config, config.trained_context, options)
+    drawn = any(True for _ in whole.parameters())
+    return _subject(
+        name,
+        whole,
+        config,
+        kind.usual_options(config) | dict(options),
+        context=config.trained_context,
+        layer=0,
+        weights="drawn" if drawn else "none",
+    )
+
+
+def from_checkpoint(checkpoint: Checkpoint, context: int | None, layer: int) -> Subject:
+    """The decoder's encoding with its trained weights. Raises EncodingError, CheckpointError."""
+    config = checkpoint.config
+    if not 0 <= layer < config.layers:
+        raise EncodingError(
+            f"{checkpoint.path} has the layers 0 to {config.layers - 1}, but not {layer}."
+        )
+    kind, options = find(config.encoding.name), config.encoding.options
+    served = context or config.trained_context
+    whole = kind.create(options, config, served, torch.device("cpu"))
+    load_encoding(checkpoint, whole)
+    trained = any(True for _ in whole.parameters())
+    return _subject(
+        f"{config.encoding.name} in {checkpoint.path.name}",
+        whole,
+        config,
+        options,
+        context=min(served, whole.max_positions or served),
+        layer=layer,
+        weights="trained" if trained else "none",
+    )
+
+
+def _subject(
+    title: str,
+    whole: PositionalEncoding,
+    config: ModelConfig,
+    options: Mapping[str, Any],
+    *,
+    context: int,
+    layer: int,
+    weights: Weights,
+) -> Subject:
+    kind = type(whole)
+    return Subject(
+        title=title,
+        summary=summary(kind),
+        hooks=hooks(kind),
+        limit=kind.LIMIT,
+        beyond_trained=kind.BEYOND_TRAINED,
+        options=options,
+        config=config,
+        context=context,
+        layer=layer,
+        whole=whole,
+        encoding=whole.for_layer(layer),
+        weights=weights,
+    )

@@ -1,0 +1,132 @@
+"""`ropewalk explain`: one encoding, or a checkpoint's, as pictures in one file.
+
+Reads the flags and writes the file; what is in it is model/explain's.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from model.encodings.base import EncodingError
+from model.explain.figure import Picture
+from model.explain.page import to_html, to_png
+from model.explain.pictures import pictures
+from model.explain.subject import Subject, from_checkpoint, from_name, shape
+from model.loading import CheckpointError, open_checkpoint
+from server import pull
+from server.errors import CommandError, UsageError
+
+HEADS, HEAD_DIM, CONTEXT = 8, 64, 2048
+PATIENCE_S = 2.0  # before a bar is shown
+
+
+def run(flags: argparse.Namespace) -> Path:
+    """Where the pictures are now. UsageError or CommandError, one sentence, otherwise."""
+    if not flags.encoding and not flags.model:
+        raise UsageError("name an encoding, or a checkpoint with --model; ropewalk explain --help")
+    path = Path(flags.out or f"{_stem(flags)}.html")
+    if path.suffix not in (".html", ".png"):
+        raise UsageError(f"--out: {path} ends neither in .html nor in .png; write one of them")
+    if not path.parent.is_dir():  # told before the work, not after
+        raise CommandError(f"{path} cannot be written: {path.parent} is no directory; name another")
+    try:
+        subject = _of_model(flags) if flags.model else _of_name(flags)
+    except (EncodingError, CheckpointError) as error:
+        raise CommandError(str(error)) from error
+    parts = pictures(subject)
+    count = sum(isinstance(part, Picture) for part in parts)
+    render = to_png if path.suffix == ".png" else to_html
+    with tqdm(
+        total=count,
+        desc=f"drawing {path}",
+        unit="picture",
+        delay=PATIENCE_S,
+        leave=False,
+        disable=None,  # unless standard error is a terminal
+        file=sys.stderr,
+    ) as bar:
+        made = render(subject.title, subject.summary, facts(subject), parts, bar.update)
+    try:
+        path.write_bytes(made if isinstance(made, bytes) else made.encode())
+    except OSError as error:
+        raise CommandError(
+            f"{path} cannot be written ({error.strerror}); name another file with --out"
+        ) from error
+    return path
+
+
+def facts(subject: Subject) -> dict[str, str]:
+    """Label and text of what is said before the pictures."""
+    config = subject.config
+    work = subject.whole.work(config, subject.context)
+    layers = "1 layer" if config.layers == 1 else f"{config.layers} layers"
+    told = {
+        "touches": ", ".join(subject.hooks) or "nothing",
+        "options": ", ".join(f"{k} {_shown(v)}" for k, v in subject.options.items()) or "none",
+        "shown for": f"{config.heads} heads of {config.head_dim}, layer {subject.layer}, "
+        f"a context of {subject.context:,}",
+        "work per token": f"{work.flops:,} FLOPs and {work.bytes:,} bytes of its own tables, for "
+        f"one new token that sees {subject.context:,} keys, in {layers}",
+        "hard limit": subject.limit,
+        "past training": subject.beyond_trained,
+    }
+    if subject.weights == "drawn":
+        told["weights"] = "made up; --model takes a checkpoint's"
+    return told
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _stem(flags: argparse.Namespace) -> str:
+    """rope, Kerple of kerple:Kerple, or the model's own name."""
+    if flags.model:
+        return Path(flags.model).name.removesuffix(".gguf") or "model"
+    return str(flags.encoding or "").rpartition(":")[2]
+
+
+def _of_model(flags: argparse.Namespace) -> Subject:
+    given = [name for name in ("heads", "head_dim", "base") if getattr(flags, name) is not None]
+    if flags.encoding or given or flags.option:
+        what = "an encoding's name" if flags.encoding else f"--{(given or ['option'])[0]}"
+        raise UsageError(
+            f"--model brings its own encoding and settings; leave out {what.replace('_', '-')}"
+        )
+    checkpoint = open_checkpoint(pull.locate(flags.model))
+    return from_checkpoint(checkpoint, flags.context, flags.layer or 0)
+
+
+def _of_name(flags: argparse.Namespace) -> Subject:
+    if flags.layer is not None:
+        raise UsageError("--layer is for --model; without it there is one layer")
+    options = dict(_option(text) for text in flags.option)
+    if flags.base is not None:
+        options["base"] = flags.base
+    config = shape(
+        heads=flags.heads or HEADS,
+        head_dim=flags.head_dim or HEAD_DIM,
+        context=flags.context or CONTEXT,
+    )
+    try:
+        return from_name(flags.encoding, config, options)
+    except TypeError as error:
+        if not options:
+            raise
+        told = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise CommandError(f"{flags.encoding} cannot use {told}: {error}") from error
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise UsageError(f"--option: {text!r} is not NAME=VALUE; write for example base=500000")
+    try:
+        return name, json.loads(value)
+    except ValueError:  # no JSON, so it is text: half, interleaved
+        return name, value
