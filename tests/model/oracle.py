@@ -14,10 +14,10 @@ WIDE = torch.float64
 def logits(decoder, tokens, *, base=0, tables=torch.float32):
     """[T, vocab] for tokens at the positions base, base + 1, ...
 
-    tables: how RoPE's and sinusoidal angles are rounded, their sines and cosines too. Published
+    tables: how angles, their sines and cosines, and linear biases are rounded. Published
     models use float32; float64 gives what the formulas say.
     """
-    weights = {name: values.to(WIDE) for name, values in decoder.named_parameters()}
+    weights = {name: values.to(WIDE) for name, values in decoder.state_dict().items()}
     model = _Model(decoder.config, weights)
     rule = RULES[decoder.config.encoding.name](decoder.config, weights, tables)
     positions = torch.arange(base, base + len(tokens))
@@ -31,8 +31,7 @@ class _Model:
 
     def run(self, tokens, positions, rule):
         config, weights = self.config, self.weights
-        tied = config.tied_embeddings
-        x = weights["head.weight" if tied else "embed.weight"][tokens] * config.embed_scale
+        x = weights["embed.weight"][tokens] * config.embed_scale
         if config.embed_width is not None:
             x = self.linear("project_in", x)
         x = x + rule.added(positions)
@@ -74,7 +73,7 @@ class _Model:
         return x + attended(first(x)) + fed(first(x))
 
     def attention(self, layer, x, positions, rule):
-        """softmax(q · k · scale + bias) · v, one query head and one query at a time."""
+        """softmax(q · k · scale + bias) · v, one query head at a time."""
         config, at = self.config, f"layers.{layer}.attention."
         heads, groups, size = config.heads, config.kv_heads, config.head_dim
         scale = 1 / math.sqrt(size) if config.attention_scale is None else config.attention_scale
@@ -90,18 +89,17 @@ class _Model:
             if config.qk_norm:
                 q, k = self.norm(f"{at}q_norm", q, "rms"), self.norm(f"{at}k_norm", k, "rms")
             q, k = rule.turned(layer, q, positions), rule.turned(layer, k, positions)
-            rows = []
-            for i in range(len(x)):
-                window = config.windows[layer]
-                begin = 0 if window is None else max(0, i + 1 - window)
-                seen = slice(begin, i + 1)
-                scores = k[seen] @ q[i] * scale
-                if bias is not None:
-                    scores = scores + bias[head, i, seen]
-                powers = (scores - scores.max()).exp()
-                rows.append(powers @ v[seen] / powers.sum())
-            gathered.append(torch.stack(rows))
+            scores = q @ k.T * scale
+            if bias is not None:
+                scores = scores + bias[head]
+            powers = (scores - scores.max()).exp() * self.seen(layer, len(x))
+            gathered.append(powers @ v / powers.sum(dim=1, keepdim=True))
         return self.linear(f"{at}out", torch.cat(gathered, dim=1))
+
+    def seen(self, layer, count):
+        """[queries, keys]: 1 where the key is neither after the query nor out of its window."""
+        window = self.config.windows[layer] or count
+        return torch.ones(count, count, dtype=WIDE).tril().triu(1 - window)
 
     def feed_forward(self, at, x):
         activate = ACTIVATIONS[self.config.activation]
@@ -215,9 +213,9 @@ class BucketBias(NoPosition):
         if not self.options.get("per_layer", False):
             name = "encoding.weight"
         learned = self.weights[name]  # [buckets, heads]
-        where = positions.tolist()
-        buckets = [[self.bucket(max(i - j, 0)) for j in where] for i in where]
-        return learned[torch.tensor(buckets)].permute(2, 0, 1)
+        distance = (positions[:, None] - positions).clip(min=0)  # no key after its query is seen
+        buckets = torch.tensor([self.bucket(far) for far in range(int(distance.max()) + 1)])
+        return learned[buckets[distance]].permute(2, 0, 1)
 
     def bucket(self, distance):
         """Half of the buckets are one distance each, the others grow with its logarithm."""
@@ -229,8 +227,57 @@ class BucketBias(NoPosition):
         return min(buckets - 1, exact + math.floor(share * (buckets - exact)))
 
 
+class Slopes(NoPosition):
+    """Each head lowers a score by its own slope per token of distance (2108.12409, section 3)."""
+
+    def bias(self, layer, positions):
+        slopes = torch.tensor([self.slope(head) for head in range(self.config.heads)], dtype=WIDE)
+        scale = self.config.head_dim**-0.5 if self.options.get("scaled") else 1.0
+        if self.options.get("hf_exact"):  # a constant by query apart, so rounded by key
+            rounded = slopes.bfloat16()[:, None] * positions.bfloat16()
+            by_key = (rounded.to(self.tables) * scale).to(WIDE)
+            return by_key[:, None, :].expand(-1, len(positions), -1)
+        distance = (positions[:, None] - positions).to(self.tables)
+        return -((slopes * scale).to(self.tables)[:, None, None] * distance).to(WIDE)
+
+    def slope(self, head):
+        """2^(-most · i / n), i from 1; heads past a power of two take the odd i of twice as many."""
+        most, power = self.options.get("bias_max", 8), 1
+        while 2 * power <= self.config.heads:
+            power *= 2
+        if head < power:
+            return 2 ** (-most * (head + 1) / power)
+        return 2 ** (-most * (2 * (head - power) + 1) / (2 * power))
+
+
+class Table(NoPosition):
+    """One learned vector for each position (1705.03122, section 3.1)."""
+
+    def added(self, positions):
+        return self.weights["encoding.table"][positions + self.options["offset"]]
+
+
+class Waves(NoPosition):
+    """Sines and cosines whose frequencies fall from 1 towards 1/10000 (1706.03762, section 3.5)."""
+
+    def added(self, positions):
+        width = self.config.width
+        half = width // 2
+        last = half - 1 if self.options.get("slowest", "next") == "last" else half
+        found = torch.zeros(len(positions), width, dtype=WIDE)
+        for i in range(half):
+            angle = (positions + self.options.get("offset", 0)).to(WIDE) / 10000 ** (i / last)
+            split = self.options["layout"] == "split"
+            found[:, i if split else 2 * i] = angle.sin().to(self.tables).to(WIDE)
+            found[:, i + half if split else 2 * i + 1] = angle.cos().to(self.tables).to(WIDE)
+        return found
+
+
 RULES = {
     "nope": NoPosition,
+    "alibi": Slopes,
+    "learned": Table,
+    "sinusoidal": Waves,
     "rope": Rotary,
     "t5": BucketBias,
 }

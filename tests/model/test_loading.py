@@ -252,7 +252,7 @@ def test_integer_weights(folder):
         ({"intermediate_size": 41}, r"mlp.*shape"),
         ({"vocab_size": 1 << 22}, "shape"),
         ({"auto_map": {"AutoModelForCausalLM": "mine.Model"}}, "auto_map"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "llama3"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "different types"),
         ({"eos_token_id": 2.5}, "eos_token_id must be"),
     ],
 )
@@ -336,8 +336,8 @@ def write_gguf_with(path, model, change):
         (lambda t, w: t.pop("blk.1.ffn_up.weight"), "lacks tensor 'blk.1.ffn_up.weight'"),
         (lambda t, w: t.update(x=np.ones(3, np.float32)), "holds tensor 'x'"),
         (
-            lambda t, w: t.update({"rope_freqs.weight": np.ones(5, np.float32)}),
-            "rope_freqs.weight scales the rotation",
+            lambda t, w: t.update({"rope_freqs.weight": np.ones(4, np.float32)}),
+            "rope_freqs.weight",
         ),
         (
             lambda t, w: t.update({"blk.0.attn_q.bias": np.ones(60, np.float32)}),
@@ -347,7 +347,7 @@ def write_gguf_with(path, model, change):
             lambda t, w: t.update({"blk.0.attn_v.weight": np.ones((48, 20), np.float32)}),
             r"\[20, 48\], but has \[48, 20\]",
         ),
-        (lambda t, w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "yarn"),
+        (lambda t, w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "scaling.factor"),
         (lambda t, w: w.add_expert_count(8), "expert_count"),
     ],
 )

@@ -84,10 +84,24 @@ ENCODINGS = {
     "rope-slowed": EncodingSpec("rope", ROPE | {"scaling": {"type": "linear", "factor": 4.0}}),
     "t5": EncodingSpec("t5", T5),
     "t5-per-layer": EncodingSpec("t5", {"buckets": 12, "max_distance": 20, "per_layer": True}),
+    "alibi": EncodingSpec("alibi", {}),
+    "alibi-rounded": EncodingSpec("alibi", {"bias_max": 6, "scaled": True, "hf_exact": True}),
+    "learned": EncodingSpec("learned", {"positions": CONTEXT, "offset": 2}),
+    "sinusoidal": EncodingSpec("sinusoidal", {"layout": "interleaved"}),
+    "sinusoidal-split": EncodingSpec(
+        "sinusoidal", {"layout": "split", "slowest": "last", "offset": 2}
+    ),
     "linear": EncodingSpec(f"{__name__}:Linear", {}),
     "table": EncodingSpec(f"{__name__}:Table", {}),
     "added": EncodingSpec(f"{__name__}:Added", {}),
 }
+HOOKS_ONLY = {"linear", "table", "added"}
+ABSOLUTE = {
+    "added",
+    "learned",
+    "sinusoidal",
+    "sinusoidal-split",
+}  # those for which a constant added to all positions matters
 # What models of these encodings have besides.
 SHAPES = {"t5": {"attention_scale": 1.0}}
 

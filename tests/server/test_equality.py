@@ -6,24 +6,15 @@ finished sequence gives.
 """
 
 import random
-from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
 
-from cache.manager import CacheManager
 from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
-from model.sampling import SamplingParams
-from server.engine import Engine
-from server.request import Request
-from server.scheduler import Limits, Scheduler
-from tests.model.running import CPU, new_cache, run_uncached
-from tests.model.tiny import CONTEXT, ENCODINGS, tiny
-
-BLOCK = 4
-LIMITS = Limits(max_seqs=8, max_step_tokens=16, max_context=CONTEXT, max_waiting=100)
+from tests.model.running import run_uncached
+from tests.model.tiny import ENCODINGS, tiny
+from tests.server.recording import Recording, engine, request
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,44 +24,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-class Recorder:
-    """A forward that keeps the logits of every row it computes, chunk by chunk."""
-
-    def __init__(self, decoder):
-        self.decoder = decoder
-        self.chunks = []
-
-    def __call__(self, batch, kv):
-        # Every row is wanted here, not only those that are sampled.
-        everything = replace(batch, output_rows=torch.arange(len(batch.tokens)))
-        logits = self.decoder(everything, kv)
-        starts = batch.query_starts.tolist()
-        for start, end in pairwise(starts):
-            self.chunks.append((batch.positions[start:end], logits[start:end]))
-        return logits[batch.output_rows]
-
-
-def request(name, prompt, *, max_tokens, seed=None):
-    temperature = 0.0 if seed is None else 1.0
-    return Request(
-        id=name,
-        tokens=list(prompt),
-        num_prompt=len(prompt),
-        params=SamplingParams(max_tokens=max_tokens, temperature=temperature),
-        arrival=0.0,
-        rng=random.Random(seed),
-    )
-
-
-def engine(forward, decoder, blocks):
-    kv = new_cache(decoder, blocks, BLOCK)
-    kv._keys.fill_(torch.nan)
-    kv._values.fill_(torch.nan)
-    manager = CacheManager(blocks, BLOCK)
-    scheduler = Scheduler(manager, LIMITS)
-    return Engine(forward, kv, manager, scheduler, device=CPU), manager, scheduler
 
 
 def family(rng):
@@ -86,44 +39,27 @@ CASES = [*((encoding, ReferenceAttention) for encoding in ENCODINGS), ("rope", S
 @pytest.mark.parametrize(("encoding", "backend"), CASES)
 def test_every_step_equals_one_uncached_pass(encoding, backend):
     rng = random.Random(encoding)
-    decoder = tiny(encoding, backend)
-    recorder = Recorder(decoder)
-    running, manager, scheduler = engine(recorder, decoder, blocks=34)
+    recording = Recording(tiny(encoding, backend), blocks=34)
     requests = [
         request(f"r{i}", prompt, max_tokens=rng.randint(1, 40), seed=i if i % 3 == 0 else None)
         for i, prompt in enumerate(family(rng))
     ]
     waiting = rng.sample(requests, len(requests))
-    owners = []  # per recorded chunk: the request it was computed for
-    plan = scheduler.plan
-
-    def planning():
-        made = plan()
-        owners.extend(work.request for work in made.work)
-        nonlocal chunks
-        chunks += sum(not work.samples for work in made.work)
-        return made
-
-    scheduler.plan = planning
-    preempted = hits = chunks = 0
-    while waiting or running.busy:
+    while waiting or recording.engine.busy:
         for _ in range(min(len(waiting), rng.choice([0, 0, 1, 2]))):
-            running.submit(waiting.pop(0))
-        stats = running.step().stats
-        preempted += stats.preemptions
-        hits += stats.prefix_hit_tokens
-        manager.check()
-        scheduler.check()
-    assert preempted > 0
-    assert hits > 0
-    assert chunks > 5  # that ended before their request's last known token
+            recording.engine.submit(waiting.pop(0))
+        recording.step()
+    assert recording.preempted > 0
+    assert recording.hits > 0
+    assert recording.chunks > 5
     reference = tiny(encoding)
     oracle = {each.id: run_uncached(reference, each.tokens) for each in requests}
     worst = 0.0
-    for owner, (positions, logits) in zip(owners, recorder.chunks, strict=True):
-        worst = max(worst, float((logits - oracle[owner.id][positions]).abs().max()))
+    for owner, first, logits in recording.rows:
+        expected = oracle[owner.id][first : first + len(logits)]
+        worst = max(worst, float((logits - expected).abs().max()))
     assert worst <= 1e-10
-    assert manager.counts().active == 0
+    assert recording.manager.counts().active == 0
 
 
 @pytest.mark.parametrize("seed", [None, 5])

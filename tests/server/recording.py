@@ -1,0 +1,84 @@
+"""A real engine, scheduler and cache over a tiny decoder; every row of logits is kept."""
+
+import random
+from dataclasses import replace
+
+import torch
+
+from cache.manager import CacheManager
+from model.sampling import SamplingParams
+from server.engine import Engine
+from server.request import Request
+from server.scheduler import Limits, Scheduler
+from tests.model.running import CPU, new_cache
+from tests.model.tiny import CONTEXT
+
+BLOCK = 4
+LIMITS = Limits(max_seqs=8, max_step_tokens=16, max_context=CONTEXT, max_waiting=100)
+
+
+def request(name, prompt, *, max_tokens, seed=None):
+    temperature = 0.0 if seed is None else 1.0
+    return Request(
+        id=name,
+        tokens=list(prompt),
+        num_prompt=len(prompt),
+        params=SamplingParams(max_tokens=max_tokens, temperature=temperature),
+        arrival=0.0,
+        rng=random.Random(seed),
+    )
+
+
+def engine(forward, decoder, blocks):
+    """Over a cache that is full of NaN."""
+    kv = new_cache(decoder, blocks, BLOCK)
+    kv._keys.fill_(torch.nan)
+    kv._values.fill_(torch.nan)
+    manager = CacheManager(blocks, BLOCK)
+    scheduler = Scheduler(manager, LIMITS)
+    return Engine(forward, kv, manager, scheduler, device=CPU), manager, scheduler
+
+
+class Recording:
+    """An engine that keeps what it computed: rows of (request, first row, logits)."""
+
+    def __init__(self, decoder, blocks):
+        self.decoder = decoder
+        self.engine, self.manager, self.scheduler = engine(self._forward, decoder, blocks)
+        self.rows = []
+        self.preempted = self.hits = self.chunks = 0
+        self._plan = self.scheduler.plan
+        self.scheduler.plan = self._planned
+
+    def step(self):
+        stats = self.engine.step().stats
+        self.preempted += stats.preemptions
+        self.hits += stats.prefix_hit_tokens
+        self.manager.check()
+        self.scheduler.check()
+
+    def finish(self, *requests):
+        """Submit them, and step until nothing is left to do."""
+        for each in requests:
+            self.engine.submit(each)
+        while self.engine.busy:
+            self.step()
+
+    def parts(self, owner):
+        """(first row, logits) of everything computed for a request."""
+        return [(first, logits) for of, first, logits in self.rows if of is owner]
+
+    def _planned(self):
+        self.planned = self._plan()
+        # Those that end before their request's last known token.
+        self.chunks += sum(not work.samples for work in self.planned.work)
+        return self.planned
+
+    def _forward(self, batch, kv):
+        # Every row is wanted here, not only those that are sampled.
+        everything = replace(batch, output_rows=torch.arange(len(batch.tokens)))
+        logits = self.decoder(everything, kv)
+        work = self.planned.work
+        for each, rows in zip(work, logits.split([each.count for each in work]), strict=True):
+            self.rows.append((each.request, each.start, rows))
+        return logits[batch.output_rows]
