@@ -40,6 +40,7 @@ NO_TORCH = (
 ONLY_IN = {  # third-party package: the files that may know it
     "prometheus_client": ("server/metrics.py",),
     "fastapi": ("server/app.py", "server/routes/", "server/schemas"),
+    "matplotlib": ("model/explain/",),
     "gguf": ("model/weights/gguf_file.py", "model/tokenizers/gguf_vocab.py"),
     "sentencepiece": ("model/tokenizers/spm.py",),
 }
@@ -176,6 +177,7 @@ def test_package_inits_are_empty() -> None:
         ("server/engine.py", "import fastapi", "imports fastapi"),
         ("model/loading.py", "import gguf", "imports gguf"),
         ("model/tokenizers/hf.py", "import sentencepiece", "imports sentencepiece"),
+        ("server/app.py", "from matplotlib.figure import Figure", "imports matplotlib"),
     ],
 )
 def test_planted_fault_is_found(path: str, planted: str, fault: str) -> None:
