@@ -1,0 +1,165 @@
+"""Ropewalk's own checkpoints: a decoder of any shape with any positional encoding.
+
+config.json has the fields of ModelConfig by their own names, and the weights have the names of
+the decoder's parameters. Knows that correspondence, no particular encoding and no family.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any, get_args
+
+import torch
+
+from model.architectures.base import Architecture
+from model.architectures.common import (
+    MAX_CONTEXT,
+    MAX_FFN_WIDTH,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+)
+from model.architectures.fields import Fields
+from model.architectures.stored import Parameters, Stored
+from model.attention.reference import ReferenceAttention
+from model.config import Activation, BlockKind, EncodingSpec, ModelConfig, NormKind
+from model.encodings.base import create
+from model.transformer import Decoder
+from model.weights.base import CheckpointError, WeightFile, shown
+
+META = torch.device("meta")
+ENCODING_NAME = re.compile(r"\w+|\w+(\.\w+)*:\w+")  # a file, or package.module:Class
+# What an encoding may raise for options of the wrong type: it checks what they mean.
+MISFITS = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+class Ropewalk(Architecture):
+    """A field that has a default in ModelConfig may be left out, and so may be added later."""
+
+    model_type = "ropewalk"
+
+    def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(ModelConfig):
+            value = READERS[field.name](fields, field.name)
+            if value is not None:
+                values[field.name] = value
+            elif field.default is dataclasses.MISSING:
+                raise fields.missing(field.name)
+        fields.finish(("model_type", "eos_token_id"))
+        config = ModelConfig(**values)
+        if config.heads % config.kv_heads:
+            raise fields.error(f"kv_heads {config.kv_heads} does not divide heads {config.heads}")
+        if len(config.windows) != config.layers:
+            raise fields.error(
+                f"windows has {len(config.windows)} entries, but layers is {config.layers}"
+            )
+        if config.norm_bias and config.norm == "rms":
+            raise fields.error("norm_bias has no effect where norm is rms")
+        return config
+
+    def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> Parameters:
+        return {
+            name: (Stored(name, tuple(parameter.shape)),)
+            for name, parameter in without_weights(config).named_parameters()
+        }
+
+
+def without_weights(config: ModelConfig) -> Decoder:
+    """The decoder with no memory for its parameters. Raises CheckpointError.
+
+    Made for one position: what is served later decides how long tables are, not what is stored.
+    """
+    spec = config.encoding
+    try:
+        encoding = create(spec, config, 1, META)
+    except MISFITS as error:
+        raise CheckpointError(
+            f"Encoding {shown(spec.name)} cannot be made with the options "
+            f"{shown(str(spec.options))}: {str(error).removesuffix('.')}."
+        ) from error
+    return Decoder(config, encoding, ReferenceAttention, dtype=torch.float32, device=META)
+
+
+Reader = Callable[[Fields, str], Any]  # None where the field is null or absent
+
+
+def _integer(limit: int) -> Reader:
+    return lambda fields, key: fields.optional_integer(key, limit)
+
+
+def _one_of(choices: tuple[str, ...]) -> Reader:
+    def read(fields: Fields, key: str) -> str | None:
+        value = fields.text(key)
+        if value is not None and value not in choices:
+            raise fields.error(f"{key} must be one of {', '.join(choices)}, not {shown(value)}")
+        return value
+
+    return read
+
+
+def _windows(fields: Fields, key: str) -> tuple[int | None, ...] | None:
+    value = fields.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(
+        window is None or (type(window) is int and 1 <= window <= MAX_CONTEXT) for window in value
+    ):
+        raise fields.error(f"{key} must be a list of null and integers from 1 to {MAX_CONTEXT}")
+    return tuple(value)
+
+
+def _encoding(fields: Fields, key: str) -> EncodingSpec | None:
+    section = fields.section(key)
+    if section is None:
+        return None
+    name, options = section.text("name"), section.get("options")
+    section.finish()
+    if name is None:
+        raise section.missing("name")
+    if ENCODING_NAME.fullmatch(name) is None:
+        raise section.error(f"name must be an encoding or package.module:Class, not {shown(name)}")
+    if not isinstance(options, dict):
+        raise section.error("options must be an object")
+    return EncodingSpec(name, options)
+
+
+READERS: dict[str, Reader] = {
+    "vocab_size": _integer(MAX_VOCAB),
+    "width": _integer(MAX_WIDTH),
+    "layers": _integer(MAX_LAYERS),
+    "heads": _integer(MAX_HEADS),
+    "kv_heads": _integer(MAX_HEADS),
+    "head_dim": _integer(MAX_HEAD_DIM),
+    "ffn_width": _integer(MAX_FFN_WIDTH),
+    "norm_eps": Fields.optional_number,
+    "trained_context": _integer(MAX_CONTEXT),
+    "encoding": _encoding,
+    "windows": _windows,
+    "tied_embeddings": Fields.flag,
+    "qkv_bias": Fields.flag,
+    "out_bias": Fields.flag,
+    "mlp_bias": Fields.flag,
+    "head_bias": Fields.flag,
+    "qk_norm": Fields.flag,
+    "norm": _one_of(get_args(NormKind)),
+    "norm_bias": Fields.flag,
+    "activation": _one_of(get_args(Activation)),
+    "gated": Fields.flag,
+    "block": _one_of(get_args(BlockKind)),
+    "embed_scale": Fields.optional_number,
+    "embed_norm": Fields.flag,
+    "embed_width": _integer(MAX_WIDTH),
+    "attention_scale": Fields.optional_number,
+    "qkv_clip": Fields.optional_number,
+}

@@ -1,0 +1,448 @@
+"""Ropewalk's own checkpoints: what is written is read back, whatever the shape and encoding."""
+
+import json
+import stat
+from dataclasses import MISSING, asdict, fields, replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from model.attention.sdpa import SdpaAttention
+from model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
+from model.encodings.base import PositionalEncoding, TableBias, create, find, names
+from model.loading import CheckpointError, open_checkpoint
+from model.saving import save_checkpoint
+from model.transformer import Decoder
+from tests.model import checkpoints
+from tests.model.architectures.test_configs import ABSENT
+from tests.model.checkpoints import CPU
+from tests.model.running import run_uncached
+from tests.model.tiny import ROPE
+
+CONTEXT = 96
+TOKENS = [(7 * index) % 200 for index in range(70)]
+CONFIG = ModelConfig(
+    vocab_size=260,
+    width=24,
+    layers=3,
+    heads=6,
+    kv_heads=2,
+    head_dim=8,
+    ffn_width=40,
+    norm_eps=1e-5,
+    trained_context=CONTEXT,
+    encoding=EncodingSpec("rope", ROPE),
+    windows=(None, None, None),
+)
+PLAIN = {"norm": "layer", "gated": False, "activation": "gelu"}
+FIELDS = {  # ModelConfig's: another value, with what it needs to have an effect
+    "vocab_size": {"vocab_size": 301},
+    "width": {"width": 17},
+    "layers": {"layers": 1, "windows": (None,)},
+    "heads": {"heads": 10},
+    "kv_heads": {"kv_heads": 6},
+    "head_dim": {"head_dim": 14},
+    "ffn_width": {"ffn_width": 5},
+    "norm_eps": {"norm_eps": 0.1},
+    "trained_context": {"trained_context": 1234},
+    "encoding": {"encoding": EncodingSpec("rope", ROPE | {"base": 300.5, "layers": [0, 2]})},
+    "windows": {"windows": (None, 5, 9)},
+    "tied_embeddings": {"tied_embeddings": True},
+    "qkv_bias": {"qkv_bias": True},
+    "out_bias": {"out_bias": True},
+    "mlp_bias": {"mlp_bias": True},
+    "head_bias": {"head_bias": True},
+    "qk_norm": {"qk_norm": True},
+    "norm": {"norm": "layer"},
+    "norm_bias": {"norm": "layer", "norm_bias": True},
+    "activation": {"activation": "relu"},
+    "gated": {"gated": False},
+    "block": {"block": "parallel"},
+    "embed_scale": {"embed_scale": 2.5},
+    "embed_norm": {"embed_norm": True},
+    "embed_width": {"embed_width": 11},
+    "attention_scale": {"attention_scale": 0.1},
+    "qkv_clip": {"qkv_clip": 0.3},
+}
+
+
+class Curve(PositionalEncoding):
+    """From outside the package, with a weight of its own."""
+
+    def __init__(self, heads, steps, device):
+        super().__init__()
+        self.height = nn.Parameter(torch.empty(heads, device=device), requires_grad=False)
+        self.steps = steps
+        self.table = torch.empty(heads, steps, device=device)
+
+    @classmethod
+    def create(cls, options, config, context, device):
+        return cls(config.heads, options["steps"], device)
+
+    def freeze(self):
+        self.table.copy_(self.height[:, None] * torch.arange(self.steps).sqrt())
+
+    def score_bias(self):
+        return TableBias(self.table)
+
+
+ENCODINGS = {name: EncodingSpec(name, find(name).usual_options(CONFIG)) for name in names()} | {
+    "rope-scaled": EncodingSpec(
+        "rope", ROPE | {"scaling": {"type": "yarn", "factor": 4.0, "original_context": 24}}
+    ),
+    "t5-per-layer": EncodingSpec("t5", {"buckets": 12, "max_distance": 20, "per_layer": True}),
+    "learned-offset": EncodingSpec("learned", {"positions": CONTEXT, "offset": 2}),
+    "alibi-exact": EncodingSpec("alibi", {"hf_exact": True, "scaled": True}),
+    "outside": EncodingSpec(f"{__name__}:Curve", {"steps": 33}),
+}
+WEIGHTS = {  # of the encodings that have some
+    "t5": ["encoding.weight"],
+    "t5-per-layer": [f"encoding.layers.{layer}.weight" for layer in range(3)],
+    "learned": ["encoding.table"],
+    "learned-offset": ["encoding.table"],
+    "outside": ["encoding.height"],
+}
+
+
+def decoder_of(config, dtype=torch.float32):
+    """With random weights that all matter."""
+    encoding = create(config.encoding, config, CONTEXT, CPU)
+    decoder = Decoder(config, encoding, SdpaAttention, dtype=dtype, device=CPU)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in decoder.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        norm = name.endswith("norm.weight")
+        parameter.copy_(1 + 0.2 * values if norm else 0.35 * values)
+    for module in decoder.modules():
+        if isinstance(module, PositionalEncoding):
+            module.freeze()
+    return decoder
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    path = tmp_path / "of" / "tokenizer.json"
+    path.parent.mkdir()
+    checkpoints.tiny_tokenizer().save(str(path))
+    return path
+
+
+@pytest.fixture
+def save(tmp_path, tokenizer):
+    def save(decoder, state=None, folder=tmp_path / "saved", **options):
+        options = {"tokenizer": [tokenizer]} | options
+        state = dict(decoder.named_parameters()) if state is None else state
+        save_checkpoint(state, decoder.config, folder, **options)
+        return folder
+
+    return save
+
+
+def loaded(folder, dtype=torch.float32):
+    return checkpoints.loaded(open_checkpoint(folder), dtype, CONTEXT)
+
+
+def check_same(decoder, folder, dtype=torch.float32):
+    """The same config, the same weights to the last bit, and so the same logits."""
+    other = loaded(folder, dtype)
+    assert other.config == decoder.config
+    theirs = dict(other.named_parameters())
+    for name, parameter in decoder.named_parameters():
+        assert theirs.pop(name).equal(parameter), name
+    assert not theirs
+    logits = run_uncached(other, TOKENS)
+    assert logits.float().std() > 0.1
+    assert logits.equal(run_uncached(decoder, TOKENS))
+
+
+# ------------------------------------------------------------------------------ round trips
+
+
+def test_every_field_is_tried():
+    assert set(FIELDS) == {field.name for field in fields(ModelConfig)}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_field(field, save):
+    config = replace(CONFIG, **FIELDS[field])
+    assert getattr(config, field) != getattr(CONFIG, field)
+    decoder = decoder_of(config)
+    folder = save(decoder)
+    stored = json.loads((folder / "config.json").read_text())
+    assert stored[field] == json.loads(json.dumps(asdict(config)[field]))
+    check_same(decoder, folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block": block, "norm": norm, "gated": gated, "norm_bias": norm == "layer"}
+        for block in ("pre_norm", "post_norm", "parallel", "parallel_one_norm")
+        for norm, gated in (("rms", True), ("layer", False))
+    ],
+    ids=str,
+)
+def test_every_block(changes, save):
+    decoder = decoder_of(replace(CONFIG, **changes))
+    check_same(decoder, save(decoder))
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_every_encoding(encoding, save):
+    decoder = decoder_of(replace(CONFIG, encoding=ENCODINGS[encoding]))
+    folder = save(decoder)
+    check_same(decoder, folder)
+    stored = load_file(folder / "model.safetensors")
+    found = sorted(name for name in stored if name.startswith("encoding."))
+    assert found == WEIGHTS.get(encoding, [])
+    for name in found:
+        # Other weights than these are other answers: they are not stored in vain.
+        save_file(stored | {name: stored[name].flip(0)}, folder / "model.safetensors")
+        assert not run_uncached(loaded(folder), TOKENS).equal(run_uncached(decoder, TOKENS))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_every_dtype(dtype, save):
+    """Of the decoder; an encoding's own weights stay in float32."""
+    decoder = decoder_of(replace(CONFIG, encoding=ENCODINGS["t5"]), dtype)
+    folder = save(decoder)
+    stored = load_file(folder / "model.safetensors")
+    assert stored["head.weight"].dtype is dtype
+    assert stored["encoding.weight"].dtype is torch.float32
+    check_same(decoder, folder, dtype)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_state_dict_names_some_twice(tied, save):
+    decoder = decoder_of(replace(CONFIG, encoding=ENCODINGS["t5"], tied_embeddings=tied))
+    state = decoder.state_dict()
+    assert "layers.1.attention.encoding.weight" in state
+    folder = save(decoder, state)
+    assert load_file(folder / "model.safetensors").keys() == {
+        name for name, _ in decoder.named_parameters()
+    }
+    check_same(decoder, folder)
+
+
+def test_views_of_one_memory_are_stored_apart(save):
+    decoder = decoder_of(CONFIG)
+    decoder.head.weight = decoder.embed.weight
+    folder = save(decoder, decoder.state_dict())
+    stored = load_file(folder / "model.safetensors")
+    assert stored["head.weight"].equal(stored["embed.weight"])
+
+
+def test_what_ends_an_answer_and_the_files_beside_it(save, tokenizer):
+    beside = tokenizer.with_name("chat_template.jinja")
+    beside.write_text("{{ messages[0].content }}")
+    folder = save(decoder_of(CONFIG), tokenizer=[tokenizer, beside], stop_ids={9, 7})
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.architecture == "ropewalk"
+    assert checkpoint.stop_ids == {7, 9}
+    assert checkpoint.chat_template is not None
+    assert checkpoint.tokenizer.encode("th", bos=False) == [257]
+
+
+# ---------------------------------------------------------------------------- all or nothing
+
+
+def refused(saying, function, *args, **options):
+    """In one sentence."""
+    with pytest.raises(CheckpointError, match=saying) as caught:
+        function(*args, **options)
+    assert str(caught.value).count(". ") == 0
+    assert str(caught.value).endswith(".")
+    return str(caught.value)
+
+
+def test_others_may_read_it_as_far_as_the_umask_says(save, tmp_path):
+    folder = save(decoder_of(CONFIG))
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    new = tmp_path / "new"
+    new.touch()
+    for path in folder.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(new.stat().st_mode)
+
+
+def test_nothing_is_replaced(save, tmp_path):
+    folder = save(decoder_of(CONFIG))
+    before = (folder / "model.safetensors").read_bytes()
+    refused("is there already", save, decoder_of(replace(CONFIG, layers=1, windows=(None,))))
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def without(state, name):
+    return {key: tensor for key, tensor in state.items() if key != name}
+
+
+def nan(state):
+    return state | {"norm.weight": torch.full_like(state["norm.weight"], torch.nan)}
+
+
+@pytest.mark.parametrize(
+    ("change", "saying"),
+    [
+        (lambda state: without(state, "norm.weight"), "saved lacks tensor 'norm.weight'"),
+        (lambda state: state | {"spare": torch.ones(1)}, "saved holds tensor 'spare'"),
+        (lambda state: state | {"norm.weight": torch.ones(3)}, r"'?norm.weight'? should have"),
+        (nan, "'norm.weight' holds weights that are not finite"),
+        (lambda state: state | {"norm.weight": torch.ones(24).int()}, "as no torch.int32"),
+    ],
+)
+def test_weights_that_are_not_the_decoders(change, saying, save, tmp_path):
+    decoder = decoder_of(CONFIG)
+    refused(saying, save, decoder, change(dict(decoder.named_parameters())))
+    assert [path.name for path in tmp_path.iterdir()] == ["of"]
+
+
+def test_a_tied_head_that_differs(save):
+    decoder = decoder_of(replace(CONFIG, tied_embeddings=True))
+    state = dict(decoder.named_parameters())
+    state["head.weight"] = state["embed.weight"] + 1
+    refused("head.weight should be tied to embed.weight, but differs", save, decoder, state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "saying"),
+    [
+        ({"encoding": EncodingSpec("rope", ROPE | {"layers": (0, 2)})}, "lists for the tuples"),
+        ({"encoding": EncodingSpec("rope", ROPE | {"layers": {0}})}, "is no JSON"),
+        ({"norm_eps": float("inf")}, "is no JSON"),
+        ({"norm_bias": True}, "norm_bias has no effect where norm is rms"),
+    ],
+)
+def test_configs_that_would_not_be_read_back(changes, saying, save, tmp_path):
+    decoder = decoder_of(CONFIG)
+    decoder.config = replace(CONFIG, **changes)
+    refused(saying, save, decoder)
+    assert [path.name for path in tmp_path.iterdir()] == ["of"]
+
+
+def test_an_encoder_decoder_has_no_room(save):
+    decoder = decoder_of(CONFIG)
+    shape = {field.name: getattr(CONFIG, field.name) for field in fields(CONFIG)}
+    decoder.config = EncoderDecoderConfig(**shape, encoder=CONFIG, start_token=0, end_token=1)
+    refused("holds a decoder alone", save, decoder)
+
+
+def test_a_tokenizer_that_cannot_be_used(save, tokenizer, tmp_path):
+    decoder = decoder_of(CONFIG)
+    saying = refused("neither tokenizer.json nor", save, decoder, tokenizer=[])
+    assert str(tmp_path / "saved") in saying
+    assert ".saved." not in saying  # no name that is gone by now
+    refused("is no tokenizer file", save, decoder, tokenizer=[tokenizer.parent / "absent.json"])
+    refused("is no tokenizer file", save, decoder, tokenizer=[tokenizer, tmp_path / "merges.txt"])
+    small = decoder_of(replace(CONFIG, vocab_size=100))
+    refused("has 258 tokens, but the model embeds only 100", save, small)
+    assert [path.name for path in tmp_path.iterdir()] == ["of"]
+
+
+def test_where_nothing_can_be_written(save, tmp_path):
+    (tmp_path / "file").touch()
+    refused("cannot be written", save, decoder_of(CONFIG), folder=tmp_path / "file" / "saved")
+
+
+def test_interrupted_writing_leaves_nothing(save, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("model.saving.save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(decoder_of(CONFIG))
+    assert [path.name for path in tmp_path.iterdir()] == ["of"]
+
+
+# ------------------------------------------------------------------------------ strict reading
+
+
+def edited(folder, **changes):
+    """Another value in config.json, or none for ABSENT."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: v for key, v in values.items() if v is not ABSENT}))
+    return folder
+
+
+def encoding(name, **options):
+    return {"encoding": {"name": name, "options": options}}
+
+
+@pytest.fixture
+def folder(save):
+    return save(decoder_of(replace(CONFIG, encoding=ENCODINGS["t5"])))
+
+
+def test_what_has_a_default_may_be_left_out(folder):
+    optional = {field.name: ABSENT for field in fields(ModelConfig) if field.default is not MISSING}
+    assert open_checkpoint(edited(folder, **optional)).config.encoding == ENCODINGS["t5"]
+
+
+@pytest.mark.parametrize(
+    "field", [field.name for field in fields(ModelConfig) if field.default is MISSING]
+)
+def test_what_has_none_may_not(field, folder):
+    refused(f"config.json: {field} is missing", open_checkpoint, edited(folder, **{field: ABSENT}))
+    refused(f"config.json: {field} is missing", open_checkpoint, edited(folder, **{field: None}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "saying"),
+    [
+        ({"layers": 3.0}, "layers must be an integer"),
+        ({"layers": 1 << 30}, "layers must be an integer from 1 to 1024"),
+        ({"kv_heads": 4}, "kv_heads 4 does not divide heads 6"),
+        ({"norm_eps": 0}, "norm_eps must be a number above 0"),
+        ({"tied_embeddings": 1}, "tied_embeddings must be true or false"),
+        ({"norm": "batch"}, "norm must be one of rms, layer, not 'batch'"),
+        ({"activation": "swish"}, "activation must be one of silu, gelu"),
+        ({"block": ["parallel"]}, "block must be a string"),
+        ({"norm_bias": True}, "norm_bias has no effect where norm is rms"),
+        ({"windows": 5}, "windows must be a list of null and integers from 1"),
+        ({"windows": [None, 0, None]}, "windows must be a list of null and integers from 1"),
+        ({"windows": [None, True, None]}, "windows must be a list of null and integers from 1"),
+        ({"windows": [None, 5]}, "windows has 2 entries, but layers is 3"),
+        ({"rope_theta": 10000.0}, "'rope_theta' = 10000.0 is not supported"),
+        ({"auto_map": {"a": "b.C"}}, "'auto_map' = .* is not supported"),
+        ({"encoding": "t5"}, "encoding must be an object"),
+        ({"encoding": {"options": {}}}, "encoding: name is missing"),
+        ({"encoding": {"name": "t5"}}, "encoding: options must be an object"),
+        ({"encoding": {"name": "t5", "options": {}, "layer": 1}}, "'layer' = 1 is not supported"),
+        (encoding("../t5"), "must be an encoding or package.module:Class, not '../t5'"),
+        (encoding("os.path"), "must be an encoding or package.module:Class, not 'os.path'"),
+        (encoding("cope"), "There is no encoding 'cope'"),
+        (encoding("nowhere.to:Find"), "cannot be imported"),
+        (encoding("json:JSONDecoder"), "must name one PositionalEncoding class"),
+        (encoding("t5", buckets=32), "t5 takes the options buckets and max_distance"),
+        (encoding("t5", buckets="32", max_distance=128), "'t5' cannot be made with the options"),
+        (encoding("t5", buckets=32, max_distance=None), "'t5' cannot be made with the options"),
+        (encoding("learned", positions=1 << 80, offset=0), "'learned' cannot be made with"),
+        (encoding("rope", **ROPE | {"scaling": "yarn"}), "'rope' cannot be made with"),
+        (encoding("rope", **ROPE | {"layers": 5}), "'rope' cannot be made with"),
+    ],
+)
+def test_descriptions_that_are_refused(changes, saying, folder):
+    refused(saying, open_checkpoint, edited(folder, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "saying"),
+    [
+        (encoding("nope"), "holds tensor 'encoding.weight'"),
+        (encoding("learned", positions=9, offset=0), "lacks tensor 'encoding.table'"),
+        (encoding("t5", buckets=16, max_distance=128), r"encoding.weight should have .* \[16, 6\]"),
+        (
+            encoding("t5", buckets=32, max_distance=128, per_layer=True),
+            "lacks tensor 'encoding.layers.0.weight' and 2 more",
+        ),
+        ({"embed_norm": True}, "lacks tensor 'embed_norm.weight'"),
+        ({"tied_embeddings": True}, "holds tensor 'head.weight'"),
+    ],
+)
+def test_weights_of_another_description(changes, saying, folder):
+    refused(saying, open_checkpoint, edited(folder, **changes))
