@@ -241,7 +241,7 @@ class Slopes(NoPosition):
         return -((slopes * scale).to(self.tables)[:, None, None] * distance).to(WIDE)
 
     def slope(self, head):
-        """2^(-most · i / n), i from 1; heads past a power of two take the odd i of twice as many."""
+        """2^(-most · i / n), i from 1; past a power of two the odd i of twice as many."""
         most, power = self.options.get("bias_max", 8), 1
         while 2 * power <= self.config.heads:
             power *= 2

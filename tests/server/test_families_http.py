@@ -1,0 +1,106 @@
+"""One tiny checkpoint of every decoder-only family, served and asked over HTTP.
+
+32 greedy tokens equal those of transformers. The families' logits are compared in tests/model.
+"""
+
+import contextlib
+
+import httpx
+import pytest
+import torch
+
+from model.architectures.base import architectures
+from model.loading import open_checkpoint
+from server.app import HttpOptions, create_app
+from server.async_engine import AsyncEngine
+from server.build import load_models
+from server.metrics import Metrics
+from server.models import Models
+from tests.model import checkpoints, plain
+from tests.model.test_parity import reference_greedy
+from tests.model.test_parity_rope import phi3, smollm3
+from tests.server.fake_engine import configured
+from tests.server.toy import running
+
+GATED = {
+    "llama": checkpoints.llama(),
+    "mistral": checkpoints.mistral(sliding_window=7),
+    "qwen2": checkpoints.qwen2(),
+    "qwen3": checkpoints.qwen3(),
+    "phi3": phi3(),
+    "smollm3": smollm3(),
+}
+PLAIN = {
+    "gpt_neox": plain.gpt_neox(),
+    "gptj": plain.gptj(),
+    "gpt2": plain.gpt2(),
+    "opt": plain.opt(),
+    "xglm": plain.xglm(tie_word_embeddings=False),
+    "bloom": plain.bloom(tie_word_embeddings=False),
+    "mpt": plain.mpt(),
+    "falcon": plain.falcon(tie_word_embeddings=False),
+}
+ELSEWHERE = {"t5", "mt5", "umt5", "ropewalk"}  # test_encoder_decoder.py, test_saving.py
+PROMPTS = [list(b"To be"), list(b"the rope is long, and the walk is longer")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """So small a model only waits for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """{family: (its folder, the model of transformers)}."""
+    made = {}
+    for name, config in (GATED | PLAIN).items():
+        random_model = (checkpoints if name in GATED else plain).random_model
+        model = random_model(config)
+        made[name] = checkpoints.save(model, tmp_path_factory.mktemp(name)), model
+    return made
+
+
+@pytest.fixture(scope="module")
+def client(models):
+    """Of one server with all of them."""
+    metrics = Metrics()
+    sources = [f"{name}={folder}" for name, (folder, _) in models.items()]
+    flags = ("--dtype", "float32", "--kv-memory", "64M", "--max-model-len", "100")
+    loaded = load_models(configured(*sources, *flags), metrics)
+    engine = AsyncEngine({each.served.name: each.engine for each in loaded}, metrics.observe_step)
+    app = create_app(Models(each.served for each in loaded), engine, metrics, HttpOptions())
+    with contextlib.ExitStack() as stack:
+        url, _ = stack.enter_context(running(app))
+        yield stack.enter_context(httpx.Client(base_url=url, timeout=30))
+
+
+def test_every_family_is_here():
+    here = GATED.keys() | PLAIN.keys() | ELSEWHERE
+    assert {architecture.model_type for architecture in architectures()} <= here
+
+
+@pytest.mark.parametrize("name", [*GATED, *PLAIN])
+def test_greedy_answers_are_those_of_transformers(name, client, models):
+    folder, model = models[name]
+    answer = client.post(
+        "/v1/completions",
+        json={
+            "model": name,
+            "prompt": PROMPTS,
+            "max_tokens": 32,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 1,
+        },
+    )
+    assert answer.status_code == 200, answer.text
+    tokenizer = open_checkpoint(folder).tokenizer
+    for choice, prompt in zip(answer.json()["choices"], PROMPTS, strict=True):
+        theirs = reference_greedy(model, prompt, 32)
+        assert len(set(theirs)) > 1  # one token again and again would agree too easily
+        named = [tokenizer.token_bytes(id, first=False).decode(errors="replace") for id in theirs]
+        assert choice["logprobs"]["tokens"] == named
