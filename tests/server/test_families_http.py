@@ -38,7 +38,7 @@ PLAIN = {
     "xglm": plain.xglm(tie_word_embeddings=False),
     "bloom": plain.bloom(tie_word_embeddings=False),
     "mpt": plain.mpt(),
-    "falcon": plain.falcon(tie_word_embeddings=False),
+    "falcon": plain.falcon(num_attention_heads=4, hidden_size=32, num_hidden_layers=1),
 }
 ELSEWHERE = {"t5", "mt5", "umt5", "ropewalk"}  # test_encoder_decoder.py, test_saving.py
 PROMPTS = [list(b"To be"), list(b"the rope is long, and the walk is longer")]
