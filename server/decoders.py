@@ -24,6 +24,7 @@ from model.loading import Checkpoint, CheckpointError, load_decoder, open_checkp
 from model.transformer import Decoder
 from server import placement, pull
 from server.config import ModelOptions, ModelSource
+from server.errors import CommandError
 
 log = getLogger(__name__)
 
@@ -70,8 +71,11 @@ def prepare(
         )
     context = loading.max_model_len or shape.trained_context
     encoding = create(shape.encoding, shape, context, device)
-    if encoding.max_positions is not None:
-        context = min(context, encoding.max_positions)
+    if encoding.max_positions is not None and context > encoding.max_positions:
+        raise CommandError(
+            f"{source.name} has positions for {encoding.max_positions} tokens and no more, "
+            f"so --max-model-len {context} cannot be served; ask for at most as many"
+        )
     backend = _backend(checkpoint, loading, dtype, device, kernels)
     decoder = _assembled(checkpoint, encoding, backend, context, dtype, device)
     _load(checkpoint, source.name, decoder)

@@ -1,0 +1,71 @@
+"""Sinusoidal positions against the formula, one number at a time, and against transformers."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers.models.ctrl.modeling_ctrl import positional_encoding
+from transformers.models.xglm.modeling_xglm import XGLMSinusoidalPositionalEmbedding
+
+from model.config import EncodingSpec
+from model.encodings.base import EncodingError, create
+from tests.model.tiny import CONFIG, CPU
+
+
+def vectors(positions, *, width=10, context=3000, **options):
+    config = replace(CONFIG, width=width)
+    made = create(EncodingSpec("sinusoidal", options), config, context, CPU)
+    return made.embed(torch.zeros(len(positions), width), torch.tensor(positions))
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "split"])
+@pytest.mark.parametrize(("slowest", "last"), [("next", 5), ("last", 4)])
+@pytest.mark.parametrize("offset", [0, 2])
+def test_every_number_is_the_formula_s(layout, slowest, last, offset):
+    positions = [0, 1, 2, 77, 2999]
+    found = vectors(positions, layout=layout, slowest=slowest, offset=offset)
+    for row, position in zip(found, positions, strict=True):
+        for i in range(5):
+            angle = (position + offset) / 10000 ** (i / last)
+            sine, cosine = (i, i + 5) if layout == "split" else (2 * i, 2 * i + 1)
+            assert abs(row[sine] - math.sin(angle)) < 1e-6
+            assert abs(row[cosine] - math.cos(angle)) < 1e-6
+
+
+def test_xglm():
+    """Its angles are float32, so they part from ours as the position grows."""
+    positions = list(range(600))
+    theirs = XGLMSinusoidalPositionalEmbedding(600, 36, 1)(torch.tensor([positions]))[0]
+    ours = vectors(positions, width=36, layout="split", slowest="last", offset=2)
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+def test_ctrl():
+    theirs = positional_encoding(100, 36, torch.float32)
+    ours = vectors(list(range(100)), width=36, layout="split")
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+def test_inner_products_depend_on_the_distance_alone():
+    found = vectors([3, 10, 1003, 1010], layout="interleaved").double()
+    assert abs(found[0] @ found[1] - found[2] @ found[3]) < 1e-5
+
+
+def test_an_odd_width_ends_with_a_zero():
+    assert (vectors([0, 5], width=9, layout="split")[:, -1] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"layout": "halves"},
+        {"layout": "split", "slowest": "first"},
+        {"layout": "split", "offset": -1},
+        {"layout": "split", "base": 500},
+    ],
+)
+def test_options_that_do_not_fit(options):
+    with pytest.raises(EncodingError, match="sinusoidal"):
+        create(EncodingSpec("sinusoidal", options), CONFIG, 8, CPU)
