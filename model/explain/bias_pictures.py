@@ -204,9 +204,13 @@ def scores(subject: Subject) -> Picture | Omitted | None:
 
 
 def _chosen(values: Tensor) -> list[int]:
-    """The heads with the lowest, the middle and the highest bias on average."""
+    """The heads with the lowest, the middle and the highest bias on average, if they differ."""
     order = values.clamp(min=FLOOR).mean(dim=1).argsort().tolist()
-    return list(dict.fromkeys([order[0], order[len(order) // 2], order[-1]]))
+    chosen: list[int] = []
+    for head in (order[0], order[len(order) // 2], order[-1]):
+        if not any(torch.equal(values[head], values[other]) for other in chosen):
+            chosen.append(head)
+    return chosen
 
 
 def _about_scores(values: Tensor, chosen: list[int]) -> str:

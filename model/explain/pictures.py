@@ -107,13 +107,13 @@ _ABOUT_TABLE = "Counted in the head that keeps fewest."
 
 
 def _codes(what: str, series: Series, at: list[int], about: str) -> Picture | Omitted:
-    counts = {count for values in series.values() for count in values}
-    if len(counts) == 1:
+    if all(len(set(values)) == 1 for values in series.values()):
+        told = ", ".join(f"{values[0]} in {_joined(names)}" for names, values in _alike(series))
         return Omitted(
             "codes",
             CODES,
-            f"The {NEAREST} nearest positions have {counts.pop()} different {what} in bf16, fp16 "
-            f"and fp32 alike, at every position up to {at[-1]:,}.",
+            f"Different {what} among the nearest {NEAREST} positions: {told}, at every position "
+            f"up to {at[-1]:,} alike.",
         )
     return Picture(
         "codes",

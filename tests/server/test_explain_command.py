@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from server import cli
+from server import cli, explain_command
 from tests.model import encoder_decoders
 from tests.model.checkpoints import llama, random_model, save
 from tests.server.test_cli import sentence
@@ -42,7 +42,8 @@ def test_suffix_chooses_the_format(here, capsys) -> None:
     assert (here / "pictures.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_flags_shape_what_is_shown(here, capsys) -> None:
+def test_flags_shape_what_is_shown(here, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(explain_command, "pictures", lambda subject: [])
     flags = ["--heads", "2", "--head-dim", "8", "--context", "1k", "--base", "500"]
     explain(capsys, "rope", *flags, "--option", "width=4", "--option", "layout=interleaved")
     page = (here / "rope.html").read_text()
@@ -59,7 +60,8 @@ def test_an_encoding_from_outside_is_drawn(here, capsys, monkeypatch) -> None:
     sys.modules.pop("own_encoding")
 
 
-def test_a_model_brings_its_own_settings(here, capsys) -> None:
+def test_a_model_brings_its_own_settings(here, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(explain_command, "pictures", lambda subject: [])
     folder = save(random_model(llama()), here / "tiny-llama")
     capsys.readouterr()  # what saving said
     assert explain(capsys, "--model", str(folder), "--out", "a.html") == "a.html\n"

@@ -201,7 +201,8 @@ def test_encodings_from_outside_are_explained_by_what_they_do() -> None:
         "codes",
     ]
     falling = parts(f"{__name__}:Falling")
-    assert "21 different biases" in by_key(falling, Omitted)["codes"].reason
+    assert "positions: 21 in bf16, fp16, fp32, at" in by_key(falling, Omitted)["codes"].reason
+    assert "0 in head 0 from distance 4 on." in caption(falling, "score")  # all heads are alike
     sliding = by_key(parts(f"{__name__}:Sliding"), Omitted)
     assert "not by turning pairs" in sliding["angle"].reason
     assert set(sliding) == {"angle", "score", "bias", "codes"}
