@@ -16,9 +16,10 @@ from model.architectures.common import (
 from model.architectures.fields import Fields
 from model.architectures.plain import PlainDecoder, plain_config, tied
 from model.architectures.rotation import rope_from_hf, rope_spec
-from model.config import BlockKind, ModelConfig
+from model.config import ModelConfig
 
 DERIVED = re.compile(r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)")
+NEWER_HEAD = "lm_head.weight"  # where the names are those that transformers has in memory
 
 
 class GPTNeoX(PlainDecoder):
@@ -26,7 +27,10 @@ class GPTNeoX(PlainDecoder):
     model_class = "GPTNeoXForCausalLM"
     gguf_name = "gptneox"
     fused_by_head = True
-    harmless = "hidden_dropout is_decoder"
+    harmless = """
+        attention_probs_dropout_prob gradient_checkpointing hidden_dropout hidden_dropout_prob
+        is_decoder
+    """
     names = stored.PlainNames(
         embed="gpt_neox.embed_in",
         norm="gpt_neox.final_layer_norm",
@@ -45,6 +49,7 @@ class GPTNeoX(PlainDecoder):
         heads = fields.integer("num_attention_heads", MAX_HEADS)
         context = fields.integer("max_position_embeddings", MAX_CONTEXT)
         bias = fields.flag("attention_bias") is not False
+        _require_share(fields)
         return plain_config(
             fields,
             vocab_size=fields.integer("vocab_size", MAX_VOCAB),
@@ -59,25 +64,44 @@ class GPTNeoX(PlainDecoder):
                 fields, width // heads, context, older=("rotary_emb_base", "rotary_pct")
             ),
             activation=activation(fields, "hidden_act", "gelu"),
-            block=_block(fields.flag("use_parallel_residual")),
+            block="pre_norm" if fields.flag("use_parallel_residual") is False else "parallel",
             qkv_bias=bias,
             out_bias=bias,
         )
 
     def shape_from_gguf(self, fields: Fields, own: str, usual: ModelConfig) -> ModelConfig:
+        parallel = fields.flag(own + "use_parallel_residual")
+        if parallel is None:
+            raise fields.missing(own + "use_parallel_residual")
         turning = fields.integer(own + "rope.dimension_count", usual.head_dim)
         # The format leaves the base out where it is the usual one.
         base = fields.optional_number(own + "rope.freq_base") or 10000.0
         return replace(
             usual,
             encoding=rope_spec(fields, base, turning),
-            activation="gelu",
-            block=_block(fields.flag(own + "use_parallel_residual")),
+            activation="gelu",  # the format does not say: as in Pythia
+            block="parallel" if parallel else "pre_norm",
         )
+
+    def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> stored.Parameters:
+        found = super().parameters_in_hf(config, names)
+        if NEWER_HEAD not in names or config.tied_embeddings:
+            return found
+        return {**found, "head.weight": (replace(found["head.weight"][0], name=NEWER_HEAD),)}
+
+    def copies(self, config: ModelConfig, names: frozenset[str]) -> dict[str, str]:
+        found = super().copies(config, names)
+        if config.tied_embeddings:
+            found[NEWER_HEAD] = f"{self.names.embed}.weight"
+        return found
 
     def is_derived(self, name: str) -> bool:
         return DERIVED.fullmatch(name) is not None
 
 
-def _block(parallel: bool | None) -> BlockKind:
-    return "pre_norm" if parallel is False else "parallel"
+def _require_share(fields: Fields) -> None:
+    """Without one, transformers would turn a quarter of each head: no file may mean that."""
+    sections = [fields, fields.section("rope_parameters"), fields.section("rope_scaling")]
+    names = ("rotary_pct", "partial_rotary_factor")
+    if not any(part.get(name) is not None for part in sections if part for name in names):
+        raise fields.missing("rotary_pct")

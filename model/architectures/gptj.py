@@ -1,6 +1,7 @@
 """GPT-J: pairs of neighbouring coordinates turn, and one norm serves both halves of a layer."""
 
 import re
+from dataclasses import replace
 
 from model.architectures import stored
 from model.architectures.common import (
@@ -22,13 +23,15 @@ DERIVED = re.compile(r"transformer\.h\.\d+\.attn\.((masked_)?bias|embed_position
 
 
 class GPTJ(PlainDecoder):
-    # No gguf_name: the format has a name for it, but no program that writes such files.
     model_type = "gptj"
     model_class = "GPTJForCausalLM"
+    gguf_name = "gptj"
+    gguf_names = replace(stored.PLAIN_GGUF, qkv=("attn_q", "attn_k", "attn_v"), mlp_norm=None)
     prefix = "transformer."
     harmless = """
-        attn_pdrop embd_pdrop n_ctx resid_pdrop rotary scale_attn_weights summary_activation
-        summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+        attn_pdrop embd_pdrop gradient_checkpointing n_ctx resid_pdrop rotary scale_attn_weights
+        summary_activation summary_first_dropout summary_proj_to_labels summary_type
+        summary_use_proj
     """
     names = stored.PlainNames(
         embed="transformer.wte",
@@ -60,6 +63,20 @@ class GPTJ(PlainDecoder):
             tied_embeddings=tied(fields, default=False),
             encoding=rope_spec(fields, 10000.0, turning, layout="interleaved"),
             activation=activation(fields, "activation_function", "gelu_new"),
+            block="parallel_one_norm",
+            qkv_bias=False,
+            out_bias=False,
+            head_bias=True,
+        )
+
+    def shape_from_gguf(self, fields: Fields, own: str, usual: ModelConfig) -> ModelConfig:
+        """Rows of queries and keys are as published, so neighbours turn together here too."""
+        turning = fields.integer(own + "rope.dimension_count", usual.head_dim)
+        base = fields.optional_number(own + "rope.freq_base") or 10000.0
+        return replace(
+            usual,
+            encoding=rope_spec(fields, base, turning, layout="interleaved"),
+            activation="gelu_tanh",
             block="parallel_one_norm",
             qkv_bias=False,
             out_bias=False,
