@@ -318,6 +318,7 @@ class AttendTask {
 
   struct Chunk {
     int64_t count, places[kKeys], positions[kKeys];
+    int64_t latest;  // of the positions
   };
 
  public:
@@ -394,9 +395,11 @@ class AttendTask {
     const int64_t stride = a_.kv_heads * a_.head_dim;
     int64_t block = first / a_.block_size, offset = first % a_.block_size;
     chunk.count = count;
+    chunk.latest = INT64_MIN;
     for (int64_t n = 0; n < count; ++n) {
       chunk.places[n] = (table[block] * a_.block_size + offset) * stride + kv_head_ * a_.head_dim;
       chunk.positions[n] = bases[block] + offset;
+      chunk.latest = std::max(chunk.latest, chunk.positions[n]);
       if (++offset == a_.block_size) ++block, offset = 0;
     }
   }
@@ -508,6 +511,10 @@ class AttendTask {
     }
     if (a_.bias_table) {
       const float *row = a_.bias_table + head_of(query) * a_.bias_span;
+      // Far keys share the last column, and under T5 it is zero: nothing to add.
+      if (!a_.bias_by_key && row[a_.bias_span - 1] == 0.0f &&
+          position - chunk_.latest + a_.bias_zero >= a_.bias_span - 1)
+        return;
       for (int64_t n = 0; n < keys; ++n) {
         const int64_t column =
             a_.bias_by_key ? chunk_.positions[n] : position - chunk_.positions[n] + a_.bias_zero;
