@@ -142,6 +142,19 @@ def fill_from_gguf(model, reader):
     assert not stored
 
 
+def add_tokenizer(writer, vocab_size):
+    """The tiny tokenizer, filled up to the size of the vocabulary."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    unused = [f"<unused{index}>" for index in range(vocab_size - len(TOKENS))]
+    writer.add_token_list([*TOKENS, *unused])
+    writer.add_token_types(
+        [3 if token.startswith("<") and len(token) > 1 else 1 for token in [*TOKENS, *unused]]
+    )
+    writer.add_token_merges(["t h"])
+    writer.add_eos_token_id(TOKENS.index(END))
+
+
 def gguf_writer(path, config):
     """A writer with all metadata of the model and its tokenizer."""
     arch = "llama" if config.model_type == "mistral" else config.model_type
@@ -161,15 +174,7 @@ def gguf_writer(path, config):
     if arch == "llama":
         writer.add_vocab_size(config.vocab_size)
         writer.add_rope_dimension_count(head_dim)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    unused = [f"<unused{index}>" for index in range(config.vocab_size - len(TOKENS))]
-    writer.add_token_list([*TOKENS, *unused])
-    writer.add_token_types(
-        [3 if token.startswith("<") and len(token) > 1 else 1 for token in [*TOKENS, *unused]]
-    )
-    writer.add_token_merges(["t h"])
-    writer.add_eos_token_id(TOKENS.index(END))
+    add_tokenizer(writer, config.vocab_size)
     return writer
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -124,3 +125,32 @@ def test_what_would_change_the_answers_is_refused(config, saying, tmp_path):
     checkpoints.save(plain.random_model(config), tmp_path)
     with pytest.raises(CheckpointError, match=saying):
         open_checkpoint(tmp_path)
+
+
+def gpt2_in_gguf(path, model):
+    """As converters write it: matrices the usual way round, positions beside the embedding."""
+    config = model.config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, "gpt2")
+    writer.add_context_length(config.n_positions)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_head_count(config.n_head)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    checkpoints.add_tokenizer(writer, config.vocab_size)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        linear = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
+        values = (tensor.t() if linear else tensor).contiguous().numpy()
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), values)
+    return checkpoints.finish(writer, path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gpt2_in_gguf(tied, tmp_path):
+    model = plain.random_model(gpt2(tie_word_embeddings=tied, n_inner=50))
+    checkpoint = open_checkpoint(gpt2_in_gguf(tmp_path / "tiny.gguf", model))
+    assert checkpoint.config.trained_context == 160
+    check(checkpoints.loaded(checkpoint), model, (1, 160, 17))
