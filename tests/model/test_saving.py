@@ -4,6 +4,7 @@ import json
 import stat
 from dataclasses import MISSING, asdict, fields, replace
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,11 +16,19 @@ from model.encodings.base import PositionalEncoding, TableBias, create, find, na
 from model.loading import CheckpointError, open_checkpoint
 from model.saving import save_checkpoint
 from model.transformer import Decoder
+from server.app import HttpOptions, create_app
+from server.async_engine import AsyncEngine
+from server.build import load_models
+from server.metrics import Metrics
+from server.models import Models
 from tests.model import checkpoints
 from tests.model.architectures.test_configs import ABSENT
 from tests.model.checkpoints import CPU
 from tests.model.running import run_uncached
+from tests.model.test_parity import greedy
 from tests.model.tiny import ROPE
+from tests.server.fake_engine import configured
+from tests.server.toy import running
 
 CONTEXT = 96
 TOKENS = [(7 * index) % 200 for index in range(70)]
@@ -243,6 +252,30 @@ def test_what_ends_an_answer_and_the_files_beside_it(save, tokenizer):
     assert checkpoint.stop_ids == {7, 9}
     assert checkpoint.chat_template is not None
     assert checkpoint.tokenizer.encode("th", bos=False) == [257]
+
+
+def test_it_is_served(save, tmp_path):
+    """A decoder-only model with T5's bias, which no published family has, answers over HTTP."""
+    shape = replace(CONFIG, norm="layer")
+    made = {name: decoder_of(replace(shape, encoding=ENCODINGS[name])) for name in ("t5", "alibi")}
+    sources = [f"{name}={save(made[name], folder=tmp_path / name)}" for name in made]
+    flags = ("--dtype", "float32", "--kv-memory", "16M", "--max-model-len", str(CONTEXT))
+    metrics = Metrics()
+    loaded = load_models(configured(*sources, *flags), metrics)
+    engine = AsyncEngine({each.served.name: each.engine for each in loaded}, metrics.observe_step)
+    app = create_app(Models(each.served for each in loaded), engine, metrics, HttpOptions())
+    tokenizer = open_checkpoint(tmp_path / "t5").tokenizer
+    prompt = list(b"To be or not, and so on: the rope is longer than the walk")
+    body = {"prompt": prompt, "max_tokens": 32, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+    with running(app) as (url, _), httpx.Client(base_url=url, timeout=30) as client:
+        for name, decoder in made.items():
+            answer = client.post("/v1/completions", json={"model": name} | body)
+            assert answer.status_code == 200, answer.text
+            expected = greedy(decoder, prompt, 32)
+            assert len(set(expected)) > 9  # one token again and again would agree too easily
+            assert answer.json()["choices"][0]["logprobs"]["tokens"] == [
+                tokenizer.token_bytes(id, first=False).decode(errors="replace") for id in expected
+            ]
 
 
 # ---------------------------------------------------------------------------- all or nothing
