@@ -141,7 +141,7 @@ SERVE_OPTIONS = (
     Option(
         "--encoding",
         "model",
-        "another positional encoding than the checkpoint's: nope, or package.module:Class",
+        "another positional encoding than the checkpoint's: see ropewalk encodings",
         auto(str),
         shown="auto, the checkpoint's",
         metavar="NAME",

@@ -16,7 +16,7 @@ from model.attention.base import AttentionBackend, AttentionSpec, choose
 from model.catalogue import Place
 from model.config import EncoderDecoderConfig, EncodingSpec
 from model.encoder_decoder import EncoderDecoder
-from model.encodings.base import PositionalEncoding, create
+from model.encodings.base import PositionalEncoding, create, find
 from model.kernels.build import Kernels, NoKernels
 from model.kernels.build import load as load_kernels
 from model.kernels.substitutes import substitute
@@ -59,9 +59,7 @@ def prepare(
     """Raises CheckpointError, EncodingError, NoBackend, or CommandError when nothing is there."""
     checkpoint = open_checkpoint(pull.locate(source.source))
     if loading.encoding is not None and loading.encoding != checkpoint.config.encoding.name:
-        # Another encoding than the weights were trained with: an experiment, asked for by name.
-        changed = replace(checkpoint.config, encoding=EncodingSpec(loading.encoding, {}))
-        checkpoint = replace(checkpoint, config=changed)
+        checkpoint = _with_encoding(checkpoint, loading.encoding)
     shape = checkpoint.config
     dtype = placement.pick_dtype(loading.dtype, device)
     if isinstance(shape, EncoderDecoderConfig) and dtype is torch.float16:
@@ -76,6 +74,8 @@ def prepare(
             f"{source.name} has positions for {encoding.max_positions} tokens and no more, "
             f"so --max-model-len {context} cannot be served; ask for at most as many"
         )
+    if loading.encoding is not None:
+        _refuse_missing_weights(checkpoint, encoding)
     backend = _backend(checkpoint, loading, dtype, device, kernels)
     decoder = _assembled(checkpoint, encoding, backend, context, dtype, device)
     _load(checkpoint, source.name, decoder)
@@ -83,6 +83,27 @@ def prepare(
         substitute(decoder, kernels, dtype)
     place = Place(all_backends(kernels), dtype, device)
     return Prepared(source.name, checkpoint, decoder, backend, dtype, context, place)
+
+
+def _with_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:
+    """With another encoding than its weights were trained with: an experiment."""
+    options = find(name).usual_options(checkpoint.config)
+    kept = {
+        parameter: pieces
+        for parameter, pieces in checkpoint.parameters.items()
+        if not parameter.startswith("encoding.")
+    }
+    config = replace(checkpoint.config, encoding=EncodingSpec(name, options))
+    return replace(checkpoint, config=config, parameters=kept)
+
+
+def _refuse_missing_weights(checkpoint: Checkpoint, encoding: PositionalEncoding) -> None:
+    for name, _ in encoding.named_parameters():
+        if f"encoding.{name}" not in checkpoint.parameters:
+            raise CommandError(
+                f"--encoding {checkpoint.config.encoding.name} has trained weights, which "
+                f"{checkpoint.path} lacks; serve a model that was trained with it"
+            )
 
 
 def _backend(

@@ -87,6 +87,7 @@ def test_two_models_share_the_memory(folder):
     [
         (["--encoding", "t6"], "There is no encoding 't6'"),
         (["--encoding", "rope", "--kv-memory", "1K"], "raise --kv-memory"),
+        (["--encoding", "t5"], "t5 has trained weights"),
         (["--kv-memory", "4000000G"], "lower --kv-memory"),
         (["--dtype", "float16", "--attention", "cpu"], "it computes float32, float64 and bfloat16"),
     ],

@@ -35,3 +35,10 @@ def test_a_prompt_past_the_table_is_refused_with_both_numbers(folder):
     with pytest.raises(PromptTooLong) as refused:
         engine.submit(request("long", [7] * 160, max_tokens=1))
     assert "160" in str(refused.value)
+
+
+@pytest.mark.parametrize("encoding", ["nope", "alibi", "rope", "sinusoidal"])
+def test_another_encoding_takes_the_place_of_the_table(encoding, folder):
+    loaded = load(folder, "--encoding", encoding, "--max-model-len", "500")
+    assert loaded.served.encoding == encoding
+    assert loaded.served.max_context == 500
