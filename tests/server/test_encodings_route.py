@@ -89,7 +89,8 @@ def test_without_a_place_there_is_no_such_route() -> None:
     assert ask(toy_app(), "GET", "/v1/encodings").status_code == 404
 
 
-def test_command_prints_each_with_its_facts(place, outside, capsys) -> None:
+def test_command_prints_each_with_its_facts(place, outside, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     assert cli.main(["encodings", "--encoding", outside]) == 0
     said = capsys.readouterr()
     assert said.err == ""
