@@ -87,6 +87,11 @@ def prepare(
 
 def _with_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:
     """With another encoding than its weights were trained with: an experiment."""
+    if isinstance(checkpoint.config, EncoderDecoderConfig):
+        raise CommandError(
+            f"--encoding {name}: an encoder-decoder such as {checkpoint.architecture} has one "
+            "encoding on each side and keeps its own; leave the option out"
+        )
     options = find(name).usual_options(checkpoint.config)
     kept = {
         parameter: pieces

@@ -226,7 +226,7 @@ def test_an_answer_is_a_text_of_its_own(source, text):
     [
         (["--dtype", "float16"], "use --dtype bfloat16 or float32"),
         (["--kv-memory", "17K"], "one each for prompt and answer; raise --kv-memory"),
-        (["--encoding", "nope"], "encoding.weight"),
+        (["--encoding", "nope"], "keeps its own"),
     ],
 )
 def test_refusals_at_the_start(flags, words, models):
