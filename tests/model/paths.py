@@ -66,8 +66,12 @@ def chunked(decoder, rng):
 
 
 def decode(decoder, rng):
-    """After two tokens, one of every request in a step."""
-    return advanced(decoder, rng, lambda pending: [(s, 1 if s.computed else 2) for s in pending])
+    """After half of its tokens, one of every request in a step."""
+
+    def choose(pending):
+        return [(s, 1 if s.computed else (len(s.tokens) + 1) // 2) for s in pending]
+
+    return advanced(decoder, rng, choose)
 
 
 def ragged(decoder, rng):
@@ -98,12 +102,12 @@ def prefix_hit(decoder, rng):
 
 def preempted(decoder, rng):
     """Blocks for one of two requests, so that the second loses its own and starts again."""
-    recording = Recording(decoder, blocks=12)
-    requests = [request(name, tokens(rng, 9), max_tokens=24) for name in "ab"]
+    recording = Recording(decoder, blocks=8)
+    requests = [request(name, tokens(rng, 9), max_tokens=12) for name in "ab"]
     recording.finish(*requests)
     assert recording.preempted > 0
     again = sum(len(rows) for _, rows in recording.parts(requests[1]))
-    assert again > len(requests[1].tokens) + BLOCK
+    assert again > len(requests[1].tokens)
     return [of_request(recording, each) for each in requests]
 
 

@@ -16,15 +16,14 @@ from model.kernels.substitutes import substitute
 from tests.model import oracle
 from tests.model.paths import BLOCK, PATHS, four_ragged
 from tests.model.running import make_batch, new_cache, run_uncached
-from tests.model.tiny import ABSOLUTE, ENCODINGS, HOOKS_ONLY, tiny
+from tests.model.tiny import ABSOLUTE, ENCODINGS, freeze, tiny
 
 WINDOWS = (None, 5, None)  # the second layer's is longer than a block, and no multiple of it
 EXACT = 1e-10
 # The formulas in float64 against sines and cosines of float32 angles at positions up to 230.
 FLOAT32_ANGLES = 1e-4
-# float32: rounding alone, through three layers. bfloat16 has 8 bits: in the reference itself its
-# rounding moves logits of deviation 1.8 by up to 0.85, so this shows gross mistakes only.
-ROUNDED = {torch.float32: 2e-4, torch.bfloat16: 1.0}
+# On average over logits whose deviation is 1.8: rounding to 24 and to 8 bits, in three layers.
+ROUNDED = {"float32": 1e-5, "bfloat16": 0.1}  # at most 3e-6 and 0.06 when this was written
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -68,15 +67,21 @@ def check_path(decoder, exact, path, tolerance=EXACT):
         assert computed == set(range(shared, len(tokens)))
 
 
+def check_rounding(decoder, exact, path, tolerance):
+    """What a narrower dtype makes of its own weights is right but for rounding: on average."""
+    errors = []
+    for tokens, base, _, parts in PATHS[path](decoder, random.Random(path)):
+        expected = run_uncached(exact, tokens, base=base)
+        errors += [rows - expected[first : first + len(rows)] for first, rows in parts]
+    assert torch.cat(errors).square().mean().sqrt() <= tolerance
+
+
 def same_weights(decoder, exact):
     """`exact` with the weights of a decoder that rounded them."""
     theirs = dict(decoder.named_parameters())
     for name, parameter in exact.named_parameters():
         parameter.copy_(theirs[name])
-    for module in exact.modules():
-        if hasattr(module, "freeze"):
-            module.freeze()
-    return exact
+    return freeze(exact)
 
 
 # ---------------------------------------------------------------------- on what is right
@@ -91,16 +96,17 @@ def test_every_path_equals_one_uncached_pass(encoding, path, backend):
 @pytest.mark.parametrize("dtype", ROUNDED)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_narrower_numbers_are_only_rounded(encoding, dtype, backend):
-    decoder = tiny(encoding, backend, dtype, windows=WINDOWS)
+    decoder = tiny(encoding, backend, getattr(torch, dtype), windows=WINDOWS)
     exact = same_weights(decoder, tiny(encoding, windows=WINDOWS))
-    check_path(decoder, exact, "ragged", ROUNDED[dtype])
+    check_rounding(decoder, exact, "ragged", ROUNDED[dtype])
 
 
-@pytest.mark.parametrize("base", [0, 90])
-@pytest.mark.parametrize("encoding", [name for name in ENCODINGS if name not in HOOKS_ONLY])
-def test_one_uncached_pass_equals_the_oracle(encoding, base):
-    check_oracle(tiny(encoding), base=base)
-    check_oracle(tiny(encoding), base=base, tolerance=FLOAT32_ANGLES, tables=torch.float64)
+@pytest.mark.parametrize("encoding", [name for name in ENCODINGS if name != "table"])
+def test_one_uncached_pass_equals_the_oracle(encoding):
+    decoder = tiny(encoding)
+    check_oracle(decoder)
+    check_oracle(decoder, base=90)
+    check_oracle(decoder, base=90, tolerance=FLOAT32_ANGLES, tables=torch.float64)
 
 
 SHAPES = {

@@ -1,5 +1,6 @@
 """Tiny random decoders, and encodings that exist only to exercise the hooks."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -59,22 +60,6 @@ class Table(PositionalEncoding):
         return TableBias(self.table, zero=3)
 
 
-class Added(PositionalEncoding):
-    """Positions added to the embeddings."""
-
-    max_positions = CONTEXT
-
-    @classmethod
-    def create(cls, options, config, context, device):
-        made = cls()
-        generator = torch.Generator().manual_seed(8)
-        made.table = torch.randn(context, config.width, generator=generator)
-        return made
-
-    def embed(self, x, positions):
-        return x + self.table[positions].to(x.dtype)
-
-
 ENCODINGS = {
     "nope": EncodingSpec("nope", {}),
     "rope": EncodingSpec("rope", ROPE),
@@ -91,17 +76,9 @@ ENCODINGS = {
     "sinusoidal-split": EncodingSpec(
         "sinusoidal", {"layout": "split", "slowest": "last", "offset": 2}
     ),
-    "linear": EncodingSpec(f"{__name__}:Linear", {}),
     "table": EncodingSpec(f"{__name__}:Table", {}),
-    "added": EncodingSpec(f"{__name__}:Added", {}),
 }
-HOOKS_ONLY = {"linear", "table", "added"}
-ABSOLUTE = {
-    "added",
-    "learned",
-    "sinusoidal",
-    "sinusoidal-split",
-}  # those for which a constant added to all positions matters
+ABSOLUTE = {"learned", "sinusoidal", "sinusoidal-split"}  # a constant added to positions matters
 # What models of these encodings have besides.
 SHAPES = {"t5": {"attention_scale": 1.0}}
 
@@ -110,10 +87,17 @@ def tiny(
     encoding: str = "rope",
     backend: AttentionBackend = ReferenceAttention,
     dtype: torch.dtype = torch.float64,
+    *,
+    options: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Decoder:
-    """The same weights for every dtype, but for rounding, and for every backend."""
-    spec = ENCODINGS[encoding]
+    """The same weights for every dtype, but for rounding, and for every backend.
+
+    options: of the encoding, besides or instead of its own. changes: of CONFIG.
+    """
+    spec = EncodingSpec(
+        ENCODINGS[encoding].name, {**ENCODINGS[encoding].options, **(options or {})}
+    )
     config = replace(CONFIG, encoding=spec, **SHAPES.get(spec.name, {}) | changes)
     decoder = Decoder(
         config, create(config.encoding, config, CONTEXT, CPU), backend, dtype=dtype, device=CPU
@@ -122,6 +106,11 @@ def tiny(
     for name, parameter in decoder.named_parameters():
         values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.copy_(_of_use(name, values, config))
+    return freeze(decoder)
+
+
+def freeze(decoder: Decoder) -> Decoder:
+    """As after loading: tables are built from the encoding's parameters."""
     for module in decoder.modules():
         if isinstance(module, PositionalEncoding):
             module.freeze()
