@@ -235,7 +235,7 @@ MISTAKES = {
     "too-wide": Mistake(in_options(width=8), ["rope-partial"]),
     "scaling-ignored": Mistake(in_options(scaling=None), ["rope-scaled", "rope-slowed"]),
     "every-layer-turned": Mistake(in_options(layers=[0, 1, 2]), ["rope-scaled"]),
-    "first-biases-everywhere": Mistake(in_options(bias_max=8), ["alibi-rounded"]),
+    "bias-max-ignored": Mistake(in_options(bias_max=8), ["alibi-rounded"]),
     "queries-one-off": Mistake(in_layers(QueriesOneOff), ROTARY),
     "coarse-angles": Mistake(in_layers(CoarseAngles), ROTARY),
     "embedded-one-off": Mistake(embedded_one_off, ADDED),
