@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from cache.terms import Capability, KeyFrame, Op
 from model.config import EncodingSpec, ModelConfig
 
 
@@ -92,7 +93,10 @@ class PositionalEncoding(nn.Module):
     OPTIONS: ClassVar[Mapping[str, str]] = {}  # name: what it is, its default if it has one
     LIMIT: ClassVar[str] = "none"  # positions past which nothing is served
     BEYOND_TRAINED: ClassVar[str] = "not stated"  # what answers do past the trained length
+    # Why stored entries cannot be given another position; empty when they can.
+    WHY_FIXED: ClassVar[str] = ""
 
+    key_frame: KeyFrame = KeyFrame.RAW
     max_positions: int | None = None  # hard limit: no longer context is served
 
     @classmethod
@@ -130,6 +134,18 @@ class PositionalEncoding(nn.Module):
     def for_layer(self, layer: int) -> "PositionalEncoding":
         """The encoding as layer `layer` sees it."""
         return self
+
+    def capability(self, op: Op, dtype: torch.dtype) -> Capability:
+        """What an operation on entries stored in `dtype` asks of this encoding."""
+        moves = op in (Op.EVICT_RENUMBER, Op.MOVE_SPAN)
+        return Capability.IMPOSSIBLE if moves and self.WHY_FIXED else Capability.FREE
+
+    def shift(self, keys: Tensor, delta: int) -> Tensor:
+        """Stored keys [..., kv_heads, head_dim] as they are `delta` positions later.
+
+        Asked only where `capability` of a move is REWRITE or APPROXIMATE.
+        """
+        return keys
 
     def work(self, config: ModelConfig, context: int) -> PositionalWork:
         """For one new token that sees `context` keys, itself included.

@@ -24,6 +24,8 @@ class Learned(PositionalEncoding):
     LIMIT = "the trained positions: the table has no row for any other"
     BEYOND_TRAINED = "refuses: there is no vector for such a position"
 
+    WHY_FIXED = "the position is part of every stored key and value"
+
     def __init__(self, *, positions: int, offset: int, width: int, device: torch.device) -> None:
         super().__init__()
         self.max_positions = positions

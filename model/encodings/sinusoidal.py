@@ -49,6 +49,8 @@ class Sinusoidal(PositionalEncoding):
         "after the trained length"
     )
 
+    WHY_FIXED = "the position is part of every stored key and value"
+
     def __init__(
         self,
         *,

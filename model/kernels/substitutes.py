@@ -7,6 +7,7 @@ each substitute differs from its original by rounding only, and the tests hold b
 import torch
 from torch import Tensor, nn
 
+from cache.terms import Capability, Op
 from model.config import ModelConfig
 from model.encodings.base import PositionalEncoding, PositionalWork
 from model.encodings.rope import RoPE
@@ -105,6 +106,7 @@ class KernelRoPE(PositionalEncoding):
         super().__init__()
         self.kernels = kernels
         self.max_positions = rope.max_positions
+        self.key_frame = rope.key_frame
         self.cos, self.sin = rope.cos, rope.sin
         self.interleaved = rope.layout == "interleaved"
         self.original = (rope,)  # in a tuple, so that it is no submodule
@@ -118,6 +120,14 @@ class KernelRoPE(PositionalEncoding):
     def for_layer(self, layer: int) -> PositionalEncoding:
         (rope,) = self.original
         return self if rope.turns(layer) else rope.for_layer(layer)
+
+    def capability(self, op: Op, dtype: torch.dtype) -> Capability:
+        (rope,) = self.original
+        return rope.capability(op, dtype)
+
+    def shift(self, keys: Tensor, delta: int) -> Tensor:
+        (rope,) = self.original
+        return rope.shift(keys, delta)
 
     def work(self, config: ModelConfig, context: int) -> PositionalWork:
         (rope,) = self.original
