@@ -35,6 +35,8 @@ class KVCache:
         self.block_size = block_size
         self.layers = layers
         self.kv_heads = kv_heads
+        self.dtype = dtype
+        self.device = device
         # Not cleared: a slot is written before it is read, and untouched memory costs nothing.
         self._keys = torch.empty(
             layers, blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device
@@ -50,5 +52,9 @@ class KVCache:
         return 2 * self.layers * self.kv_heads
 
     @property
+    def bytes_per_entry(self) -> int:
+        return self._keys.shape[-1] * self._keys.element_size()
+
+    @property
     def bytes_per_token(self) -> int:
-        return 2 * self.layers * self._keys[0, 0, 0].numel() * self._keys.element_size()
+        return self.entries_per_token * self.bytes_per_entry

@@ -5,12 +5,13 @@ that are full and committed are published, so later sequences with the same begi
 them. A published or shared block is never written again.
 """
 
-from collections.abc import KeysView, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from cache.block_pool import BlockPool, InvariantError
 from cache.prefix import Digest, Entry, PrefixIndex
+from cache.terms import BlockEvent, EventKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,13 @@ class BlockCounts:
     free: int
     active: int  # held by at least one sequence, counted once
     cached: int  # free to reuse but still holding published content
+
+
+class Copy(NamedTuple):
+    """The content of one block is to be copied into another."""
+
+    source: int
+    target: int
 
 
 class Table(NamedTuple):
@@ -65,6 +73,7 @@ class CacheManager:
         self._index = PrefixIndex(block_size, hash_key=hash_key, digest=digest)
         self._cached: set[int] = set()  # published and free
         self._sequences: dict[str, _Sequence] = {}
+        self._events: list[BlockEvent] = []
 
     @property
     def sequences(self) -> KeysView[str]:
@@ -95,7 +104,7 @@ class CacheManager:
         if missing > 0:
             if missing > self._pool.num_free:
                 return None
-            self._extend(sequence, self._take(missing))
+            self._extend(sequence, self._take(seq, missing))
         return sequence.computed
 
     def commit(self, seq: str, tokens: Sequence[int], computed: int) -> None:
@@ -108,7 +117,7 @@ class CacheManager:
             )
         sequence.computed = computed
         if computed // self.block_size > sequence.settled:
-            self._settle(sequence, tokens)
+            self._settle(seq, tokens)
 
     def release(self, seq: str, *, forget: bool = False) -> None:
         """Give up all of `seq`'s blocks; KeyError if unknown.
@@ -118,16 +127,133 @@ class CacheManager:
         sequence = self._sequences.pop(seq)
         if forget:
             for block in sequence.blocks:
-                self._cached.difference_update(self._index.drop(block))
-        # Tail first: what continues a prefix is then evicted before the prefix itself.
-        for block in self._pool.give_back(reversed(sequence.blocks)):
-            if block in self._index:
-                self._cached.add(block)
+                self._withdraw(block)
+        self._give_back(seq, sequence.blocks)
+
+    def fork(self, seq: str, child: str, length: int) -> list[Copy] | None:
+        """A new sequence `child` that begins as the first `length` computed tokens of `seq`.
+
+        Full blocks are shared. A last one that is partly filled gets a copy, as both sequences
+        would write into it. None, and nothing has changed, when there is no room for it.
+        """
+        parent = self._sequences[seq]
+        if child in self._sequences:
+            raise ValueError(f"the sequence {child!r} exists already")
+        if not 0 < length <= parent.computed:
+            raise ValueError(f"cannot fork at {length}: {seq} has {parent.computed} tokens")
+        full, rest = divmod(length, self.block_size)
+        if rest and not self._pool.num_free:
+            return None
+        forked = _Sequence(
+            salt=parent.salt,
+            blocks=parent.blocks[:full],
+            bases=parent.bases[: full + bool(rest)],
+            computed=length,
+            settled=parent.settled,
+            tip=parent.tip,
+            chained=parent.chained,
+        )
+        self._share(child, forked.blocks)
+        self._rewind(forked)
+        self._sequences[child] = forked
+        if not rest:
+            return []
+        copy = Copy(parent.blocks[full], self._take(child, 1)[0])
+        forked.blocks.append(copy.target)
+        return [copy]
+
+    def truncate(self, seq: str, length: int) -> list[Copy] | None:
+        """Forget the tokens after the first `length`; at least one is kept.
+
+        The last block is then written again, so it must be this sequence's alone: None, and
+        nothing has changed, when it is shared and there is no room for a copy.
+        """
+        sequence = self._sequences[seq]
+        if not 0 < length <= sequence.computed:
+            raise ValueError(f"cannot truncate {seq} to {length} of {sequence.computed} tokens")
+        kept = -(-length // self.block_size)
+        rewritten = range(kept - bool(length % self.block_size), kept)
+        if self._shared(sequence, rewritten) > self._pool.num_free:
+            return None
+        self._drop_blocks(seq, kept, len(sequence.blocks) - kept)
+        sequence.computed = length
+        self._rewind(sequence)
+        return self._own(seq, rewritten)
+
+    def evict(
+        self, seq: str, first: int, count: int, *, renumber: bool, rewrite: bool
+    ) -> list[Copy] | None:
+        """Drop `count` full blocks from the `first` on. What follows is never published again.
+
+        With `renumber` the later blocks close the gap; with `rewrite` as well, their content is
+        about to be changed, so they leave the prefix index and shared ones get copies. None, and
+        nothing has changed, when there is no room for those.
+        """
+        sequence = self._sequences[seq]
+        self._require_full(seq, first, count)
+        later = range(first + count, len(sequence.blocks))
+        rewritten = later if renumber and rewrite else range(0)
+        freed = count - self._shared(sequence, range(first, first + count))
+        if self._shared(sequence, rewritten) > self._pool.num_free + freed:
+            return None
+        self._drop_blocks(seq, first, count)
+        sequence.computed -= count * self.block_size
+        if renumber:
+            for index in range(first, len(sequence.blocks)):
+                sequence.bases[index] -= count * self.block_size
+        self._end_chain(sequence)
+        if not rewritten:
+            return []
+        return self._own(seq, range(first, len(sequence.blocks)))
+
+    def move(
+        self, source: str, first: int, count: int, target: str, *, rewrite: bool
+    ) -> list[Copy] | None:
+        """Full blocks of `source` go on at the end of `target`, which ends with a full block.
+
+        They are shared, or copied when `rewrite` says that their content is about to be changed.
+        None, and nothing has changed, when there is no room for the copies.
+        """
+        origin, goal = self._sequences[source], self._sequences[target]
+        self._require_full(source, first, count)
+        if goal.computed != len(goal.blocks) * self.block_size:
+            raise ValueError(f"{target} does not end with a full block")
+        moved = origin.blocks[first : first + count]
+        if not rewrite and set(moved) & set(goal.blocks):
+            raise ValueError(f"{target} holds some of these blocks already")
+        if not rewrite:
+            self._share(target, moved)
+            self._extend(goal, moved)
+        elif count > self._pool.num_free:
+            return None
+        else:
+            copies = self._take(target, count)
+            self._extend(goal, copies)
+        goal.computed += count * self.block_size
+        self._end_chain(goal)
+        return [Copy(*pair) for pair in zip(moved, copies, strict=True)] if rewrite else []
+
+    def shared(self, seq: str, index: int) -> bool:
+        """Whether other sequences hold that block of `seq` too."""
+        return self._pool.refs(self._sequences[seq].blocks[index]) > 1
+
+    def computed(self, seq: str) -> int:
+        """Committed tokens of `seq`."""
+        return self._sequences[seq].computed
 
     def table(self, seq: str) -> Table:
         """The live table of `seq`: to be read at once, not kept and not changed."""
         sequence = self._sequences[seq]
         return Table(sequence.blocks, sequence.bases)
+
+    def holders(self, block: int) -> list[str]:
+        """Sequences whose table has `block`."""
+        return [name for name, sequence in self._sequences.items() if block in sequence.blocks]
+
+    def drain_events(self) -> list[BlockEvent]:
+        """What happened to blocks since the last call, in order."""
+        events, self._events = self._events, []
+        return events
 
     def counts(self) -> BlockCounts:
         free, cached = self._pool.num_free, len(self._cached)
@@ -153,8 +279,7 @@ class CacheManager:
         if growth + idle > self._pool.num_free:
             return None
         # Hits first: held, they cannot be evicted to make room for the rest.
-        self._pool.share(hits)
-        self._cached.difference_update(hits)
+        self._share(seq, hits)
         sequence = _Sequence(
             salt=salt,
             blocks=[],
@@ -165,16 +290,21 @@ class CacheManager:
             chained=self._sharing,
         )
         self._extend(sequence, hits)
-        self._extend(sequence, self._take(growth))
+        self._extend(sequence, self._take(seq, growth))
         self._sequences[seq] = sequence
         return sequence.computed
 
     def _extend(self, sequence: _Sequence, blocks: Sequence[int]) -> None:
         for block in blocks:
-            sequence.bases.append(len(sequence.blocks) * self.block_size)
+            # After an eviction that kept positions, a base is more than what lies before it.
+            base = sequence.bases[-1] + self.block_size if sequence.bases else 0
+            sequence.bases.append(base)
             sequence.blocks.append(block)
 
-    def _take(self, count: int) -> list[int]:
+    def _note(self, kind: EventKind, seq: str, blocks: Iterable[int]) -> None:
+        self._events.extend(BlockEvent(kind, block, seq) for block in blocks)
+
+    def _take(self, seq: str, count: int) -> list[int]:
         taken = self._pool.take(count)
         if taken is None:
             raise InvariantError(f"{count} blocks are wanted after room for them was found")
@@ -182,15 +312,81 @@ class CacheManager:
             lost = self._cached.intersection(self._index.drop(block))
             self._cached -= lost
             self.evicted_blocks += len(lost)
+        self._note(EventKind.TAKEN, seq, taken)
         return taken
 
-    def _settle(self, sequence: _Sequence, tokens: Sequence[int]) -> None:
+    def _share(self, seq: str, blocks: Sequence[int]) -> None:
+        self._pool.share(blocks)
+        self._cached.difference_update(blocks)
+        self._note(EventKind.REUSED, seq, blocks)
+
+    def _give_back(self, seq: str, blocks: Sequence[int]) -> None:
+        self._note(EventKind.RELEASED, seq, blocks)
+        # Tail first: what continues a prefix is then evicted before the prefix itself.
+        for block in self._pool.give_back(reversed(blocks)):
+            if block in self._index:
+                self._cached.add(block)
+
+    def _withdraw(self, block: int) -> None:
+        self._cached.difference_update(self._index.drop(block))
+
+    def _drop_blocks(self, seq: str, first: int, count: int) -> None:
+        sequence = self._sequences[seq]
+        dropped = sequence.blocks[first : first + count]
+        del sequence.blocks[first : first + count]
+        del sequence.bases[first : first + count]
+        self._give_back(seq, dropped)
+
+    def _shared(self, sequence: _Sequence, indices: range) -> int:
+        return sum(self._pool.refs(sequence.blocks[index]) > 1 for index in indices)
+
+    def _own(self, seq: str, indices: range) -> list[Copy]:
+        """Make blocks this sequence's alone and unpublished; room for copies was found before."""
+        sequence = self._sequences[seq]
+        copies = []
+        for index in indices:
+            block = sequence.blocks[index]
+            if self._pool.refs(block) == 1:
+                self._withdraw(block)
+                continue
+            copies.append(Copy(block, self._take(seq, 1)[0]))
+            sequence.blocks[index] = copies[-1].target
+            self._give_back(seq, [block])
+        return copies
+
+    def _rewind(self, sequence: _Sequence) -> None:
+        """After `computed` went back: what continues the last full block continues its entry."""
+        full = sequence.computed // self.block_size
+        if full >= sequence.settled:
+            return
+        sequence.settled = full
+        sequence.tip = self._index.entry(sequence.blocks[full - 1]) if full else None
+        # A private block stands beside an equal published one, which cannot be found from here.
+        sequence.chained = sequence.chained and (full == 0 or sequence.tip is not None)
+
+    def _end_chain(self, sequence: _Sequence) -> None:
+        """What comes next was computed after another history than its tokens tell."""
+        sequence.settled = sequence.computed // self.block_size
+        sequence.tip = None
+        sequence.chained = False
+
+    def _require_full(self, seq: str, first: int, count: int) -> None:
+        full = self._sequences[seq].computed // self.block_size
+        if first < 0 or count < 1 or first + count > full:
+            raise ValueError(
+                f"blocks {first} to {first + count - 1} of {seq} are not all full: {full} are"
+            )
+
+    def _settle(self, seq: str, tokens: Sequence[int]) -> None:
         """Publish newly full blocks, each after the one before it.
 
         A block whose tokens another block already stands for stays private, and its
         successors continue that other block's entry: equal tokens, equal content.
         """
-        for index in range(sequence.settled, sequence.computed // self.block_size):
+        sequence = self._sequences[seq]
+        filled = range(sequence.settled, sequence.computed // self.block_size)
+        self._note(EventKind.FILLED, seq, (sequence.blocks[index] for index in filled))
+        for index in filled:
             tip = sequence.tip
             if tip is not None and not self._index.current(tip):
                 sequence.chained = False

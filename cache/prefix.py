@@ -66,6 +66,10 @@ class PrefixIndex:
     def blocks(self) -> frozenset[int]:
         return frozenset(self._by_block)
 
+    def entry(self, block: int) -> Entry | None:
+        """What `block` is published as."""
+        return self._by_block.get(block)
+
     def current(self, entry: Entry) -> bool:
         """Whether `entry` is still published."""
         return self._by_block.get(entry.block) is entry

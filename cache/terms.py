@@ -34,8 +34,84 @@ class KeyFrame(StrEnum):
     BLOCK = "block"  # that of their offset within the block
 
 
+class EventKind(StrEnum):
+    """What happened to a block, in the view of whoever accounts for its content."""
+
+    FILLED = "filled"  # all of its slots are stored and committed
+    REUSED = "reused"  # another sequence holds it too, or again, with its content
+    RELEASED = "released"  # a sequence gave it up
+    TAKEN = "taken"  # handed out to be written anew
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvent:
+    kind: EventKind
+    block: int
+    seq: str
+
+
 class Unsupported(ValueError):
     """An operation that the encoding makes impossible; one sentence that says why."""
+
+
+class NoRoom(RuntimeError):
+    """Too few free blocks for the copies that an operation needs; nothing has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A new sequence `child` begins as the first `length` computed tokens of `seq`."""
+
+    seq: str
+    child: str
+    length: int
+
+    @property
+    def op(self) -> Op:
+        return Op.FORK
+
+
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """Forget the tokens of `seq` after the first `length`."""
+
+    seq: str
+    length: int
+
+    @property
+    def op(self) -> Op:
+        return Op.TRUNCATE
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Drop `count` full blocks of `seq` from the `first` on; with `renumber` close the gap."""
+
+    seq: str
+    first: int
+    count: int
+    renumber: bool
+
+    @property
+    def op(self) -> Op:
+        return Op.EVICT_RENUMBER if self.renumber else Op.EVICT_KEEP
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`count` full blocks of `source` from the `first` on go on at the end of `target`."""
+
+    source: str
+    first: int
+    count: int
+    target: str
+
+    @property
+    def op(self) -> Op:
+        return Op.MOVE_SPAN
+
+
+Operation = Fork | Truncate | Evict | Move
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +120,9 @@ class OpReport:
 
     op: Op
     capability: Capability
-    written: int = 0  # entries that were stored anew: copied to another block
-    rewritten: int = 0  # entries whose stored bytes were replaced by those of another position
-    should_change: int = 0  # entries whose bytes are wrong at their new position
+    copied: int = 0  # entries stored a second time, because their block is shared
+    rewritten: int = 0  # keys replaced by themselves at another position
+    should_change: int = 0  # entries that are wrong at their new position as they were stored
     bytes_moved: int = 0  # read and written, both counted
 
     @property

@@ -1,0 +1,210 @@
+"""Operations on cached sequences: fork, truncate, evict and move, with what each one costs.
+
+Blocks are bookkeeping (cache/manager.py); only what an encoding ties to a position is rewritten
+here. Appending is no operation of this file: it is `reserve`, `write` and `commit`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from cache.kv import KVCache
+from cache.manager import CacheManager, Copy
+from cache.terms import (
+    BlockEvent,
+    Capability,
+    Evict,
+    Fork,
+    Move,
+    NoRoom,
+    Op,
+    Operation,
+    OpReport,
+    Truncate,
+    Unsupported,
+)
+
+REWRITES = (Capability.REWRITE, Capability.APPROXIMATE)
+HARDEST_FIRST = (
+    Capability.IMPOSSIBLE,
+    Capability.APPROXIMATE,
+    Capability.REWRITE,
+    Capability.FREE,
+)
+_Item = TypeVar("_Item")
+
+BLOCKS_AT_ONCE = 64  # so that a long shift needs little memory besides the cache
+
+
+class KeyRules(Protocol):
+    """What one layer's stored keys ask for; every PositionalEncoding says it."""
+
+    WHY_FIXED: str
+
+    def capability(self, op: Op, dtype: torch.dtype) -> Capability: ...
+
+    def shift(self, keys: Tensor, delta: int) -> Tensor: ...
+
+
+class Witness(Protocol):
+    """Verifies blocks before an operation touches them, and seals what it left: a Ledger."""
+
+    def observe(self, events: Sequence[BlockEvent]) -> None: ...
+
+    def verify(self, blocks: Sequence[int]) -> None: ...
+
+    def seal(self, blocks: Sequence[int]) -> None: ...
+
+
+class _Moving(NamedTuple):
+    """A block whose keys are to stand `delta` positions later; `slots` of it are filled."""
+
+    block: int
+    delta: int
+    slots: int
+
+
+class Operations:
+    """Applies operations to one model's cache. `rules`: one for each layer."""
+
+    def __init__(
+        self, manager: CacheManager, kv: KVCache, rules: Sequence[KeyRules], witness: Witness
+    ) -> None:
+        self._manager = manager
+        self._kv = kv
+        self._rules = rules
+        self._witness = witness
+
+    def capability(self, op: Op) -> Capability:
+        """The hardest of the layers'."""
+        found = {rules.capability(op, self._kv.dtype) for rules in self._rules}
+        return next(each for each in HARDEST_FIRST if each in found)
+
+    def why_not(self, op: Op) -> str | None:
+        """Why it is impossible; None when it is not."""
+        if self.capability(op) is not Capability.IMPOSSIBLE:
+            return None
+        return next(rules.WHY_FIXED for rules in self._rules if rules.WHY_FIXED)
+
+    def dry_run(self, operation: Operation) -> OpReport:
+        """What `apply` would report, touching nothing. Raises Unsupported as it does."""
+        reason = self.why_not(operation.op)
+        if reason is not None:
+            raise Unsupported(f"{operation.op.value} is impossible here: {reason}")
+        return self._report(operation, self._moving(operation))
+
+    def apply(self, operation: Operation) -> OpReport:
+        """Do it. Raises Unsupported, NoRoom, and ValueError for blocks that are not there."""
+        report = self.dry_run(operation)
+        moving = self._moving(operation)
+        self._witness.verify([each.block for each in moving])
+        copies = self._rearrange(operation, rewrite=bool(moving))
+        if copies is None:
+            raise NoRoom(f"{operation.op.value} needs more free blocks than there are")
+        # Blocks given up are verified, and the seals of blocks taken void, before any is written.
+        self._witness.observe(self._manager.drain_events())
+        self._copy(copies)
+        placed = dict(copies)
+        moving = [each._replace(block=placed.get(each.block, each.block)) for each in moving]
+        self._shift(operation.op, moving)
+        self._witness.seal([each.block for each in moving if each.slots == self._kv.block_size])
+        return report
+
+    def _moving(self, operation: Operation) -> list[_Moving]:
+        """Blocks whose keys the operation rewrites; none where its capability is free."""
+        if self.capability(operation.op) not in REWRITES:
+            return []
+        size = self._kv.block_size
+        if isinstance(operation, Evict):
+            table, computed = (
+                self._manager.table(operation.seq),
+                self._manager.computed(operation.seq),
+            )
+            first, delta = operation.first + operation.count, -operation.count * size
+            return [
+                _Moving(table.blocks[index], delta, min(size, computed - index * size))
+                for index in range(first, -(-computed // size))
+            ]
+        assert isinstance(operation, Move), "the other operations are free for every encoding"
+        source, target = (self._manager.table(seq) for seq in (operation.source, operation.target))
+        end = target.bases[-1] + size if target.bases else 0
+        span = range(operation.first, operation.first + operation.count)
+        deltas = [end + n * size - source.bases[index] for n, index in enumerate(span)]
+        if not any(deltas):
+            return []  # at the same offset blocks are shared as they are
+        return [
+            _Moving(source.blocks[index], delta, size)
+            for index, delta in zip(span, deltas, strict=True)
+        ]
+
+    def _report(self, operation: Operation, moving: Sequence[_Moving]) -> OpReport:
+        turning = sum(
+            rules.capability(operation.op, self._kv.dtype) in REWRITES for rules in self._rules
+        )
+        rewritten = turning * self._kv.kv_heads * sum(each.slots for each in moving if each.delta)
+        copied = self._kv.entries_per_token * self._copied_slots(operation, moving)
+        return OpReport(
+            operation.op,
+            self.capability(operation.op),
+            copied=copied,
+            rewritten=rewritten,
+            should_change=rewritten,
+            bytes_moved=2 * (copied + rewritten) * self._kv.bytes_per_entry,
+        )
+
+    def _copied_slots(self, operation: Operation, moving: Sequence[_Moving]) -> int:
+        size = self._kv.block_size
+        match operation:
+            case Fork(_, _, length):
+                return length % size
+            case Truncate(seq, length):
+                rest = length % size
+                return rest if rest and self._manager.shared(seq, length // size) else 0
+            case Evict(seq, first, count):
+                later = range(first + count, first + count + len(moving))
+                return sum(
+                    each.slots
+                    for each, index in zip(moving, later, strict=True)
+                    if self._manager.shared(seq, index)
+                )
+            case Move():
+                return sum(each.slots for each in moving)
+
+    def _rearrange(self, operation: Operation, *, rewrite: bool) -> list[Copy] | None:
+        match operation:
+            case Fork(seq, child, length):
+                return self._manager.fork(seq, child, length)
+            case Truncate(seq, length):
+                return self._manager.truncate(seq, length)
+            case Evict(seq, first, count, renumber):
+                return self._manager.evict(seq, first, count, renumber=renumber, rewrite=rewrite)
+            case Move(source, first, count, target):
+                return self._manager.move(source, first, count, target, rewrite=rewrite)
+
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        for some in _batched(copies):
+            sources, targets = (self._index(each) for each in zip(*some, strict=True))
+            for layer in range(self._kv.layers):
+                for part in self._kv.layer(layer):
+                    part[targets] = part[sources]
+
+    def _shift(self, op: Op, moving: Sequence[_Moving]) -> None:
+        """In the layers whose keys carry their position, one distance after the other."""
+        for delta in dict.fromkeys(each.delta for each in moving if each.delta):
+            alike = [each.block for each in moving if each.delta == delta]
+            for some in _batched(alike):
+                blocks = self._index(some)
+                for layer, rules in enumerate(self._rules):
+                    if rules.capability(op, self._kv.dtype) in REWRITES:
+                        keys = self._kv.layer(layer).keys
+                        keys[blocks] = rules.shift(keys[blocks], delta)
+
+    def _index(self, blocks: Sequence[int]) -> Tensor:
+        return torch.tensor(blocks, device=self._kv.device)
+
+
+def _batched(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
+    for start in range(0, len(items), BLOCKS_AT_ONCE):
+        yield items[start : start + BLOCKS_AT_ONCE]
