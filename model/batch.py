@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -24,6 +25,13 @@ class ForwardBatch:
     max_query: int  # host copies, so that no kernel asks the device
     max_context: int
     cross: "Cross | None" = None  # encoder-decoders only
+
+    def key_positions(self, block_size: int) -> Tensor:
+        """[R, max_context], by key index. Past a request's own context they mean nothing."""
+        used = -(-self.max_context // block_size)
+        offsets = torch.arange(block_size, device=self.block_bases.device)
+        positions = self.block_bases[:, :used, None] + offsets
+        return positions.flatten(1)[:, : self.max_context]
 
 
 @dataclass(frozen=True, slots=True)

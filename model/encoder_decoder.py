@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cache.kv import KVCache, LayerKV
 from model.attention.base import AttentionBackend, AttentionSpec
+from model.attention.bias import StepBias, step_biases
 from model.batch import ForwardBatch
 from model.config import EncoderDecoderConfig, ModelConfig
 from model.encodings.base import PositionalEncoding
@@ -75,10 +76,15 @@ class CrossBlock(Block):
         self.cross = CrossAttention(config, backend, dtype, device)
 
     def forward(
-        self, x: Tensor, batch: ForwardBatch, kv: LayerKV, rows: Tensor | None = None
+        self,
+        x: Tensor,
+        batch: ForwardBatch,
+        kv: LayerKV,
+        bias: StepBias | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         assert batch.cross is not None, "an encoder-decoder needs encoded prompts"
-        x = x + self.attention(self.attention_norm(x), batch, kv)
+        x = x + self.attention(self.attention_norm(x), batch, kv, bias)
         x = x + self.cross(self.cross_norm(x), batch.cross.seen, kv)
         x = kept(x, rows)
         y: Tensor = x + self.mlp(self.mlp_norm(x))
@@ -107,8 +113,9 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor, prompts: ForwardBatch, scratch: LayerKV) -> Tensor:
         """x: embedded whole prompts [T, width]; `scratch` holds one layer's keys at a time."""
         x = self.encoding.embed(x, prompts.positions)
-        for block in self.layers:
-            x = block(x, prompts, scratch)
+        biases = step_biases(self.encoding, len(self.layers), prompts, scratch.keys.shape[1])
+        for block, bias in zip(self.layers, biases, strict=True):
+            x = block(x, prompts, scratch, bias)
         y: Tensor = self.norm(x)
         return y
 
@@ -157,8 +164,9 @@ class EncoderDecoder(nn.Module):
         if batch.cross.new is not None:
             self._encode(batch.cross.new, kv)
         x = self.encoding.embed(self.embed(batch.tokens), batch.positions)
-        for index, block in enumerate(self.layers):
-            x = block(x, batch, kv.layer(index))
+        biases = step_biases(self.encoding, len(self.layers), batch, kv.block_size)
+        for index, (block, bias) in enumerate(zip(self.layers, biases, strict=True)):
+            x = block(x, batch, kv.layer(index), bias)
         logits: Tensor = self.head(self.norm(x[batch.output_rows]) * self.config.output_scale)
         return logits
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cache.kv import KVCache, LayerKV
 from model.attention.base import AttentionBackend, AttentionSpec
+from model.attention.bias import StepBias, step_biases
 from model.batch import ForwardBatch
 from model.config import Activation, BlockKind, ModelConfig
 from model.encodings.base import PositionalEncoding
@@ -133,13 +134,18 @@ class Attention(nn.Module):
         return q, k, v
 
     def forward(
-        self, x: Tensor, batch: ForwardBatch, kv: LayerKV, rows: Tensor | None = None
+        self,
+        x: Tensor,
+        batch: ForwardBatch,
+        kv: LayerKV,
+        bias: StepBias | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """[T, width] → [S, width] of `rows`, or of all. Every row's key and value are stored."""
         q, k, v = self.project(x)
         q, k = self.encoding.rotate(q, k, batch.positions)
         kv.write(k, v, batch.slots)
-        y = self.attend(q, kv, batch, self.encoding.score_bias())
+        y = self.attend(q, kv, batch, bias)
         projected: Tensor = self.out(kept(y.flatten(1), rows))
         return projected
 
@@ -209,9 +215,14 @@ class Block(nn.Module):
         self.mlp = (GatedMLP if config.gated else PlainMLP)(config, dtype, device)
 
     def forward(
-        self, x: Tensor, batch: ForwardBatch, kv: LayerKV, rows: Tensor | None = None
+        self,
+        x: Tensor,
+        batch: ForwardBatch,
+        kv: LayerKV,
+        bias: StepBias | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        x = kept(x, rows) + self.attention(self.attention_norm(x), batch, kv, rows)
+        x = kept(x, rows) + self.attention(self.attention_norm(x), batch, kv, bias, rows)
         y: Tensor = x + self.mlp(self.mlp_norm(x))
         return y
 
@@ -220,9 +231,14 @@ class PostNormBlock(Block):
     """norm(x + attention(x)), then norm(x + mlp(x))."""
 
     def forward(
-        self, x: Tensor, batch: ForwardBatch, kv: LayerKV, rows: Tensor | None = None
+        self,
+        x: Tensor,
+        batch: ForwardBatch,
+        kv: LayerKV,
+        bias: StepBias | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        x = self.attention_norm(kept(x, rows) + self.attention(x, batch, kv, rows))
+        x = self.attention_norm(kept(x, rows) + self.attention(x, batch, kv, bias, rows))
         y: Tensor = self.mlp_norm(x + self.mlp(x))
         return y
 
@@ -231,9 +247,14 @@ class ParallelBlock(Block):
     """x + attention(norm(x)) + mlp(another norm(x))."""
 
     def forward(
-        self, x: Tensor, batch: ForwardBatch, kv: LayerKV, rows: Tensor | None = None
+        self,
+        x: Tensor,
+        batch: ForwardBatch,
+        kv: LayerKV,
+        bias: StepBias | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        attended = self.attention(self.attention_norm(x), batch, kv, rows)
+        attended = self.attention(self.attention_norm(x), batch, kv, bias, rows)
         x = kept(x, rows)
         y: Tensor = x + attended + self.mlp(self.mlp_norm(x))
         return y
@@ -257,10 +278,15 @@ class ParallelOneNormBlock(nn.Module):
         self.mlp = (GatedMLP if config.gated else PlainMLP)(config, dtype, device)
 
     def forward(
-        self, x: Tensor, batch: ForwardBatch, kv: LayerKV, rows: Tensor | None = None
+        self,
+        x: Tensor,
+        batch: ForwardBatch,
+        kv: LayerKV,
+        bias: StepBias | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         normed = self.attention_norm(x)
-        attended = self.attention(normed, batch, kv, rows)
+        attended = self.attention(normed, batch, kv, bias, rows)
         y: Tensor = kept(x, rows) + attended + self.mlp(kept(normed, rows))
         return y
 
@@ -325,9 +351,10 @@ class Decoder(nn.Module):
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Logits [S, vocab] of `batch.output_rows`; keys and values of all rows are stored."""
         x = self._embedded(batch)
-        for index, block in enumerate(self.layers):
+        biases = step_biases(self.encoding, len(self.layers), batch, kv.block_size)
+        for index, (block, bias) in enumerate(zip(self.layers, biases, strict=True)):
             last = index == len(self.layers) - 1
-            x = block(x, batch, kv.layer(index), batch.output_rows if last else None)
+            x = block(x, batch, kv.layer(index), bias, batch.output_rows if last else None)
         if self.norm is not None:
             x = self.norm(x)
         if self.project_out is not None:

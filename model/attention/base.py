@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cache.kv import LayerKV
+from model.attention.bias import StepBias
 from model.batch import ForwardBatch
 from model.encodings.base import ScoreBias
 
@@ -35,12 +36,13 @@ class Attend(Protocol):
     """Attention of new queries over the paged cache, bias by position."""
 
     def __call__(
-        self, q: Tensor, kv: LayerKV, batch: ForwardBatch, bias: ScoreBias | None
+        self, q: Tensor, kv: LayerKV, batch: ForwardBatch, bias: StepBias | None
     ) -> Tensor:
         """q [T, heads, head_dim], keys already written → [T, heads, head_dim].
 
         When causal, row i of request r sees the keys 0 .. context_lens[r] - rows(r) + i by
-        index. The bias is a function of positions: `batch.positions` and block base + offset.
+        index. The bias is a function of positions, `batch.positions` and block base + offset,
+        unless it is dense: then it goes by row and key index.
         """
         ...
 

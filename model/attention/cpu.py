@@ -5,8 +5,9 @@ from torch import Tensor
 
 from cache.kv import LayerKV
 from model.attention.base import AttentionSpec
+from model.attention.bias import DenseBias, StepBias
 from model.batch import ForwardBatch
-from model.encodings.base import KeyBias, LinearBias, ScoreBias, TableBias
+from model.encodings.base import KeyBias, LinearBias, TableBias
 from model.kernels.build import ATTENTION_SUFFIXES, AttendArguments, Kernels
 
 
@@ -38,7 +39,7 @@ class CpuAttention:
         self.kernels = kernels
 
     def __call__(
-        self, q: Tensor, kv: LayerKV, batch: ForwardBatch, bias: ScoreBias | None
+        self, q: Tensor, kv: LayerKV, batch: ForwardBatch, bias: StepBias | None
     ) -> Tensor:
         spec = self.spec
         q = q.contiguous()
@@ -74,6 +75,10 @@ class CpuAttention:
             arguments.bias_by_key = int(isinstance(bias, KeyBias))
             if isinstance(bias, TableBias):
                 arguments.bias_zero = bias.zero
+        elif isinstance(bias, DenseBias):
+            dense = _per_head(bias.values, spec.heads)
+            arguments.dense_bias = dense.data_ptr()
+            arguments.bias_span = dense.shape[2]
         self.kernels.attend(spec.dtype, arguments)
         return out
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from cache.kv import LayerKV
 from model.attention.base import AttentionSpec
+from model.attention.bias import DenseBias, StepBias
 from model.batch import ForwardBatch
-from model.encodings.base import ScoreBias
 
 
 class ReferenceAttention:
@@ -26,7 +26,7 @@ class ReferenceAttention:
         self.dtype = torch.promote_types(spec.dtype, torch.float32)
 
     def __call__(
-        self, q: Tensor, kv: LayerKV, batch: ForwardBatch, bias: ScoreBias | None
+        self, q: Tensor, kv: LayerKV, batch: ForwardBatch, bias: StepBias | None
     ) -> Tensor:
         out = torch.empty_like(q)
         starts = batch.query_starts.tolist()
@@ -40,7 +40,9 @@ class ReferenceAttention:
             if self.spec.window is not None:
                 hidden |= gap >= self.spec.window
             scores = torch.einsum("qhd,khd->hqk", q[rows].to(self.dtype), keys) * self.spec.scale
-            if bias is not None:
+            if isinstance(bias, DenseBias):
+                scores = scores + bias.values[:, rows, :context]
+            elif bias is not None:
                 scores = scores + bias.between(batch.positions[rows], key_positions)
             weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
             out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)

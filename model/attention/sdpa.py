@@ -10,8 +10,8 @@ from torch import Tensor
 
 from cache.kv import LayerKV
 from model.attention.base import AttentionSpec
+from model.attention.bias import DenseBias, StepBias
 from model.batch import ForwardBatch
-from model.encodings.base import ScoreBias
 
 
 class SdpaAttention:
@@ -27,9 +27,9 @@ class SdpaAttention:
         self.spec = spec
 
     def __call__(
-        self, q: Tensor, kv: LayerKV, batch: ForwardBatch, bias: ScoreBias | None
+        self, q: Tensor, kv: LayerKV, batch: ForwardBatch, bias: StepBias | None
     ) -> Tensor:
-        keys, values, key_positions = self._gather(kv, batch)
+        keys, values = self._gather(kv, batch)
         rows, valid = self._padded_rows(batch)  # [R, max_query] each
         index = self._query_index(batch)
         gap = index[:, :, None] - torch.arange(keys.shape[2], device=q.device)
@@ -40,7 +40,10 @@ class SdpaAttention:
         # Rounded to bfloat16, a bias costs more than all the rest; only the CPU takes a wider one.
         wide = torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
         mask = torch.zeros_like(gap, dtype=wide).masked_fill(hidden, -torch.inf)[:, None]
-        if bias is not None:
+        if isinstance(bias, DenseBias):
+            mask = mask + bias.values[:, rows].transpose(0, 1).to(wide)
+        elif bias is not None:
+            key_positions = batch.key_positions(kv.keys.shape[1])
             between = bias.between(batch.positions[rows], key_positions)
             mask = mask + between.transpose(0, 1).to(wide)
         padded = q[rows].transpose(1, 2)  # [R, heads, max_query, head_dim]
@@ -54,19 +57,16 @@ class SdpaAttention:
         )
         return out.transpose(1, 2)[valid]
 
-    def _gather(self, kv: LayerKV, batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values [R, kv_heads, max_context, head_dim]; key positions [R, max_context]."""
-        block_size = kv.keys.shape[1]
-        used = -(-batch.max_context // block_size)
-        tables = batch.block_tables[:, :used]
-        offsets = torch.arange(block_size, device=tables.device)
-        positions = (batch.block_bases[:, :used, None] + offsets).flatten(1)
+    def _gather(self, kv: LayerKV, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Keys and values, [R, kv_heads, max_context, head_dim] each."""
+        longest = batch.max_context
+        tables = batch.block_tables[:, : -(-longest // kv.keys.shape[1])]
         # Unwritten slots may hold anything, NaN included, and 0 · NaN is NaN.
-        unused = torch.arange(positions.shape[1], device=tables.device)
+        unused = torch.arange(longest, device=tables.device)
         unused = (unused >= batch.context_lens[:, None])[:, :, None, None]
-        keys = kv.keys[tables].flatten(1, 2).masked_fill(unused, 0).transpose(1, 2)
-        values = kv.values[tables].flatten(1, 2).masked_fill(unused, 0).transpose(1, 2)
-        return keys, values, positions
+        keys, values = (cache[tables].flatten(1, 2)[:, :longest] for cache in kv)
+        keys, values = keys.masked_fill(unused, 0), values.masked_fill(unused, 0)
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     @staticmethod
     def _padded_rows(batch: ForwardBatch) -> tuple[Tensor, Tensor]:

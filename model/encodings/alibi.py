@@ -105,8 +105,10 @@ class ALiBi(PositionalEncoding):
         """For every key and head a product and a sum; with `hf_exact` a value read and a sum."""
         values = config.layers * config.heads * context
         exact = self.by_key is not None
+        read = 4 * config.heads * (context if exact else 1)
         return PositionalWork(
             bias_values=values,
             flops=values if exact else 2 * values,
-            bytes=4 * config.heads * (context if exact else 1),
+            bytes=read,
+            bias_bytes=read,
         )

@@ -56,6 +56,14 @@ class TableBias:
 
 
 @dataclass(frozen=True, slots=True)
+class MaterialisedBias(TableBias):
+    """The same, but spread over all rows and keys of a step before any layer reads it.
+
+    What implementations without a kernel of their own do; here to be compared with.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class KeyBias:
     """Adds table[head, key position] to the score: a bias whose rounding depends on the key."""
 
@@ -75,13 +83,17 @@ ScoreBias = LinearBias | TableBias | KeyBias
 class PositionalWork:
     """What one new token costs because of its position, over all layers, at one context length.
 
-    Only the encoding's own arithmetic and reads; storing a key is the same for all.
+    Only the encoding's own arithmetic and memory traffic; storing a key is the same for all.
     """
 
     rotations: int = 0  # of one head's query or key
-    bias_values: int = 0  # scores that get a bias
+    bias_values: int = 0  # scores that get a bias added
+    bias_built: int = 0  # bias values made for this step alone and stored until it ends
     flops: int = 0
-    bytes: int = 0  # of the encoding's tables and weights read, each read counted once
+    # Read of tables and weights, each once however many layers use it; and what is built for
+    # the step, written once and read by every layer that adds it.
+    bytes: int = 0
+    bias_bytes: int = 0  # how many of the bytes are for biases
 
 
 class PositionalEncoding(nn.Module):

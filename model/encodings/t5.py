@@ -12,9 +12,16 @@ import torch
 from torch import nn
 
 from model.config import ModelConfig
-from model.encodings.base import EncodingError, PositionalEncoding, PositionalWork, TableBias
+from model.encodings.base import (
+    EncodingError,
+    MaterialisedBias,
+    PositionalEncoding,
+    PositionalWork,
+    TableBias,
+)
 
 REQUIRED = frozenset({"buckets", "max_distance"})
+FORMS = ("window", "table", "materialised")
 
 
 def bucket_starts(buckets: int, max_distance: int) -> list[int]:
@@ -39,9 +46,13 @@ def bucket_starts(buckets: int, max_distance: int) -> list[int]:
 class T5(PositionalEncoding):
     """Raffel et al. (arXiv 1910.10683), section 2.1, as a table by distance.
 
-    Causal tables are stored less the bias of their last bucket, a constant per head that softmax
-    ignores; from the last bucket's start on they are zero. Two-way tables keep it, because keys
-    before and after the query end in different buckets.
+    One bias in three forms that softmax cannot tell apart:
+
+    - window: less the bias of the last bucket, a constant per head that softmax ignores. From
+      that bucket's start on nothing is left to add.
+    - table: as trained, so every key pays a read and an add. Two-way tables have no other, as
+      keys before and after the query end in different buckets.
+    - materialised: the table spread over all rows and keys, each step anew; every layer reads it.
     """
 
     OPTIONS: ClassVar[Mapping[str, str]] = {
@@ -49,6 +60,8 @@ class T5(PositionalEncoding):
         "max_distance": "distances from here on share the last bucket",
         "bidirectional": "keys after the query get half of the buckets; default false",
         "per_layer": "every layer has biases of its own, as UMT5; default false",
+        "form": "window, table or materialised: which keys pay for the bias, the nearest or all, "
+        "and whether a dense one is built each step; default window, or table when bidirectional",
     }
     LIMIT = "none"
     BEYOND_TRAINED = (
@@ -65,11 +78,13 @@ class T5(PositionalEncoding):
         max_distance: int,
         bidirectional: bool,
         per_layer: bool,
+        form: str,
         context: int,
         device: torch.device,
     ) -> None:
         super().__init__()
         self.bidirectional = bidirectional
+        self.form = form
         self.layers = nn.ModuleList()
         if per_layer:
             self.layers.extend(
@@ -80,6 +95,7 @@ class T5(PositionalEncoding):
                     max_distance=max_distance,
                     bidirectional=bidirectional,
                     per_layer=False,
+                    form=form,
                     context=context,
                     device=device,
                 )
@@ -108,11 +124,19 @@ class T5(PositionalEncoding):
         """Options: OPTIONS above; buckets and max_distance are required."""
         if not REQUIRED <= options.keys() <= cls.OPTIONS.keys():
             raise EncodingError(
-                "t5 takes the options buckets and max_distance, and if need be bidirectional and "
-                f"per_layer, but got {sorted(options)}."
+                "t5 takes the options buckets and max_distance, and if need be bidirectional, "
+                f"per_layer and form, but got {sorted(options)}."
             )
         buckets, max_distance = options["buckets"], options["max_distance"]
         bidirectional = options.get("bidirectional", False)
+        form = options.get("form", "table" if bidirectional else "window")
+        if form not in FORMS:
+            raise EncodingError(f"t5 has the forms {', '.join(FORMS)}, but got {form!r}.")
+        if bidirectional and form == "window":
+            raise EncodingError(
+                "t5 has no window form when bidirectional, because keys before and after the "
+                "query end in different buckets; use the form table."
+            )
         exact = (buckets // 2 if bidirectional else buckets) // 2
         if exact < 1:
             raise EncodingError(
@@ -130,6 +154,7 @@ class T5(PositionalEncoding):
             max_distance=max_distance,
             bidirectional=bidirectional,
             per_layer=options.get("per_layer", False),
+            form=form,
             context=context,
             device=device,
         )
@@ -143,7 +168,7 @@ class T5(PositionalEncoding):
         if self.layers:
             return  # each layer's encoding is frozen by itself
         table = self.weight[self.bucket].t().double()
-        if not self.bidirectional:
+        if self.form == "window":
             table = table - self.weight[-1].double()[:, None]
         self.table.copy_(table)
 
@@ -151,7 +176,8 @@ class T5(PositionalEncoding):
         """None when every layer has its own: ask `for_layer`."""
         if self.layers:
             return None
-        return TableBias(self.table, self.far if self.bidirectional else 0)
+        kind = MaterialisedBias if self.form == "materialised" else TableBias
+        return kind(self.table, self.far if self.bidirectional else 0)
 
     def for_layer(self, layer: int) -> PositionalEncoding:
         if not self.layers:
@@ -161,15 +187,19 @@ class T5(PositionalEncoding):
         return own
 
     def work(self, config: ModelConfig, context: int) -> PositionalWork:
-        """One add for each key nearer than `far`; when bidirectional, for each key at all."""
+        """One add for each key: in the window form, for each nearer than `far`."""
         first = self.layers[0] if self.layers else self
         assert isinstance(first, T5)
-        values = columns = min(context, first.far)
-        if self.bidirectional:
-            values, columns = context, min(context, first.table.shape[1])
+        window, materialised = self.form == "window", self.form == "materialised"
         tables = config.layers if self.layers else 1
+        columns = min(context, first.far if window else first.table.shape[1])
+        values = config.layers * config.heads * (columns if window else context)
+        built = tables * config.heads * context if materialised else 0
+        read = tables * config.heads * columns + (values if materialised else 0)
         return PositionalWork(
-            bias_values=config.layers * config.heads * values,
-            flops=config.layers * config.heads * values,
-            bytes=tables * config.heads * columns * 4,
+            bias_values=values,
+            bias_built=built,
+            flops=values,
+            bytes=4 * (read + built),
+            bias_bytes=4 * (read + built),
         )

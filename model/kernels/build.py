@@ -48,7 +48,7 @@ class AttendArguments(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("q", "keys", "values", "out", "positions")),
         *((name, c_void_p) for name in ("query_starts", "context_lens", "tables", "bases")),
-        *((name, c_void_p) for name in ("slopes", "bias_table")),
+        *((name, c_void_p) for name in ("slopes", "bias_table", "dense_bias")),
         *((name, c_int64) for name in ("bias_span", "bias_zero", "bias_by_key", "requests")),
         *((name, c_int64) for name in ("table_width", "heads", "kv_heads", "head_dim")),
         *((name, c_int64) for name in ("block_size", "window", "causal")),

@@ -274,6 +274,7 @@ extern "C" struct AttendArguments {
   const int64_t *query_starts, *context_lens, *tables, *bases;  // [R + 1] [R] [R, width] twice
   const float *slopes;                                          // [heads] or null
   const float *bias_table;                                      // [heads, bias_span] or null
+  const float *dense_bias;  // [heads, T, bias_span] or null: by row and key index
   int64_t bias_span, bias_zero;
   int64_t bias_by_key;  // the table's columns are key positions instead of distances + bias_zero
   int64_t requests, table_width, heads, kv_heads, head_dim, block_size;
@@ -463,7 +464,7 @@ class AttendTask {
     else
       for (int64_t n = 0; n < keys; n += kPanel) multiply_panel(at, queries, n, scores + n);
     for (int64_t r = 0; r < queries; ++r) {
-      add_bias(at + r, keys, scores + r * kKeys);
+      add_bias(at + r, chunk, keys, scores + r * kKeys);
       weigh(at, queries, r, chunk, keys, scores + r * kKeys);
     }
     for (int64_t p = 0; p < panels_; ++p)
@@ -502,24 +503,30 @@ class AttendTask {
     return sums_ + (at * panels_ + panel * queries) * kPanel;
   }
 
-  void add_bias(int64_t query, int64_t keys, Real *scores) const {
-    const int64_t position = a_.positions[a_.query_starts[request_] + row_of(query)];
+  void add_bias(int64_t query, int64_t chunk, int64_t keys, Real *scores) const {
+    const int64_t row = a_.query_starts[request_] + row_of(query);
+    const int64_t position = a_.positions[row];
     if (a_.slopes) {
       const float slope = a_.slopes[head_of(query)];
       for (int64_t n = 0; n < keys; ++n)
         scores[n] -= Real(slope * float(position - chunk_.positions[n]));
     }
     if (a_.bias_table) {
-      const float *row = a_.bias_table + head_of(query) * a_.bias_span;
+      const float *values = a_.bias_table + head_of(query) * a_.bias_span;
       // Far keys share the last column, and under T5 it is zero: nothing to add.
-      if (!a_.bias_by_key && row[a_.bias_span - 1] == 0.0f &&
+      if (!a_.bias_by_key && values[a_.bias_span - 1] == 0.0f &&
           position - chunk_.latest + a_.bias_zero >= a_.bias_span - 1)
         return;
       for (int64_t n = 0; n < keys; ++n) {
         const int64_t column =
             a_.bias_by_key ? chunk_.positions[n] : position - chunk_.positions[n] + a_.bias_zero;
-        scores[n] += Real(row[std::clamp<int64_t>(column, 0, a_.bias_span - 1)]);
+        scores[n] += Real(values[std::clamp<int64_t>(column, 0, a_.bias_span - 1)]);
       }
+    }
+    if (a_.dense_bias) {
+      const int64_t rows = a_.query_starts[a_.requests];
+      const float *values = a_.dense_bias + (head_of(query) * rows + row) * a_.bias_span + chunk;
+      for (int64_t n = 0; n < keys; ++n) scores[n] += Real(values[n]);
     }
   }
 

@@ -164,7 +164,9 @@ def test_json_holds_every_fact() -> None:
         "keys": 4096,
         "rotations": 0,
         "bias_values": 16272,
+        "bias_built": 0,
         "flops": 16272,
         "bytes": 5424,
+        "bias_bytes": 5424,
     }
     assert told["backends"][0] == {"backend": "cpu", "takes": False, "reason": "no compiler"}

@@ -1,6 +1,7 @@
 """T5 and its kin here and in transformers: the same weights, the same logits, the same answers."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, EncoderDecoderCache
 
 from model.attention.cpu import CpuBackend
+from model.config import EncodingSpec
 from model.kernels.substitutes import PanelLinear, substitute
 from model.loading import open_checkpoint
 from tests.model import encoder_decoders as tiny
@@ -95,6 +97,22 @@ def test_greedy_answers(pair):
     decoder = tiny.loaded(checkpoint)
     for prompt in sequences(torch.Generator().manual_seed(4), [1, 50]):
         assert greedy(decoder, prompt) == reference_greedy(model, prompt)
+
+
+@pytest.mark.parametrize("sides", ["decoder", "both"])
+@pytest.mark.parametrize("form", ["table", "materialised"])
+def test_every_form_of_the_bias(pair, form, sides, kernels):
+    checkpoint, model = pair
+    config = in_form(checkpoint.config, form)
+    if sides == "both":
+        config = replace(config, encoder=in_form(config.encoder, form))
+    decoder = tiny.loaded(replace(checkpoint, config=config), backend=CpuBackend(kernels))
+    check_logits(decoder, model)
+
+
+def in_form(config, form):
+    spec = config.encoding
+    return replace(config, encoding=EncodingSpec(spec.name, {**spec.options, "form": form}))
 
 
 def test_the_cpu_kernels_agree(pair, kernels):

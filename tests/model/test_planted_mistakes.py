@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 import torch
 
+from model.attention.bias import DenseBias
 from model.attention.reference import ReferenceAttention
 from model.encodings.base import KeyBias, LinearBias, PositionalEncoding, TableBias
 from model.transformer import Decoder
@@ -183,6 +184,8 @@ def per_head(change):
             return LinearBias(change(bias.slopes))
         if isinstance(bias, KeyBias):
             return KeyBias(change(bias.table))
+        if isinstance(bias, DenseBias):
+            return DenseBias(change(bias.values))
         return TableBias(change(bias.table), bias.zero)
 
     return changed
@@ -198,6 +201,22 @@ def dropped_when_cached(bias, batch):
 
 def one_further(bias, batch):
     return TableBias(bias.table, bias.zero + 1)
+
+
+def rows_one_off(bias, batch):
+    return DenseBias(bias.values.roll(1, dims=1))
+
+
+def keys_one_off(bias, batch):
+    return DenseBias(bias.values.roll(1, dims=2))
+
+
+def by_longest_context(bias, batch):
+    """Rows that end where the longest request's do: right for a request by itself."""
+    lengths = batch.context_lens.repeat_interleave(batch.query_starts.diff())
+    late = (batch.max_context - lengths).tolist()
+    moved = [row.roll(by, dims=1) for row, by in zip(bias.values.unbind(1), late, strict=True)]
+    return DenseBias(torch.stack(moved, dim=1))
 
 
 def negative(values):
@@ -222,7 +241,9 @@ def wider(spec):
 
 ROTARY = ("rope", "rope-interleaved", "rope-partial", "rope-scaled", "rope-slowed")
 SLOPES = ("alibi", "alibi-rounded")
-BIASED = (*SLOPES, "t5", "t5-per-layer")
+TABLES = ("t5", "t5-per-layer", "t5-table")
+DENSE = ("t5-materialised", "t5-materialised-per-layer")
+BIASED = (*SLOPES, *TABLES, *DENSE)
 ADDED = ("learned", "sinusoidal", "sinusoidal-split")
 ALL = tuple(name for name in ENCODINGS if name != "table")
 MISTAKES = {
@@ -239,11 +260,16 @@ MISTAKES = {
     "queries-one-off": Mistake(in_layers(QueriesOneOff), ROTARY),
     "coarse-angles": Mistake(in_layers(CoarseAngles), ROTARY),
     "embedded-one-off": Mistake(embedded_one_off, ADDED),
-    "one-distance-further": Mistake(in_attention(bias=one_further), ["t5", "t5-per-layer"]),
+    "one-distance-further": Mistake(in_attention(bias=one_further), TABLES),
+    "dense-rows-one-off": Mistake(in_attention(bias=rows_one_off), DENSE),
+    "dense-keys-one-off": Mistake(in_attention(bias=keys_one_off), DENSE),
+    "dense-by-longest-context": Mistake(
+        in_attention(bias=by_longest_context), DENSE, ["decode", "ragged"], ["oracle", "prefix hit"]
+    ),
     "heads-in-another-order": Mistake(in_attention(bias=per_head(other_way)), BIASED),
     "slopes-sorted": Mistake(in_attention(bias=per_head(steepest_first)), ["alibi"]),
     "sign-flipped": Mistake(in_attention(bias=per_head(negative)), BIASED),
-    "logits-scaled": Mistake(in_attention(spec=divided), ["t5", "t5-per-layer"]),
+    "logits-scaled": Mistake(in_attention(spec=divided), [*TABLES, *DENSE]),
     "window-too-wide": Mistake(in_attention(spec=wider), ["nope", "rope", "alibi"]),
     "bias-dropped": Mistake(in_attention(bias=dropped), BIASED),
     "bias-dropped-when-cached": Mistake(
@@ -252,12 +278,15 @@ MISTAKES = {
     "late-when-cached": Mistake(
         # Not ALiBi: what lowers all scores of a query alike changes no softmax.
         in_batch(late_when_cached),
-        ["rope", "t5", *ADDED],
+        ["rope", "t5", "t5-materialised", *ADDED],
         CACHED,
         ["prefill"],
     ),
     "positions-by-row": Mistake(
-        in_batch(by_row), ["rope", "t5"], ["chunked", "ragged", *CACHED], ["prefill"]
+        in_batch(by_row),
+        ["rope", "t5", "t5-materialised"],
+        ["chunked", "ragged", *CACHED],
+        ["prefill"],
     ),
     "distances-by-row": Mistake(
         in_attention(bias=lambda bias, batch: TopLeft(bias)),

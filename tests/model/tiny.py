@@ -69,6 +69,11 @@ ENCODINGS = {
     "rope-slowed": EncodingSpec("rope", ROPE | {"scaling": {"type": "linear", "factor": 4.0}}),
     "t5": EncodingSpec("t5", T5),
     "t5-per-layer": EncodingSpec("t5", {"buckets": 12, "max_distance": 20, "per_layer": True}),
+    "t5-table": EncodingSpec("t5", T5 | {"form": "table"}),
+    "t5-materialised": EncodingSpec("t5", T5 | {"form": "materialised"}),
+    "t5-materialised-per-layer": EncodingSpec(
+        "t5", {"buckets": 12, "max_distance": 20, "per_layer": True, "form": "materialised"}
+    ),
     "alibi": EncodingSpec("alibi", {}),
     "alibi-rounded": EncodingSpec("alibi", {"bias_max": 6, "scaled": True, "hf_exact": True}),
     "learned": EncodingSpec("learned", {"positions": CONTEXT, "offset": 2}),

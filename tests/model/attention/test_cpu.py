@@ -7,6 +7,7 @@ import torch
 
 from cache.kv import LayerKV
 from model.attention.base import AttentionSpec, NoBackend, choose
+from model.attention.bias import DenseBias
 from model.attention.cpu import CpuBackend
 from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
@@ -39,13 +40,15 @@ def problem(given, block_size, lengths):
     return q.to(given.dtype), LayerKV(*(cache.to(given.dtype) for cache in kv)), batch
 
 
-def biases(heads):
+def biases(heads, batch):
+    rows = len(batch.tokens)
     generator = torch.Generator().manual_seed(2)
     return [
         None,
         LinearBias(torch.rand(heads, generator=generator)),
         TableBias(torch.randn(heads, 9, generator=generator), zero=2),
         KeyBias(torch.randn(heads, 200, generator=generator)),
+        DenseBias(torch.randn(heads, rows, batch.max_context, generator=generator)),
     ]
 
 
@@ -56,7 +59,7 @@ def biases(heads):
 def test_fast_backends_equal_the_reference(head_dim, heads, block_size, window, kernels):
     given = spec(*heads, head_dim, window=window)
     q, kv, batch = problem(given, block_size, [(0, 9), (30, 1), (17, 4), (0, 1)])
-    for bias in biases(given.heads):
+    for bias in biases(given.heads, batch):
         exact = ReferenceAttention(given)(q, kv, batch, bias)
         for backend in (CpuBackend(kernels), SdpaAttention):
             result = backend(given)(q, kv, batch, bias)
@@ -71,7 +74,7 @@ def test_many_rows_in_float64(head_dim, heads, window, causal, kernels):
     """Several tiles, tasks and chunks of keys, their borders included."""
     given = spec(*heads, head_dim, torch.float64, window, causal)
     q, kv, batch = problem(given, 16, [(0, 129), (63, 1), (0, 64), (70, 97), (64, 2)])
-    for bias in biases(given.heads):
+    for bias in biases(given.heads, batch):
         exact = ReferenceAttention(given)(q, kv, batch, bias)
         for backend in (CpuBackend(kernels), SdpaAttention):
             result = backend(given)(q, kv, batch, bias)

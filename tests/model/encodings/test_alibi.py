@@ -171,3 +171,4 @@ def test_work_counts_every_key_of_every_head():
     assert (by_distance.rotations, by_distance.bias_values) == (0, values)
     assert (by_distance.flops, by_distance.bytes) == (2 * values, 24)
     assert (by_key.bias_values, by_key.flops, by_key.bytes) == (values, values, 2400)
+    assert (by_distance.bias_bytes, by_key.bias_bytes) == (by_distance.bytes, 2400)

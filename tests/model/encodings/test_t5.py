@@ -9,7 +9,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 from model.config import EncodingSpec
-from model.encodings.base import EncodingError, create
+from model.encodings.base import EncodingError, MaterialisedBias, TableBias, create
 from model.encodings.t5 import T5, bucket_starts
 from tests.model.tiny import CONFIG, CPU
 
@@ -70,6 +70,33 @@ def test_the_table_ends_where_the_bias_stays_the_same():
     assert causal.table[:, -2].all()
     # 16 buckets each way end at 91.
     assert (two_way.table.shape, two_way.zero) == ((3, 183), 91)
+
+
+@pytest.mark.parametrize("form", ["table", "materialised"])
+def test_other_forms_keep_the_last_bucket(form):
+    """All of transformers' values; softmax ignores by how much the window form is lower."""
+    ours, window = made(form=form), made()
+    past = DISTANCES[DISTANCES >= 0]
+    values = ours.score_bias().at(past)
+    assert torch.equal(values, theirs(ours.weight, past, bidirectional=False, max_distance=128))
+    lower = values - window.score_bias().at(past)
+    assert (lower - ours.weight[-1][:, None]).abs().max() < 1e-6
+    assert ours.weight[-1].abs().min() > 0.01
+
+
+def test_what_backends_and_layers_are_told_of_each_form():
+    kinds = {form: type(made(form=form).score_bias()) for form in ("window", "table")}
+    assert kinds == {"window": TableBias, "table": TableBias}
+    assert type(made(form="materialised").score_bias()) is MaterialisedBias
+    of_layer = made(form="materialised", per_layer=True).for_layer(1)
+    assert type(of_layer.score_bias()) is MaterialisedBias
+
+
+def test_a_two_way_table_is_in_the_table_form():
+    default, asked = (made(bidirectional=True, **more) for more in ({}, {"form": "table"}))
+    assert torch.equal(default.score_bias().table, asked.score_bias().table)
+    spread = made(bidirectional=True, form="materialised").score_bias()
+    assert torch.equal(spread.at(DISTANCES), asked.score_bias().at(DISTANCES))
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -135,6 +162,24 @@ def test_work_is_bounded_by_the_last_bucket():
     assert (two_way.bias_values, two_way.bytes) == (3 * 3 * 1000, 3 * 183 * 4)
 
 
+def test_work_of_the_other_forms_grows_with_the_context():
+    """Every key pays an add; the dense bias is written once and read by each of 3 layers."""
+    config = replace(CONFIG, heads=3)
+    table, dense = (made(form=form).work(config, 1000) for form in ("table", "materialised"))
+    assert (table.bias_values, table.flops) == (dense.bias_values, dense.flops) == (9000, 9000)
+    assert (table.bias_built, table.bytes) == (0, 4 * 3 * 114)
+    assert (dense.bias_built, dense.bytes) == (3000, 4 * (3 * 114 + 3000 + 9000))
+    per_layer = made(form="materialised", per_layer=True).work(config, 1000)
+    assert per_layer.bias_built == 9000
+    assert per_layer.bytes == 4 * (9 * 114 + 9000 + 9000)
+
+
+def test_all_bytes_are_the_biases():
+    for form in ("window", "table", "materialised"):
+        work = made(form=form).work(CONFIG, 300)
+        assert work.bias_bytes == work.bytes > 0
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -144,6 +189,11 @@ def test_work_is_bounded_by_the_last_bucket():
         ({"buckets": 1, "max_distance": 128}, "2 buckets or more"),
         ({"buckets": 3, "max_distance": 128, "bidirectional": True}, "4 or more"),
         ({"buckets": 32, "max_distance": 16}, "a max_distance above 16, but got 16"),
+        ({"buckets": 32, "max_distance": 128, "form": "band"}, "forms window, .* but got 'band'"),
+        (
+            {"buckets": 32, "max_distance": 128, "bidirectional": True, "form": "window"},
+            "no window form when bidirectional, .*; use the form table",
+        ),
     ],
 )
 def test_refusals(options, words):

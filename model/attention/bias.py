@@ -1,0 +1,52 @@
+"""What a step adds to its scores: the encodings' biases, made ready for the backends."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.batch import ForwardBatch
+from model.encodings.base import (
+    KeyBias,
+    LinearBias,
+    MaterialisedBias,
+    PositionalEncoding,
+    TableBias,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseBias:
+    """Adds values[head, row, key index] to the score, in the one step that it was built for."""
+
+    values: Tensor  # [heads, T, max_context] float32
+
+
+StepBias = LinearBias | TableBias | KeyBias | DenseBias
+
+
+def step_biases(
+    encoding: PositionalEncoding, layers: int, batch: ForwardBatch, block_size: int
+) -> Iterator[StepBias | None]:
+    """What each layer in turn adds to its scores; a layer shares what the one before it had.
+
+    One at a time, so that no more than one layer's dense bias is needed at once.
+    """
+    bias: StepBias | None = None
+    built_for: PositionalEncoding | None = None
+    for layer in range(layers):
+        own = encoding.for_layer(layer)
+        if own is not built_for:
+            bias = own.score_bias()
+            if isinstance(bias, MaterialisedBias):
+                bias = _dense(bias, batch, block_size)
+            built_for = own
+        yield bias
+
+
+def _dense(bias: MaterialisedBias, batch: ForwardBatch, block_size: int) -> DenseBias:
+    counts = batch.query_starts.diff()
+    request = torch.repeat_interleave(counts, output_size=len(batch.tokens))  # [T]
+    keys = batch.key_positions(block_size)[request]
+    return DenseBias(bias.at(batch.positions[:, None] - keys))
