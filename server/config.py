@@ -32,6 +32,7 @@ class ModelOptions:
     dtype: str | None
     device: str | None
     encoding: str | None
+    bias_form: str | None
     attention: str | None
     max_model_len: int | None  # tokens
     threads: int | None
@@ -145,6 +146,14 @@ SERVE_OPTIONS = (
         auto(str),
         shown="auto, the checkpoint's",
         metavar="NAME",
+    ),
+    Option(
+        "--bias-form",
+        "model",
+        "window, table or materialised: how the decoder's T5 bias is added; answers stay the same",
+        auto(choice("window", "table", "materialised")),
+        shown="auto, the checkpoint's",
+        metavar="FORM",
     ),
     Option(
         "--attention",
@@ -270,6 +279,7 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
             dtype=values["dtype"],
             device=values["device"],
             encoding=values["encoding"],
+            bias_form=values["bias_form"],
             attention=values["attention"],
             max_model_len=values["max_model_len"],
             threads=values["threads"],

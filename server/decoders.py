@@ -60,6 +60,8 @@ def prepare(
     checkpoint = open_checkpoint(pull.locate(source.source))
     if loading.encoding is not None and loading.encoding != checkpoint.config.encoding.name:
         checkpoint = _with_encoding(checkpoint, loading.encoding)
+    if loading.bias_form is not None:
+        checkpoint = _with_bias_form(checkpoint, loading.bias_form)
     shape = checkpoint.config
     dtype = placement.pick_dtype(loading.dtype, device)
     if isinstance(shape, EncoderDecoderConfig) and dtype is torch.float16:
@@ -100,6 +102,18 @@ def _with_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:
     }
     config = replace(checkpoint.config, encoding=EncodingSpec(name, options))
     return replace(checkpoint, config=config, parameters=kept)
+
+
+def _with_bias_form(checkpoint: Checkpoint, form: str) -> Checkpoint:
+    """With the decoder's T5 bias in another form, which changes costs and no answer."""
+    spec = checkpoint.config.encoding
+    if spec.name != "t5":
+        raise CommandError(
+            f"--bias-form {form}: {checkpoint.path} has the encoding {spec.name}, and only t5 has "
+            "forms; leave the option out"
+        )
+    spec = EncodingSpec(spec.name, {**spec.options, "form": form})
+    return replace(checkpoint, config=replace(checkpoint.config, encoding=spec))
 
 
 def _refuse_missing_weights(checkpoint: Checkpoint, encoding: PositionalEncoding) -> None:

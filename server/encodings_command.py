@@ -121,7 +121,8 @@ def worked(entry: EncodingFacts) -> str:
 def _cost(work: PositionalWork) -> str:
     if not work.flops and not work.bytes:
         return "none"
-    return f"{work.flops:,} FLOPs, {work.bytes:,} bytes"
+    built = f", {work.bias_built:,} values built" if work.bias_built else ""
+    return f"{work.flops:,} FLOPs, {work.bytes:,} bytes{built}"
 
 
 def footnote(place: Place, width: int) -> str:
@@ -130,6 +131,6 @@ def footnote(place: Place, width: int) -> str:
         f"Attention: of the backends on this machine ({place.device.type}, "
         f"{str(place.dtype).removeprefix('torch.')}), those that take it. Work: one new token "
         f"through {SHAPE.layers} layers of {SHAPE.heads} heads of {SHAPE.head_dim}, in operations "
-        "and in bytes of the encoding's own tables."
+        "and in bytes read or written because of the encoding."
     )
     return textwrap.fill(text, width)

@@ -69,7 +69,7 @@ def facts(subject: Subject) -> dict[str, str]:
         "options": ", ".join(f"{k} {_shown(v)}" for k, v in subject.options.items()) or "none",
         "shown for": f"{config.heads} heads of {config.head_dim}, layer {subject.layer}, "
         f"a context of {subject.context:,}",
-        "work per token": f"{work.flops:,} FLOPs and {work.bytes:,} bytes of its own tables, for "
+        "work per token": f"{work.flops:,} FLOPs and {work.bytes:,} bytes read or written, for "
         f"one new token that sees {subject.context:,} keys, in {layers}",
         "hard limit": subject.limit,
         "past training": subject.beyond_trained,

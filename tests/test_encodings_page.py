@@ -26,6 +26,8 @@ PLACE = Place([SdpaAttention, ReferenceAttention], torch.float32, torch.device("
 VARIANTS = (  # how the row is called, the encoding, options besides the usual ones
     ("alibi, `hf_exact`", "alibi", {"hf_exact": True}),
     ("t5, `per_layer`", "t5", {"per_layer": True}),
+    ("t5, form `table`", "t5", {"form": "table"}),
+    ("t5, form `materialised`", "t5", {"form": "materialised"}),
     ("rope on a quarter of the width", "rope", {"width": SHAPE.head_dim // 4}),
 )
 
@@ -62,8 +64,14 @@ def cost_table() -> str:
 
 
 def row(label: str, costs: list[PositionalWork]) -> str:
-    cells = (f"{cost.flops:,} FLOPs, {cost.bytes:,} B" if cost.flops else "0" for cost in costs)
-    return f"|{label}|{'|'.join(cells)}|"
+    return f"|{label}|{'|'.join(map(cell, costs))}|"
+
+
+def cell(cost: PositionalWork) -> str:
+    if not cost.flops:
+        return "0"
+    built = f", {cost.bias_built:,} built" if cost.bias_built else ""
+    return f"{cost.flops:,} FLOPs, {cost.bytes:,} B{built}"
 
 
 def test_list_is_what_the_classes_say() -> None:

@@ -88,6 +88,8 @@ def test_two_models_share_the_memory(folder):
         (["--encoding", "t6"], "There is no encoding 't6'"),
         (["--encoding", "rope", "--kv-memory", "1K"], "raise --kv-memory"),
         (["--encoding", "t5"], "t5 has trained weights"),
+        (["--bias-form", "table"], "has the encoding rope, and only t5 has forms"),
+        (["--encoding", "nope", "--bias-form", "window"], "has the encoding nope"),
         (["--kv-memory", "4000000G"], "lower --kv-memory"),
         (["--dtype", "float16", "--attention", "cpu"], "it computes float32, float64 and bfloat16"),
     ],

@@ -57,6 +57,7 @@ def test_every_flag_reaches_the_config() -> None:
         "a=x.gguf",
         "b=y",
         *("--dtype", "float32", "--device", "cpu", "--encoding", "nope", "--attention", "sdpa"),
+        *("--bias-form", "table"),
         *("--max-model-len", "8k", "--threads", "2", "--kv-memory", "1GiB", "--block-size", "32"),
         *("--no-prefix-sharing", "--max-seqs", "3", "--max-step-tokens", "7", "--max-queue", "1"),
         *("--host", "::1", "--port", "9", "--api-key", "k1", "--api-key", "k2"),
@@ -64,7 +65,9 @@ def test_every_flag_reaches_the_config() -> None:
         *("--request-timeout", "5s", "--drain-timeout", "0.5", "--log-level", "debug"),
     )
     assert given.models == (ModelSource("a", "x.gguf"), ModelSource("b", "y"))
-    assert dataclasses.astuple(given.loading) == ("float32", "cpu", "nope", "sdpa", 8192, 2)
+    assert dataclasses.astuple(given.loading) == (
+        *("float32", "cpu", "nope", "table", "sdpa", 8192, 2),
+    )
     assert dataclasses.astuple(given.cache) == (1 << 30, 32, False)
     assert dataclasses.astuple(given.limits) == (3, 7, 1)
     assert given.http == HttpConfig(
@@ -85,6 +88,7 @@ def test_variable_equals_flag(option) -> None:
         "models": "one=a.gguf",
         "dtype": "bfloat16",
         "device": "cuda",
+        "bias_form": "table",
         "attention": "cpu",
         "kv_memory": "512M",
         "host": "0.0.0.0",

@@ -18,6 +18,7 @@ from server.app import HttpOptions, create_app
 from server.async_engine import AsyncEngine
 from server.build import load_models
 from server.completion import Choice
+from server.decoders import prepare
 from server.engine import Engine
 from server.errors import CommandError
 from server.metrics import Metrics
@@ -234,6 +235,28 @@ def test_refusals_at_the_start(flags, words, models):
         load_models(configured(str(models["t5"][0]), *flags), Metrics())
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("form", ["window", "table", "materialised"])
+@pytest.mark.parametrize("name", ["t5", "umt5"])
+def test_the_decoders_bias_is_in_the_form_asked_for(name, form, models):
+    asked = configured(str(models[name][0]), "--dtype", "float32", "--bias-form", form)
+    decoder = prepare(asked.loading, asked.models[0], CPU, "not asked for").decoder
+    assert decoder.encoding.for_layer(1).form == form
+    assert decoder.encoder.encoding.for_layer(1).form == "table"
+
+
+@pytest.mark.parametrize("form", ["table", "materialised"])
+@pytest.mark.parametrize("name", ["t5", "umt5"])
+def test_answers_are_the_same_in_every_form(name, form, server, models):
+    client, _ = server
+    body = {"model": name, "prompt": PROMPT, "max_tokens": 32, "ignore_eos": True, "logprobs": 1}
+    expected = ask(client, **body)
+    flags = ("--kv-memory", "3M", "--max-model-len", "100", "--bias-form", form)
+    with serving({name: models[name][0]}, *flags) as (other, _):
+        found = ask(other, **body)
+    assert found.json()["choices"][0]["text"] == expected.json()["choices"][0]["text"]
+    assert scores(found) == pytest.approx(scores(expected), abs=1e-4)
 
 
 # ------------------------------------------------------------------------------- the engine

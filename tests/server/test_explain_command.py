@@ -49,7 +49,7 @@ def test_flags_shape_what_is_shown(here, capsys, monkeypatch) -> None:
     page = (here / "rope.html").read_text()
     assert "2 heads of 8, layer 0, a context of 1,024" in page
     assert "base 500.0, width 4, layout interleaved" in page
-    assert "48 FLOPs and 16 bytes of its own tables" in page  # 2 · 2 heads · 3 · width
+    assert "48 FLOPs and 16 bytes read or written" in page  # 2 · 2 heads · 3 · width
 
 
 def test_an_encoding_from_outside_is_drawn(here, capsys, monkeypatch) -> None:
