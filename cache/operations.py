@@ -5,7 +5,7 @@ here. Appending is no operation of this file: it is `reserve`, `write` and `comm
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ BLOCKS_AT_ONCE = 64  # so that a long shift needs little memory besides the cach
 class KeyRules(Protocol):
     """What one layer's stored keys ask for; every PositionalEncoding says it."""
 
-    WHY_FIXED: str
+    WHY_FIXED: ClassVar[str]
 
     def capability(self, op: Op, dtype: torch.dtype) -> Capability: ...
 
@@ -50,6 +50,16 @@ class KeyRules(Protocol):
 
 class Witness(Protocol):
     """Verifies blocks before an operation touches them, and seals what it left: a Ledger."""
+
+    def observe(self, events: Sequence[BlockEvent]) -> None: ...
+
+    def verify(self, blocks: Sequence[int]) -> None: ...
+
+    def seal(self, blocks: Sequence[int]) -> None: ...
+
+
+class Unwatched:
+    """A witness that looks at nothing, until there is a ledger."""
 
     def observe(self, events: Sequence[BlockEvent]) -> None: ...
 

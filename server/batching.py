@@ -33,12 +33,15 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """tokens[start : start + count] of one sequence, to be computed now."""
+    """Tokens of one sequence to be computed now, the first of them at index `start`."""
 
     tokens: Sequence[int]
     start: int
-    count: int
     table: Table
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
 
 
 def build_batch(
@@ -49,7 +52,11 @@ def build_batch(
 ) -> StepBatch:
     """Pack `work` in order. All requests are of one model: with a source or none."""
     spans = [
-        _Span(item.request.tokens, item.start, item.count, table_of(item.request.id))
+        _Span(
+            item.request.context(item.start, item.start + item.count),
+            item.start,
+            table_of(item.request.id),
+        )
         for item in work
     ]
     starts = [0, *accumulate(item.count for item in work)]
@@ -72,13 +79,11 @@ def _cross(
     tables = [table_of(item.request.encoded) for item in work]
     sources = [item.request.source for item in work]
     new = [
-        _Span(source, 0, len(source), table)
+        _Span(source, 0, table)
         for item, source, table in zip(work, sources, tables, strict=True)
         if item.encodes
     ]
-    done = [
-        _Span(source, len(source), 0, table) for source, table in zip(sources, tables, strict=True)
-    ]
+    done = [_Span((), len(source), table) for source, table in zip(sources, tables, strict=True)]
     whole = _pack(done, [], block_size, device)
     return Cross(
         new=_pack(new, [], block_size, device) if new else None,
@@ -112,7 +117,7 @@ def _pack(
         blocks[here] = span.table.blocks
         bases[here] = span.table.bases
         contexts[row] = stop
-        tokens[rows] = span.tokens[span.start : stop]
+        tokens[rows] = span.tokens
         index = np.arange(span.start, stop)
         block, offsets[rows] = np.divmod(index, block_size)
         positions[rows] = bases[here][block] + offsets[rows]

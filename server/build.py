@@ -10,6 +10,7 @@ import torch
 
 from cache.kv import KVCache
 from cache.manager import CacheManager
+from cache.operations import Operations, Unwatched
 from model.attention.base import NoBackend
 from model.batch import Cross, ForwardBatch
 from model.catalogue import Place
@@ -136,7 +137,10 @@ def _complete(
         max_context=context,
         max_waiting=config.limits.max_queue,
     )
-    engine = Engine(model.decoder, kv, manager, Scheduler(manager, limits), device=device)
+    rules = [model.decoder.encoding.for_layer(layer) for layer in range(shape.layers)]
+    operations = Operations(manager, kv, rules, Unwatched())
+    scheduler = Scheduler(manager, limits, operations)
+    engine = Engine(model.decoder, kv, manager, scheduler, device=device)
     facts = ModelFacts(
         name=name,
         architecture=model.checkpoint.architecture,

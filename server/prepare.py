@@ -17,7 +17,7 @@ from model.tokenizers.base import InvalidText, decode
 from model.tokenizers.chat import ChatTemplateError
 from server.completion import Choice
 from server.models import Served
-from server.request import InvalidField, PromptTooLong, Request, UnsupportedField
+from server.request import InvalidField, Overflow, PromptTooLong, Request, UnsupportedField
 from server.schemas import ChatBody, CompletionBody, GenerationBody, Message
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -190,13 +190,13 @@ def _max_tokens(body: GenerationBody, served: Served, num_prompt: int) -> int:
                 "without max_tokens; send max_tokens",
                 "min_tokens",
             )
-    if wanted > room:
+    if wanted > room and body.overflow == "refuse":
         makes = f"{num_prompt} prompt tokens and {wanted} max_tokens make {num_prompt + wanted}"
         if served.encoder_decoder is not None:
             makes = f"the start token and {wanted} max_tokens make {1 + wanted}"
         raise PromptTooLong(
             f"{makes}, more than the context of {served.name}, {served.max_context}; "
-            f"ask for at most {room}",
+            f"ask for at most {room}, or let overflow be shift or slide",
             "max_tokens" if body.max_tokens is not None else "max_completion_tokens",
         )
     return wanted
@@ -210,6 +210,7 @@ def choices_for(
     choices: list[Choice] = []
     for prompt in prompts:
         params = sampling_params(body, served, len(prompt.tokens))
+        first: str | None = None  # of the choices for this prompt; the others fork from it
         for _ in range(body.n):
             index = len(choices)
             tokens: list[int] = list(prompt.tokens)
@@ -225,7 +226,11 @@ def choices_for(
                 arrival=arrival,
                 rng=choice_rng(body.seed, index),
                 salt=salt,
+                overflow=Overflow(body.overflow),
+                sibling=first,
             )
+            if served.encoder_decoder is None and params.prompt_logprobs is None:
+                first = first or request.id
             choices.append(
                 Choice(
                     index,

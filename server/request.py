@@ -78,6 +78,14 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class Overflow(StrEnum):
+    """What becomes of a request whose context is full."""
+
+    REFUSE = "refuse"  # it ends, with finish reason CONTEXT
+    SHIFT = "shift"  # half of what lies between the first block and the last goes, rarely
+    SLIDE = "slide"  # the oldest block after the first goes, often
+
+
 @dataclass(slots=True)
 class Request:
     """One sequence. The scheduler narrows the gap between *known* and *computed* tokens.
@@ -94,7 +102,11 @@ class Request:
     rng: random.Random
     source: tuple[int, ...] = ()  # what an encoder reads; `tokens` then begin with a start token
     salt: str = ""  # prefixes are shared only between equal salts
-    computed: int = 0  # tokens whose K and V are stored
+    overflow: Overflow = Overflow.REFUSE
+    sibling: str | None = None  # id of another request with the same prompt, to fork from
+    front: int = 0  # tokens at the beginning that stay when others are dropped
+    dropped: int = 0  # tokens after the front that the model no longer sees
+    computed: int = 0  # tokens of the context whose K and V are stored
     cached: int = 0  # prompt tokens found in the prefix cache at first admission
     admitted: float | None = None  # monotonic time of the first admission
     first_token: float | None = None
@@ -102,6 +114,26 @@ class Request:
     abort_as: FinishReason = FinishReason.ABORT  # STOP once a stop string has ended the text
     # By position; nothing predicts the first token of a prompt.
     prompt_logprobs: list["TokenLogprob | None"] = field(default_factory=lambda: [None])
+
+    @property
+    def context_length(self) -> int:
+        """Known tokens that the model sees: all but the dropped ones."""
+        return len(self.tokens) - self.dropped
+
+    @property
+    def computed_prompt(self) -> int:
+        """Prompt tokens that are computed; dropping begins only when all of them are."""
+        return self.num_prompt if self.dropped else min(self.computed, self.num_prompt)
+
+    def context(self, start: int, stop: int) -> list[int]:
+        """Tokens start .. stop - 1 of those that the model sees."""
+        if start >= self.front:
+            return self.tokens[start + self.dropped : stop + self.dropped]
+        after = max(stop, self.front) + self.dropped
+        return (
+            self.tokens[start : min(stop, self.front)]
+            + self.tokens[self.front + self.dropped : after]
+        )
 
     @property
     def num_generated(self) -> int:

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 from cache.block_pool import InvariantError
 from cache.manager import CacheManager
+from cache.terms import Fork, NoRoom
+from server.overflow import CacheOperations, ContextShift, ContextShifter
 from server.request import (
     FinishReason,
     InvalidField,
+    Overflow,
     PromptTooLong,
     QueueFull,
     Request,
@@ -28,7 +31,7 @@ from server.request import (
 class Limits:
     max_seqs: int  # requests in one step
     max_step_tokens: int  # tokens in one step
-    max_context: int  # known tokens of one request, prompt and generated
+    max_context: int  # tokens of one request that the model sees, prompt and generated
     max_waiting: int  # queued requests
 
     def __post_init__(self) -> None:
@@ -39,7 +42,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Compute request.tokens[start : start + count] in this step."""
+    """Compute tokens start .. start + count - 1 of the request's context in this step."""
 
     request: Request
     start: int
@@ -48,7 +51,7 @@ class Work:
     @property
     def samples(self) -> bool:
         """Whether this reaches the last known token. Meaningful until the plan is recorded."""
-        return self.start + self.count == len(self.request.tokens)
+        return self.start + self.count == self.request.context_length
 
     @property
     def encodes(self) -> bool:
@@ -66,6 +69,7 @@ class Plan:
     work: tuple[Work, ...]
     preempted: int
     admitted: tuple[Request, ...]  # for the first time; their `cached` is set
+    shifts: tuple[ContextShift, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +90,17 @@ class Scheduler:
     """
 
     def __init__(
-        self, cache: CacheManager, limits: Limits, *, clock: Callable[[], float] = time.monotonic
+        self,
+        cache: CacheManager,
+        limits: Limits,
+        operations: CacheOperations,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.computed_prompt_tokens = 0  # running total, recomputation excluded
         self._cache = cache
+        self._operations = operations
+        self._shifter = ContextShifter(operations, cache.block_size, limits.max_context, clock)
         self._limits = limits
         self._clock = clock
         # Ordered dictionaries: an abort finds its request at once in a queue of any length.
@@ -113,9 +124,10 @@ class Scheduler:
         """Queue a new request.
 
         Raises InvalidField (empty prompt, or could not finish even with the cache to itself),
-        PromptTooLong and QueueFull; ValueError when the id is in use.
+        PromptTooLong, UnsupportedField and QueueFull; ValueError when the id is in use.
         """
         self._require_possible(request)
+        self._shifter.require_possible(request)
         if request.id in self._running or request.id in self._waiting:
             raise ValueError(f"request id {request.id!r} is in use")
         if len(self._waiting) >= self._limits.max_waiting:
@@ -145,7 +157,7 @@ class Scheduler:
                 work.append(_work(request, budget))
                 budget -= work[-1].rows
         admitted = [] if preempted else self._admit(work, budget)
-        return Plan(tuple(work), preempted, tuple(admitted))
+        return Plan(tuple(work), preempted, tuple(admitted), tuple(self._shifter.drain()))
 
     def record(self, plan: Plan, sampled: Mapping[str, Sampled]) -> list[TokenEvent]:
         """Take note of an executed plan: `sampled` by request id, for each work that samples.
@@ -186,7 +198,7 @@ class Scheduler:
         if len(self._running) > self._limits.max_seqs:
             raise InvariantError("too many requests run")
         for request in self._running.values():
-            if not 0 <= request.computed < len(request.tokens) <= self._limits.max_context:
+            if not 0 <= request.computed < request.context_length <= self._limits.max_context:
                 raise InvariantError(f"{request.id} has counts that cannot be")
         if any(request.computed for request in self._waiting.values()):
             raise InvariantError("a waiting request has computed tokens")
@@ -222,14 +234,16 @@ class Scheduler:
             )
 
     def _grow(self, request: Request) -> bool:
-        known = request.tokens
+        if self._shifter.full(request) and not self._shifter.shorten(request):
+            return False
+        known = _known(request)
         return self._cache.reserve(request.id, known, len(known)) is not None
 
     def _preempt_newest(self) -> Request:
         """Back to the front of the queue, to be computed again from the start."""
         _, request = self._running.popitem()
-        prompt_done = min(request.computed, request.num_prompt)
-        self._recompute[request.id] = max(prompt_done, self._recompute.get(request.id, 0))
+        before = self._recompute.get(request.id, 0)
+        self._recompute[request.id] = max(request.computed_prompt, before)
         request.computed = 0
         request.preemptions += 1
         self._waiting[request.id] = request
@@ -245,6 +259,8 @@ class Scheduler:
         first_time = []
         while self._waiting and budget > 0 and len(self._running) < self._limits.max_seqs:
             request = next(iter(self._waiting.values()))
+            if self._will_fork(request):
+                break
             if self._no_room or not self._open(request):
                 self._no_room = True
                 break
@@ -260,7 +276,11 @@ class Scheduler:
 
     def _open(self, request: Request) -> bool:
         """Room for all that is known of it, on both sides of the model or on neither."""
-        known, source = request.tokens, request.source
+        if self._shifter.full(request):
+            self._shifter.shorten_uncached(request)
+        known, source = _known(request), request.source
+        if self._can_fork(request):
+            return self._fork(request)
         if (
             source
             and self._cache.reserve(request.encoded, source, len(source), share=False) is None
@@ -277,17 +297,39 @@ class Scheduler:
         request.computed = found
         return True
 
+    def _will_fork(self, request: Request) -> bool:
+        """Whether its sibling is still computing the prompt that both share."""
+        sibling = self._running.get(request.sibling or "")
+        return sibling is not None and sibling.computed_prompt < request.num_prompt - 1
+
+    def _can_fork(self, request: Request) -> bool:
+        sibling = self._running.get(request.sibling or "")
+        return sibling is not None and not sibling.dropped and request.num_prompt > 1
+
+    def _fork(self, request: Request) -> bool:
+        """Begin as the sibling did; the prompt's last token is computed again, for its logits."""
+        assert request.sibling is not None
+        length, known = request.num_prompt - 1, _known(request)
+        try:
+            self._operations.apply(Fork(request.sibling, request.id, length))
+        except NoRoom:
+            return False
+        if self._cache.reserve(request.id, known, len(known)) is None:
+            self._cache.release(request.id)
+            return False
+        request.computed = length
+        return True
+
     def _advance(self, work: Work) -> None:
-        request, end = work.request, work.start + work.count
-        before = self._recompute.get(request.id, 0)
-        if request.source:
-            if work.encodes and not before:
-                self.computed_prompt_tokens += len(request.source)
-        else:
-            done = min(end, request.num_prompt)
-            self.computed_prompt_tokens += max(0, done - max(work.start, before))
-        request.computed = end
-        self._cache.commit(request.id, request.tokens, end)
+        request = work.request
+        recomputed = self._recompute.get(request.id, 0)
+        before = max(request.computed_prompt, recomputed)
+        request.computed = work.start + work.count
+        if not request.source:
+            self.computed_prompt_tokens += max(0, request.computed_prompt - before)
+        elif work.encodes and not recomputed:
+            self.computed_prompt_tokens += len(request.source)
+        self._cache.commit(request.id, _known(request), request.computed)
 
     def _append(self, request: Request, result: Sampled, now: float) -> TokenEvent:
         request.tokens.append(result.token)
@@ -313,7 +355,7 @@ class Scheduler:
             return FinishReason.STOP
         if generated >= params.max_tokens:
             return FinishReason.LENGTH
-        if len(request.tokens) >= self._limits.max_context:
+        if request.overflow is Overflow.REFUSE and self._shifter.full(request):
             return FinishReason.CONTEXT
         return None
 
@@ -345,8 +387,15 @@ class Scheduler:
         self._no_room = False
 
 
+def _known(request: Request) -> list[int]:
+    """The tokens that the model sees; the very list of the request while none was dropped."""
+    if not request.dropped:
+        return request.tokens
+    return request.context(0, request.context_length)
+
+
 def _work(request: Request, budget: int) -> Work:
-    return Work(request, request.computed, min(len(request.tokens) - request.computed, budget))
+    return Work(request, request.computed, min(request.context_length - request.computed, budget))
 
 
 def _failure(request: Request, error: ServeError) -> TokenEvent:

@@ -119,6 +119,7 @@ class GenerationBody(_Strict):
     logit_bias: Biases = {}
     stream: bool = False
     stream_options: StreamOptions | None = None
+    overflow: Literal["refuse", "shift", "slide"] = "refuse"
     cache_salt: Annotated[str, Field(pattern=r"\A[A-Za-z0-9._-]{1,128}\z")] | None = None
 
     @property

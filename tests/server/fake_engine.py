@@ -13,6 +13,7 @@ from server.engine import Engine
 from server.options import add_options, read_options
 from server.request import Request
 from server.scheduler import Limits, Scheduler
+from tests.cache.bookkeeping import Bookkeeping
 
 VOCAB = 50
 BLOCK = 4
@@ -37,7 +38,7 @@ def make_engine(forward=counting, *, blocks=40, clock=None, **limits):
         dtype=torch.float32,
         device=CPU,
     )
-    scheduler = Scheduler(manager, Limits(**chosen | limits))
+    scheduler = Scheduler(manager, Limits(**chosen | limits), Bookkeeping(manager))
     more = {} if clock is None else {"clock": clock}
     made = Engine(forward, kv, manager, scheduler, device=CPU, **more)
     return made, manager

@@ -1,10 +1,12 @@
 """Random walks over the scheduler and the cache, for Hypothesis to search."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from model.sampling import SamplingParams
-from server.request import InvalidField, PromptTooLong, QueueFull
+from server.request import InvalidField, Overflow, PromptTooLong, QueueFull
 from server.scheduler import Limits
 from tests.server.provenance import STOP, World, colliding_digest
 
@@ -45,8 +47,10 @@ class ProvenanceMachine(RuleBasedStateMachine):
         twins=st.integers(1, 2),
         scored=st.booleans(),
         steps=st.integers(0, 3),
+        overflow=st.sampled_from([Overflow.REFUSE, *Overflow]),
+        forked=st.booleans(),
     )
-    def add(self, family, length, answer, salt, twins, scored, steps):
+    def add(self, family, length, answer, salt, twins, scored, steps, **more):
         """Requests that fit, of a few families with long common beginnings."""
         capacity = (self.world.cache.num_blocks - 1) * self.world.cache.block_size
         stored = min(capacity, self.world.limits.max_context - 1)
@@ -56,8 +60,24 @@ class ProvenanceMachine(RuleBasedStateMachine):
                 max_tokens=1 + (answer + 6 * twin) % (stored - len(prompt) + 1),
                 prompt_logprobs=0 if scored and family == 0 else None,
             )
-            self.submit(prompt, params, salt)
+            wishes = self.wishes(params, twin, **more)
+            if wishes.get("overflow", Overflow.REFUSE) is not Overflow.REFUSE:
+                params = replace(params, max_tokens=params.max_tokens + 20)
+            self.submit(prompt, params, salt, **wishes)
         self.step(steps)
+
+    def wishes(self, params, twin, overflow=Overflow.REFUSE, forked=False):
+        """To be forked from the request before it, and to go on when the context is full."""
+        limits, size = self.world.limits, self.world.cache.block_size
+        if params.prompt_logprobs is not None:
+            return {}
+        wishes = {}
+        if forked and twin and f"r{len(self.world.prompts) - 1}" in self.world.live:
+            wishes["sibling"] = f"r{len(self.world.prompts) - 1}"
+        capacity = (self.world.cache.num_blocks - 1) * size
+        if 3 * size <= limits.max_context <= capacity + 1:
+            wishes["overflow"] = overflow
+        return wishes
 
     @precondition(lambda self: self.world.live or self.world.finished)
     @rule(
@@ -85,10 +105,10 @@ class ProvenanceMachine(RuleBasedStateMachine):
         self.oddities += 1
         self.submit(prompt, SamplingParams(max_tokens), "")
 
-    def submit(self, prompt, params, salt):
+    def submit(self, prompt, params, salt, **wishes):
         refusal = self.refusal(prompt, params.max_tokens)
         try:
-            self.world.add(prompt, params, salt=salt)
+            self.world.add(prompt, params, salt=salt, **wishes)
         except (InvalidField, QueueFull) as error:
             assert type(error) is refusal
         else:

@@ -1,22 +1,26 @@
 """A fake engine whose cache remembers where every entry came from.
 
 Each slot stores the salt and all tokens up to and including its own: what a real K and V
-depend on, whatever the positional encoding. The fake attention asserts that a block table leads
-to exactly the request's own tokens at their own positions; the next token is a pure function of
-the context, so every finished request can be compared with running alone.
+depend on, whatever the positional encoding. What is computed after a request dropped some of its
+context depends on more than its tokens, so it is that request's alone. The fake attention asserts
+that a block table leads to exactly the request's own entries at their own positions; the next
+token is a pure function of all tokens, so every finished request can be compared with running
+alone.
 """
 
 import random
 import zlib
 from collections.abc import Iterable, Sequence
 
-from cache.manager import CacheManager
+from cache.manager import CacheManager, Copy
 from model.sampling import SamplingParams
-from server.request import FinishReason, Request, RequestFailed, TokenEvent
+from server.request import FinishReason, Overflow, Request, RequestFailed, TokenEvent
 from server.scheduler import Limits, Plan, Sampled, Scheduler, Work
+from tests.cache.bookkeeping import Bookkeeping
 
 STOP = 1
 Content = tuple[str, tuple[int, ...]]
+ENDLESS = 10**9
 
 
 def next_token(context: Sequence[int], vocabulary: int = 2) -> int:
@@ -38,6 +42,16 @@ def colliding_digest(parent: bytes, salt: str, tokens: bytes) -> bytes:
     return bytes([zlib.crc32(parent + salt.encode() + tokens) % 7])
 
 
+def plain(request: Request, index: int) -> Content:
+    """An entry that follows from the tokens that the model sees."""
+    return request.salt, tuple(request.context(0, index + 1))
+
+
+def own(request: Request, index: int) -> Content:
+    """An entry that also saw what was dropped since."""
+    return f"{request.salt}/{request.id}", tuple(request.tokens[: index + 1 + request.dropped])
+
+
 class World:
     """Cache manager, scheduler and fake model, checked after every operation."""
 
@@ -45,24 +59,35 @@ class World:
         self.limits = limits
         self.now = 0.0
         self.cache = CacheManager(num_blocks, block_size, **options)
-        self.scheduler = Scheduler(self.cache, limits, clock=self.tick)
+        operations = Bookkeeping(self.cache, copied=self.copy)
+        self.scheduler = Scheduler(self.cache, limits, operations, clock=self.tick)
         self.slots: list[Content | None] = [None] * (num_blocks * block_size)
+        self.contents: dict[str, list[Content]] = {}  # what each running request must read
+        self.shifted: set[str] = set()  # dropped some of what is cached
         self.live: dict[str, Request] = {}  # in the order they were added
         self.prompts: dict[str, list[int]] = {}
         self.finished: dict[str, Request] = {}
         self.ended = 0
         self.preemptions = 0
+        self.shifts = self.forks = 0
 
     def tick(self) -> float:
         self.now += 1.0
         return self.now
 
+    def copy(self, copy: Copy) -> None:
+        size = self.cache.block_size
+        here, there = copy.source * size, copy.target * size
+        self.slots[there : there + size] = self.slots[here : here + size]
+        self.forks += 1
+
     def add(
-        self, prompt: Iterable[int], params: SamplingParams, *, salt: str = "", name: str = ""
+        self, prompt: Iterable[int], params: SamplingParams, *, name: str = "", **more
     ) -> Request:
+        """`more`: salt, overflow or sibling of the request."""
         tokens = list(prompt)
         name = name or f"r{len(self.prompts)}"
-        request = Request(name, tokens, len(tokens), params, self.now, random.Random(0), salt=salt)
+        request = Request(name, tokens, len(tokens), params, self.now, random.Random(0), **more)
         self.scheduler.add(request)
         self.live[name] = request
         self.prompts[name] = list(tokens)
@@ -101,8 +126,10 @@ class World:
         """Plan a step and do its writes."""
         ran = list(self.scheduler.running)
         waited = [request for request in self.scheduler.waiting if request.preemptions == 0]
+        before = {r.id: (r.preemptions, r.dropped) for r in ran}
         plan = self.scheduler.plan()
         self.preemptions += plan.preempted
+        self.shifts += len(plan.shifts)
         assert sum(work.count for work in plan.work) <= self.limits.max_step_tokens  # SC2
         assert len({work.request.id for work in plan.work}) == len(plan.work)
         assert len(plan.work) <= self.limits.max_seqs
@@ -115,13 +142,30 @@ class World:
         for work in plan.work:
             request = work.request
             assert work.start == request.computed, "chunks cover the tokens exactly once"
-            assert 1 <= work.count <= len(request.tokens) - work.start  # PC3
+            assert 1 <= work.count <= request.context_length - work.start  # PC3
+            self.follow(work, before.get(request.id))
             for position in range(work.start, work.start + work.count):
                 slot = self.slot(request.id, position)
                 assert slot not in written, "two tokens are written to one slot"
                 written.add(slot)
-                self.slots[slot] = (request.salt, tuple(request.tokens[: position + 1]))
+                self.slots[slot] = self.contents[request.id][position]
         return plan
+
+    def follow(self, work: Work, before: tuple[int, int] | None) -> None:
+        """What the request's entries are to be once this work is written."""
+        request, name = work.request, work.request.id
+        if before is None or before[0] != request.preemptions:  # admitted in this step
+            self.shifted.discard(name)
+            self.contents[name] = [plain(request, index) for index in range(work.start)]
+        elif request.dropped > before[1]:
+            self.shifted.add(name)
+            gone = request.dropped - before[1]
+            del self.contents[name][request.front : request.front + gone]
+        made = [
+            own(request, index) if name in self.shifted else plain(request, index)
+            for index in range(work.start, work.start + work.count)
+        ]
+        self.contents[name][work.start :] = made
 
     def scribble(self, work: Work) -> None:
         for position in range(work.start, work.start + work.count):
@@ -137,8 +181,7 @@ class World:
 
     def read(self, request: Request, upto: int) -> None:
         """What attention does: the table must lead to the request's own tokens[:upto]."""
-        for position in range(upto):
-            expected = (request.salt, tuple(request.tokens[: position + 1]))
+        for position, expected in enumerate(self.contents.get(request.id, [])[:upto]):
             assert self.slots[self.slot(request.id, position)] == expected, (
                 f"{request.id} reads another entry at position {position}"
             )
@@ -150,7 +193,8 @@ class World:
         request = self.live.pop(event.request_id)
         if event.finish is not FinishReason.ERROR:
             self.finished[request.id] = request
-            alone = solo(self.prompts[request.id], request.params, self.limits.max_context)
+            context = self.limits.max_context if request.overflow is Overflow.REFUSE else ENDLESS
+            alone = solo(self.prompts[request.id], request.params, context)
             assert request.tokens == alone  # SC7, SC8, SC10
 
     def check(self) -> None:
@@ -184,10 +228,7 @@ class World:
 
     def drain(self) -> None:
         """Run until idle. Every step the oldest request gains a token, which bounds the steps."""
-        bound = sum(
-            min(r.num_prompt + r.params.max_tokens, self.limits.max_context)
-            for r in self.live.values()
-        )
+        bound = sum(r.num_prompt + r.params.max_tokens for r in self.live.values())
         for _ in range(bound):
             if not self.live:
                 break

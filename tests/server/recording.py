@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from cache.manager import CacheManager
+from cache.operations import Operations, Unwatched
 from model.sampling import SamplingParams
 from server.engine import Engine
 from server.request import Request
@@ -17,7 +18,7 @@ BLOCK = 4
 LIMITS = Limits(max_seqs=8, max_step_tokens=16, max_context=CONTEXT, max_waiting=100)
 
 
-def request(name, prompt, *, max_tokens, seed=None):
+def request(name, prompt, *, max_tokens, seed=None, **more):
     temperature = 0.0 if seed is None else 1.0
     return Request(
         id=name,
@@ -26,25 +27,28 @@ def request(name, prompt, *, max_tokens, seed=None):
         params=SamplingParams(max_tokens=max_tokens, temperature=temperature),
         arrival=0.0,
         rng=random.Random(seed),
+        **more,
     )
 
 
-def engine(forward, decoder, blocks):
+def engine(forward, decoder, blocks, limits=LIMITS):
     """Over a cache that is full of NaN."""
     kv = new_cache(decoder, blocks, BLOCK)
     kv._keys.fill_(torch.nan)
     kv._values.fill_(torch.nan)
     manager = CacheManager(blocks, BLOCK)
-    scheduler = Scheduler(manager, LIMITS)
+    rules = [decoder.encoding.for_layer(layer) for layer in range(decoder.config.layers)]
+    operations = Operations(manager, kv, rules, Unwatched())
+    scheduler = Scheduler(manager, limits, operations)
     return Engine(forward, kv, manager, scheduler, device=CPU), manager, scheduler
 
 
 class Recording:
     """An engine that keeps what it computed: rows of (request, first row, logits)."""
 
-    def __init__(self, decoder, blocks):
+    def __init__(self, decoder, blocks, limits=LIMITS):
         self.decoder = decoder
-        self.engine, self.manager, self.scheduler = engine(self._forward, decoder, blocks)
+        self.engine, self.manager, self.scheduler = engine(self._forward, decoder, blocks, limits)
         self.rows = []
         self.preempted = self.hits = self.chunks = 0
         self._plan = self.scheduler.plan

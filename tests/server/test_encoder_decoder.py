@@ -25,6 +25,7 @@ from server.metrics import Metrics
 from server.models import Models
 from server.request import InvalidField, PromptTooLong, Request, TokenEvent
 from server.scheduler import Limits, Sampled, Scheduler
+from tests.cache.bookkeeping import Bookkeeping
 from tests.model import encoder_decoders as tiny
 from tests.model.encoder_decoders import CPU, START, STOP, Answering
 from tests.model.test_parity_t5 import reference_greedy
@@ -292,7 +293,7 @@ def engine_of(forward, decoder, blocks, **limits):
     chosen = {"max_seqs": 8, "max_step_tokens": 16, "max_context": 200, "max_waiting": 50}
     kv = tiny.new_cache(decoder, blocks, BLOCK)
     manager = CacheManager(blocks, BLOCK, prefix_sharing=False)
-    scheduler = Scheduler(manager, Limits(**chosen | limits))
+    scheduler = Scheduler(manager, Limits(**chosen | limits), Bookkeeping(manager))
     return Engine(forward, kv, manager, scheduler, device=CPU), manager, scheduler
 
 
@@ -387,7 +388,7 @@ def test_every_way_to_end_gives_all_blocks_back(models):
 def scheduler_of(blocks, **limits):
     manager = CacheManager(blocks + 1, BLOCK, prefix_sharing=False)
     chosen = {"max_seqs": 8, "max_step_tokens": 16, "max_context": 40, "max_waiting": 50}
-    return Scheduler(manager, Limits(**chosen | limits)), manager
+    return Scheduler(manager, Limits(**chosen | limits), Bookkeeping(manager)), manager
 
 
 def test_admission_takes_both_sides_or_neither():

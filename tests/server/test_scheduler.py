@@ -16,6 +16,7 @@ from server.request import (
     TokenLogprob,
 )
 from server.scheduler import Limits, Plan, Sampled, Scheduler, Work
+from tests.cache.bookkeeping import Bookkeeping
 
 
 class Clock:
@@ -32,7 +33,8 @@ def scheduler(
     blocks=50, size=4, *, seqs=4, tokens=64, context=64, waiting=100, **options
 ) -> Scheduler:
     limits = Limits(seqs, tokens, context, waiting)
-    return Scheduler(CacheManager(blocks, size, **options), limits, clock=Clock())
+    manager = CacheManager(blocks, size, **options)
+    return Scheduler(manager, limits, Bookkeeping(manager), clock=Clock())
 
 
 def request(name: str, prompt=(1, 2, 3), *, salt="", **params) -> Request:

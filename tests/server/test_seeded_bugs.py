@@ -1,10 +1,10 @@
 """The search must find known bugs: each is planted here and has to fail it.
 
-Copy on write has no bug to plant yet: nothing forks, so no shared block is ever written.
 ROPEWALK_STATEFUL_EXAMPLES raises the number of examples each bug may take to be found.
 """
 
 import os
+from copy import copy
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
@@ -14,6 +14,7 @@ import cache.prefix
 from cache.block_pool import BlockPool
 from cache.manager import CacheManager
 from cache.prefix import PrefixIndex
+from server.overflow import ContextShifter
 from server.request import FinishReason
 from server.scheduler import Plan, Scheduler, Work
 from tests.server.machine import ProvenanceMachine
@@ -176,11 +177,12 @@ def failed_admission_keeps_its_hits(patch):
 def publish_before_full(patch):
     settle = CacheManager._settle
 
-    def bug(cache, sequence, tokens):
+    def bug(cache, seq, tokens):
+        sequence = cache._sequences[seq]
         computed = sequence.computed
         room = len(sequence.blocks) * cache.block_size
         sequence.computed = min(room, len(tokens), computed + cache.block_size - 1)
-        settle(cache, sequence, tokens)
+        settle(cache, seq, tokens)
         sequence.computed = computed
 
     patch(CacheManager, "_settle", bug)
@@ -302,8 +304,8 @@ def step_over_budget(patch):
 
     def bug(scheduler):
         made = plan(scheduler)
-        whole = (Work(w.request, w.start, len(w.request.tokens) - w.start) for w in made.work)
-        return Plan(tuple(whole), made.preempted, made.admitted)
+        whole = (Work(w.request, w.start, w.request.context_length - w.start) for w in made.work)
+        return Plan(tuple(whole), made.preempted, made.admitted, made.shifts)
 
     patch(Scheduler, "plan", bug)
 
@@ -317,6 +319,46 @@ def one_token_too_many(patch):
         return reason if reason is not FinishReason.LENGTH or over else None
 
     patch(Scheduler, "_finish_reason", bug)
+
+
+def fork_shares_the_block_that_both_write(patch):
+    def bug(cache, seq, child, length):
+        cache._sequences[child] = forked = copy(cache._sequences[seq])
+        forked.blocks, forked.bases = forked.blocks[:], forked.bases[:]
+        forked.computed = length
+        cache._share(child, forked.blocks)
+        return []
+
+    patch(CacheManager, "fork", bug)
+
+
+def publish_after_an_eviction(patch):
+    def bug(cache, sequence):
+        full = sequence.computed // cache.block_size
+        sequence.settled, sequence.tip = full, cache._index.entry(sequence.blocks[full - 1])
+
+    patch(CacheManager, "_end_chain", bug)
+
+
+def eviction_keeps_the_bases(patch):
+    evict = CacheManager.evict
+    patch(
+        CacheManager,
+        "evict",
+        lambda cache, seq, first, count, *, renumber, rewrite: evict(
+            cache, seq, first, count, renumber=False, rewrite=False
+        ),
+    )
+
+
+def shift_drops_other_tokens_than_entries(patch):
+    forget = ContextShifter._forget
+
+    def bug(shifter, request, *rest):
+        forget(shifter, request, *rest)
+        request.front -= 1
+
+    patch(ContextShifter, "_forget", bug)
 
 
 # Fixed, so that each bug takes as many examples today as tomorrow. Others find them all as well.
@@ -349,6 +391,10 @@ BUGS = [
     abort_forgets_the_queue,
     step_over_budget,
     one_token_too_many,
+    fork_shares_the_block_that_both_write,
+    publish_after_an_eviction,
+    eviction_keeps_the_bases,
+    shift_drops_other_tokens_than_entries,
 ]
 
 

@@ -1,0 +1,122 @@
+"""What happens when a request's context is full and it asked to go on. No torch.
+
+The first block is kept: it holds the attention sinks, without which answers break (arXiv
+2309.17453). What follows it is dropped block by block, and what follows that is renumbered, so
+a request's positions never reach the end of the context and its memory stays constant.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from cache.terms import Capability, Evict, NoRoom, Op, Operation, OpReport
+from server.request import InvalidField, Overflow, Request, UnsupportedField
+
+
+class CacheOperations(Protocol):
+    """What the scheduler asks of cache/operations.py, which it must not import."""
+
+    def capability(self, op: Op) -> Capability: ...
+
+    def why_not(self, op: Op) -> str | None: ...
+
+    def apply(self, operation: Operation) -> OpReport: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ContextShift:
+    """One request's context was shortened. Without a report nothing was cached to be moved."""
+
+    kept: int  # tokens
+    dropped: int
+    seconds: float
+    report: OpReport | None
+
+
+class ContextShifter:
+    """Shortens full contexts of `max_context` tokens in blocks of `block_size`."""
+
+    def __init__(
+        self,
+        operations: CacheOperations,
+        block_size: int,
+        max_context: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._operations = operations
+        self._block_size = block_size
+        self._max_context = max_context
+        self._clock = clock
+        self._done: list[ContextShift] = []
+
+    def full(self, request: Request) -> bool:
+        """Whether the next token would be computed at a position past the context."""
+        return request.context_length >= self._max_context
+
+    def require_possible(self, request: Request) -> None:
+        """Raises UnsupportedField or InvalidField when it could not be shortened as asked."""
+        wanted = request.overflow
+        if wanted is Overflow.REFUSE:
+            return
+        reason = self._operations.why_not(Op.EVICT_RENUMBER)
+        if reason is not None:
+            raise UnsupportedField(
+                f"overflow {wanted.value} is impossible with this model's encoding, because "
+                f"{reason}; leave overflow out.",
+                "overflow",
+            )
+        rewrites = self._operations.capability(Op.EVICT_RENUMBER) is not Capability.FREE
+        if wanted is Overflow.SLIDE and rewrites:
+            raise UnsupportedField(
+                "overflow slide would turn every stored key again and again, until rounding has "
+                "ruined them; use shift, or a server started with --rope-frame block.",
+                "overflow",
+            )
+        if self._max_context < 3 * self._block_size:
+            raise InvalidField(
+                f"overflow {wanted.value} needs a context of at least 3 blocks of "
+                f"{self._block_size} tokens and this one has {self._max_context}; leave it out.",
+                "overflow",
+            )
+        if request.params.prompt_logprobs is not None:
+            raise UnsupportedField(
+                f"overflow {wanted.value} cannot be combined with the prompt's logprobs; leave "
+                "echo or overflow out.",
+                "overflow",
+            )
+
+    def shorten(self, request: Request) -> bool:
+        """Drop and renumber what is cached of it; False, nothing changed, when there is no room."""
+        blocks = self._blocks_to_drop(request.computed // self._block_size - 1, request)
+        began = self._clock()
+        try:
+            report = self._operations.apply(Evict(request.id, 1, blocks, renumber=True))
+        except NoRoom:
+            return False
+        self._forget(request, blocks, self._clock() - began, report)
+        request.computed -= blocks * self._block_size
+        return True
+
+    def shorten_uncached(self, request: Request) -> None:
+        """Drop the same tokens before any of them is computed again."""
+        movable = (request.context_length - 1) // self._block_size - 1
+        self._forget(request, self._blocks_to_drop(movable, request), 0.0, None)
+
+    def drain(self) -> list[ContextShift]:
+        """What was done since the last call."""
+        done, self._done = self._done, []
+        return done
+
+    def _blocks_to_drop(self, movable: int, request: Request) -> int:
+        """Of the full blocks after the first. A shift drops half, so that shifts are rare and far:
+        each one rounds keys that carry their position."""
+        return -(-movable // 2) if request.overflow is Overflow.SHIFT else 1
+
+    def _forget(
+        self, request: Request, blocks: int, seconds: float, report: OpReport | None
+    ) -> None:
+        dropped = blocks * self._block_size
+        request.front = self._block_size
+        request.dropped += dropped
+        self._done.append(ContextShift(request.context_length, dropped, seconds, report))

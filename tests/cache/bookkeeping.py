@@ -1,0 +1,41 @@
+"""Operations on the cache's integers alone, for tests that have no tensors."""
+
+from collections.abc import Callable
+
+from cache.manager import CacheManager, Copy
+from cache.terms import Capability, Evict, Fork, NoRoom, Op, OpReport
+
+
+class Bookkeeping:
+    """`capability` is that of a renumbering; `copied` is told which blocks are copied."""
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        *,
+        capability: Capability = Capability.FREE,
+        copied: Callable[[Copy], None] = lambda copy: None,
+    ) -> None:
+        self.manager = manager
+        self.renumbering = capability
+        self.copied = copied
+
+    def capability(self, op: Op) -> Capability:
+        return self.renumbering if op is Op.EVICT_RENUMBER else Capability.FREE
+
+    def why_not(self, op: Op) -> str | None:
+        impossible = self.capability(op) is Capability.IMPOSSIBLE
+        return "its positions are in its values" if impossible else None
+
+    def apply(self, operation):
+        match operation:
+            case Fork(seq, child, length):
+                copies = self.manager.fork(seq, child, length)
+            case Evict(seq, first, count, renumber):
+                rewrite = self.renumbering is not Capability.FREE
+                copies = self.manager.evict(seq, first, count, renumber=renumber, rewrite=rewrite)
+        if copies is None:
+            raise NoRoom
+        for copy in copies:
+            self.copied(copy)
+        return OpReport(operation.op, self.capability(operation.op), copied=len(copies))

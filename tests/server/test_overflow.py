@@ -1,0 +1,215 @@
+"""Requests that go on when their context is full: shift and slide, and forks of one prompt."""
+
+import random
+
+import pytest
+
+from cache.manager import CacheManager
+from cache.terms import Capability
+from model.sampling import SamplingParams
+from server.request import FinishReason, InvalidField, Overflow, Request, UnsupportedField
+from server.scheduler import Limits, Sampled, Scheduler
+from tests.cache.bookkeeping import Bookkeeping
+from tests.model.running import run_uncached
+from tests.model.tiny import tiny
+from tests.server.recording import Recording, request
+
+CONTEXT, BLOCK = 24, 4
+
+
+def scheduler_of(capability=Capability.FREE, *, blocks=20, context=CONTEXT):
+    manager = CacheManager(blocks, BLOCK)
+    operations = Bookkeeping(manager, capability=capability)
+    return Scheduler(manager, Limits(8, 64, context, 50), operations), manager
+
+
+def add(scheduler, name="r", prompt=5, *, max_tokens=200, overflow=Overflow.SHIFT, **more):
+    params = SamplingParams(max_tokens=max_tokens, **more)
+    tokens = list(range(prompt))
+    made = Request(name, tokens, prompt, params, 0.0, random.Random(0), overflow=overflow)
+    scheduler.add(made)
+    return made
+
+
+def step(scheduler, token=1):
+    plan = scheduler.plan()
+    sampled = {work.request.id: Sampled(token) for work in plan.work if work.samples}
+    events = scheduler.record(plan, sampled)
+    scheduler.check()
+    return plan, events
+
+
+def run(scheduler):
+    """All shifts, and the most blocks that were ever in use."""
+    shifts = []
+    while scheduler.running or scheduler.waiting:
+        plan, _ = step(scheduler)
+        shifts += plan.shifts
+    return shifts
+
+
+@pytest.mark.parametrize(
+    ("overflow", "dropped"), [(Overflow.SHIFT, 8), (Overflow.SLIDE, 4)], ids=str
+)
+def test_what_is_dropped(overflow, dropped):
+    """Six blocks: the first stays, of the four full ones after it half go, or the oldest."""
+    scheduler, manager = scheduler_of()
+    going = add(scheduler, overflow=overflow)
+    shifts = run(scheduler)
+    assert {shift.dropped for shift in shifts} == {dropped}
+    assert all(shift.kept + shift.dropped == CONTEXT for shift in shifts)
+    assert going.num_generated == 200
+    assert len(shifts) == (200 + 5 - 1 - CONTEXT) // dropped + 1
+    assert manager.counts().active == 0
+
+
+def test_memory_stays_what_the_context_takes():
+    scheduler, manager = scheduler_of(blocks=7)
+    add(scheduler)
+    most = 0
+    while scheduler.running or scheduler.waiting:
+        step(scheduler)
+        most = max(most, manager.counts().active)
+    assert most == CONTEXT // BLOCK
+
+
+def test_without_overflow_the_answer_ends_at_the_context():
+    scheduler, _ = scheduler_of()
+    ending = add(scheduler, overflow=Overflow.REFUSE)
+    while scheduler.running or scheduler.waiting:
+        _, events = step(scheduler)
+    assert events[-1].finish is FinishReason.CONTEXT
+    assert len(ending.tokens) == CONTEXT
+
+
+def test_a_preempted_request_is_computed_again_without_what_was_dropped():
+    scheduler, _ = scheduler_of()
+    going = add(scheduler, prompt=9)
+    while not going.dropped:
+        step(scheduler)
+    dropped, computed = going.dropped, scheduler.computed_prompt_tokens
+    scheduler._preempt_newest()
+    plan, _ = step(scheduler)
+    work = plan.work[0]
+    assert (work.start + work.count, going.dropped) == (going.context_length - 1, dropped)
+    assert scheduler.computed_prompt_tokens == computed == 9
+    run(scheduler)
+    assert going.num_generated == 200
+
+
+def test_a_full_request_that_is_preempted_drops_before_it_is_computed():
+    scheduler, _ = scheduler_of()
+    going = add(scheduler)
+    while going.context_length < CONTEXT:
+        step(scheduler)
+    scheduler._preempt_newest()
+    plan, _ = step(scheduler)
+    (shift,) = plan.shifts
+    assert (shift.dropped, shift.report) == (8, None)
+    assert going.dropped == 8
+
+
+@pytest.mark.parametrize(
+    ("capability", "overflow", "more", "reason"),
+    [
+        (Capability.IMPOSSIBLE, Overflow.SHIFT, {}, "its positions are in its values"),
+        (Capability.IMPOSSIBLE, Overflow.SLIDE, {}, "its positions are in its values"),
+        (Capability.REWRITE, Overflow.SLIDE, {}, "--rope-frame block"),
+        (Capability.APPROXIMATE, Overflow.SLIDE, {}, "--rope-frame block"),
+        (Capability.FREE, Overflow.SHIFT, {"prompt_logprobs": 0}, "echo"),
+    ],
+)
+def test_what_an_encoding_cannot_do_is_refused_at_once(capability, overflow, more, reason):
+    scheduler, _ = scheduler_of(capability)
+    with pytest.raises(UnsupportedField, match=reason) as refused:
+        add(scheduler, overflow=overflow, **more)
+    assert refused.value.param == "overflow"
+    add(scheduler, overflow=Overflow.REFUSE, **more)
+
+
+def test_a_context_of_two_blocks_has_nothing_to_drop():
+    scheduler, _ = scheduler_of(context=2 * BLOCK + 3)
+    with pytest.raises(InvalidField, match="at least 3 blocks"):
+        add(scheduler)
+
+
+# ------------------------------------------------------------------------------------- forks
+
+
+def twins(scheduler, *, prompt=10, count=3):
+    made = []
+    for n in range(count):
+        params = SamplingParams(max_tokens=4)
+        tokens = list(range(prompt))
+        sibling = made[0].id if made else None
+        made.append(
+            Request(f"t{n}", tokens, prompt, params, 0.0, random.Random(n), sibling=sibling)
+        )
+        scheduler.add(made[-1])
+    return made
+
+
+def test_choices_of_one_prompt_compute_it_once():
+    scheduler, manager = scheduler_of()
+    twins(scheduler)
+    first, _ = step(scheduler)
+    assert [(work.request.id, work.start, work.count) for work in first.work] == [("t0", 0, 10)]
+    second, _ = step(scheduler)
+    assert [(work.start, work.count) for work in second.work] == [(10, 1), (9, 1), (9, 1)]
+    assert manager.counts().active == 2 + 3
+    assert scheduler.computed_prompt_tokens == 12
+    run(scheduler)
+    assert manager.counts().active == 0
+
+
+def test_a_choice_whose_sibling_left_computes_by_itself():
+    scheduler, _ = scheduler_of()
+    first, second, _ = twins(scheduler)
+    scheduler.abort(first.id)
+    plan, _ = step(scheduler)
+    assert [(work.request.id, work.start) for work in plan.work] == [("t1", 0), ("t2", 0)]
+    assert second.num_generated == 1
+
+
+def test_a_fork_without_room_waits():
+    scheduler, manager = scheduler_of(blocks=5)
+    made = twins(scheduler, count=2)
+    run(scheduler)
+    assert [each.num_generated for each in made] == [4, 4]
+    manager.check()
+
+
+# ----------------------------------------------------------------- with real decoders and tensors
+
+
+ROPES = ["rope", "rope-interleaved", "rope-partial", "rope-scaled"]
+FREE = ["nope", "t5", "alibi", "table"]
+CASES = [
+    *((name, Overflow.SHIFT) for name in ROPES + FREE),
+    *((name, Overflow.SLIDE) for name in FREE),
+]
+
+
+@pytest.mark.parametrize(("encoding", "overflow"), CASES)
+def test_ten_contexts_of_one_layer_equal_recomputation(encoding, overflow):
+    """In one layer keys and values depend on nothing but token and position, so dropping tokens
+    leaves no context error: every row of logits equals one pass over what is kept."""
+    context = 4 * BLOCK
+    options = {"layers": [0]} if encoding == "rope-scaled" else {}
+    decoder = tiny(encoding, layers=1, windows=(None,), options=options)
+    recording = Recording(decoder, blocks=12, limits=Limits(4, 16, context, 10))
+    going = request("r", range(7), max_tokens=10 * context, overflow=overflow)
+    recording.engine.submit(going)
+    worst, shifts = 0.0, 0
+    while recording.engine.busy:
+        before = going.dropped
+        recording.step()
+        shifts += going.dropped > before
+        _, first, logits = recording.rows[-1]
+        expected = run_uncached(decoder, going.context(0, first + len(logits)))[first:]
+        worst = max(worst, float((logits - expected).abs().max()))
+        assert recording.manager.counts().active <= context // BLOCK
+    assert going.num_generated == 10 * context
+    assert shifts >= 18
+    # Angles are float32, and a key that was turned on differs by their rounding.
+    assert worst <= (1e-5 if encoding in ROPES else 1e-10)
