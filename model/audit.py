@@ -1,0 +1,261 @@
+"""A generation watched from outside: what each step does to the bytes that are stored already.
+
+The whole cache is copied after every step and compared byte by byte with the copy before, and
+with keys and values computed from scratch. Nothing is taken from an encoding's word but the
+count of its positional work. Slow and exact, for short runs. Knows no request and no server.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cache.kv import KVCache
+from model.batch import ForwardBatch
+from model.catalogue import hooks
+from model.config import ModelConfig
+from model.encodings.base import PositionalEncoding
+from model.transformer import Decoder
+
+BLOCK_SIZE = 16
+# Of an entry's norm. In float64, a pass over all tokens and one token at a time agree to 1e-12.
+TOLERANCE = 1e-9
+
+# Turns the stored keys of `start` tokens before a step that makes `stop` of them; how many.
+Rewrite = Callable[[KVCache, int, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One encoding in a decoder that is to be watched."""
+
+    name: str
+    note: str  # what its weights are worth, for people
+    decoder: Decoder
+    rewrite: Rewrite | None = None
+    trained_length: int | None = None  # past it the frequencies follow the length; None: never
+
+
+class Entry(NamedTuple):
+    """One stored vector."""
+
+    kind: Literal["key", "value"]
+    layer: int
+    kv_head: int
+    position: int
+
+
+class Touched(NamedTuple):
+    """How many keys and values of a position, over all layers and heads."""
+
+    position: int
+    keys: int
+    values: int
+
+
+@dataclass(frozen=True, slots=True)
+class AuditStep:
+    """What one step did. Positions in order; those of which nothing is to be said are left out."""
+
+    length: int  # tokens stored after the step
+    tokens: int  # of which this step's
+    written: tuple[Touched, ...]  # where nothing was stored before
+    changed: tuple[Touched, ...]  # earlier entries whose bytes are others now
+    should_change: tuple[Touched, ...]  # earlier entries that were not what this length asks for
+    stale: tuple[Touched, ...]  # of those, the ones that still are not
+    unexpected: tuple[Entry, ...]  # changed, although they were right
+    first_term: int  # the positions from here to the end got a positional term; `length`: none
+    rotations: int  # of one head's query or key
+    bias_values: int  # scores that got a bias
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """One arm's steps; the first one is the prompt."""
+
+    name: str
+    note: str
+    trained_length: int | None
+    steps: tuple[AuditStep, ...]
+
+    @property
+    def unexpected(self) -> int:
+        """Entries that changed although they were right, over all steps."""
+        return sum(len(step.unexpected) for step in self.steps)
+
+
+def entries(touched: Sequence[Touched]) -> int:
+    """Keys and values together."""
+    return sum(one.keys + one.values for one in touched)
+
+
+def audit(
+    arm: Arm, prompt: Sequence[int], steps: int, stepped: Callable[[], object] = lambda: None
+) -> Audit:
+    """The prompt in one step, then `steps` tokens one by one, each the likeliest.
+
+    `stepped` is called after each.
+    """
+    watch = Watch(arm, len(prompt) + steps)
+    found = []
+    tokens = list(prompt)
+    for _ in range(steps + 1):
+        found.append(watch.step(tokens))
+        tokens = [watch.likeliest]
+        stepped()
+    return Audit(arm.name, arm.note, arm.trained_length, tuple(found))
+
+
+class Watch:
+    """One sequence in a cache of its own.
+
+    What happens to the cache between two steps is seen by the second: each step is compared with
+    what the one before left behind.
+    """
+
+    def __init__(self, arm: Arm, capacity: int) -> None:
+        self.arm = arm
+        self.config = arm.decoder.config
+        self.kv = self._cache(capacity)
+        self.known: list[int] = []
+        self.left = _copy(self.kv)
+        self.likeliest = 0
+
+    def step(self, tokens: Sequence[int]) -> AuditStep:
+        """Append tokens to the sequence. At most `capacity` fit in all."""
+        start, stop = len(self.known), len(self.known) + len(tokens)
+        self.known += tokens
+        rewritten = 0
+        if self.arm.rewrite is not None:
+            rewritten = self.arm.rewrite(self.kv, start, stop)
+        logits = self._run(self.kv, start)
+        self.likeliest = int(logits[-1].argmax())
+        before, after = self.left, _copy(self.kv)
+        self.left = after
+
+        differs = _bytes_differ(before, after)
+        should = torch.zeros_like(differs)
+        stale = torch.zeros_like(differs)
+        right = self._from_scratch()
+        past = slice(0, start)
+        should[:, :, past] = _far_apart(before[:, :, past], right[:, :, past])
+        stale[:, :, past] = should[:, :, past] & _far_apart(after[:, :, past], right[:, :, past])
+        written = differs.clone()
+        written[:, :, past] = False
+        changed = differs & ~written
+
+        counted = [
+            self.arm.decoder.encoding.work(self.config, n) for n in range(start + 1, stop + 1)
+        ]
+        first_term = 0 if rewritten else first_positional_term(self.arm.decoder, start, stop)
+        return AuditStep(
+            length=stop,
+            tokens=len(tokens),
+            written=_by_position(written),
+            changed=_by_position(changed),
+            should_change=_by_position(should),
+            stale=_by_position(stale),
+            unexpected=_listed(changed & ~should),
+            first_term=first_term,
+            rotations=rewritten + sum(work.rotations for work in counted),
+            bias_values=sum(work.bias_values for work in counted),
+        )
+
+    def _from_scratch(self) -> Tensor:
+        kv = self._cache(len(self.known))
+        self._run(kv, 0)
+        return _copy(kv)
+
+    def _run(self, kv: KVCache, start: int) -> Tensor:
+        """Logits of the last token; the known tokens from `start` on are computed and stored."""
+        logits: Tensor = self.arm.decoder(_batch(self.known, start), kv)
+        return logits
+
+    def _cache(self, capacity: int) -> KVCache:
+        config = self.config
+        kv = KVCache(
+            layers=config.layers,
+            blocks=-(-capacity // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            dtype=self.arm.decoder.embed.weight.dtype,
+            device=self.arm.decoder.embed.weight.device,
+        )
+        for layer in range(config.layers):
+            for tensor in kv.layer(layer):
+                tensor.fill_(torch.nan)  # so that whatever is written is seen
+        return kv
+
+
+def first_positional_term(decoder: Decoder, start: int, stop: int) -> int:
+    """The positions from here to `stop` are computed with in a step for their place's sake.
+
+    Embeddings and keys of new tokens, and whatever keys get a bias from a new query: as many of
+    the newest as the encoding counts in `work`.
+    """
+    encoding, config = decoder.encoding, decoder.config
+    first = start if {"embed", "rotate"} & set(hooks(type(encoding))) else stop
+    for context in range(start + 1, stop + 1):
+        if biased := biased_keys(encoding, config, context):
+            first = min(first, context - biased)
+    return first
+
+
+def biased_keys(encoding: PositionalEncoding, config: ModelConfig, context: int) -> int:
+    """How many keys get a bias from one query that sees `context` of them."""
+    return encoding.work(config, context).bias_values // (config.layers * config.heads)
+
+
+def _batch(tokens: Sequence[int], start: int) -> ForwardBatch:
+    """The tokens from `start` on, of one sequence that has the cache's blocks in order."""
+    stop = len(tokens)
+    rows = torch.arange(start, stop)
+    blocks = torch.arange(-(-stop // BLOCK_SIZE))
+    return ForwardBatch(
+        tokens=torch.tensor(tokens[start:]),
+        positions=rows,
+        offsets=rows % BLOCK_SIZE,
+        slots=rows,
+        query_starts=torch.tensor([0, stop - start]),
+        context_lens=torch.tensor([stop]),
+        block_tables=blocks[None],
+        block_bases=blocks[None] * BLOCK_SIZE,
+        output_rows=torch.tensor([stop - start - 1]),
+        max_query=stop - start,
+        max_context=stop,
+    )
+
+
+def _copy(kv: KVCache) -> Tensor:
+    """[2, layers, slots, kv_heads, head_dim]: keys, then values."""
+    layers = [torch.stack(kv.layer(index)) for index in range(kv.layers)]
+    return torch.stack(layers, dim=1).flatten(2, 3)
+
+
+def _bytes_differ(a: Tensor, b: Tensor) -> Tensor:
+    """[..., head_dim] → [...]: bytes, not numbers, so that NaN equals itself and -0 is not 0."""
+    return (a.view(torch.uint8) != b.view(torch.uint8)).any(dim=-1)
+
+
+def _far_apart(stored: Tensor, right: Tensor) -> Tensor:
+    """[..., head_dim] → [...]: by more than the tolerance, or not numbers."""
+    close: Tensor = (stored - right).norm(dim=-1) <= TOLERANCE * right.norm(dim=-1)
+    return ~close
+
+
+def _by_position(mask: Tensor) -> tuple[Touched, ...]:
+    """mask: [2, layers, positions, kv_heads]."""
+    keys, values = mask.sum(dim=(1, 3)).tolist()
+    counts = enumerate(zip(keys, values, strict=True))
+    return tuple(Touched(position, k, v) for position, (k, v) in counts if k or v)
+
+
+def _listed(mask: Tensor) -> tuple[Entry, ...]:
+    found = mask.nonzero().tolist()
+    return tuple(
+        Entry("value" if kind else "key", layer, head, position)
+        for kind, layer, position, head in found
+    )

@@ -1,0 +1,195 @@
+"""What an audit runs: one decoder under several encodings, and a RoPE that follows the length.
+
+All arms share the decoder's weights and differ in the encoding alone. They compute in float64, so
+that rounding is never taken for change.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from cache.kv import KVCache
+from model.attention.sdpa import SdpaAttention
+from model.audit import Arm
+from model.catalogue import example
+from model.config import EncodingSpec, ModelConfig
+from model.encodings.base import EncodingError, PositionalEncoding, create, find
+from model.encodings.rope import RoPE
+from model.loading import Checkpoint, load_decoder
+from model.rotation import turn
+from model.transformer import Decoder
+
+Encoding = TypeVar("Encoding", bound=PositionalEncoding)
+
+CPU = torch.device("cpu")
+DTYPE = torch.float64
+FACTOR = 2.0  # by which the dynamic arms stretch, as published models do
+SEED = 0
+TINY = ModelConfig(
+    vocab_size=256,
+    width=32,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ffn_width=48,
+    norm_eps=1e-5,
+    trained_context=256,
+    encoding=EncodingSpec("nope", {}),
+    windows=(None, None, None),
+)
+DYNAMIC, REWRITTEN = "rope:dynamic", "rope:dynamic-rewrite"
+# Name: the encoding and the options in which it differs from the plain one.
+VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "t5:table": ("t5", {"form": "table"}),
+    "t5:materialised": ("t5", {"form": "materialised"}),
+}
+ALL = (
+    "rope",
+    DYNAMIC,
+    REWRITTEN,
+    "t5",
+    "t5:materialised",
+    "alibi",
+    "learned",
+    "sinusoidal",
+    "nope",
+)
+
+
+class FollowingRoPE(RoPE):
+    """RoPE as published models with `dynamic` scaling have it: turned as the length asks.
+
+    Not for serving: a key that was stored at one length is wrong at the next.
+    """
+
+    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """By the frequencies of the length that these positions reach."""
+        speeds = self.frequencies_at(int(positions.max()) + 1).double()
+        angles = positions[:, None] * speeds
+        cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
+        return turn(q, cos, sin, self.layout), turn(k, cos, sin, self.layout)
+
+    def retune(self, kv: KVCache, start: int, stop: int) -> int:
+        """Turn the stored keys of `start` tokens as a length of `stop` has them; how many.
+
+        What a server must do that keeps turned keys; those of layer 0 are right afterwards.
+        Deeper keys and values came from attention at the old frequencies and stay wrong.
+        """
+        change = self.frequencies_at(stop).double() - self.frequencies_at(start).double()
+        if not start or not change.any():
+            return 0
+        angles = torch.arange(start)[:, None] * change
+        turned = 0
+        for layer in range(kv.layers):
+            if self.turns(layer):
+                keys = kv.layer(layer).keys.flatten(0, 1)[:start]  # a view
+                keys.copy_(turn(keys, angles.cos(), angles.sin(), self.layout))
+                turned += start * kv.kv_heads
+        return turned
+
+
+def tiny(context: int) -> Decoder:
+    """A small decoder with drawn weights and no encoding, for runs of `context` tokens."""
+    config = replace(TINY, trained_context=context)
+    encoding = create(config.encoding, config, context, CPU)
+    decoder = Decoder(config, encoding, SdpaAttention, dtype=DTYPE, device=CPU)
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.inference_mode():
+        for name, parameter in decoder.named_parameters():
+            parameter.normal_(0, 0.35, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.add_(1)
+    return decoder
+
+
+def from_checkpoint(checkpoint: Checkpoint, context: int) -> Decoder:
+    """A decoder with its trained weights, in 8 bytes each. Raises EncodingError, CheckpointError.
+
+    The encoding's settings are those that `serve` chooses for the trained context.
+    """
+    config = checkpoint.config
+    encoding = create(config.encoding, config, max(context, config.trained_context), CPU)
+    decoder = Decoder(config, encoding, SdpaAttention, dtype=DTYPE, device=CPU)
+    load_decoder(checkpoint, decoder)
+    return decoder
+
+
+def arm(name: str, decoder: Decoder, context: int, trained_length: int) -> Arm:
+    """`decoder` under an encoding, for runs of `context` tokens.
+
+    name: an encoding's, one of ALL or VARIANTS, or "package.module:Class". The dynamic arms are
+    as if trained for `trained_length` tokens. Raises EncodingError.
+    """
+    if name in (DYNAMIC, REWRITTEN):
+        return _dynamic(name, decoder, context, trained_length)
+    plain, options = VARIANTS.get(name, (name, {}))
+    encoding = _built(find(plain), plain, options, decoder, context)
+    note = ""
+    if plain == decoder.config.encoding.name:
+        _copy_weights(decoder.encoding, encoding)
+    elif any(True for _ in encoding.parameters()):
+        note = "the weights of the encoding are drawn at random"
+    return Arm(name, note, _with_encoding(decoder, plain, encoding))
+
+
+def _dynamic(name: str, decoder: Decoder, context: int, trained_length: int) -> Arm:
+    scaling = {"type": "dynamic", "factor": FACTOR, "original_context": trained_length}
+    encoding = _built(FollowingRoPE, "rope", {"scaling": scaling}, decoder, context)
+    told = {
+        DYNAMIC: "the cache is left alone",
+        REWRITTEN: "stored keys are turned anew whenever the frequencies change",
+    }
+    return Arm(
+        name,
+        f"as if trained for {trained_length} tokens, stretched by {FACTOR:g}; {told[name]}",
+        _with_encoding(decoder, "rope", encoding),
+        rewrite=encoding.retune if name == REWRITTEN else None,
+        trained_length=trained_length,
+    )
+
+
+def _built(
+    kind: type[Encoding],
+    name: str,
+    options: Mapping[str, Any],
+    decoder: Decoder,
+    context: int,
+) -> Encoding:
+    """With the decoder's own settings where it is the decoder's own encoding."""
+    own = decoder.config.encoding
+    if name == own.name:
+        options = {**own.options, **options}
+    longest = max(context, decoder.config.trained_context)
+    encoding = example(kind, decoder.config, longest, options)
+    if encoding.max_positions is not None and encoding.max_positions < context:
+        raise EncodingError(
+            f"{name} has positions for {encoding.max_positions} tokens and no more, so a run of "
+            f"{context} cannot be shown; ask for fewer tokens or steps."
+        )
+    assert isinstance(encoding, kind)
+    return encoding
+
+
+def _copy_weights(source: PositionalEncoding, target: PositionalEncoding) -> None:
+    trained = dict(source.named_parameters())
+    with torch.inference_mode():
+        for name, parameter in target.named_parameters():
+            parameter.copy_(trained[name])
+        for module in target.modules():
+            if isinstance(module, PositionalEncoding):
+                module.freeze()
+
+
+def _with_encoding(decoder: Decoder, name: str, encoding: PositionalEncoding) -> Decoder:
+    """Another decoder over the same memory."""
+    config = replace(decoder.config, encoding=EncodingSpec(name, {}))
+    made = Decoder(config, encoding, SdpaAttention, dtype=DTYPE, device=CPU)
+    weights = dict(decoder.named_parameters())
+    for name, parameter in made.named_parameters():
+        if not name.startswith("encoding."):
+            parameter.data = weights[name].data
+    return made

@@ -1,0 +1,191 @@
+"""The audit: appending changes nothing, frequencies that follow the length do, and it notices."""
+
+import random
+
+import pytest
+import torch
+
+from model import audit_arms
+from model.audit import Arm, Audit, Entry, Touched, Watch, audit, entries
+from model.encodings.base import EncodingError, names
+from tests.model.tiny import CONFIG, ENCODINGS, tiny
+
+STEPS = 4
+LAYERS, KV_HEADS, HEADS = 3, 2, 4  # of audit_arms.tiny
+PROMPT = [random.Random(3).randrange(CONFIG.vocab_size) for _ in range(20)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """So small a model only waits for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def ran(name: str, prompt: int = 20, steps: int = STEPS, trained: int = 22) -> Audit:
+    """An arm of the audit's own tiny decoder."""
+    drawn = random.Random(3)
+    decoder = audit_arms.tiny(prompt + steps)
+    tokens = [drawn.randrange(decoder.config.vocab_size) for _ in range(prompt)]
+    return audit(audit_arms.arm(name, decoder, prompt + steps, trained), tokens, steps)
+
+
+@pytest.mark.parametrize("name", sorted(ENCODINGS))
+def test_appending_changes_nothing_and_leaves_nothing_wrong(name) -> None:
+    found = audit(Arm(name, "", tiny(name)), PROMPT, STEPS)
+    assert [step.length for step in found.steps] == [20, 21, 22, 23, 24]
+    for step in found.steps:
+        assert step.changed == step.should_change == step.stale == step.unexpected == ()
+
+
+def test_every_encoding_is_an_arm() -> None:
+    assert set(names()) <= set(audit_arms.ALL)
+
+
+@pytest.mark.parametrize("name", audit_arms.ALL)
+def test_a_step_writes_its_own_tokens_once(name) -> None:
+    found = ran(name)
+    each = (LAYERS * KV_HEADS, LAYERS * KV_HEADS)
+    assert found.steps[0].written == tuple(Touched(position, *each) for position in range(20))
+    for step in found.steps[1:]:
+        assert step.written == (Touched(step.length - 1, *each),)
+
+
+def test_following_the_length_leaves_every_earlier_entry_wrong_that_a_turn_has_touched() -> None:
+    """All keys but the first, which no angle turns; and values, but those of layer 0."""
+    steps = {step.length: step for step in ran("rope:dynamic").steps}
+    for length in (20, 21, 22):
+        assert steps[length].should_change == steps[length].stale == ()
+    for length in (23, 24):
+        wrong = tuple(
+            Touched(position, LAYERS * KV_HEADS, (LAYERS - 1) * KV_HEADS)
+            for position in range(1, length - 1)
+        )
+        assert steps[length].should_change == steps[length].stale == wrong
+        assert steps[length].changed == ()
+
+
+def test_turning_stored_keys_anew_repairs_those_of_the_first_layer_alone() -> None:
+    found = ran("rope:dynamic-rewrite")
+    steps = {step.length: step for step in found.steps}
+    assert steps[22].changed == () and steps[22].first_term == 21
+    for length in (23, 24):
+        earlier = range(1, length - 1)
+        step, keys = steps[length], LAYERS * KV_HEADS
+        deep = (LAYERS - 1) * KV_HEADS
+        assert step.changed == tuple(Touched(position, keys, 0) for position in earlier)
+        assert step.stale == tuple(Touched(position, deep, deep) for position in earlier)
+        assert step.first_term == 0
+        assert step.rotations == LAYERS * ((length - 1) * KV_HEADS + HEADS + KV_HEADS)
+    assert found.unexpected == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("nope", 130),
+        ("rope", 129),
+        ("rope:dynamic", 129),
+        ("learned", 129),
+        ("sinusoidal", 129),
+        ("t5", 130 - 113),
+        ("t5:table", 0),
+        ("t5:materialised", 0),
+        ("alibi", 0),
+    ],
+)
+def test_which_positions_get_a_term_when_a_token_is_appended(name, first) -> None:
+    prompt, last = ran(name, prompt=129, steps=1, trained=500).steps
+    assert last.first_term == first
+    assert prompt.first_term == (129 if name == "nope" else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "rotations", "bias_values"),
+    [
+        ("nope", 0, 0),
+        ("rope", LAYERS * (HEADS + KV_HEADS), 0),
+        ("t5", 0, LAYERS * HEADS * 113),
+        ("t5:materialised", 0, LAYERS * HEADS * 130),
+        ("alibi", 0, LAYERS * HEADS * 130),
+    ],
+)
+def test_positional_work_of_the_last_token(name, rotations, bias_values) -> None:
+    last = ran(name, prompt=129, steps=1).steps[-1]
+    assert (last.rotations, last.bias_values) == (rotations, bias_values)
+
+
+def test_the_prompts_work_is_that_of_each_of_its_tokens() -> None:
+    assert ran("alibi").steps[0].bias_values == LAYERS * HEADS * sum(range(1, 21))
+    assert ran("rope").steps[0].rotations == 20 * LAYERS * (HEADS + KV_HEADS)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_flipped_bit_is_named(side) -> None:
+    watch = Watch(Arm("rope", "", tiny("rope")), 24)
+    watch.step(PROMPT)
+    stored = watch.kv.layer(1)[side]
+    bits = stored.view(torch.uint8)[1, 1, 0]  # block 1, offset 1: position 17
+    bits[3] ^= 1  # far below the tolerance
+    step = watch.step([5])
+    kind = ("key", "value")[side]
+    assert step.unexpected == (Entry(kind, 1, 0, 17),)
+    assert [touched.position for touched in step.changed] == [17]
+    assert step.should_change == ()
+    assert watch.step([6]).changed == ()  # said once, when it happened
+
+
+def test_an_entry_that_was_stored_wrong_should_change() -> None:
+    watch = Watch(Arm("rope", "", tiny("rope")), 24)
+    watch.step(PROMPT)
+    watch.kv.layer(2).values[0, 3, 1] += 1
+    watch.step([5])
+    assert watch.step([6]).stale == (Touched(3, 0, 1),)
+
+
+def test_a_write_outside_of_the_new_slots_is_seen() -> None:
+    watch = Watch(Arm("nope", "", tiny("nope")), 24)
+    watch.step(PROMPT)
+    watch.kv.layer(0).keys[1, 7, 0] = 0.0  # position 23, of which nothing is known yet
+    assert Touched(23, 1, 0) in watch.step([5]).written
+
+
+def test_tokens_are_the_likeliest() -> None:
+    decoder = tiny("rope")
+    watch = Watch(Arm("rope", "", decoder), 24)
+    watch.step(PROMPT)
+    first = watch.likeliest
+    watch.step([first])
+    alone = Watch(Arm("rope", "", decoder), 24)
+    alone.step([*PROMPT, first])
+    assert alone.likeliest == watch.likeliest
+
+
+def test_arms_share_the_decoders_weights() -> None:
+    decoder = audit_arms.tiny(24)
+    made = audit_arms.arm("t5", decoder, 24, 12).decoder
+    assert made.embed.weight.data_ptr() == decoder.embed.weight.data_ptr()
+
+
+def test_a_run_past_the_trained_positions_is_refused() -> None:
+    decoder = tiny("learned")
+    with pytest.raises(EncodingError, match="learned has positions for 256 tokens and no more"):
+        audit_arms.arm("learned", decoder, 257, 128)
+
+
+def test_the_models_own_encoding_keeps_its_weights_and_settings() -> None:
+    decoder = tiny("t5")
+    made = audit_arms.arm("t5:table", decoder, 24, 12)
+    (weight,) = made.decoder.encoding.parameters()
+    (own,) = decoder.encoding.parameters()
+    assert made.note == "" and torch.equal(weight, own)
+    drawn = audit_arms.arm("t5", tiny("rope"), 24, 12)
+    assert drawn.note == "the weights of the encoding are drawn at random"
+    slowed = audit_arms.arm("rope", tiny("rope-slowed"), 24, 12).decoder.encoding
+    assert torch.equal(slowed.frequencies, tiny("rope-slowed").encoding.frequencies)
+
+
+def test_entries_counts_keys_and_values() -> None:
+    assert entries((Touched(3, 2, 1), Touched(5, 4, 0))) == 7
