@@ -16,7 +16,7 @@ class BlockPool:
     """Ids 1 to num_blocks − 1, least recently freed first; every operation O(1) per block.
 
     Block 0 is reserved and never handed out: padding entries of block tables point at it, so
-    a pool of N blocks has N − 1 usable ones.
+    a pool of N blocks has N − 1 usable ones, less those that were retired.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -26,10 +26,11 @@ class BlockPool:
         self._refs = [0] * num_blocks
         # Ordered, because taking the first key of a plain dict walks over every removed one.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._retired: set[int] = set()
 
     @property
     def num_usable(self) -> int:
-        return self.num_blocks - 1
+        return self.num_blocks - 1 - len(self._retired)
 
     @property
     def num_free(self) -> int:
@@ -38,6 +39,11 @@ class BlockPool:
     def refs(self, block: int) -> int:
         """How many holders `block` has."""
         return self._refs[block]
+
+    @property
+    def retired(self) -> frozenset[int]:
+        """Blocks that are never handed out again, whether still held or not."""
+        return frozenset(self._retired)
 
     def take(self, count: int) -> list[int] | None:
         """`count` free blocks with one holder each, oldest first; None, nothing taken, if fewer."""
@@ -53,11 +59,15 @@ class BlockPool:
         for block in blocks:
             self._require_usable(block)
             if self._refs[block] == 0:
+                if block in self._retired:
+                    raise InvariantError(f"block {block} is shared but was retired")
                 del self._free[block]
             self._refs[block] += 1
 
     def give_back(self, blocks: Iterable[int]) -> list[int]:
         """One holder fewer for each block, in the given order; returns those now free.
+
+        A retired block is never free again.
 
         Raises InvariantError for a block that nobody holds (a double free).
         """
@@ -67,21 +77,28 @@ class BlockPool:
             if self._refs[block] == 0:
                 raise InvariantError(f"block {block} is given back but nobody holds it")
             self._refs[block] -= 1
-            if self._refs[block] == 0:
+            if self._refs[block] == 0 and block not in self._retired:
                 self._free[block] = None
                 freed.append(block)
         return freed
 
+    def retire(self, block: int) -> None:
+        """Never hand `block` out again: from now if it is free, else once nobody holds it."""
+        self._require_usable(block)
+        self._retired.add(block)
+        self._free.pop(block, None)
+
     def check(self) -> None:
-        """Raises InvariantError unless free + held == all and each is one or the other."""
+        """Raises InvariantError unless each block is either free, held, or retired and unheld."""
         if self._refs[0] != 0 or 0 in self._free:
             raise InvariantError("the reserved block 0 is in use")
         if min(self._refs) < 0:
             raise InvariantError("a reference count is negative")
         unheld = {block for block in range(1, self.num_blocks) if self._refs[block] == 0}
-        if unheld != set(self._free):
+        if unheld - self._retired != set(self._free):
             raise InvariantError(
-                f"free list {sorted(self._free)} is not the unheld blocks {sorted(unheld)}"
+                f"free list {sorted(self._free)} is not the unheld blocks {sorted(unheld)} less "
+                f"the retired ones {sorted(self._retired)}"
             )
 
     def _require_usable(self, block: int) -> None:

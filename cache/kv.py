@@ -47,6 +47,11 @@ class KVCache:
         return LayerKV(self._keys[index], self._values[index])
 
     @property
+    def whole(self) -> LayerKV:
+        """All layers at once: [layers, blocks, block_size, kv_heads, head_dim] each."""
+        return LayerKV(self._keys, self._values)
+
+    @property
     def entries_per_token(self) -> int:
         """K and V vectors stored for one token, over all layers."""
         return 2 * self.layers * self.kv_heads

@@ -16,11 +16,12 @@ from cache.terms import BlockEvent, EventKind
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """Usable blocks by state; together they are the pool less its reserved block 0."""
+    """Blocks by state; together they are the pool less its reserved block 0."""
 
     free: int
     active: int  # held by at least one sequence, counted once
     cached: int  # free to reuse but still holding published content
+    quarantined: int = 0  # out of use for good; one that is still held counts as active
 
 
 class Copy(NamedTuple):
@@ -82,7 +83,7 @@ class CacheManager:
 
     @property
     def capacity(self) -> int:
-        """Tokens that one sequence alone can have stored."""
+        """Tokens that one sequence alone can have stored; less after each quarantine."""
         return self._pool.num_usable * self.block_size
 
     def reserve(
@@ -128,7 +129,7 @@ class CacheManager:
         if forget:
             for block in sequence.blocks:
                 self._withdraw(block)
-        self._give_back(seq, sequence.blocks)
+        self._give_back(seq, sequence.blocks, sequence.bases)
 
     def fork(self, seq: str, child: str, length: int) -> list[Copy] | None:
         """A new sequence `child` that begins as the first `length` computed tokens of `seq`.
@@ -246,6 +247,15 @@ class CacheManager:
         sequence = self._sequences[seq]
         return Table(sequence.blocks, sequence.bases)
 
+    def quarantine(self, block: int) -> None:
+        """Take `block` out of use for good: at once if it is free, else when nobody holds it.
+
+        It and all that continues it are withdrawn from the prefix index. Its holders keep it
+        until they are released.
+        """
+        self._withdraw(block)
+        self._pool.retire(block)
+
     def holders(self, block: int) -> list[str]:
         """Sequences whose table has `block`."""
         return [name for name, sequence in self._sequences.items() if block in sequence.blocks]
@@ -257,7 +267,9 @@ class CacheManager:
 
     def counts(self) -> BlockCounts:
         free, cached = self._pool.num_free, len(self._cached)
-        return BlockCounts(free - cached, self._pool.num_usable - free, cached)
+        quarantined = sum(self._pool.refs(block) == 0 for block in self._pool.retired)
+        active = self.num_blocks - 1 - free - quarantined
+        return BlockCounts(free - cached, active, cached, quarantined)
 
     def check(self) -> None:
         """Raises InvariantError unless pool, prefix index and tables agree with each other."""
@@ -267,6 +279,8 @@ class CacheManager:
         idle = {block for block in self._index.blocks if self._pool.refs(block) == 0}
         if idle != self._cached:
             raise InvariantError(f"cached blocks {self._cached} are not the idle ones {idle}")
+        if self._index.blocks & self._pool.retired:
+            raise InvariantError("a quarantined block is published")
 
     def _open(
         self, seq: str, tokens: Sequence[int], upto: int, salt: str, share: bool
@@ -320,8 +334,9 @@ class CacheManager:
         self._cached.difference_update(blocks)
         self._note(EventKind.REUSED, seq, blocks)
 
-    def _give_back(self, seq: str, blocks: Sequence[int]) -> None:
-        self._note(EventKind.RELEASED, seq, blocks)
+    def _give_back(self, seq: str, blocks: Sequence[int], bases: Sequence[int]) -> None:
+        for block, base in zip(blocks, bases, strict=True):
+            self._events.append(BlockEvent(EventKind.RELEASED, block, seq, base))
         # Tail first: what continues a prefix is then evicted before the prefix itself.
         for block in self._pool.give_back(reversed(blocks)):
             if block in self._index:
@@ -332,10 +347,10 @@ class CacheManager:
 
     def _drop_blocks(self, seq: str, first: int, count: int) -> None:
         sequence = self._sequences[seq]
-        dropped = sequence.blocks[first : first + count]
-        del sequence.blocks[first : first + count]
-        del sequence.bases[first : first + count]
-        self._give_back(seq, dropped)
+        span = slice(first, first + count)
+        dropped, bases = sequence.blocks[span], sequence.bases[span]
+        del sequence.blocks[span], sequence.bases[span]
+        self._give_back(seq, dropped, bases)
 
     def _shared(self, sequence: _Sequence, indices: range) -> int:
         return sum(self._pool.refs(sequence.blocks[index]) > 1 for index in indices)
@@ -348,10 +363,11 @@ class CacheManager:
             block = sequence.blocks[index]
             if self._pool.refs(block) == 1:
                 self._withdraw(block)
+                self._note(EventKind.TAKEN, seq, [block])
                 continue
             copies.append(Copy(block, self._take(seq, 1)[0]))
             sequence.blocks[index] = copies[-1].target
-            self._give_back(seq, [block])
+            self._give_back(seq, [block], [sequence.bases[index]])
         return copies
 
     def _rewind(self, sequence: _Sequence) -> None:
@@ -387,11 +403,12 @@ class CacheManager:
         filled = range(sequence.settled, sequence.computed // self.block_size)
         self._note(EventKind.FILLED, seq, (sequence.blocks[index] for index in filled))
         for index in filled:
-            tip = sequence.tip
+            tip, block = sequence.tip, sequence.blocks[index]
             if tip is not None and not self._index.current(tip):
                 sequence.chained = False
+            if block in self._pool.retired:
+                sequence.chained = False
             if sequence.chained:
-                block = sequence.blocks[index]
                 sequence.tip = self._index.publish(block, tokens, index, sequence.salt, tip)
                 sequence.chained = sequence.tip is not None
             sequence.settled += 1

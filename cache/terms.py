@@ -40,7 +40,7 @@ class EventKind(StrEnum):
     FILLED = "filled"  # all of its slots are stored and committed
     REUSED = "reused"  # another sequence holds it too, or again, with its content
     RELEASED = "released"  # a sequence gave it up
-    TAKEN = "taken"  # handed out to be written anew
+    TAKEN = "taken"  # about to be written anew: what was known of its content is void
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,15 @@ class BlockEvent:
     kind: EventKind
     block: int
     seq: str
+    base: int | None = None  # of a released block: the position of its first slot in `seq`
+
+
+class Audit(StrEnum):
+    """How many of the sealed blocks are verified besides those shared and given up."""
+
+    OFF = "off"  # nothing is sealed or verified at all
+    SAMPLE = "sample"  # a few each step, in turn
+    FULL = "full"  # all of them each step
 
 
 class Unsupported(ValueError):

@@ -69,6 +69,7 @@ class Engine:
         plan = self._scheduler.plan()
         sampled = self._compute(plan.work) if plan.work else {}
         events = self._scheduler.record(plan, sampled)
+        self._manager.drain_events()
         gaps = self._gaps(events)
         return Step(events, self._stats(plan, events, gaps, began, computed, evicted))
 

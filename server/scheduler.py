@@ -329,6 +329,8 @@ class Scheduler:
             self.computed_prompt_tokens += max(0, request.computed_prompt - before)
         elif work.encodes and not recomputed:
             self.computed_prompt_tokens += len(request.source)
+        if work.encodes:  # so that its full blocks are accounted for; nobody shares them
+            self._cache.commit(request.encoded, request.source, len(request.source))
         self._cache.commit(request.id, _known(request), request.computed)
 
     def _append(self, request: Request, result: Sampled, now: float) -> TokenEvent:

@@ -180,7 +180,7 @@ def test_the_witness_sees_blocks_before_and_after():
     world.apply(Evict("a", 1, 1, renumber=True))
     assert world.witness.calls == [
         ("verify", [3, 4]),
-        ("observe", ["taken"] * 4 + ["filled"] * 3 + ["released"]),
+        ("observe", ["taken"] * 4 + ["filled"] * 3 + ["released"] + ["taken"] * 2),
         ("seal", [3]),
     ]
 

@@ -1,0 +1,237 @@
+"""The independent witness that cached entries do not change: a checksum of every full block.
+
+A block is *sealed* when its last slot has been written, and *verified* against its seal when it
+is shared, when it is given up, and in turn by `sample`. Nothing here trusts what the rest of the
+program says it did: only stored bytes count.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cache.kv import KVCache
+from cache.terms import Audit, BlockEvent, EventKind
+
+SAMPLED_BLOCKS = 2  # verified by one call of `sample`
+FOLD = 15  # shifts bit 31, often a sign, into the middle, away from the sign of the low half
+BATCH = 16  # blocks copied at once: bounds the memory that a checksum needs beside the cache
+
+
+class Part(StrEnum):
+    KEYS = "keys"
+    VALUES = "values"
+
+
+class Place(NamedTuple):
+    """Where in a block."""
+
+    layer: int
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A sealed block whose bytes have changed.
+
+    `sequences` are those whose sharing or giving up led to the verification, and `base` is the
+    position of the block's first slot where one gave it up. Whoever else holds the block, the
+    manager knows.
+    """
+
+    block: int
+    places: tuple[Place, ...]
+    sequences: tuple[str, ...] = ()
+    base: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerCounts:
+    """What a ledger did since it was last asked."""
+
+    sealed: int = 0  # blocks
+    verified: int = 0  # blocks
+    mutated: int = 0  # entries of the layers and parts that changed, whole blocks of them
+    faults: tuple[Fault, ...] = ()
+
+
+class Checksums:
+    """64 bits for each block, layer and part: sum of multiplier[i] · fold(word[i]) modulo 2^64.
+
+    The words are the block's bytes, eight at a time, zeros added to fill the last one. `fold` is
+    an exclusive or of a word's low half with its high half shifted, which doing it again undoes:
+    different words stay different. A multiplier is odd and so has an inverse modulo 2^64. Hence
+    whatever changes within one word, a single bit included, changes the sum, and changes in
+    several words cancel only where the multipliers, random but fixed, happen to make them. Without
+    the fold the highest bits of any two words would cancel, and so a negated block be missed.
+
+    Computed where the cache is; guards against defects and faulty memory, not against forgery.
+    """
+
+    def __init__(self, kv: KVCache) -> None:
+        self._parts = [_integers(part) for part in kv.whole]  # [layers, blocks, integers] each
+        stored = self._parts[0]
+        words = -(-stored.shape[2] * stored.element_size() // 8)
+        generator = torch.Generator().manual_seed(0)
+        limits = torch.iinfo(torch.int64)
+        random = torch.randint(limits.min, limits.max, (words,), generator=generator)
+        self._multipliers = (random | 1).to(stored.device)
+
+    def of(self, blocks: Sequence[int]) -> Tensor:
+        """[blocks, parts, layers] int64, in the order of LayerKV's parts."""
+        starts = range(0, len(blocks), BATCH)
+        sums = [self._of_few(blocks[start : start + BATCH]) for start in starts]
+        return torch.cat(sums).permute(0, 2, 1)
+
+    def _of_few(self, blocks: Sequence[int]) -> Tensor:
+        """[blocks, layers, parts]."""
+        index = torch.tensor(blocks, device=self._multipliers.device)
+        sums = []
+        for part in self._parts:
+            words = _words(part.index_select(1, index))
+            halves = words.view(torch.int32)
+            halves[..., 0::2] ^= halves[..., 1::2] >> FOLD
+            words *= self._multipliers
+            sums.append(words.sum(-1))
+        return torch.stack(sums).permute(2, 1, 0)
+
+
+class Ledger:
+    """Seals and verifies the blocks of `kv`. Says nothing about blocks that were never full.
+
+    Call `observe` with the manager's events before anything is written to the cache again: a
+    released block still has its bytes then. What it finds waits in `drain`.
+    """
+
+    def __init__(self, kv: KVCache, mode: Audit) -> None:
+        self.mode = mode
+        self._entries = kv.block_size * kv.kv_heads  # of one layer and part of a block
+        # Least recently sealed or verified first.
+        self._sealed: OrderedDict[int, None] = OrderedDict()
+        self._checksums = Checksums(kv)
+        keys = kv.whole.keys
+        self._seals = torch.zeros(
+            keys.shape[1], 2, kv.layers, dtype=torch.int64, device=keys.device
+        )
+        self._counts = LedgerCounts()
+
+    @property
+    def sealed(self) -> frozenset[int]:
+        """Blocks that have a seal."""
+        return frozenset(self._sealed)
+
+    def observe(self, events: Iterable[BlockEvent]) -> None:
+        """Seal what was filled and verify what was shared or given up, in the events' order."""
+        if self.mode is Audit.OFF:
+            return
+        filled: dict[int, None] = {}
+        void: set[int] = set()
+        touched: dict[int, list[BlockEvent]] = {}
+        for event in events:
+            if event.kind is EventKind.FILLED:
+                filled[event.block] = None
+                touched.pop(event.block, None)  # its seal was of what it held before
+            elif event.kind is EventKind.TAKEN:
+                void.add(event.block)
+                filled.pop(event.block, None)
+            elif event.block not in void and event.block not in filled:
+                touched.setdefault(event.block, []).append(event)
+        self._verify(touched)
+        self.forget(void)
+        self.seal(filled)
+
+    def sample(self) -> None:
+        """Verify a few sealed blocks, those longest unseen first; all of them in full mode."""
+        count = len(self._sealed) if self.mode is Audit.FULL else SAMPLED_BLOCKS
+        self.verify([block for block, _ in zip(self._sealed, range(count), strict=False)])
+
+    def verify(self, blocks: Iterable[int]) -> None:
+        """Compare the sealed ones among `blocks` with their seals.
+
+        A block at fault loses its seal, so that `drain` tells of it once.
+        """
+        self._verify(dict.fromkeys(blocks, ()))
+
+    def seal(self, blocks: Iterable[int]) -> None:
+        """Take the present bytes of `blocks` for right, whatever was known of them before."""
+        chosen = list(dict.fromkeys(blocks))
+        if self.mode is Audit.OFF or not chosen:
+            return
+        self._seals[chosen] = self._checksums.of(chosen)
+        self._seen(chosen)
+        self._count(sealed=len(chosen))
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Drop the seals of `blocks`: they are to be written again, or are out of use."""
+        for block in blocks:
+            self._sealed.pop(block, None)
+
+    def drain(self) -> LedgerCounts:
+        """What was done and found since the last call."""
+        counts, self._counts = self._counts, LedgerCounts()
+        return counts
+
+    def _verify(self, touched: Mapping[int, Sequence[BlockEvent]]) -> None:
+        """`touched`: blocks, and what happened to them that calls for a verification."""
+        blocks = [block for block in touched if block in self._sealed]
+        if not blocks:
+            return
+        changed = self._checksums.of(blocks) != self._seals[blocks]
+        self._seen(blocks)
+        # One truth value to the host; more only when something is wrong.
+        faults = []
+        if changed.any():
+            for index, block in enumerate(blocks):
+                places = _places(changed[index])
+                if places:
+                    faults.append(_fault(block, places, touched[block]))
+        self.forget(fault.block for fault in faults)
+        mutated = self._entries * sum(len(fault.places) for fault in faults)
+        self._count(verified=len(blocks), mutated=mutated, faults=tuple(faults))
+
+    def _seen(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._sealed[block] = None
+            self._sealed.move_to_end(block)
+
+    def _count(
+        self, sealed: int = 0, verified: int = 0, mutated: int = 0, faults: tuple[Fault, ...] = ()
+    ) -> None:
+        before = self._counts
+        self._counts = LedgerCounts(
+            before.sealed + sealed,
+            before.verified + verified,
+            before.mutated + mutated,
+            before.faults + faults,
+        )
+
+
+def _integers(part: Tensor) -> Tensor:
+    """[layers, blocks, ...] as [layers, blocks, integers]: the same bytes, as int64 if they fit."""
+    flat = part.view(*part.shape[:2], -1)  # never a copy, whose bytes would not change
+    fits = flat.shape[2] * flat.element_size() % 8 == 0
+    return flat.view(torch.int64 if fits else torch.uint8)
+
+
+def _words(integers: Tensor) -> Tensor:
+    """[..., integers] as [..., words] of eight bytes."""
+    if integers.dtype is torch.int64:
+        return integers
+    padded = torch.nn.functional.pad(integers, (0, -integers.shape[-1] % 8))
+    return padded.view(torch.int64)
+
+
+def _places(changed: Tensor) -> tuple[Place, ...]:
+    """From [parts, layers] bool: by layer, keys first."""
+    found = sorted((layer, part) for part, layer in changed.nonzero().tolist())
+    return tuple(Place(layer, list(Part)[part]) for layer, part in found)
+
+
+def _fault(block: int, places: tuple[Place, ...], events: Sequence[BlockEvent]) -> Fault:
+    sequences = tuple(dict.fromkeys(event.seq for event in events))
+    base = next((event.base for event in events if event.base is not None), None)
+    return Fault(block, places, sequences, base)
