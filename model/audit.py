@@ -147,7 +147,8 @@ class Watch:
         changed = differs & ~written
 
         counted = [
-            self.arm.decoder.encoding.work(self.config, n) for n in range(start + 1, stop + 1)
+            self.arm.decoder.encoding.work(self.config, n, BLOCK_SIZE)
+            for n in range(start + 1, stop + 1)
         ]
         first_term = 0 if rewritten else first_positional_term(self.arm.decoder, start, stop)
         return AuditStep(
@@ -206,7 +207,7 @@ def first_positional_term(decoder: Decoder, start: int, stop: int) -> int:
 
 def biased_keys(encoding: PositionalEncoding, config: ModelConfig, context: int) -> int:
     """How many keys get a bias from one query that sees `context` of them."""
-    return encoding.work(config, context).bias_values // (config.layers * config.heads)
+    return encoding.work(config, context, BLOCK_SIZE).bias_values // (config.layers * config.heads)
 
 
 def _batch(tokens: Sequence[int], start: int) -> ForwardBatch:

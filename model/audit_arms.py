@@ -66,7 +66,9 @@ class FollowingRoPE(RoPE):
     Not for serving: a key that was stored at one length is wrong at the next.
     """
 
-    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(
+        self, q: Tensor, k: Tensor, positions: Tensor, offsets: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """By the frequencies of the length that these positions reach."""
         speeds = self.frequencies_at(int(positions.max()) + 1).double()
         angles = positions[:, None] * speeds

@@ -20,9 +20,11 @@ from model.encodings.base import (
     find,
     names,
 )
+from model.rotation import Rotation
 
-HOOKS = ("embed", "rotate", "score_bias", "for_layer")
+HOOKS = ("embed", "rotate", "rotation", "score_bias", "for_layer")
 LENGTHS = (512, 4096, 32768)  # keys that the new token sees
+BLOCK_SIZE = 16  # tokens of a cache block where no cache is asked about: what `serve` has
 # GPT-2's smallest: 12 layers of 12 heads of 64.
 SHAPE = ModelConfig(
     vocab_size=50257,
@@ -93,9 +95,10 @@ def facts(name: str, place: Place) -> EncodingFacts:
     except EncodingError as error:
         unbuilt = str(error)
     else:
-        bias = encoding.for_layer(0).score_bias()
-        backends = tuple(_support(place, bias))
-        work = {length: encoding.work(SHAPE, length) for length in LENGTHS}
+        first = encoding.for_layer(0)
+        bias = first.score_bias()
+        backends = tuple(_support(place, bias, first.rotation()))
+        work = {length: encoding.work(SHAPE, length, BLOCK_SIZE) for length in LENGTHS}
     return EncodingFacts(
         name=name,
         summary=summary(kind),
@@ -153,7 +156,7 @@ def bias_name(kind: type[ScoreBias]) -> str:
     return kind.__name__.removesuffix("Bias").lower()
 
 
-def _support(place: Place, bias: ScoreBias | None) -> Iterable[Support]:
+def _support(place: Place, bias: ScoreBias | None, rotation: Rotation | None) -> Iterable[Support]:
     spec = AttentionSpec(
         heads=SHAPE.heads,
         kv_heads=SHAPE.kv_heads,
@@ -162,6 +165,7 @@ def _support(place: Place, bias: ScoreBias | None) -> Iterable[Support]:
         dtype=place.dtype,
         device=place.device,
         bias=None if bias is None else type(bias),
+        rotation=None if rotation is None else rotation.frame,
     )
     for backend in place.backends:
         reason = backend.why_not(spec)

@@ -55,7 +55,7 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor, seen: ForwardBatch, kv: LayerKV) -> Tensor:
         """x [T, width], of the rows of `seen`, which sees all of its encoded prompt."""
         q = self.q(x).view(len(x), -1, self.head_dim)
-        y: Tensor = self.out(self.attend(q, kv, seen, None).flatten(1))
+        y: Tensor = self.out(self.attend(q, kv, seen, None, None).flatten(1))
         return y
 
 

@@ -1,18 +1,15 @@
-"""Turning pairs of coordinates: by one position, or by one of several positions for each pair.
+"""Turning pairs of coordinates, and what is still to be turned when keys are stored unturned.
 
-Text has one axis, and `model/encodings/rope.py` serves it from tables. The forms with several
-axes are those of grids and of Qwen2-VL's sections. Knows no model, batch or cache.
+Knows no encoding, model, batch or cache.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from model.encodings.base import EncodingError
-from model.rope_scaling import frequencies
+from cache.terms import KeyFrame
 
 # Which coordinates of a head turn together: i with i + width/2, or 2i with 2i + 1.
 Layout = Literal["half", "interleaved"]
@@ -36,81 +33,31 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class MultiAxisRotation:
-    """RoPE over several positions for each token: every pair of coordinates follows one of them.
+class Rotation:
+    """What an attention backend must still turn: queries that come unturned, and stored keys.
 
-    Where all axes of a token are equal, it is RoPE at that position.
+    A query at position m and a key at position base + offset must meet as if both were turned at
+    their positions. A raw key is turned at its position. A key of the block frame was turned by
+    its offset when it was stored, so it is turned by its block's base; or instead the query, once
+    for each block, by m - base: R(m - base)ᵀ R(offset) = R(m)ᵀ R(base + offset).
     """
 
-    frequencies: Tensor  # [pairs] float32, radians per step along the pair's axis
-    axes: Tensor  # [pairs] int64, the axis of each pair
+    cos: Tensor  # [positions, pairs] float32; in the raw frame times the magnitude of a scaling
+    sin: Tensor
     layout: Layout
-    magnitude: float = 1.0  # of the scaling that the frequencies come from
+    frame: KeyFrame  # RAW or BLOCK
+    magnitude: float = 1.0  # what the turning coordinates of queries are multiplied by besides
 
-    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """q [T, heads, head_dim], k [T, kv_heads, head_dim], positions [axes, T]."""
-        angles = positions.float()[self.axes].t() * self.frequencies  # [T, pairs]
-        cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
-        return turn(q, cos, sin, self.layout), turn(k, cos, sin, self.layout)
+    def queries(self, q: Tensor, positions: Tensor) -> Tensor:
+        """q [T, heads, head_dim] turned at positions [T]."""
+        cos, sin = self.cos[positions] * self.magnitude, self.sin[positions] * self.magnitude
+        return turn(q, cos, sin, self.layout)
 
+    def keys(self, keys: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
+        """Stored keys [T, kv_heads, head_dim], at positions and block offsets [T] → turned.
 
-def axial(base: float, width: int, *, axes: int = 2, layout: Layout = "half") -> MultiAxisRotation:
-    """Each axis has a block of pairs of its own and all frequencies of a head of width / axes.
-
-    As in the vision towers of Qwen2-VL (arXiv 2409.12191, section 2.1; half) and of Llama 4
-    (interleaved, with positions counted from 1). Raises EncodingError.
-    """
-    each = _pairs_per_axis(width, axes)
-    return MultiAxisRotation(
-        frequencies(base, 2 * each).repeat(axes),
-        torch.arange(axes).repeat_interleave(each),
-        layout,
-    )
-
-
-def dealt(base: float, width: int, *, axes: int = 2, layout: Layout = "half") -> MultiAxisRotation:
-    """The frequencies of one head are dealt to the axes in turn, then laid in blocks.
-
-    As in Pixtral's vision tower (arXiv 2410.07073, section 2). Raises EncodingError.
-    """
-    each = _pairs_per_axis(width, axes)
-    return MultiAxisRotation(
-        frequencies(base, width).view(each, axes).t().flatten(),
-        torch.arange(axes).repeat_interleave(each),
-        layout,
-    )
-
-
-def sectioned(
-    speeds: Tensor,
-    sections: Sequence[int],
-    *,
-    axes: int = 3,
-    layout: Layout = "half",
-    magnitude: float = 1.0,
-) -> MultiAxisRotation:
-    """One head's frequencies in consecutive sections: time, height, width, and then again.
-
-    Qwen2-VL's multimodal rotation (arXiv 2409.12191, section 2.1; `mrope_section` in its
-    config.json). speeds: [pairs]; sections: pairs in each. Raises EncodingError.
-    """
-    if sum(sections) != len(speeds) or min(sections, default=0) < 0:
-        raise EncodingError(
-            f"the sections {list(sections)} do not add up to the head's {len(speeds)} pairs."
-        )
-    owners = torch.arange(len(sections)) % axes
-    return MultiAxisRotation(
-        speeds, owners.repeat_interleave(torch.tensor(sections)), layout, magnitude
-    )
-
-
-def grid_positions(rows: int, columns: int) -> Tensor:
-    """[2, rows · columns]: row and column of each cell, one row after the other."""
-    row = torch.arange(rows).repeat_interleave(columns)
-    return torch.stack((row, torch.arange(columns).repeat(rows)))
-
-
-def _pairs_per_axis(width: int, axes: int) -> int:
-    if width <= 0 or width % (2 * axes):
-        raise EncodingError(f"{width} coordinates cannot turn in pairs along {axes} axes alike.")
-    return width // (2 * axes)
+        Slots that hold no token may have any position: they are turned by some angle.
+        """
+        lacking = positions if self.frame is KeyFrame.RAW else positions - offsets
+        lacking = lacking.clamp(0, len(self.cos) - 1)
+        return turn(keys, self.cos[lacking], self.sin[lacking], self.layout)

@@ -108,7 +108,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(head_dim, config.norm_eps, dtype, device)
         self.clip = config.qkv_clip
         self.encoding = encoding.for_layer(layer)
-        bias = self.encoding.score_bias()
+        bias, rotation = self.encoding.score_bias(), self.encoding.rotation()
         self.attend = backend(
             AttentionSpec(
                 heads=heads,
@@ -120,6 +120,7 @@ class Attention(nn.Module):
                 window=config.windows[layer],
                 causal=causal,
                 bias=None if bias is None else type(bias),
+                rotation=None if rotation is None else rotation.frame,
             )
         )
 
@@ -143,9 +144,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[T, width] → [S, width] of `rows`, or of all. Every row's key and value are stored."""
         q, k, v = self.project(x)
-        q, k = self.encoding.rotate(q, k, batch.positions)
+        q, k = self.encoding.rotate(q, k, batch.positions, batch.offsets)
         kv.write(k, v, batch.slots)
-        y = self.attend(q, kv, batch, bias)
+        y = self.attend(q, kv, batch, bias, self.encoding.rotation())
         projected: Tensor = self.out(kept(y.flatten(1), rows))
         return projected
 

@@ -78,7 +78,7 @@ def prepare(
         )
     if loading.encoding is not None:
         _refuse_missing_weights(checkpoint, encoding)
-    backend = _backend(checkpoint, loading, dtype, device, kernels)
+    backend = _backend(checkpoint, loading, encoding, dtype, device, kernels)
     decoder = _assembled(checkpoint, encoding, backend, context, dtype, device)
     _load(checkpoint, source.name, decoder)
     if isinstance(kernels, Kernels):
@@ -128,6 +128,7 @@ def _refuse_missing_weights(checkpoint: Checkpoint, encoding: PositionalEncoding
 def _backend(
     checkpoint: Checkpoint,
     loading: ModelOptions,
+    encoding: PositionalEncoding,
     dtype: torch.dtype,
     device: torch.device,
     kernels: Kernels | str,
@@ -136,7 +137,7 @@ def _backend(
     backends = all_backends(kernels)
     if loading.attention is not None:
         backends = [backend for backend in backends if backend.name == loading.attention]
-    shape = checkpoint.config
+    shape, rotation = checkpoint.config, encoding.rotation()
     spec = AttentionSpec(
         heads=shape.heads,
         kv_heads=shape.kv_heads,
@@ -144,6 +145,7 @@ def _backend(
         scale=1.0,
         dtype=dtype,
         device=device,
+        rotation=None if rotation is None else rotation.frame,
     )
     return choose(backends, spec)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from model.catalogue import BLOCK_SIZE
 from model.encodings.base import EncodingError
 from model.explain.figure import Picture
 from model.explain.page import to_html, to_png
@@ -62,7 +63,7 @@ def run(flags: argparse.Namespace) -> Path:
 def facts(subject: Subject) -> dict[str, str]:
     """Label and text of what is said before the pictures."""
     config = subject.config
-    work = subject.whole.work(config, subject.context)
+    work = subject.whole.work(config, subject.context, BLOCK_SIZE)
     layers = "1 layer" if config.layers == 1 else f"{config.layers} layers"
     told = {
         "touches": ", ".join(subject.hooks) or "nothing",

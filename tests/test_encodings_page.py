@@ -10,7 +10,7 @@ import torch
 
 from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
-from model.catalogue import LENGTHS, SHAPE, Place, example, facts
+from model.catalogue import BLOCK_SIZE, LENGTHS, SHAPE, Place, example, facts
 from model.config import EncodingSpec
 from model.encodings.base import PositionalWork, create, find, names
 from model.rope_scaling import scaling_from
@@ -53,7 +53,7 @@ def cost_table() -> str:
     counted = [(f"`{name}`", name, {}) for name in names()]
     for label, name, options in sorted((*counted, *VARIANTS), key=lambda row: row[1]):
         encoding = example(find(name), SHAPE, max(LENGTHS) if options else 1024, options)
-        rows.append(row(label, [encoding.work(SHAPE, length) for length in LENGTHS]))
+        rows.append(row(label, [encoding.work(SHAPE, length, BLOCK_SIZE) for length in LENGTHS]))
     columns = SHAPE.layers * SHAPE.heads * SHAPE.head_dim
     attention = [PositionalWork(flops=4 * columns * n, bytes=4 * columns * n) for n in LENGTHS]
     rows.append(row("*attention itself, bfloat16 cache*", attention))
@@ -144,7 +144,7 @@ def test_example_computes_what_it_says(kerple) -> None:
     distance = (positions[:, None] - positions).clamp(min=0).double()
     assert torch.allclose(found.double(), -2 * torch.log(1 + 0.5 * distance), atol=1e-5)
     assert encoding.max_positions == 100
-    assert encoding.work(SHAPE, 50).flops == SHAPE.layers * SHAPE.heads * 50
+    assert encoding.work(SHAPE, 50, BLOCK_SIZE).flops == SHAPE.layers * SHAPE.heads * 50
     with pytest.raises(ValueError, match="kerple takes"):
         example(find(kerple), SHAPE, 100, {"r3": 1})
 

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from cache.kv import LayerKV
+from cache.terms import KeyFrame
 from model.attention.bias import StepBias
 from model.batch import ForwardBatch
 from model.encodings.base import ScoreBias
+from model.rotation import Rotation
 
 
 class NoBackend(ValueError):
@@ -30,19 +32,26 @@ class AttentionSpec:
     window: int | None = None  # keys a query sees, itself included; None: all before it
     causal: bool = True  # False: a query sees all keys of its request
     bias: type[ScoreBias] | None = None  # what the layer's encoding adds to the scores
+    rotation: KeyFrame | None = None  # which keys are stored when a Rotation will come
 
 
 class Attend(Protocol):
-    """Attention of new queries over the paged cache, bias by position."""
+    """Attention of new queries over the paged cache, bias and rotation by position."""
 
     def __call__(
-        self, q: Tensor, kv: LayerKV, batch: ForwardBatch, bias: StepBias | None
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: ForwardBatch,
+        bias: StepBias | None,
+        rotation: Rotation | None,
     ) -> Tensor:
         """q [T, heads, head_dim], keys already written → [T, heads, head_dim].
 
         When causal, row i of request r sees the keys 0 .. context_lens[r] - rows(r) + i by
         index. The bias is a function of positions, `batch.positions` and block base + offset,
-        unless it is dense: then it goes by row and key index.
+        unless it is dense: then it goes by row and key index. With a rotation, queries come and
+        keys lie unturned or half turned, and meet as it says.
         """
         ...
 

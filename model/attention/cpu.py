@@ -9,6 +9,7 @@ from model.attention.bias import DenseBias, StepBias
 from model.batch import ForwardBatch
 from model.encodings.base import KeyBias, LinearBias, TableBias
 from model.kernels.build import ATTENTION_SUFFIXES, AttendArguments, Kernels
+from model.rotation import Rotation
 
 
 class CpuBackend:
@@ -24,6 +25,8 @@ class CpuBackend:
             return f"the device is {spec.device.type}"
         if spec.dtype not in ATTENTION_SUFFIXES:
             return f"it computes float32, float64 and bfloat16, not {spec.dtype}"
+        if spec.rotation is not None:
+            return f"it turns no keys, and those of the {spec.rotation} frame need it"
         return self.kernels if isinstance(self.kernels, str) else None
 
     def __call__(self, spec: AttentionSpec) -> "CpuAttention":
@@ -39,7 +42,12 @@ class CpuAttention:
         self.kernels = kernels
 
     def __call__(
-        self, q: Tensor, kv: LayerKV, batch: ForwardBatch, bias: StepBias | None
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: ForwardBatch,
+        bias: StepBias | None,
+        rotation: Rotation | None,
     ) -> Tensor:
         spec = self.spec
         q = q.contiguous()

@@ -10,6 +10,7 @@ from cache.kv import LayerKV
 from model.attention.base import AttentionSpec
 from model.attention.bias import DenseBias, StepBias
 from model.batch import ForwardBatch
+from model.rotation import Rotation
 
 
 class ReferenceAttention:
@@ -26,20 +27,30 @@ class ReferenceAttention:
         self.dtype = torch.promote_types(spec.dtype, torch.float32)
 
     def __call__(
-        self, q: Tensor, kv: LayerKV, batch: ForwardBatch, bias: StepBias | None
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: ForwardBatch,
+        bias: StepBias | None,
+        rotation: Rotation | None,
     ) -> Tensor:
         out = torch.empty_like(q)
         starts = batch.query_starts.tolist()
         for r, context in enumerate(batch.context_lens.tolist()):
             rows = slice(starts[r], starts[r + 1])
             keys, values, key_positions = self._gather(kv, batch, r, context)
+            queries = q[rows].to(self.dtype)
+            if rotation is not None:
+                queries = rotation.queries(queries, batch.positions[rows])
+                offsets = torch.arange(context, device=q.device) % kv.keys.shape[1]
+                keys = rotation.keys(keys, key_positions, offsets)
             count = rows.stop - rows.start
             index = torch.arange(context - count, context, device=q.device)  # [rows]
             gap = index[:, None] - torch.arange(context, device=q.device)  # [rows, context]
             hidden = gap < 0 if self.spec.causal else torch.zeros_like(gap, dtype=torch.bool)
             if self.spec.window is not None:
                 hidden |= gap >= self.spec.window
-            scores = torch.einsum("qhd,khd->hqk", q[rows].to(self.dtype), keys) * self.spec.scale
+            scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.spec.scale
             if isinstance(bias, DenseBias):
                 scores = scores + bias.values[:, rows, :context]
             elif bias is not None:

@@ -12,6 +12,7 @@ from cache.kv import LayerKV
 from model.attention.base import AttentionSpec
 from model.attention.bias import DenseBias, StepBias
 from model.batch import ForwardBatch
+from model.rotation import Rotation
 
 
 class SdpaAttention:
@@ -27,9 +28,17 @@ class SdpaAttention:
         self.spec = spec
 
     def __call__(
-        self, q: Tensor, kv: LayerKV, batch: ForwardBatch, bias: StepBias | None
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: ForwardBatch,
+        bias: StepBias | None,
+        rotation: Rotation | None,
     ) -> Tensor:
         keys, values = self._gather(kv, batch)
+        if rotation is not None:
+            q = rotation.queries(q, batch.positions)
+            keys = self._turned(keys, batch, kv.keys.shape[1], rotation)
         rows, valid = self._padded_rows(batch)  # [R, max_query] each
         index = self._query_index(batch)
         gap = index[:, :, None] - torch.arange(keys.shape[2], device=q.device)
@@ -67,6 +76,17 @@ class SdpaAttention:
         keys, values = (cache[tables].flatten(1, 2)[:, :longest] for cache in kv)
         keys, values = keys.masked_fill(unused, 0), values.masked_fill(unused, 0)
         return keys.transpose(1, 2), values.transpose(1, 2)
+
+    @staticmethod
+    def _turned(keys: Tensor, batch: ForwardBatch, block_size: int, rotation: Rotation) -> Tensor:
+        """As they were gathered, [R, kv_heads, max_context, head_dim]."""
+        positions = batch.key_positions(block_size)
+        offsets = torch.arange(positions.shape[1], device=positions.device) % block_size
+        rows = keys.transpose(1, 2)
+        turned = rotation.keys(
+            rows.flatten(0, 1), positions.flatten(), offsets.repeat(len(positions))
+        )
+        return turned.view(rows.shape).transpose(1, 2)
 
     @staticmethod
     def _padded_rows(batch: ForwardBatch) -> tuple[Tensor, Tensor]:

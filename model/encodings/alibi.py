@@ -101,7 +101,7 @@ class ALiBi(PositionalEncoding):
     def score_bias(self) -> LinearBias | KeyBias:
         return LinearBias(self.slopes) if self.by_key is None else KeyBias(self.by_key)
 
-    def work(self, config: ModelConfig, context: int) -> PositionalWork:
+    def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
         """For every key and head a product and a sum; with `hf_exact` a value read and a sum."""
         values = config.layers * config.heads * context
         exact = self.by_key is not None

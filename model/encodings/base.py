@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from cache.terms import Capability, KeyFrame, Op
 from model.config import EncodingSpec, ModelConfig
+from model.rotation import Rotation
 
 
 class EncodingError(ValueError):
@@ -135,9 +136,18 @@ class PositionalEncoding(nn.Module):
         """x: token embeddings [T, width]."""
         return x
 
-    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """q [T, heads, head_dim], k [T, kv_heads, head_dim], before k is stored."""
+    def rotate(
+        self, q: Tensor, k: Tensor, positions: Tensor, offsets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """q [T, heads, head_dim], k [T, kv_heads, head_dim], before k is stored.
+
+        positions and offsets within a block, [T] each.
+        """
         return q, k
+
+    def rotation(self) -> Rotation | None:
+        """What attention must still turn, when `rotate` did not turn both."""
+        return None
 
     def score_bias(self) -> ScoreBias | None:
         """Added to the scaled scores."""
@@ -159,8 +169,8 @@ class PositionalEncoding(nn.Module):
         """
         return keys
 
-    def work(self, config: ModelConfig, context: int) -> PositionalWork:
-        """For one new token that sees `context` keys, itself included.
+    def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
+        """For one new token that sees `context` keys, itself included, in blocks of that size.
 
         Lists ask at lengths beyond the one that the encoding was built for.
         """

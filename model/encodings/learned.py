@@ -60,6 +60,6 @@ class Learned(PositionalEncoding):
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         return (x + self.table[positions + self.offset]).to(x.dtype)
 
-    def work(self, config: ModelConfig, context: int) -> PositionalWork:
+    def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
         """One row is read and added, however long the context."""
         return PositionalWork(flops=config.width, bytes=4 * config.width)

@@ -1,7 +1,8 @@
 """Rotary position embedding: pairs of query and key coordinates turn with the position.
 
-Keys are turned once, at their own position, when they are written. Frequencies are fixed when
-the model is loaded, so nothing that happens later changes them.
+Keys are turned once, when they are written: at their own position, or by their offset within the
+block, or not at all; attention turns what is left. Frequencies are fixed when the model is loaded,
+so nothing that happens later changes stored keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from cache.terms import Capability, KeyFrame, Op
 from model.config import ModelConfig
 from model.encodings.base import EncodingError, PositionalEncoding, PositionalWork
 from model.rope_scaling import Scaling, frequencies, scaling_from
-from model.rotation import Layout, turn
+from model.rotation import Layout, Rotation, turn
 
 REQUIRED = frozenset({"base", "width", "layout"})
 
@@ -39,14 +40,14 @@ class RoPE(PositionalEncoding):
         "where type is linear, dynamic, yarn, longrope, llama3, proportional or factors; "
         "default none",
         "layers": "indices of the layers whose queries and keys turn; default all",
+        "frame": "absolute, raw or block: by what stored keys are turned, their position, nothing "
+        "or their offset within the block; default absolute",
     }
     LIMIT = "the served context, for whose positions the angles are tabulated"
     BEYOND_TRAINED = (
         "computes as before, but distances past the trained length turn the slow pairs by angles "
         "that training never showed, and answers degrade unless a scaling was made for them"
     )
-
-    key_frame = KeyFrame.ABSOLUTE
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class RoPE(PositionalEncoding):
         device: torch.device,
         scaling: Scaling | None = None,
         layers: Sequence[int] | None = None,
+        frame: KeyFrame = KeyFrame.ABSOLUTE,
     ) -> None:
         super().__init__()
         self.base = base
@@ -65,17 +67,21 @@ class RoPE(PositionalEncoding):
         self.layout = layout
         self.scaling = scaling
         self.layers = None if layers is None else frozenset(layers)
+        self.key_frame = frame
         self.max_positions = context
         self.unturned = PositionalEncoding()  # for layers that do not turn
-        # float32 whatever the model's dtype: in bfloat16, neighbouring positions share an angle
-        # from position 256 on. Plain attributes, so that casting the model leaves them alone.
         self.frequencies = self.frequencies_at(context)
-        angles = torch.arange(context, dtype=torch.float32)[:, None] * self.frequencies
         # What queries and keys grow by besides turning: already in the tables, so a stored key
         # that is turned further must not be multiplied by it again.
         self.magnitude = 1.0 if scaling is None else scaling.norm_factor()
-        self.cos = (angles.cos() * self.magnitude).to(device)  # [context, width / 2]
-        self.sin = (angles.sin() * self.magnitude).to(device)
+        # Plain attributes, so that casting the model leaves them alone.
+        cos, sin = (table.to(device) for table in self.tables(context))
+        self.cos, self.sin = cos * self.magnitude, sin * self.magnitude
+        self.left: Rotation | None = None  # to attention
+        if frame is KeyFrame.RAW:
+            self.left = Rotation(self.cos, self.sin, layout, frame)
+        elif frame is KeyFrame.BLOCK:  # whose stored keys have grown already
+            self.left = Rotation(cos, sin, layout, frame, self.magnitude)
 
     @classmethod
     def create(
@@ -87,8 +93,8 @@ class RoPE(PositionalEncoding):
         """
         if not REQUIRED <= options.keys() <= cls.OPTIONS.keys():
             raise EncodingError(
-                "rope takes the options base, width and layout, and if need be scaling and "
-                f"layers, but got {sorted(options)}."
+                "rope takes the options base, width and layout, and if need be scaling, layers "
+                f"and frame, but got {sorted(options)}."
             )
         base, width, layout = options["base"], options["width"], options["layout"]
         if not base > 0:
@@ -104,6 +110,9 @@ class RoPE(PositionalEncoding):
             raise EncodingError(
                 f"rope's layers are indices below {config.layers}, but got {list(layers)}."
             )
+        frame = options.get("frame", KeyFrame.ABSOLUTE)
+        if frame not in list(KeyFrame):
+            raise EncodingError(f"rope's frame is {', '.join(KeyFrame)}, but got {frame!r}.")
         return cls(
             base=base,
             width=width,
@@ -112,6 +121,7 @@ class RoPE(PositionalEncoding):
             device=device,
             scaling=None if scaling is None else scaling_from(scaling),
             layers=layers,
+            frame=KeyFrame(frame),
         )
 
     @classmethod
@@ -128,13 +138,37 @@ class RoPE(PositionalEncoding):
             return frequencies(self.base, self.width)
         return self.scaling.frequencies(self.base, self.width, length)
 
+    def tables(self, context: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions 0 .. context - 1, [context, width / 2] float32.
+
+        float32 whatever the model's dtype: in bfloat16, neighbouring positions share an angle from
+        position 256 on. Angles are rounded to float32 too, as in published models, but not in the
+        block frame: two of them add up there, and rounded apart they miss the rounded sum.
+        """
+        exact = torch.float64 if self.key_frame is KeyFrame.BLOCK else torch.float32
+        angles = torch.arange(context, dtype=exact)[:, None] * self.frequencies
+        return angles.cos().float(), angles.sin().float()
+
     def turns(self, layer: int) -> bool:
         """Whether queries and keys of this layer turn."""
         return self.layers is None or layer in self.layers
 
-    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self.cos[positions], self.sin[positions]
-        return turn(q, cos, sin, self.layout), turn(k, cos, sin, self.layout)
+    def rotate(
+        self, q: Tensor, k: Tensor, positions: Tensor, offsets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        match self.key_frame:
+            case KeyFrame.ABSOLUTE:
+                return self._turned(q, positions), self._turned(k, positions)
+            case KeyFrame.BLOCK:
+                return q, self._turned(k, offsets)
+            case KeyFrame.RAW:
+                return q, k
+
+    def _turned(self, x: Tensor, at: Tensor) -> Tensor:
+        return turn(x, self.cos[at], self.sin[at], self.layout)
+
+    def rotation(self) -> Rotation | None:
+        return self.left
 
     def for_layer(self, layer: int) -> PositionalEncoding:
         return self if self.turns(layer) else self.unturned
@@ -157,12 +191,24 @@ class RoPE(PositionalEncoding):
         cos, sin = (each.float().to(keys.device) for each in (angles.cos(), angles.sin()))
         return turn(flat, cos, sin, self.layout).view(keys.shape)
 
-    def work(self, config: ModelConfig, context: int) -> PositionalWork:
-        """Six operations for each pair of the new query and key; one row of both tables."""
+    def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
+        """Six operations for each pair that turns, and a row of both tables for each angle.
+
+        Absolute: the new query and key. Raw: the query, and every key again. Block: the query once
+        for each block, and the new key; a kernel may turn each block's keys instead when they are
+        fewer than the queries that see them.
+        """
         turning = sum(self.turns(layer) for layer in range(config.layers))
-        rotations = turning * (config.heads + config.kv_heads)
+        match self.key_frame:
+            case KeyFrame.ABSOLUTE:
+                heads, angles = config.heads + config.kv_heads, 1
+            case KeyFrame.RAW:
+                heads, angles = config.heads + config.kv_heads * context, context
+            case KeyFrame.BLOCK:
+                blocks = -(-context // block_size)
+                heads, angles = config.heads * blocks + config.kv_heads, blocks + 1
         return PositionalWork(
-            rotations=rotations,
-            flops=rotations * 3 * self.width,
-            bytes=self.width * self.cos.element_size() if turning else 0,
+            rotations=turning * heads,
+            flops=turning * heads * 3 * self.width,
+            bytes=angles * self.width * self.cos.element_size() if turning else 0,
         )

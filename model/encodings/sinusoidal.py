@@ -107,6 +107,6 @@ class Sinusoidal(PositionalEncoding):
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         return (x + self.table[positions]).to(x.dtype)
 
-    def work(self, config: ModelConfig, context: int) -> PositionalWork:
+    def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
         """One row is read and added, however long the context."""
         return PositionalWork(flops=config.width, bytes=4 * config.width)

@@ -186,7 +186,7 @@ class T5(PositionalEncoding):
         assert isinstance(own, PositionalEncoding)
         return own
 
-    def work(self, config: ModelConfig, context: int) -> PositionalWork:
+    def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
         """One add for each key: in the window form, for each nearer than `far`."""
         first = self.layers[0] if self.layers else self
         assert isinstance(first, T5)

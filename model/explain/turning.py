@@ -80,6 +80,7 @@ def _unit_vectors_at(
         rows[:, None].repeat(1, config.heads, 1),
         rows[:, None].repeat(1, config.kv_heads, 1),
         torch.full((config.head_dim,), at),
+        torch.zeros(config.head_dim, dtype=torch.int64),
     )
     return q[:, 0].double(), k[:, 0].double()
 

@@ -7,12 +7,13 @@ each substitute differs from its original by rounding only, and the tests hold b
 import torch
 from torch import Tensor, nn
 
-from cache.terms import Capability, Op
+from cache.terms import Capability, KeyFrame, Op
 from model.config import ModelConfig
 from model.encodings.base import PositionalEncoding, PositionalWork
 from model.encodings.rope import RoPE
 from model.kernels.build import SUFFIXES, Kernels
 from model.linear import Linear
+from model.rotation import Rotation
 from model.transformer import Gate, RMSNorm
 
 
@@ -111,11 +112,23 @@ class KernelRoPE(PositionalEncoding):
         self.interleaved = rope.layout == "interleaved"
         self.original = (rope,)  # in a tuple, so that it is no submodule
 
-    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return (
-            self.kernels.rotate(q, self.cos, self.sin, positions, self.interleaved),
-            self.kernels.rotate(k, self.cos, self.sin, positions, self.interleaved),
-        )
+    def rotate(
+        self, q: Tensor, k: Tensor, positions: Tensor, offsets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        match self.key_frame:
+            case KeyFrame.ABSOLUTE:
+                return self._turned(q, positions), self._turned(k, positions)
+            case KeyFrame.BLOCK:
+                return q, self._turned(k, offsets)
+            case KeyFrame.RAW:
+                return q, k
+
+    def _turned(self, x: Tensor, at: Tensor) -> Tensor:
+        return self.kernels.rotate(x, self.cos, self.sin, at, self.interleaved)
+
+    def rotation(self) -> Rotation | None:
+        (rope,) = self.original
+        return rope.rotation()
 
     def for_layer(self, layer: int) -> PositionalEncoding:
         (rope,) = self.original
@@ -129,6 +142,6 @@ class KernelRoPE(PositionalEncoding):
         (rope,) = self.original
         return rope.shift(keys, delta)
 
-    def work(self, config: ModelConfig, context: int) -> PositionalWork:
+    def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
         (rope,) = self.original
-        return rope.work(config, context)
+        return rope.work(config, context, block_size)

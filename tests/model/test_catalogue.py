@@ -41,7 +41,7 @@ class Outside(PositionalEncoding):
     def score_bias(self):
         return LinearBias(torch.zeros(12))
 
-    def work(self, config, context):
+    def work(self, config, context, block_size):
         return PositionalWork(flops=context)
 
 
@@ -69,7 +69,7 @@ def test_every_encoding_of_the_folder_is_listed_once_and_tells_all() -> None:
 @pytest.mark.parametrize(
     ("name", "used", "bias"),
     [
-        ("rope", {"rotate", "for_layer"}, None),
+        ("rope", {"rotate", "rotation", "for_layer"}, None),
         ("alibi", {"score_bias"}, "linear"),
         ("t5", {"score_bias", "for_layer"}, "table"),
         ("learned", {"embed"}, None),

@@ -285,7 +285,7 @@ def test_kernels(name, tmp_path, kernels):
     model, checkpoint = saved(MODELS[name], tmp_path)
     decoder = loaded(checkpoint, context=CONTEXT, backend=CpuBackend(kernels))
     before = [decoder.encoding.for_layer(index) for index in range(len(decoder.layers))]
-    work = decoder.encoding.work(checkpoint.config, 10)
+    work = decoder.encoding.work(checkpoint.config, 10, 16)
     substitute(decoder, kernels, torch.float32)
     turning = decoder.config.encoding.options.get("layers", range(9))
     for index, original in enumerate(before):
@@ -293,7 +293,7 @@ def test_kernels(name, tmp_path, kernels):
         kinds = isinstance(original, RoPE), isinstance(encoding, KernelRoPE)
         assert kinds == (index in turning,) * 2
         assert type(decoder.encoding.for_layer(index)) is type(encoding)
-    assert decoder.encoding.work(checkpoint.config, 10) == work
+    assert decoder.encoding.work(checkpoint.config, 10, 16) == work
     assert difference(decoder, model, 66, 1, 20) <= TOLERANCE
 
 

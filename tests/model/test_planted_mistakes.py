@@ -59,18 +59,21 @@ def in_options(**options):
 
 
 class Backend:
-    """The reference, told another spec, batch or bias."""
+    """The reference, told another spec, batch, bias or rotation."""
 
     name = "changed"
 
-    def __init__(self, *, spec=None, batch=None, bias=None):
+    def __init__(self, *, spec=None, batch=None, bias=None, rotation=None):
         self.spec = spec or (lambda spec: spec)
         self.batch = batch or (lambda batch: batch)
         self.bias = bias or (lambda bias, batch: bias)
+        self.rotation = rotation or (lambda rotation: rotation)
 
     def __call__(self, spec):
         attend = ReferenceAttention(self.spec(spec))
-        return lambda q, kv, batch, bias: attend(q, kv, self.batch(batch), self.bias(bias, batch))
+        return lambda q, kv, batch, bias, rotation: attend(
+            q, kv, self.batch(batch), self.bias(bias, batch), self.rotation(rotation)
+        )
 
 
 def in_attention(**changes):
@@ -95,8 +98,11 @@ class Wrapped(PositionalEncoding):
         super().__init__()
         self.inner, self.config, self.layer = inner, config, layer
 
-    def rotate(self, q, k, positions):
-        return self.inner.rotate(q, k, positions)
+    def rotate(self, q, k, positions, offsets):
+        return self.inner.rotate(q, k, positions, offsets)
+
+    def rotation(self):
+        return self.inner.rotation()
 
     def score_bias(self):
         return self.inner.score_bias()
@@ -118,15 +124,15 @@ def in_layers(wrapper):
 class QueriesOneOff(Wrapped):
     """Alone: with the keys off as well, a relative encoding is right again."""
 
-    def rotate(self, q, k, positions):
-        _, k = self.inner.rotate(q, k, positions)
-        return self.inner.rotate(q, k, positions + 1)[0], k
+    def rotate(self, q, k, positions, offsets):
+        _, k = self.inner.rotate(q, k, positions, offsets)
+        return self.inner.rotate(q, k, positions + 1, offsets)[0], k
 
 
 class CoarseAngles(Wrapped):
     """Positions, frequencies and their products in bfloat16."""
 
-    def rotate(self, q, k, positions):
+    def rotate(self, q, k, positions, offsets):
         rule = oracle.Rotary(self.config, {}, torch.bfloat16)
 
         def turned(x):

@@ -47,11 +47,11 @@ def test_a_dense_bias_is_the_tables_also_where_positions_have_holes(block_size, 
     dense = built(encoding, batch, block_size)[0]
     assert dense.values.shape == (6, 15, 151)
     table = TableBias(encoding.score_bias().table)
-    exact = ReferenceAttention(given)(q, kv, batch, table)
+    exact = ReferenceAttention(given)(q, kv, batch, table, None)
     closed = replace(batch, positions=batch.positions - batch.block_bases[0, 0])
-    assert (ReferenceAttention(given)(q, kv, closed, table) - exact).abs().max() > 1e-3
+    assert (ReferenceAttention(given)(q, kv, closed, table, None) - exact).abs().max() > 1e-3
     for backend in (ReferenceAttention, SdpaAttention, CpuBackend(kernels)):
-        assert (backend(given)(q, kv, batch, dense) - exact).abs().max() < 1e-12
+        assert (backend(given)(q, kv, batch, dense, None) - exact).abs().max() < 1e-12
 
 
 def test_values_go_by_row_and_key_index():
@@ -95,9 +95,9 @@ class Listening:
     def __call__(self, given):
         attend = ReferenceAttention(given)
 
-        def attended(q, kv, batch, bias):
+        def attended(q, kv, batch, bias, rotation):
             self.heard.append(bias)
-            return attend(q, kv, batch, bias)
+            return attend(q, kv, batch, bias, rotation)
 
         return attended
 

@@ -60,9 +60,9 @@ def test_fast_backends_equal_the_reference(head_dim, heads, block_size, window, 
     given = spec(*heads, head_dim, window=window)
     q, kv, batch = problem(given, block_size, [(0, 9), (30, 1), (17, 4), (0, 1)])
     for bias in biases(given.heads, batch):
-        exact = ReferenceAttention(given)(q, kv, batch, bias)
+        exact = ReferenceAttention(given)(q, kv, batch, bias, None)
         for backend in (CpuBackend(kernels), SdpaAttention):
-            result = backend(given)(q, kv, batch, bias)
+            result = backend(given)(q, kv, batch, bias, None)
             assert (result - exact).abs().max() < 1e-5
 
 
@@ -75,9 +75,9 @@ def test_many_rows_in_float64(head_dim, heads, window, causal, kernels):
     given = spec(*heads, head_dim, torch.float64, window, causal)
     q, kv, batch = problem(given, 16, [(0, 129), (63, 1), (0, 64), (70, 97), (64, 2)])
     for bias in biases(given.heads, batch):
-        exact = ReferenceAttention(given)(q, kv, batch, bias)
+        exact = ReferenceAttention(given)(q, kv, batch, bias, None)
         for backend in (CpuBackend(kernels), SdpaAttention):
-            result = backend(given)(q, kv, batch, bias)
+            result = backend(given)(q, kv, batch, bias, None)
             assert (result - exact).abs().max() < 1e-12
 
 
@@ -86,7 +86,7 @@ def test_a_key_that_is_not_a_number_shows(kernels):
     given = spec()
     q, kv, batch = problem(given, 16, [(40, 1)])
     kv.keys[batch.block_tables[0, 1], 3] = torch.nan
-    assert CpuBackend(kernels)(given)(q, kv, batch, None).isnan().all()
+    assert CpuBackend(kernels)(given)(q, kv, batch, None, None).isnan().all()
 
 
 def test_bfloat16_rounds_once(kernels):
@@ -94,17 +94,17 @@ def test_bfloat16_rounds_once(kernels):
     q, kv, batch = problem(given, 16, [(0, 40), (100, 1)])
     wide = spec()
     exact = ReferenceAttention(wide)(
-        q.float(), LayerKV(kv.keys.float(), kv.values.float()), batch, None
+        q.float(), LayerKV(kv.keys.float(), kv.values.float()), batch, None, None
     )
-    result = CpuBackend(kernels)(given)(q, kv, batch, None)
+    result = CpuBackend(kernels)(given)(q, kv, batch, None, None)
     assert ((result - exact).abs() <= exact.abs() * 2**-8 + 1e-5).all()
 
 
 def test_a_long_context(kernels):
     given = spec(3, 1, 32)
     q, kv, batch = problem(given, 16, [(3000, 1), (2990, 3)])
-    exact = ReferenceAttention(given)(q, kv, batch, None)
-    assert (CpuBackend(kernels)(given)(q, kv, batch, None) - exact).abs().max() < 1e-5
+    exact = ReferenceAttention(given)(q, kv, batch, None, None)
+    assert (CpuBackend(kernels)(given)(q, kv, batch, None, None) - exact).abs().max() < 1e-5
 
 
 def test_the_first_backend_without_an_objection_is_chosen(kernels):

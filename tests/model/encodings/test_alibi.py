@@ -166,7 +166,10 @@ def test_options_that_do_not_fit(options, words):
 
 
 def test_work_counts_every_key_of_every_head():
-    by_distance, by_key = made(6).work(CONFIG, 100), made(6, hf_exact=True).work(CONFIG, 100)
+    by_distance, by_key = (
+        made(6).work(CONFIG, 100, 16),
+        made(6, hf_exact=True).work(CONFIG, 100, 16),
+    )
     values = CONFIG.layers * 6 * 100
     assert (by_distance.rotations, by_distance.bias_values) == (0, values)
     assert (by_distance.flops, by_distance.bytes) == (2 * values, 24)

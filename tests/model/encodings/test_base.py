@@ -58,7 +58,7 @@ def test_nope_does_nothing():
     x = torch.randn(4, 2, 8)
     positions = torch.arange(4)
     assert nope.embed(x, positions) is x
-    assert nope.rotate(x, x, positions) == (x, x)
+    assert nope.rotate(x, x, positions, positions) == (x, x)
     assert nope.score_bias() is None
     assert nope.max_positions is None
 

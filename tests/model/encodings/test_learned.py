@@ -59,5 +59,5 @@ def test_options_that_do_not_fit(options):
 
 def test_work_does_not_grow_with_the_context():
     made = learned(positions=8, offset=0)
-    assert made.work(CONFIG, 1) == made.work(CONFIG, 100_000)
-    assert made.work(CONFIG, 1).flops == WIDTH
+    assert made.work(CONFIG, 1, 16) == made.work(CONFIG, 100_000, 16)
+    assert made.work(CONFIG, 1, 16).flops == WIDTH

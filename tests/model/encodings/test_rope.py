@@ -17,6 +17,7 @@ from tests.model.running import run_uncached
 from tests.model.tiny import CONFIG, CPU, ROPE, tiny
 
 POSITIONS = torch.tensor([0, 1, 7, 130, 4000])
+OFFSETS = POSITIONS % 16
 
 
 def made(width=8, layout="half", base=10000.0, context=5000):
@@ -42,7 +43,7 @@ def test_half_split_equals_llama(base):
     theirs = modeling_llama.apply_rotary_pos_emb(
         q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin
     )
-    ours = made(64, base=base).rotate(q, k, POSITIONS)
+    ours = made(64, base=base).rotate(q, k, POSITIONS, OFFSETS)
     for a, b in zip(ours, theirs, strict=True):
         assert torch.allclose(a, b[0].transpose(0, 1), atol=1e-6)
 
@@ -52,7 +53,9 @@ def test_interleaved_equals_gptj():
     q, k = heads(64)
     table = modeling_gptj.create_sinusoidal_positions(config.n_positions, 16)
     sin, cos = table[POSITIONS][None].split(8, dim=-1)
-    for ours, x in zip(made(16, "interleaved").rotate(q, k, POSITIONS), (q, k), strict=True):
+    for ours, x in zip(
+        made(16, "interleaved").rotate(q, k, POSITIONS, OFFSETS), (q, k), strict=True
+    ):
         theirs = modeling_gptj.apply_rotary_pos_emb(x[None, ..., :16], sin, cos)[0]
         assert torch.allclose(ours[..., :16], theirs, atol=2e-3)  # their angles round differently
         assert torch.equal(ours[..., 16:], x[..., 16:])
@@ -74,7 +77,7 @@ def test_partial_width_equals_gpt_neox():
     theirs = modeling_gpt_neox.apply_rotary_pos_emb(
         q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin
     )
-    for a, b in zip(made(16).rotate(q, k, POSITIONS), theirs, strict=True):
+    for a, b in zip(made(16).rotate(q, k, POSITIONS, OFFSETS), theirs, strict=True):
         assert torch.allclose(a, b[0].transpose(0, 1), atol=1e-6)
 
 
@@ -85,9 +88,11 @@ def test_appending_changes_no_earlier_key(layout):
     generator = torch.Generator().manual_seed(1)
     keys = torch.randn(60, 2, 8, generator=generator).bfloat16()
     positions = torch.arange(60)
-    _, whole = rope.rotate(keys, keys, positions)
+    _, whole = rope.rotate(keys, keys, positions, positions % 16)
     for length in (1, 17, 59):
-        _, part = rope.rotate(keys[:length], keys[:length], positions[:length])
+        _, part = rope.rotate(
+            keys[:length], keys[:length], positions[:length], positions[:length] % 16
+        )
         assert torch.equal(part, whole[:length])
 
 
@@ -128,7 +133,7 @@ def on_rows(rope):
     """Queries and keys turn alike, so one head of either will do."""
 
     def rotate(x, positions):
-        q, k = rope.rotate(x[:, None], x[:, None], positions)
+        q, k = rope.rotate(x[:, None], x[:, None], positions, positions % 16)
         assert torch.equal(q, k)
         return q[:, 0]
 
@@ -168,7 +173,7 @@ def test_layers_that_turn():
     assert [rope.turns(layer) for layer in range(3)] == [True, False, True]
     assert rope.for_layer(0) is rope.for_layer(2) is rope
     still = rope.for_layer(1)
-    assert still.rotate(q, k, positions) == (q, k)
+    assert still.rotate(q, k, positions, OFFSETS) == (q, k)
     assert still.score_bias() is None
     everywhere = create(EncodingSpec("rope", ROPE), CONFIG, 16, CPU)
     assert all(everywhere.for_layer(layer) is everywhere for layer in range(3))
@@ -195,12 +200,12 @@ def test_work_is_the_same_at_every_length():
     """Six query and two key heads turn 3 pairs in each of 2 layers; one row of both tables."""
     options = ROPE | {"width": 6, "layers": [0, 2]}
     rope = create(EncodingSpec("rope", options), CONFIG, 16, CPU)
-    assert rope.work(CONFIG, 1) == rope.work(CONFIG, 100_000)
-    assert rope.work(CONFIG, 9) == PositionalWork(
+    assert rope.work(CONFIG, 1, 16) == rope.work(CONFIG, 100_000, 16)
+    assert rope.work(CONFIG, 9, 16) == PositionalWork(
         rotations=2 * (6 + 2), flops=2 * (6 + 2) * 3 * 6, bytes=2 * 3 * 4
     )
     still = create(EncodingSpec("rope", ROPE | {"layers": []}), CONFIG, 16, CPU)
-    assert still.work(CONFIG, 9) == PositionalWork()
+    assert still.work(CONFIG, 9, 16) == PositionalWork()
 
 
 def test_tables_stay_float32_when_the_model_is_cast():

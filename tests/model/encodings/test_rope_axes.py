@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 from model.encodings.base import EncodingError
 from model.encodings.rope import RoPE
 from model.rope_scaling import Yarn, frequencies
-from model.rotation import axial, dealt, grid_positions, sectioned
+from model.rotation_axes import axial, dealt, grid_positions, sectioned
 from tests.model.tiny import CPU
 
 ROWS, COLUMNS = 5, 7
@@ -111,7 +111,9 @@ def test_a_text_is_rope():
     positions = torch.arange(100)
     rotation = sectioned(rope.frequencies, [2, 3, 3], magnitude=rope.magnitude)
     for ours, expected in zip(
-        rotation.rotate(q, k, positions.expand(3, -1)), rope.rotate(q, k, positions), strict=True
+        rotation.rotate(q, k, positions.expand(3, -1)),
+        rope.rotate(q, k, positions, positions),
+        strict=True,
     ):
         assert torch.allclose(ours, expected, atol=1e-6)
 

@@ -154,29 +154,29 @@ def test_shared_by_all_layers_otherwise():
 def test_work_is_bounded_by_the_last_bucket():
     """Keys from distance 113 on add zero; each layer reads the table, which all share."""
     config = replace(CONFIG, heads=3)
-    near, far = made().work(config, 50), made().work(config, 100_000)
+    near, far = made().work(config, 50, 16), made().work(config, 100_000, 16)
     assert (near.bias_values, near.flops, near.bytes) == (3 * 3 * 50,) * 2 + (3 * 50 * 4,)
     assert (far.bias_values, far.bytes) == (3 * 3 * 113, 3 * 113 * 4)
-    assert made(per_layer=True).work(config, 50).bytes == 3 * near.bytes
-    two_way = made(bidirectional=True).work(config, 1000)
+    assert made(per_layer=True).work(config, 50, 16).bytes == 3 * near.bytes
+    two_way = made(bidirectional=True).work(config, 1000, 16)
     assert (two_way.bias_values, two_way.bytes) == (3 * 3 * 1000, 3 * 183 * 4)
 
 
 def test_work_of_the_other_forms_grows_with_the_context():
     """Every key pays an add; the dense bias is written once and read by each of 3 layers."""
     config = replace(CONFIG, heads=3)
-    table, dense = (made(form=form).work(config, 1000) for form in ("table", "materialised"))
+    table, dense = (made(form=form).work(config, 1000, 16) for form in ("table", "materialised"))
     assert (table.bias_values, table.flops) == (dense.bias_values, dense.flops) == (9000, 9000)
     assert (table.bias_built, table.bytes) == (0, 4 * 3 * 114)
     assert (dense.bias_built, dense.bytes) == (3000, 4 * (3 * 114 + 3000 + 9000))
-    per_layer = made(form="materialised", per_layer=True).work(config, 1000)
+    per_layer = made(form="materialised", per_layer=True).work(config, 1000, 16)
     assert per_layer.bias_built == 9000
     assert per_layer.bytes == 4 * (9 * 114 + 9000 + 9000)
 
 
 def test_all_bytes_are_the_biases():
     for form in ("window", "table", "materialised"):
-        work = made(form=form).work(CONFIG, 300)
+        work = made(form=form).work(CONFIG, 300, 16)
         assert work.bias_bytes == work.bytes > 0
 
 

@@ -187,7 +187,7 @@ class Falling(PositionalEncoding):
 class Sliding(PositionalEncoding):
     """Changes queries and keys in a way of its own."""
 
-    def rotate(self, q, k, positions):
+    def rotate(self, q, k, positions, offsets):
         return q + positions[:, None, None], k
 
 

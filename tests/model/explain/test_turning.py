@@ -59,21 +59,21 @@ def test_pairs_that_stand_still_are_counted_so() -> None:
 class Jumping(RoPE):
     """Turns by twice the angle at position 7 and further."""
 
-    def rotate(self, q, k, positions):
-        return super().rotate(q, k, torch.where(positions < 7, positions, 2 * positions))
+    def rotate(self, q, k, positions, offsets):
+        return super().rotate(q, k, torch.where(positions < 7, positions, 2 * positions), offsets)
 
 
 class OneSided(RoPE):
     """Forgets the keys."""
 
-    def rotate(self, q, k, positions):
-        return super().rotate(q, k, positions)[0], k
+    def rotate(self, q, k, positions, offsets):
+        return super().rotate(q, k, positions, offsets)[0], k
 
 
 class Mixing(PositionalEncoding):
     """Shifts coordinates, which no pairs explain."""
 
-    def rotate(self, q, k, positions):
+    def rotate(self, q, k, positions, offsets):
         return q.roll(1, -1) * 1.0, k.roll(1, -1) * 1.0
 
 
@@ -94,10 +94,10 @@ def turned(encoding, q, k, distances):
     heads = CONFIG.heads
     rows = torch.arange(last + 1)
     query, _ = encoding.rotate(
-        q.float().repeat(1, heads, 1), k.float().repeat(1, heads, 1), torch.tensor([last])
+        q.float().repeat(1, heads, 1), k.float().repeat(1, heads, 1), torch.tensor([last]), rows[:1]
     )
     _, keys = encoding.rotate(
-        q.float().repeat(last + 1, heads, 1), k.float().repeat(last + 1, heads, 1), rows
+        q.float().repeat(last + 1, heads, 1), k.float().repeat(last + 1, heads, 1), rows, rows
     )
     return (keys[:, 0].double() @ query[0, 0].double()).flip(0)[distances]
 
