@@ -16,7 +16,7 @@ from model.attention.sdpa import SdpaAttention
 from model.audit import Arm
 from model.catalogue import example
 from model.config import EncodingSpec, ModelConfig
-from model.encodings.base import EncodingError, PositionalEncoding, create, find
+from model.encodings.base import EncodingError, PositionalEncoding, create, find, names
 from model.encodings.rope import RoPE
 from model.loading import Checkpoint, load_decoder
 from model.rotation import turn
@@ -31,7 +31,7 @@ SEED = 0
 TINY = ModelConfig(
     vocab_size=256,
     width=32,
-    layers=3,
+    layers=2,
     heads=4,
     kv_heads=2,
     head_dim=8,
@@ -39,7 +39,7 @@ TINY = ModelConfig(
     norm_eps=1e-5,
     trained_context=256,
     encoding=EncodingSpec("nope", {}),
-    windows=(None, None, None),
+    windows=(None, None),
 )
 DYNAMIC, REWRITTEN = "rope:dynamic", "rope:dynamic-rewrite"
 # Name: the encoding and the options in which it differs from the plain one.
@@ -96,7 +96,7 @@ class FollowingRoPE(RoPE):
 
 def tiny(context: int) -> Decoder:
     """A small decoder with drawn weights and no encoding, for runs of `context` tokens."""
-    config = replace(TINY, trained_context=context)
+    config = replace(TINY, trained_context=max(context, TINY.trained_context))
     encoding = create(config.encoding, config, context, CPU)
     decoder = Decoder(config, encoding, SdpaAttention, dtype=DTYPE, device=CPU)
     generator = torch.Generator().manual_seed(SEED)
@@ -128,6 +128,8 @@ def arm(name: str, decoder: Decoder, context: int, trained_length: int) -> Arm:
     """
     if name in (DYNAMIC, REWRITTEN):
         return _dynamic(name, decoder, context, trained_length)
+    if name not in VARIANTS and name.partition(":")[0] in names():
+        _refuse_unknown_variant(name)
     plain, options = VARIANTS.get(name, (name, {}))
     encoding = _built(find(plain), plain, options, decoder, context)
     note = ""
@@ -136,6 +138,15 @@ def arm(name: str, decoder: Decoder, context: int, trained_length: int) -> Arm:
     elif any(True for _ in encoding.parameters()):
         note = "the weights of the encoding are drawn at random"
     return Arm(name, note, _with_encoding(decoder, plain, encoding))
+
+
+def _refuse_unknown_variant(name: str) -> None:
+    plain, colon, _ = name.partition(":")
+    if colon:
+        known = [one for one in (DYNAMIC, REWRITTEN, *VARIANTS) if one.startswith(f"{plain}:")]
+        raise EncodingError(
+            f"There is no {name!r} to audit; of {plain} there is {', '.join([plain, *known])}."
+        )
 
 
 def _dynamic(name: str, decoder: Decoder, context: int, trained_length: int) -> Arm:

@@ -15,6 +15,8 @@ from functools import partial
 from typing import NoReturn
 
 from server import chat, listen, pull
+from server.audit_options import HELP as AUDIT_HELP
+from server.audit_options import add_audit_flags
 from server.client_options import CHAT_OPTIONS, CLIENT_KEY, HEALTH_OPTIONS
 from server.config import DEFAULT_MODEL, SERVE_OPTIONS, server_config
 from server.encodings_options import (
@@ -123,6 +125,14 @@ def explain(flags: argparse.Namespace) -> int:
     return 0
 
 
+def audit(flags: argparse.Namespace) -> int:
+    """`ropewalk audit`: what a generation changes in the cache; prints a table."""
+    # Late: it loads torch.
+    from server import audit_command
+
+    return audit_command.run(flags)
+
+
 def version(_: argparse.Namespace) -> int:
     """What a report of a fault should name."""
     print(f"ropewalk {_installed('ropewalk')}")
@@ -192,6 +202,9 @@ def parser() -> Parser:
     line = "draw what a positional encoding does, as one HTML or PNG file"
     explaining = add("explain", explain, line, usage="ENCODING [FLAGS]", epilog=EXPLAIN_HELP)
     add_explain_flags(explaining)
+    line = "watch what each step of a generation changes in the cache"
+    auditing = add("audit", audit, line, usage="[MODEL] [FLAGS]", epilog=AUDIT_HELP)
+    add_audit_flags(auditing)
     probing = add("health", health, "ask a running server how it is", usage="[FLAGS]")
     add_options(probing, HEALTH_OPTIONS)
     add("bench", bench, "measure a running server; its own flags follow")

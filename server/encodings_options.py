@@ -56,10 +56,10 @@ def add_explain_flags(parser: argparse.ArgumentParser) -> None:
         help="explain this checkpoint's encoding, with its own settings and trained weights: "
         "a directory, a .gguf file or smollm2",
     )
-    add("--layer", type=_whole(0, 4096), help="which of the model's layers (default: 0)")
-    add("--context", type=_whole(64, 1 << 17), help="positions (default: 2048, or the model's)")
-    add("--heads", type=_whole(1, 256), help="heads of a layer (default: 8)")
-    add("--head-dim", type=_whole(2, 512), help="coordinates of a head (default: 64)")
+    add("--layer", type=whole(0, 4096), help="which of the model's layers (default: 0)")
+    add("--context", type=whole(64, 1 << 17), help="positions (default: 2048, or the model's)")
+    add("--heads", type=whole(1, 256), help="heads of a layer (default: 8)")
+    add("--head-dim", type=whole(2, 512), help="coordinates of a head (default: 64)")
     add("--base", type=_decimal(1e-3, 1e12), help="rope's base; short for --option base=...")
     add(
         "--option",
@@ -70,7 +70,8 @@ def add_explain_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _whole(low: int, high: int) -> Callable[[str], int]:
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """`count` for a flag of argparse's own."""
     return _told(count(low, high))
 
 

@@ -11,7 +11,7 @@ from model.encodings.base import EncodingError, names
 from tests.model.tiny import CONFIG, ENCODINGS, tiny
 
 STEPS = 4
-LAYERS, KV_HEADS, HEADS = 3, 2, 4  # of audit_arms.tiny
+LAYERS, KV_HEADS, HEADS = 2, 2, 4  # of audit_arms.tiny
 PROMPT = [random.Random(3).randrange(CONFIG.vocab_size) for _ in range(20)]
 
 

@@ -1,0 +1,273 @@
+"""`ropewalk audit`: what each step of a generation changes in the cache, encoding by encoding.
+
+Reads the flags, chooses the arms, prints and writes; model/audit.py watches.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from model import audit_arms
+from model.audit import Arm, Audit, AuditStep, audit, entries
+from model.audit_page import to_html
+from model.audit_report import HEADLINE, Report, as_json, summary
+from model.config import EncoderDecoderConfig
+from model.encodings.base import EncodingError
+from model.loading import CheckpointError, open_checkpoint
+from model.tokenizers.base import InvalidText
+from model.transformer import Decoder
+from server import pull
+from server.config import model_source
+from server.errors import CommandError, UsageError
+from server.patience import said_if_long
+
+TINY = "tiny"
+TINY_RUN, MODEL_RUN = (104, 32), (24, 16)  # tokens of the prompt, steps
+PATIENCE_S = 2.0  # before a bar is shown
+NAMED_ENTRIES = 3  # of those that changed although they were right
+TINY_NOTE = "tiny is a small decoder with random weights: mechanics only, not quality."
+COLUMNS = (
+    "encoding",
+    "steps",
+    "written/token",
+    "changed",
+    "should change",
+    "stale",
+    "rotations/token",
+    "bias values/token",
+)
+STEP_COLUMNS = (
+    "length",
+    "written",
+    "changed",
+    "should change",
+    "stale",
+    "rotations",
+    "bias values",
+    "positional terms",
+)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """1 when an entry changed that was right, else 0. UsageError or CommandError otherwise."""
+    files = [Path(name) for name in (flags.html, flags.json) if name and name != "-"]
+    for path in files:
+        if not path.parent.is_dir():  # told before the work, not after
+            raise CommandError(
+                f"{path} cannot be written: {path.parent} is no directory; name another"
+            )
+    try:
+        report = _audited(flags)
+    except (EncodingError, CheckpointError, InvalidText) as error:
+        raise CommandError(str(error)) from error
+    told = as_json(report)
+    if flags.html:
+        _write(Path(flags.html), to_html(report))
+    if flags.json == "-":
+        print(json.dumps(told, indent=2))
+    else:
+        print("\n".join(lines(report, every_step=flags.steps_table)))
+        if flags.json:
+            _write(Path(flags.json), json.dumps(told, indent=2) + "\n")
+    for sentence in faults(report):
+        print(f"ropewalk: {sentence}", file=sys.stderr)
+    return 1 if report.unexpected else 0
+
+
+def _audited(flags: argparse.Namespace) -> Report:
+    usual_prompt, usual_steps = TINY_RUN if flags.model == TINY else MODEL_RUN
+    steps = flags.steps or usual_steps
+    drawn = flags.prompt_tokens or usual_prompt
+    subject = _tiny(flags, drawn, steps) if flags.model == TINY else _loaded(flags, drawn, steps)
+    arms = list(_arms(flags, subject, steps))
+    with (
+        tqdm(
+            total=len(arms) * (steps + 1),
+            desc=f"auditing {subject.name}",
+            unit="step",
+            delay=PATIENCE_S,
+            leave=False,
+            disable=None,  # unless standard error is a terminal
+            file=sys.stderr,
+        ) as bar,
+        threads(1 if flags.model == TINY else torch.get_num_threads()),
+    ):
+        audits = tuple(audit(arm, subject.prompt, steps, bar.update) for arm in arms)
+    return Report(subject.name, subject.note, subject.decoder.config, audits)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Inside, torch computes with so many: a small decoder only waits for more than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A decoder with its own encoding, and what it is to go on from."""
+
+    name: str
+    note: str
+    own: str | None  # the encoding that it was trained with
+    decoder: Decoder
+    prompt: Sequence[int]
+
+
+def _tiny(flags: argparse.Namespace, drawn: int, steps: int) -> Subject:
+    vocabulary = audit_arms.TINY.vocab_size  # as many as a byte has values
+    prompt = _drawn(drawn, vocabulary) if flags.prompt is None else list(flags.prompt.encode())
+    _refuse_empty(prompt)
+    return Subject(TINY, TINY_NOTE, None, audit_arms.tiny(len(prompt) + steps), prompt)
+
+
+def _loaded(flags: argparse.Namespace, drawn: int, steps: int) -> Subject:
+    source = model_source(flags.model)
+    checkpoint = open_checkpoint(pull.locate(source.source))
+    if isinstance(checkpoint.config, EncoderDecoderConfig):
+        raise CommandError(
+            f"{source.name} is an encoder-decoder, and an audit runs a decoder alone; "
+            "name another model, or none for a small one"
+        )
+    if flags.prompt is None:
+        prompt = _drawn(drawn, checkpoint.tokenizer.vocab_size)
+    else:
+        prompt = checkpoint.tokenizer.encode(flags.prompt, bos=True)
+    _refuse_empty(prompt)
+    with said_if_long(f"loading {source.name}"):
+        decoder = audit_arms.from_checkpoint(checkpoint, len(prompt) + steps)
+    own = checkpoint.config.encoding.name
+    note = f"{source.name} was trained with {own}; the other arms show mechanics, not quality."
+    return Subject(source.name, note, own, decoder, prompt)
+
+
+def _drawn(count: int, vocabulary: int) -> list[int]:
+    """The same tokens every time."""
+    source = random.Random(0)
+    return [source.randrange(vocabulary) for _ in range(count)]
+
+
+def _refuse_empty(prompt: Sequence[int]) -> None:
+    if not prompt:
+        raise UsageError("--prompt: the text has no tokens; write at least one word")
+
+
+def _arms(flags: argparse.Namespace, subject: Subject, steps: int) -> Iterator[Arm]:
+    wanted: Sequence[str] = audit_arms.ALL
+    if flags.encodings not in (None, "all"):
+        wanted = [name.strip() for name in flags.encodings.split(",") if name.strip()]
+        if not wanted:
+            raise UsageError("--encodings: names none; write for example rope,t5")
+    elif flags.encodings is None and subject.own is not None:
+        wanted = (subject.own, audit_arms.DYNAMIC)
+    start = len(subject.prompt)
+    trained_length = flags.trained_length or start + steps // 2
+    for name in dict.fromkeys(wanted):
+        yield audit_arms.arm(name, subject.decoder, start + steps, trained_length)
+
+
+def lines(report: Report, *, every_step: bool) -> Iterator[str]:
+    """The whole text: a line for each arm, or each of its steps; what they are; the headline."""
+    if every_step:
+        for one in report.audits:
+            yield one.name
+            yield from _columns([STEP_COLUMNS, *map(_step_row, one.steps)])
+            yield ""
+    yield from _columns([COLUMNS, *map(_sum_row, report.audits)])
+    yield ""
+    for one in report.audits:
+        if one.note:
+            yield from _wrapped(f"{one.name}: {one.note}.")
+    yield from _wrapped(report.note)
+    yield ""
+    yield from _wrapped(HEADLINE)
+
+
+def _sum_row(one: Audit) -> tuple[str, ...]:
+    found = summary(one)
+    return (
+        one.name,
+        f"{found.steps:,}",
+        f"{found.written_per_token:,g}",
+        f"{found.changed:,}",
+        f"{found.should_change:,}",
+        f"{found.stale:,}",
+        f"{found.rotations_at_end:,}",
+        f"{found.bias_values_at_end:,}",
+    )
+
+
+def _step_row(step: AuditStep) -> tuple[str, ...]:
+    counts = (step.written, step.changed, step.should_change, step.stale)
+    return (
+        f"{step.length:,}",
+        *(f"{entries(touched):,}" for touched in counts),
+        f"{step.rotations:,}",
+        f"{step.bias_values:,}",
+        terms(step),
+    )
+
+
+def terms(step: AuditStep) -> str:
+    """Positions that something was computed for: "none", "120" or "7 to 120"."""
+    first, last = step.first_term, step.length - 1
+    if first > last:
+        return "none"
+    return f"{last}" if first == last else f"{first} to {last}"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The first column to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [f"{row[0]:<{widths[0]}}"]
+        cells += [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
+        yield "  ".join(cells)
+
+
+def _wrapped(text: str) -> list[str]:
+    width = min(shutil.get_terminal_size((100, 24)).columns, 100)
+    return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def faults(report: Report) -> Iterator[str]:
+    """A sentence for each arm in which an entry changed that was right."""
+    for one in report.audits:
+        found = [(step.length, entry) for step in one.steps for entry in step.unexpected]
+        if not found:
+            continue
+        named = "; ".join(
+            f"the {entry.kind} of layer {entry.layer}, head {entry.kv_head}, "
+            f"position {entry.position} at length {length}"
+            for length, entry in found[:NAMED_ENTRIES]
+        )
+        more = len(found) - NAMED_ENTRIES
+        rest = f"; and {more:,} more" if more > 0 else ""
+        yield (
+            f"{one.name}: stored entries changed that were right, which no encoding asks for: "
+            f"{named}{rest}"
+        )
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(
+            f"{path} cannot be written ({error.strerror}); name another file"
+        ) from error
+    print(path, file=sys.stderr)
