@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cache.kv import KVCache
+from cache.terms import KeyFrame
 from model.batch import ForwardBatch
 from model.catalogue import hooks
 from model.config import ModelConfig
@@ -194,10 +195,13 @@ class Watch:
 def first_positional_term(decoder: Decoder, start: int, stop: int) -> int:
     """The positions from here to `stop` are computed with in a step for their place's sake.
 
-    Embeddings and keys of new tokens, and whatever keys get a bias from a new query: as many of
-    the newest as the encoding counts in `work`.
+    Embeddings and keys of new tokens; every key where keys are stored unturned; and whatever keys
+    get a bias from a new query, as many of the newest as the encoding counts in `work`.
     """
     encoding, config = decoder.encoding, decoder.config
+    rotation = encoding.rotation()
+    if rotation is not None and rotation.frame is KeyFrame.RAW:
+        return 0
     first = start if {"embed", "rotate"} & set(hooks(type(encoding))) else stop
     for context in range(start + 1, stop + 1):
         if biased := biased_keys(encoding, config, context):

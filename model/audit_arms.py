@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cache.kv import KVCache
 from model.attention.sdpa import SdpaAttention
-from model.audit import Arm
+from model.audit import BLOCK_SIZE, Arm
 from model.catalogue import example
 from model.config import EncodingSpec, ModelConfig
 from model.encodings.base import EncodingError, PositionalEncoding, create, find, names
@@ -44,13 +44,26 @@ TINY = ModelConfig(
 DYNAMIC, REWRITTEN = "rope:dynamic", "rope:dynamic-rewrite"
 # Name: the encoding and the options in which it differs from the plain one.
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "rope:raw": ("rope", {"frame": "raw"}),
+    "rope:block": ("rope", {"frame": "block"}),
     "t5:table": ("t5", {"form": "table"}),
     "t5:materialised": ("t5", {"form": "materialised"}),
+}
+NOTES = {
+    DYNAMIC: "the cache is left alone",
+    REWRITTEN: "stored keys are turned anew whenever the frequencies change, which repairs those "
+    "of layer 0 alone",
+    "rope:raw": "keys are stored unturned, and turned in every step",
+    "rope:block": f"keys are turned within their block, and the query once for each block of "
+    f"{BLOCK_SIZE}",
+    "t5:materialised": "the bias of every key is looked up and stored before it is added",
 }
 ALL = (
     "rope",
     DYNAMIC,
     REWRITTEN,
+    "rope:raw",
+    "rope:block",
     "t5",
     "t5:materialised",
     "alibi",
@@ -132,12 +145,12 @@ def arm(name: str, decoder: Decoder, context: int, trained_length: int) -> Arm:
         _refuse_unknown_variant(name)
     plain, options = VARIANTS.get(name, (name, {}))
     encoding = _built(find(plain), plain, options, decoder, context)
-    note = ""
+    notes = [NOTES[name]] if name in NOTES else []
     if plain == decoder.config.encoding.name:
         _copy_weights(decoder.encoding, encoding)
     elif any(True for _ in encoding.parameters()):
-        note = "the weights of the encoding are drawn at random"
-    return Arm(name, note, _with_encoding(decoder, plain, encoding))
+        notes.append("the weights of the encoding are drawn at random")
+    return Arm(name, "; ".join(notes), _with_encoding(decoder, plain, encoding))
 
 
 def _refuse_unknown_variant(name: str) -> None:
@@ -152,13 +165,9 @@ def _refuse_unknown_variant(name: str) -> None:
 def _dynamic(name: str, decoder: Decoder, context: int, trained_length: int) -> Arm:
     scaling = {"type": "dynamic", "factor": FACTOR, "original_context": trained_length}
     encoding = _built(FollowingRoPE, "rope", {"scaling": scaling}, decoder, context)
-    told = {
-        DYNAMIC: "the cache is left alone",
-        REWRITTEN: "stored keys are turned anew whenever the frequencies change",
-    }
     return Arm(
         name,
-        f"as if trained for {trained_length} tokens, stretched by {FACTOR:g}; {told[name]}",
+        f"as if trained for {trained_length} tokens, stretched by {FACTOR:g}; {NOTES[name]}",
         _with_encoding(decoder, "rope", encoding),
         rewrite=encoding.retune if name == REWRITTEN else None,
         trained_length=trained_length,

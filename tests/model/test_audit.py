@@ -88,6 +88,8 @@ def test_turning_stored_keys_anew_repairs_those_of_the_first_layer_alone() -> No
         ("nope", 130),
         ("rope", 129),
         ("rope:dynamic", 129),
+        ("rope:raw", 0),
+        ("rope:block", 129),
         ("learned", 129),
         ("sinusoidal", 129),
         ("t5", 130 - 113),
@@ -107,6 +109,8 @@ def test_which_positions_get_a_term_when_a_token_is_appended(name, first) -> Non
     [
         ("nope", 0, 0),
         ("rope", LAYERS * (HEADS + KV_HEADS), 0),
+        ("rope:raw", LAYERS * (HEADS + 130 * KV_HEADS), 0),
+        ("rope:block", LAYERS * (9 * HEADS + KV_HEADS), 0),  # 130 tokens are in 9 blocks
         ("t5", 0, LAYERS * HEADS * 113),
         ("t5:materialised", 0, LAYERS * HEADS * 130),
         ("alibi", 0, LAYERS * HEADS * 130),

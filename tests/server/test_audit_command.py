@@ -2,16 +2,22 @@
 
 import json
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 import torch
 
+from model import audit_arms
 from model.audit import Watch
+from model.audit_report import HEADLINE
 from server import audit_command, cli
 from tests.model import encoder_decoders
 from tests.model.checkpoints import llama, random_model, save
 from tests.server.test_cli import sentence
 
+DOCS = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
+COMMANDS = re.findall(r"^ropewalk (.+)$", DOCS, re.MULTILINE)
 SHORT = ("--prompt-tokens", "6", "--steps", "4")
 
 
@@ -87,7 +93,7 @@ def test_a_model_is_shown_with_its_own_encoding_and_the_counter_example(checkpoi
 def test_a_model_takes_a_text_and_all_encodings(checkpoint, capsys) -> None:
     flags = (str(checkpoint), "--prompt", "hello there", "--steps", "2", "--encodings", "all")
     written = json.loads(audit(capsys, *flags, "--json", "-"))
-    assert len(written["arms"]) == 9
+    assert len(written["arms"]) == len(audit_arms.ALL)
     assert all(arm["summary"]["unexpected"] == 0 for arm in written["arms"])
     prompts = {arm["steps"][0]["length"] for arm in written["arms"]}
     assert len(prompts) == 1 and prompts.pop() >= 2
@@ -169,3 +175,19 @@ def test_threads_are_as_before() -> None:
     with audit_command.threads(before + 1):
         assert torch.get_num_threads() == before + 1
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_documented_commands_are_understood(command) -> None:
+    flags = cli.parser().parse_args(shlex.split(command))
+    assert flags.command == "audit"
+    for name in (flags.encodings or "").split(","):
+        assert name in ("", *audit_arms.ALL, *audit_arms.VARIANTS)
+
+
+def test_the_page_says_what_the_command_says() -> None:
+    assert len(COMMANDS) == 4
+    assert f"> {HEADLINE}" in DOCS
+    table = DOCS.partition("## The table")[2]
+    for column in audit_command.COLUMNS[2:]:
+        assert f"|{column}|" in table
