@@ -58,6 +58,14 @@ class LedgerCounts:
     mutated: int = 0  # entries of the layers and parts that changed, whole blocks of them
     faults: tuple[Fault, ...] = ()
 
+    def __add__(self, other: "LedgerCounts") -> "LedgerCounts":
+        return LedgerCounts(
+            self.sealed + other.sealed,
+            self.verified + other.verified,
+            self.mutated + other.mutated,
+            self.faults + other.faults,
+        )
+
 
 class Checksums:
     """64 bits for each block, layer and part: sum of multiplier[i] · fold(word[i]) modulo 2^64.
@@ -163,7 +171,7 @@ class Ledger:
             return
         self._seals[chosen] = self._checksums.of(chosen)
         self._seen(chosen)
-        self._count(sealed=len(chosen))
+        self._counts += LedgerCounts(sealed=len(chosen))
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Drop the seals of `blocks`: they are to be written again, or are out of use."""
@@ -191,23 +199,12 @@ class Ledger:
                     faults.append(_fault(block, places, touched[block]))
         self.forget(fault.block for fault in faults)
         mutated = self._entries * sum(len(fault.places) for fault in faults)
-        self._count(verified=len(blocks), mutated=mutated, faults=tuple(faults))
+        self._counts += LedgerCounts(0, len(blocks), mutated, tuple(faults))
 
     def _seen(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             self._sealed[block] = None
             self._sealed.move_to_end(block)
-
-    def _count(
-        self, sealed: int = 0, verified: int = 0, mutated: int = 0, faults: tuple[Fault, ...] = ()
-    ) -> None:
-        before = self._counts
-        self._counts = LedgerCounts(
-            before.sealed + sealed,
-            before.verified + verified,
-            before.mutated + mutated,
-            before.faults + faults,
-        )
 
 
 def _integers(part: Tensor) -> Tensor:

@@ -58,16 +58,6 @@ class Witness(Protocol):
     def seal(self, blocks: Sequence[int]) -> None: ...
 
 
-class Unwatched:
-    """A witness that looks at nothing, until there is a ledger."""
-
-    def observe(self, events: Sequence[BlockEvent]) -> None: ...
-
-    def verify(self, blocks: Sequence[int]) -> None: ...
-
-    def seal(self, blocks: Sequence[int]) -> None: ...
-
-
 class _Moving(NamedTuple):
     """A block whose keys are to stand `delta` positions later; `slots` of it are filled."""
 

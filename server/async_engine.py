@@ -52,7 +52,8 @@ class _Abort:
 class AsyncEngine:
     """Generates for many callers on one event loop.
 
-    `observe` is called on the engine thread after every step of a model.
+    `observe` is called on the engine thread after every step of a model. More than
+    `max_mutated_blocks` cached blocks found changed, over all models, make it unsound.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class AsyncEngine:
         observe: Callable[[str, StepStats], None],
         *,
         on_failure: Callable[[], None] = lambda: None,
+        max_mutated_blocks: int = 3,
     ) -> None:
         self.failure: str | None = None
         self._engines = engines
         self._observe = observe
         self._on_failure = on_failure
+        self._max_mutated_blocks = max_mutated_blocks
         self._streams: dict[str, _Stream] = {}
         self._inbox: list[_Submit | _Abort] = []
         self._inbox_changed = threading.Condition()
@@ -100,6 +103,17 @@ class AsyncEngine:
         began = self._step_began
         stalled = began is not None and time.monotonic() - began > STALL_SECONDS
         return self.failure is None and self._thread.is_alive() and not stalled
+
+    @property
+    def unsound(self) -> str | None:
+        """Why answers should be asked of another server, though this one is alive."""
+        mutated = sum(engine.mutated_blocks for engine in self._engines.values())
+        if mutated <= self._max_mutated_blocks:
+            return None
+        return (
+            f"{mutated} cached blocks changed in memory, more than the {self._max_mutated_blocks} "
+            "allowed; restart the server, elsewhere if it happens again"
+        )
 
     def active(self) -> int:
         """Requests somebody waits for."""

@@ -9,19 +9,22 @@ from logging import getLogger
 import torch
 
 from cache.kv import KVCache
+from cache.ledger import Ledger
 from cache.manager import CacheManager
-from cache.operations import Operations, Unwatched
+from cache.operations import Operations
+from cache.terms import Audit
 from model.attention.base import NoBackend
 from model.batch import Cross, ForwardBatch
 from model.catalogue import Place
 from model.config import EncoderDecoderConfig, ModelConfig
 from model.encoder_decoder import EncoderDecoder
-from model.encodings.base import EncodingError
+from model.encodings.base import EncodingError, PositionalWork
 from model.loading import Checkpoint, CheckpointError
 from model.transformer import Decoder
 from server import listen, placement
 from server.app import HttpOptions, create_app, own_version
 from server.async_engine import AsyncEngine
+from server.auditing import Auditor
 from server.banner import ModelFacts, banner
 from server.config import ServerConfig
 from server.decoders import Prepared, find_kernels, prepare
@@ -29,6 +32,7 @@ from server.engine import Engine
 from server.errors import CommandError
 from server.metrics import Metrics
 from server.models import EncoderDecoderTokens, Models, Served
+from server.position_meter import PositionMeter, no_cost
 from server.protocol import Server, server_config
 from server.scheduler import Limits, Scheduler
 
@@ -63,7 +67,12 @@ def run(config: ServerConfig) -> int:
             server.should_exit = True
 
     engines = {model.served.name: model.engine for model in loaded}
-    engine = AsyncEngine(engines, metrics.observe_step, on_failure=stop)
+    engine = AsyncEngine(
+        engines,
+        metrics.observe_step,
+        on_failure=stop,
+        max_mutated_blocks=config.cache.max_mutated_blocks,
+    )
     options = HttpOptions(
         api_keys=http.api_keys,
         request_timeout_s=http.request_timeout_s,
@@ -138,9 +147,12 @@ def _complete(
         max_waiting=config.limits.max_queue,
     )
     rules = [model.decoder.encoding.for_layer(layer) for layer in range(shape.layers)]
-    operations = Operations(manager, kv, rules, Unwatched())
+    ledger = Ledger(kv, Audit(config.cache.audit))
+    operations = Operations(manager, kv, rules, ledger)
     scheduler = Scheduler(manager, limits, operations)
-    engine = Engine(model.decoder, kv, manager, scheduler, device=device)
+    auditor = Auditor(name, ledger, manager, scheduler)
+    meter = _meter(model.decoder, shape, block_size)
+    engine = Engine(model.decoder, kv, manager, scheduler, auditor, meter, device=device)
     facts = ModelFacts(
         name=name,
         architecture=model.checkpoint.architecture,
@@ -158,6 +170,20 @@ def _complete(
     )
     _register(metrics, facts, shape)
     return Loaded(_served(name, model.checkpoint, facts), engine, facts, model.place)
+
+
+def _meter(decoder: Decoder | EncoderDecoder, shape: ModelConfig, block_size: int) -> PositionMeter:
+    def cost(context: int) -> PositionalWork:
+        return decoder.encoding.work(shape, context, block_size)
+
+    source_cost = no_cost
+    if isinstance(decoder, EncoderDecoder) and isinstance(shape, EncoderDecoderConfig):
+        encoder, encoding = shape.encoder, decoder.encoder.encoding
+
+        def source_cost(context: int) -> PositionalWork:
+            return encoding.work(encoder, context, block_size)
+
+    return PositionMeter(cost, source_cost, shape.trained_context)
 
 
 def _allocate(

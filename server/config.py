@@ -45,6 +45,8 @@ class CacheOptions:
     kv_memory: int | None  # bytes for all models together
     block_size: int  # tokens
     prefix_sharing: bool
+    audit: str  # off, sample or full
+    max_mutated_blocks: int  # over all models
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,23 @@ SERVE_OPTIONS = (
     Option("--block-size", "cache", "tokens per block", count(1, 1024), 16, metavar="TOKENS"),
     Option("--prefix-sharing", "cache", "compute equal beginnings of prompts once", switch, True),
     Option(
+        "--audit",
+        "cache",
+        "check that cached blocks do not change: off; sample: when shared or given up, and a few "
+        "each step; full: all each step, slowly",
+        choice("off", "sample", "full"),
+        "sample",
+        metavar="HOW",
+    ),
+    Option(
+        "--max-mutated-blocks",
+        "cache",
+        "changed blocks after which /health/ready turns false, so many still allowed",
+        count(0, 1 << 20),
+        3,
+        metavar="COUNT",
+    ),
+    Option(
         "--max-seqs", "limits", "sequences computed together", count(1, 4096), 64, metavar="COUNT"
     ),
     Option(
@@ -288,6 +307,8 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
             kv_memory=values["kv_memory"],
             block_size=values["block_size"],
             prefix_sharing=values["prefix_sharing"],
+            audit=values["audit"],
+            max_mutated_blocks=values["max_mutated_blocks"],
         ),
         limits=LimitOptions(
             max_seqs=values["max_seqs"],

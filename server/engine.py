@@ -1,11 +1,12 @@
 """One model's loop body: plan, build batch, forward, sample, record. Called from one thread.
 
-Knows no asyncio, no HTTP and no metrics; what happened leaves as events and numbers.
+Before and after the cache is written to, the auditor looks at it. Knows no asyncio, no HTTP and
+no metrics; what happened leaves as events and numbers.
 """
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import getLogger
 
 import torch
@@ -14,8 +15,17 @@ from torch import Tensor
 from cache.kv import KVCache
 from cache.manager import CacheManager
 from model.batch import ForwardBatch
+from server.auditing import Auditor
 from server.batching import build_batch
-from server.request import Request, RequestFailed, ServeError, StepStats, TokenEvent
+from server.position_meter import PositionMeter
+from server.request import (
+    PositionTotals,
+    Request,
+    RequestFailed,
+    ServeError,
+    StepStats,
+    TokenEvent,
+)
 from server.sampling import sample
 from server.scheduler import Plan, Sampled, Scheduler, Work
 
@@ -37,6 +47,8 @@ class Engine:
         kv: KVCache,
         manager: CacheManager,
         scheduler: Scheduler,
+        auditor: Auditor,
+        meter: PositionMeter,
         *,
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
@@ -45,6 +57,8 @@ class Engine:
         self._kv = kv
         self._manager = manager
         self._scheduler = scheduler
+        self._auditor = auditor
+        self._meter = meter
         self._device = device
         self._clock = clock
         self._last_token: dict[str, float] = {}
@@ -52,6 +66,11 @@ class Engine:
     @property
     def busy(self) -> bool:
         return bool(self._scheduler.running or self._scheduler.waiting)
+
+    @property
+    def mutated_blocks(self) -> int:
+        """Cached blocks that were ever found changed. May be read from any thread."""
+        return self._auditor.mutated_blocks
 
     def submit(self, request: Request) -> None:
         """Raises ServeError when the request is refused."""
@@ -67,11 +86,15 @@ class Engine:
         began = self._clock()
         computed, evicted = self._totals()
         plan = self._scheduler.plan()
+        ends = self._auditor.look()  # at what was shared and given up, before it is overwritten
+        plan = _without(plan, ends)
+        spent = self._meter.measure(plan.work)
         sampled = self._compute(plan.work) if plan.work else {}
         events = self._scheduler.record(plan, sampled)
-        self._manager.drain_events()
+        ends += self._auditor.look() + self._auditor.sample()
+        events = _ending(events, ends)
         gaps = self._gaps(events)
-        return Step(events, self._stats(plan, events, gaps, began, computed, evicted))
+        return Step(events, self._stats(plan, spent, events, gaps, began, computed, evicted))
 
     def _totals(self) -> tuple[int, int]:
         return self._scheduler.computed_prompt_tokens, self._manager.evicted_blocks
@@ -105,6 +128,7 @@ class Engine:
     def _stats(
         self,
         plan: Plan,
+        spent: tuple[PositionTotals, PositionTotals],
         events: list[TokenEvent],
         gaps: tuple[float, ...],
         began: float,
@@ -115,6 +139,8 @@ class Engine:
         counts = self._manager.counts()
         written = sum(work.rows for work in plan.work)
         cached = sum(request.cached for request in plan.admitted)
+        generated = {event.request_id for event in events if event.token is not None}
+        audit = self._auditor.drain()
         return StepStats(
             seconds=self._clock() - began,
             running=len(self._scheduler.running),
@@ -122,7 +148,7 @@ class Engine:
             batch_requests=len(plan.work),
             computed_prompt_tokens=computed_after - computed,
             cached_prompt_tokens=cached,
-            generated_tokens=sum(event.token is not None for event in events),
+            generated_tokens=len(generated),
             written_entries=written * self._kv.entries_per_token,
             written_bytes=written * self._kv.bytes_per_token,
             preemptions=plan.preempted,
@@ -134,9 +160,31 @@ class Engine:
             blocks_free=counts.free,
             blocks_active=counts.active,
             blocks_cached=counts.cached,
+            blocks_quarantined=counts.quarantined,
+            sealed_blocks=audit.sealed,
+            verified_blocks=audit.verified,
+            mutated_entries=audit.mutated,
+            reports=tuple(shift.report for shift in plan.shifts if shift.report is not None),
+            prefill_work=spent[0],
+            decode_work=spent[1],
+            extrapolated_tokens=self._meter.extrapolated(
+                work for work in plan.work if work.request.id in generated
+            ),
             inter_token_seconds=gaps,
             ended=tuple(self._scheduler.drain_ended()),
         )
+
+
+def _without(plan: Plan, ends: list[TokenEvent]) -> Plan:
+    """What is left to compute when some of the plan's requests have ended."""
+    ended = {event.request_id for event in ends}
+    return replace(plan, work=tuple(work for work in plan.work if work.request.id not in ended))
+
+
+def _ending(events: list[TokenEvent], ends: list[TokenEvent]) -> list[TokenEvent]:
+    """Who ended in an error gets that and nothing else of this step."""
+    ended = {event.request_id for event in ends}
+    return [*(event for event in events if event.request_id not in ended), *ends]
 
 
 def _as_failure(error: Exception) -> ServeError:

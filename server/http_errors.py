@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from server.request import InvalidField, ModelNotFound, RequestFailed, ServeError
+from server.request import CacheChanged, InvalidField, ModelNotFound, RequestFailed, ServeError
 
 MAX_MESSAGE = 500
 MAX_QUOTED = 64
@@ -152,7 +152,7 @@ def error_headers(error: ServeError, length: int) -> Headers:
         headers.append((b"connection", b"close"))
     if isinstance(error, BadRequest):
         headers.append((b"connection", b"close"))
-    if error.status == 500:
+    if error.status == 500 and not isinstance(error, CacheChanged):
         # A request that broke once breaks again: clients otherwise send it three times.
         headers.append((b"x-should-retry", b"false"))
     return headers

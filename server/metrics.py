@@ -10,8 +10,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
 
+from cache.terms import Op, OpReport
 from server.http_errors import REJECTION_REASONS
-from server.request import FinishReason, RequestSummary, StepStats
+from server.request import FinishReason, PositionTotals, RequestSummary, StepStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 UNMATCHED = "unmatched"
@@ -38,6 +39,11 @@ LENGTH_BUCKETS = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000,
 )  # fmt: skip
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+
+
+BLOCK_STATES = ("free", "active", "cached", "quarantined")
+PHASES = ("prefill", "decode")
+CAUSES = {Op.EVICT_RENUMBER: "context_shift", Op.MOVE_SPAN: "rebase"}  # the others rewrite nothing
 
 
 class _Registry(CollectorRegistry):
@@ -188,6 +194,56 @@ class _Families:
         self.written_entries = self._counter(
             "kv_written_entries", "Keys and values written, one per layer, head and token."
         )
+        self.sealed = self._counter(
+            "kv_blocks_sealed", "Blocks whose checksum was taken, when full or after a rewrite."
+        )
+        self.verified = self._counter(
+            "kv_blocks_verified",
+            "Times a block's bytes were compared with its checksum: when it was shared, given up "
+            "or operated on, and by sample.",
+        )
+        self.mutated = self._counter(
+            "kv_mutated_entries",
+            "Keys and values in the layers and blocks whose checksum no longer matched; 0 unless "
+            "memory or this program is at fault. A checksum tells no entry from its neighbours.",
+        )
+        self.stale = self._counter(
+            "kv_stale_entries",
+            "Keys and values that an operation left as they were and should not have; always 0 "
+            "unless this program is at fault.",
+        )
+        self.rewritten = self._counter(
+            "kv_rewritten_entries",
+            "Keys rewritten because their position changed; never by generating tokens.",
+            "cause",
+        )
+        self.moved_bytes = self._counter(
+            "kv_moved_bytes", "Bytes that operations on the cache read and wrote, both counted."
+        )
+        self.rotations = self._counter(
+            "position_rotations",
+            "Queries and keys of one head and layer that were turned, by calculation.",
+            "phase",
+        )
+        self.bias_values = self._counter(
+            "position_bias_values",
+            "Attention scores that a positional bias was added to, by calculation.",
+            "phase",
+        )
+        self.position_flops = self._counter(
+            "position_flops",
+            "Arithmetic operations because of positions, by calculation from context lengths.",
+            "phase",
+        )
+        self.position_bytes = self._counter(
+            "position_bytes",
+            "Bytes of positional tables read, and of biases built for a step, by calculation as "
+            "if each token were computed alone; batching reads less.",
+            "phase",
+        )
+        self.extrapolated = self._counter(
+            "extrapolated_tokens", "Tokens generated at positions past the trained context."
+        )
         self.queried = self._counter(
             "prefix_cache_queried_tokens", "Prompt tokens looked up, once per request."
         )
@@ -241,12 +297,26 @@ class _ModelMetrics:
             reason: child(families.rejections, reason) for reason in REJECTION_REASONS
         }
         self.stream_errors = child(families.stream_errors)
-        self._blocks = {
-            state: child(families.blocks, state) for state in ("free", "active", "cached")
-        }
+        self._blocks = {state: child(families.blocks, state) for state in BLOCK_STATES}
         self._blocks["free"].set(blocks)
         self._written_bytes = child(families.written_bytes)
         self._written_entries = child(families.written_entries)
+        self._sealed = child(families.sealed)
+        self._verified = child(families.verified)
+        self._mutated = child(families.mutated)
+        self._stale = child(families.stale)
+        self._rewritten = {op: child(families.rewritten, cause) for op, cause in CAUSES.items()}
+        self._moved_bytes = child(families.moved_bytes)
+        self._position = {
+            phase: (
+                child(families.rotations, phase),
+                child(families.bias_values, phase),
+                child(families.position_flops, phase),
+                child(families.position_bytes, phase),
+            )
+            for phase in PHASES
+        }
+        self._extrapolated = child(families.extrapolated)
         self._queried = child(families.queried)
         self._hits = child(families.hits)
         self._evicted = child(families.evicted, "lru")
@@ -257,6 +327,7 @@ class _ModelMetrics:
         self._blocks["free"].set(stats.blocks_free)
         self._blocks["active"].set(stats.blocks_active)
         self._blocks["cached"].set(stats.blocks_cached)
+        self._blocks["quarantined"].set(stats.blocks_quarantined)
         self._usage.set(stats.blocks_active / self._num_blocks)
         for counter, amount in (
             (self._computed, stats.computed_prompt_tokens),
@@ -268,15 +339,35 @@ class _ModelMetrics:
             (self._queried, stats.prefix_queried_tokens),
             (self._hits, stats.prefix_hit_tokens),
             (self._evicted, stats.evicted_blocks),
+            (self._sealed, stats.sealed_blocks),
+            (self._verified, stats.verified_blocks),
+            (self._mutated, stats.mutated_entries),
+            (self._extrapolated, stats.extrapolated_tokens),
         ):
             if amount:
                 counter.inc(amount)
+        self._observe_position("prefill", stats.prefill_work)
+        self._observe_position("decode", stats.decode_work)
+        for report in stats.reports:
+            self._observe_operation(report)
         if stats.batch_requests:
             self._batch.observe(stats.batch_requests)
         for seconds in stats.inter_token_seconds:
             self._inter_token.observe(seconds)
         for summary in stats.ended:
             self._observe_end(summary)
+
+    def _observe_position(self, phase: str, work: PositionTotals) -> None:
+        amounts = (work.rotations, work.bias_values, work.flops, work.bytes)
+        for counter, amount in zip(self._position[phase], amounts, strict=True):
+            if amount:
+                counter.inc(amount)
+
+    def _observe_operation(self, report: OpReport) -> None:
+        if report.rewritten:
+            self._rewritten[report.op].inc(report.rewritten)
+        self._stale.inc(report.stale)
+        self._moved_bytes.inc(report.bytes_moved)
 
     def _observe_end(self, summary: RequestSummary) -> None:
         self._requests[summary.finish].inc()

@@ -7,7 +7,8 @@ ServeError
 ├── ModelNotFound      404
 ├── QueueFull          429
 ├── RequestFailed      500
-│   └── NumericalError 500
+│   ├── NumericalError 500
+│   └── CacheChanged   500
 └── ShuttingDown       503
 """
 
@@ -15,6 +16,7 @@ import random
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from cache.terms import OpReport
 from model.sampling import SamplingParams
 
 
@@ -65,6 +67,12 @@ class NumericalError(RequestFailed):
     code = "numerical_error"
 
 
+class CacheChanged(RequestFailed):
+    """What the answer was computed from changed in memory; another try starts afresh."""
+
+    code = "cache_changed"
+
+
 class ShuttingDown(ServeError):
     status = 503
     code = "shutting_down"
@@ -84,6 +92,14 @@ class Overflow(StrEnum):
     REFUSE = "refuse"  # it ends, with finish reason CONTEXT
     SHIFT = "shift"  # half of what lies between the first block and the last goes, rarely
     SLIDE = "slide"  # the oldest block after the first goes, often
+
+
+ENCODED = "/encoder"  # ends the name of what an encoder made
+
+
+def owner(sequence: str) -> str:
+    """The id of the request that a sequence of the cache belongs to."""
+    return sequence.removesuffix(ENCODED)
 
 
 @dataclass(slots=True)
@@ -147,7 +163,7 @@ class Request:
     @property
     def encoded(self) -> str:
         """In the cache, the name of what the encoder made of `source`; `id` is the decoder's."""
-        return f"{self.id}/encoder"
+        return f"{self.id}{ENCODED}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +208,35 @@ class RequestSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class PositionTotals:
+    """What positions cost, summed over tokens; as in model/encodings/base.py's PositionalWork."""
+
+    rotations: int = 0
+    bias_values: int = 0
+    flops: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "PositionTotals") -> "PositionTotals":
+        return PositionTotals(
+            self.rotations + other.rotations,
+            self.bias_values + other.bias_values,
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+        )
+
+    def __mul__(self, factor: int) -> "PositionTotals":
+        return PositionTotals(
+            self.rotations * factor,
+            self.bias_values * factor,
+            self.flops * factor,
+            self.bytes * factor,
+        )
+
+    def __sub__(self, other: "PositionTotals") -> "PositionTotals":
+        return self + other * -1
+
+
+@dataclass(frozen=True, slots=True)
 class StepStats:
     """What one engine step did, and how things stand after it."""
 
@@ -211,5 +256,13 @@ class StepStats:
     blocks_free: int = 0
     blocks_active: int = 0
     blocks_cached: int = 0
+    blocks_quarantined: int = 0
+    sealed_blocks: int = 0
+    verified_blocks: int = 0
+    mutated_entries: int = 0  # of the layers and parts of blocks that changed
+    reports: tuple[OpReport, ...] = ()  # of operations on what is cached
+    prefill_work: PositionTotals = PositionTotals()  # before a request's first token
+    decode_work: PositionTotals = PositionTotals()
+    extrapolated_tokens: int = 0  # generated at positions past the trained context
     inter_token_seconds: tuple[float, ...] = ()
     ended: tuple[RequestSummary, ...] = ()

@@ -7,13 +7,14 @@ computed ones catch up with the known ones, oldest request first, within a budge
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cache.block_pool import InvariantError
 from cache.manager import CacheManager
 from cache.terms import Fork, NoRoom
 from server.overflow import CacheOperations, ContextShift, ContextShifter
 from server.request import (
+    CacheChanged,
     FinishReason,
     InvalidField,
     Overflow,
@@ -24,6 +25,12 @@ from server.request import (
     ServeError,
     TokenEvent,
     TokenLogprob,
+)
+
+ANSWERED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CONTEXT)
+SHRUNK = (
+    "The cache has lost blocks that changed in memory, and this request no longer fits; send a "
+    "shorter one, or restart the server."
 )
 
 
@@ -108,7 +115,7 @@ class Scheduler:
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._no_room = False  # the first waiting request found none, and none was freed since
         self._recompute: dict[str, int] = {}  # preempted: prompt tokens computed once before
-        self._ended: list[RequestSummary] = []
+        self._ended: list[tuple[str, RequestSummary]] = []  # request ids and how they ended
 
     @property
     def running(self) -> Collection[Request]:
@@ -140,6 +147,36 @@ class Scheduler:
         if request is not None:
             self._end(request, request.abort_as, self._clock())
         return request
+
+    def fail(self, request_id: str, error: ServeError) -> TokenEvent | None:
+        """End a request with an error, one that was answered since the last drain too.
+
+        What it published is withdrawn. None when it is unknown, was aborted or failed before.
+        """
+        request = self._running.get(request_id) or self._waiting.get(request_id)
+        if request is not None:
+            self._end(request, FinishReason.ERROR, self._clock(), forget=True)
+            return _failure(request, error)
+        for index, (ended, summary) in enumerate(self._ended):
+            if ended == request_id and summary.finish in ANSWERED:
+                self._ended[index] = (ended, replace(summary, finish=FinishReason.ERROR))
+                return TokenEvent(
+                    ended,
+                    None,
+                    FinishReason.ERROR,
+                    cached_tokens=summary.cached_tokens,
+                    error=error,
+                )
+        return None
+
+    def end_misfits(self) -> list[TokenEvent]:
+        """End waiting requests that could not finish even with what is left of the cache."""
+        ends = []
+        for request in tuple(self._waiting.values()):
+            if self._room_for(request) > self._cache.capacity:
+                self._end(request, FinishReason.ERROR, self._clock())
+                ends.append(_failure(request, CacheChanged(SHRUNK)))
+        return ends
 
     def plan(self) -> Plan:
         """The next step's work; empty when idle. May preempt, and then admits nobody."""
@@ -186,7 +223,7 @@ class Scheduler:
     def drain_ended(self) -> list[RequestSummary]:
         """Requests that ended since the last call, however they ended."""
         ended, self._ended = self._ended, []
-        return ended
+        return [summary for _, summary in ended]
 
     def check(self) -> None:
         """Raises InvariantError unless requests, limits and the cache's sequences agree."""
@@ -221,10 +258,7 @@ class Scheduler:
                 "least one is for the answer; shorten the prompt.",
                 "prompt",
             )
-        # The last token is never computed, so it needs no room.
-        stored = min(tokens + request.params.max_tokens, context) - 1
-        # A source fills blocks of its own, so it takes whole ones.
-        stored += -(-len(request.source) // self._cache.block_size) * self._cache.block_size
+        stored = self._room_for(request)
         if stored > self._cache.capacity:
             raise InvalidField(
                 f"The prompt of {request.prompt_length} tokens and its answer need room for "
@@ -232,6 +266,14 @@ class Scheduler:
                 "or lower max_tokens.",
                 "max_tokens",
             )
+
+    def _room_for(self, request: Request) -> int:
+        """Tokens that it may have stored at its end, in whole blocks for what an encoder made."""
+        longest = request.num_prompt + request.params.max_tokens
+        size = self._cache.block_size
+        # The last token is never computed, so it needs no room.
+        stored = min(longest, self._limits.max_context) - 1
+        return stored + -(-len(request.source) // size) * size
 
     def _grow(self, request: Request) -> bool:
         if self._shifter.full(request) and not self._shifter.shorten(request):
@@ -369,18 +411,17 @@ class Scheduler:
             self._release(request, forget=forget)
         self._no_room = False  # another request may be first in the queue now
         self._recompute.pop(request.id, None)
-        self._ended.append(
-            RequestSummary(
-                finish=finish,
-                prompt_tokens=request.prompt_length,
-                cached_tokens=request.cached,
-                output_tokens=request.num_generated,
-                arrival=request.arrival,
-                admitted=request.admitted,
-                first_token=request.first_token,
-                end=now,
-            )
+        summary = RequestSummary(
+            finish=finish,
+            prompt_tokens=request.prompt_length,
+            cached_tokens=request.cached,
+            output_tokens=request.num_generated,
+            arrival=request.arrival,
+            admitted=request.admitted,
+            first_token=request.first_token,
+            end=now,
         )
+        self._ended.append((request.id, summary))
 
     def _release(self, request: Request, *, forget: bool = False) -> None:
         self._cache.release(request.id, forget=forget)

@@ -19,8 +19,10 @@ def operation_routes(serving: Serving, version: str) -> APIRouter:
         return JSONResponse({"status": "live"})
 
     async def ready() -> Response:
-        """Send requests here: loaded, alive and not on the way out."""
+        """Send requests here: loaded, alive, of sound memory and not on the way out."""
         _check_alive(serving)
+        if serving.engine.unsound is not None:
+            raise NotReady(serving.engine.unsound)
         if serving.drain.draining:
             raise ShuttingDown("the server is shutting down; send requests to another one")
         return JSONResponse({"status": "ready"})

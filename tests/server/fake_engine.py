@@ -6,11 +6,15 @@ import random
 import torch
 
 from cache.kv import KVCache
+from cache.ledger import Ledger
 from cache.manager import CacheManager
+from cache.terms import Audit
 from model.sampling import SamplingParams
+from server.auditing import Auditor
 from server.config import SERVE_OPTIONS, server_config
 from server.engine import Engine
 from server.options import add_options, read_options
+from server.position_meter import PositionMeter
 from server.request import Request
 from server.scheduler import Limits, Scheduler
 from tests.cache.bookkeeping import Bookkeeping
@@ -26,7 +30,12 @@ def counting(batch, kv):
     return torch.nn.functional.one_hot(following, VOCAB).float()
 
 
-def make_engine(forward=counting, *, blocks=40, clock=None, **limits):
+def auditor_of(kv, manager, scheduler, ledger=None):
+    """Looks at every full block in every step: what a fake model leaves alone must not change."""
+    return Auditor("fake", ledger or Ledger(kv, Audit.FULL), manager, scheduler)
+
+
+def make_engine(forward=counting, *, blocks=40, clock=None, meter=None, **limits):
     chosen = {"max_seqs": 16, "max_step_tokens": 64, "max_context": 100, "max_waiting": 50}
     manager = CacheManager(blocks, BLOCK)
     kv = KVCache(
@@ -40,7 +49,9 @@ def make_engine(forward=counting, *, blocks=40, clock=None, **limits):
     )
     scheduler = Scheduler(manager, Limits(**chosen | limits), Bookkeeping(manager))
     more = {} if clock is None else {"clock": clock}
-    made = Engine(forward, kv, manager, scheduler, device=CPU, **more)
+    auditor = auditor_of(kv, manager, scheduler)
+    meter = meter or PositionMeter()
+    made = Engine(forward, kv, manager, scheduler, auditor, meter, device=CPU, **more)
     return made, manager
 
 

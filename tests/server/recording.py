@@ -5,14 +5,18 @@ from dataclasses import replace
 
 import torch
 
+from cache.ledger import Ledger
 from cache.manager import CacheManager
-from cache.operations import Operations, Unwatched
+from cache.operations import Operations
+from cache.terms import Audit
 from model.sampling import SamplingParams
 from server.engine import Engine
+from server.position_meter import PositionMeter
 from server.request import Request
 from server.scheduler import Limits, Scheduler
 from tests.model.running import CPU, new_cache
 from tests.model.tiny import CONTEXT
+from tests.server.fake_engine import auditor_of
 
 BLOCK = 4
 LIMITS = Limits(max_seqs=8, max_step_tokens=16, max_context=CONTEXT, max_waiting=100)
@@ -38,9 +42,11 @@ def engine(forward, decoder, blocks, limits=LIMITS):
     kv._values.fill_(torch.nan)
     manager = CacheManager(blocks, BLOCK)
     rules = [decoder.encoding.for_layer(layer) for layer in range(decoder.config.layers)]
-    operations = Operations(manager, kv, rules, Unwatched())
-    scheduler = Scheduler(manager, limits, operations)
-    return Engine(forward, kv, manager, scheduler, device=CPU), manager, scheduler
+    ledger = Ledger(kv, Audit.FULL)
+    scheduler = Scheduler(manager, limits, Operations(manager, kv, rules, ledger))
+    auditor = auditor_of(kv, manager, scheduler, ledger)
+    made = Engine(forward, kv, manager, scheduler, auditor, PositionMeter(), device=CPU)
+    return made, manager, scheduler
 
 
 class Recording:

@@ -48,6 +48,7 @@ def test_defaults() -> None:
     assert plain.cache.block_size == 16
     assert plain.cache.prefix_sharing
     assert plain.cache.kv_memory is None
+    assert (plain.cache.audit, plain.cache.max_mutated_blocks) == ("sample", 3)
     assert set(dataclasses.astuple(plain.loading)) == {None}
     assert plain.log_level == "info"
 
@@ -57,7 +58,7 @@ def test_every_flag_reaches_the_config() -> None:
         "a=x.gguf",
         "b=y",
         *("--dtype", "float32", "--device", "cpu", "--encoding", "nope", "--attention", "sdpa"),
-        *("--bias-form", "table"),
+        *("--bias-form", "table", "--audit", "full", "--max-mutated-blocks", "9"),
         *("--max-model-len", "8k", "--threads", "2", "--kv-memory", "1GiB", "--block-size", "32"),
         *("--no-prefix-sharing", "--max-seqs", "3", "--max-step-tokens", "7", "--max-queue", "1"),
         *("--host", "::1", "--port", "9", "--api-key", "k1", "--api-key", "k2"),
@@ -68,7 +69,7 @@ def test_every_flag_reaches_the_config() -> None:
     assert dataclasses.astuple(given.loading) == (
         *("float32", "cpu", "nope", "table", "sdpa", 8192, 2),
     )
-    assert dataclasses.astuple(given.cache) == (1 << 30, 32, False)
+    assert dataclasses.astuple(given.cache) == (1 << 30, 32, False, "full", 9)
     assert dataclasses.astuple(given.limits) == (3, 7, 1)
     assert given.http == HttpConfig(
         host="::1",
@@ -89,6 +90,7 @@ def test_variable_equals_flag(option) -> None:
         "dtype": "bfloat16",
         "device": "cuda",
         "bias_form": "table",
+        "audit": "full",
         "attention": "cpu",
         "kv_memory": "512M",
         "host": "0.0.0.0",

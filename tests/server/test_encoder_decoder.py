@@ -23,13 +23,14 @@ from server.engine import Engine
 from server.errors import CommandError
 from server.metrics import Metrics
 from server.models import Models
+from server.position_meter import PositionMeter
 from server.request import InvalidField, PromptTooLong, Request, TokenEvent
 from server.scheduler import Limits, Sampled, Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model import encoder_decoders as tiny
 from tests.model.encoder_decoders import CPU, START, STOP, Answering
 from tests.model.test_parity_t5 import reference_greedy
-from tests.server.fake_engine import configured
+from tests.server.fake_engine import auditor_of, configured
 from tests.server.toy import running, sample, wait_for
 
 MODELS = {"t5": (tiny.t5(), False), "t5-v1.1": (tiny.t5_v11(), True), "umt5": (tiny.umt5(), True)}
@@ -294,7 +295,9 @@ def engine_of(forward, decoder, blocks, **limits):
     kv = tiny.new_cache(decoder, blocks, BLOCK)
     manager = CacheManager(blocks, BLOCK, prefix_sharing=False)
     scheduler = Scheduler(manager, Limits(**chosen | limits), Bookkeeping(manager))
-    return Engine(forward, kv, manager, scheduler, device=CPU), manager, scheduler
+    auditor = auditor_of(kv, manager, scheduler)
+    made = Engine(forward, kv, manager, scheduler, auditor, PositionMeter(), device=CPU)
+    return made, manager, scheduler
 
 
 def request(name, source, max_tokens=20):

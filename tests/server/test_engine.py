@@ -182,7 +182,9 @@ def test_block_counts_and_preemptions_are_told():
     events, stats = run(engine)
     assert sum(step.preemptions for step in stats) > 0
     for step in stats:
-        assert step.blocks_free + step.blocks_active + step.blocks_cached == 8
+        blocks = (step.blocks_free, step.blocks_active, step.blocks_cached)
+        assert sum(blocks) == 8
+        assert step.blocks_quarantined == step.mutated_entries == 0
     for i in range(4):
         assert tokens_of(events, f"r{i}") == [(i + 3 + n) % VOCAB for n in range(12)]
     # What is computed again after a preemption is not counted as prompt again.

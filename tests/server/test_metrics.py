@@ -5,9 +5,10 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cache.terms import Capability, Op, OpReport
 from server.http_errors import REJECTION_REASONS
 from server.metrics import Metrics
-from server.request import FinishReason, RequestSummary, StepStats
+from server.request import FinishReason, PositionTotals, RequestSummary, StepStats
 from tests.server.toy import ask, chat, complete, sample, toy, toy_app
 
 LABELS = {"model_name": "toy", "encoding": "rope"}
@@ -47,6 +48,9 @@ def test_every_family_of_the_reference_is_there():
         "step_batch_size", "preemptions", "client_disconnects", "request_rejections",
         "stream_errors", "kv_blocks", "kv_cache_bytes", "kv_written_bytes", "kv_written_entries",
         "prefix_cache_queried_tokens", "prefix_cache_hit_tokens", "kv_evicted_blocks",
+        "kv_blocks_sealed", "kv_blocks_verified", "kv_mutated_entries", "kv_stale_entries",
+        "kv_rewritten_entries", "kv_moved_bytes", "position_rotations", "position_bias_values",
+        "position_flops", "position_bytes", "extrapolated_tokens",
     }  # fmt: skip
     assert set(families(metrics_of_toy())) == {f"ropewalk_{name}" for name in names}
 
@@ -121,6 +125,18 @@ def test_a_step_is_counted():
         blocks_free=5,
         blocks_active=4,
         blocks_cached=1,
+        blocks_quarantined=2,
+        sealed_blocks=7,
+        verified_blocks=8,
+        mutated_entries=9,
+        extrapolated_tokens=3,
+        prefill_work=PositionTotals(1, 2, 3, 4),
+        decode_work=PositionTotals(5, 6, 7, 8),
+        reports=(
+            OpReport(Op.FORK, Capability.FREE, copied=5, bytes_moved=50),
+            OpReport(Op.EVICT_RENUMBER, Capability.REWRITE, rewritten=6, should_change=6),
+            OpReport(Op.MOVE_SPAN, Capability.REWRITE, rewritten=7, should_change=9, bytes_moved=1),
+        ),
         inter_token_seconds=(0.01, 0.02),
         ended=(summary(),),
     )
@@ -137,6 +153,12 @@ def test_a_step_is_counted():
         "prefix_cache_queried_tokens_total": 60,
         "prefix_cache_hit_tokens_total": 32,
         "step_batch_size_sum": 6,
+        "kv_blocks_sealed_total": 14,
+        "kv_blocks_verified_total": 16,
+        "kv_mutated_entries_total": 18,
+        "kv_stale_entries_total": 4,
+        "kv_moved_bytes_total": 102,
+        "extrapolated_tokens_total": 6,
         "step_batch_size_count": 2,
         "inter_token_latency_seconds_count": 4,
         "time_to_first_token_seconds_count": 2,
@@ -149,8 +171,16 @@ def test_a_step_is_counted():
     assert value(metrics, "prompt_tokens_total", source="cached") == 32
     assert value(metrics, "kv_evicted_blocks_total", reason="lru") == 8
     assert value(metrics, "requests_total", finish_reason="length") == 2
-    blocks = [value(metrics, "kv_blocks", state=state) for state in ("free", "active", "cached")]
-    assert blocks == [5, 4, 1] and sum(blocks) == 10
+    states = ("free", "active", "cached", "quarantined")
+    assert [value(metrics, "kv_blocks", state=state) for state in states] == [5, 4, 1, 2]
+    rewritten = [
+        value(metrics, "kv_rewritten_entries_total", cause=cause)
+        for cause in ("context_shift", "rebase")
+    ]
+    assert rewritten == [12, 14]
+    for phase, work in (("prefill", (1, 2, 3, 4)), ("decode", (5, 6, 7, 8))):
+        for name, number in zip(("rotations", "bias_values", "flops", "bytes"), work, strict=True):
+            assert value(metrics, f"position_{name}_total", phase=phase) == 2 * number
     seconds = {
         "time_to_first_token_seconds": 0.07,
         "request_queue_seconds": 0.02,

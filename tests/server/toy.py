@@ -57,6 +57,7 @@ class ScriptedEngine:
         self.script = script or (lambda request: list(b"Hello, world! " * 200))
         self.alive = True
         self.failure: str | None = None
+        self.unsound: str | None = None
         self.started = False
         self.requests: list[Request] = []
         self.models: list[str] = []

@@ -1,0 +1,78 @@
+"""Lets the ledger see what happens to blocks, and ends whoever a changed block concerns."""
+
+from logging import getLogger
+
+from cache.ledger import Fault, Ledger, LedgerCounts
+from cache.manager import CacheManager
+from server.request import CacheChanged, TokenEvent, owner
+from server.scheduler import Scheduler
+
+log = getLogger(__name__)
+
+
+class Auditor:
+    """Between two writes to the cache of one model. `model` is its name in the log."""
+
+    def __init__(
+        self, model: str, ledger: Ledger, manager: CacheManager, scheduler: Scheduler
+    ) -> None:
+        self.mutated_blocks = 0  # ever
+        self._model = model
+        self._ledger = ledger
+        self._manager = manager
+        self._scheduler = scheduler
+        self._counts = LedgerCounts()
+
+    def look(self) -> list[TokenEvent]:
+        """Seal and verify what was filled, shared or given up; the ends of failed requests."""
+        ends = []
+        # Whoever ends gives up more blocks, which are verified in turn.
+        while faults := self._observe():
+            for fault in faults:
+                ends += self._isolate(fault)
+        if self.mutated_blocks:
+            ends += self._scheduler.end_misfits()
+        return ends
+
+    def sample(self) -> list[TokenEvent]:
+        """Verify a few blocks besides, in turn; the ends of failed requests."""
+        self._ledger.sample()
+        return self.look()
+
+    def drain(self) -> LedgerCounts:
+        """What was done and found since the last call."""
+        counts, self._counts = self._counts, LedgerCounts()
+        return counts
+
+    def _observe(self) -> tuple[Fault, ...]:
+        self._ledger.observe(self._manager.drain_events())
+        counts = self._ledger.drain()
+        self._counts += counts
+        return counts.faults
+
+    def _isolate(self, fault: Fault) -> list[TokenEvent]:
+        """The block is never used again, and who holds it or has just given it up ends."""
+        self.mutated_blocks += 1
+        sequences = dict.fromkeys((*fault.sequences, *self._manager.holders(fault.block)))
+        log.error(
+            "a cached block of %s changed: block %d, %s, %s; sequences %s",
+            self._model,
+            fault.block,
+            ", ".join(f"layer {place.layer} {place.part.value}" for place in fault.places),
+            self._positions(fault),
+            ", ".join(sequences) or "none",
+        )
+        self._manager.quarantine(fault.block)
+        self._ledger.forget([fault.block])
+        error = CacheChanged("A cached block that this answer depends on changed; retry.")
+        ends = [self._scheduler.fail(each, error) for each in dict.fromkeys(map(owner, sequences))]
+        return [end for end in ends if end is not None]
+
+    def _positions(self, fault: Fault) -> str:
+        base = fault.base
+        for name in self._manager.holders(fault.block)[:1]:
+            table = self._manager.table(name)
+            base = table.bases[table.blocks.index(fault.block)]
+        if base is None:
+            return "positions unknown"
+        return f"positions {base} to {base + self._manager.block_size - 1}"

@@ -1,0 +1,71 @@
+"""How much work positions cost in a step: analytic, from how many tokens had how much context.
+
+An encoding says what one token costs at a context of n keys. A chunk of a prompt has many such
+contexts, so the costs are summed once up to each n, and a chunk is the difference of two sums.
+"""
+
+from collections.abc import Callable, Iterable
+
+from model.encodings.base import PositionalWork
+from server.request import PositionTotals
+from server.scheduler import Work
+
+Cost = Callable[[int], PositionalWork]  # of one token that sees so many keys
+
+
+def no_cost(context: int) -> PositionalWork:
+    """Where there is no encoding, or none that is known."""
+    return PositionalWork()
+
+
+class PositionMeter:
+    """`cost` is of a token of the decoder; `source_cost` of one that an encoder reads.
+
+    `trained_context` None: nothing is past it.
+    """
+
+    def __init__(
+        self,
+        cost: Cost = no_cost,
+        source_cost: Cost = no_cost,
+        trained_context: int | None = None,
+    ) -> None:
+        self._cost = cost
+        self._source_cost = source_cost
+        self._trained_context = trained_context
+        self._sums = [PositionTotals()]  # of contexts 1 to the index
+
+    def measure(self, plan: Iterable[Work]) -> tuple[PositionTotals, PositionTotals]:
+        """Prefill and decode. To be asked before the plan is recorded.
+
+        Prefill is all that is computed for a request before its first token; computing it again
+        after a preemption later counts as decode.
+        """
+        prefill, decode = PositionTotals(), PositionTotals()
+        for work in plan:
+            spent = self._upto(work.start + work.count) - self._upto(work.start)
+            if work.encodes:
+                length = len(work.request.source)
+                # Each of its tokens sees all of them.
+                spent += _totals(self._source_cost(length)) * length
+            if work.request.num_generated:
+                decode += spent
+            else:
+                prefill += spent
+        return prefill, decode
+
+    def extrapolated(self, recorded: Iterable[Work]) -> int:
+        """How many of these requests' newest tokens stand at positions training never had."""
+        if self._trained_context is None:
+            return 0
+        return sum(work.request.context_length > self._trained_context for work in recorded)
+
+    def _upto(self, context: int) -> PositionTotals:
+        """Of tokens that see 1, 2, ... `context` keys."""
+        while len(self._sums) <= context:
+            self._sums.append(self._sums[-1] + _totals(self._cost(len(self._sums))))
+        return self._sums[context]
+
+
+def _totals(work: PositionalWork) -> PositionTotals:
+    return PositionTotals(work.rotations, work.bias_values, work.flops, work.bytes)

@@ -1,0 +1,374 @@
+"""A changed block ends exactly those who depend on it, and is never used again."""
+
+import contextlib
+import threading
+from itertools import pairwise
+
+import httpx
+import torch
+
+from cache.ledger import Ledger
+from cache.manager import CacheManager
+from cache.terms import Audit
+from server.app import HttpOptions, create_app
+from server.async_engine import AsyncEngine
+from server.auditing import Auditor
+from server.engine import Engine
+from server.metrics import Metrics
+from server.models import Models
+from server.position_meter import PositionMeter
+from server.request import CacheChanged, FinishReason
+from server.scheduler import Limits, Scheduler
+from tests.cache.bookkeeping import Bookkeeping
+from tests.model.running import new_cache
+from tests.model.tiny import tiny
+from tests.server.fake_engine import BLOCK, CPU, VOCAB, counting, make_request
+from tests.server.toy import running, sample, toy
+
+ENTRIES = BLOCK  # of one layer and part of a block, with the one key/value head used here
+
+
+class Watched:
+    """An engine over a fake model, whose cache tests may damage."""
+
+    def __init__(self, mode=Audit.FULL, *, forward=counting, blocks=40, sharing=True, **limits):
+        chosen = {"max_seqs": 16, "max_step_tokens": 64, "max_context": 100, "max_waiting": 50}
+        self.kv = new_cache(tiny("nope"), blocks, BLOCK)
+        for part in self.kv.whole:
+            part.normal_()
+        self.manager = CacheManager(blocks, BLOCK, prefix_sharing=sharing)
+        self.scheduler = Scheduler(
+            self.manager, Limits(**chosen | limits), Bookkeeping(self.manager)
+        )
+        ledger = Ledger(self.kv, mode)
+        auditor = Auditor("fake", ledger, self.manager, self.scheduler)
+        self.forwards = 0
+
+        def counted(batch, kv):
+            self.forwards += 1
+            return forward(batch, kv)
+
+        self.engine = Engine(
+            counted, self.kv, self.manager, self.scheduler, auditor, PositionMeter(), device=CPU
+        )
+        self.events, self.stats = [], []
+
+    def step(self):
+        step = self.engine.step()
+        self.events += step.events
+        self.stats.append(step.stats)
+        self.manager.check()
+        self.scheduler.check()
+        return step
+
+    def run(self):
+        while self.engine.busy:
+            self.step()
+
+    def blocks(self, name):
+        return list(self.manager.table(name).blocks)
+
+    def damage(self, block, layer=0):
+        """One bit of one key."""
+        damage(self.kv, block, layer)
+
+    def tokens(self, name):
+        return [e.token for e in self.events if e.request_id == name and e.token is not None]
+
+    def failed(self):
+        return [event.request_id for event in self.events if event.error is not None]
+
+    def total(self, field):
+        return sum(getattr(stats, field) for stats in self.stats)
+
+
+def damage(kv, block, layer=0):
+    word = kv.layer(layer).keys[block].view(torch.int32)
+    word[1, 0, 2] ^= 1 << 9
+
+
+def counted_from(first, count):
+    return [(first + n) % VOCAB for n in range(count)]
+
+
+def test_who_holds_the_block_ends_and_nobody_else(caplog):
+    world = Watched()
+    shared = list(range(8))
+    world.engine.submit(make_request("first", [*shared, 20], max_tokens=30))
+    world.step()
+    world.engine.submit(make_request("second", [*shared, 30], max_tokens=30))
+    world.engine.submit(make_request("other", [1, 2, 3, 4, 5], max_tokens=30))
+    world.step()
+    block = world.blocks("first")[1]
+    assert block == world.blocks("second")[1]
+    world.damage(block, layer=1)
+    ended = world.step()
+    assert sorted(event.request_id for event in ended.events) == ["first", "other", "second"]
+    assert sorted(world.failed()) == ["first", "second"]
+    for event in ended.events:
+        if event.request_id != "other":
+            assert isinstance(event.error, CacheChanged) and event.token is None
+    assert ended.stats.generated_tokens == 1
+    assert ended.stats.mutated_entries == ENTRIES * world.kv.kv_heads
+    assert ended.stats.blocks_quarantined == 1
+    assert world.engine.mutated_blocks == 1
+    world.run()
+    assert world.tokens("other") == counted_from(6, 30)
+    (line,) = [record.message for record in caplog.records]
+    assert line == (
+        f"a cached block of fake changed: block {block}, layer 1 keys, positions 4 to 7; "
+        "sequences first, second"
+    )
+
+
+def test_the_block_never_comes_back():
+    world = Watched(blocks=6)
+    world.engine.submit(make_request("a", range(9), max_tokens=5))
+    world.step()
+    block = world.blocks("a")[0]
+    world.damage(block)
+    world.step()
+    for n in range(6):
+        world.engine.submit(make_request(f"r{n}", [n] * 9, max_tokens=5))
+        world.step()
+        assert block not in world.blocks(f"r{n}")
+        world.run()
+    assert world.failed() == ["a"]
+    assert world.manager.counts().quarantined == 1
+
+
+def test_an_answer_that_was_complete_in_this_very_step_is_an_error():
+    world = Watched(Audit.SAMPLE)
+    world.engine.submit(make_request("a", range(5), max_tokens=2))
+    world.step()
+    world.damage(world.blocks("a")[0])
+    ended = world.step()
+    (event,) = ended.events
+    assert event.finish is FinishReason.ERROR and event.token is None
+    (summary,) = ended.stats.ended
+    assert summary.finish is FinishReason.ERROR
+    assert ended.stats.generated_tokens == 0
+    assert world.manager.counts().quarantined == 1
+
+
+def test_what_is_found_at_admission_is_never_computed(caplog):
+    world = Watched()
+    world.engine.submit(make_request("a", range(9), max_tokens=1))
+    world.run()
+    world.damage(1)
+    before = world.forwards
+    world.engine.submit(make_request("b", range(9), max_tokens=1))
+    (event,) = world.step().events
+    assert (event.request_id, event.finish) == ("b", FinishReason.ERROR)
+    assert world.forwards == before
+    assert "positions 0 to 3" in caplog.text and "sequences b" in caplog.text
+    world.engine.submit(make_request("again", range(9), max_tokens=3))
+    world.run()
+    assert world.tokens("again") == counted_from(9, 3)
+
+
+def test_a_preempted_request_ends_before_it_is_computed_again():
+    world = Watched(Audit.SAMPLE)
+    world.engine.submit(make_request("a", range(5), max_tokens=20))
+    world.engine.submit(make_request("b", range(10, 15), max_tokens=20))
+    world.step()
+    world.damage(world.blocks("b")[0])
+    world.scheduler._preempt_newest()
+    world.step()
+    assert world.failed() == ["b"]
+    world.run()
+    assert world.tokens("a") == counted_from(5, 20)
+    assert world.tokens("b") == counted_from(15, 1)
+
+
+def test_an_aborted_request_is_told_nothing():
+    world = Watched()
+    world.engine.submit(make_request("a", range(5), max_tokens=20))
+    world.step()
+    world.damage(world.blocks("a")[0])
+    world.engine.abort("a")
+    step = world.step()
+    assert step.events == []
+    assert [ended.finish for ended in step.stats.ended] == [FinishReason.ABORT]
+    assert step.stats.blocks_quarantined == 1
+
+
+def test_two_changed_blocks_of_one_request_are_two_faults_and_one_end():
+    world = Watched()
+    world.engine.submit(make_request("a", range(9), max_tokens=20))
+    world.step()
+    for block in world.blocks("a")[:2]:
+        world.damage(block)
+    assert len(world.step().events) == 1
+    assert world.engine.mutated_blocks == 2
+    assert world.manager.counts().quarantined == 2
+
+
+def test_giving_up_a_failed_requests_blocks_finds_the_next_fault():
+    """Sampling comes to one block only; ending its holder brings the other one to light."""
+    world = Watched(Audit.SAMPLE)
+    world.engine.submit(make_request("a", range(33), max_tokens=20))
+    world.engine.submit(make_request("b", [*range(16), *range(30, 47)], max_tokens=20))
+    world.step()
+    blocks = world.blocks("a")
+    world.damage(blocks[0])
+    world.damage(blocks[7])
+    while not world.failed():
+        world.step()
+    assert world.engine.mutated_blocks == 2
+    assert len(world.stats) < 5
+
+
+def test_what_no_longer_fits_ends_and_what_fits_waits_its_turn():
+    world = Watched(blocks=8, max_seqs=1)
+    world.engine.submit(make_request("running", range(9), max_tokens=8))
+    world.engine.submit(make_request("doomed", range(20), max_tokens=9))  # all of seven blocks
+    world.engine.submit(make_request("small", range(5), max_tokens=2))
+    world.step()
+    world.damage(world.blocks("running")[0])
+    ended = {event.request_id: event for event in world.step().events}
+    assert sorted(ended) == ["doomed", "running"]
+    assert "no longer fits" in ended["doomed"].error.message
+    world.run()
+    assert world.tokens("small") == counted_from(5, 2)
+
+
+def test_a_running_request_that_outgrows_what_is_left_ends_too():
+    world = Watched(blocks=9)
+    world.engine.submit(make_request("short", range(20, 25), max_tokens=1))
+    world.run()
+    world.engine.submit(make_request("long", range(5), max_tokens=28))  # all of eight blocks
+    world.step()
+    world.damage(1)  # what "short" left behind
+    world.run()
+    assert world.failed() == ["long"]
+    assert 0 < len(world.tokens("long")) < 28
+
+
+def test_sampling_comes_to_every_block():
+    world = Watched(Audit.SAMPLE, max_seqs=1)
+    world.engine.submit(make_request("old", range(41), max_tokens=1))
+    world.run()
+    world.engine.submit(make_request("new", [45] * 5, max_tokens=40))
+    world.step()
+    world.damage(7)  # held by nobody
+    for _ in range(10):
+        world.step()
+    assert world.engine.mutated_blocks == 1
+    assert world.failed() == []
+
+
+def test_off_looks_at_nothing():
+    world = Watched(Audit.OFF)
+    world.engine.submit(make_request("a", range(9), max_tokens=20))
+    world.step()
+    world.damage(1)
+    world.run()
+    assert world.failed() == []
+    assert world.total("sealed_blocks") == world.total("verified_blocks") == 0
+
+
+def test_every_full_block_is_sealed_once_and_nothing_is_found():
+    world = Watched(Audit.SAMPLE)
+    world.engine.submit(make_request("a", range(9), max_tokens=4))  # 12 tokens are stored
+    world.engine.submit(make_request("b", range(20, 25), max_tokens=2))
+    world.run()
+    assert world.total("sealed_blocks") == 4
+    assert world.total("verified_blocks") >= 4
+    assert world.total("mutated_entries") == 0
+
+
+def test_what_an_encoder_made_is_sealed_and_ends_its_request():
+    world = Watched(sharing=False)
+    for name in ("a", "b"):
+        request = make_request(name, [1], max_tokens=20)
+        request.source = tuple(range(9))
+        world.engine.submit(request)
+    world.step()
+    assert world.stats[0].sealed_blocks == 4
+    world.damage(world.blocks("a/encoder")[1])
+    world.step()
+    assert world.failed() == ["a"]
+    world.run()
+    assert world.tokens("b") == counted_from(2, 20)
+
+
+# ------------------------------------------------------------------------------ over HTTP
+
+
+@contextlib.contextmanager
+def serving(world, **options):
+    metrics = Metrics()
+    metrics.add_model(
+        "toy", "rope", {}, bytes_per_token=64, blocks=39, block_size=BLOCK, max_context=100
+    )
+    engine = AsyncEngine({"toy": world.engine}, metrics.observe_step, **options)
+    app = create_app(Models([toy(max_context=100)]), engine, metrics, HttpOptions())
+    with running(app) as (url, _), httpx.Client(base_url=url, timeout=30) as client:
+        yield client, metrics
+
+
+def ask(client, prompt, **body):
+    settings = {"model": "toy", "prompt": list(prompt), "max_tokens": 5, "temperature": 0}
+    return client.post("/v1/completions", json=settings | body)
+
+
+SABOTAGE = 40  # a prompt with this token has its first block damaged while it is computed
+
+
+def sabotaged(batch, kv):
+    starts = batch.query_starts.tolist()
+    for row, (start, end) in enumerate(pairwise(starts)):
+        # The block was sealed in the step before.
+        if SABOTAGE in batch.tokens[start:end].tolist() and batch.context_lens[row] == 10:
+            damage(kv, int(batch.block_tables[row, 0]))
+    return counting(batch, kv)
+
+
+def test_over_http_the_right_requests_end_and_ready_turns_false_past_the_threshold():
+    world = Watched(forward=sabotaged)
+    with serving(world, max_mutated_blocks=1) as (client, metrics):
+
+        def ready():
+            return client.get("/health/ready"), client.get("/health")
+
+        guilty = [*range(8), SABOTAGE - 1]  # its first answer is the token that damages it
+        answers = {}
+
+        def post(name, prompt):
+            answers[name] = ask(client, prompt, max_tokens=20)
+
+        for round_ in range(2):
+            assert [answer.status_code for answer in ready()] == [200, 200]
+            good = [10 + round_, 12, 13, 14, 15]
+            threads = [
+                threading.Thread(target=post, args=("bad", guilty)),
+                threading.Thread(target=post, args=("good", good)),
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            error = answers["bad"].json()["error"]
+            assert answers["bad"].status_code == 500
+            assert error["code"] == "cache_changed"
+            assert error["message"].endswith("retry.")
+            assert "x-should-retry" not in answers["bad"].headers
+            assert answers["good"].json()["choices"][0]["text"] == bytes(range(16, 36)).decode()
+        for answer in ready():
+            assert answer.status_code == 503
+            assert "2 cached blocks changed" in answer.json()["error"]["message"]
+        assert client.get("/health/live").status_code == 200
+        labels = {"model_name": "toy", "encoding": "rope"}
+        assert sample(metrics, "kv_blocks", **labels, state="quarantined") == 2
+        assert sample(metrics, "requests_total", **labels, finish_reason="error") == 2
+        assert sample(metrics, "kv_mutated_entries_total", **labels) == 2 * ENTRIES * 2
+
+
+def test_a_stream_ends_with_the_error():
+    world = Watched(forward=sabotaged)
+    with serving(world) as (client, _):
+        answer = ask(client, [*range(8), SABOTAGE - 1], max_tokens=20, stream=True)
+        assert answer.status_code == 200
+        assert "cache_changed" in answer.text
+        assert not answer.text.rstrip().endswith("[DONE]")
