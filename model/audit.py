@@ -24,7 +24,8 @@ BLOCK_SIZE = 16
 # Of an entry's norm. In float64, a pass over all tokens and one token at a time agree to 1e-12.
 TOLERANCE = 1e-9
 
-# Turns the stored keys of `start` tokens before a step that makes `stop` of them; how many.
+# Called before a step that takes the cache from `start` to `stop` tokens; turns stored keys where
+# they must be turned for the new length, and returns how many it turned.
 Rewrite = Callable[[KVCache, int, int], int]
 
 

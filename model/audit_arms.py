@@ -89,7 +89,7 @@ class FollowingRoPE(RoPE):
         return turn(q, cos, sin, self.layout), turn(k, cos, sin, self.layout)
 
     def retune(self, kv: KVCache, start: int, stop: int) -> int:
-        """Turn the stored keys of `start` tokens as a length of `stop` has them; how many.
+        """Turn the stored keys of `start` tokens as a length of `stop` has them; returns how many.
 
         What a server must do that keeps turned keys; those of layer 0 are right afterwards.
         Deeper keys and values came from attention at the old frequencies and stay wrong.
