@@ -1,0 +1,118 @@
+"""What every cached entry ought to be, kept apart from the cache, and a decoder that reads it.
+
+A shadow holds each token's keys and values as the model computed them, with the position that
+each is to have now. Nothing of cache/ is used but the tensors: no manager, no operations, no
+ledger; every entry stands in a block of its own, so positions may have any gaps.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from cache.terms import KeyFrame
+from model.batch import ForwardBatch
+from model.encodings.rope import RoPE
+from model.transformer import Decoder
+from tests.model.running import new_cache
+
+
+@dataclass
+class Shadow:
+    """One sequence. Keys carry the rotation of their position, whatever frame the cache keeps."""
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    keys: list[torch.Tensor] = field(default_factory=list)  # [layers, kv_heads, head_dim] each
+    values: list[torch.Tensor] = field(default_factory=list)
+    plain: bool = True  # no token was ever taken out: one pass over the tokens gives the same
+
+    @property
+    def next_position(self) -> int:
+        return self.positions[-1] + 1 if self.positions else 0
+
+    def part(self, start: int, stop: int) -> "Shadow":
+        span = slice(start, stop)
+        return replace(
+            self,
+            tokens=self.tokens[span],
+            positions=self.positions[span],
+            keys=self.keys[span],
+            values=self.values[span],
+        )
+
+    def extend(self, other: "Shadow") -> None:
+        self.tokens += other.tokens
+        self.positions += other.positions
+        self.keys += other.keys
+        self.values += other.values
+
+
+def compute(decoder: Decoder, shadow: Shadow, tokens: list[int]) -> torch.Tensor:
+    """Add tokens after what the shadow holds; their logits [T, vocab]."""
+    held, count = len(shadow.tokens), len(tokens)
+    kv = new_cache(decoder, held + count + 1, block_size=1)
+    for index in range(held):
+        kv._keys[:, 1 + index, 0] = shadow.keys[index]
+        kv._values[:, 1 + index, 0] = shadow.values[index]
+    positions = [shadow.next_position + n for n in range(count)]
+    new = torch.arange(1 + held, 1 + held + count)
+    batch = ForwardBatch(
+        tokens=torch.tensor(tokens),
+        positions=torch.tensor(positions),
+        offsets=torch.zeros(count, dtype=torch.int64),
+        slots=new,
+        query_starts=torch.tensor([0, count]),
+        context_lens=torch.tensor([held + count]),
+        block_tables=torch.arange(1, 1 + held + count)[None],
+        block_bases=torch.tensor([shadow.positions + positions]),
+        output_rows=torch.arange(count),
+        max_query=count,
+        max_context=held + count,
+    )
+    logits = decoder(batch, kv)
+    shadow.tokens += tokens
+    shadow.positions += positions
+    shadow.keys += list(kv._keys[:, new, 0].transpose(0, 1).clone())
+    shadow.values += list(kv._values[:, new, 0].transpose(0, 1).clone())
+    return logits
+
+
+def moved(decoder: Decoder, shadow: Shadow, delta: int) -> Shadow:
+    """The same entries `delta` positions later."""
+    keys = [turned(decoder, key, delta) for key in shadow.keys]
+    return replace(shadow, keys=keys, positions=[each + delta for each in shadow.positions])
+
+
+def stored(decoder: Decoder, shadow: Shadow, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [layers, tokens, kv_heads, head_dim] as the cache should hold them."""
+    frame = decoder.encoding.key_frame
+    keys = []
+    for index, (key, position) in enumerate(zip(shadow.keys, shadow.positions, strict=True)):
+        carried = {
+            KeyFrame.ABSOLUTE: position,
+            KeyFrame.RAW: 0,
+            KeyFrame.BLOCK: index % block_size,
+        }[frame]
+        keys.append(turned(decoder, key, carried - position))
+    return torch.stack(keys, dim=1), torch.stack(shadow.values, dim=1)
+
+
+def turned(decoder: Decoder, key: torch.Tensor, delta: int) -> torch.Tensor:
+    """[layers, kv_heads, head_dim] by complex numbers, pair by pair; as it is without rotation."""
+    encoding = decoder.encoding
+    if not isinstance(encoding, RoPE) or delta == 0:
+        return key
+    width, half = encoding.width, encoding.width // 2
+    first, second = (
+        (slice(0, half), slice(half, width))
+        if encoding.layout == "half"
+        else (slice(0, width, 2), slice(1, width, 2))
+    )
+    angles = delta * encoding.frequencies.double()
+    made = key.clone()
+    for layer in range(key.shape[0]):
+        if encoding.turns(layer):
+            pairs = torch.complex(key[layer, :, first], key[layer, :, second])
+            pairs = pairs * torch.polar(torch.ones_like(angles), angles)
+            made[layer, :, first], made[layer, :, second] = pairs.real, pairs.imag
+    return made
