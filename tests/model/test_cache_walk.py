@@ -278,6 +278,8 @@ class Walk(RuleBasedStateMachine):
 WALKS = {
     "nope": ("nope", {}),
     "rope": ("rope", {}),
+    "rope-raw": ("rope", {"frame": "raw"}),
+    "rope-block": ("rope-interleaved", {"frame": "block"}),
     "rope-scaled": ("rope-scaled", {"layers": [1]}),
     "t5": ("t5", {}),
     "alibi": ("alibi", {}),
