@@ -4,12 +4,16 @@ import torch
 from torch import Tensor
 
 from cache.kv import LayerKV
+from cache.terms import KeyFrame
 from model.attention.base import AttentionSpec
 from model.attention.bias import DenseBias, StepBias
 from model.batch import ForwardBatch
 from model.encodings.base import KeyBias, LinearBias, TableBias
 from model.kernels.build import ATTENTION_SUFFIXES, AttendArguments, Kernels
 from model.rotation import Rotation
+
+# What the kernel calls the frames of stored keys that it still turns.
+FRAMES = {KeyFrame.RAW: 1, KeyFrame.BLOCK: 2}
 
 
 class CpuBackend:
@@ -25,8 +29,6 @@ class CpuBackend:
             return f"the device is {spec.device.type}"
         if spec.dtype not in ATTENTION_SUFFIXES:
             return f"it computes float32, float64 and bfloat16, not {spec.dtype}"
-        if spec.rotation is not None:
-            return f"it turns no keys, and those of the {spec.rotation} frame need it"
         return self.kernels if isinstance(self.kernels, str) else None
 
     def __call__(self, spec: AttentionSpec) -> "CpuAttention":
@@ -87,6 +89,15 @@ class CpuAttention:
             dense = _per_head(bias.values, spec.heads)
             arguments.dense_bias = dense.data_ptr()
             arguments.bias_span = dense.shape[2]
+        if rotation is not None:
+            # As wide as the arithmetic: a copy for float64 alone.
+            wide = torch.promote_types(spec.dtype, torch.float32)
+            cosines, sines = (table.to(wide).contiguous() for table in (rotation.cos, rotation.sin))
+            arguments.cosines, arguments.sines = cosines.data_ptr(), sines.data_ptr()
+            arguments.pairs = cosines.shape[1]
+            arguments.frame = FRAMES[rotation.frame]
+            arguments.interleaved = int(rotation.layout == "interleaved")
+            arguments.magnitude = rotation.magnitude
         self.kernels.attend(spec.dtype, arguments)
         return out
 

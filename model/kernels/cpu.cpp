@@ -169,6 +169,21 @@ inline int64_t place_in_panel(const bf16 *, int64_t column) {
   return column < lanes ? 2 * column : 2 * (column - lanes) + 1;
 }
 
+// Turns the pairs of the first 2 * half coordinates of one head, in place or not. way: 1, or -1
+// for the opposite angle.
+template <bool INTERLEAVED, class From, class To, class Real>
+inline void turn(const From *from, To *to, const Real *cosine, const Real *sine, Real way,
+                 int64_t half) {
+  constexpr int64_t step = INTERLEAVED ? 2 : 1;
+  const int64_t partner = INTERLEAVED ? 1 : half;
+#pragma omp simd
+  for (int64_t i = 0; i < half; ++i) {
+    const Real a = widen(from[i * step]), b = widen(from[i * step + partner]);
+    narrow(a * cosine[i] - b * (way * sine[i]), to + i * step);
+    narrow(b * cosine[i] + a * (way * sine[i]), to + i * step + partner);
+  }
+}
+
 // ------------------------------------------------------------------------------------ linear
 
 // packed [panel, input, column]; columns past the last output are zero.
@@ -280,8 +295,12 @@ extern "C" struct AttendArguments {
   int64_t requests, table_width, heads, kv_heads, head_dim, block_size;
   int64_t window;  // keys a query sees; 0: all before it
   int64_t causal;
-  double scale;
+  const void *cosines, *sines;  // [positions, pairs], in the type of the arithmetic
+  int64_t pairs, frame, interleaved;
+  double scale, magnitude;
 };
+// What stored keys still lack, when queries come unturned.
+constexpr int64_t kNothing = 0, kPosition = 1, kBase = 2;
 
 // Floats that start on a cache line: vectors that straddle two lines cost twice.
 template <class Real>
@@ -318,7 +337,7 @@ class AttendTask {
   static_assert(kKeys % kPanel == 0);
 
   struct Chunk {
-    int64_t count, places[kKeys], positions[kKeys];
+    int64_t count, places[kKeys], positions[kKeys], bases[kKeys];
     int64_t latest;  // of the positions
   };
 
@@ -330,12 +349,17 @@ class AttendTask {
     keys_ = keys_buffer_.grow(kKeys * a.head_dim);
     values_ = values_buffer_.grow(kKeys * panels_ * kPanel);
     std::fill(values_, values_ + kKeys * panels_ * kPanel, Real(0));
+    row_ = row_buffer_.grow(a.head_dim);
+    turned_ = a.frame == kNothing ? nullptr : turned_buffer_.grow(kKeys * kFew * a.head_dim);
   }
 
   // Queries [first_query, first_query + count) of the request and key/value head.
   void run(int64_t request, int64_t kv_head, int64_t first_query, int64_t count) {
     request_ = request, kv_head_ = kv_head, first_query_ = first_query, count_ = count;
     few_ = count <= kFew && a_.head_dim % kLanes == 0;
+    // Turning few queries once for each block is less than turning all of its keys.
+    by_block_ = few_ && a_.frame == kBase;
+    turn_keys_ = !by_block_ && a_.frame != kNothing;
     const int64_t rows = a_.query_starts[request + 1] - a_.query_starts[request];
     context_ = a_.context_lens[request];
     first_index_ = context_ - rows;
@@ -376,16 +400,55 @@ class AttendTask {
     return ((a_.query_starts[request_] + row_of(query)) * a_.heads + head_of(query)) * a_.head_dim;
   }
 
-  // q_ [tile, head_dim, queries of the tile], scaled; when few [query, head_dim].
+  int64_t position(int64_t query) const {
+    return a_.positions[a_.query_starts[request_] + row_of(query)];
+  }
+
+  // q_ [tile, head_dim, queries of the tile], scaled; when few [query, head_dim]. Turned where
+  // keys are: by block, queries follow at each block.
   void load_queries() {
     for (int64_t at = 0; at < count_; at += kRows) {
       const int64_t queries = std::min<int64_t>(kRows, count_ - at);
       for (int64_t r = 0; r < queries; ++r) {
         const T *from = static_cast<const T *>(a_.q) + place(at + r);
+        for (int64_t d = 0; d < a_.head_dim; ++d) row_[d] = widen(from[d]) * Real(a_.scale);
+        if (a_.frame != kNothing)
+          for (int64_t d = 0; d < 2 * a_.pairs; ++d) row_[d] *= Real(a_.magnitude);
+        if (turn_keys_) turn_head(row_, row_, position(at + r));
         for (int64_t d = 0; d < a_.head_dim; ++d)
-          q_[few_ ? r * a_.head_dim + d : at * a_.head_dim + d * queries + r] =
-              widen(from[d]) * Real(a_.scale);
+          q_[few_ ? r * a_.head_dim + d : at * a_.head_dim + d * queries + r] = row_[d];
       }
+    }
+  }
+
+  // By the angle of so many positions, which may be negative.
+  template <class From>
+  void turn_head(const From *from, Real *to, int64_t positions) const {
+    const int64_t row = std::abs(positions) * a_.pairs;
+    const Real *cosine = static_cast<const Real *>(a_.cosines) + row;
+    const Real *sine = static_cast<const Real *>(a_.sines) + row;
+    const Real way = positions < 0 ? -1 : 1;
+    (a_.interleaved ? turn<true, From, Real, Real>
+                    : turn<false, From, Real, Real>)(from, to, cosine, sine, way, a_.pairs);
+    for (int64_t d = 2 * a_.pairs; d < a_.head_dim; ++d) to[d] = widen(from[d]);
+  }
+
+  // turned_ [key of the chunk, head_dim].
+  void turn_key(const Chunk &chunk, int64_t n) {
+    turn_head(static_cast<const T *>(a_.keys) + chunk.places[n], turned_ + n * a_.head_dim,
+              a_.frame == kPosition ? chunk.positions[n] : chunk.bases[n]);
+  }
+
+  // turned_ [block of the chunk, kFew, head_dim], and which of the blocks each key is in.
+  void turn_queries(const Chunk &chunk) {
+    Real *to = turned_;
+    for (int64_t n = 0; n < chunk.count; ++n) {
+      if (n == 0 || chunk.bases[n] != chunk.bases[n - 1]) {
+        if (n) to += kFew * a_.head_dim;
+        for (int64_t r = 0; r < count_; ++r)
+          turn_head(q_ + r * a_.head_dim, to + r * a_.head_dim, position(r) - chunk.bases[n]);
+      }
+      facing_[n] = to;
     }
   }
 
@@ -400,6 +463,7 @@ class AttendTask {
     for (int64_t n = 0; n < count; ++n) {
       chunk.places[n] = (table[block] * a_.block_size + offset) * stride + kv_head_ * a_.head_dim;
       chunk.positions[n] = bases[block] + offset;
+      chunk.bases[n] = bases[block];
       chunk.latest = std::max(chunk.latest, chunk.positions[n]);
       if (++offset == a_.block_size) ++block, offset = 0;
     }
@@ -408,14 +472,25 @@ class AttendTask {
   // keys_ [panel of keys, head_dim, kPanel], values_ [panel of coordinates, kKeys, kPanel].
   // Entries of one head lie apart, so the processor does not foresee the next chunk by itself.
   void widen_chunk(const Chunk &chunk, const Chunk &next) {
+    if (by_block_) turn_queries(chunk);
     for (int64_t n = 0; n < chunk.count; n += kLanes) {
       for (int64_t i = n; i < std::min<int64_t>(next.count, n + kLanes); ++i)
         prefetch(next.places[i]);
-      if (!few_)
-        widen_keys(chunk.places + n, std::min<int64_t>(kLanes, chunk.count - n),
-                   keys_ + n / kPanel * a_.head_dim * kPanel + n % kPanel);
+      const int64_t count = std::min<int64_t>(kLanes, chunk.count - n);
+      if (turn_keys_)
+        for (int64_t i = 0; i < count; ++i) turn_key(chunk, n + i);
+      if (few_) continue;
+      Real *to = keys_ + n / kPanel * a_.head_dim * kPanel + n % kPanel;
+      if (turn_keys_)
+        widen_keys([&](int64_t i) { return turned_ + (n + i) * a_.head_dim; }, count, to);
+      else
+        widen_keys([&](int64_t i) { return stored(chunk, n + i); }, count, to);
     }
     for (int64_t n = 0; n < chunk.count; ++n) widen_value(chunk.places[n], values_ + n * kPanel);
+  }
+
+  const T *stored(const Chunk &chunk, int64_t n) const {
+    return static_cast<const T *>(a_.keys) + chunk.places[n];
   }
 
   void prefetch(int64_t place) const {
@@ -425,22 +500,22 @@ class AttendTask {
     }
   }
 
-  // kLanes keys become columns; what lies past the last one is zero, as it must not be NaN.
-  void widen_keys(const int64_t *places, int64_t count, Real *to) const {
-    const T *keys = static_cast<const T *>(a_.keys);
+  // kLanes keys, key(0) and on, become columns; past the last one is zero, as it must not be NaN.
+  template <class Key>
+  void widen_keys(Key key, int64_t count, Real *to) const {
     int64_t d = 0;
     for (; d + kLanes <= a_.head_dim; d += kLanes) {
       Vec<Real> rows[kLanes] = {};
       if (count == kLanes)
-        for (int n = 0; n < kLanes; ++n) rows[n] = load_wide(keys + places[n] + d);
+        for (int n = 0; n < kLanes; ++n) rows[n] = load_wide(key(n) + d);
       else
-        for (int n = 0; n < count; ++n) rows[n] = load_wide(keys + places[n] + d);
+        for (int n = 0; n < count; ++n) rows[n] = load_wide(key(n) + d);
       transpose<Real>(rows);
       for (int i = 0; i < kLanes; ++i) store(rows[i], to + (d + i) * kPanel);
     }
     for (; d < a_.head_dim; ++d)
       for (int n = 0; n < kLanes; ++n)
-        to[d * kPanel + n] = n < count ? Real(widen(keys[places[n] + d])) : Real(0);
+        to[d * kPanel + n] = n < count ? Real(widen(key(n)[d])) : Real(0);
   }
 
   void widen_value(int64_t place, Real *to) const {
@@ -460,7 +535,7 @@ class AttendTask {
     alignas(64) Real scores[kRows * kKeys];
     if (few_)
       for (int64_t n = 0; n < keys; n += kLanes)
-        multiply_few(queries, n, std::min<int64_t>(kLanes, keys - n), scores + n);
+        score_few(queries, n, std::min<int64_t>(kLanes, keys - n), scores + n);
     else
       for (int64_t n = 0; n < keys; n += kPanel) multiply_panel(at, queries, n, scores + n);
     for (int64_t r = 0; r < queries; ++r) {
@@ -481,17 +556,34 @@ class AttendTask {
   }
 
   // scores [queries, kKeys] of at most kLanes keys.
-  template <int QUERIES = kFew>
-  void multiply_few(int64_t queries, int64_t n, int64_t count, Real *scores) const {
+  void score_few(int64_t queries, int64_t n, int64_t count, Real *scores) const {
+    const auto as_stored = [&](int64_t i) { return stored(chunk_, n + i); };
+    const auto all_alike = [q = q_](int64_t) { return q; };
+    if (turn_keys_)
+      multiply_few<kFew>([&](int64_t i) { return turned_ + (n + i) * a_.head_dim; }, all_alike,
+                         queries, count, scores);
+    else if (by_block_)
+      multiply_few<kFew>(as_stored, [&](int64_t i) { return facing_[n + i]; }, queries, count,
+                         scores);
+    else
+      multiply_few<kFew>(as_stored, all_alike, queries, count, scores);
+  }
+
+  // key(i) is met by the queries facing(i), [query, head_dim].
+  template <int QUERIES, class Key, class Facing>
+  void multiply_few(Key key_at, Facing facing, int64_t queries, int64_t count,
+                    Real *scores) const {
     if constexpr (QUERIES > 1)
-      if (queries < QUERIES) return multiply_few<QUERIES - 1>(queries, n, count, scores);
+      if (queries < QUERIES)
+        return multiply_few<QUERIES - 1>(key_at, facing, queries, count, scores);
     Vec<Real> products[QUERIES][kLanes] = {};
     for (int64_t i = 0; i < count; ++i) {
-      const T *key = static_cast<const T *>(a_.keys) + chunk_.places[n + i];
+      const auto *key = key_at(i);
+      const Real *q = facing(i);
       Vec<Real> product[QUERIES] = {};
       for (int64_t d = 0; d < a_.head_dim; d += kLanes) {
         const Vec<Real> part = load_wide(key + d);
-        for (int r = 0; r < QUERIES; ++r) product[r] += load(q_ + r * a_.head_dim + d) * part;
+        for (int r = 0; r < QUERIES; ++r) product[r] += load(q + r * a_.head_dim + d) * part;
       }
       for (int r = 0; r < QUERIES; ++r) products[r][i] = product[r];
     }
@@ -572,9 +664,10 @@ class AttendTask {
   const AttendArguments &a_;
   const int64_t group_, panels_;
   int64_t request_, kv_head_, first_query_, count_, context_, first_index_;
-  bool few_;
-  Buffer<Real> q_buffer_, sums_buffer_, keys_buffer_, values_buffer_;
-  Real *q_, *sums_, *keys_, *values_;
+  bool few_, by_block_, turn_keys_;
+  Buffer<Real> q_buffer_, sums_buffer_, keys_buffer_, values_buffer_, row_buffer_, turned_buffer_;
+  Real *q_, *sums_, *keys_, *values_, *row_, *turned_;
+  const Real *facing_[kKeys];
   Real largest_[kQueries], total_[kQueries];
   Chunk chunk_, next_;
 };
@@ -643,16 +736,9 @@ void rotate(const T *x, T *y, const float *cosines, const float *sines, const in
   for (int64_t r = 0; r < rows; ++r) {
     const float *cosine = cosines + positions[r] * half, *sine = sines + positions[r] * half;
     for (int64_t h = 0; h < heads; ++h) {
-      constexpr int64_t step = INTERLEAVED ? 2 : 1;
-      const int64_t partner = INTERLEAVED ? 1 : half;
       const T *from = x + r * stride + h * dim;
       T *to = y + (r * heads + h) * dim;
-#pragma omp simd
-      for (int64_t i = 0; i < half; ++i) {
-        const float a = widen(from[i * step]), b = widen(from[i * step + partner]);
-        narrow(a * cosine[i] - b * sine[i], to + i * step);
-        narrow(b * cosine[i] + a * sine[i], to + i * step + partner);
-      }
+      turn<INTERLEAVED>(from, to, cosine, sine, 1.0f, half);
       std::copy(from + 2 * half, from + dim, to + 2 * half);
     }
   }

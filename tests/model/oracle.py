@@ -167,11 +167,14 @@ class Rotary(NoPosition):
         y = x.clone()
         for i in range(width // 2):
             a, b = (2 * i, 2 * i + 1) if options["layout"] == "interleaved" else (i, i + width // 2)
-            angle = positions.to(self.tables) * self.speed(i).to(self.tables)
+            angle = self.angle(positions, self.speed(i))
             cos, sin = (angle.cos() * growth).to(WIDE), (angle.sin() * growth).to(WIDE)
             y[:, a] = x[:, a] * cos - x[:, b] * sin
             y[:, b] = x[:, a] * sin + x[:, b] * cos
         return y
+
+    def angle(self, positions, speed):
+        return positions.to(self.tables) * speed.to(self.tables)
 
     def speed(self, i):
         """Radians per position of pair i."""
@@ -203,6 +206,13 @@ class Rotary(NoPosition):
         """By how much YaRN lengthens queries and keys (section 3.4)."""
         scaling = self.options.get("scaling") or {}
         return 0.1 * math.log(scaling["factor"]) + 1 if scaling.get("type") == "yarn" else 1.0
+
+
+class WideRotary(Rotary):
+    """With published speeds, but what follows from them exact."""
+
+    def angle(self, positions, speed):
+        return positions.to(WIDE) * speed.to(WIDE)
 
 
 class BucketBias(NoPosition):
@@ -279,5 +289,6 @@ RULES = {
     "learned": Table,
     "sinusoidal": Waves,
     "rope": Rotary,
+    "tests.model.tiny:WideRoPE": WideRotary,
     "t5": BucketBias,
 }

@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 import torch
 
+from cache.terms import KeyFrame
 from model.attention.bias import DenseBias
 from model.attention.reference import ReferenceAttention
 from model.encodings.base import KeyBias, LinearBias, PositionalEncoding, TableBias
@@ -225,6 +226,37 @@ def by_longest_context(bias, batch):
     return DenseBias(torch.stack(moved, dim=1))
 
 
+def no_rotation(rotation):
+    return None
+
+
+def other_frame(rotation):
+    """Keys turned by their base for their position, or the other way round."""
+    return rotation and replace(
+        rotation, frame=KeyFrame.RAW if rotation.frame is KeyFrame.BLOCK else KeyFrame.BLOCK
+    )
+
+
+def not_grown(rotation):
+    """Queries by YaRN's factor."""
+    return rotation and replace(rotation, magnitude=1.0)
+
+
+def grown_again(rotation):
+    return rotation and replace(rotation, magnitude=rotation.magnitude * 1.1)
+
+
+def offsets_from_positions(batch):
+    """Right while every base is a multiple of the block size."""
+    return replace(batch, offsets=batch.positions % BLOCK)
+
+
+def aligned_bases(batch):
+    """Keys from 0 on, whatever the bases say."""
+    aligned = torch.arange(batch.block_bases.shape[1]) * BLOCK
+    return replace(batch, block_bases=aligned.expand_as(batch.block_bases))
+
+
 def negative(values):
     return -values
 
@@ -246,6 +278,8 @@ def wider(spec):
 
 
 ROTARY = ("rope", "rope-interleaved", "rope-partial", "rope-scaled", "rope-slowed")
+RAW = ("rope-raw", "rope-raw-scaled")
+IN_BLOCKS = ("rope-block", "rope-block-partial", "rope-block-scaled")
 SLOPES = ("alibi", "alibi-rounded")
 TABLES = ("t5", "t5-per-layer", "t5-table")
 DENSE = ("t5-materialised", "t5-materialised-per-layer")
@@ -254,16 +288,40 @@ ADDED = ("learned", "sinusoidal", "sinusoidal-split")
 ALL = tuple(name for name in ENCODINGS if name != "table")
 MISTAKES = {
     "interleaved-for-half": Mistake(
-        in_options(layout="interleaved"), ["rope", "rope-partial", "rope-scaled"]
+        in_options(layout="interleaved"),
+        ["rope", "rope-partial", "rope-scaled", "rope-raw", "rope-block"],
     ),
-    "half-for-interleaved": Mistake(in_options(layout="half"), ["rope-interleaved"]),
+    "half-for-interleaved": Mistake(
+        in_options(layout="half"), ["rope-interleaved", "rope-raw-scaled", "rope-block-partial"]
+    ),
     "split-for-interleaved": Mistake(in_options(layout="split"), ["sinusoidal"]),
     "interleaved-for-split": Mistake(in_options(layout="interleaved"), ["sinusoidal-split"]),
-    "too-wide": Mistake(in_options(width=8), ["rope-partial"]),
-    "scaling-ignored": Mistake(in_options(scaling=None), ["rope-scaled", "rope-slowed"]),
+    "too-wide": Mistake(in_options(width=8), ["rope-partial", "rope-block-partial"]),
+    "scaling-ignored": Mistake(
+        in_options(scaling=None),
+        ["rope-scaled", "rope-slowed", "rope-raw-scaled", "rope-block-scaled"],
+    ),
     "every-layer-turned": Mistake(in_options(layers=[0, 1, 2]), ["rope-scaled"]),
     "bias-max-ignored": Mistake(in_options(bias_max=8), ["alibi-rounded"]),
     "queries-one-off": Mistake(in_layers(QueriesOneOff), ROTARY),
+    "rotation-dropped": Mistake(in_attention(rotation=no_rotation), [*RAW, *IN_BLOCKS]),
+    "other-frame": Mistake(in_attention(rotation=other_frame), [*RAW, *IN_BLOCKS]),
+    "queries-not-grown": Mistake(in_attention(rotation=not_grown), ["rope-block-scaled"]),
+    "queries-grown-again": Mistake(
+        in_attention(rotation=grown_again), ["rope-raw-scaled", "rope-block-scaled"]
+    ),
+    "offsets-from-positions": Mistake(
+        in_batch(offsets_from_positions),
+        IN_BLOCKS,
+        ["prefill", "chunked", "decode", "ragged"],
+        ["prefix hit", "preempted"],
+    ),
+    "bases-ignored": Mistake(
+        in_attention(batch=aligned_bases),
+        [*RAW, *IN_BLOCKS],
+        ["prefill", "chunked", "decode", "ragged"],
+        ["prefix hit", "preempted"],
+    ),
     "coarse-angles": Mistake(in_layers(CoarseAngles), ROTARY),
     "embedded-one-off": Mistake(embedded_one_off, ADDED),
     "one-distance-further": Mistake(in_attention(bias=one_further), TABLES),
@@ -284,13 +342,13 @@ MISTAKES = {
     "late-when-cached": Mistake(
         # Not ALiBi: what lowers all scores of a query alike changes no softmax.
         in_batch(late_when_cached),
-        ["rope", "t5", "t5-materialised", *ADDED],
+        ["rope", "rope-raw", "rope-block", "t5", "t5-materialised", *ADDED],
         CACHED,
         ["prefill"],
     ),
     "positions-by-row": Mistake(
         in_batch(by_row),
-        ["rope", "t5", "t5-materialised"],
+        ["rope", "rope-raw", "t5", "t5-materialised"],
         ["chunked", "ragged", *CACHED],
         ["prefill"],
     ),

@@ -10,6 +10,7 @@ from model.attention.base import AttentionBackend
 from model.attention.reference import ReferenceAttention
 from model.config import EncodingSpec, ModelConfig
 from model.encodings.base import LinearBias, PositionalEncoding, TableBias, create
+from model.encodings.rope import RoPE
 from model.transformer import Decoder
 
 CPU = torch.device("cpu")
@@ -60,6 +61,15 @@ class Table(PositionalEncoding):
         return TableBias(self.table, zero=3)
 
 
+class WideRoPE(RoPE):
+    """With exact angles and tables, so that what turns twice is where it would be by one turn."""
+
+    def tables(self, context):
+        angles = torch.arange(context)[:, None] * self.frequencies.double()
+        return angles.cos(), angles.sin()
+
+
+WIDE_ROPE = f"{__name__}:WideRoPE"
 ENCODINGS = {
     "nope": EncodingSpec("nope", {}),
     "rope": EncodingSpec("rope", ROPE),
@@ -67,6 +77,17 @@ ENCODINGS = {
     "rope-partial": EncodingSpec("rope", ROPE | {"width": 4}),
     "rope-scaled": EncodingSpec("rope", ROPE | {"scaling": YARN, "layers": [0, 2]}),
     "rope-slowed": EncodingSpec("rope", ROPE | {"scaling": {"type": "linear", "factor": 4.0}}),
+    "rope-raw": EncodingSpec("rope", ROPE | {"frame": "raw"}),
+    "rope-raw-scaled": EncodingSpec(
+        "rope", ROPE | {"frame": "raw", "scaling": YARN, "layers": [0, 2], "layout": "interleaved"}
+    ),
+    "rope-block": EncodingSpec(WIDE_ROPE, ROPE | {"frame": "block"}),
+    "rope-block-partial": EncodingSpec(
+        WIDE_ROPE, ROPE | {"frame": "block", "width": 4, "layout": "interleaved"}
+    ),
+    "rope-block-scaled": EncodingSpec(
+        WIDE_ROPE, ROPE | {"frame": "block", "scaling": YARN, "layers": [0, 2]}
+    ),
     "t5": EncodingSpec("t5", T5),
     "t5-per-layer": EncodingSpec("t5", {"buckets": 12, "max_distance": 20, "per_layer": True}),
     "t5-table": EncodingSpec("t5", T5 | {"form": "table"}),

@@ -1,0 +1,126 @@
+"""RoPE's key frames: what is stored in each, and that logits do not tell them apart."""
+
+import random
+
+import pytest
+import torch
+
+from cache.terms import KeyFrame
+from model.attention.cpu import CpuBackend
+from model.attention.reference import ReferenceAttention
+from model.attention.sdpa import SdpaAttention
+from model.kernels.substitutes import substitute
+from tests.model.paths import BLOCK, PATHS
+from tests.model.running import Running, make_batch, new_cache, run_uncached
+from tests.model.tiny import ENCODINGS, ROPE, WIDE_ROPE, YARN, tiny
+
+TOKENS = random.Random(2).choices(range(61), k=70)
+TURNING = {
+    "half": {},
+    "interleaved": {"layout": "interleaved", "width": 4},
+    "yarn": {"scaling": YARN, "layers": [0, 2]},
+}
+EXACT = 1e-10
+# On average over logits whose deviation is 1.8: at most 2e-6 when this was written. The largest
+# difference is 2e-5, as large as between two backends in one frame.
+ROUNDED = 1e-5
+
+
+@pytest.fixture(params=["reference", "sdpa", "cpu"])
+def backend(request, kernels):
+    made = {"reference": ReferenceAttention, "sdpa": SdpaAttention, "cpu": CpuBackend(kernels)}
+    return made[request.param]
+
+
+def framed(frame, backend=ReferenceAttention, dtype=torch.float64, **options):
+    """The same decoder in every frame. In float64 angles are exact, as two must add up to one."""
+    encoding = "rope-block" if dtype is torch.float64 else "rope"
+    assert (ENCODINGS[encoding].name == WIDE_ROPE) == (dtype is torch.float64)
+    return tiny(encoding, backend, dtype, options={**ROPE, **options, "frame": frame})
+
+
+def computed(decoder, path):
+    """Every row of logits on one path, in one order whatever the decoder."""
+    paths = PATHS[path](decoder, random.Random(path))
+    return torch.cat([rows for _, _, _, parts in paths for _, rows in parts])
+
+
+@pytest.mark.parametrize("path", ["prefill", "decode", "ragged"])
+@pytest.mark.parametrize("turning", TURNING)
+@pytest.mark.parametrize("frame", [KeyFrame.RAW, KeyFrame.BLOCK])
+def test_frames_give_the_same_logits(frame, turning, path, backend):
+    def difference(dtype):
+        absolute, other = (
+            computed(framed(each, backend, dtype, **TURNING[turning]), path)
+            for each in (KeyFrame.ABSOLUTE, frame)
+        )
+        return (other - absolute).double()
+
+    assert difference(torch.float64).abs().max() <= EXACT
+    assert difference(torch.float32).square().mean().sqrt() <= ROUNDED
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("turning", TURNING)
+@pytest.mark.parametrize("frame", KeyFrame)
+def test_kernels_keep_the_frame(frame, turning, dtype, kernels):
+    decoder = framed(frame, CpuBackend(kernels), dtype, **TURNING[turning])
+    before = run_uncached(decoder, TOKENS)
+    substitute(decoder, kernels, dtype)
+    assert decoder.encoding.key_frame is frame
+    allowed = 1e-4 if dtype is torch.float32 else 0.5  # of logits whose deviation is 1.8
+    assert (run_uncached(decoder, TOKENS) - before).abs().max() < allowed
+
+
+def keys_at(decoder, base):
+    """Stored keys [layers, T, kv_heads, head_dim] of TOKENS from position `base` on."""
+    blocks = list(range(1, 2 + len(TOKENS) // BLOCK))
+    kv = new_cache(decoder, 1 + len(blocks), BLOCK)
+    batch = make_batch([(Running(TOKENS, blocks, base=base), len(TOKENS))], BLOCK)
+    decoder(batch, kv)
+    layers = range(len(decoder.layers))
+    return torch.stack([kv.layer(layer).keys.flatten(0, 1)[batch.slots] for layer in layers])
+
+
+def projected(decoder, base):
+    """The keys that the layers project, before any encoding."""
+    found = []
+    for layer in decoder.layers:
+
+        def listening(x, project=layer.attention.project):
+            q, k, v = project(x)
+            found.append(k.clone())
+            return q, k, v
+
+        layer.attention.project = listening
+    return torch.stack([keys_at(decoder, base), torch.stack(found)])
+
+
+@pytest.mark.parametrize("turning", TURNING)
+def test_raw_keys_are_stored_as_projected(turning):
+    kept, made = projected(framed(KeyFrame.RAW, **TURNING[turning]), 90)
+    assert torch.equal(kept, made)
+    for frame in (KeyFrame.ABSOLUTE, KeyFrame.BLOCK):
+        kept, made = projected(framed(frame, **TURNING[turning]), 90)
+        assert not torch.equal(kept, made)
+
+
+@pytest.mark.parametrize("turning", TURNING)
+def test_keys_of_a_block_do_not_depend_on_its_base(turning):
+    """Of the first layer, bit by bit; deeper ones differ by how attention before them rounds."""
+    for frame, free in ((KeyFrame.BLOCK, True), (KeyFrame.RAW, True), (KeyFrame.ABSOLUTE, False)):
+        decoder = framed(frame, **TURNING[turning])
+        here, there = keys_at(decoder, 0), keys_at(decoder, 77)
+        assert torch.equal(here[0], there[0]) == free
+        assert ((here - there).abs().max() < 1e-10) == free
+
+
+@pytest.mark.parametrize("frame", [KeyFrame.ABSOLUTE, KeyFrame.BLOCK])
+def test_a_stored_key_has_grown_once(frame):
+    decoder = framed(frame, **TURNING["yarn"])
+    kept, made = projected(decoder, 90)
+    grown = kept.norm(dim=-1) / made.norm(dim=-1)
+    assert decoder.encoding.magnitude > 1.1
+    for layer in range(3):
+        wanted = decoder.encoding.magnitude if layer in (0, 2) else 1.0
+        assert torch.allclose(grown[layer], torch.full_like(grown[layer], wanted))
