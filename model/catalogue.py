@@ -6,10 +6,11 @@ no server and no command; everything here is plain data for lists, pages and pic
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from cache.terms import Capability, KeyFrame, Op
 from model.attention.base import AttentionBackend, AttentionSpec
 from model.config import EncodingSpec, ModelConfig
 from model.encodings.base import (
@@ -21,9 +22,11 @@ from model.encodings.base import (
     names,
 )
 from model.rotation import Rotation
+from model.trial import Cost, Stopwatch, Trial
 
 HOOKS = ("embed", "rotate", "rotation", "score_bias", "for_layer")
 LENGTHS = (512, 4096, 32768)  # keys that the new token sees
+SHORT = 64  # positions of an encoding whose context does not matter
 BLOCK_SIZE = 16  # tokens of a cache block where no cache is asked about: what `serve` has
 # GPT-2's smallest: 12 layers of 12 heads of 64.
 SHAPE = ModelConfig(
@@ -51,8 +54,22 @@ class Support:
 
 
 @dataclass(frozen=True, slots=True)
+class Ability:
+    """Whether stored entries bear an operation: its position error alone.
+
+    `reason` says why it is impossible, where it is. `cost` is there where it was measured.
+    """
+
+    key_frame: KeyFrame
+    op: Op
+    capability: Capability
+    reason: str | None
+    cost: Cost | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EncodingFacts:
-    """One encoding. `work` and `backends` are empty when `unbuilt` says why it was not built."""
+    """One encoding. When `unbuilt` says why it was not built, what a built one tells is empty."""
 
     name: str
     summary: str
@@ -63,6 +80,7 @@ class EncodingFacts:
     bias: str | None  # what it adds to the scores: linear, table or key
     backends: tuple[Support, ...]
     work: Mapping[int, PositionalWork]  # by keys seen
+    operations: tuple[Ability, ...]  # every operation, in each frame that its keys can have
     unbuilt: str | None = None
 
 
@@ -88,6 +106,7 @@ def facts(name: str, place: Place) -> EncodingFacts:
     kind = find(name)
     work: dict[int, PositionalWork] = {}
     backends: tuple[Support, ...] = ()
+    operations: tuple[Ability, ...] = ()
     bias: ScoreBias | None = None
     unbuilt = None
     try:
@@ -99,6 +118,7 @@ def facts(name: str, place: Place) -> EncodingFacts:
         bias = first.score_bias()
         backends = tuple(_support(place, bias, first.rotation()))
         work = {length: encoding.work(SHAPE, length, BLOCK_SIZE) for length in LENGTHS}
+        operations = abilities(kind, SHAPE, place.dtype)
     return EncodingFacts(
         name=name,
         summary=summary(kind),
@@ -109,8 +129,53 @@ def facts(name: str, place: Place) -> EncodingFacts:
         bias=None if bias is None else bias_name(type(bias)),
         backends=backends,
         work=work,
+        operations=operations,
         unbuilt=unbuilt,
     )
+
+
+def abilities(
+    kind: type[PositionalEncoding], shape: ModelConfig, dtype: torch.dtype
+) -> tuple[Ability, ...]:
+    """What can be done to entries stored in `dtype`, in each frame that keys can have."""
+    trial = Trial(shape, {}, block_size=BLOCK_SIZE, dtype=dtype)
+    found = []
+    for encoding in in_each_frame(kind, shape):
+        operations = trial.operations(encoding)
+        found += [
+            Ability(encoding.key_frame, op, operations.capability(op), operations.why_not(op))
+            for op in Op
+        ]
+    return tuple(found)
+
+
+def measured(entry: EncodingFacts, watch: Stopwatch) -> EncodingFacts:
+    """The same, with what each possible operation costs on a cache for SHAPE."""
+    if entry.unbuilt is not None:
+        return entry
+    encodings = {each.key_frame: each for each in in_each_frame(find(entry.name), SHAPE)}
+    timed = [
+        ability
+        if ability.capability is Capability.IMPOSSIBLE
+        else replace(ability, cost=watch.cost(encodings[ability.key_frame], ability.op))
+        for ability in entry.operations
+    ]
+    return replace(entry, operations=tuple(timed))
+
+
+def stopwatch(place: Place) -> Stopwatch:
+    """For `measured`. Holds a cache for SHAPE: 160 MB in float32."""
+    return Stopwatch(SHAPE, block_size=BLOCK_SIZE, dtype=place.dtype, device=place.device)
+
+
+def in_each_frame(kind: type[PositionalEncoding], shape: ModelConfig) -> list[PositionalEncoding]:
+    """Examples, one for each frame in which keys can be stored.
+
+    For what does not depend on the context, so their tables are short. Raises EncodingError.
+    """
+    short = replace(shape, trained_context=SHORT)
+    frames = [{"frame": frame} for frame in KeyFrame] if "frame" in kind.OPTIONS else [{}]
+    return [example(kind, short, SHORT, options) for options in frames]
 
 
 def example(
@@ -184,8 +249,22 @@ def as_json(entry: EncodingFacts) -> dict[str, object]:
         "bias": entry.bias,
         "backends": [asdict(support) for support in entry.backends],
         "work": [{"keys": keys, **asdict(work)} for keys, work in entry.work.items()],
+        "operations": [_ability_as_json(ability) for ability in entry.operations],
         "unbuilt": entry.unbuilt,
     }
+
+
+def _ability_as_json(ability: Ability) -> dict[str, object]:
+    told: dict[str, object] = {
+        "key_frame": ability.key_frame.value,
+        "operation": ability.op.value,
+        "capability": ability.capability.value,
+        "reason": ability.reason,
+    }
+    if ability.cost is None:
+        return told
+    seconds, size = ability.cost.seconds, ability.cost.bytes
+    return {**told, "seconds_per_1000_tokens": seconds, "bytes_per_1000_tokens": size}
 
 
 def measured_for() -> dict[str, int]:

@@ -111,7 +111,8 @@ def encodings(flags: argparse.Namespace) -> int:
     # Late: it loads torch.
     from server import encodings_command
 
-    return encodings_command.run(flags.encoding, as_lines_of_json=flags.json)
+    show = encodings_command.run_operations if flags.operations else encodings_command.run
+    return show(flags.encoding, as_lines_of_json=flags.json)
 
 
 def explain(flags: argparse.Namespace) -> int:

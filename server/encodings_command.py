@@ -7,15 +7,21 @@ import json
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
+from cache.terms import Op
 from model.attention.backends import all_backends
 from model.catalogue import (
+    BLOCK_SIZE,
     SHAPE,
+    Ability,
     EncodingFacts,
     Place,
     as_json,
     catalogue,
+    measured,
     measured_for,
+    stopwatch,
 )
 from model.encodings.base import EncodingError, PositionalWork
 from model.kernels.build import Kernels, NoKernels
@@ -30,18 +36,45 @@ LABEL = 18  # columns of the labels at the left
 def run(others: Sequence[str], *, as_lines_of_json: bool) -> int:
     """CommandError when one of the others is not there."""
     place = this_machine()
-    try:
-        entries = catalogue(place, others)
-    except EncodingError as error:
-        raise CommandError(str(error)) from error
+    entries = _entries(place, others)
     if as_lines_of_json:
-        body = {**heading(place), "data": [as_json(entry) for entry in entries]}
-        print(json.dumps(body, indent=2, ensure_ascii=False))
-        return 0
-    width = min(shutil.get_terminal_size((100, 24)).columns, 100)
+        return _print_json(place, entries)
+    width = _width()
     print("\n\n".join("\n".join(lines(entry, width)) for entry in entries))
     print(f"\n{footnote(place, width)}")
     return 0
+
+
+def run_operations(others: Sequence[str], *, as_lines_of_json: bool) -> int:
+    """What can be done to cached entries, each cell run and timed. CommandError as in `run`."""
+    place = this_machine()
+    watch = stopwatch(place)
+    with said_if_long("running each operation a few times"):
+        entries = [measured(entry, watch) for entry in _entries(place, others)]
+    if as_lines_of_json:
+        return _print_json(place, entries)
+    width = _width()
+    print("\n".join(matrix(entries)))
+    print("\n" + "\n".join(reasons(entries, width)))
+    print(f"\n{matrix_footnote(place, width)}")
+    return 0
+
+
+def _entries(place: Place, others: Sequence[str]) -> list[EncodingFacts]:
+    try:
+        return catalogue(place, others)
+    except EncodingError as error:
+        raise CommandError(str(error)) from error
+
+
+def _print_json(place: Place, entries: Sequence[EncodingFacts]) -> int:
+    body = {**heading(place), "data": [as_json(entry) for entry in entries]}
+    print(json.dumps(body, indent=2, ensure_ascii=False))
+    return 0
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size((100, 24)).columns, 100)
 
 
 def this_machine() -> Place:
@@ -132,5 +165,69 @@ def footnote(place: Place, width: int) -> str:
         f"{str(place.dtype).removeprefix('torch.')}), those that take it. Work: one new token "
         f"through {SHAPE.layers} layers of {SHAPE.heads} heads of {SHAPE.head_dim}, in operations "
         "and in bytes read or written because of the encoding."
+    )
+    return textwrap.fill(text, width)
+
+
+def matrix(entries: Sequence[EncodingFacts]) -> Iterator[str]:
+    """Encodings by operations: what is asked of stored entries, and below it what it took."""
+    table = [["", *(op.value for op in Op)]]
+    for entry in entries:
+        for label, abilities in by_frame(entry):
+            table.append([label, *(ability.capability.value for ability in abilities)])
+            table.append(["", *(spent(ability) for ability in abilities)])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        yield "  ".join(cells).rstrip()
+
+
+def by_frame(entry: EncodingFacts) -> list[tuple[str, list[Ability]]]:
+    """Abilities by the frame of stored keys, which the label names where there are several."""
+    groups = [(frame, list(some)) for frame, some in groupby(entry.operations, _frame)]
+    if len(groups) == 1:
+        return [(entry.name, groups[0][1])]
+    return [(f"{entry.name}, {frame}", some) for frame, some in groups]
+
+
+def _frame(ability: Ability) -> str:
+    return ability.key_frame.value
+
+
+def spent(ability: Ability) -> str:
+    """`0` where no stored entry is read or written, with what the bookkeeping took."""
+    if ability.cost is None:
+        return "-"
+    time = duration(ability.cost.seconds)
+    return time if ability.cost.bytes else f"0 ({time})"
+
+
+def duration(seconds: float) -> str:
+    """Two digits or more, in the unit that fits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.{int(seconds < 10 * size)}f} {unit}"
+    return f"{seconds * 1e6:.0f} µs"
+
+
+def reasons(entries: Sequence[EncodingFacts], width: int) -> Iterator[str]:
+    """Why what is impossible is, once for each encoding."""
+    for entry in entries:
+        for reason in dict.fromkeys(one.reason for one in entry.operations if one.reason):
+            yield from textwrap.wrap(f"{entry.name}: impossible, because {reason}", width)
+        if entry.unbuilt is not None:
+            yield from textwrap.wrap(f"{entry.name}: not built: {entry.unbuilt}", width)
+
+
+def matrix_footnote(place: Place, width: int) -> str:
+    """What capabilities and times hold for."""
+    text = (
+        f"Time for 1,000 tokens moved, shared, forgotten or appended, in whole blocks of "
+        f"{BLOCK_SIZE}, on a cache of {SHAPE.layers} layers of {SHAPE.heads} heads of "
+        f"{SHAPE.head_dim} ({place.device.type}, {str(place.dtype).removeprefix('torch.')}): the "
+        "median of a few runs. 0: no stored entry was read or written; in brackets what the "
+        "bookkeeping took. A new token's own entries are not counted. Capabilities speak of "
+        "positions alone: after an eviction or a move the entries that follow still rest on the "
+        "tokens that were before them, under every encoding."
     )
     return textwrap.fill(text, width)

@@ -12,6 +12,7 @@ LIST_HELP = """\
 examples:
   ropewalk encodings                                 what there is, and what it costs
   ropewalk encodings --json                          the same for programs
+  ropewalk encodings --operations                    what can be done to a cache, and what it takes
   PYTHONPATH=. ropewalk encodings --encoding kerple:Kerple
                                                      and one of your own, from ./kerple.py
 
@@ -23,6 +24,11 @@ OUTSIDE = "package.module:Class"
 
 def add_list_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument(
+        "--operations",
+        action="store_true",
+        help="print what can be done to cached entries under each, measured on this machine",
+    )
     parser.add_argument(
         "--encoding",
         action="append",

@@ -3,19 +3,22 @@
 import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from cache.terms import Op
 from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
-from model.catalogue import BLOCK_SIZE, LENGTHS, SHAPE, Place, example, facts
+from model.catalogue import BLOCK_SIZE, LENGTHS, SHAPE, Ability, Place, example, facts
 from model.config import EncodingSpec
 from model.encodings.base import PositionalWork, create, find, names
 from model.rope_scaling import scaling_from
 from server import cli
 from server.build import load_models
+from server.encodings_command import by_frame
 from server.metrics import Metrics
 from tests.model.checkpoints import llama, random_model, save
 from tests.server.fake_engine import configured, make_request
@@ -72,6 +75,28 @@ def cell(cost: PositionalWork) -> str:
         return "0"
     built = f", {cost.bias_built:,} built" if cost.bias_built else ""
     return f"{cost.flops:,} FLOPs, {cost.bytes:,} B{built}"
+
+
+def operations_table() -> str:
+    """What is asked of stored entries, in float32 and in half precision where that differs."""
+    rows = [f"|encoding|{'|'.join(f'`{op.value}`' for op in Op)}|", "|---|" + "---|" * len(Op)]
+    half = replace(PLACE, dtype=torch.bfloat16)
+    for name in names():
+        both = by_frame(facts(name, PLACE)), by_frame(facts(name, half))
+        for (label, abilities), (_, halves) in zip(*both, strict=True):
+            pairs = zip(abilities, halves, strict=True)
+            rows.append(f"|{label}|{'|'.join(one(*pair) for pair in pairs)}|")
+    return "\n".join(rows)
+
+
+def one(wide: Ability, half: Ability) -> str:
+    if wide.capability is half.capability:
+        return wide.capability.value
+    return f"{wide.capability.value}; in half precision {half.capability.value}"
+
+
+def test_operations_are_what_the_encodings_declare() -> None:
+    assert operations_table() in PAGE
 
 
 def test_list_is_what_the_classes_say() -> None:

@@ -1,15 +1,28 @@
 """The list of encodings: what it says is what the classes and backends say."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import ClassVar
 
 import pytest
 import torch
 
+from cache.terms import Capability, KeyFrame, Op
 from model import catalogue as module
 from model.attention.backends import all_backends
-from model.catalogue import HOOKS, LENGTHS, SHAPE, Place, as_json, catalogue, example, facts, hooks
+from model.catalogue import (
+    HOOKS,
+    LENGTHS,
+    SHAPE,
+    Place,
+    as_json,
+    catalogue,
+    example,
+    facts,
+    hooks,
+    measured,
+    stopwatch,
+)
 from model.encodings.base import (
     EncodingError,
     LinearBias,
@@ -144,6 +157,45 @@ def test_what_cannot_be_built_by_itself_is_listed_with_the_reason() -> None:
     entry = facts(f"{__name__}:Difficult", PLACE)
     assert entry.unbuilt == "difficult needs an option."
     assert (entry.backends, dict(entry.work), entry.bias) == ((), {}, None)
+    assert entry.operations == ()
+    assert measured(entry, stopwatch(PLACE)) is entry
+
+
+def test_operations_are_listed_for_every_frame_that_keys_can_have() -> None:
+    half = Place([], torch.bfloat16, torch.device("cpu"))
+    moves = (Op.EVICT_RENUMBER, Op.MOVE_SPAN)
+    found = {(one.key_frame, one.op): one for one in facts("rope", half).operations}
+    assert len(found) == len(KeyFrame) * len(Op)
+    for (frame, op), ability in found.items():
+        turned = frame is KeyFrame.ABSOLUTE and op in moves
+        expected = Capability.APPROXIMATE if turned else Capability.FREE
+        assert (ability.capability, ability.reason, ability.cost) == (expected, None, None)
+    learned = {one.op: one for one in facts("learned", half).operations}
+    assert list(learned) == list(Op)
+    for op, ability in learned.items():
+        assert (ability.capability is Capability.IMPOSSIBLE) == (op in moves)
+        assert (ability.reason is not None) == (op in moves)
+
+
+def test_operations_are_really_run_to_be_measured(monkeypatch) -> None:
+    monkeypatch.setattr("model.trial.MEASURED", 3)
+    small = replace(SHAPE, layers=2, heads=3, kv_heads=3, head_dim=8)
+    monkeypatch.setattr(module, "SHAPE", small)
+    watch = stopwatch(PLACE)
+    timed = {name: measured(facts(name, PLACE), watch) for name in ("rope", "learned")}
+    keys = 2 * 3 * 8 * 4 * 1000  # of 1,000 tokens, in bytes
+    for entry in timed.values():
+        for one in entry.operations:
+            if one.capability is Capability.IMPOSSIBLE:
+                assert one.cost is None
+                continue
+            assert one.cost.seconds > 0
+            # Turned keys are read and written; a moved span's keys and values are copied before.
+            factor = {Op.EVICT_RENUMBER: 2, Op.MOVE_SPAN: 6}.get(one.op, 0)
+            rewritten = one.capability is Capability.REWRITE
+            assert one.cost.bytes == (factor * keys if rewritten else 0)
+    told = as_json(timed["rope"])["operations"]
+    assert told[4]["bytes_per_1000_tokens"] == 2 * keys
 
 
 def test_an_example_has_finite_weights_and_follows_options() -> None:
@@ -168,5 +220,11 @@ def test_json_holds_every_fact() -> None:
         "flops": 16272,
         "bytes": 5424,
         "bias_bytes": 5424,
+    }
+    assert told["operations"][4] == {
+        "key_frame": "raw",
+        "operation": "evict_renumber",
+        "capability": "free",
+        "reason": None,
     }
     assert told["backends"][0] == {"backend": "cpu", "takes": False, "reason": "no compiler"}

@@ -1,11 +1,14 @@
 """The list of encodings, over HTTP and as a command."""
 
 import json
+import re
 import sys
 
 import pytest
 import torch
 
+from cache.terms import Op
+from model import trial
 from model.attention.backends import all_backends
 from model.catalogue import LENGTHS, Place
 from model.encodings.base import names
@@ -120,6 +123,59 @@ def test_command_prints_json_that_the_route_answers_too(place, capsys) -> None:
     for entry in answered["data"]:
         del entry["models"]
     assert told == answered
+
+
+def test_command_prints_what_can_be_done_to_a_cache(place, outside, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(trial, "MEASURED", 2)
+    monkeypatch.setenv("COLUMNS", "100")
+    assert cli.main(["encodings", "--operations", "--encoding", outside]) == 0
+    said = capsys.readouterr().out
+    table, reasons, note = said.split("\n\n")
+    heading, *rows = table.splitlines()
+    assert heading.split() == [op.value for op in Op]
+    capabilities = {re.split(r"  +", row)[0]: re.split(r"  +", row)[1:] for row in rows[::2]}
+    assert list(capabilities) == [
+        "alibi",
+        "learned",
+        "nope",
+        *("rope, absolute", "rope, raw", "rope, block"),
+        *("sinusoidal", "t5", outside),
+    ]
+    assert capabilities["rope, absolute"] == ["free"] * 4 + ["approximate"] * 2
+    assert capabilities["learned"] == ["free"] * 4 + ["impossible"] * 2
+    costs = rows[1::2]
+    assert re.fullmatch(r" +(0 \([\d.]+ (µs|ms)\) *){4}- +-", costs[1])
+    assert re.fullmatch(r" +(0 \([\d.]+ (µs|ms)\) *){4}([\d.]+ (µs|ms|s) *){2}", costs[3])
+    assert "learned: impossible, because the position is part of every stored key" in reasons
+    assert "(cpu, bfloat16)" in note and "1,000 tokens" in note
+    assert max(map(len, said.splitlines())) <= 100
+
+
+def test_command_prints_what_operations_cost_as_json(place, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(trial, "MEASURED", 2)
+    assert cli.main(["encodings", "--operations", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    for entry, answered in zip(told["data"], listed(served("rope"))["data"], strict=True):
+        for cell, plain in zip(entry["operations"], answered["operations"], strict=True):
+            assert (cell.pop("seconds_per_1000_tokens", None) is None) == (
+                plain["capability"] == "impossible"
+            )
+            cell.pop("bytes_per_1000_tokens", None)
+            assert cell == plain
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.0000123, "12 µs"),
+        (0.00123, "1.2 ms"),
+        (0.0523, "52 ms"),
+        (0.9996, "1000 ms"),
+        (3, "3.0 s"),
+    ],
+)
+def test_durations(seconds, said) -> None:
+    assert encodings_command.duration(seconds) == said
 
 
 @pytest.mark.parametrize(
