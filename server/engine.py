@@ -164,7 +164,8 @@ class Engine:
             sealed_blocks=audit.sealed,
             verified_blocks=audit.verified,
             mutated_entries=audit.mutated,
-            reports=tuple(shift.report for shift in plan.shifts if shift.report is not None),
+            shifts=plan.shifts,
+            forks=plan.forks,
             prefill_work=spent[0],
             decode_work=spent[1],
             extrapolated_tokens=self._meter.extrapolated(

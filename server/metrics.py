@@ -5,14 +5,21 @@ are looked up once per model, because `observe_step` runs on the engine thread a
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import astuple
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
 
-from cache.terms import Op, OpReport
+from cache.terms import OpReport
 from server.http_errors import REJECTION_REASONS
-from server.request import FinishReason, PositionTotals, RequestSummary, StepStats
+from server.request import (
+    ContextShift,
+    FinishReason,
+    PositionTotals,
+    RequestSummary,
+    StepStats,
+)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 UNMATCHED = "unmatched"
@@ -38,12 +45,13 @@ PHASE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
 LENGTH_BUCKETS = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000,
 )  # fmt: skip
+SHIFT_BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1)
+OUTCOMES = ("reindexed", "rerotated", "recomputed")
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 
 
 BLOCK_STATES = ("free", "active", "cached", "quarantined")
 PHASES = ("prefill", "decode")
-CAUSES = {Op.EVICT_RENUMBER: "context_shift", Op.MOVE_SPAN: "rebase"}  # the others rewrite nothing
 
 
 class _Registry(CollectorRegistry):
@@ -220,6 +228,20 @@ class _Families:
         self.moved_bytes = self._counter(
             "kv_moved_bytes", "Bytes that operations on the cache read and wrote, both counted."
         )
+        self.shifts = self._counter(
+            "context_shifts",
+            "Full contexts that were shortened: reindexed when no stored key changed, rerotated "
+            "when keys were turned to their new positions, recomputed when none was cached.",
+            "outcome",
+        )
+        self.shift_seconds = self._histogram(
+            "context_shift_seconds",
+            "Time to shorten one cached context; the whole step waits for it.",
+            SHIFT_BUCKETS,
+        )
+        self.shift_tokens = self._counter(
+            "context_shift_tokens", "Tokens of contexts that were shortened.", "fate"
+        )
         self.rotations = self._counter(
             "position_rotations",
             "Queries and keys of one head and layer that were turned, by calculation.",
@@ -228,6 +250,18 @@ class _Families:
         self.bias_values = self._counter(
             "position_bias_values",
             "Attention scores that a positional bias was added to, by calculation.",
+            "phase",
+        )
+        self.bias_built = self._counter(
+            "position_bias_built",
+            "Bias values computed anew and stored for one step, by calculation: 0 where a table "
+            "made at load is read.",
+            "phase",
+        )
+        self.bias_bytes = self._counter(
+            "position_bias_bytes",
+            "Bytes of bias tables and stored biases read and written, by calculation; a part of "
+            "position_bytes.",
             "phase",
         )
         self.position_flops = self._counter(
@@ -305,14 +339,21 @@ class _ModelMetrics:
         self._verified = child(families.verified)
         self._mutated = child(families.mutated)
         self._stale = child(families.stale)
-        self._rewritten = {op: child(families.rewritten, cause) for op, cause in CAUSES.items()}
+        self._shifts = {outcome: child(families.shifts, outcome) for outcome in OUTCOMES}
+        self._shift_seconds = child(families.shift_seconds)
+        self._kept = child(families.shift_tokens, "kept")
+        self._dropped = child(families.shift_tokens, "dropped")
+        # Forks copy and never rewrite, so a shift is the one cause there is.
+        self._rewritten = child(families.rewritten, "context_shift")
         self._moved_bytes = child(families.moved_bytes)
-        self._position = {
+        self._position = {  # in the order of PositionTotals' fields
             phase: (
                 child(families.rotations, phase),
                 child(families.bias_values, phase),
+                child(families.bias_built, phase),
                 child(families.position_flops, phase),
                 child(families.position_bytes, phase),
+                child(families.bias_bytes, phase),
             )
             for phase in PHASES
         }
@@ -348,8 +389,10 @@ class _ModelMetrics:
                 counter.inc(amount)
         self._observe_position("prefill", stats.prefill_work)
         self._observe_position("decode", stats.decode_work)
-        for report in stats.reports:
+        for report in stats.forks:
             self._observe_operation(report)
+        for shift in stats.shifts:
+            self._observe_shift(shift)
         if stats.batch_requests:
             self._batch.observe(stats.batch_requests)
         for seconds in stats.inter_token_seconds:
@@ -358,14 +401,21 @@ class _ModelMetrics:
             self._observe_end(summary)
 
     def _observe_position(self, phase: str, work: PositionTotals) -> None:
-        amounts = (work.rotations, work.bias_values, work.flops, work.bytes)
+        amounts = astuple(work)
         for counter, amount in zip(self._position[phase], amounts, strict=True):
             if amount:
                 counter.inc(amount)
 
+    def _observe_shift(self, shift: ContextShift) -> None:
+        self._shifts[shift.outcome].inc()
+        self._kept.inc(shift.kept)
+        self._dropped.inc(shift.dropped)
+        if shift.report is not None:
+            self._shift_seconds.observe(shift.seconds)
+            self._observe_operation(shift.report)
+
     def _observe_operation(self, report: OpReport) -> None:
-        if report.rewritten:
-            self._rewritten[report.op].inc(report.rewritten)
+        self._rewritten.inc(report.rewritten)
         self._stale.inc(report.stale)
         self._moved_bytes.inc(report.bytes_moved)
 

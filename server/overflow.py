@@ -7,11 +7,10 @@ a request's positions never reach the end of the context and its memory stays co
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from cache.terms import Capability, Evict, NoRoom, Op, Operation, OpReport
-from server.request import InvalidField, Overflow, Request, UnsupportedField
+from server.request import ContextShift, InvalidField, Overflow, Request, UnsupportedField
 
 
 class CacheOperations(Protocol):
@@ -22,16 +21,6 @@ class CacheOperations(Protocol):
     def why_not(self, op: Op) -> str | None: ...
 
     def apply(self, operation: Operation) -> OpReport: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ContextShift:
-    """One request's context was shortened. Without a report nothing was cached to be moved."""
-
-    kept: int  # tokens
-    dropped: int
-    seconds: float
-    report: OpReport | None
 
 
 class ContextShifter:

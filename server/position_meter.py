@@ -5,6 +5,7 @@ contexts, so the costs are summed once up to each n, and a chunk is the differen
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 
 from model.encodings.base import PositionalWork
 from server.request import PositionTotals
@@ -68,4 +69,4 @@ class PositionMeter:
 
 
 def _totals(work: PositionalWork) -> PositionTotals:
-    return PositionTotals(work.rotations, work.bias_values, work.flops, work.bytes)
+    return PositionTotals(**asdict(work))

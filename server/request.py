@@ -13,8 +13,9 @@ ServeError
 """
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
+from operator import add
 
 from cache.terms import OpReport
 from model.sampling import SamplingParams
@@ -213,27 +214,36 @@ class PositionTotals:
 
     rotations: int = 0
     bias_values: int = 0
+    bias_built: int = 0
     flops: int = 0
     bytes: int = 0
+    bias_bytes: int = 0
 
     def __add__(self, other: "PositionTotals") -> "PositionTotals":
-        return PositionTotals(
-            self.rotations + other.rotations,
-            self.bias_values + other.bias_values,
-            self.flops + other.flops,
-            self.bytes + other.bytes,
-        )
+        return PositionTotals(*map(add, astuple(self), astuple(other)))
 
     def __mul__(self, factor: int) -> "PositionTotals":
-        return PositionTotals(
-            self.rotations * factor,
-            self.bias_values * factor,
-            self.flops * factor,
-            self.bytes * factor,
-        )
+        return PositionTotals(*(factor * each for each in astuple(self)))
 
     def __sub__(self, other: "PositionTotals") -> "PositionTotals":
         return self + other * -1
+
+
+@dataclass(frozen=True, slots=True)
+class ContextShift:
+    """One request's context was shortened. Without a report nothing was cached to be moved."""
+
+    kept: int  # tokens
+    dropped: int
+    seconds: float
+    report: OpReport | None
+
+    @property
+    def outcome(self) -> str:
+        """What became of the cached entries that stay."""
+        if self.report is None:
+            return "recomputed"
+        return "rerotated" if self.report.rewritten else "reindexed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +270,8 @@ class StepStats:
     sealed_blocks: int = 0
     verified_blocks: int = 0
     mutated_entries: int = 0  # of the layers and parts of blocks that changed
-    reports: tuple[OpReport, ...] = ()  # of operations on what is cached
+    shifts: tuple[ContextShift, ...] = ()
+    forks: tuple[OpReport, ...] = ()
     prefill_work: PositionTotals = PositionTotals()  # before a request's first token
     decode_work: PositionTotals = PositionTotals()
     extrapolated_tokens: int = 0  # generated at positions past the trained context

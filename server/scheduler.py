@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 
 from cache.block_pool import InvariantError
 from cache.manager import CacheManager
-from cache.terms import Fork, NoRoom
-from server.overflow import CacheOperations, ContextShift, ContextShifter
+from cache.terms import Fork, NoRoom, OpReport
+from server.overflow import CacheOperations, ContextShifter
 from server.request import (
     CacheChanged,
+    ContextShift,
     FinishReason,
     InvalidField,
     Overflow,
@@ -77,6 +78,7 @@ class Plan:
     preempted: int
     admitted: tuple[Request, ...]  # for the first time; their `cached` is set
     shifts: tuple[ContextShift, ...] = ()
+    forks: tuple[OpReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class Scheduler:
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._no_room = False  # the first waiting request found none, and none was freed since
         self._recompute: dict[str, int] = {}  # preempted: prompt tokens computed once before
+        self._forks: list[OpReport] = []
         self._ended: list[tuple[str, RequestSummary]] = []  # request ids and how they ended
 
     @property
@@ -194,7 +197,13 @@ class Scheduler:
                 work.append(_work(request, budget))
                 budget -= work[-1].rows
         admitted = [] if preempted else self._admit(work, budget)
-        return Plan(tuple(work), preempted, tuple(admitted), tuple(self._shifter.drain()))
+        return Plan(
+            tuple(work),
+            preempted,
+            tuple(admitted),
+            tuple(self._shifter.drain()),
+            self._drain_forks(),
+        )
 
     def record(self, plan: Plan, sampled: Mapping[str, Sampled]) -> list[TokenEvent]:
         """Take note of an executed plan: `sampled` by request id, for each work that samples.
@@ -353,14 +362,19 @@ class Scheduler:
         assert request.sibling is not None
         length, known = request.num_prompt - 1, _known(request)
         try:
-            self._operations.apply(Fork(request.sibling, request.id, length))
+            report = self._operations.apply(Fork(request.sibling, request.id, length))
         except NoRoom:
             return False
         if self._cache.reserve(request.id, known, len(known)) is None:
             self._cache.release(request.id)
             return False
+        self._forks.append(report)
         request.computed = length
         return True
+
+    def _drain_forks(self) -> tuple[OpReport, ...]:
+        forks, self._forks = self._forks, []
+        return tuple(forks)
 
     def _advance(self, work: Work) -> None:
         request = work.request

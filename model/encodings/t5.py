@@ -104,7 +104,8 @@ class T5(PositionalEncoding):
             return
         one_way = buckets // 2 if bidirectional else buckets
         starts = bucket_starts(one_way, max_distance)
-        self.far = min(starts[-1], context - 1)  # from here on the bias is constant
+        self.last_start = starts[-1]  # of buckets: from this distance on the bias is constant
+        self.far = min(self.last_start, context - 1)  # no query has a key further away
         # float32 whatever the model's dtype: the table is small and the scores are float32.
         self.weight = nn.Parameter(
             torch.empty(buckets, heads, dtype=torch.float32, device=device), requires_grad=False
@@ -187,12 +188,12 @@ class T5(PositionalEncoding):
         return own
 
     def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
-        """One add for each key: in the window form, for each nearer than `far`."""
+        """One add for each key: in the window form, for each before the last bucket."""
         first = self.layers[0] if self.layers else self
         assert isinstance(first, T5)
         window, materialised = self.form == "window", self.form == "materialised"
         tables = config.layers if self.layers else 1
-        columns = min(context, first.far if window else first.table.shape[1])
+        columns = min(context, first.last_start if window else first.table.shape[1])
         values = config.layers * config.heads * (columns if window else context)
         built = tables * config.heads * context if materialised else 0
         read = tables * config.heads * columns + (values if materialised else 0)

@@ -8,7 +8,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from cache.terms import Capability, Op, OpReport
 from server.http_errors import REJECTION_REASONS
 from server.metrics import Metrics
-from server.request import FinishReason, PositionTotals, RequestSummary, StepStats
+from server.request import (
+    ContextShift,
+    FinishReason,
+    PositionTotals,
+    RequestSummary,
+    StepStats,
+)
 from tests.server.toy import ask, chat, complete, sample, toy, toy_app
 
 LABELS = {"model_name": "toy", "encoding": "rope"}
@@ -50,7 +56,8 @@ def test_every_family_of_the_reference_is_there():
         "prefix_cache_queried_tokens", "prefix_cache_hit_tokens", "kv_evicted_blocks",
         "kv_blocks_sealed", "kv_blocks_verified", "kv_mutated_entries", "kv_stale_entries",
         "kv_rewritten_entries", "kv_moved_bytes", "position_rotations", "position_bias_values",
-        "position_flops", "position_bytes", "extrapolated_tokens",
+        "position_bias_built", "position_flops", "position_bytes", "position_bias_bytes",
+        "extrapolated_tokens", "context_shifts", "context_shift_seconds", "context_shift_tokens",
     }  # fmt: skip
     assert set(families(metrics_of_toy())) == {f"ropewalk_{name}" for name in names}
 
@@ -130,12 +137,24 @@ def test_a_step_is_counted():
         verified_blocks=8,
         mutated_entries=9,
         extrapolated_tokens=3,
-        prefill_work=PositionTotals(1, 2, 3, 4),
-        decode_work=PositionTotals(5, 6, 7, 8),
-        reports=(
-            OpReport(Op.FORK, Capability.FREE, copied=5, bytes_moved=50),
-            OpReport(Op.EVICT_RENUMBER, Capability.REWRITE, rewritten=6, should_change=6),
-            OpReport(Op.MOVE_SPAN, Capability.REWRITE, rewritten=7, should_change=9, bytes_moved=1),
+        prefill_work=PositionTotals(1, 2, 3, 4, 5, 6),
+        decode_work=PositionTotals(7, 8, 9, 10, 11, 12),
+        forks=(OpReport(Op.FORK, Capability.FREE, copied=5, bytes_moved=50),),
+        shifts=(
+            ContextShift(40, 8, 0.002, OpReport(Op.EVICT_RENUMBER, Capability.FREE)),
+            ContextShift(
+                30,
+                10,
+                0.003,
+                OpReport(
+                    Op.EVICT_RENUMBER,
+                    Capability.REWRITE,
+                    rewritten=13,
+                    should_change=15,
+                    bytes_moved=1,
+                ),
+            ),
+            ContextShift(20, 12, 0.0, None),
         ),
         inter_token_seconds=(0.01, 0.02),
         ended=(summary(),),
@@ -173,13 +192,16 @@ def test_a_step_is_counted():
     assert value(metrics, "requests_total", finish_reason="length") == 2
     states = ("free", "active", "cached", "quarantined")
     assert [value(metrics, "kv_blocks", state=state) for state in states] == [5, 4, 1, 2]
-    rewritten = [
-        value(metrics, "kv_rewritten_entries_total", cause=cause)
-        for cause in ("context_shift", "rebase")
-    ]
-    assert rewritten == [12, 14]
-    for phase, work in (("prefill", (1, 2, 3, 4)), ("decode", (5, 6, 7, 8))):
-        for name, number in zip(("rotations", "bias_values", "flops", "bytes"), work, strict=True):
+    assert value(metrics, "kv_rewritten_entries_total", cause="context_shift") == 26
+    outcomes = ("reindexed", "rerotated", "recomputed")
+    assert [value(metrics, "context_shifts_total", outcome=each) for each in outcomes] == [2, 2, 2]
+    assert value(metrics, "context_shift_tokens_total", fate="kept") == 180
+    assert value(metrics, "context_shift_tokens_total", fate="dropped") == 60
+    assert value(metrics, "context_shift_seconds_count") == 4
+    assert value(metrics, "context_shift_seconds_sum") == pytest.approx(0.01)
+    names = ("rotations", "bias_values", "bias_built", "flops", "bytes", "bias_bytes")
+    for phase, work in (("prefill", range(1, 7)), ("decode", range(7, 13))):
+        for name, number in zip(names, work, strict=True):
             assert value(metrics, f"position_{name}_total", phase=phase) == 2 * number
     seconds = {
         "time_to_first_token_seconds": 0.07,

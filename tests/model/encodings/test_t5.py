@@ -199,3 +199,8 @@ def test_all_bytes_are_the_biases():
 def test_refusals(options, words):
     with pytest.raises(EncodingError, match=words):
         create(EncodingSpec("t5", options), CONFIG, 64, CPU)
+
+
+def test_a_context_shorter_than_the_last_bucket_is_all_window():
+    config = replace(CONFIG, heads=3)
+    assert made(context=12).work(config, 12, 16).bias_values == CONFIG.layers * 3 * 12
