@@ -35,7 +35,7 @@ class Auditor:
         return ends
 
     def sample(self) -> list[TokenEvent]:
-        """Verify a few blocks besides, in turn; the ends of failed requests."""
+        """Verify a block besides, in turn; the ends of failed requests."""
         self._ledger.sample()
         return self.look()
 

@@ -194,7 +194,7 @@ SERVE_OPTIONS = (
     Option(
         "--audit",
         "cache",
-        "check that cached blocks do not change: off; sample: when shared or given up, and a few "
+        "check that cached blocks do not change: off; sample: when shared or given up, and one "
         "each step; full: all each step, slowly",
         choice("off", "sample", "full"),
         "sample",
