@@ -24,6 +24,7 @@ class ModelFacts:
     blocks: int
     block_size: int  # tokens
     chat: bool  # has a chat template
+    key_frame: str | None = None  # of stored keys that attention still turns
     sides: int = 1  # an encoder-decoder keeps prompt and answer apart: 2
 
 
@@ -56,9 +57,10 @@ def _model_rows(model: ModelFacts) -> list[tuple[str, str]]:
     beyond = " (beyond training)" if model.max_context > model.trained_context else ""
     each = " each for prompt and answer" if model.sides == 2 else ""
     trained = f"{model.trained_context:,}"
+    frame = f", keys in the {model.key_frame} frame" if model.key_frame else ""
     return [
         ("model", f"{model.name} ({model.architecture})"),
-        ("encoding", model.encoding),
+        ("encoding", model.encoding + frame),
         ("context", f"{model.max_context:,} tokens{each}{beyond}, trained on {trained}"),
         ("device", f"{model.device}, {model.dtype}, {model.attention} attention"),
         ("keys and values", f"{model.kv_bytes_per_token:,} bytes per token"),

@@ -153,6 +153,7 @@ def _complete(
     auditor = Auditor(name, ledger, manager, scheduler)
     meter = _meter(model.decoder, shape, block_size)
     engine = Engine(model.decoder, kv, manager, scheduler, auditor, meter, device=device)
+    rotation = model.decoder.encoding.rotation()
     facts = ModelFacts(
         name=name,
         architecture=model.checkpoint.architecture,
@@ -166,6 +167,7 @@ def _complete(
         blocks=blocks - 1,
         block_size=block_size,
         chat=model.checkpoint.chat_template is not None,
+        key_frame=None if rotation is None else rotation.frame,
         sides=sides,
     )
     _register(metrics, facts, shape)

@@ -33,6 +33,7 @@ class ModelOptions:
     device: str | None
     encoding: str | None
     bias_form: str | None
+    rope_frame: str | None
     attention: str | None
     max_model_len: int | None  # tokens
     threads: int | None
@@ -156,6 +157,15 @@ SERVE_OPTIONS = (
         auto(choice("window", "table", "materialised")),
         shown="auto, the checkpoint's",
         metavar="FORM",
+    ),
+    Option(
+        "--rope-frame",
+        "model",
+        "absolute, raw or block: by what RoPE's stored keys are turned, their position, nothing or "
+        "their place in the block; in the last two they move for free",
+        auto(choice("absolute", "raw", "block")),
+        shown="auto, the checkpoint's or absolute",
+        metavar="FRAME",
     ),
     Option(
         "--attention",
@@ -299,6 +309,7 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
             device=values["device"],
             encoding=values["encoding"],
             bias_form=values["bias_form"],
+            rope_frame=values["rope_frame"],
             attention=values["attention"],
             max_model_len=values["max_model_len"],
             threads=values["threads"],

@@ -62,6 +62,8 @@ def prepare(
         checkpoint = _with_encoding(checkpoint, loading.encoding)
     if loading.bias_form is not None:
         checkpoint = _with_bias_form(checkpoint, loading.bias_form)
+    if loading.rope_frame is not None:
+        checkpoint = _with_rope_frame(checkpoint, loading.rope_frame)
     shape = checkpoint.config
     dtype = placement.pick_dtype(loading.dtype, device)
     if isinstance(shape, EncoderDecoderConfig) and dtype is torch.float16:
@@ -113,6 +115,18 @@ def _with_bias_form(checkpoint: Checkpoint, form: str) -> Checkpoint:
             "forms; leave the option out"
         )
     spec = EncodingSpec(spec.name, {**spec.options, "form": form})
+    return replace(checkpoint, config=replace(checkpoint.config, encoding=spec))
+
+
+def _with_rope_frame(checkpoint: Checkpoint, frame: str) -> Checkpoint:
+    """With keys stored in another frame, which changes what moving them costs and no answer."""
+    spec = checkpoint.config.encoding
+    if spec.name != "rope":
+        raise CommandError(
+            f"--rope-frame {frame}: {checkpoint.path} has the encoding {spec.name}, and only rope "
+            "turns keys; leave the option out"
+        )
+    spec = EncodingSpec(spec.name, {**spec.options, "frame": frame})
     return replace(checkpoint, config=replace(checkpoint.config, encoding=spec))
 
 

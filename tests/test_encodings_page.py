@@ -31,7 +31,8 @@ VARIANTS = (  # how the row is called, the encoding, options besides the usual o
     ("t5, `per_layer`", "t5", {"per_layer": True}),
     ("t5, form `table`", "t5", {"form": "table"}),
     ("t5, form `materialised`", "t5", {"form": "materialised"}),
-    ("rope on a quarter of the width", "rope", {"width": SHAPE.head_dim // 4}),
+    ("rope, frame `raw`", "rope", {"frame": "raw"}),
+    ("rope, frame `block`", "rope", {"frame": "block"}),
 )
 
 

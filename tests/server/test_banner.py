@@ -46,6 +46,12 @@ def test_everything_is_said() -> None:
         assert words in said
 
 
+def test_the_frame_of_keys_is_said_when_attention_turns_them() -> None:
+    raw = dataclasses.replace(FACTS, key_frame="raw")
+    assert "rope, keys in the raw frame" in printed(raw)
+    assert "frame" not in printed(FACTS)
+
+
 def test_it_is_a_box() -> None:
     box, _, below = printed(FACTS, dataclasses.replace(FACTS, name="x" * 70)).partition("\n\n")
     lines = box.splitlines()

@@ -64,6 +64,21 @@ def test_another_encoding_is_an_experiment_one_can_ask_for(folder):
     assert generated(loaded, prompt) != generated(plain, prompt)
 
 
+@pytest.mark.parametrize("attention", ["cpu", "sdpa", "reference"])
+@pytest.mark.parametrize("frame", ["raw", "block"])
+def test_rope_keys_in_the_frame_asked_for(folder, frame, attention):
+    flags = (str(folder), "--kv-memory", "16M", "--dtype", "float32", "--attention", attention)
+    (loaded,) = load(*flags, "--rope-frame", frame)
+    (plain,) = load(*flags)
+    assert (loaded.facts.key_frame, plain.facts.key_frame) == (frame, None)
+    prompt = list(range(1, 40))
+    assert generated(loaded, prompt) == generated(plain, prompt)
+    stored, turned = (each.engine._kv.layer(0) for each in (loaded, plain))
+    full = slice(1, 3)  # blocks of the prompt; slots that no token has may hold anything
+    assert torch.equal(stored.values[full], turned.values[full])
+    assert not torch.equal(stored.keys[full], turned.keys[full])
+
+
 def test_context_is_what_is_asked_for_and_what_the_cache_holds(folder, caplog):
     (shorter,) = load(str(folder), "--kv-memory", "1M", "--max-model-len", "100")
     assert shorter.served.max_context == 100
@@ -90,6 +105,7 @@ def test_two_models_share_the_memory(folder):
         (["--encoding", "t5"], "t5 has trained weights"),
         (["--bias-form", "table"], "has the encoding rope, and only t5 has forms"),
         (["--encoding", "nope", "--bias-form", "window"], "has the encoding nope"),
+        (["--encoding", "nope", "--rope-frame", "raw"], "has the encoding nope, and only rope"),
         (["--kv-memory", "4000000G"], "lower --kv-memory"),
         (["--dtype", "float16", "--attention", "cpu"], "it computes float32, float64 and bfloat16"),
     ],

@@ -58,7 +58,8 @@ def test_every_flag_reaches_the_config() -> None:
         "a=x.gguf",
         "b=y",
         *("--dtype", "float32", "--device", "cpu", "--encoding", "nope", "--attention", "sdpa"),
-        *("--bias-form", "table", "--audit", "full", "--max-mutated-blocks", "9"),
+        *("--bias-form", "table", "--rope-frame", "block", "--audit", "full"),
+        *("--max-mutated-blocks", "9"),
         *("--max-model-len", "8k", "--threads", "2", "--kv-memory", "1GiB", "--block-size", "32"),
         *("--no-prefix-sharing", "--max-seqs", "3", "--max-step-tokens", "7", "--max-queue", "1"),
         *("--host", "::1", "--port", "9", "--api-key", "k1", "--api-key", "k2"),
@@ -67,7 +68,7 @@ def test_every_flag_reaches_the_config() -> None:
     )
     assert given.models == (ModelSource("a", "x.gguf"), ModelSource("b", "y"))
     assert dataclasses.astuple(given.loading) == (
-        *("float32", "cpu", "nope", "table", "sdpa", 8192, 2),
+        *("float32", "cpu", "nope", "table", "block", "sdpa", 8192, 2),
     )
     assert dataclasses.astuple(given.cache) == (1 << 30, 32, False, "full", 9)
     assert dataclasses.astuple(given.limits) == (3, 7, 1)
@@ -90,6 +91,7 @@ def test_variable_equals_flag(option) -> None:
         "dtype": "bfloat16",
         "device": "cuda",
         "bias_form": "table",
+        "rope_frame": "raw",
         "audit": "full",
         "attention": "cpu",
         "kv_memory": "512M",

@@ -9,6 +9,7 @@ from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
+from cache.terms import Capability, KeyFrame, Op
 from model.encodings.base import EncodingError, EncodingSpec, PositionalWork, create
 from model.encodings.rope import RoPE
 from tests.model.encodings import rope_properties
@@ -208,6 +209,43 @@ def test_work_is_the_same_at_every_length():
     assert still.work(CONFIG, 9, 16) == PositionalWork()
 
 
+def test_work_by_frame():
+    """40 keys in blocks of 16: the query turns once for each, or every key once more."""
+
+    def work(frame):
+        rope = create(EncodingSpec("rope", ROPE | {"frame": frame, "layers": [1]}), CONFIG, 16, CPU)
+        return rope.work(CONFIG, 40, 16)
+
+    assert work("absolute").rotations == 6 + 2
+    assert work("raw") == PositionalWork(
+        rotations=6 + 2 * 40, flops=(6 + 2 * 40) * 3 * 8, bytes=40 * 8 * 4
+    )
+    assert work("block") == PositionalWork(
+        rotations=6 * 3 + 2, flops=(6 * 3 + 2) * 3 * 8, bytes=4 * 8 * 4
+    )
+
+
+def test_what_moves_cost_by_frame():
+    for frame in KeyFrame:
+        rope = create(EncodingSpec("rope", ROPE | {"frame": frame}), CONFIG, 16, CPU)
+        assert rope.key_frame is frame
+        free = frame is not KeyFrame.ABSOLUTE
+        for op in (Op.EVICT_RENUMBER, Op.MOVE_SPAN):
+            assert (rope.capability(op, torch.float32) is Capability.FREE) == free
+        assert (rope.rotation() is None) == (not free)
+        assert rope.for_layer(0) is rope
+    mixed = create(EncodingSpec("rope", ROPE | {"frame": "raw", "layers": [0]}), CONFIG, 16, CPU)
+    assert mixed.for_layer(1).rotation() is None
+
+
+def test_angles_of_a_block_are_exact_and_others_rounded_as_published():
+    """At position 4,000 the fastest pair's float32 angle may be off by 1e-4."""
+    exact = torch.cos(4000 * made().frequencies.double())
+    block = RoPE(base=1e4, width=8, layout="half", context=5000, device=CPU, frame=KeyFrame.BLOCK)
+    assert (block.cos[4000] - exact).abs().max() < 1e-7
+    assert torch.equal(made().cos[4000], torch.cos(4000 * made().frequencies))
+
+
 def test_tables_stay_float32_when_the_model_is_cast():
     rope = made().bfloat16()
     assert rope.cos.dtype == rope.sin.dtype == torch.float32
@@ -225,6 +263,7 @@ def test_tables_stay_float32_when_the_model_is_cast():
         ({"factor": 2.0}, "takes the options base, width and layout, and if need be scaling"),
         ({"layers": [0, 3]}, r"indices below 3, but got \[0, 3\]"),
         ({"scaling": {"type": "ntk"}}, "'ntk'"),
+        ({"frame": "page"}, "frame is absolute, raw, block, but got 'page'"),
     ],
 )
 def test_options_are_checked(changes, words):
