@@ -161,9 +161,10 @@ def test_narrower_numbers_windows_and_both_ways(frame, dtype, layout, causal, wi
 
 
 def test_unused_slots_may_lie_past_the_table(kernels):
-    """The last block of a context that is full ends after it."""
+    """The first request is the shorter, and its only block ends after the last position."""
     given = spec(2, 1, 64, torch.float64)
     q, kv, batch = problem(given, 16, [(3, 1), (35, 1)])
+    batch = placed(batch, torch.tensor([[32, 0, 0], [0, 16, 32]]), 16)
     for frame in (KeyFrame.RAW, KeyFrame.BLOCK):
         whole = made(frame).rotation()
         tight = Rotation(whole.cos[:36], whole.sin[:36], whole.layout, frame)
