@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from model.catalogue import Place
+from server.cache_plan import CachePlanner
 from server.http_errors import (
     Fault,
     MethodNotAllowed,
@@ -34,6 +35,7 @@ from server.middleware import (
 )
 from server.models import Models
 from server.request import RequestFailed, ServeError
+from server.routes.cache import cache_routes
 from server.routes.encodings import encoding_routes
 from server.routes.generation import EngineLike, Timing
 from server.routes.openai import Serving, openai_routes
@@ -67,10 +69,12 @@ def create_app(
     metrics: Metrics,
     options: HttpOptions,
     place: Place | None = None,
+    planners: Mapping[str, CachePlanner] | None = None,
 ) -> FastAPI:
     """The application. Its lifespan starts and stops the engine.
 
-    `place` is what /v1/encodings answers for; without it there is no such route.
+    `place` is what /v1/encodings answers for, and `planners`, by model, answer /v1/cache/plan;
+    without them there are no such routes.
     `app.state.drain` is the Drain that server/protocol.py's Server works on.
     """
     drain = Drain()
@@ -99,6 +103,8 @@ def create_app(
     app.include_router(token_routes(serving))
     if place is not None:
         app.include_router(encoding_routes(models, place))
+    if planners is not None:
+        app.include_router(cache_routes(serving, planners))
     app.include_router(operation_routes(serving, own_version()))
     _add_error_handlers(app, metrics)
     _add_middleware(app, models, metrics, options, drain)

@@ -1,7 +1,8 @@
 """The asyncio side of the one engine thread: submit, iterate, abort, supervise.
 
 The thread steps every model's engine in turn and owns all their state. Commands reach it
-through one inbox, events come back through one callback on the event loop per step.
+through one inbox, events come back through one callback on the event loop per step. Whoever
+wants to know how a cache stands asks through the same inbox, and gets plain data.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
 
+from server.cache_view import CacheView
 from server.engine import Engine
 from server.request import (
     FinishReason,
@@ -49,6 +51,12 @@ class _Abort:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    model: str
+    answer: "asyncio.Future[CacheView]"  # touched by the event loop only
+
+
 class AsyncEngine:
     """Generates for many callers on one event loop.
 
@@ -70,7 +78,8 @@ class AsyncEngine:
         self._on_failure = on_failure
         self._max_mutated_blocks = max_mutated_blocks
         self._streams: dict[str, _Stream] = {}
-        self._inbox: list[_Submit | _Abort] = []
+        self._looks: set[asyncio.Future[CacheView]] = set()
+        self._inbox: list[_Submit | _Abort | _Look] = []
         self._inbox_changed = threading.Condition()
         self._stopping = False
         self._step_began: float | None = None
@@ -127,8 +136,7 @@ class AsyncEngine:
         Raises ServeError at the first turn when the request is refused. Closing the generator
         early aborts the request.
         """
-        if self.failure is not None or self._stopping:
-            raise ShuttingDown(self.failure or "The server is shutting down; try again later.")
+        self._require_running()
         stream = self._streams[request.id] = _Stream()
         self._post(_Submit(model, request))
         finished = started = False
@@ -148,7 +156,22 @@ class AsyncEngine:
             if not finished:
                 self._post(_Abort(model, request.id))
 
-    def _post(self, command: _Submit | _Abort) -> None:
+    async def cache_view(self, model: str) -> CacheView:
+        """How the cache of a model stands between two steps. Raises ServeError when it cannot."""
+        self._require_running()
+        answer: asyncio.Future[CacheView] = asyncio.get_running_loop().create_future()
+        self._looks.add(answer)
+        self._post(_Look(model, answer))
+        try:
+            return await answer
+        finally:
+            self._looks.discard(answer)
+
+    def _require_running(self) -> None:
+        if self.failure is not None or self._stopping:
+            raise ShuttingDown(self.failure or "The server is shutting down; try again later.")
+
+    def _post(self, command: _Submit | _Abort | _Look) -> None:
         with self._inbox_changed:
             self._inbox.append(command)
             self._inbox_changed.notify()
@@ -166,6 +189,8 @@ class AsyncEngine:
 
     def _end_streams(self, error: ServeError) -> None:
         self._dispatch([_ended(request_id, error) for request_id in self._streams])
+        for answer in self._looks:
+            _settle(answer, error)
 
     # --------------------------------------------------------------- on the engine thread
 
@@ -188,8 +213,9 @@ class AsyncEngine:
                 return False
             commands, self._inbox = self._inbox, []
         self._step_began = time.monotonic()
-        touched = {command.model for command in commands}
-        refused = [event for command in commands if (event := self._apply(command))]
+        changes = [command for command in commands if not isinstance(command, _Look)]
+        touched = {command.model for command in changes}
+        refused = [event for command in changes if (event := self._apply(command))]
         if refused:
             self._call(self._dispatch, refused)
         for model, engine in self._engines.items():
@@ -198,6 +224,9 @@ class AsyncEngine:
                 if step.events:
                     self._call(self._dispatch, step.events)
                 self._observe(model, step.stats)
+        for command in commands:
+            if isinstance(command, _Look):
+                self._look(command)
         self._step_began = None
         return True
 
@@ -218,12 +247,31 @@ class AsyncEngine:
             return _ended(command.request.id, RequestFailed("The request could not be queued."))
         return None
 
+    def _look(self, command: _Look) -> None:
+        try:
+            view = self._engines[command.model].view()
+        except Exception:  # whoever only looks must not end the thread
+            log.exception("a cache could not be looked at")
+            error = RequestFailed("The cache could not be looked at.")
+            self._call(_settle, command.answer, error)
+        else:
+            self._call(_settle, command.answer, view)
+
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None, "start() comes first"
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop has closed: nobody is left to tell
             log.debug("events after the event loop closed")
+
+
+def _settle(answer: "asyncio.Future[CacheView]", outcome: CacheView | ServeError) -> None:
+    if answer.done():  # its caller may have left
+        return
+    if isinstance(outcome, ServeError):
+        answer.set_exception(outcome)
+    else:
+        answer.set_result(outcome)
 
 
 def _ended(request_id: str, error: ServeError) -> TokenEvent:

@@ -1,9 +1,11 @@
 """Lets the ledger see what happens to blocks, and ends whoever a changed block concerns."""
 
+from dataclasses import replace
 from logging import getLogger
 
 from cache.ledger import Fault, Ledger, LedgerCounts
 from cache.manager import CacheManager
+from server.cache_view import AuditView
 from server.request import CacheChanged, TokenEvent, owner
 from server.scheduler import Scheduler
 
@@ -22,6 +24,13 @@ class Auditor:
         self._manager = manager
         self._scheduler = scheduler
         self._counts = LedgerCounts()
+        self._ever = LedgerCounts()
+
+    def view(self) -> AuditView:
+        """What was done and found since the start."""
+        ever, mode = self._ever, self._ledger.mode
+        now = len(self._ledger.sealed)
+        return AuditView(mode, now, ever.sealed, ever.verified, self.mutated_blocks)
 
     def look(self) -> list[TokenEvent]:
         """Seal and verify what was filled, shared or given up; the ends of failed requests."""
@@ -48,6 +57,7 @@ class Auditor:
         self._ledger.observe(self._manager.drain_events())
         counts = self._ledger.drain()
         self._counts += counts
+        self._ever += replace(counts, faults=())
         return counts.faults
 
     def _isolate(self, fault: Fault) -> list[TokenEvent]:

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from logging import getLogger
 
 import torch
@@ -14,7 +14,6 @@ from cache.manager import CacheManager
 from cache.operations import Operations
 from cache.terms import Audit
 from model.attention.base import NoBackend
-from model.batch import Cross, ForwardBatch
 from model.catalogue import Place
 from model.config import EncoderDecoderConfig, ModelConfig
 from model.encoder_decoder import EncoderDecoder
@@ -26,6 +25,7 @@ from server.app import HttpOptions, create_app, own_version
 from server.async_engine import AsyncEngine
 from server.auditing import Auditor
 from server.banner import ModelFacts, banner
+from server.cache_plan import CachePlanner
 from server.config import ServerConfig
 from server.decoders import Prepared, find_kernels, prepare
 from server.engine import Engine
@@ -35,6 +35,7 @@ from server.models import EncoderDecoderTokens, Models, Served
 from server.position_meter import PositionMeter, no_cost
 from server.protocol import Server, server_config
 from server.scheduler import Limits, Scheduler
+from server.warm_up import warm_up
 
 log = getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Loaded:
     engine: Engine
     facts: ModelFacts
     place: Place
+    planner: CachePlanner
 
 
 def run(config: ServerConfig) -> int:
@@ -79,7 +81,8 @@ def run(config: ServerConfig) -> int:
         allowed_hosts=http.allowed_hosts,
         share_prefixes=http.share_prefixes,
     )
-    app = create_app(served, engine, metrics, options, loaded[0].place)
+    planners = {model.served.name: model.planner for model in loaded}
+    app = create_app(served, engine, metrics, options, loaded[0].place, planners)
     port = listener.getsockname()[1]
     uvicorn_config = server_config(
         app,
@@ -139,7 +142,7 @@ def _complete(
     sharing = config.cache.prefix_sharing and sides == 1
     manager = CacheManager(blocks, block_size, prefix_sharing=sharing)
     context = _fitting(model.context, _longest(manager, sides, name), name)
-    _warm_up(model.decoder, kv, device, name)
+    speed = warm_up(model.decoder, kv, shape, context, name)
     limits = Limits(
         max_seqs=config.limits.max_seqs,
         max_step_tokens=config.limits.max_step_tokens,
@@ -171,7 +174,16 @@ def _complete(
         sides=sides,
     )
     _register(metrics, facts, shape)
-    return Loaded(_served(name, model.checkpoint, facts), engine, facts, model.place)
+    planner = CachePlanner(
+        shape,
+        model.decoder.encoding,
+        dtype=model.dtype,
+        block_size=block_size,
+        max_context=context,
+        speed=speed,
+    )
+    served = _served(name, model.checkpoint, facts)
+    return Loaded(served, engine, facts, model.place, planner)
 
 
 def _meter(decoder: Decoder | EncoderDecoder, shape: ModelConfig, block_size: int) -> PositionMeter:
@@ -277,31 +289,6 @@ def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:
             "dtype": facts.dtype,
         },
     )
-
-
-def _warm_up(
-    decoder: Decoder | EncoderDecoder, kv: KVCache, device: torch.device, name: str
-) -> None:
-    """One token through the reserved block 0: what is broken shows before a client does."""
-    zero, one = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int64)
-    batch = ForwardBatch(
-        tokens=zero,
-        positions=zero,
-        offsets=zero,
-        slots=zero,
-        query_starts=torch.arange(2, device=device),
-        context_lens=one.to(device),
-        block_tables=zero[None],
-        block_bases=zero[None],
-        output_rows=zero,
-        max_query=1,
-        max_context=1,
-    )
-    if isinstance(decoder, EncoderDecoder):
-        batch = replace(batch, cross=Cross(new=batch, seen=batch))
-    logits = decoder(batch, kv)
-    if not bool(logits.isfinite().all()):
-        raise CommandError(f"{name} computes numbers that are not finite; try --dtype float32")
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

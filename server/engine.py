@@ -17,6 +17,7 @@ from cache.manager import CacheManager
 from model.batch import ForwardBatch
 from server.auditing import Auditor
 from server.batching import build_batch
+from server.cache_view import CacheView, view
 from server.position_meter import PositionMeter
 from server.request import (
     PositionTotals,
@@ -71,6 +72,10 @@ class Engine:
     def mutated_blocks(self) -> int:
         """Cached blocks that were ever found changed. May be read from any thread."""
         return self._auditor.mutated_blocks
+
+    def view(self) -> CacheView:
+        """The cache and who holds it, between two steps."""
+        return view(self._manager, self._scheduler, self._auditor.view())
 
     def submit(self, request: Request) -> None:
         """Raises ServeError when the request is refused."""

@@ -204,7 +204,18 @@ class DetokenizeBody(_Strict):
     tokens: Annotated[list[TokenId], _FAIL_FAST]
 
 
-_Body = TypeVar("_Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+class CachePlanBody(_Strict):
+    """An operation of cache/terms.py on a context of `tokens`. Which need what: cache_plan.py."""
+
+    model: str | None = None
+    operation: Literal["append", "fork", "truncate", "evict_keep", "evict_renumber", "move_span"]
+    tokens: Count
+    first: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    count: Count | None = None
+    offset: Count | None = None
+
+
+_Body = TypeVar("_Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, CachePlanBody)
 
 # What clients send back from an earlier answer, without meaning when empty.
 _EMPTY_MESSAGE_FIELDS = (

@@ -26,6 +26,7 @@ NO_TORCH = (
     "model/sampling.py",
     "server/__main__.py",
     "server/banner.py",
+    "server/cache_view.py",
     "server/chat.py",
     "server/cli.py",
     "server/client_options.py",

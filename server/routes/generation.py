@@ -14,6 +14,7 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from server.cache_view import CacheView
 from server.completion import Choice, Piece, choice_usage, total_usage
 from server.http_errors import DeadlineExceeded, Fault, error_bytes
 from server.lifeline import Drain, End, Ended, Lifeline
@@ -47,6 +48,7 @@ class EngineLike(Protocol):
     def start(self) -> None: ...
     async def stop(self) -> None: ...
     def generate(self, model: str, request: Request) -> AsyncGenerator[list[TokenEvent], None]: ...
+    async def cache_view(self, model: str) -> CacheView: ...
 
 
 @dataclass(frozen=True, slots=True)

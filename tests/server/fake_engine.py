@@ -2,6 +2,7 @@
 
 import argparse
 import random
+from dataclasses import replace
 
 import torch
 
@@ -9,19 +10,26 @@ from cache.kv import KVCache
 from cache.ledger import Ledger
 from cache.manager import CacheManager
 from cache.terms import Audit
+from model.catalogue import in_each_frame
+from model.config import EncodingSpec
+from model.encodings.base import find
 from model.sampling import SamplingParams
 from server.auditing import Auditor
+from server.cache_plan import CachePlanner
 from server.config import SERVE_OPTIONS, server_config
 from server.engine import Engine
 from server.options import add_options, read_options
 from server.position_meter import PositionMeter
 from server.request import Request
 from server.scheduler import Limits, Scheduler
+from server.warm_up import Speed
 from tests.cache.bookkeeping import Bookkeeping
+from tests.model.tiny import CONFIG
 
 VOCAB = 50
 BLOCK = 4
 CPU = torch.device("cpu")
+SPEED = Speed(turn=0.25, copy=0.5, compute=8.0)
 
 
 def counting(batch, kv):
@@ -53,6 +61,23 @@ def make_engine(forward=counting, *, blocks=40, clock=None, meter=None, **limits
     meter = meter or PositionMeter()
     made = Engine(forward, kv, manager, scheduler, auditor, meter, device=CPU, **more)
     return made, manager
+
+
+def make_planner(encoding="rope", *, shape=CONFIG, max_context=100, speed=SPEED, **options):
+    """For a cache of `shape` in float32, with that encoding as the model's own."""
+    (own, *_) = (
+        each
+        for each in in_each_frame(find(encoding), shape)
+        if each.key_frame == options.get("frame", each.key_frame)
+    )
+    return CachePlanner(
+        replace(shape, encoding=EncodingSpec(encoding, options)),
+        own,
+        dtype=torch.float32,
+        block_size=BLOCK,
+        max_context=max_context,
+        speed=speed,
+    )
 
 
 def configured(*flags):

@@ -8,7 +8,7 @@ import pytest
 
 from server import async_engine
 from server.async_engine import AsyncEngine
-from server.request import FinishReason, PromptTooLong, ShuttingDown
+from server.request import FinishReason, PromptTooLong, RequestFailed, ShuttingDown
 from tests.server.fake_engine import counting, make_engine, make_request
 
 pytestmark = pytest.mark.anyio
@@ -204,4 +204,89 @@ async def test_a_step_that_never_ends_is_not_alive(monkeypatch):
     await task
     await asyncio.sleep(0.01)
     assert running.alive  # idle is no stall
+    await running.stop()
+
+
+async def test_a_look_is_answered_while_idle_and_steps_nothing():
+    engine, _ = make_engine()
+    running, seen = started(engine)
+    view = await running.cache_view("m")
+    assert (view.running, view.waiting, dict(view.shared)) == ((), 0, {})
+    assert (view.blocks.free, view.blocks.active) == (39, 0)
+    assert seen == []
+    assert running._looks == set()
+    await running.stop()
+
+
+async def test_a_look_is_answered_between_two_steps():
+    """Each table fits the tokens, as it does not while a step is computed."""
+    engine, _ = make_engine(slowly)
+    running, _ = started(engine)
+    task = asyncio.create_task(collect(running, make_request("a", range(9), max_tokens=20)))
+    await asyncio.sleep(0)
+    for _ in range(5):
+        view = await running.cache_view("m")
+        (request,) = view.running
+        assert (request.id, request.dropped, request.source) == ("a", 0, None)
+        assert request.known == request.stored.computed + 1
+        assert len(request.stored.blocks) == -(-request.stored.computed // 4)
+        assert request.stored.bases == tuple(range(0, 4 * len(request.stored.blocks), 4))
+        assert view.blocks.active == len(request.stored.blocks)
+        assert view.audit.sealed_now == request.stored.computed // 4
+    kept = request.stored.blocks
+    await task
+    assert len(kept) > 2  # what was seen stays as it was
+    assert (await running.cache_view("m")).running == ()
+    await running.stop()
+
+
+async def test_a_look_of_someone_who_left_harms_nobody():
+    engine, _ = make_engine(slowly)
+    running, _ = started(engine)
+    task = asyncio.create_task(collect(running, make_request("a", [1])))
+    look = asyncio.create_task(running.cache_view("m"))
+    await asyncio.sleep(0)
+    look.cancel()
+    assert len(await task) == 5
+    assert (await running.cache_view("m")).waiting == 0
+    await running.stop()
+
+
+async def test_a_look_at_an_engine_that_ends_is_refused(caplog):
+    engine, _ = make_engine()
+    stepping, release = threading.Event(), threading.Event()
+
+    def broken():
+        stepping.set()
+        release.wait(5)
+        raise RuntimeError("state is lost")
+
+    engine.step = broken
+    running, _ = started(engine)
+    task = asyncio.create_task(collect(running, make_request("a", [1])))
+    while not stepping.is_set():
+        await asyncio.sleep(0.001)
+    look = asyncio.create_task(running.cache_view("m"))
+    await asyncio.sleep(0)  # it has asked and now waits
+    release.set()
+    for ended in (look, task):
+        with pytest.raises(ShuttingDown):
+            await ended
+    with pytest.raises(ShuttingDown):
+        await running.cache_view("m")
+    await running.stop()
+
+
+async def test_a_look_that_fails_stops_nothing(caplog):
+    engine, _ = make_engine()
+
+    def broken():
+        raise RuntimeError("no such block")
+
+    engine.view = broken
+    running, _ = started(engine)
+    with pytest.raises(RequestFailed):
+        await running.cache_view("m")
+    assert "no such block" in caplog.text
+    assert len(await collect(running, make_request("a", [1]))) == 5
     await running.stop()

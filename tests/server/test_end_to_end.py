@@ -25,7 +25,7 @@ from server.async_engine import AsyncEngine
 from server.banner import ModelFacts
 from tests.model.checkpoints import llama, random_model, save
 from tests.model.tiny import CONFIG
-from tests.server.fake_engine import configured, counting, make_engine
+from tests.server.fake_engine import configured, counting, make_engine, make_planner
 from tests.server.toy import CONTEXT, TEMPLATE, toy, toy_app
 
 READY_SECONDS = 90
@@ -231,7 +231,7 @@ def test_a_lost_device_ends_the_process_with_status_70(monkeypatch, capsys, capl
         facts = ModelFacts("m", "fake", "rope", 100, 100, "cpu", "float32", "none", 8, 39, 4, False)
         build._register(metrics, facts, CONFIG)
         place = Place([ReferenceAttention], torch.float32, torch.device("cpu"))
-        return [build.Loaded(toy("m", max_context=100), engine, facts, place)]
+        return [build.Loaded(toy("m", max_context=100), engine, facts, place, make_planner())]
 
     monkeypatch.setattr(build, "load_models", load_models)
     monkeypatch.setattr(listen, "bind", lambda host, port: listener)

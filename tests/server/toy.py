@@ -75,6 +75,9 @@ class ScriptedEngine:
     async def stop(self) -> None:
         self.started = False
 
+    async def cache_view(self, model):
+        raise NotImplementedError("it has no cache")
+
     async def generate(self, model, request):
         self.models.append(model)
         if self.refuse is not None:

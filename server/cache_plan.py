@@ -1,0 +1,240 @@
+"""What an operation on a context would cost, encoding by encoding, without touching any cache.
+
+Counts come from the code that serves: a dry run over the integers of a cache in which the
+context is stored, and nothing else. Times are estimates from what a model's first steps took.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+
+from cache.terms import Evict, Fork, KeyFrame, Move, Op, Operation, OpReport, Truncate
+from model.catalogue import in_each_frame
+from model.config import ModelConfig
+from model.encodings.base import EncodingError, PositionalEncoding, find, names
+from model.trial import OTHER, SEQUENCE, Trial
+from server.http_errors import MissingField
+from server.request import InvalidField
+from server.schemas import CachePlanBody
+from server.warm_up import Speed
+
+RESTS_ON = (
+    "seconds for one block over all layers, measured when the model was loaded: its keys turned "
+    "and its entries copied as part of a long run of blocks, and its tokens computed with nothing "
+    "before them; estimates multiply, so they leave out bookkeeping, other requests' steps and "
+    "what attention to a longer context adds"
+)
+FIELDS: Mapping[Op, tuple[str, ...]] = {  # besides the operation, tokens and the model
+    Op.APPEND: (),
+    Op.FORK: ("count",),
+    Op.TRUNCATE: ("count",),
+    Op.EVICT_KEEP: ("first", "count"),
+    Op.EVICT_RENUMBER: ("first", "count"),
+    Op.MOVE_SPAN: ("first", "count", "offset"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """An operation on a context of `tokens` stored tokens.
+
+    Evictions drop `count` tokens from `first` on; a move has them go on at the end of another
+    sequence of `offset` tokens; a fork shares, and a truncation keeps, the first `count`.
+    """
+
+    op: Op
+    tokens: int
+    first: int = 0
+    count: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An encoding that the model could have; `own` is the one that it has."""
+
+    name: str
+    encoding: PositionalEncoding
+    own: bool
+
+    @property
+    def key_frame(self) -> KeyFrame:
+        return self.encoding.key_frame
+
+
+class CachePlanner:
+    """Answers for one model. Touches nothing but what it makes itself, so any thread may ask."""
+
+    def __init__(
+        self,
+        shape: ModelConfig,
+        encoding: PositionalEncoding,
+        *,
+        dtype: torch.dtype,
+        block_size: int,
+        max_context: int,
+        speed: Speed,
+    ) -> None:
+        self.key_frame = encoding.key_frame
+        self.block_size = block_size
+        self._shape = shape
+        self._dtype = dtype
+        self._max_context = max_context
+        self._speed = speed
+        self._candidates = [Candidate(shape.encoding.name, encoding, own=True), *_others(shape)]
+        self.bytes_per_token = self._trial({}).kv.bytes_per_token
+
+    def question(self, body: CachePlanBody) -> Question:
+        """Raises MissingField or InvalidField for a body that no operation here fits."""
+        op = Op(body.operation)
+        given = {"first": body.first, "count": body.count, "offset": body.offset}
+        for name, value in given.items():
+            if value is None and name in FIELDS[op]:
+                raise MissingField(f"{name} is missing; {op.value} needs it", name)
+            if value is not None and name not in FIELDS[op]:
+                raise InvalidField(f"{name} says nothing about {op.value}; leave it out", name)
+        told = {name: value for name, value in given.items() if value is not None}
+        question = Question(op, body.tokens, **told)
+        self._check_context(question)
+        if op in (Op.FORK, Op.TRUNCATE):
+            if question.count > question.tokens:
+                raise InvalidField(
+                    f"count is {question.count} and the context has {question.tokens} tokens; "
+                    "send at most as many",
+                    "count",
+                )
+        elif op is not Op.APPEND:
+            self._check_span(question)
+        return question
+
+    def answer(self, question: Question) -> dict[str, object]:
+        """Takes as long as there are blocks to list, so not for the event loop."""
+        trial = self._trial(_lengths(question))
+        estimate = self._costs_of_appending if question.op is Op.APPEND else self._costs
+        return {
+            "object": "cache.plan",
+            "operation": question.op.value,
+            "tokens": question.tokens,
+            **{name: getattr(question, name) for name in FIELDS[question.op]},
+            "block_size": self.block_size,
+            "bytes_per_token": self.bytes_per_token,
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "context_error": question.op in (Op.EVICT_KEEP, Op.EVICT_RENUMBER, Op.MOVE_SPAN),
+            "measured": {**asdict(self._speed), "rests_on": RESTS_ON},
+            "data": [
+                {
+                    "encoding": candidate.name,
+                    "key_frame": candidate.key_frame.value,
+                    "own": candidate.own,
+                    **estimate(question, candidate, trial),
+                }
+                for candidate in self._candidates
+            ],
+        }
+
+    def _costs(self, question: Question, candidate: Candidate, trial: Trial) -> dict[str, object]:
+        operations = trial.operations(candidate.encoding)
+        capability, reason = operations.capability(question.op), operations.why_not(question.op)
+        report = None if reason else operations.dry_run(self._operation(question))
+        return {
+            "capability": capability.value,
+            "reason": reason,
+            "copied_entries": report and report.copied,
+            "rewritten_entries": report and report.rewritten,
+            "bytes_moved": report and report.bytes_moved,
+            "estimated_seconds": report and self._seconds(report, trial),
+            "recompute": None if report else self._recompute(question),
+        }
+
+    def _costs_of_appending(
+        self, question: Question, candidate: Candidate, trial: Trial
+    ) -> dict[str, object]:
+        """Of one token that comes after `tokens` others. It changes none of their entries."""
+        operations = trial.operations(candidate.encoding)
+        work = candidate.encoding.work(self._shape, question.tokens + 1, self.block_size)
+        return {
+            "capability": operations.capability(Op.APPEND).value,
+            "reason": operations.why_not(Op.APPEND),
+            "written_entries": trial.kv.entries_per_token,
+            "written_bytes": trial.kv.bytes_per_token,
+            "work": asdict(work),
+        }
+
+    def _operation(self, question: Question) -> Operation:
+        first, count = question.first // self.block_size, question.count // self.block_size
+        match question.op:
+            case Op.FORK:
+                return Fork(SEQUENCE, "child", question.count)
+            case Op.TRUNCATE:
+                return Truncate(SEQUENCE, question.count)
+            case Op.MOVE_SPAN:
+                return Move(SEQUENCE, first, count, OTHER)
+        return Evict(SEQUENCE, first, count, renumber=question.op is Op.EVICT_RENUMBER)
+
+    def _recompute(self, question: Question) -> dict[str, object]:
+        """What reaching the same end without the operation would write."""
+        moved = question.tokens - question.first - question.count
+        tokens = question.count if question.op is Op.MOVE_SPAN else moved
+        return {
+            "tokens": tokens,
+            "bytes": tokens * self.bytes_per_token,
+            "estimated_seconds": self._speed.compute * tokens / self.block_size,
+        }
+
+    def _seconds(self, report: OpReport, trial: Trial) -> float:
+        entries = trial.kv.entries_per_token * self.block_size
+        turned, copied = 2 * report.rewritten / entries, report.copied / entries
+        return turned * self._speed.turn + copied * self._speed.copy
+
+    def _trial(self, lengths: Mapping[str, int]) -> Trial:
+        return Trial(self._shape, lengths, block_size=self.block_size, dtype=self._dtype)
+
+    def _check_context(self, question: Question) -> None:
+        appends = question.op is Op.APPEND
+        if question.tokens + appends > self._max_context:
+            raise InvalidField(
+                f"tokens is {question.tokens}{' and one comes after them' if appends else ''}, and "
+                f"the served context holds {self._max_context}; send fewer",
+                "tokens",
+            )
+        if question.offset + question.count > self._max_context:
+            raise InvalidField(
+                f"a span of {question.count} tokens at offset {question.offset} ends past the "
+                f"served context of {self._max_context} tokens; send a lower offset",
+                "offset",
+            )
+
+    def _check_span(self, question: Question) -> None:
+        for name in FIELDS[question.op]:
+            value = getattr(question, name)
+            if value % self.block_size:
+                raise InvalidField(
+                    f"{name} is {value} and operations work on whole blocks of {self.block_size} "
+                    f"tokens; send a multiple of {self.block_size}",
+                    name,
+                )
+        full = question.tokens // self.block_size * self.block_size
+        if question.first + question.count > full:
+            raise InvalidField(
+                f"the span ends at token {question.first + question.count} and the full blocks of "
+                f"{question.tokens} tokens end at {full}; send a shorter one",
+                "count",
+            )
+
+
+def _others(shape: ModelConfig) -> Iterator[Candidate]:
+    """Every encoding of this project that such a model could have, in each frame."""
+    for name in names():
+        try:
+            encodings = in_each_frame(find(name), shape)
+        except EncodingError:
+            continue  # not with heads or a width like these
+        for encoding in encodings:
+            yield Candidate(name, encoding, own=False)
+
+
+def _lengths(question: Question) -> dict[str, int]:
+    """Tokens of the sequences that the operation is about."""
+    lengths = {SEQUENCE: question.tokens}
+    return {**lengths, OTHER: question.offset} if question.op is Op.MOVE_SPAN else lengths

@@ -1,0 +1,90 @@
+"""What one model's cache holds and for whom, as plain data: numbers and ids, never tokens.
+
+Made on the engine thread, which owns all of it; whoever gets it may keep it. No torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cache.manager import BlockCounts, CacheManager
+from cache.terms import Audit
+from server.request import Overflow, Request
+from server.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """Position of a token = base of its block + offset; `computed` tokens are stored."""
+
+    blocks: tuple[int, ...]
+    bases: tuple[int, ...]
+    computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A running request. `source` is what an encoder made of its prompt, if there is one."""
+
+    id: str
+    known: int  # tokens, dropped ones included
+    dropped: int
+    overflow: Overflow
+    stored: SequenceView
+    source: SequenceView | None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditView:
+    """Blocks that have a seal now; and sealed, verified and found changed since the start."""
+
+    mode: Audit
+    sealed_now: int
+    sealed: int
+    verified: int
+    mutated: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheView:
+    """`shared`: blocks that two sequences or more hold, with the names of those."""
+
+    blocks: BlockCounts
+    running: tuple[RequestView, ...]  # oldest first
+    waiting: int
+    shared: Mapping[int, tuple[str, ...]]
+    audit: AuditView
+
+
+def view(manager: CacheManager, scheduler: Scheduler, audit: AuditView) -> CacheView:
+    """How things stand between two steps. Takes one pass over all tables."""
+    return CacheView(
+        blocks=manager.counts(),
+        running=tuple(_request(manager, request) for request in scheduler.running),
+        waiting=len(scheduler.waiting),
+        shared=_shared(manager),
+        audit=audit,
+    )
+
+
+def _request(manager: CacheManager, request: Request) -> RequestView:
+    return RequestView(
+        id=request.id,
+        known=len(request.tokens),
+        dropped=request.dropped,
+        overflow=request.overflow,
+        stored=_sequence(manager, request.id),
+        source=_sequence(manager, request.encoded) if request.source else None,
+    )
+
+
+def _sequence(manager: CacheManager, name: str) -> SequenceView:
+    table = manager.table(name)
+    return SequenceView(tuple(table.blocks), tuple(table.bases), manager.computed(name))
+
+
+def _shared(manager: CacheManager) -> dict[int, tuple[str, ...]]:
+    holders: dict[int, list[str]] = {}
+    for name in manager.sequences:
+        for block in manager.table(name).blocks:
+            holders.setdefault(block, []).append(name)
+    return {block: tuple(names) for block, names in sorted(holders.items()) if len(names) > 1}

@@ -1,0 +1,86 @@
+"""What the caches hold, and what an operation on one would cost. Numbers and ids, no text."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from server.body import parse_object
+from server.cache_plan import CachePlanner
+from server.cache_view import CacheView, RequestView, SequenceView
+from server.http_errors import DeadlineExceeded
+from server.models import Served
+from server.routes.openai import Serving
+from server.schemas import CachePlanBody, read_body
+
+
+def cache_routes(serving: Serving, planners: Mapping[str, CachePlanner]) -> APIRouter:
+    """`planners`: one for each model, by its name."""
+    router = APIRouter()
+
+    @router.get("/v1/cache", response_model=None)
+    async def cache(request: Request, model: str | None = None) -> Response:
+        chosen = list(serving.models) if model is None else [serving.find(request, model)]
+        data = [
+            _described(served, planners[served.name], await _view(serving, served.name))
+            for served in chosen
+        ]
+        return JSONResponse({"object": "list", "data": data})
+
+    @router.post("/v1/cache/plan", response_model=None)
+    async def plan(request: Request) -> Response:
+        body = read_body(CachePlanBody, parse_object(await request.body()))
+        served = serving.find(request, body.model)
+        planner = planners[served.name]
+        question = planner.question(body)
+        answer = await asyncio.to_thread(planner.answer, question)
+        return JSONResponse({"model": served.name, **answer})
+
+    return router
+
+
+async def _view(serving: Serving, model: str) -> CacheView:
+    try:
+        async with asyncio.timeout(serving.timing.request_s):
+            return await serving.engine.cache_view(model)
+    except TimeoutError:
+        raise DeadlineExceeded("the engine is still in a step; ask again later") from None
+
+
+def _described(served: Served, planner: CachePlanner, view: CacheView) -> dict[str, object]:
+    return {
+        "model": served.name,
+        "encoding": served.encoding,
+        "key_frame": planner.key_frame.value,
+        "block_size": planner.block_size,
+        "bytes_per_token": planner.bytes_per_token,
+        "max_context": served.max_context,
+        "blocks": asdict(view.blocks),
+        "audit": asdict(view.audit),
+        "waiting": view.waiting,
+        "requests": [_request(request) for request in view.running],
+        "shared": [
+            {"block": block, "holders": list(names)} for block, names in view.shared.items()
+        ],
+    }
+
+
+def _request(request: RequestView) -> dict[str, object]:
+    return {
+        "id": request.id,
+        "known_tokens": request.known,
+        "dropped_tokens": request.dropped,
+        "overflow": request.overflow.value,
+        **_sequence(request.stored),
+        "source": None if request.source is None else _sequence(request.source),
+    }
+
+
+def _sequence(sequence: SequenceView) -> dict[str, object]:
+    return {
+        "computed_tokens": sequence.computed,
+        "blocks": list(sequence.blocks),
+        "bases": list(sequence.bases),
+    }

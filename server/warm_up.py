@@ -1,0 +1,111 @@
+"""A loaded model's first steps, through the reserved block 0: that it computes, and how fast.
+
+What is broken shows before a client does. What is measured is for estimates alone.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+from cache.kv import KVCache
+from cache.operations import BLOCKS_AT_ONCE
+from model.batch import Cross, ForwardBatch
+from model.catalogue import example
+from model.config import ModelConfig
+from model.encoder_decoder import EncoderDecoder
+from model.encodings.base import find
+from model.transformer import Decoder
+from server.errors import CommandError
+
+REPETITIONS = 3
+DISTANCE = 1000  # positions; how far a key is turned does not change the time it takes
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Seconds that one block takes here, over all layers."""
+
+    turn: float  # its keys, to stand at other positions
+    copy: float  # its keys and values, into another block
+    compute: float  # its tokens, with no others before them
+
+
+def warm_up(
+    decoder: Decoder | EncoderDecoder, kv: KVCache, shape: ModelConfig, context: int, name: str
+) -> Speed:
+    """Raises CommandError when logits are not finite. Leaves nothing that a request reads."""
+    # Memory may hold anything, numbers that are slow to compute with included.
+    for part in kv.whole:
+        part[:, 0] = 0
+    batch = _first_tokens(min(kv.block_size, context), kv.device)
+    if isinstance(decoder, EncoderDecoder):
+        batch = replace(batch, cross=Cross(new=batch, seen=batch))
+    if not bool(decoder(batch, kv).isfinite().all()):
+        raise CommandError(f"{name} computes numbers that are not finite; try --dtype float32")
+    if isinstance(decoder, EncoderDecoder):
+        batch = replace(batch, cross=Cross(new=None, seen=batch))
+    return Speed(
+        turn=_seconds(_turn(kv, shape), kv.device) / BLOCKS_AT_ONCE,
+        copy=_seconds(_copy(kv), kv.device) / BLOCKS_AT_ONCE,
+        compute=_seconds(lambda: decoder(batch, kv), kv.device),
+    )
+
+
+def _first_tokens(count: int, device: torch.device) -> ForwardBatch:
+    """Positions 0 .. count - 1 of one sequence that lies in block 0, and the last one's logits."""
+    rows = torch.arange(count, device=device)
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    return ForwardBatch(
+        tokens=torch.zeros_like(rows),
+        positions=rows,
+        offsets=rows,
+        slots=rows,
+        query_starts=torch.tensor([0, count], device=device),
+        context_lens=torch.tensor([count], device=device),
+        block_tables=zero,
+        block_bases=zero,
+        output_rows=rows[-1:],
+        max_query=count,
+        max_context=count,
+    )
+
+
+def _turn(kv: KVCache, shape: ModelConfig) -> Callable[[], None]:
+    """What a context shift does to as many blocks as it takes at once, were they all block 0."""
+    width = shape.head_dim // 2 * 2
+    rope = example(find("rope"), replace(shape, trained_context=1), 1, {"width": width})
+    blocks = torch.zeros(BLOCKS_AT_ONCE, dtype=torch.int64, device=kv.device)
+
+    def act() -> None:
+        for layer in range(kv.layers):
+            keys = kv.layer(layer).keys
+            keys[blocks] = rope.shift(keys[blocks], DISTANCE)
+
+    return act
+
+
+def _copy(kv: KVCache) -> Callable[[], None]:
+    """What copies as many blocks as are copied at once, were they all block 0."""
+    blocks = torch.zeros(BLOCKS_AT_ONCE, dtype=torch.int64, device=kv.device)
+
+    def act() -> None:
+        for layer in range(kv.layers):
+            for part in kv.layer(layer):
+                part[blocks] = part[blocks]
+
+    return act
+
+
+def _seconds(act: Callable[[], object], device: torch.device) -> float:
+    """The median of a few runs, after a first one that may have to set things up."""
+    taken = []
+    for _ in range(1 + REPETITIONS):
+        began = time.perf_counter()
+        act()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - began)
+    return median(taken[1:])

@@ -1,0 +1,431 @@
+"""What caches hold and what operations on them would cost, over HTTP."""
+
+import asyncio
+import json
+import threading
+import time
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from cache.terms import Capability
+from model.encodings.base import names
+from server.app import HttpOptions, create_app
+from server.async_engine import AsyncEngine
+from server.build import load_models
+from server.metrics import Metrics
+from server.models import Models
+from server.request import Overflow
+from tests.model import encoder_decoders
+from tests.model.checkpoints import llama, random_model, save
+from tests.model.tiny import CONFIG
+from tests.server.fake_engine import (
+    BLOCK,
+    SPEED,
+    configured,
+    counting,
+    make_engine,
+    make_planner,
+    make_request,
+)
+from tests.server.test_app import error_of
+from tests.server.toy import ScriptedEngine, ask, running, toy, toy_app, wait_for
+
+ENTRIES = 2 * 3 * 2  # of a token: keys and values of 3 layers of 2 heads
+BYTES = ENTRIES * 8 * 4
+SHIFT = {"operation": "evict_renumber", "tokens": 38, "first": 4, "count": 8}
+MOVE = {"operation": "move_span", "tokens": 38, "first": 4, "count": 8, "offset": 4}
+
+
+class Standing(ScriptedEngine):
+    """Engines that somebody else steps, to be looked at."""
+
+    def __init__(self, **engines):
+        super().__init__()
+        self.engines = engines
+
+    async def cache_view(self, model):
+        return self.engines[model].view()
+
+
+def app_of(engine=None, **planners):
+    served, metrics = [toy(name) for name in planners], Metrics()
+    for name in planners:
+        metrics.add_model(
+            name, "rope", {}, bytes_per_token=BYTES, blocks=8, block_size=BLOCK, max_context=100
+        )
+    engine = engine or ScriptedEngine()
+    return create_app(Models(served), engine, metrics, HttpOptions(), None, planners)
+
+
+def looked(app, query=""):
+    response = ask(app, "GET", f"/v1/cache{query}")
+    assert response.status_code == 200, response.text
+    body = response.json()
+    assert body["object"] == "list"
+    return body["data"]
+
+
+def planned(app, **body):
+    response = ask(app, "POST", "/v1/cache/plan", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def others(plan):
+    """Rows by encoding and key frame, without that of the model's own."""
+    return {(row["encoding"], row["key_frame"]): row for row in plan["data"] if not row["own"]}
+
+
+# ---- GET /v1/cache ----
+
+
+def test_idle_caches_are_shown() -> None:
+    engine = Standing(a=make_engine()[0], b=make_engine(blocks=9)[0])
+    app = app_of(engine, a=make_planner(), b=make_planner("nope"))
+    first, second = looked(app)
+    assert first == {
+        "model": "a",
+        "encoding": "rope",
+        "key_frame": "absolute",
+        "block_size": BLOCK,
+        "bytes_per_token": BYTES,
+        "max_context": 512,
+        "blocks": {"free": 39, "active": 0, "cached": 0, "quarantined": 0},
+        "audit": {"mode": "full", "sealed_now": 0, "sealed": 0, "verified": 0, "mutated": 0},
+        "waiting": 0,
+        "requests": [],
+        "shared": [],
+    }
+    assert (second["model"], second["key_frame"], second["blocks"]["free"]) == ("b", "raw", 8)
+    assert looked(app, "?model=b") == [second]
+
+
+def test_an_unknown_model_is_refused() -> None:
+    app = app_of(Standing(a=make_engine()[0]), a=make_planner())
+    for name in ("c", ""):
+        error = error_of(ask(app, "GET", f"/v1/cache?model={name}"), 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+def test_running_requests_are_shown_with_what_they_share() -> None:
+    """And not one of their tokens."""
+    engine, _ = make_engine(max_seqs=2)
+    prompt = [n % 50 for n in range(1000, 1009)]
+    for name, more in (("x", {}), ("y", {}), ("z", {})):
+        engine.submit(make_request(name, prompt, **more))
+        engine.step()
+    app = app_of(Standing(a=engine), a=make_planner())
+    (seen,) = looked(app)
+    assert seen["requests"] == [
+        {
+            "id": "x",
+            "known_tokens": 12,
+            "dropped_tokens": 0,
+            "overflow": "refuse",
+            "computed_tokens": 11,
+            "blocks": seen["requests"][0]["blocks"],
+            "bases": [0, 4, 8],
+            "source": None,
+        },
+        {
+            "id": "y",
+            "known_tokens": 11,
+            "dropped_tokens": 0,
+            "overflow": "refuse",
+            "computed_tokens": 10,
+            "blocks": seen["requests"][1]["blocks"],
+            "bases": [0, 4, 8],
+            "source": None,
+        },
+    ]
+    assert seen["waiting"] == 1
+    older, newer = (request["blocks"] for request in seen["requests"])
+    assert older[:2] == newer[:2] and older[2] != newer[2]
+    assert seen["shared"] == [
+        {"block": block, "holders": ["x", "y"]} for block in sorted(older[:2])
+    ]
+    assert seen["blocks"] == {"free": 35, "active": 4, "cached": 0, "quarantined": 0}
+    assert seen["audit"]["sealed_now"] == seen["audit"]["sealed"] == 2
+    assert seen["audit"]["verified"] > 0
+
+
+def test_what_was_dropped_is_shown() -> None:
+    engine, _ = make_engine(max_context=24)
+    engine.submit(replace(make_request("x", range(10), max_tokens=90), overflow=Overflow.SHIFT))
+    engine.step()
+    while not (dropped := engine.view().running[0].dropped):
+        engine.step()
+    app = app_of(Standing(a=engine), a=make_planner())
+    (request,) = looked(app)[0]["requests"]
+    assert request["overflow"] == "shift"
+    assert request["dropped_tokens"] == dropped == 8
+    assert request["known_tokens"] == request["computed_tokens"] + 1 + dropped
+    assert request["bases"] == [4 * n for n in range(len(request["blocks"]))]
+
+
+def test_both_sides_of_an_encoder_decoder_are_shown(tmp_path) -> None:
+    folder = encoder_decoders.save(
+        encoder_decoders.random_model(encoder_decoders.t5()), tmp_path / "t5"
+    )
+    (loaded,) = load_models(configured(str(folder), "--kv-memory", "1M"), Metrics())
+    asked = make_request("x", [0], max_tokens=9)
+    loaded.engine.submit(replace(asked, source=tuple(range(3, 21))))
+    loaded.engine.step()
+    app = app_of(Standing(a=loaded.engine), a=loaded.planner)
+    (seen,) = looked(app)
+    (request,) = seen["requests"]
+    assert (request["computed_tokens"], len(request["blocks"])) == (1, 1)
+    assert (request["source"]["computed_tokens"], request["source"]["bases"]) == (18, [0, 16])
+    assert (seen["encoding"], seen["shared"]) == ("rope", [])  # the toy's own word
+    assert seen["bytes_per_token"] == loaded.facts.kv_bytes_per_token
+
+
+def test_a_cache_is_shown_while_its_model_computes() -> None:
+    """No text in any answer: ids and numbers alone."""
+
+    def slowly(batch, kv):
+        time.sleep(0.01)
+        return counting(batch, kv)
+
+    engine = AsyncEngine({"a": make_engine(slowly)[0]}, lambda model, stats: None)
+    app = app_of(engine, a=make_planner())
+    words = "not to be told"
+    body = {"prompt": words, "max_tokens": 80, "ignore_eos": True, "overflow": "slide"}
+    with running(app) as (url, _), httpx.Client(base_url=url, timeout=20) as client:
+
+        def look():
+            answer = client.get("/v1/cache")
+            assert "told" not in answer.text and str(list(words.encode()))[1:-1] not in answer.text
+            return answer.json()["data"][0]
+
+        thread = threading.Thread(
+            target=client.post, args=("/v1/completions",), kwargs={"json": body}
+        )
+        thread.start()
+        lengths = []
+        wait_for(lambda: look()["requests"])
+        while requests := look()["requests"]:
+            (request,) = requests
+            assert request["overflow"] == "slide"
+            assert len(request["blocks"]) == -(-request["computed_tokens"] // BLOCK)
+            lengths.append(request["computed_tokens"])
+        thread.join(20)
+        assert len(lengths) > 3 and lengths == sorted(lengths)
+        assert look()["blocks"]["active"] == 0
+
+
+def test_a_cache_of_an_engine_that_is_stuck_is_not_waited_for() -> None:
+    class Stuck(ScriptedEngine):
+        async def cache_view(self, model):
+            await asyncio.sleep(20)
+
+    options = HttpOptions(request_timeout_s=0.05)
+    app = create_app(Models([toy("a")]), Stuck(), Metrics(), options, None, {"a": make_planner()})
+    assert error_of(ask(app, "GET", "/v1/cache"), 504)["code"] == "deadline_exceeded"
+
+
+def test_without_planners_there_are_no_such_routes() -> None:
+    assert ask(toy_app(), "GET", "/v1/cache").status_code == 404
+    assert ask(toy_app(), "POST", "/v1/cache/plan", json={}).status_code == 404
+
+
+# ---- POST /v1/cache/plan ----
+
+
+def test_a_plan_of_a_shift_for_every_encoding() -> None:
+    """38 tokens, of which 8 go after the first 4: 26 have their 6 keys turned."""
+    plan = planned(app_of(a=make_planner()), **SHIFT)
+    rows = plan.pop("data")
+    assert plan.pop("measured").pop("rests_on")
+    assert plan == {
+        "model": "a",
+        "object": "cache.plan",
+        "operation": "evict_renumber",
+        "tokens": 38,
+        "first": 4,
+        "count": 8,
+        "block_size": BLOCK,
+        "bytes_per_token": BYTES,
+        "dtype": "float32",
+        "context_error": True,
+    }
+    turned = {
+        "capability": "rewrite",
+        "reason": None,
+        "copied_entries": 0,
+        "rewritten_entries": 26 * 6,
+        "bytes_moved": 2 * 26 * 6 * 32,
+        "estimated_seconds": 26 / BLOCK * SPEED.turn,
+        "recompute": None,
+    }
+    free = dict.fromkeys(turned, 0) | {"capability": "free", "reason": None, "recompute": None}
+    impossible = dict.fromkeys(turned) | {
+        "capability": "impossible",
+        "reason": "the position is part of every stored key and value",
+        "recompute": {
+            "tokens": 26,
+            "bytes": 26 * BYTES,
+            "estimated_seconds": 26 / BLOCK * SPEED.compute,
+        },
+    }
+    expected = {
+        ("alibi", "raw"): free,
+        ("learned", "raw"): impossible,
+        ("nope", "raw"): free,
+        ("rope", "absolute"): turned,
+        ("rope", "block"): free,
+        ("rope", "raw"): free,
+        ("sinusoidal", "raw"): impossible,
+        ("t5", "raw"): free,
+    }
+    assert {name for name, _ in expected} == set(names())
+    for row in rows:
+        about = {key: row.pop(key) for key in ("encoding", "key_frame", "own")}
+        assert row == expected[about["encoding"], about["key_frame"]], about
+    assert len(rows) == len(expected) + 1
+
+
+@pytest.mark.parametrize(
+    ("body", "copied", "rewritten", "context_error"),
+    [
+        ({"operation": "evict_keep", "tokens": 38, "first": 4, "count": 8}, 0, 0, True),
+        ({"operation": "fork", "tokens": 38, "count": 38}, 2, 0, False),
+        ({"operation": "fork", "tokens": 38, "count": 36}, 0, 0, False),
+        ({"operation": "truncate", "tokens": 38, "count": 7}, 0, 0, False),
+        ({**MOVE, "first": 8, "count": 12}, 12, 12, True),
+        ({**MOVE, "first": 8, "count": 12, "offset": 8}, 0, 0, True),
+        ({"operation": "evict_renumber", "tokens": 38, "first": 0, "count": 36}, 0, 2, True),
+    ],
+    ids=lambda value: value["operation"] if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_plans_of_the_others(body, copied, rewritten, context_error) -> None:
+    plan = planned(app_of(a=make_planner()), model="a", **body)
+    assert plan["context_error"] is context_error
+    own = plan["data"][0]
+    assert (own["encoding"], own["key_frame"], own["own"]) == ("rope", "absolute", True)
+    entries, keys = copied * ENTRIES, rewritten * ENTRIES // 2
+    assert (own["copied_entries"], own["rewritten_entries"]) == (entries, keys)
+    assert own["bytes_moved"] == 2 * (entries + keys) * 32
+    assert own["estimated_seconds"] == (copied * SPEED.copy + rewritten * SPEED.turn) / BLOCK
+
+
+def test_what_recomputing_a_moved_span_writes() -> None:
+    learned = others(planned(app_of(a=make_planner()), **MOVE))["learned", "raw"]
+    assert learned["recompute"]["tokens"] == 8
+
+
+def test_a_plan_of_appending_says_what_one_token_writes_and_computes() -> None:
+    t5 = make_planner("t5", buckets=32, max_distance=128)
+    plan = planned(app_of(a=t5), operation="append", tokens=9)
+    assert plan["context_error"] is False
+    for row in plan["data"]:
+        assert (row["capability"], row["reason"]) == ("free", None)
+        assert (row["written_entries"], row["written_bytes"]) == (ENTRIES, BYTES)
+    rows = others(plan)
+    # 3 layers of 6 heads, ten keys with the new one; queries and keys of rope, 6 + 2 heads.
+    assert rows["t5", "raw"]["work"]["bias_values"] == 3 * 6 * 10
+    assert rows["rope", "absolute"]["work"]["rotations"] == 3 * 8
+    assert rows["rope", "block"]["work"]["rotations"] == 3 * (6 * 3 + 2)
+    assert rows["nope", "raw"]["work"]["flops"] == 0
+
+
+def test_a_frame_is_the_models_own() -> None:
+    plan = planned(app_of(a=make_planner(frame="block")), **SHIFT)
+    own = plan["data"][0]
+    assert (own["key_frame"], own["capability"], own["bytes_moved"]) == ("block", "free", 0)
+
+
+def test_encodings_that_such_a_model_cannot_have_are_left_out() -> None:
+    """Sinusoidal vectors need four columns."""
+    narrow = make_planner("nope", shape=replace(CONFIG, width=2))
+    plan = planned(app_of(a=narrow), operation="append", tokens=1)
+    assert {row["encoding"] for row in plan["data"]} == set(names()) - {"sinusoidal"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({}, "operation", "is missing"),
+        ({"operation": "append"}, "tokens", "is missing"),
+        ({"operation": "shuffle", "tokens": 9}, "operation", "append"),
+        ({**SHIFT, "tokens": 38.0}, "tokens", "integer"),
+        ({**SHIFT, "tokens": 0}, "tokens", "greater"),
+        ({**SHIFT, "first": -4}, "first", "greater"),
+        ({**SHIFT, "count": True}, "count", "integer"),
+        ({**SHIFT, "colour": 1}, "colour", "not a parameter"),
+        ({**SHIFT, "count": None}, "count", "count is missing; evict_renumber needs it"),
+        ({**SHIFT, "offset": 4}, "offset", "says nothing about evict_renumber"),
+        ({"operation": "append", "tokens": 9, "first": 0}, "first", "says nothing about append"),
+        ({**SHIFT, "first": 5}, "first", "first is 5 and operations work on whole blocks of 4"),
+        ({**SHIFT, "count": 10}, "count", "send a multiple of 4"),
+        ({**MOVE, "offset": 6}, "offset", "send a multiple of 4"),
+        ({**SHIFT, "count": 36}, "count", "at token 40 and the full blocks of 38 tokens end at 36"),
+        ({**SHIFT, "tokens": 101}, "tokens", "tokens is 101, and the served context holds 100"),
+        ({"operation": "append", "tokens": 100}, "tokens", "tokens is 100 and one comes after"),
+        ({**MOVE, "offset": 96}, "offset", "served context of 100 tokens"),
+        ({"operation": "fork", "tokens": 9, "count": 10}, "count", "the context has 9"),
+        ({"operation": "truncate", "tokens": 9, "count": 10}, "count", "send at most as many"),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_refused_plans(body, param, words) -> None:
+    app = app_of(a=make_planner())
+    error = error_of(ask(app, "POST", "/v1/cache/plan", json=body), 400)
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+def test_the_longest_contexts_are_answered() -> None:
+    app = app_of(a=make_planner())
+    assert planned(app, **{**SHIFT, "tokens": 100})
+    assert planned(app, operation="append", tokens=99)
+    assert planned(app, **{**MOVE, "offset": 92})
+
+
+def test_plans_name_their_model() -> None:
+    app = app_of(a=make_planner(), b=make_planner("alibi"))
+    assert planned(app, model="b", **SHIFT)["data"][0]["encoding"] == "alibi"
+    for body in (SHIFT, {**SHIFT, "model": "c"}):
+        assert error_of(ask(app, "POST", "/v1/cache/plan", json=body), 404)["param"] == "model"
+
+
+@pytest.mark.parametrize("frame", ["absolute"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_plan_foretells_what_a_live_shift_reports(tmp_path, dtype, frame) -> None:
+    """And touches no cache."""
+    folder = save(random_model(llama()), tmp_path / "llama")
+    flags = ["--dtype", dtype, "--kv-memory", "1M", "--max-model-len", "64"]
+    (loaded,) = load_models(configured(str(folder), *flags), Metrics())
+    app = app_of(Standing(a=loaded.engine), a=loaded.planner)
+    asked = make_request("x", list(range(40)), max_tokens=60)
+    loaded.engine.submit(replace(asked, overflow=Overflow.SHIFT))
+    while not (shifts := loaded.engine.step().stats.shifts):
+        before = looked(app)[0]
+    (shift,) = shifts
+    tokens = before["requests"][0]["computed_tokens"]
+    body = {"operation": "evict_renumber", "tokens": tokens, "first": 16, "count": shift.dropped}
+    stood = looked(app)
+    own = planned(app, **body)["data"][0]
+    assert looked(app) == stood
+    report = shift.report
+    assert (own["capability"], own["key_frame"]) == (report.capability.value, frame)
+    assert (own["copied_entries"], own["rewritten_entries"], own["bytes_moved"]) == (
+        report.copied,
+        report.rewritten,
+        report.bytes_moved,
+    )
+    moves = report.capability is not Capability.FREE
+    assert moves == (frame == "absolute") == (report.rewritten > 0)
+    assert (own["estimated_seconds"] > 0) == moves
+
+
+def test_speed_is_measured_when_a_model_is_loaded(tmp_path) -> None:
+    folder = save(random_model(llama()), tmp_path / "llama")
+    (loaded,) = load_models(configured(str(folder), "--kv-memory", "1M"), Metrics())
+    plan = planned(app_of(a=loaded.planner), operation="append", tokens=1)
+    measured = plan["measured"]
+    assert "measured when the model was loaded" in measured.pop("rests_on")
+    assert set(measured) == {"turn", "copy", "compute"}
+    assert all(seconds > 0 for seconds in measured.values())
