@@ -391,12 +391,12 @@ def test_plans_name_their_model() -> None:
         assert error_of(ask(app, "POST", "/v1/cache/plan", json=body), 404)["param"] == "model"
 
 
-@pytest.mark.parametrize("frame", ["absolute"])
+@pytest.mark.parametrize("frame", ["absolute", "block"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_plan_foretells_what_a_live_shift_reports(tmp_path, dtype, frame) -> None:
     """And touches no cache."""
     folder = save(random_model(llama()), tmp_path / "llama")
-    flags = ["--dtype", dtype, "--kv-memory", "1M", "--max-model-len", "64"]
+    flags = ["--dtype", dtype, "--kv-memory", "1M", "--max-model-len", "64", "--rope-frame", frame]
     (loaded,) = load_models(configured(str(folder), *flags), Metrics())
     app = app_of(Standing(a=loaded.engine), a=loaded.planner)
     asked = make_request("x", list(range(40)), max_tokens=60)
