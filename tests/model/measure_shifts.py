@@ -1,0 +1,169 @@
+"""What shifting a cached context costs in accuracy: a measurement, not a test.
+
+Run by hand: python -m tests.model.measure_shifts
+Prints two tables. Drift: how far stored keys are from correctly placed ones after so many shifts
+(position error). Divergence: the next-token distributions of SmolLM2 over a shifted cache against
+those over the same tokens computed again, which has the context error too, and against a frame
+whose keys never change, which has the position error alone.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+
+import torch
+
+from cache.kv import KVCache
+from cache.manager import CacheManager
+from cache.ledger import Ledger
+from cache.operations import Operations
+from cache.terms import Audit, Evict
+from model.attention.cpu import CpuBackend
+from model.batch import ForwardBatch
+from model.config import EncodingSpec
+from model.encodings.base import create
+from model.encodings.rope import RoPE
+from model.kernels.build import load
+from model.kernels.substitutes import substitute
+from model.loading import Checkpoint, load_decoder, open_checkpoint
+from model.transformer import Decoder
+from server.pull import home
+from tests.model.running import CPU, new_cache
+from tests.smollm2 import smollm2_path
+
+BLOCK = 16
+COUNTS = (1, 10, 100)  # shifts after which it is measured
+CONTEXT = 512
+ASKED = 16  # tokens compared after each count of shifts: what one slide makes room for
+ROOT = Path(__file__).parents[2]
+
+
+def drift() -> None:
+    """One block at a time from position 4,096 down, and in one turn over the whole distance."""
+    keys = torch.randn(256, 4, 128, generator=torch.Generator().manual_seed(0)).double()
+    rope = RoPE(base=10000.0, width=128, layout="half", context=4097, device=CPU)
+    print("|dtype|" + "|".join(f"{count} of {BLOCK}" for count in COUNTS) + "|one of 1,600|")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        cells = []
+        for count, delta in [*((count, BLOCK) for count in COUNTS), (1, BLOCK * COUNTS[-1])]:
+            stored = rope.shift(keys, 4096).to(dtype)
+            for _ in range(count):
+                stored = rope.shift(stored, -delta)
+            right = rope.shift(keys, 4096 - count * delta)
+            error = (stored.double() - right).norm() / right.norm()
+            cells.append(f"{float(error):.1e}")
+        print(f"|{str(dtype).removeprefix('torch.')}|{'|'.join(cells)}|")
+
+
+class Stream:
+    """A text fed to a decoder whose context is shortened whenever it is full."""
+
+    def __init__(self, decoder: Decoder, shift: bool) -> None:
+        self.decoder = decoder
+        self.shift = shift
+        self.kv: KVCache = new_cache(decoder, CONTEXT // BLOCK + 1, BLOCK)
+        self.manager = CacheManager(CONTEXT // BLOCK + 1, BLOCK, prefix_sharing=False)
+        rules = [decoder.encoding.for_layer(layer) for layer in range(decoder.config.layers)]
+        self.operations = Operations(self.manager, self.kv, rules, Ledger(self.kv, Audit.OFF))
+        self.tokens: list[int] = []  # of the context
+        self.shifts = 0
+
+    def feed(self, tokens: list[int]) -> torch.Tensor:
+        """Logits of each token, which must fit."""
+        start, length = len(self.tokens), len(self.tokens) + len(tokens)
+        self.tokens += tokens
+        self.manager.reserve("s", self.tokens, length)
+        logits = forward(self.decoder, self.kv, self.manager, tokens, start)
+        self.manager.commit("s", self.tokens, length)
+        return logits
+
+    def shorten(self) -> None:
+        movable = CONTEXT // BLOCK - 1
+        count = -(-movable // 2) if self.shift else 1
+        self.operations.apply(Evict("s", 1, count, renumber=True))
+        del self.tokens[BLOCK : (1 + count) * BLOCK]
+        self.shifts += 1
+
+
+def forward(
+    decoder: Decoder, kv: KVCache, manager: CacheManager, tokens: list[int], start: int
+) -> torch.Tensor:
+    index = torch.arange(start, start + len(tokens))
+    table = manager.table("s")
+    blocks, bases = torch.tensor(table.blocks), torch.tensor(table.bases)
+    batch = ForwardBatch(
+        tokens=torch.tensor(tokens),
+        positions=bases[index // BLOCK] + index % BLOCK,
+        offsets=index % BLOCK,
+        slots=blocks[index // BLOCK] * BLOCK + index % BLOCK,
+        query_starts=torch.tensor([0, len(tokens)]),
+        context_lens=torch.tensor([start + len(tokens)]),
+        block_tables=blocks[None],
+        block_bases=bases[None],
+        output_rows=torch.arange(len(tokens)),
+        max_query=len(tokens),
+        max_context=start + len(tokens),
+    )
+    return decoder(batch, kv).float().log_softmax(-1)
+
+
+def followed(decoder: Decoder, text: list[int], *, shift: bool) -> dict[int, torch.Tensor]:
+    """Log-probabilities of ASKED tokens after each count of shifts, and of recomputation."""
+    stream, at, found = Stream(decoder, shift), 0, {}
+    while at < len(text):
+        wanted = ASKED if stream.shifts in COUNTS and stream.shifts not in found else BLOCK
+        room = CONTEXT - len(stream.tokens)
+        if room < wanted:
+            stream.shorten()
+            continue
+        logits = stream.feed(text[at : at + wanted])
+        at += wanted
+        if wanted == ASKED:
+            again = Stream(decoder, shift).feed(stream.tokens)[-ASKED:]
+            found[stream.shifts] = torch.stack((logits, again))
+    return found
+
+
+def divergence(of: torch.Tensor, against: torch.Tensor) -> float:
+    """Mean KL(against || of) over tokens, in nats."""
+    return mean((against.exp() * (against - of)).sum(-1).tolist())
+
+
+def decoder_of(checkpoint: Checkpoint, frame: str, dtype: torch.dtype) -> Decoder:
+    kernels = load(home() / "kernels")
+    options = {**checkpoint.config.encoding.options, "frame": frame}
+    config = replace(checkpoint.config, encoding=EncodingSpec("rope", options))
+    encoding = create(config.encoding, config, CONTEXT, CPU)
+    decoder = Decoder(config, encoding, CpuBackend(kernels), dtype=dtype, device=CPU)
+    load_decoder(replace(checkpoint, config=config), decoder)
+    substitute(decoder, kernels, dtype)
+    return decoder
+
+
+def divergences() -> None:
+    checkpoint = open_checkpoint(smollm2_path())
+    pages = ("LICENSE", "README.md", "docs/audit.md", "docs/encodings.md")
+    prose = "\n".join((ROOT / page).read_text() for page in pages)
+    text = checkpoint.tokenizer.encode(prose, bos=False)[:3500]
+    print("|overflow|frame|dtype|against|" + "|".join(f"{count} shifts" for count in COUNTS) + "|")
+    for dtype in (torch.float32, torch.bfloat16):
+        steady: dict[bool, dict[int, torch.Tensor]] = {}
+        for frame, shift in (("block", False), ("block", True), ("absolute", True)):
+            found = followed(decoder_of(checkpoint, frame, dtype), text, shift=shift)
+            steady.setdefault(shift, found)
+            rows = {"recomputation": {n: divergence(each[0], each[1]) for n, each in found.items()}}
+            if frame != "block":
+                rows["block frame"] = {
+                    n: divergence(each[0], steady[shift][n][0]) for n, each in found.items()
+                }
+            for against, values in rows.items():
+                cells = (f"{values[n]:.1e}" if n in values else "" for n in COUNTS)
+                name = "shift" if shift else "slide"
+                kind = str(dtype).removeprefix("torch.")
+                print(f"|{name}|{frame}|{kind}|{against}|{'|'.join(cells)}|", flush=True)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        drift()
+        divergences()
