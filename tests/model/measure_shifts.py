@@ -14,8 +14,8 @@ from statistics import mean
 import torch
 
 from cache.kv import KVCache
-from cache.manager import CacheManager
 from cache.ledger import Ledger
+from cache.manager import CacheManager
 from cache.operations import Operations
 from cache.terms import Audit, Evict
 from model.attention.cpu import CpuBackend

@@ -17,19 +17,27 @@ def compiler(folder, script):
     return str(path)
 
 
-def test_it_is_compiled_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", compiler(tmp_path, 'exec g++ "$@"'))
+@pytest.fixture
+def copying(tmp_path, kernels, monkeypatch):
+    """For a compiler, one that takes its time to copy what was compiled before."""
+    built = kernels._library._name
+    script = '[ "$1" = --version ] && exit\nwhile [ "$1" != -o ]; do shift; done\nsleep 0.2\n'
+    monkeypatch.setenv("CXX", compiler(tmp_path, f'{script}cp {built} "$2"'))
+
+
+def test_it_is_compiled_once(tmp_path, copying):
     weight = torch.randn(5, 3)
     for _ in range(2):
         assert load(tmp_path / "kernels").pack(weight).shape[1] == 3
     assert (tmp_path / "ran").read_text() == "ran\n"
 
 
-def test_two_servers_may_start_at_once(tmp_path):
+def test_two_servers_may_start_at_once(tmp_path, copying):
     with ThreadPoolExecutor(2) as pool:
-        for kernels in pool.map(lambda _: load(tmp_path), range(2)):
+        for kernels in pool.map(lambda _: load(tmp_path / "kernels"), range(2)):
             assert kernels.pack(torch.ones(1, 1)).sum() == 1
-    assert len(list(tmp_path.iterdir())) == 1
+    assert (tmp_path / "ran").read_text() == "ran\n" * 2
+    assert len(list((tmp_path / "kernels").iterdir())) == 1
 
 
 def test_without_a_compiler(tmp_path, monkeypatch):
@@ -59,7 +67,7 @@ def test_a_folder_that_is_a_file(tmp_path):
         load(tmp_path / "kernels")
 
 
-def test_a_library_that_is_broken(tmp_path):
+def test_a_library_that_is_broken(tmp_path, copying):
     load(tmp_path / "good")
     (good,) = (tmp_path / "good").iterdir()
     broken = tmp_path / "broken" / good.name
