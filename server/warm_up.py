@@ -21,6 +21,7 @@ from model.transformer import Decoder
 from server.errors import CommandError
 
 REPETITIONS = 3
+PATIENCE = 0.5  # seconds, after which none is begun
 DISTANCE = 1000  # positions; how far a key is turned does not change the time it takes
 
 
@@ -100,12 +101,15 @@ def _copy(kv: KVCache) -> Callable[[], None]:
 
 
 def _seconds(act: Callable[[], object], device: torch.device) -> float:
-    """The median of a few runs, after a first one that may have to set things up."""
-    taken = []
-    for _ in range(1 + REPETITIONS):
+    """The median of a few runs after a first one, which may have to set things up.
+
+    Of fewer, or of the first itself, where they take long: a start should not wait for estimates.
+    """
+    taken: list[float] = []
+    while len(taken) <= REPETITIONS and sum(taken) < PATIENCE:
         began = time.perf_counter()
         act()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - began)
-    return median(taken[1:])
+    return median(taken[1:] or taken)

@@ -1,0 +1,53 @@
+"""A model's first steps: what they leave alone, and how long they are allowed to take."""
+
+from itertools import chain
+
+import pytest
+import torch
+
+from server import warm_up
+from server.errors import CommandError
+from tests.model.running import CPU, new_cache
+from tests.model.tiny import CONFIG, tiny
+
+
+@pytest.mark.parametrize(
+    ("lasting", "runs", "said"),
+    [
+        ([9e-2, 3e-2, 1e-2, 2e-2], 4, 2e-2),  # the first, which sets things up, does not count
+        ([0.3, 0.1, 0.2], 3, 0.15),
+        ([0.6], 1, 0.6),
+    ],
+)
+def test_runs_are_few_where_they_take_long(monkeypatch, lasting, runs, said) -> None:
+    """A clock that only runs while something does."""
+    ends = [sum(lasting[: n + 1]) for n in range(len(lasting))]
+    clock = iter(list(chain.from_iterable(zip([0.0, *ends], ends, strict=False))))
+    monkeypatch.setattr(warm_up.time, "perf_counter", lambda: next(clock))
+    done = []
+    assert warm_up._seconds(lambda: done.append(1), CPU) == pytest.approx(said)
+    assert len(done) == runs
+
+
+def test_only_the_reserved_block_is_written() -> None:
+    decoder = tiny(dtype=torch.float32)
+    kv = new_cache(decoder, 4)
+    for part in kv.whole:
+        part.fill_(torch.nan)
+    speed = warm_up.warm_up(decoder, kv, CONFIG, 256, "m")
+    for part in kv.whole:
+        assert part[:, 0].isfinite().all()
+        assert part[:, 1:].isnan().all()
+    assert min(speed.turn, speed.copy, speed.compute) > 0
+
+
+def test_a_context_may_be_shorter_than_a_block() -> None:
+    decoder = tiny("learned", dtype=torch.float32, options={"positions": 5, "offset": 0})
+    warm_up.warm_up(decoder, new_cache(decoder, 2), CONFIG, 5, "m")
+
+
+def test_numbers_that_are_not_finite_are_refused() -> None:
+    decoder = tiny(dtype=torch.float32)
+    decoder.head.weight.fill_(torch.inf)
+    with pytest.raises(CommandError, match="m computes numbers that are not finite"):
+        warm_up.warm_up(decoder, new_cache(decoder, 2), CONFIG, 256, "m")
