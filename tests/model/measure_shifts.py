@@ -111,14 +111,11 @@ def followed(decoder: Decoder, text: list[int], *, shift: bool) -> dict[int, tor
     """Log-probabilities of ASKED tokens after each count of shifts, and of recomputation."""
     stream, at, found = Stream(decoder, shift), 0, {}
     while at < len(text):
-        wanted = ASKED if stream.shifts in COUNTS and stream.shifts not in found else BLOCK
-        room = CONTEXT - len(stream.tokens)
-        if room < wanted:
+        if len(stream.tokens) + ASKED > CONTEXT:
             stream.shorten()
-            continue
-        logits = stream.feed(text[at : at + wanted])
-        at += wanted
-        if wanted == ASKED:
+        logits = stream.feed(text[at : at + ASKED])
+        at += ASKED
+        if stream.shifts in COUNTS and stream.shifts not in found:
             again = Stream(decoder, shift).feed(stream.tokens)[-ASKED:]
             found[stream.shifts] = torch.stack((logits, again))
     return found
@@ -144,7 +141,7 @@ def divergences() -> None:
     checkpoint = open_checkpoint(smollm2_path())
     pages = ("LICENSE", "README.md", "docs/audit.md", "docs/encodings.md")
     prose = "\n".join((ROOT / page).read_text() for page in pages)
-    text = checkpoint.tokenizer.encode(prose, bos=False)[:3500]
+    text = checkpoint.tokenizer.encode(prose, bos=False)[: 3500 // ASKED * ASKED]
     print("|overflow|frame|dtype|against|" + "|".join(f"{count} shifts" for count in COUNTS) + "|")
     for dtype in (torch.float32, torch.bfloat16):
         steady: dict[bool, dict[int, torch.Tensor]] = {}
