@@ -180,6 +180,8 @@ def test_both_sides_of_an_encoder_decoder_are_shown(tmp_path) -> None:
     assert (request["source"]["computed_tokens"], request["source"]["bases"]) == (18, [0, 16])
     assert (seen["encoding"], seen["shared"]) == ("rope", [])  # the toy's own word
     assert seen["bytes_per_token"] == loaded.facts.kv_bytes_per_token
+    own = planned(app, **{**SHIFT, "first": 16, "count": 16})["data"][0]
+    assert (own["encoding"], own["capability"], own["bytes_moved"]) == ("t5", "free", 0)
 
 
 def test_a_cache_is_shown_while_its_model_computes() -> None:
