@@ -1,0 +1,303 @@
+"""Makes dashboards/ropewalk.json: `python deploy/grafana/dashboard.py` after a change here.
+
+Every panel shows one line per model and encoding, or one per label of the metric. Knows nothing
+of the server; tests/deploy checks the names, and the queries against a running Prometheus.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TARGET = Path(__file__).parent / "dashboards" / "ropewalk.json"
+DATASOURCE = {"type": "prometheus", "uid": "prometheus"}
+CHOSEN = 'model_name=~"$model", encoding=~"$encoding"'
+BY = "model_name, encoding"
+NAMED = "{{encoding}} · {{model_name}}"
+COLUMNS, WIDTH, HEIGHT = 3, 8, 8  # Grafana's grid is 24 wide
+
+
+@dataclass(frozen=True)
+class Panel:
+    """`queries` pair PromQL with a legend; `unit` is one of Grafana's."""
+
+    title: str
+    says: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+
+
+def gauge(name: str) -> str:
+    return f"sum by ({BY}) (ropewalk_{name}{{{CHOSEN}}})"
+
+
+def rate(name: str, *labels: str, where: str = "") -> str:
+    """Per second, summed over all but model, encoding and `labels`."""
+    matchers = f"{CHOSEN}, {where}" if where else CHOSEN
+    by = ", ".join((BY, *labels))
+    return f"sum by ({by}) (rate(ropewalk_{name}{{{matchers}}}[$__rate_interval]))"
+
+
+def quantile(share: float, name: str) -> str:
+    return f"histogram_quantile({share}, {rate(f'{name}_bucket', 'le')})"
+
+
+def recorded(name: str) -> str:
+    """A rule of prometheus/recording.yaml."""
+    return f"ropewalk:{name}{{{CHOSEN}}}"
+
+
+def lines(title: str, says: str, unit: str, query: str, label: str = "") -> Panel:
+    legend = f"{NAMED} · {{{{{label}}}}}" if label else NAMED
+    return Panel(title, says, unit, ((query, legend),))
+
+
+def latency(title: str, says: str, name: str) -> Panel:
+    """The median and the slowest hundredth."""
+    shares = ((0.5, "p50"), (0.99, "p99"))
+    queries = tuple((quantile(share, name), f"{NAMED} · {word}") for share, word in shares)
+    return Panel(title, says, "s", queries)
+
+
+CACHE = (
+    lines(
+        "Bytes written per token",
+        "Keys and values of one token. The same for every encoding of one shape.",
+        "bytes",
+        recorded("kv_written_bytes_per_token"),
+    ),
+    lines(
+        "Entries rewritten per token",
+        "Keys turned to a new position. 0, but for context shifts of RoPE in the frame absolute.",
+        "short",
+        recorded("kv_rewritten_entries_per_token"),
+    ),
+    lines(
+        "Prefix cache hit rate",
+        "Share of prompt tokens that were found in the cache.",
+        "percentunit",
+        recorded("prefix_cache_hit_ratio"),
+    ),
+    lines(
+        "Positional operations per token",
+        "Arithmetic because of positions, by calculation. Constant for RoPE, growing with the "
+        "context for a bias.",
+        "short",
+        recorded("position_flops_per_token"),
+    ),
+    lines(
+        "Positional bytes per token",
+        "Tables read and biases built, by calculation.",
+        "bytes",
+        recorded("position_bytes_per_token"),
+    ),
+    Panel(
+        "Turns and bias additions per token",
+        "What the positional work consists of: queries and keys turned, scores that a bias was "
+        "added to, bias values built anew.",
+        "short",
+        (
+            (recorded("position_rotations_per_token"), f"{NAMED} · turned"),
+            (recorded("position_bias_values_per_token"), f"{NAMED} · added"),
+            (recorded("position_bias_built_per_token"), f"{NAMED} · built"),
+        ),
+    ),
+    lines(
+        "Context shifts",
+        "Full contexts that were shortened, and what became of the entries that stay.",
+        "ops",
+        rate("context_shifts_total", "outcome"),
+        "outcome",
+    ),
+    Panel(
+        "Time of a context shift",
+        "How long the whole step waits for one.",
+        "s",
+        (
+            (recorded("context_shift_seconds:mean5m"), f"{NAMED} · mean"),
+            (quantile(0.99, "context_shift_seconds"), f"{NAMED} · p99"),
+        ),
+    ),
+    lines(
+        "Entries rewritten per shift",
+        "Keys that one shift turned. 0 where a shift is free.",
+        "short",
+        recorded("kv_rewritten_entries_per_shift"),
+    ),
+    Panel(
+        "Blocks sealed and verified",
+        "Checksums taken, and blocks compared with theirs.",
+        "ops",
+        (
+            (rate("kv_blocks_sealed_total"), f"{NAMED} · sealed"),
+            (rate("kv_blocks_verified_total"), f"{NAMED} · verified"),
+        ),
+    ),
+    Panel(
+        "Entries mutated and stale",
+        "Changed without a cause, and left when they should have changed. Anything but 0 is a "
+        "fault.",
+        "short",
+        (
+            (gauge("kv_mutated_entries_total"), f"{NAMED} · mutated"),
+            (gauge("kv_stale_entries_total"), f"{NAMED} · stale"),
+        ),
+    ),
+    lines(
+        "Tokens past the trained context",
+        "Generated where the encoding extrapolates. 0 for learned positions.",
+        "ops",
+        rate("extrapolated_tokens_total"),
+    ),
+)
+SERVING = (
+    Panel(
+        "Requests",
+        "Holding cache blocks, and waiting for them.",
+        "short",
+        (
+            (gauge("requests_running"), f"{NAMED} · running"),
+            (gauge("requests_waiting"), f"{NAMED} · waiting"),
+        ),
+    ),
+    lines(
+        "Requests ended",
+        "Per second, by reason.",
+        "reqps",
+        rate("requests_total", "finish_reason"),
+        "finish_reason",
+    ),
+    Panel(
+        "Throughput",
+        "Tokens per second: generated, and of prompts computed.",
+        "short",
+        (
+            (rate("generated_tokens_total"), f"{NAMED} · generated"),
+            (rate("prompt_tokens_total", where='source="computed"'), f"{NAMED} · prompt"),
+        ),
+    ),
+    latency("Time to first token", "From arrival.", "time_to_first_token_seconds"),
+    latency("Inter-token latency", "Between tokens of a request.", "inter_token_latency_seconds"),
+    latency("Time per request", "From arrival to the end.", "request_e2e_seconds"),
+    latency("Time in the queue", "From arrival to admission.", "request_queue_seconds"),
+    lines(
+        "Cache held by requests",
+        "Share of the blocks. Near 1 new requests wait or preempt others.",
+        "percentunit",
+        f"max by ({BY}) (ropewalk_kv_cache_usage_ratio{{{CHOSEN}}})",
+    ),
+    lines(
+        "Cache blocks",
+        "By state; the sum is the size of the pool.",
+        "short",
+        f"sum by ({BY}, state) (ropewalk_kv_blocks{{{CHOSEN}}})",
+        "state",
+    ),
+    Panel(
+        "Preemptions and evictions",
+        "Requests that gave up their blocks to be recomputed, cached blocks given up.",
+        "ops",
+        (
+            (rate("preemptions_total"), f"{NAMED} · preempted"),
+            (rate("kv_evicted_blocks_total"), f"{NAMED} · evicted"),
+        ),
+    ),
+    Panel(
+        "Errors",
+        "Share of requests that ended with one; streams cut by one, per second.",
+        "short",
+        (
+            (recorded("error_ratio"), f"{NAMED} · share"),
+            (rate("stream_errors_total"), f"{NAMED} · streams"),
+        ),
+    ),
+    Panel(
+        "Refused and left",
+        "Requests refused before the engine had them, and clients that went away.",
+        "reqps",
+        (
+            # A request for no known model carries labels of its own, which no choice leaves out.
+            (
+                "sum by (reason) (rate(ropewalk_request_rejections_total[$__rate_interval]))",
+                "{{reason}}",
+            ),
+            (rate("client_disconnects_total"), f"{NAMED} · left"),
+        ),
+    ),
+)
+
+
+def dashboard() -> dict[str, Any]:
+    return {
+        "uid": "ropewalk",
+        "title": "Ropewalk: encodings side by side",
+        "tags": ["ropewalk"],
+        "timezone": "browser",
+        "schemaVersion": 39,
+        "refresh": "15s",
+        "time": {"from": "now-30m", "to": "now"},
+        "editable": False,
+        "templating": {"list": [variable("model", "model_name"), variable("encoding", "encoding")]},
+        "panels": list(panels()),
+    }
+
+
+def variable(name: str, label: str) -> dict[str, Any]:
+    query = f"label_values(ropewalk_cache_info, {label})"
+    return {
+        "name": name,
+        "type": "query",
+        "datasource": DATASOURCE,
+        "definition": query,
+        "query": {"query": query, "refId": name},
+        "refresh": 2,  # whenever the time range changes
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def panels() -> Iterator[dict[str, Any]]:
+    top = number = 0
+    for title, group in (("Cache behaviour", CACHE), ("Serving", SERVING)):
+        number += 1
+        place = {"x": 0, "y": top, "w": COLUMNS * WIDTH, "h": 1}
+        yield {"id": number, "type": "row", "title": title, "gridPos": place, "panels": []}
+        top += 1
+        for index, panel in enumerate(group):
+            number += 1
+            row, column = divmod(index, COLUMNS)
+            yield drawn(panel, number, column * WIDTH, top + row * HEIGHT)
+        top += -(-len(group) // COLUMNS) * HEIGHT
+
+
+def drawn(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
+    return {
+        "id": number,
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.says,
+        "datasource": DATASOURCE,
+        "gridPos": {"x": x, "y": y, "w": WIDTH, "h": HEIGHT},
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+        "options": {"tooltip": {"mode": "multi", "sort": "desc"}},
+        "targets": [
+            {
+                "refId": chr(ord("A") + i),
+                "datasource": DATASOURCE,
+                "expr": query,
+                "legendFormat": as_,
+            }
+            for i, (query, as_) in enumerate(panel.queries)
+        ],
+    }
+
+
+def as_json() -> str:
+    return json.dumps(dashboard(), indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(as_json())
