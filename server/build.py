@@ -31,6 +31,7 @@ from server.decoders import Prepared, find_kernels, prepare
 from server.engine import Engine
 from server.errors import CommandError
 from server.metrics import Metrics
+from server.metrics_compat import ALIASES
 from server.models import EncoderDecoderTokens, Models, Served
 from server.position_meter import PositionMeter, no_cost
 from server.protocol import Server, server_config
@@ -59,7 +60,7 @@ def run(config: ServerConfig) -> int:
     listener = listen.bind(http.host, http.port)
     if config.loading.threads is not None:
         torch.set_num_threads(config.loading.threads)
-    metrics = Metrics()
+    metrics = Metrics(ALIASES[config.metrics_compat])
     loaded = load_models(config, metrics)
     served = Models(model.served for model in loaded)
     server: Server | None = None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from server.errors import UsageError
+from server.metrics_compat import ALIASES
 from server.options import Option, auto, choice, count, seconds, size, switch
 
 DEFAULT_MODEL = "smollm2"
@@ -81,6 +82,7 @@ class ServerConfig:
     cache: CacheOptions
     limits: LimitOptions
     http: HttpConfig
+    metrics_compat: str  # a key of server.metrics_compat.ALIASES
     log_level: str
 
 
@@ -290,6 +292,14 @@ SERVE_OPTIONS = (
         "SECONDS",
     ),
     Option(
+        "--metrics-compat",
+        "http",
+        "vllm: export metrics under vLLM's names, too, for gateways and dashboards that read those",
+        choice(*ALIASES),
+        "off",
+        metavar="NAMES",
+    ),
+    Option(
         "--log-level",
         "http",
         "debug, info, warning or error",
@@ -335,6 +345,7 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
             request_timeout_s=values["request_timeout"],
             drain_timeout_s=values["drain_timeout"],
         ),
+        metrics_compat=values["metrics_compat"],
         log_level=values["log_level"],
     )
     _check(config)

@@ -13,6 +13,7 @@ from prometheus_client.core import Metric
 
 from cache.terms import OpReport
 from server.http_errors import REJECTION_REASONS
+from server.metrics_compat import ALIASES, Alias
 from server.request import (
     ContextShift,
     FinishReason,
@@ -55,7 +56,14 @@ PHASES = ("prefill", "decode")
 
 
 class _Registry(CollectorRegistry):
-    """Leaves out the `_created` series, which double every counter and tell nothing here."""
+    """Leaves out the `_created` series, which double every counter and tell nothing here.
+
+    A family of `aliases` is exported a second time under that name.
+    """
+
+    def __init__(self, aliases: Mapping[str, Alias]) -> None:
+        super().__init__()
+        self._aliases = aliases
 
     def collect(self) -> Iterable[Metric]:
         for family in super().collect():
@@ -63,13 +71,25 @@ class _Registry(CollectorRegistry):
                 sample for sample in family.samples if not sample.name.endswith("_created")
             ]
             yield family
+            if family.name in self._aliases:
+                yield _renamed(family, self._aliases[family.name])
+
+
+def _renamed(family: Metric, alias: Alias) -> Metric:
+    renamed = Metric(alias.name, family.documentation, family.type)
+    for sample in family.samples:
+        name = alias.name + sample.name.removeprefix(family.name)
+        labels = {alias.labels.get(own, own): value for own, value in sample.labels.items()}
+        renamed.add_sample(name, labels, sample.value)
+    return renamed
 
 
 class Metrics:
     """All families, and per model the children that `observe_step` writes to."""
 
-    def __init__(self) -> None:
-        self.registry: CollectorRegistry = _Registry()
+    def __init__(self, aliases: Mapping[str, Alias] = ALIASES["off"]) -> None:
+        """`aliases`, by family, are other names to export the same numbers under."""
+        self.registry: CollectorRegistry = _Registry(aliases)
         self._families = _Families(self.registry)
         self._models: dict[str, _ModelMetrics] = {}
         self._unmatched = {

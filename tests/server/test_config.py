@@ -65,6 +65,7 @@ def test_every_flag_reaches_the_config() -> None:
         *("--host", "::1", "--port", "9", "--api-key", "k1", "--api-key", "k2"),
         *("--allowed-host", "a.example", "--share-prefixes"),
         *("--request-timeout", "5s", "--drain-timeout", "0.5", "--log-level", "debug"),
+        *("--metrics-compat", "vllm"),
     )
     assert given.models == (ModelSource("a", "x.gguf"), ModelSource("b", "y"))
     assert dataclasses.astuple(given.loading) == (
@@ -82,6 +83,7 @@ def test_every_flag_reaches_the_config() -> None:
         drain_timeout_s=0.5,
     )
     assert given.log_level == "debug"
+    assert given.metrics_compat == "vllm"
 
 
 @pytest.mark.parametrize("option", SERVE_OPTIONS, ids=lambda option: option.name)
@@ -98,6 +100,7 @@ def test_variable_equals_flag(option) -> None:
         "host": "0.0.0.0",
         "api_key": "secret",
         "log_level": "error",
+        "metrics_compat": "vllm",
         "max_step_tokens": "99",
     }
     text = samples.get(option.name, "77")
