@@ -26,6 +26,8 @@ from server.encodings_options import (
     add_list_flags,
 )
 from server.errors import CommandError, UsageError
+from server.family_options import HELP as FAMILY_HELP
+from server.family_options import add_family_commands
 from server.options import add_options, read_options, refuse_unknown
 
 EXAMPLES = """\
@@ -134,6 +136,14 @@ def audit(flags: argparse.Namespace) -> int:
     return audit_command.run(flags)
 
 
+def family_prepare(flags: argparse.Namespace) -> int:
+    """`ropewalk family prepare`: prints the data card."""
+    # Late: it loads sentencepiece, numpy and the family's code.
+    from server import family_command
+
+    return family_command.prepare(flags)
+
+
 def version(_: argparse.Namespace) -> int:
     """What a report of a fault should name."""
     print(f"ropewalk {_installed('ropewalk')}")
@@ -206,6 +216,12 @@ def parser() -> Parser:
     line = "watch what each step of a generation changes in the cache"
     auditing = add("audit", audit, line, usage="[MODEL] [FLAGS]", epilog=AUDIT_HELP)
     add_audit_flags(auditing)
+    line = "prepare what the bundled models are made from"
+    grouping = add("family", None, line, usage="COMMAND [FLAGS]", epilog=FAMILY_HELP)
+    family = grouping.add_subparsers(
+        title="commands", metavar="COMMAND", dest="family_command", required=True
+    )
+    add_family_commands(partial(_add_command, family, within="family "), family_prepare)
     probing = add("health", health, "ask a running server how it is", usage="[FLAGS]")
     add_options(probing, HEALTH_OPTIONS)
     add("bench", bench, "measure a running server; its own flags follow")
@@ -216,22 +232,25 @@ def parser() -> Parser:
 def _add_command(
     commands: "argparse._SubParsersAction[Parser]",
     name: str,
-    run: Callable[..., int],
+    run: Callable[..., int] | None,
     line: str,
     *,
     usage: str = "",
     epilog: str = "",
+    within: str = "",
 ) -> Parser:
+    """`within` is the command that this one belongs to; without `run`, it only has others."""
     added = commands.add_parser(
         name,
-        usage=f"ropewalk {name} {usage}".rstrip(),
+        usage=f"ropewalk {within}{name} {usage}".rstrip(),
         help=line,
         description=line[0].upper() + line[1:] + ".",
         epilog=epilog,
         formatter_class=Help,
         allow_abbrev=False,
     )
-    added.set_defaults(run=run)
+    if run is not None:
+        added.set_defaults(run=run)
     return added
 
 

@@ -43,7 +43,7 @@ ONLY_IN = {  # third-party package: the files that may know it
     "fastapi": ("server/app.py", "server/routes/", "server/schemas"),
     "matplotlib": ("model/explain/",),
     "gguf": ("model/weights/gguf_file.py", "model/tokenizers/gguf_vocab.py"),
-    "sentencepiece": ("model/tokenizers/spm.py",),
+    "sentencepiece": ("model/tokenizers/spm.py", "model/family/tokenizer.py"),
 }
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load"}

@@ -1,0 +1,128 @@
+"""Made-up texts that can only be finished by looking back: how far does a model look?
+
+Two kinds. *Pairs*: who keeps what where, all asked later. *Copy*: words to remember, then said
+again. Something of no use stands between. Every text ends with the answer, so that a model is
+asked by what stands before `question`; `distance` is counted there in the caller's own unit.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+Measure = Callable[[str], int]  # tokens of a text, say; a sum over sentences must be a fair count
+
+
+def _words(joined: str) -> list[str]:
+    return joined.split()
+
+
+_NAMES = _words(
+    "Anna Arthur Clara Daniel Edmund Eliza Frank Grace Harriet Henry Isabel James Jane Louisa "
+    "Margaret Martha Oliver Philip Rachel Robert Rose Samuel Thomas Walter"
+)
+_THINGS = _words(
+    "basket bell book candle chain clock cloak coin drum flute hammer hat key knife lamp letter "
+    "map mirror needle ring rope sword watch wheel"
+)
+_PLACES = _words(
+    "attic barn boat cabin cave cellar chapel church cottage forest garden hall harbour house "
+    "kitchen library market mill palace prison river school stable tower valley village"
+)
+_DOERS = _words("baker captain doctor farmer judge king miller priest sailor servant soldier")
+_DEEDS = (
+    "came home late",
+    "looked at the sky",
+    "said nothing at all",
+    "sat down by the fire",
+    "slept until noon",
+    "walked along the road",
+    "was very tired",
+    "went to sea again",
+    "wished for a good supper",
+    "wrote a long account of it",
+)
+_TIMES = (
+    "After that",
+    "At night",
+    "Every year",
+    "In the morning",
+    "In those days",
+    "Now and then",
+    "Soon",
+    "The next day",
+)
+FACTS, WORDS = 6, 8  # pairs in a text, words to copy
+KINDS = ("pairs", "copy")
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """`text[question:]` is the answer and a full stop; `distance` back from it the first saying.
+
+    In the measure's unit, from the end of what was first said to the question.
+    """
+
+    kind: str
+    text: str
+    question: int  # in characters
+    answer: str  # with the space before it
+    distance: int
+
+
+def recalls(seed: int, distances: Iterator[int], measure: Measure) -> Iterator[Recall]:
+    """One text for each distance, pairs and copies in turn; the same for the same arguments.
+
+    A text's own distance is the wanted one or up to a sentence more, and at least what the text
+    needs in any case (pairs: the other questions).
+    """
+    drawn = random.Random(seed)
+    counted = cache(measure)
+    for number, distance in enumerate(distances):
+        make = _pairs if number % 2 == 0 else _copy
+        yield make(drawn, distance, counted)
+
+
+def _pairs(drawn: random.Random, distance: int, measure: Measure) -> Recall:
+    names, things = drawn.sample(_NAMES, FACTS), drawn.sample(_THINGS, FACTS)
+    places = drawn.sample(_PLACES, FACTS)
+    facts = [
+        f" {name} keeps the {thing} in the {place}."
+        for name, thing, place in zip(names, things, places, strict=True)
+    ]
+    asked = [
+        f" Where does {name} keep the {thing}? In the"
+        for name, thing in zip(names, things, strict=True)
+    ]
+    order = drawn.sample(range(FACTS), FACTS)
+    target = order[-1]
+    between = facts[target + 1 :]
+    others = [f"{asked[one]} {places[one]}." for one in order[:-1]]
+    fixed = sum(map(measure, [*between, *others, asked[target]]))
+    between += [*_filler(drawn, distance - fixed, measure), *others, asked[target]]
+    return _finished("pairs", facts[: target + 1], between, f" {places[target]}", measure)
+
+
+def _copy(drawn: random.Random, distance: int, measure: Measure) -> Recall:
+    words = drawn.sample([*_THINGS, *_PLACES], WORDS)
+    said = f" Remember these words: {' '.join(words)}."
+    cue = " Say the words again:"
+    between = [*_filler(drawn, distance - measure(cue), measure), cue]
+    return _finished("copy", [said], between, f" {' '.join(words)}", measure)
+
+
+def _finished(
+    kind: str, before: list[str], between: list[str], answer: str, measure: Measure
+) -> Recall:
+    prompt = "".join([*before, *between]).lstrip()
+    distance = sum(map(measure, between))
+    return Recall(kind, f"{prompt}{answer}.\n", len(prompt), answer, distance)
+
+
+def _filler(drawn: random.Random, wanted: int, measure: Measure) -> list[str]:
+    found: list[str] = []
+    held = 0
+    while held < wanted:
+        found.append(f" {drawn.choice(_TIMES)} the {drawn.choice(_DOERS)} {drawn.choice(_DEEDS)}.")
+        held += measure(found[-1])
+    return found
