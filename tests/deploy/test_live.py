@@ -63,7 +63,12 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def command():
+    return program("prometheus")
+
+
+@pytest.fixture(scope="module")
+def server(command, tmp_path_factory):
     """RoPE, whose shifts turn keys, and ALiBi, whose shifts are free."""
     made = {
         "turning": checkpoints.random_model(checkpoints.llama()),
@@ -83,9 +88,8 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def prometheus(server, tmp_path_factory):
+def prometheus(command, server, tmp_path_factory):
     """As deploy/ configures it, but faster and with the server's address."""
-    command = program("prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
     config = read(PROMETHEUS / "prometheus.yaml")
     config["global"] = {
