@@ -174,7 +174,8 @@ class CacheManager:
             raise ValueError(f"cannot truncate {seq} to {length} of {sequence.computed} tokens")
         kept = -(-length // self.block_size)
         rewritten = range(kept - bool(length % self.block_size), kept)
-        if self._shared(sequence, rewritten) > self._pool.num_free:
+        freed = self._freed(sequence, range(kept, len(sequence.blocks)))
+        if self._shared(sequence, rewritten) > self._pool.num_free + freed:
             return None
         self._drop_blocks(seq, kept, len(sequence.blocks) - kept)
         sequence.computed = length
@@ -194,7 +195,7 @@ class CacheManager:
         self._require_full(seq, first, count)
         later = range(first + count, len(sequence.blocks))
         rewritten = later if renumber and rewrite else range(0)
-        freed = count - self._shared(sequence, range(first, first + count))
+        freed = self._freed(sequence, range(first, first + count))
         if self._shared(sequence, rewritten) > self._pool.num_free + freed:
             return None
         self._drop_blocks(seq, first, count)
@@ -220,19 +221,20 @@ class CacheManager:
         if goal.computed != len(goal.blocks) * self.block_size:
             raise ValueError(f"{target} does not end with a full block")
         moved = origin.blocks[first : first + count]
-        if not rewrite and set(moved) & set(goal.blocks):
+        copies: list[Copy] = []
+        if rewrite:
+            if count > self._pool.num_free:
+                return None
+            copies = [Copy(*pair) for pair in zip(moved, self._take(target, count), strict=True)]
+            self._extend(goal, [copy.target for copy in copies])
+        elif set(moved) & set(goal.blocks):
             raise ValueError(f"{target} holds some of these blocks already")
-        if not rewrite:
+        else:
             self._share(target, moved)
             self._extend(goal, moved)
-        elif count > self._pool.num_free:
-            return None
-        else:
-            copies = self._take(target, count)
-            self._extend(goal, copies)
         goal.computed += count * self.block_size
         self._end_chain(goal)
-        return [Copy(*pair) for pair in zip(moved, copies, strict=True)] if rewrite else []
+        return copies
 
     def shared(self, seq: str, index: int) -> bool:
         """Whether other sequences hold that block of `seq` too."""
@@ -354,6 +356,11 @@ class CacheManager:
 
     def _shared(self, sequence: _Sequence, indices: range) -> int:
         return sum(self._pool.refs(sequence.blocks[index]) > 1 for index in indices)
+
+    def _freed(self, sequence: _Sequence, indices: range) -> int:
+        """How many of these blocks are free to take once this sequence gives them up."""
+        blocks = (sequence.blocks[index] for index in indices)
+        return sum(self._pool.refs(each) == 1 and each not in self._pool.retired for each in blocks)
 
     def _own(self, seq: str, indices: range) -> list[Copy]:
         """Make blocks this sequence's alone and unpublished; room for copies was found before."""

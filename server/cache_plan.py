@@ -174,8 +174,8 @@ class CachePlanner:
 
     def _recompute(self, question: Question) -> dict[str, object]:
         """What reaching the same end without the operation would write."""
-        moved = question.tokens - question.first - question.count
-        tokens = question.count if question.op is Op.MOVE_SPAN else moved
+        later = question.tokens - question.first - question.count
+        tokens = question.count if question.op is Op.MOVE_SPAN else later
         return {
             "tokens": tokens,
             "bytes": tokens * self.bytes_per_token,
@@ -184,6 +184,7 @@ class CachePlanner:
 
     def _seconds(self, report: OpReport, trial: Trial) -> float:
         entries = trial.kv.entries_per_token * self.block_size
+        # Only keys are turned, and half of a block's entries are keys.
         turned, copied = 2 * report.rewritten / entries, report.copied / entries
         return turned * self._speed.turn + copied * self._speed.copy
 
@@ -198,7 +199,8 @@ class CachePlanner:
                 f"the served context holds {self._max_context}; send fewer",
                 "tokens",
             )
-        if question.offset + question.count > self._max_context:
+        moves = question.op is Op.MOVE_SPAN
+        if moves and question.offset + question.count > self._max_context:
             raise InvalidField(
                 f"a span of {question.count} tokens at offset {question.offset} ends past the "
                 f"served context of {self._max_context} tokens; send a lower offset",

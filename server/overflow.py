@@ -2,7 +2,7 @@
 
 The first block is kept: it holds the attention sinks, without which answers break (arXiv
 2309.17453). What follows it is dropped block by block, and what follows that is renumbered, so
-a request's positions never reach the end of the context and its memory stays constant.
+a request's positions never pass the end of the context and its memory stays constant.
 """
 
 import time

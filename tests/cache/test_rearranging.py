@@ -87,6 +87,14 @@ def test_truncating_without_room_changes_nothing():
     cache.check()
 
 
+def test_truncating_makes_room_for_its_own_copy():
+    cache = CacheManager(5, 4)
+    store(cache, "a", LONG[:16])
+    cache.fork("a", "b", 8)
+    assert cache.truncate("a", 7) == [Copy(2, 4)]
+    cache.check()
+
+
 @pytest.mark.parametrize(
     ("renumber", "bases"), [(False, [0, 12, 16, 20]), (True, [0, 4, 8, 12])], ids=["keep", "close"]
 )

@@ -369,6 +369,7 @@ def test_encodings_that_such_a_model_cannot_have_are_left_out() -> None:
         ({**MOVE, "offset": 96}, "offset", "served context of 100 tokens"),
         ({"operation": "fork", "tokens": 9, "count": 10}, "count", "the context has 9"),
         ({"operation": "truncate", "tokens": 9, "count": 10}, "count", "send at most as many"),
+        ({"operation": "fork", "tokens": 9, "count": 1000}, "count", "the context has 9"),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else None,
 )  # fmt: skip
