@@ -1,6 +1,6 @@
 """Made-up texts that can only be finished by looking back: how far does a model look?
 
-Two kinds. *Pairs*: who keeps what where, all asked later. *Copy*: words to remember, then said
+Two kinds. *Pairs*: who keeps what where, asked later. *Copy*: words to remember, then said
 again. Something of no use stands between. Every text ends with the answer, so that a model is
 asked by what stands before `question`; `distance` is counted there in the caller's own unit.
 """
@@ -52,7 +52,7 @@ _TIMES = (
     "Soon",
     "The next day",
 )
-FACTS, WORDS = 6, 8  # pairs in a text, words to copy
+FACTS, OTHERS, WORDS = 6, 3, 8  # pairs in a text, questions before the last, words to copy
 KINDS = ("pairs", "copy")
 
 
@@ -73,8 +73,8 @@ class Recall:
 def recalls(seed: int, distances: Iterator[int], measure: Measure) -> Iterator[Recall]:
     """One text for each distance, pairs and copies in turn; the same for the same arguments.
 
-    A text's own distance is the wanted one or up to a sentence more, and at least what the text
-    needs in any case (pairs: the other questions).
+    A text's own distance is the wanted one or up to a sentence more, and at least the last
+    question.
     """
     drawn = random.Random(seed)
     counted = cache(measure)
@@ -94,10 +94,15 @@ def _pairs(drawn: random.Random, distance: int, measure: Measure) -> Recall:
         f" Where does {name} keep the {thing}? In the"
         for name, thing in zip(names, things, strict=True)
     ]
-    order = drawn.sample(range(FACTS), FACTS)
-    target = order[-1]
+    # As many facts and other questions in between as fit; never all, or what was not yet said
+    # would be the answer.
+    room = max(distance - max(map(measure, asked)), 0)
+    later = drawn.randint(0, min(FACTS - 1, room // (2 * max(map(measure, facts)))))
+    target = FACTS - 1 - later
+    others = [f"{asked[one]} {places[one]}." for one in range(FACTS) if one != target]
+    fit = (room - sum(map(measure, facts[target + 1 :]))) // max(map(measure, others))
+    others = drawn.sample(others, max(min(fit, OTHERS), 0))
     between = facts[target + 1 :]
-    others = [f"{asked[one]} {places[one]}." for one in order[:-1]]
     fixed = sum(map(measure, [*between, *others, asked[target]]))
     between += [*_filler(drawn, distance - fixed, measure), *others, asked[target]]
     return _finished("pairs", facts[: target + 1], between, f" {places[target]}", measure)

@@ -276,9 +276,9 @@ def test_another_file_than_expected_is_named(tmp_path) -> None:
 
 
 def test_a_recall_text_says_its_answer_before_and_at_the_end() -> None:
-    made = list(recall.recalls(1, iter([100, 200] * 20), lambda text: len(text.split())))
+    made = list(recall.recalls(1, iter([100, 200, 12, 4] * 10), lambda text: len(text.split())))
     assert [one.kind for one in made] == ["pairs", "copy"] * 20
-    for one, wanted in zip(made, [100, 200] * 20, strict=True):
+    for one, wanted in zip(made, [100, 200, 12, 4] * 10, strict=True):
         assert one.text[one.question :] == f"{one.answer}.\n"
         assert wanted <= one.distance < wanted + 20
         if one.kind == "copy":
@@ -389,3 +389,22 @@ def test_a_corpus_that_is_missing_or_damaged_says_what_to_run(tmp_path) -> None:
     (tmp_path / "corpus.npz").write_bytes(b"PK")
     with pytest.raises(FamilyError, match="is damaged"):
         corpus.load(tmp_path / "corpus.npz")
+
+
+def test_the_shipped_tokenizer_gives_text_back_and_fits_the_corpus() -> None:
+    spm = SpmTokenizer(SpmModel(prepare.SHIPPED_TOKENIZER.read_bytes()))
+    assert spm.vocab_size == tokenizer.PIECES
+    text = "It is a truth universally acknowledged,\n\n  that 1813 -- Ünïcode 鯨.\n"
+    tokens = spm.encode(text, bos=False)
+    assert b"".join(spm.token_bytes(t, first=False) for t in tokens) == text.encode()
+    assert len(tokens) < 45  # trained on English: bytes alone would be 75
+
+
+def test_a_given_tokenizer_is_used_and_none_is_trained(tmp_path, small, monkeypatch) -> None:
+    sources, shelf = small
+    monkeypatch.setattr(prepare.tokenizer, "train", None)
+    given = prepare.SHIPPED_TOKENIZER
+    done = prepare.prepare(tmp_path, shelf, no_bars, sources=sources, given_tokenizer=given)
+    assert not (tmp_path / "tokenizer.model").exists()
+    spm = SpmTokenizer(SpmModel(given.read_bytes()))
+    assert spm.encode(story(1) + "\n", bos=True) == done.corpus.held_out.tokens.tolist()
