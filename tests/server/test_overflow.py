@@ -182,8 +182,8 @@ def test_a_fork_without_room_waits():
 # ----------------------------------------------------------------- with real decoders and tensors
 
 
-ROPES = ["rope", "rope-interleaved", "rope-partial", "rope-scaled"]
-FREE = ["nope", "t5", "alibi", "table"]
+ROPES = ["rope", "rope-scaled"]
+FREE = ["nope", "t5", "alibi", "rope-raw", "rope-block"]
 CASES = [
     *((name, Overflow.SHIFT) for name in ROPES + FREE),
     *((name, Overflow.SLIDE) for name in FREE),
