@@ -351,6 +351,10 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Logits [S, vocab] of `batch.output_rows`; keys and values of all rows are stored."""
+        return self.compute(batch, kv)
+
+    def compute(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        """`forward` where gradients are kept, for training."""
         x = self._embedded(batch)
         biases = step_biases(self.encoding, len(self.layers), batch, kv.block_size)
         for index, (block, bias) in enumerate(zip(self.layers, biases, strict=True)):

@@ -1,0 +1,141 @@
+"""Whole windows at once, with gradients: keys and values in memory, attention as two products.
+
+The decoder that trains is the one that serves. A batch of windows is a paged batch in which each
+request has one block, as long as its window; only the memory and the attention differ.
+"""
+
+import torch
+from torch import Tensor
+
+from cache.kv import KVCache, LayerKV
+from model.attention.base import AttentionSpec
+from model.attention.bias import DenseBias, StepBias
+from model.batch import ForwardBatch
+from model.config import ModelConfig
+from model.encodings.base import PositionalEncoding
+from model.rotation import Rotation
+from model.transformer import Decoder
+
+
+class DenseKV(KVCache):
+    """New memory for every layer of every pass: what is written stays as the gradients need it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        windows: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """dtype: of the keys as they are projected, bfloat16 under such an autocast."""
+        super().__init__(
+            layers=0,
+            blocks=windows,
+            block_size=length,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+
+    def layer(self, index: int) -> LayerKV:
+        shape = self._keys.shape[1:]
+        return LayerKV(
+            torch.empty(shape, dtype=self.dtype, device=self.device),
+            torch.empty(shape, dtype=self.dtype, device=self.device),
+        )
+
+
+class DenseAttention:
+    """Every window's scores as one product, the softmax, and the values' product.
+
+    Under torch.compile scale, bias, mask and softmax become one loop.
+    """
+
+    name = "dense"
+
+    @classmethod
+    def why_not(cls, spec: AttentionSpec) -> str | None:
+        return None
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: ForwardBatch,
+        bias: StepBias | None,
+        rotation: Rotation | None,
+    ) -> Tensor:
+        """As in `Attend`, for the batches of `dense_batch` alone."""
+        windows, length = kv.keys.shape[:2]
+        keys, values = kv.keys, kv.values  # [windows, length, kv_heads, head_dim]
+        if rotation is not None:
+            q = rotation.queries(q, batch.positions)
+            turned = rotation.keys(keys.flatten(0, 1), batch.positions, batch.offsets)
+            keys = turned.view(keys.shape)
+        repeat = self.spec.heads // self.spec.kv_heads
+        if repeat > 1:
+            keys, values = (x.repeat_interleave(repeat, dim=2) for x in (keys, values))
+        queries = q.view(windows, length, *q.shape[1:]).transpose(1, 2)
+        scores = queries @ keys.permute(0, 2, 3, 1) * self.spec.scale  # [windows, heads, L, L]
+        positions = batch.positions[:length]
+        if isinstance(bias, DenseBias):
+            dense = bias.values.view(-1, windows, length, length)  # [heads, windows, L, L]
+            scores = scores + dense.transpose(0, 1)
+        elif bias is not None:
+            scores = scores + bias.between(positions, positions)
+        weights = scores.masked_fill(self._hidden(positions), -torch.inf).softmax(dim=-1)
+        y = weights.to(values.dtype) @ values.transpose(1, 2)
+        return y.transpose(1, 2).flatten(0, 1)
+
+    def _hidden(self, positions: Tensor) -> Tensor:
+        gap = positions[:, None] - positions
+        hidden = gap < 0 if self.spec.causal else torch.zeros_like(gap, dtype=torch.bool)
+        return hidden if self.spec.window is None else hidden | (gap >= self.spec.window)
+
+
+def dense_batch(tokens: Tensor) -> ForwardBatch:
+    """tokens [windows, length], each window at positions 0 .. length - 1; every row is wanted."""
+    windows, length = tokens.shape
+    device = tokens.device
+    rows = torch.arange(windows * length, device=device)
+    each = torch.arange(windows, device=device)
+    return ForwardBatch(
+        tokens=tokens.flatten(),
+        positions=rows % length,
+        offsets=rows % length,
+        slots=rows,
+        query_starts=torch.arange(windows + 1, device=device) * length,
+        context_lens=torch.full_like(each, length),
+        block_tables=each[:, None],
+        block_bases=torch.zeros_like(each)[:, None],
+        output_rows=rows,
+        max_query=length,
+        max_context=length,
+    )
+
+
+def dense_logits(decoder: Decoder, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """[windows, length] → [windows · length, vocab], with gradients. dtype: as DenseKV's."""
+    windows, length = tokens.shape
+    kv = DenseKV(decoder.config, windows=windows, length=length, dtype=dtype, device=tokens.device)
+    return decoder.compute(dense_batch(tokens), kv)
+
+
+def refreeze(decoder: Decoder) -> None:
+    """Build anew what the encoding derives from its parameters, so that gradients reach them.
+
+    What the pass before left behind belongs to that pass: it is cut off first, so that `freeze`
+    may write into it.
+    """
+    for module in decoder.modules():
+        if isinstance(module, PositionalEncoding):
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor):
+                    setattr(module, name, value.detach())
+            module.freeze()
