@@ -1,0 +1,122 @@
+"""What a load test is made of: plain data that every module here shares. No HTTP, no arithmetic.
+
+An *arm* is what is compared. A *point* is one size of a workload (longctx at 2,048 tokens), a
+*profile* says when its requests leave, and a *cell* is the three together. A *run* measures one
+cell once; a *block* is one run of every arm, in random order, so that what drifts on the machine
+drifts for all arms alike.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+ProfileKind = Literal["sync", "closed", "poisson", "gamma"]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """When requests leave. `sync` is one at a time, `closed` a number of workers."""
+
+    kind: ProfileKind
+    concurrency: int = 1  # of sync and closed
+    rate: float = 0.0  # requests per second, of poisson and gamma
+    burstiness: float = 1.0  # of gamma: 1 is Poisson, below 1 more bursty, above more even
+
+    @property
+    def label(self) -> str:
+        """As `--profile` takes it."""
+        if self.kind == "closed":
+            return f"closed:{self.concurrency}"
+        if self.kind == "poisson":
+            return f"poisson:{self.rate:g}"
+        if self.kind == "gamma":
+            return f"gamma:{self.rate:g}:{self.burstiness:g}"
+        return "sync"
+
+    @property
+    def open_loop(self) -> bool:
+        """Whether requests leave however many are unanswered."""
+        return self.kind in ("poisson", "gamma")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One size of a workload. `context` is the number a plot has on its axis, where there is one."""
+
+    workload: str
+    label: str
+    context: int | None = None  # tokens before the first new one
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion to ask for. `prompt_tokens` is how many tokens the prompt should have."""
+
+    prompt: str | tuple[int, ...]
+    prompt_tokens: int
+    output_tokens: int
+    leaves_after: int | None = None  # chunks with text after which the client hangs up
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The requests of one run, the same for every arm, and what the prefix cache must give."""
+
+    requests: tuple[Request, ...]
+    cached_tokens: int  # prompt tokens a cache that was empty before the run serves; see workloads
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one request. Times are `time.perf_counter` seconds.
+
+    `chunks` has one (time, tokens so far) for each chunk with text. It has served when `error` is
+    None: status 200, no error frame, [DONE], exactly the tokens asked for; or, for a client that
+    was to leave, when it left as planned (`left`).
+    """
+
+    intended: float  # when it should have been sent
+    sent: float
+    ended: float
+    chunks: tuple[tuple[float, int], ...] = ()
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int | None = None  # None: the server does not say
+    left: bool = False
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerView:
+    """What the server's own /metrics say about one run of one arm."""
+
+    counters: Mapping[str, float]  # increase over the run; a label is kept as name{label="value"}
+    gauges: Mapping[str, float]  # highest value seen while it ran
+    disagreements: tuple[str, ...]  # one sentence each: where client and server differ
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One cell of one arm, measured once. The steady window is [`steady_from`, `steady_to`]."""
+
+    arm: str
+    point: Point
+    profile: Profile
+    block: int
+    outcomes: tuple[Outcome, ...]
+    steady_from: float  # time.perf_counter: when the last worker had begun, or the first arrival
+    steady_to: float  # when the first worker found nothing left to send, or the last arrival
+    server: ServerView | None = None  # None: no /metrics there
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A whole load test, as result.json holds it."""
+
+    command: str  # to type again
+    arguments: Mapping[str, object]
+    environment: Mapping[str, object]  # python, processor, cores, commit, versions of the servers
+    arms: Mapping[str, Mapping[str, object]]  # label → model, encoding, url, form or frame
+    zero: str | None  # the arm that differences are taken against; None with one arm
+    runs: tuple[Run, ...]
+    warnings: tuple[str, ...]
