@@ -41,7 +41,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One size of a workload. `context` is the number a plot has on its axis, where there is one."""
+    """One size of a workload. `context` is where a plot puts it on its axis, if it does."""
 
     workload: str
     label: str
