@@ -1,0 +1,211 @@
+"""One run → its figures, by definition. Differences between arms are in differences.py.
+
+Latencies are of requests that were served, stayed to the end and began in the steady window;
+those of a closed loop's first wave, which all queue behind each other, are kept apart.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from load_tests.terms import Outcome, Run
+
+DEFINITIONS: Mapping[str, str] = {
+    "ttft": "time to first token: intended start to the first chunk with text",
+    "ttft_from_wire": "the same from the moment the request was really sent",
+    "itl": "inter-token latency: gaps between chunks, pooled, each over the tokens of its chunk",
+    "tpot": "time per output token: (end − first text) / (tokens − 1), once per request",
+    "e2e": "intended start to the end of the answer",
+    "output_tokens_per_s": "tokens that arrived in the steady window, per second of it",
+    "total_tokens_per_s": "the same with each prompt's tokens, counted at its first text",
+}
+LATENCIES = ("ttft", "ttft_from_wire", "itl", "tpot", "e2e")
+RATES = ("output_tokens_per_s", "total_tokens_per_s")
+PERCENTILES = (50, 90, 99)
+METRICS = (*(f"{name}_p{share}" for name in LATENCIES for share in PERCENTILES), *RATES)
+"""Every name that `Figures.value` knows."""
+
+_LAG_LIMIT = 0.05  # of the TTFT: above it the client was too slow to measure this server
+_ONCE_PER_REQUEST = ("ttft", "ttft_from_wire", "tpot", "e2e")
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_OBJECTIVE = re.compile(r"(?P<latency>\w+)=(?P<number>\d+(\.\d+)?)(?P<unit>us|ms|s)")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Percentiles of one latency, in seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run. A latency is None where no request gave one, a rate where the window is empty."""
+
+    served: int  # answered in full
+    left: int  # hung up as planned, and had been served until then
+    failures: Mapping[str, int]  # reason → how often
+    ttft: Quantiles | None
+    ttft_from_wire: Quantiles | None
+    itl: Quantiles | None
+    tpot: Quantiles | None
+    e2e: Quantiles | None
+    first_wave_ttft: Quantiles | None  # of the requests before the steady window
+    output_tokens_per_s: float | None
+    total_tokens_per_s: float | None
+    lag_p99: float  # seconds that the client itself was late
+
+    @property
+    def client_late(self) -> bool:
+        """Whether the client was too slow for its figures to say anything about the server."""
+        return self.ttft is not None and self.lag_p99 > _LAG_LIMIT * self.ttft.p50
+
+    def value(self, metric: str) -> float | None:
+        """The figure that one of METRICS names. Raises KeyError for another name."""
+        if metric not in METRICS:
+            raise KeyError(metric)
+        if metric in RATES:
+            rate: float | None = getattr(self, metric)
+            return rate
+        name, _, percentile = metric.rpartition("_")
+        quantiles = getattr(self, name)
+        return None if quantiles is None else getattr(quantiles, percentile)
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """What met the objectives: requests that began in the steady window, per second of it."""
+
+    share: float  # of the requests that did not leave, failures among them
+    requests_per_s: float
+    tokens_per_s: float  # output tokens of those requests
+
+
+def figures(run: Run) -> Figures:
+    """The figures of one run."""
+    good = [outcome for outcome in run.outcomes if outcome.error is None]
+    stayed = [outcome for outcome in good if not outcome.left]
+    steady = steady_outcomes(run)
+    first_wave = [outcome for outcome in stayed if not _steady(run, outcome)]
+    failures = Counter(outcome.error for outcome in run.outcomes if outcome.error is not None)
+    output = sum(_arrived(outcome, run) for outcome in good)
+    prompt = sum(o.prompt_tokens for o in good if run.steady_from < _first(o) <= run.steady_to)
+    seconds = run.steady_to - run.steady_from
+    return Figures(
+        served=len(stayed),
+        left=len(good) - len(stayed),
+        failures=dict(failures.most_common()),
+        ttft=_quantiles(samples("ttft", steady)),
+        ttft_from_wire=_quantiles(samples("ttft_from_wire", steady)),
+        itl=_quantiles(samples("itl", steady)),
+        tpot=_quantiles(samples("tpot", steady)),
+        e2e=_quantiles(samples("e2e", steady)),
+        first_wave_ttft=_quantiles(samples("ttft", first_wave)),
+        output_tokens_per_s=output / seconds if seconds > 0 else None,
+        total_tokens_per_s=(output + prompt) / seconds if seconds > 0 else None,
+        lag_p99=percentile([o.sent - o.intended for o in run.outcomes], 99),
+    )
+
+
+def steady_outcomes(run: Run) -> list[Outcome]:
+    """The requests whose latencies count: served, stayed, begun in the steady window."""
+    return [o for o in run.outcomes if o.error is None and not o.left and _steady(run, o)]
+
+
+def samples(latency: str, outcomes: Iterable[Outcome]) -> list[float]:
+    """Every value, in seconds, that one of LATENCIES has in `outcomes`."""
+    return [value for outcome in outcomes for value in _SAMPLES[latency](outcome)]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` percent of `values` lie, interpolated; 0 of none."""
+    return float(np.percentile(values, share)) if len(values) else 0.0
+
+
+def parse_slo(text: str) -> dict[str, float]:
+    """`ttft=200ms,tpot=50ms` → seconds by latency. Raises ValueError."""
+    objectives: dict[str, float] = {}
+    for part in text.split(","):
+        match = _OBJECTIVE.fullmatch(part.strip())
+        if match is None or match["latency"] not in _ONCE_PER_REQUEST:
+            names = ", ".join(_ONCE_PER_REQUEST)
+            raise ValueError(
+                f"{part!r} is no objective; write one such as ttft=200ms, of {names} in us, ms or s"
+            )
+        objectives[match["latency"]] = float(match["number"]) * _UNITS[match["unit"]]
+    return objectives
+
+
+def goodput(run: Run, objectives: Mapping[str, float]) -> Goodput | None:
+    """What met all `objectives` (seconds by latency); None where the steady window is empty."""
+    seconds = run.steady_to - run.steady_from
+    asked = [o for o in run.outcomes if not o.left and _steady(run, o)]
+    if seconds <= 0 or not asked:
+        return None
+    good = [o for o in asked if o.error is None and _meets(o, objectives)]
+    return Goodput(
+        share=len(good) / len(asked),
+        requests_per_s=len(good) / seconds,
+        tokens_per_s=sum(o.output_tokens for o in good) / seconds,
+    )
+
+
+def _steady(run: Run, outcome: Outcome) -> bool:
+    if run.profile.kind == "closed" and run.profile.concurrency > 1:
+        return run.steady_from < outcome.intended <= run.steady_to  # the last worker's first: not
+    return run.steady_from <= outcome.intended <= run.steady_to
+
+
+def _meets(outcome: Outcome, objectives: Mapping[str, float]) -> bool:
+    return all(
+        value <= limit
+        for latency, limit in objectives.items()
+        for value in _SAMPLES[latency](outcome)
+    )
+
+
+def _first(outcome: Outcome) -> float:
+    """The first text; an answer without any (say, one special token) is seen when it ends."""
+    return outcome.chunks[0][0] if outcome.chunks else outcome.ended
+
+
+def _arrived(outcome: Outcome, run: Run) -> int:
+    """Output tokens that arrived in the steady window; those without text come with the end."""
+    arrived = before = 0
+    for time, tokens in (*outcome.chunks, (outcome.ended, outcome.output_tokens)):
+        if run.steady_from < time <= run.steady_to:
+            arrived += max(0, tokens - before)
+        before = max(before, tokens)
+    return arrived
+
+
+def _gaps(outcome: Outcome) -> list[float]:
+    return [
+        (time - before) / max(1, tokens - tokens_before)
+        for (before, tokens_before), (time, tokens) in pairwise(outcome.chunks)
+    ]
+
+
+def _per_token(outcome: Outcome) -> list[float]:
+    if outcome.output_tokens < 2:
+        return []
+    return [(outcome.ended - _first(outcome)) / (outcome.output_tokens - 1)]
+
+
+_SAMPLES: Mapping[str, Callable[[Outcome], list[float]]] = {
+    "ttft": lambda outcome: [_first(outcome) - outcome.intended],
+    "ttft_from_wire": lambda outcome: [_first(outcome) - outcome.sent],
+    "itl": _gaps,
+    "tpot": _per_token,
+    "e2e": lambda outcome: [outcome.ended - outcome.intended],
+}
+
+
+def _quantiles(values: Sequence[float]) -> Quantiles | None:
+    return Quantiles(*map(float, np.percentile(values, PERCENTILES))) if values else None
