@@ -42,10 +42,13 @@ MAX_CONFIG = 1 << 20  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on disk, checked as far as it can be without reading its weights."""
+    """A model whose weights are not read yet, checked as far as it can be without them.
+
+    On disk, or drawn at random (model/shapes.py); `path` is what messages call it.
+    """
 
     path: Path
-    architecture: str  # the family's name, as in config.json
+    architecture: str  # the family's name, as in config.json; "random" when drawn
     config: ModelConfig
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None

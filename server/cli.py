@@ -46,6 +46,8 @@ examples:
   ropewalk serve
   ropewalk serve ./Qwen2-0.5B --dtype float32 --max-model-len 4k
   ropewalk serve chat=smollm2 base=./model.gguf --kv-memory 1GiB
+  ropewalk serve rope=shape:small t5=shape:small:t5 --max-model-len 16k
+                               random weights, alike but for the encoding: for costs, not answers
   ROPEWALK_API_KEYS=secret1,secret2 ropewalk serve --host 0.0.0.0
 """
 

@@ -20,7 +20,10 @@ _NAMED = re.compile(r"([\w.:-]+)=(.+)")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """`name` is what requests say; `source` is a path, "smollm2" or a hub id (server/pull.py)."""
+    """`name` is what requests say.
+
+    `source` is a path, "smollm2" or a hub id (server/pull.py), or a shape (model/shapes.py).
+    """
 
     name: str
     source: str
@@ -120,8 +123,8 @@ SERVE_OPTIONS = (
     Option(
         "models",
         "model",
-        "a Hugging Face directory, a .gguf file, smollm2 or a hub id owner/name; "
-        "NAME=MODEL names it",
+        "a Hugging Face directory, a .gguf file, smollm2 or a hub id owner/name, or random "
+        "weights: shape:smollm2, or shape:smollm2:t5 for another encoding; NAME=MODEL names it",
         model_source,
         (ModelSource(DEFAULT_MODEL, DEFAULT_MODEL),),
         DEFAULT_MODEL,

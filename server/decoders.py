@@ -21,6 +21,7 @@ from model.kernels.build import Kernels, NoKernels
 from model.kernels.build import load as load_kernels
 from model.kernels.substitutes import substitute
 from model.loading import Checkpoint, CheckpointError, load_decoder, open_checkpoint
+from model.shapes import PREFIX, random_checkpoint
 from model.transformer import Decoder
 from server import placement, pull
 from server.config import ModelOptions, ModelSource
@@ -57,7 +58,7 @@ def prepare(
     loading: ModelOptions, source: ModelSource, device: torch.device, kernels: Kernels | str
 ) -> Prepared:
     """Raises CheckpointError, EncodingError, NoBackend, or CommandError when nothing is there."""
-    checkpoint = open_checkpoint(pull.locate(source.source))
+    checkpoint = _opened(loading, source)
     if loading.encoding is not None and loading.encoding != checkpoint.config.encoding.name:
         checkpoint = _with_encoding(checkpoint, loading.encoding)
     if loading.bias_form is not None:
@@ -87,6 +88,12 @@ def prepare(
         substitute(decoder, kernels, dtype)
     place = Place(all_backends(kernels), dtype, device)
     return Prepared(source.name, checkpoint, decoder, backend, dtype, context, place)
+
+
+def _opened(loading: ModelOptions, source: ModelSource) -> Checkpoint:
+    if source.source.startswith(PREFIX):
+        return random_checkpoint(source.source, loading.encoding, loading.max_model_len)
+    return open_checkpoint(pull.locate(source.source))
 
 
 def _with_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:

@@ -11,6 +11,8 @@ from server.metrics import Metrics
 from tests.model.checkpoints import llama, random_model, save
 from tests.server.fake_engine import configured, make_request
 
+SMALL = ("--kv-memory", "1M", "--max-model-len", "64")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -62,6 +64,25 @@ def test_another_encoding_is_an_experiment_one_can_ask_for(folder):
     prompt = [1, 2, 3, 4]
     (plain,) = load(str(folder), "--kv-memory", "16M")
     assert generated(loaded, prompt) != generated(plain, prompt)
+
+
+def test_one_shape_under_two_encodings():
+    """At a context that no table was trained for."""
+    loaded = load(
+        *("plain=shape:small", "learned=shape:small:learned"),
+        *("--max-model-len", "9k", "--kv-memory", "16M"),
+    )
+    assert [each.served.name for each in loaded] == ["plain", "learned"]
+    assert [each.served.encoding for each in loaded] == ["rope", "learned"]
+    assert {each.facts.trained_context for each in loaded} == {9216}
+    assert len(generated(loaded[1], [1, 2, 3])) == 8
+
+
+def test_a_shape_takes_the_options_of_its_encoding():
+    (loaded,) = load("shape:small", "--encoding", "t5", "--bias-form", "table", *SMALL)
+    assert loaded.served.encoding == "t5"
+    with pytest.raises(CommandError, match="only t5 has forms"):
+        load("shape:small:alibi", "--bias-form", "table", *SMALL)
 
 
 @pytest.mark.parametrize("attention", ["cpu", "sdpa", "reference"])

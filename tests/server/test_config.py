@@ -176,6 +176,8 @@ def test_model_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_source("./dir/m.Q4_1.gguf") == ModelSource("m.Q4_1", "./dir/m.Q4_1.gguf")
     assert model_source("owner/name") == ModelSource("owner/name", "owner/name")
     assert model_source("n=owner/name") == ModelSource("n", "owner/name")
+    assert model_source("shape:small:t5") == ModelSource("shape:small:t5", "shape:small:t5")
+    assert model_source("t5=shape:small:t5") == ModelSource("t5", "shape:small:t5")
     monkeypatch.chdir(tmp_path)
     assert model_source("a=b.gguf") == ModelSource("a=b", "a=b.gguf")
     monkeypatch.chdir(folder)

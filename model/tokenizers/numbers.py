@@ -1,0 +1,35 @@
+"""A tokenizer that needs no file: token 17 is the text " 17". For models without a vocabulary."""
+
+import zlib
+
+from model.tokenizers.base import require_unicode
+
+
+class NumberTokenizer:
+    """A number below `vocab_size` is its own token; any other word is some token, always the same.
+
+    So what a model writes becomes the same tokens when it is sent again as text.
+    """
+
+    bos: int | None = None
+    eos: frozenset[int] = frozenset()
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str, *, bos: bool) -> list[int]:
+        """One token per word, whatever white space is between them. Raises InvalidText."""
+        require_unicode(text)
+        return [self._token(word) for word in text.split()]
+
+    def token_bytes(self, token: int, *, first: bool) -> bytes:
+        """The number with a space before it, at the start of a text too."""
+        return f" {token}".encode() if 0 <= token < self.vocab_size else b""
+
+    def _token(self, word: str) -> int:
+        # Only as it is written here: "007" and "٧" are words like any other.
+        if word.isascii() and word.isdecimal() and len(word) <= len(str(self.vocab_size)):
+            number = int(word)
+            if number < self.vocab_size and str(number) == word:
+                return number
+        return zlib.crc32(word.encode()) % self.vocab_size
