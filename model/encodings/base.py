@@ -129,6 +129,11 @@ class PositionalEncoding(nn.Module):
         """What published models of this shape have, for lists and pictures without a model."""
         return {}
 
+    def first_values(self, generator: torch.Generator) -> None:
+        """Fill the parameters before training; without one's own rule, small numbers around 0."""
+        for parameter in self.parameters():
+            parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+
     def freeze(self) -> None:
         """Called once when parameters are loaded, to build what follows from them."""
 

@@ -1,0 +1,105 @@
+"""What every model of the family has in common: the shape, the first weights, the rates.
+
+Two models differ in their encoding alone: a parameter's first values follow from the seed and
+its name, and the order of the tokens from the seed.
+"""
+
+import hashlib
+from dataclasses import dataclass, replace
+
+import torch
+
+from model.config import EncodingSpec, ModelConfig
+from model.encodings.base import create, find
+from model.family.dense import DenseAttention
+from model.family.tokenizer import PIECES
+from model.transformer import Decoder
+
+ENCODINGS = ("rope", "t5", "alibi", "learned", "sinusoidal", "nope")
+CONTEXT = 512  # tokens of a training window
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to train. The rates are those of the middle part: warm-up, stable, decay."""
+
+    tokens: int = 40_000_000
+    windows: int = 16  # of CONTEXT tokens, in one step
+    matrix_rate: float = 6e-3  # Muon: every matrix inside the layers
+    other_rate: float = 3e-3  # AdamW: the embedding, the norms, what an encoding learns
+    weight_decay: float = 0.1  # of the matrices, times their rate
+    warm_up: int = 200  # steps
+    decay: float = 0.25  # share of the steps
+    clip: float = 1.0  # limit of the gradients' norm, all together
+    seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        return max(self.tokens // (self.windows * CONTEXT), 1)
+
+    @property
+    def stable_steps(self) -> int:
+        """Those before the decay; they are the same for every number of tokens."""
+        return round(self.steps * (1 - self.decay))
+
+    def rate(self, step: int) -> float:
+        """Share of the highest rates at `step`, from 0: linear up, level, linear down to 0."""
+        rising = min((step + 1) / self.warm_up, 1.0)
+        falling = (self.steps - step) / max(self.steps - self.stable_steps, 1)
+        return min(rising, falling)
+
+
+def model_name(encoding: str) -> str:
+    """`t5` → `ropewalk-t5`, `package.module:Kerple` → `ropewalk-kerple`."""
+    return f"ropewalk-{encoding.rpartition(':')[2].lower()}"
+
+
+def shape(encoding: str) -> ModelConfig:
+    """4.3 M parameters besides the encoding's own. Raises EncodingError."""
+    layers = 4
+    config = ModelConfig(
+        vocab_size=PIECES,
+        width=256,
+        layers=layers,
+        heads=4,
+        kv_heads=4,
+        head_dim=64,
+        ffn_width=704,
+        norm_eps=1e-5,
+        trained_context=CONTEXT,
+        encoding=EncodingSpec(encoding, {}),
+        windows=(None,) * layers,
+        tied_embeddings=True,
+        embed_scale=16.0,  # a token as large as the position that some encodings add to it
+    )
+    options = find(encoding).usual_options(config)
+    return replace(config, encoding=EncodingSpec(encoding, options))
+
+
+def new_decoder(config: ModelConfig, seed: int, device: torch.device) -> Decoder:
+    """Its weights before training, float32, with gradients. Raises EncodingError."""
+    encoding = create(config.encoding, config, config.trained_context, device)
+    decoder = Decoder(config, encoding, DenseAttention, dtype=torch.float32, device=device)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if not name.startswith("encoding."):
+                parameter.copy_(_first_values(name, parameter, config, seed))
+        encoding.first_values(torch.Generator().manual_seed(_seed(seed, "encoding")))
+    return decoder.requires_grad_(True)
+
+
+def _first_values(
+    name: str, parameter: torch.Tensor, config: ModelConfig, seed: int
+) -> torch.Tensor:
+    """Norms 1; matrices keep their input's size; what a layer adds starts small."""
+    if parameter.dim() == 1:
+        return torch.ones(parameter.shape)
+    deviation = parameter.shape[1] ** -0.5
+    if name.endswith(("attention.out.weight", "mlp.down.weight")):
+        deviation *= (2 * config.layers) ** -0.5
+    generator = torch.Generator().manual_seed(_seed(seed, name))
+    return torch.empty(parameter.shape).normal_(0, deviation, generator=generator)
+
+
+def _seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7])

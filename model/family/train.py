@@ -1,0 +1,255 @@
+"""Trains one model of the family: steps, checkpoints, a log; going on equals not having stopped.
+
+RUN/checkpoint.safetensors   where it stands
+RUN/stable.safetensors       where it stood before the rate fell: more tokens go on from here
+RUN/log.jsonl                one line a step, and the held-out loss now and then
+RUN/model/                   the finished checkpoint, as `ropewalk serve` takes it
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.family import checkpoints
+from model.family.checkpoints import State
+from model.family.corpus import Corpus, Split
+from model.family.dense import dense_logits, refreeze
+from model.family.errors import FamilyError
+from model.family.muon import Muon
+from model.family.recipe import Recipe, new_decoder
+from model.family.windows import Windows
+from model.saving import save_checkpoint
+
+MATRIX_PARTS = {"attention.qkv.weight": 3, "mlp.gate_up.weight": 2}  # several matrices in one
+HELD_OUT_WINDOWS = 64  # looked at while training; `evaluate` looks at all
+Report = Callable[[int, float], None]  # tokens since the last report, loss
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How, on this machine; has no part in what comes out but for rounding."""
+
+    device: torch.device
+    autocast: bool = False  # bfloat16 where the hardware has it
+    compile: bool = False
+    save_every_s: float = 120.0
+    look_every: int = 250  # steps between looks at held-out text
+
+
+class Training:
+    """One model on its way."""
+
+    def __init__(
+        self, config: ModelConfig, recipe: Recipe, corpus: Corpus, run: Path, pace: Pace
+    ) -> None:
+        """Goes on from `run`, when it has begun. Raises EncodingError, FamilyError."""
+        self.decoder = new_decoder(config, recipe.seed, pace.device)
+        self.step, self.seconds = 0, 0.0
+        self._recipe, self._pace, self._run = recipe, pace, run
+        self._windows = Windows(corpus.train, config.trained_context, recipe.seed)
+        self._held_out = held_out_windows(corpus.held_out, config.trained_context)
+        self._parameters = dict(self.decoder.named_parameters())
+        matrices = {name: p for name, p in self._parameters.items() if _is_matrix(name, p)}
+        self._muon = Muon(
+            {name: _parts(name, p.detach()) for name, p in matrices.items()},
+            weight_decay=recipe.weight_decay,
+            dtype=torch.bfloat16 if pace.autocast else torch.float32,
+        )
+        self._others = {n: p for n, p in self._parameters.items() if n not in matrices}
+        self._adam = torch.optim.AdamW(
+            list(self._others.values()), betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self._loss = torch.compile(self._dense_loss) if pace.compile else self._dense_loss
+        # All that decides what comes out, but for how many tokens there will be.
+        self._facts = {
+            "recipe": {**asdict(recipe), "tokens": None, "decay": None},
+            "config": json.loads(json.dumps(asdict(config))),
+            "corpus": corpus.fingerprint,
+        }
+        run.mkdir(parents=True, exist_ok=True)
+        self._go_on()
+
+    def train(self, report: Report, until: int | None = None) -> None:
+        """To the last step, or to step `until`. Raises FamilyError when the loss is lost."""
+        last = self._recipe.steps if until is None else min(until, self._recipe.steps)
+        saved = time.monotonic()
+        with (self._run / "log.jsonl").open("a", encoding="utf-8") as log:
+            while self.step < last:
+                if self.step == self._recipe.stable_steps:
+                    self._save("stable.safetensors")
+                line = self._one_step()
+                report(self._recipe.windows * self._windows.length, line["loss"])
+                if self.step % self._pace.look_every == 0 or self.step == self._recipe.steps:
+                    line["held_out_loss"] = self.held_out_loss()
+                log.write(json.dumps(line) + "\n")
+                if time.monotonic() - saved > self._pace.save_every_s:
+                    log.flush()
+                    self._save("checkpoint.safetensors")
+                    saved = time.monotonic()
+        self._save("checkpoint.safetensors")
+
+    def finish(self, tokenizer: Path) -> Path:
+        """The folder `ropewalk serve` takes, in place of one from before."""
+        folder = self._run / "model"
+        shutil.rmtree(folder, ignore_errors=True)
+        refreeze(self.decoder)
+        save_checkpoint(
+            {name: p.detach() for name, p in self._parameters.items()},
+            self.decoder.config,
+            folder,
+            tokenizer=[tokenizer],
+        )
+        return folder
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Nats per token at the later half of positions, over held-out windows."""
+        refreeze(self.decoder)
+        half = self._held_out.shape[1] // 2
+        found = [
+            self._token_losses(self._held_out[first : first + 8].to(self._pace.device))[:, half:]
+            for first in range(0, len(self._held_out), 8)
+        ]
+        return float(torch.cat(found).mean())
+
+    def _one_step(self) -> dict[str, Any]:
+        begun = time.perf_counter()
+        share = self._recipe.rate(self.step)
+        tokens = torch.from_numpy(self._windows.step(self.step, self._recipe.windows))
+        refreeze(self.decoder)
+        loss = self._loss(tokens.to(self._pace.device))
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._recipe.clip)
+        gradients = {
+            name: _parts(name, _gradient(self._parameters[name])) for name in self._muon.momenta
+        }
+        self._muon.step(gradients, share * self._recipe.matrix_rate)
+        self._adam.param_groups[0]["lr"] = share * self._recipe.other_rate
+        self._adam.step()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        value = float(loss.detach())
+        if not np.isfinite(value):
+            raise FamilyError(
+                f"the loss is {value} at step {self.step}; lower the rates and begin anew"
+            )
+        self.step += 1
+        self.seconds += time.perf_counter() - begun
+        done = self.step * self._recipe.windows * self._windows.length
+        return {
+            "step": self.step,
+            "tokens": done,
+            "seconds": round(self.seconds, 3),
+            "loss": round(value, 5),
+            "rate": round(share, 6),
+        }
+
+    def _dense_loss(self, tokens: Tensor) -> Tensor:
+        return self._token_losses(tokens).mean()
+
+    def _token_losses(self, tokens: Tensor) -> Tensor:
+        """[windows, length + 1] → nats [windows, length] of each next token."""
+        dtype = torch.bfloat16 if self._pace.autocast else torch.float32
+        with torch.autocast(self._pace.device.type, dtype, enabled=self._pace.autocast):
+            logits = dense_logits(self.decoder, tokens[:, :-1], dtype)
+        targets = tokens[:, 1:].flatten()
+        losses = F.cross_entropy(logits.float(), targets, reduction="none")
+        return losses.view(len(tokens), -1)
+
+    def _save(self, name: str) -> None:
+        tensors: dict[str, Tensor] = {f"weight/{n}": p for n, p in self._parameters.items()}
+        for name_, momenta in self._muon.momenta.items():
+            tensors |= {f"muon/{name_}/{i}": m for i, m in enumerate(momenta)}
+        for name_, parameter in self._others.items():
+            state = self._adam.state.get(parameter, {})
+            tensors |= {f"adam/{name_}/{key}": value for key, value in state.items()}
+        state = State(
+            step=self.step,
+            steps=self._recipe.steps,
+            level=self.step <= self._recipe.stable_steps,
+            seconds=self.seconds,
+            tensors=tensors,
+            facts=self._facts,
+        )
+        checkpoints.save(state, self._run / name)
+
+    def _go_on(self) -> None:
+        """From the newest state that leads to the wanted number of tokens."""
+        for name in ("checkpoint.safetensors", "stable.safetensors"):
+            state = checkpoints.load(self._run / name)
+            if state is None:
+                continue
+            if state.facts != self._facts:
+                raise FamilyError(
+                    f"{self._run} was begun with another recipe, encoding or other texts; "
+                    "move it away to begin anew"
+                )
+            same_end = state.steps == self._recipe.steps
+            if same_end or (state.level and state.step <= self._recipe.stable_steps):
+                self._take(state)
+                break
+        _keep_lines(self._run / "log.jsonl", self.step)
+
+    @torch.no_grad()
+    def _take(self, state: State) -> None:
+        self.step, self.seconds = state.step, state.seconds
+        for name, parameter in self._parameters.items():
+            parameter.copy_(state.tensors[f"weight/{name}"])
+        for name, momenta in self._muon.momenta.items():
+            for index, momentum in enumerate(momenta):
+                momentum.copy_(state.tensors[f"muon/{name}/{index}"])
+        for name, parameter in self._others.items():
+            prefix = f"adam/{name}/"
+            self._adam.state[parameter] = {
+                key.removeprefix(prefix): value.to(
+                    "cpu" if key.endswith("/step") else parameter.device
+                )
+                for key, value in state.tensors.items()
+                if key.startswith(prefix)
+            }
+
+
+def held_out_windows(split: Split, length: int) -> Tensor:
+    """[windows, length + 1] int64, evenly from all windows of the held-out documents."""
+    found = []
+    for number in range(len(split.starts)):
+        document = split.document(number)
+        found += [
+            document[start : start + length + 1]
+            for start in range(0, len(document) - length, length)
+        ]
+    if not found:
+        raise FamilyError(f"no held-out text has {length + 1} tokens; run ropewalk family prepare")
+    chosen = np.linspace(0, len(found) - 1, min(HELD_OUT_WINDOWS, len(found))).astype(int)
+    return torch.from_numpy(np.stack([found[i] for i in chosen]).astype(np.int64))
+
+
+def _is_matrix(name: str, parameter: Tensor) -> bool:
+    return name.startswith("layers.") and parameter.dim() == 2
+
+
+def _parts(name: str, matrix: Tensor) -> Sequence[Tensor]:
+    """Views of the matrices that are stored as one."""
+    ends = (count for end, count in MATRIX_PARTS.items() if name.endswith(end))
+    return matrix.chunk(next(ends, 1))
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _keep_lines(log: Path, steps: int) -> None:
+    """Forget what was logged after the state that is gone on from."""
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    log.write_text("".join(f"{line}\n" for line in lines[:steps]), encoding="utf-8")

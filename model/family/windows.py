@@ -1,0 +1,65 @@
+"""In which order training sees the tokens: windows cut from the documents, drawn by a seed."""
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from model.family.corpus import Split
+from model.family.errors import FamilyError
+
+
+class Windows:
+    """Endless epochs over a split; the same for the same split, length and seed.
+
+    In each epoch the documents are joined in a new order and cut into windows, which come in an
+    order of their own. A document that fits into a window and would be cut begins one: what asks
+    for recall must not lose its beginning.
+    """
+
+    def __init__(self, split: Split, length: int, seed: int) -> None:
+        """Raises FamilyError when the split has no whole window."""
+        self._split = split
+        self.length = length
+        self._seed = seed
+        # Two, because a step may end one epoch and begin the next.
+        self._epoch = lru_cache(maxsize=2)(self._cut)
+        if not len(self._epoch(0)[1]):
+            raise FamilyError(
+                f"the training texts have {len(split.tokens)} tokens, fewer than one window of "
+                f"{length}; run ropewalk family prepare"
+            )
+
+    def step(self, number: int, count: int) -> npt.NDArray[np.int64]:
+        """[count, length + 1]: the windows of step `number`, from 0; each with its next token."""
+        first, epoch = number * count, 0
+        found: list[npt.NDArray[np.uint16]] = []
+        while len(found) < count:
+            tokens, starts = self._epoch(epoch)
+            here = starts[first : first + count - len(found)]
+            found += [tokens[start : start + self.length + 1] for start in here]
+            first, epoch = max(first - len(starts), 0), epoch + 1
+        return np.stack(found).astype(np.int64)
+
+    def _cut(self, epoch: int) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64]]:
+        drawn = np.random.default_rng([self._seed, epoch])
+        order = drawn.permutation(len(self._split.starts))
+        documents = [self._split.document(number) for number in order]
+        ends = np.cumsum([len(document) for document in documents])
+        starts = np.array(_cuts(ends.tolist(), self.length), dtype=np.int64)
+        return np.concatenate(documents), drawn.permutation(starts)
+
+
+def _cuts(ends: list[int], length: int) -> list[int]:
+    """Where windows of length + 1 begin, given where the documents end."""
+    cuts: list[int] = []
+    start, document = 0, 0
+    while start + length < ends[-1]:
+        cuts.append(start)
+        last = start + length  # the window's last token, which is only predicted
+        while ends[document] <= last:
+            document += 1
+        begins = ends[document - 1] if document else 0
+        fits = ends[document] - begins <= length + 1
+        start = begins if fits and begins > start and ends[document] > last + 1 else last
+    return cuts

@@ -1,0 +1,153 @@
+"""Training: learns, is cut off and goes on, and what comes out is served."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from model.config import EncodingSpec
+from model.encodings.base import find
+from model.family.corpus import Corpus, Split
+from model.family.errors import FamilyError
+from model.family.prepare import SHIPPED_TOKENIZER
+from model.family.recipe import ENCODINGS, Recipe, model_name, new_decoder, shape
+from model.family.train import Pace, Training
+from model.loading import open_checkpoint
+
+CPU = Pace(torch.device("cpu"), look_every=25)
+RECIPE = Recipe(tokens=50 * 2 * 32, windows=2, warm_up=5)
+SHORT = replace(RECIPE, tokens=12 * 2 * 32)
+
+
+@pytest.fixture(autouse=True)
+def short_windows(monkeypatch) -> None:
+    monkeypatch.setattr("model.family.recipe.CONTEXT", 32)
+
+
+def small(encoding: str):
+    config = replace(
+        shape(encoding), vocab_size=4096, width=32, layers=2, heads=2, kv_heads=2, head_dim=16,
+        ffn_width=64, trained_context=32, windows=(None, None),
+    )  # fmt: skip
+    options = find(encoding).usual_options(config)
+    return replace(config, encoding=EncodingSpec(encoding, options))
+
+
+def text(documents: int, seed: int) -> Split:
+    """A language of ten words, each of which mostly follows from the one before."""
+    drawn = np.random.default_rng(seed)
+    pieces = []
+    for number in range(documents):
+        tokens = [1]
+        while len(tokens) < 100:
+            known = tokens[-1] % 10 * 3 % 10 + 300
+            tokens.append(known if drawn.random() < 0.9 else int(drawn.integers(300, 310)))
+        pieces.append((f"made/{number}", tokens))
+    return Split.of(pieces)
+
+
+CORPUS = Corpus(text(30, 1), text(3, 2), "made up")
+
+
+def train(run: Path, encoding: str = "rope", recipe: Recipe = SHORT, until: int | None = None):
+    training = Training(small(encoding), recipe, CORPUS, run, CPU)
+    training.train(lambda tokens, loss: None, until)
+    return training
+
+
+def log(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_fifty_steps_learn_something_and_are_served(encoding, tmp_path) -> None:
+    training = train(tmp_path, encoding, RECIPE)
+    lines = log(tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 51))
+    assert lines[-1]["tokens"] == RECIPE.tokens
+    assert lines[-1]["held_out_loss"] < lines[0]["loss"] - 2
+    folder = training.finish(SHIPPED_TOKENIZER)
+    assert open_checkpoint(folder).config == training.decoder.config
+
+
+def weights(training: Training) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in training.decoder.named_parameters()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("encoding", ["t5", "learned"])
+@pytest.mark.parametrize("stop", [5, 11], ids=["stable", "decay"])
+def test_going_on_equals_not_having_stopped(encoding, stop, tmp_path) -> None:
+    at_once = weights(train(tmp_path / "once", encoding))
+    train(tmp_path / "twice", encoding, until=stop)
+    assert equal(weights(train(tmp_path / "twice", encoding)), at_once)
+    first, second = log(tmp_path / "once"), log(tmp_path / "twice")
+    assert [line["loss"] for line in first] == [line["loss"] for line in second]
+
+
+def test_more_tokens_go_on_from_before_the_decay(tmp_path) -> None:
+    more = replace(RECIPE, tokens=16 * 2 * 32)
+    at_once = weights(train(tmp_path / "once", recipe=more))
+    train(tmp_path / "twice")
+    again = Training(small("rope"), more, CORPUS, tmp_path / "twice", CPU)
+    assert again.step == SHORT.stable_steps
+    again.train(lambda tokens, loss: None)
+    assert equal(weights(again), at_once)
+    assert [line["step"] for line in log(tmp_path / "twice")] == list(range(1, 17))
+
+
+def test_a_log_cut_off_in_a_line_is_mended(tmp_path) -> None:
+    train(tmp_path, until=7)
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"step": 8, "lo')
+    train(tmp_path, until=9)
+    assert [line["step"] for line in log(tmp_path)] == list(range(1, 10))
+
+
+def test_another_recipe_is_not_mixed_in(tmp_path) -> None:
+    train(tmp_path, until=2)
+    with pytest.raises(FamilyError, match="another recipe"):
+        train(tmp_path, recipe=replace(SHORT, matrix_rate=0.1))
+
+
+def test_a_damaged_checkpoint_is_said(tmp_path) -> None:
+    (tmp_path / "checkpoint.safetensors").write_bytes(b"12345678")
+    with pytest.raises(FamilyError, match=r"checkpoint\.safetensors is damaged"):
+        train(tmp_path)
+
+
+def test_a_lost_loss_ends_the_training(tmp_path) -> None:
+    training = Training(small("nope"), SHORT, CORPUS, tmp_path, CPU)
+    with torch.no_grad():
+        training.decoder.embed.weight.fill_(torch.nan)
+    with pytest.raises(FamilyError, match="the loss is nan at step 0"):
+        training.train(lambda tokens, loss: None)
+
+
+def test_models_begin_alike_outside_their_encodings() -> None:
+    rope, t5 = (weights_of(encoding, 0) for encoding in ("rope", "t5"))
+    other = weights_of("rope", 1)
+    shared = [name for name in rope if not name.startswith("encoding.")]
+    assert all(torch.equal(rope[name], t5[name]) for name in shared)
+    assert not torch.equal(rope["embed.weight"], other["embed.weight"])
+    matrices = [name for name in shared if rope[name].dim() == 2]
+    assert len({float(rope[name].flatten()[0]) for name in matrices}) == len(matrices)
+
+
+def weights_of(encoding: str, seed: int) -> dict[str, torch.Tensor]:
+    decoder = new_decoder(small(encoding), seed, torch.device("cpu"))
+    return {name: p.detach() for name, p in decoder.named_parameters()}
+
+
+def test_the_rate_rises_stays_and_falls() -> None:
+    recipe = Recipe(tokens=1000 * 4 * 32, windows=4, warm_up=100)
+    rates = [recipe.rate(step) for step in range(recipe.steps)]
+    assert rates[0] == 0.01 and rates[99:751] == [1.0] * 652
+    assert rates[875] == pytest.approx(0.5) and rates[999] == pytest.approx(0.004)
+    assert model_name("my.package:Kerple") == "ropewalk-kerple"
