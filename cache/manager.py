@@ -258,6 +258,17 @@ class CacheManager:
         self._withdraw(block)
         self._pool.retire(block)
 
+    def flush(self) -> int:
+        """Withdraw all that is published; how many blocks nobody holds were forgotten by that.
+
+        Blocks that sequences hold stay theirs, but no other sequence finds them, nor what those
+        sequences compute after them.
+        """
+        forgotten = len(self._cached)
+        for block in self._index.blocks:
+            self._withdraw(block)
+        return forgotten
+
     def holders(self, block: int) -> list[str]:
         """Sequences whose table has `block`."""
         return [name for name, sequence in self._sequences.items() if block in sequence.blocks]

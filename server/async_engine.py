@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
+from typing import Any, TypeVar
 
 from server.cache_view import CacheView
 from server.engine import Engine
@@ -25,6 +26,8 @@ from server.request import (
 )
 
 log = getLogger(__name__)
+
+T = TypeVar("T")
 
 STALL_SECONDS = 120.0
 STOP_SECONDS = 30.0
@@ -57,6 +60,12 @@ class _Look:
     answer: "asyncio.Future[CacheView]"  # touched by the event loop only
 
 
+@dataclass(frozen=True, slots=True)
+class _Flush:
+    model: str
+    answer: "asyncio.Future[int]"  # touched by the event loop only
+
+
 class AsyncEngine:
     """Generates for many callers on one event loop.
 
@@ -78,8 +87,8 @@ class AsyncEngine:
         self._on_failure = on_failure
         self._max_mutated_blocks = max_mutated_blocks
         self._streams: dict[str, _Stream] = {}
-        self._looks: set[asyncio.Future[CacheView]] = set()
-        self._inbox: list[_Submit | _Abort | _Look] = []
+        self._asked: set[asyncio.Future[Any]] = set()
+        self._inbox: list[_Submit | _Abort | _Look | _Flush] = []
         self._inbox_changed = threading.Condition()
         self._stopping = False
         self._step_began: float | None = None
@@ -158,20 +167,31 @@ class AsyncEngine:
 
     async def cache_view(self, model: str) -> CacheView:
         """How the cache of a model stands between two steps. Raises ServeError when it cannot."""
-        self._require_running()
         answer: asyncio.Future[CacheView] = asyncio.get_running_loop().create_future()
-        self._looks.add(answer)
-        self._post(_Look(model, answer))
+        return await self._ask(_Look(model, answer), answer)
+
+    async def flush(self, model: str) -> int:
+        """Forget what a model's cache holds for nobody; how many blocks. Raises ServeError.
+
+        What has been counted by then is observed before this returns.
+        """
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        return await self._ask(_Flush(model, answer), answer)
+
+    async def _ask(self, question: _Look | _Flush, answer: "asyncio.Future[T]") -> T:
+        self._require_running()
+        self._asked.add(answer)
+        self._post(question)
         try:
             return await answer
         finally:
-            self._looks.discard(answer)
+            self._asked.discard(answer)
 
     def _require_running(self) -> None:
         if self.failure is not None or self._stopping:
             raise ShuttingDown(self.failure or "The server is shutting down; try again later.")
 
-    def _post(self, command: _Submit | _Abort | _Look) -> None:
+    def _post(self, command: _Submit | _Abort | _Look | _Flush) -> None:
         with self._inbox_changed:
             self._inbox.append(command)
             self._inbox_changed.notify()
@@ -189,7 +209,7 @@ class AsyncEngine:
 
     def _end_streams(self, error: ServeError) -> None:
         self._dispatch([_ended(request_id, error) for request_id in self._streams])
-        for answer in self._looks:
+        for answer in self._asked:
             _settle(answer, error)
 
     # --------------------------------------------------------------- on the engine thread
@@ -213,9 +233,11 @@ class AsyncEngine:
                 return False
             commands, self._inbox = self._inbox, []
         self._step_began = time.monotonic()
-        changes = [command for command in commands if not isinstance(command, _Look)]
-        touched = {command.model for command in changes}
+        touched = {command.model for command in commands if not isinstance(command, _Look)}
+        changes = [command for command in commands if isinstance(command, _Submit | _Abort)]
+        flushes = [command for command in commands if isinstance(command, _Flush)]
         refused = [event for command in changes if (event := self._apply(command))]
+        flushed = [self._engines[command.model].flush() for command in flushes]
         if refused:
             self._call(self._dispatch, refused)
         for model, engine in self._engines.items():
@@ -224,6 +246,8 @@ class AsyncEngine:
                 if step.events:
                     self._call(self._dispatch, step.events)
                 self._observe(model, step.stats)
+        for flush, count in zip(flushes, flushed, strict=True):
+            self._call(_settle, flush.answer, count)
         for command in commands:
             if isinstance(command, _Look):
                 self._look(command)
@@ -265,7 +289,7 @@ class AsyncEngine:
             log.debug("events after the event loop closed")
 
 
-def _settle(answer: "asyncio.Future[CacheView]", outcome: CacheView | ServeError) -> None:
+def _settle(answer: "asyncio.Future[Any]", outcome: object) -> None:
     if answer.done():  # its caller may have left
         return
     if isinstance(outcome, ServeError):

@@ -63,6 +63,7 @@ class Engine:
         self._device = device
         self._clock = clock
         self._last_token: dict[str, float] = {}
+        self._flushed = 0  # blocks, since the last step
 
     @property
     def busy(self) -> bool:
@@ -76,6 +77,12 @@ class Engine:
     def view(self) -> CacheView:
         """The cache and who holds it, between two steps."""
         return view(self._manager, self._scheduler, self._auditor.view())
+
+    def flush(self) -> int:
+        """Forget what no request holds; how many blocks. To be told in the next step's counts."""
+        forgotten = self._manager.flush()
+        self._flushed += forgotten
+        return forgotten
 
     def submit(self, request: Request) -> None:
         """Raises ServeError when the request is refused."""
@@ -146,6 +153,7 @@ class Engine:
         cached = sum(request.cached for request in plan.admitted)
         generated = {event.request_id for event in events if event.token is not None}
         audit = self._auditor.drain()
+        flushed, self._flushed = self._flushed, 0
         return StepStats(
             seconds=self._clock() - began,
             running=len(self._scheduler.running),
@@ -162,6 +170,7 @@ class Engine:
             ),
             prefix_hit_tokens=cached,
             evicted_blocks=evicted_after - evicted,
+            flushed_blocks=flushed,
             blocks_free=counts.free,
             blocks_active=counts.active,
             blocks_cached=counts.cached,

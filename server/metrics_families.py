@@ -182,7 +182,9 @@ class Families:
             "prefix_cache_hit_tokens", "Prompt tokens found, once per request."
         )
         self.evicted = self._counter(
-            "kv_evicted_blocks", "Cached blocks given up to make room.", "reason"
+            "kv_evicted_blocks",
+            "Cached blocks given up: lru to make room, flush on demand.",
+            "reason",
         )
 
     def _counter(self, name: str, help_: str, *labels: str) -> Counter:

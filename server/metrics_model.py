@@ -80,6 +80,7 @@ class ModelMetrics:
         self._queried = child(families.queried)
         self._hits = child(families.hits)
         self._evicted = child(families.evicted, "lru")
+        self._flushed = child(families.evicted, "flush")
 
     def observe_step(self, stats: StepStats) -> None:
         self._running.set(stats.running)
@@ -99,6 +100,7 @@ class ModelMetrics:
             (self._queried, stats.prefix_queried_tokens),
             (self._hits, stats.prefix_hit_tokens),
             (self._evicted, stats.evicted_blocks),
+            (self._flushed, stats.flushed_blocks),
             (self._sealed, stats.sealed_blocks),
             (self._verified, stats.verified_blocks),
             (self._mutated, stats.mutated_entries),

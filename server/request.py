@@ -263,6 +263,7 @@ class StepStats:
     prefix_queried_tokens: int = 0  # once per request, at first admission
     prefix_hit_tokens: int = 0
     evicted_blocks: int = 0  # cached content given up to make room
+    flushed_blocks: int = 0  # cached content forgotten on demand
     blocks_free: int = 0
     blocks_active: int = 0
     blocks_cached: int = 0

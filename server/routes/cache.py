@@ -1,7 +1,8 @@
-"""What the caches hold, and what an operation on one would cost. Numbers and ids, no text."""
+"""What the caches hold, forgetting it, and what an operation would cost. Numbers, no text."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 
 from fastapi import APIRouter, Request, Response
@@ -29,6 +30,15 @@ def cache_routes(serving: Serving, planners: Mapping[str, CachePlanner]) -> APIR
         ]
         return JSONResponse({"object": "list", "data": data})
 
+    @router.post("/v1/cache/flush", response_model=None)
+    async def flush(request: Request, model: str | None = None) -> Response:
+        chosen = list(serving.models) if model is None else [serving.find(request, model)]
+        data = [
+            {"model": served.name, "flushed_blocks": await _flushed(serving, served.name)}
+            for served in chosen
+        ]
+        return JSONResponse({"object": "list", "data": data})
+
     @router.post("/v1/cache/plan", response_model=None)
     async def plan(request: Request) -> Response:
         body = read_body(CachePlanBody, parse_object(await request.body()))
@@ -42,9 +52,21 @@ def cache_routes(serving: Serving, planners: Mapping[str, CachePlanner]) -> APIR
 
 
 async def _view(serving: Serving, model: str) -> CacheView:
+    async with _patience(serving):
+        return await serving.engine.cache_view(model)
+
+
+async def _flushed(serving: Serving, model: str) -> int:
+    async with _patience(serving):
+        return await serving.engine.flush(model)
+
+
+@asynccontextmanager
+async def _patience(serving: Serving) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded when the engine does not answer in time."""
     try:
         async with asyncio.timeout(serving.timing.request_s):
-            return await serving.engine.cache_view(model)
+            yield
     except TimeoutError:
         raise DeadlineExceeded("the engine is still in a step; ask again later") from None
 

@@ -52,6 +52,32 @@ def test_release_frees_the_tail_first():
     cache.check()
 
 
+def test_what_is_flushed_is_not_found_again():
+    cache = CacheManager(9, 2)
+    store(cache, "a", LONG[:5])
+    store(cache, "b", [*LONG[:2], 1, 2, 3])  # its first block is a's
+    cache.release("b")
+    assert cache.counts() == BlockCounts(free=4, active=3, cached=1)
+    assert cache.flush() == 1
+    cache.check()
+    assert cache.counts() == BlockCounts(free=5, active=3, cached=0)
+    assert store(cache, "c", LONG[:5]) == 0
+    assert blocks(cache, "a") == [1, 2, 3]  # still its own
+    assert cache.flush() == 0  # all of it is held
+
+
+def test_what_goes_on_from_flushed_blocks_is_not_found_either():
+    cache = CacheManager(9, 2)
+    store(cache, "a", LONG[:4])
+    cache.flush()
+    store(cache, "a", LONG[:8])
+    cache.release("a")
+    assert cache.counts().cached == 0
+    assert store(cache, "b", LONG[:8]) == 0
+    cache.release("b")
+    assert store(cache, "c", LONG[:8]) == 6  # what came after the flush is
+
+
 def test_eviction_shortens_a_prefix_from_its_end():
     cache = CacheManager(5, 2)
     store(cache, "a", LONG[:8])

@@ -134,7 +134,7 @@ class ProvenanceMachine(RuleBasedStateMachine):
             self.world.check()
 
     @rule(
-        kind=st.sampled_from(["abort", "poison", "preempt", "poison", "crash"]),
+        kind=st.sampled_from(["abort", "poison", "preempt", "poison", "crash", "flush"]),
         victim=st.integers(0, 40),
     )
     def disturb(self, kind, victim):
@@ -144,6 +144,8 @@ class ProvenanceMachine(RuleBasedStateMachine):
             world.abort(names[victim % len(names)])
         elif kind == "crash":
             world.crash()
+        elif kind == "flush":
+            world.cache.flush()
         elif kind == "preempt" and world.scheduler.running:  # at any moment, pressure or none
             world.scheduler._preempt_newest()
         elif kind == "poison" and world.live:

@@ -214,7 +214,7 @@ async def test_a_look_is_answered_while_idle_and_steps_nothing():
     assert (view.running, view.waiting, dict(view.shared)) == ((), 0, {})
     assert (view.blocks.free, view.blocks.active) == (39, 0)
     assert seen == []
-    assert running._looks == set()
+    assert running._asked == set()
     await running.stop()
 
 
@@ -290,3 +290,28 @@ async def test_a_look_that_fails_stops_nothing(caplog):
     assert "no such block" in caplog.text
     assert len(await collect(running, make_request("a", [1]))) == 5
     await running.stop()
+
+
+async def test_a_flush_is_observed_before_it_is_answered():
+    engine, manager = make_engine()
+    running, seen = started(engine)
+    await collect(running, make_request("a", range(9)))
+    assert manager.counts().cached == 3
+    assert await running.flush("m") == 3
+    assert (seen[-1].flushed_blocks, seen[-1].blocks_cached) == (3, 0)
+    assert await running.flush("m") == 0
+    assert sum(stats.flushed_blocks for stats in seen) == 3
+    await running.stop()
+
+
+async def test_a_flush_beside_a_running_request_leaves_it_alone():
+    engine, manager = make_engine(slowly)
+    running, _ = started(engine)
+    task = asyncio.create_task(collect(running, make_request("a", range(9), max_tokens=20)))
+    while not manager.sequences:
+        await asyncio.sleep(0.001)
+    assert await running.flush("m") == 0
+    assert len(await task) == 20
+    await running.stop()
+    with pytest.raises(ShuttingDown):
+        await running.flush("m")

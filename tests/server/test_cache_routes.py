@@ -30,7 +30,7 @@ from tests.server.fake_engine import (
     make_request,
 )
 from tests.server.test_app import error_of
-from tests.server.toy import ScriptedEngine, ask, running, toy, toy_app, wait_for
+from tests.server.toy import ScriptedEngine, ask, running, sample, toy, toy_app, wait_for
 
 ENTRIES = 2 * 3 * 2  # of a token: keys and values of 3 layers of 2 heads
 BYTES = ENTRIES * 8 * 4
@@ -47,6 +47,9 @@ class Standing(ScriptedEngine):
 
     async def cache_view(self, model):
         return self.engines[model].view()
+
+    async def flush(self, model):
+        return self.engines[model].flush()
 
 
 def app_of(engine=None, **planners):
@@ -231,6 +234,91 @@ def test_a_cache_of_an_engine_that_is_stuck_is_not_waited_for() -> None:
 def test_without_planners_there_are_no_such_routes() -> None:
     assert ask(toy_app(), "GET", "/v1/cache").status_code == 404
     assert ask(toy_app(), "POST", "/v1/cache/plan", json={}).status_code == 404
+
+
+# ---- POST /v1/cache/flush ----
+
+
+JSON = {"content-type": "application/json"}  # which no other site's form can send
+
+
+def flushed(app, query=""):
+    response = ask(app, "POST", f"/v1/cache/flush{query}", headers=JSON)
+    assert response.status_code == 200, response.text
+    assert response.json()["object"] == "list"
+    return {row["model"]: row["flushed_blocks"] for row in response.json()["data"]}
+
+
+def cached_engine(name):
+    """Whose cache holds three blocks for nobody."""
+    engine, _ = make_engine()
+    engine.submit(make_request(name, range(3 * BLOCK), max_tokens=2))
+    while engine.busy:
+        engine.step()
+    return engine
+
+
+def test_caches_are_flushed_one_by_one_or_all() -> None:
+    engine = Standing(a=cached_engine("x"), b=cached_engine("y"), c=cached_engine("z"))
+    app = app_of(engine, a=make_planner(), b=make_planner(), c=make_planner())
+    assert flushed(app, "?model=b") == {"b": 3}
+    assert [view["blocks"]["cached"] for view in looked(app)] == [3, 0, 3]
+    assert flushed(app) == {"a": 3, "b": 0, "c": 3}
+    error = error_of(ask(app, "POST", "/v1/cache/flush?model=d", headers=JSON), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+def test_flushing_needs_a_key_where_there_is_one() -> None:
+    engine = Standing(a=cached_engine("x"))
+    options, planners = HttpOptions(api_keys=frozenset({"k"})), {"a": make_planner()}
+    app = create_app(Models([toy("a")]), engine, Metrics(), options, None, planners)
+    error_of(ask(app, "POST", "/v1/cache/flush", headers=JSON), 401)
+    assert engine.engines["a"].view().blocks.cached == 3
+
+
+def test_another_site_cannot_flush() -> None:
+    engine = Standing(a=cached_engine("x"))
+    error_of(ask(app_of(engine, a=make_planner()), "POST", "/v1/cache/flush"), 415)
+    assert engine.engines["a"].view().blocks.cached == 3
+
+
+def test_a_prefix_is_not_hit_after_a_flush() -> None:
+    """Over HTTP and through the engine's thread, and counted as such."""
+    metrics = Metrics()
+    metrics.add_model(
+        "a", "rope", {}, bytes_per_token=BYTES, blocks=39, block_size=BLOCK, max_context=100
+    )
+    engine = AsyncEngine({"a": make_engine()[0]}, metrics.observe_step)
+    planners = {"a": make_planner()}
+    app = create_app(Models([toy("a")]), engine, metrics, HttpOptions(), None, planners)
+    with running(app) as (url, _), httpx.Client(base_url=url, timeout=20) as client:
+
+        def hits():
+            body = {"prompt": list(range(3 * BLOCK)), "max_tokens": 2, "ignore_eos": True}
+            usage = client.post("/v1/completions", json=body).json()["usage"]
+            return (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+
+        assert (hits(), hits()) == (0, 2 * BLOCK)
+        assert client.post("/v1/cache/flush", headers=JSON).json()["data"] == [
+            {"model": "a", "flushed_blocks": 3}
+        ]
+        blocks = {"model_name": "a", "encoding": "rope"}
+        assert sample(metrics, "kv_evicted_blocks_total", reason="flush", **blocks) == 3
+        assert sample(metrics, "kv_blocks", state="cached", **blocks) == 0
+        assert (hits(), hits()) == (0, 2 * BLOCK)
+
+
+def test_a_flush_is_not_waited_for_where_the_engine_is_stuck() -> None:
+    class Stuck(ScriptedEngine):
+        async def flush(self, model):
+            await asyncio.sleep(20)
+
+    options = HttpOptions(request_timeout_s=0.05)
+    app = create_app(Models([toy("a")]), Stuck(), Metrics(), options, None, {"a": make_planner()})
+    assert (
+        error_of(ask(app, "POST", "/v1/cache/flush", headers=JSON), 504)["code"]
+        == "deadline_exceeded"
+    )
 
 
 # ---- POST /v1/cache/plan ----

@@ -129,6 +129,7 @@ def test_a_step_is_counted():
         prefix_queried_tokens=30,
         prefix_hit_tokens=16,
         evicted_blocks=4,
+        flushed_blocks=6,
         blocks_free=5,
         blocks_active=4,
         blocks_cached=1,
@@ -189,6 +190,7 @@ def test_a_step_is_counted():
     assert value(metrics, "prompt_tokens_total", source="computed") == 28
     assert value(metrics, "prompt_tokens_total", source="cached") == 32
     assert value(metrics, "kv_evicted_blocks_total", reason="lru") == 8
+    assert value(metrics, "kv_evicted_blocks_total", reason="flush") == 12
     assert value(metrics, "requests_total", finish_reason="length") == 2
     states = ("free", "active", "cached", "quarantined")
     assert [value(metrics, "kv_blocks", state=state) for state in states] == [5, 4, 1, 2]

@@ -78,6 +78,9 @@ class ScriptedEngine:
     async def cache_view(self, model):
         raise NotImplementedError("it has no cache")
 
+    async def flush(self, model):
+        raise NotImplementedError("it has no cache")
+
     async def generate(self, model, request):
         self.models.append(model)
         if self.refuse is not None:
