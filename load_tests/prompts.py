@@ -11,6 +11,7 @@ from typing import Literal
 from load_tests.client import Completion
 
 Form = Literal["ids", "text"]
+Prompt = str | tuple[int, ...]
 
 _ATTEMPTS = 100
 
@@ -36,36 +37,44 @@ class PromptMaker:
     """Makes prompts that differ from all it made before; the same seed makes the same ones."""
 
     def __init__(self, seed: str, form: Form, vocab_size: int = 32_000) -> None:
-        self._random = random.Random(seed)
+        self.random = random.Random(seed)  # for all that a workload leaves to chance
         self._form = form
         # The ends of a vocabulary are where special tokens live.
         self._ids = range(vocab_size // 10, vocab_size - vocab_size // 10)
-        self._made: set[str | tuple[int, ...]] = set()
+        self._made: set[Prompt] = set()
 
     def request(
         self, prompt_tokens: int, output_tokens: int, prefix: Sequence[str | int] = ()
     ) -> Completion:
-        """A request whose prompt is `prefix` and new pieces, `prompt_tokens` in all.
+        """As `prompt`, with the answer's length."""
+        return Completion(self.prompt(prompt_tokens, prefix), prompt_tokens, output_tokens)
+
+    def prompt(self, tokens: int, prefix: Sequence[str | int] = ()) -> Prompt:
+        """`prefix` and new pieces, `tokens` in all.
 
         Raises ValueError when that short a prompt has no unused value left.
         """
         for _ in range(_ATTEMPTS):
-            pieces = [*prefix, *self.pieces(prompt_tokens - len(prefix))]
-            prompt = self._join(pieces)
+            prompt = self._join([*prefix, *self.pieces(tokens - len(prefix))])
             if prompt not in self._made:
                 self._made.add(prompt)
-                return Completion(prompt, prompt_tokens, output_tokens)
+                return prompt
         raise ValueError(
-            f"no more distinct prompts of {prompt_tokens} tokens: ask for longer ones or fewer"
+            f"no more distinct prompts of {tokens} tokens: ask for longer ones or fewer"
         )
 
     def pieces(self, count: int) -> Sequence[str | int]:
         """`count` random words or token ids, for instance a prefix to share."""
         if self._form == "text":
-            return self._random.choices(WORDS, k=count)
-        return self._random.choices(self._ids, k=count)
+            return self.random.choices(WORDS, k=count)
+        return self.random.choices(self._ids, k=count)
 
-    def _join(self, pieces: Sequence[str | int]) -> str | tuple[int, ...]:
+    def _join(self, pieces: Sequence[str | int]) -> Prompt:
         if self._form == "text":
             return " ".join(str(piece) for piece in pieces)
         return tuple(int(piece) for piece in pieces)
+
+
+def pieces_of(prompt: Prompt) -> Sequence[str | int]:
+    """The words or token ids it was made of: a prefix for the prompt that continues it."""
+    return prompt.split(" ") if isinstance(prompt, str) else prompt

@@ -7,7 +7,7 @@ drifts for all arms alike.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 ProfileKind = Literal["sync", "closed", "poisson", "gamma"]
@@ -53,17 +53,22 @@ class Request:
     """One completion to ask for. `prompt_tokens` is how many tokens the prompt should have."""
 
     prompt: str | tuple[int, ...]
-    prompt_tokens: int
+    prompt_tokens: int | None  # None: a user's text, whose tokens only the server knows
     output_tokens: int
     leaves_after: int | None = None  # chunks with text after which the client hangs up
+    extra: Mapping[str, object] = field(default_factory=dict)  # more fields of the body
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The requests of one run, the same for every arm, and what the prefix cache must give."""
+    """The requests of one run, the same for every arm, and what the prefix cache must give.
+
+    `cached_tokens` is how many prompt tokens a cache that was empty before the run serves, at
+    least and at most; hits.py says when. None where prompts are text.
+    """
 
     requests: tuple[Request, ...]
-    cached_tokens: int  # prompt tokens a cache that was empty before the run serves; see workloads
+    cached_tokens: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,50 @@
+"""How many prompt tokens a prefix cache must serve: theory, from a plan's token ids alone.
+
+The cache keeps whole blocks, a prompt's last token is always computed, and nobody finds what is
+not computed yet. Requests are admitted and computed in the order in which they are sent, as
+Ropewalk does. Of closed:N at most N - 1 requests are unanswered when one leaves, so when it does,
+one of the N before it has been answered, and with it every prompt up to N places back is in the
+cache; sync is N = 1. What lies nearer may or may not be there, and in an open loop all of it: then
+the theory is a range.
+
+It holds for a cache that was empty, loses nothing to make room during the run
+(`ropewalk_kv_evicted_blocks_total`), and shares prefixes at all: encoder-decoder models
+do not. It leaves out the chance that a prompt continues another one just as the model does.
+"""
+
+from collections.abc import Sequence
+
+from load_tests.terms import Profile, Request
+
+
+def cached_tokens(
+    requests: Sequence[Request], profile: Profile, block_size: int
+) -> tuple[int, int] | None:
+    """Prompt tokens served from the cache at least and at most; None where a prompt is text.
+
+    `block_size` is the server's: label `block_size` of `ropewalk_cache_info`, or `/v1/cache`.
+    """
+    surely_after = None if profile.open_loop else profile.concurrency
+    first_at: dict[int, int] = {}  # beginnings of whole blocks, hashed → the first that has it
+    low = high = 0
+    for place, request in enumerate(requests):
+        if isinstance(request.prompt, str):
+            return None
+        blocks = _beginnings(request.prompt, block_size)
+        reusable = blocks[: (len(request.prompt) - 1) // block_size]
+        found = [first_at[block] for block in reusable if block in first_at]
+        high += len(found)
+        if surely_after is not None:
+            low += sum(place - first >= surely_after for first in found)
+        for block in blocks:
+            first_at.setdefault(block, place)
+    return low * block_size, high * block_size
+
+
+def _beginnings(prompt: Sequence[int], block_size: int) -> list[int]:
+    """One number for each whole block, which stands for it and all before it."""
+    chain: list[int] = []
+    for start in range(0, len(prompt) - block_size + 1, block_size):
+        before = chain[-1] if chain else 0
+        chain.append(hash((before, tuple(prompt[start : start + block_size]))))
+    return chain

@@ -1,0 +1,268 @@
+"""The workloads: which requests a run sends. Knows neither HTTP nor results.
+
+All of it follows from the seed of the prompts. A plan is made once for each run and sent to every
+arm, so every arm gets the same token ids and no server gets a prompt twice, but for files.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from load_tests.hits import cached_tokens
+from load_tests.prompt_file import read_prompts
+from load_tests.prompts import PromptMaker, pieces_of
+from load_tests.terms import Plan, Point, Profile, Request
+
+SUFFIX_TOKENS = 32  # of shared-prefix, after the prefix
+SUFFIX_OUTPUT_TOKENS = 32
+STEP_OUTPUT_TOKENS = 64  # of longctx and extrapolate: enough gaps for a stable median
+SHIFT_MARGIN = 32  # tokens before the context is full, and as many after
+EXTRAPOLATION = (1, 2, 4)  # times the trained context
+LEAVING_SHARE = 0.2
+TURNS = 3
+_SPREAD = 0.6  # of the logarithm of a length
+_MULTIPLE = 4  # of chat's lengths; see `_conversation`
+_FILE = "file:"
+
+_ONE = Profile("sync")
+_EIGHT = Profile("closed", concurrency=8)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Tokens and counts that a user may change, and three numbers that the servers say."""
+
+    prompt_tokens: int = 128  # of stream and cancel; of chat's first turn, in the middle
+    output_tokens: int = 128  # of stream, cancel and files; of chat, in the middle
+    prefill_tokens: int = 1024
+    prefix_tokens: int = 768
+    prefixes: int = 8
+    requests_per_prefix: int = 4
+    contexts: tuple[int, ...] = (512, 2048, 8192)  # of longctx
+    requests_per_worker: int = 4  # of sync and closed
+    arrivals: int = 32  # of open loops
+    context: int = 2048  # the smallest `max_model_len` of the arms
+    trained_context: int = 2048  # the smallest of the arms
+    block_size: int = 16  # of the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`points` are the sizes to measure it at; `requests` makes those of one run at a point."""
+
+    name: str
+    help: str
+    profile: Profile  # unless another is asked for
+    points: Callable[[Sizes], list[Point]]
+    requests: Callable[[Point, Profile, PromptMaker, Sizes], Sequence[Request]]
+
+    def plan(self, point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes) -> Plan:
+        """New requests for one run. Raises ValueError when sizes leave no room for them."""
+        requests = tuple(self.requests(point, profile, prompts, sizes))
+        return Plan(requests, cached_tokens(requests, profile, sizes.block_size))
+
+
+def workload_from(text: str) -> Workload:
+    """`--workload`: a name, or file:PATH. Raises ValueError, and OSError for a file."""
+    if text.startswith(_FILE):
+        return _from_file(text)
+    if text not in WORKLOADS:
+        raise ValueError(
+            f"there is no workload {text!r}; use {', '.join(WORKLOADS)} or {_FILE}PATH"
+        )
+    return WORKLOADS[text]
+
+
+def _from_file(name: str) -> Workload:
+    lines = read_prompts(name.removeprefix(_FILE))
+
+    def requests(
+        point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes
+    ) -> list[Request]:
+        return [
+            Request(
+                prompt,
+                None if isinstance(prompt, str) else len(prompt),
+                max_tokens or sizes.output_tokens,
+            )
+            for prompt, max_tokens in lines
+        ]
+
+    return Workload(name, "the prompts of a file, in its order", _EIGHT, _one_point(name), requests)
+
+
+def _one_point(name: str) -> Callable[[Sizes], list[Point]]:
+    return lambda sizes: [Point(name, name)]
+
+
+def _count(profile: Profile, sizes: Sizes) -> int:
+    """Requests of a run."""
+    return sizes.arrivals if profile.open_loop else profile.concurrency * sizes.requests_per_worker
+
+
+def _request(prompts: PromptMaker, prompt_tokens: int, output_tokens: int) -> Request:
+    return Request(prompts.prompt(prompt_tokens), prompt_tokens, output_tokens)
+
+
+def _stream(
+    point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes
+) -> Sequence[Request]:
+    return [
+        _request(prompts, sizes.prompt_tokens, sizes.output_tokens)
+        for _ in range(_count(profile, sizes))
+    ]
+
+
+def _prefill(
+    point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes
+) -> Sequence[Request]:
+    return [_request(prompts, sizes.prefill_tokens, 1) for _ in range(_count(profile, sizes))]
+
+
+def _chat(point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes) -> Sequence[Request]:
+    """Turn by turn through all conversations, so that a turn finds the one before it answered.
+
+    There are at least as many conversations as workers.
+    """
+    conversations = max(profile.concurrency, -(-_count(profile, sizes) // TURNS))
+    talks = [_conversation(prompts, sizes) for _ in range(conversations)]
+    return [talk[turn] for turn in range(TURNS) for talk in talks]
+
+
+def _conversation(prompts: PromptMaker, sizes: Sizes) -> list[Request]:
+    """Each prompt is the one before it, a stand-in for its answer, and something new.
+
+    No arm's real answer can stand there: every arm gets the same token ids. It differs from the
+    answer before the next block is full, since lengths are multiples of 4 and so leave at least 4
+    tokens of that block to it. What would not fit the context begins anew.
+    """
+    requests: list[Request] = []
+    length = 0
+    for _ in range(TURNS):
+        output = _length(prompts, sizes.output_tokens, sizes.context // 2)
+        most = sizes.context - output
+        longer = length and length + _length(prompts, sizes.prompt_tokens // 4, most)
+        if 0 < longer <= most:
+            prompt = prompts.prompt(longer, pieces_of(requests[-1].prompt))
+        else:
+            longer = _length(prompts, sizes.prompt_tokens, most)
+            prompt = prompts.prompt(longer)
+        requests.append(Request(prompt, longer, output))
+        length = longer + output
+    return requests
+
+
+def _length(prompts: PromptMaker, middle: int, most: int) -> int:
+    """Tokens: log-normal around `middle`, so half are shorter and a few are much longer."""
+    drawn = middle * math.exp(prompts.random.gauss(0.0, _SPREAD))
+    return max(1, min(round(drawn), most) // _MULTIPLE) * _MULTIPLE
+
+
+def _longctx_points(sizes: Sizes) -> list[Point]:
+    return [Point("longctx", f"longctx {tokens:,}", tokens) for tokens in sizes.contexts]
+
+
+def _longctx(
+    point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes
+) -> Sequence[Request]:
+    """One for each worker: a prompt of the point's length, then enough steps at it."""
+    assert point.context is not None
+    count = sizes.arrivals if profile.open_loop else profile.concurrency
+    return [_request(prompts, point.context, STEP_OUTPUT_TOKENS) for _ in range(count)]
+
+
+def _shared_prefix(
+    point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes
+) -> Sequence[Request]:
+    """The first request of every prefix, then the second of each: as far apart as can be."""
+    prefixes = [prompts.pieces(sizes.prefix_tokens) for _ in range(sizes.prefixes)]
+    length = sizes.prefix_tokens + SUFFIX_TOKENS
+    return [
+        Request(prompts.prompt(length, prefix), length, SUFFIX_OUTPUT_TOKENS)
+        for _ in range(sizes.requests_per_prefix)
+        for prefix in prefixes
+    ]
+
+
+def _shift(point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes) -> Sequence[Request]:
+    """Each answer begins shortly before the context is full and ends as far beyond."""
+    length = sizes.context - SHIFT_MARGIN
+    if length < 1:
+        raise ValueError(
+            f"a context of {sizes.context} tokens is too short to be shifted; serve the model "
+            f"with more than {SHIFT_MARGIN}"
+        )
+    return [
+        replace(_request(prompts, length, 2 * SHIFT_MARGIN), extra={"overflow": "shift"})
+        for _ in range(_count(profile, sizes))
+    ]
+
+
+def _extrapolate_points(sizes: Sizes) -> list[Point]:
+    return [
+        Point("extrapolate", f"extrapolate {times}x", times * sizes.trained_context)
+        for times in EXTRAPOLATION
+    ]
+
+
+def _extrapolate(
+    point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes
+) -> Sequence[Request]:
+    """As longctx, but prompt and answer together reach the point, so 1x is within training."""
+    assert point.context is not None
+    prompt = Point(point.workload, point.label, point.context - STEP_OUTPUT_TOKENS)
+    return _longctx(prompt, profile, prompts, sizes)
+
+
+def _cancel(
+    point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes
+) -> Sequence[Request]:
+    requests = list(_stream(point, profile, prompts, sizes))
+    leaving = prompts.random.sample(range(len(requests)), round(LEAVING_SHARE * len(requests)))
+    for index in leaving:
+        moment = prompts.random.randrange(1, max(2, sizes.output_tokens))
+        requests[index] = replace(requests[index], leaves_after=moment)
+    return requests
+
+
+_ALL = (
+    Workload(
+        "chat",
+        f"conversations of {TURNS} turns, lengths varied; a turn extends the prompt before it",
+        _EIGHT,
+        _one_point("chat"),
+        _chat,
+    ),
+    Workload("stream", "prompts and answers of one size", _ONE, _one_point("stream"), _stream),
+    Workload("prefill", "a long prompt, one new token", _ONE, _one_point("prefill"), _prefill),
+    Workload("longctx", "step latency against context length", _ONE, _longctx_points, _longctx),
+    Workload(
+        "shared-prefix",
+        "several requests for each of several long prefixes",
+        _EIGHT,
+        _one_point("shared-prefix"),
+        _shared_prefix,
+    ),
+    Workload(
+        "shift",
+        "answers that outgrow the context, which is shifted",
+        _ONE,
+        _one_point("shift"),
+        _shift,
+    ),
+    Workload(
+        "extrapolate",
+        "step latency within, at 2 and at 4 times the trained context",
+        _ONE,
+        _extrapolate_points,
+        _extrapolate,
+    ),
+    Workload(
+        "cancel",
+        f"as stream, but {LEAVING_SHARE:.0%} of the clients leave at a random moment",
+        _EIGHT,
+        _one_point("cancel"),
+        _cancel,
+    ),
+)
+WORKLOADS: Mapping[str, Workload] = {workload.name: workload for workload in _ALL}

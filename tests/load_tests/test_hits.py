@@ -1,0 +1,165 @@
+"""The theory of prefix hits, by hand and against a real server over a tiny checkpoint."""
+
+import asyncio
+from dataclasses import replace
+
+import httpx
+import pytest
+import torch
+
+from load_tests.arrivals import closed_loop
+from load_tests.hits import cached_tokens
+from load_tests.prompts import PromptMaker
+from load_tests.terms import Profile, Request
+from load_tests.workloads import WORKLOADS, Sizes
+from server.app import HttpOptions, create_app
+from server.async_engine import AsyncEngine
+from server.build import load_models
+from server.metrics import Metrics
+from server.models import Models
+from tests.model.checkpoints import llama, random_model, save
+from tests.server.fake_engine import configured
+from tests.server.toy import running, sample
+
+BLOCK = 16
+VOCABULARY = 258
+SYNC = Profile("sync")
+SIZES = Sizes(
+    prompt_tokens=40,
+    output_tokens=12,
+    prefill_tokens=70,
+    prefix_tokens=40,
+    prefixes=5,
+    requests_per_prefix=3,
+    requests_per_worker=3,
+    context=256,
+    block_size=BLOCK,
+)
+
+
+def closed(workers):
+    return Profile("closed", concurrency=workers)
+
+
+def theory(*prompts, profile=SYNC):
+    requests = [Request(prompt, len(prompt), 1) for prompt in prompts]
+    return cached_tokens(requests, profile, BLOCK)
+
+
+def ids(count, start=0):
+    return tuple(range(start, start + count))
+
+
+def test_whole_blocks_but_never_the_last_token():
+    for length, hit in ((15, 0), (16, 0), (17, 16), (32, 16), (33, 32), (47, 32)):
+        assert theory(ids(length), ids(length)) == (hit, hit)
+
+
+def test_only_what_begins_alike_is_shared():
+    assert theory(ids(40), ids(40, start=1)) == (0, 0)
+    assert theory(ids(40), ids(20) + ids(20, start=500)) == (16, 16)
+    assert theory(ids(40), ids(16, start=500) + ids(40)[16:]) == (0, 0)
+
+
+def test_the_share_of_k_requests_for_each_prefix():
+    sizes = replace(SIZES, prefixes=7, requests_per_prefix=5)
+    plan = plan_of("shared-prefix", SYNC, sizes)
+    whole = sizes.prefix_tokens // BLOCK * BLOCK
+    assert plan.cached_tokens == (7 * 4 * whole,) * 2
+    prompts = sum(request.prompt_tokens for request in plan.requests)
+    length = plan.requests[0].prompt_tokens
+    assert plan.cached_tokens[0] / prompts == pytest.approx(whole / length * (1 - 1 / 5))
+
+
+def test_what_may_still_be_computed_is_only_a_bound():
+    same = [ids(40)] * 6
+    assert theory(*same, profile=closed(1)) == (5 * 32, 5 * 32)
+    assert theory(*same, profile=closed(4)) == (2 * 32, 5 * 32)
+    assert theory(*same, profile=closed(6)) == (0, 5 * 32)
+    assert theory(*same, profile=Profile("poisson", rate=1.0)) == (0, 5 * 32)
+    assert theory(*same, profile=Profile("gamma", rate=1.0, burstiness=0.5)) == (0, 5 * 32)
+
+
+def test_text_has_no_theory():
+    assert cached_tokens([Request("some words", 2, 1)], SYNC, BLOCK) is None
+
+
+@pytest.fixture(scope="module")
+def metrics():
+    return Metrics()
+
+
+@pytest.fixture(scope="module")
+def url(metrics, tmp_path_factory):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    config = llama(max_position_embeddings=256)
+    folder = save(random_model(config), tmp_path_factory.mktemp("model"))
+    flags = ("--dtype", "float32", "--kv-memory", "64M", "--max-seqs", "8")
+    (loaded,) = load_models(configured(f"m={folder}", *flags), metrics)
+    engine = AsyncEngine({"m": loaded.engine}, metrics.observe_step)
+    app = create_app(Models([loaded.served]), engine, metrics, HttpOptions())
+    with running(app) as (url, _):
+        yield url
+    torch.set_num_threads(threads)
+
+
+def plan_of(workload, profile, sizes=SIZES):
+    """With prompts that no other test sends."""
+    prompts = PromptMaker(f"{workload} {profile.label} {sizes}", "ids", VOCABULARY)
+    chosen = WORKLOADS[workload]
+    return chosen.plan(chosen.points(sizes)[0], profile, prompts, sizes)
+
+
+def seen(metrics):
+    labels = {"model_name": "m", "encoding": "rope"}
+    return [
+        sample(metrics, f"prefix_cache_{what}_tokens_total", **labels)
+        for what in ("queried", "hit")
+    ]
+
+
+def sent(url, plan, profile):
+    """Prompt tokens that each request was told were cached."""
+
+    async def send(client, request):
+        body = {
+            "model": "m",
+            "prompt": list(request.prompt),
+            "max_tokens": request.output_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            **request.extra,
+        }
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    async def drive():
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            return await closed_loop(
+                plan.requests, profile.concurrency, lambda request, _: send(client, request)
+            )
+
+    return asyncio.run(drive())
+
+
+@pytest.mark.parametrize("profile", [SYNC, closed(4)], ids=lambda each: each.label)
+@pytest.mark.parametrize("workload", ["chat", "stream", "prefill", "shared-prefix", "shift"])
+def test_a_server_finds_exactly_what_theory_says(workload, profile, url, metrics):
+    plan = plan_of(workload, profile)
+    low, high = plan.cached_tokens
+    assert low == high
+    assert (low > 0) == (workload in ("chat", "shared-prefix"))
+    before = seen(metrics)
+    cached = sent(url, plan, profile)
+    queried, hit = (after - start for after, start in zip(seen(metrics), before, strict=True))
+    assert queried == sum(request.prompt_tokens for request in plan.requests)
+    assert hit == sum(cached) == low
+
+
+def test_a_server_stays_within_the_bounds_where_they_are_all_there_is(url):
+    sizes = replace(SIZES, prefixes=1, requests_per_prefix=12)
+    low, high = plan_of("shared-prefix", closed(4), sizes).cached_tokens
+    assert 0 < low < high
+    assert low <= sum(sent(url, plan_of("shared-prefix", closed(4), sizes), closed(4))) <= high
