@@ -5,23 +5,22 @@ dialect says, and exactly the requested number of tokens was generated. Anything
 with a reason, because a stream cut short would otherwise improve every mean.
 """
 
-import asyncio
 import json
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from load_tests.http1 import BadResponse, EventReader, ResponseReader
+from load_tests.exchange import Answer, exchange
+from load_tests.http1 import BadResponse, EventReader
+from load_tests.terms import Outcome, Request
 
 _DONE = b"[DONE]"
-_KEPT_EVENTS = 3  # usage comes last, or last but one
 
 
 class Unreachable(Exception):
-    """The server did not answer a question asked before measuring."""
+    """The server did not answer a question asked beside the load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class Dialect:
     """How a server's `/v1/completions` differs from vLLM's."""
 
     name: str
-    usage_option: bool  # `stream_options` asks for the usage chunk
+    usage_option: bool  # `stream_options` asks for usage: in every chunk, and in one at the end
     done_marker: bool  # the stream ends with [DONE]
     ignore_eos: bool  # the field is known
     token_ids: bool  # a prompt may be a list of token ids
@@ -52,41 +51,24 @@ class Server:
     model: str | None = None
     ignore_eos: bool = True
     api_key: str | None = None
-    timeout_s: float = 600.0
+    timeout_s: float = 600.0  # for the whole of an answer
+    idle_s: float = 120.0  # between two pieces of it
+
+    @property
+    def url(self) -> str:
+        """As `--base-url` takes it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """One request: `prompt_tokens` is how many tokens the prompt should have."""
+class Arm:
+    """What is compared: a model on a server, and how its positions are computed."""
 
-    prompt: str | tuple[int, ...]
-    prompt_tokens: int
-    output_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one request. Times are `time.perf_counter` seconds."""
-
-    intended: float  # when it should have been sent
-    sent: float
-    first: float  # first chunk with text
-    ended: float
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    error: str | None = None
-
-    @property
-    def ttft_s(self) -> float:
-        """Intended start to the first chunk with text."""
-        return self.first - self.intended
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Seconds per token after the first; None for a single token."""
-        if self.output_tokens < 2:
-            return None
-        return (self.ended - self.first) / (self.output_tokens - 1)
+    label: str  # rope, t5:table
+    server: Server
+    encoding: str  # "" where the server does not say
+    setting: str = ""  # a bias form or RoPE frame; "" for the server's own choice
 
 
 def split_base_url(url: str) -> tuple[str, int]:
@@ -95,6 +77,45 @@ def split_base_url(url: str) -> tuple[str, int]:
     if parts.scheme != "http" or not parts.hostname or parts.path.rstrip("/") not in ("", "/v1"):
         raise ValueError(f"{url!r} is not a base URL such as http://127.0.0.1:8000")
     return parts.hostname, parts.port or 80
+
+
+async def complete(server: Server, request: Request, intended: float | None = None) -> Outcome:
+    """Send one request and read its stream to the end. Failures are in the outcome."""
+    content = encode_request(server, "POST", "/v1/completions", completion_body(server, request))
+    stream = _Stream(content, server, request)
+    sent = time.perf_counter()
+    error = await exchange(server.host, server.port, stream, server.timeout_s)
+    ended = time.perf_counter() if error is not None or stream.last is None else stream.last
+    usage = stream.usage
+    return Outcome(
+        intended=sent if intended is None else intended,
+        sent=sent,
+        ended=ended,
+        chunks=stream.chunks_until(ended) if error is None else tuple(stream.chunks),
+        prompt_tokens=usage.prompt,
+        output_tokens=usage.output,
+        cached_tokens=usage.cached,
+        left=stream.left,
+        error=error,
+    )
+
+
+async def fetch(server: Server, method: str, path: str, body: object = None) -> bytes:
+    """The body of an answer with status 200. Raises Unreachable."""
+    answer = Answer(encode_request(server, method, path, body), server.idle_s)
+    error = await exchange(server.host, server.port, answer, server.timeout_s)
+    if error is not None:
+        raise Unreachable(f"{server.url}{path}: {error}")
+    return answer.body
+
+
+async def get_json(server: Server, path: str) -> Any:
+    """The JSON answer to a GET. Raises Unreachable."""
+    try:
+        return json.loads(await fetch(server, "GET", path))
+    except ValueError:
+        where = f"{server.url}{path}"
+        raise Unreachable(f"{where} did not answer with JSON; is this the right port?") from None
 
 
 def encode_request(server: Server, method: str, path: str, body: object = None) -> bytes:
@@ -112,7 +133,7 @@ def encode_request(server: Server, method: str, path: str, body: object = None) 
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + content
 
 
-def completion_body(server: Server, request: Completion) -> dict[str, object]:
+def completion_body(server: Server, request: Request) -> dict[str, object]:
     """The greedy, streamed `/v1/completions` body in the server's dialect."""
     prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
     body: dict[str, object] = {
@@ -124,179 +145,100 @@ def completion_body(server: Server, request: Completion) -> dict[str, object]:
     if server.model is not None:
         body["model"] = server.model
     if server.dialect.usage_option:
-        body["stream_options"] = {"include_usage": True}
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     if server.dialect.ignore_eos and server.ignore_eos:
         body["ignore_eos"] = True
-    return body
+    return {**body, **request.extra}
 
 
-async def complete(server: Server, request: Completion, intended: float | None = None) -> Outcome:
-    """Send one request and read its stream to the end. Failures are in the outcome."""
-    body = completion_body(server, request)
-    content = encode_request(server, "POST", "/v1/completions", body)
-    sent = time.perf_counter()
-    stream = _Stream(content, server.dialect, request.output_tokens)
-    error = await _exchange(server, stream)
-    ended = stream.last or time.perf_counter()
-    return Outcome(
-        intended=sent if intended is None else intended,
-        sent=sent,
-        # An answer without any text (say, one special token) is first seen when it ends.
-        first=stream.first or ended,
-        ended=ended,
-        prompt_tokens=stream.prompt_tokens,
-        output_tokens=stream.output_tokens,
-        error=error,
-    )
+class _Usage(NamedTuple):
+    prompt: int = 0
+    output: int = 0
+    cached: int | None = None
 
 
-async def get_json(server: Server, path: str) -> Any:
-    """The JSON answer to a GET. Raises Unreachable."""
-    answer = _Answer(encode_request(server, "GET", path))
-    error = await _exchange(server, answer)
-    where = f"http://{server.host}:{server.port}{path}"
-    if error is not None:
-        raise Unreachable(f"{where}: {error}")
-    try:
-        return json.loads(answer.body)
-    except ValueError:
-        raise Unreachable(f"{where} did not answer with JSON; is this the right port?") from None
+class _Stream(Answer):
+    """A stream of completion chunks, each with the moment it came."""
 
-
-async def _exchange(server: Server, protocol: "_Answer") -> str | None:
-    """Connect, wait for the end, close. The reason it failed, if it did."""
-    loop = asyncio.get_running_loop()
-    transport: asyncio.BaseTransport | None = None
-    try:
-        async with asyncio.timeout(server.timeout_s):
-            transport, _ = await loop.create_connection(lambda: protocol, server.host, server.port)
-            return await protocol.finished
-    except TimeoutError:
-        return f"no complete answer within {server.timeout_s:g} s"
-    except OSError as error:
-        return f"cannot connect: {error.strerror or error}"
-    finally:
-        if transport is not None:
-            transport.close()
-
-
-class _Answer(asyncio.Protocol):
-    """Sends one request and collects the body; `finished` holds None or the reason it failed."""
-
-    def __init__(self, request: bytes) -> None:
-        self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self.body = b""
+    def __init__(self, content: bytes, server: Server, request: Request) -> None:
+        super().__init__(content, server.idle_s)
+        self.chunks: list[tuple[float, int]] = []
+        self.last: float | None = None  # when the latest event came
+        self.usage = _Usage()
+        self.left = False
+        self._dialect = server.dialect
         self._request = request
-        self._reader = ResponseReader()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            body = self._reader.feed(data)
-        except BadResponse as error:
-            self._end(str(error))
-            return
-        self._take(body)
-        if self._reader.complete:
-            self._end(self._verdict())
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self.finished.done():
-            return
-        try:
-            self._reader.close()
-        except BadResponse as error:
-            self._end(str(error))
-        else:
-            self._end(self._verdict())
-
-    def _end(self, error: str | None) -> None:
-        if not self.finished.done():
-            self.finished.set_result(error)
-
-    def _take(self, body: bytes) -> None:
-        self.body += body
-
-    def _verdict(self) -> str | None:
-        """None for a good answer, else what is wrong with it."""
-        if self._reader.status == 200:
-            return None
-        return f"status {self._reader.status}: {self.body[:300].decode(errors='replace')}"
-
-
-class _Stream(_Answer):
-    """A stream of completion chunks. Only chunks that matter are parsed."""
-
-    def __init__(self, request: bytes, dialect: Dialect, output_tokens: int) -> None:
-        super().__init__(request)
-        self.first: float | None = None
-        self.last: float | None = None
-        self.prompt_tokens = 0
-        self.output_tokens = 0
-        self._dialect = dialect
-        self._wanted_tokens = output_tokens
         self._events = EventReader()
-        self._tail: deque[bytes] = deque(maxlen=_KEPT_EVENTS)
+        self._counted = False  # whether any usage was seen
         self._done = False
-        self._error: str | None = None
 
-    def _take(self, body: bytes) -> None:
-        if self._reader.status != 200:
-            super()._take(body)
+    def chunks_until(self, ended: float) -> tuple[tuple[float, int], ...]:
+        """The chunks; an answer without any text (say, one special token) is seen at its end."""
+        return tuple(self.chunks) or ((ended, self.usage.output),)
+
+    def take(self, body: bytes) -> None:
+        if self.reader.status != 200:
+            super().take(body)
             return
-        payloads = self._events.feed(body)
-        if payloads:
-            self.last = time.perf_counter()
-        for payload in payloads:
-            if payload == _DONE:
-                self._done = True
-                continue
-            if b'"error"' in payload and self._error is None:
-                self._error = _reported_error(payload)
-            if self.first is None and _has_text(payload):
-                self.first = self.last
-            self._tail.append(payload)
+        for payload in self._events.feed(body):
+            if not self.left:
+                self.last = time.perf_counter()
+                self._event(payload)
 
-    def _verdict(self) -> str | None:
-        refused = super()._verdict()
-        if refused is not None:
+    def verdict(self) -> str | None:
+        if (refused := super().verdict()) is not None:
             return refused
-        if self._error is not None:
-            return f"error in the stream: {self._error}"
         if self._dialect.done_marker and not self._done:
             return "the stream ended without [DONE]"
-        usage = next((u for u in map(_usage, reversed(self._tail)) if u is not None), None)
-        if usage is None:
+        if not self._counted:
             return "the stream ended without a usage chunk"
-        self.prompt_tokens, self.output_tokens = usage
-        if self.output_tokens != self._wanted_tokens:
-            return f"{self.output_tokens} tokens instead of {self._wanted_tokens}"
+        if self.usage.output != self._request.output_tokens:
+            return f"{self.usage.output} tokens instead of {self._request.output_tokens}"
         return None
 
+    def _event(self, payload: bytes) -> None:
+        if self._done:
+            raise BadResponse("the stream went on after [DONE]")
+        if payload == _DONE:
+            self._done = True
+            return
+        has_text, usage = _read_chunk(payload)
+        if usage is not None:
+            self.usage = usage
+            self._counted = True
+        if has_text:
+            self._text(usage)
 
-def _parsed(payload: bytes) -> Mapping[str, Any]:
+    def _text(self, usage: _Usage | None) -> None:
+        before = self.chunks[-1][1] if self.chunks else 0
+        so_far = before + 1 if usage is None else usage.output
+        self.chunks.append((self.last or 0.0, so_far))
+        if len(self.chunks) == self._request.leaves_after:
+            self.left = True
+            self.usage = self.usage._replace(output=so_far)
+            self.end(None)
+
+
+def _read_chunk(payload: bytes) -> tuple[bool, _Usage | None]:
+    """Whether a chunk has text, and its usage. Raises BadResponse, also for an error frame."""
     try:
         chunk = json.loads(payload)
-    except ValueError:
-        return {"error": f"not JSON: {payload[:80]!r}"}
-    return chunk if isinstance(chunk, dict) else {}
+        if error := chunk.get("error"):
+            message = error.get("message", error) if isinstance(error, dict) else error
+            raise BadResponse(f"error in the stream: {message}")
+        has_text = any(choice.get("text") for choice in chunk.get("choices") or ())
+        return has_text, _read_usage(chunk.get("usage"))
+    # What the parser and a look into something of another shape raise.
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        raise BadResponse(f"not a completion chunk: {payload[:80]!r}") from None
 
 
-def _has_text(payload: bytes) -> bool:
-    return any(choice.get("text") for choice in _parsed(payload).get("choices") or ())
-
-
-def _usage(payload: bytes) -> tuple[int, int] | None:
-    usage = _parsed(payload).get("usage")
-    return (usage["prompt_tokens"], usage["completion_tokens"]) if usage else None
-
-
-def _reported_error(payload: bytes) -> str | None:
-    """The message of an error frame; None when the word only occurs in the text."""
-    error = _parsed(payload).get("error")
-    if isinstance(error, dict):
-        return str(error.get("message", error))
-    return str(error) if error else None
+def _read_usage(usage: Any) -> _Usage | None:
+    if usage is None:
+        return None
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    return _Usage(
+        int(usage["prompt_tokens"]),
+        int(usage["completion_tokens"]),
+        None if cached is None else int(cached),
+    )

@@ -7,6 +7,7 @@ per chunk and leaves JSON to its caller.
 from enum import Enum, auto
 
 _MAX_LINE_BYTES = 65_536
+_MAX_EVENT_BYTES = 1 << 20
 
 
 class BadResponse(Exception):
@@ -137,10 +138,13 @@ class EventReader:
         self._rest = b""
 
     def feed(self, body: bytes) -> list[bytes]:
+        """Raises BadResponse for an event without an end."""
         data = self._rest + body
         if b"\r" in data:  # never inside JSON, so a sender that ends its lines with CR LF
             data = data.replace(b"\r\n", b"\n")
         *events, self._rest = data.split(b"\n\n")
+        if len(self._rest) > _MAX_EVENT_BYTES:
+            raise BadResponse(f"an event exceeds {_MAX_EVENT_BYTES} bytes")
         payloads = (_payload(event) for event in events)
         return [payload for payload in payloads if payload is not None]
 

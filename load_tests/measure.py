@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from load_tests.arrivals import closed_loop, poisson
-from load_tests.client import Completion, Outcome, Server, complete
+from load_tests.client import Server, complete
 from load_tests.cpu import CpuMeter, CpuShares
 from load_tests.prompts import PromptMaker
 from load_tests.scenarios import Scenario, Sizes, requests
+from load_tests.terms import Outcome, Request
 
 _WARM_UP_PROMPT_TOKENS = 16
 _WARM_UP_OUTPUT_TOKENS = 4
@@ -75,7 +76,7 @@ async def run(
     todo = requests(scenario, sizes, prompts)
     answered = 0
 
-    async def send(request: Completion, intended: float) -> Outcome:
+    async def send(request: Request, intended: float) -> Outcome:
         nonlocal answered
         outcome = await complete(server, request, intended)
         answered += 1
@@ -92,7 +93,7 @@ async def run(
 
 
 def figures(
-    sent: Sequence[Completion], outcomes: Sequence[Outcome], cpu: CpuShares | None = None
+    sent: Sequence[Request], outcomes: Sequence[Outcome], cpu: CpuShares | None = None
 ) -> RunFigures:
     """The figures of one run from its requests and their outcomes. Raises NoSuccess."""
     good = [outcome for outcome in outcomes if outcome.error is None]
@@ -100,8 +101,8 @@ def figures(
     if not good:
         raise NoSuccess(errors.most_common(1)[0][0])
     total_s = max(o.ended for o in outcomes) - min(o.intended for o in outcomes)
-    ttfts = [outcome.ttft_s for outcome in good]
-    tpots = [tpot for outcome in good if (tpot := outcome.tpot_s) is not None]
+    ttfts = [_ttft_s(outcome) for outcome in good]
+    tpots = [tpot for outcome in good if (tpot := _tpot_s(outcome)) is not None]
     tokens = sum(outcome.output_tokens for outcome in good)
     return RunFigures(
         requests=len(outcomes),
@@ -110,7 +111,7 @@ def figures(
         total_s=total_s,
         output_tokens=tokens,
         output_tokens_per_s=tokens / total_s,
-        prompt_tokens_per_s=percentile([o.prompt_tokens / o.ttft_s for o in good], 0.5),
+        prompt_tokens_per_s=percentile([o.prompt_tokens / _ttft_s(o) for o in good], 0.5),
         ttft_p50_ms=percentile(ttfts, 0.5) * 1e3,
         ttft_p99_ms=percentile(ttfts, 0.99) * 1e3,
         tpot_p50_ms=percentile(tpots, 0.5) * 1e3 if tpots else None,
@@ -121,3 +122,15 @@ def figures(
         ),
         cpu=cpu,
     )
+
+
+def _ttft_s(outcome: Outcome) -> float:
+    """Intended start to the first chunk with text."""
+    return outcome.chunks[0][0] - outcome.intended
+
+
+def _tpot_s(outcome: Outcome) -> float | None:
+    """Seconds per token after the first; None for a single token."""
+    if outcome.output_tokens < 2:
+        return None
+    return (outcome.ended - outcome.chunks[0][0]) / (outcome.output_tokens - 1)

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
-from load_tests.client import Completion
+from load_tests.terms import Request
 
 Form = Literal["ids", "text"]
 Prompt = str | tuple[int, ...]
@@ -45,9 +45,9 @@ class PromptMaker:
 
     def request(
         self, prompt_tokens: int, output_tokens: int, prefix: Sequence[str | int] = ()
-    ) -> Completion:
+    ) -> Request:
         """As `prompt`, with the answer's length."""
-        return Completion(self.prompt(prompt_tokens, prefix), prompt_tokens, output_tokens)
+        return Request(self.prompt(prompt_tokens, prefix), prompt_tokens, output_tokens)
 
     def prompt(self, tokens: int, prefix: Sequence[str | int] = ()) -> Prompt:
         """`prefix` and new pieces, `tokens` in all.

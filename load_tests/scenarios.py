@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from load_tests.client import Completion
 from load_tests.prompts import PromptMaker
+from load_tests.terms import Request
 
 WORKLOADS: Mapping[str, str] = {
     "stream": "one stream at a time",
@@ -64,7 +64,7 @@ def scenarios(workloads: Sequence[str], concurrency: Sequence[int], rate: float)
     return lines
 
 
-def requests(scenario: Scenario, sizes: Sizes, prompts: PromptMaker) -> list[Completion]:
+def requests(scenario: Scenario, sizes: Sizes, prompts: PromptMaker) -> list[Request]:
     """New requests for one run of `scenario`."""
     if scenario.workload == "prefill":
         return [prompts.request(sizes.prefill_tokens, 1)]

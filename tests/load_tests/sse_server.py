@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-Pieces = Sequence[bytes]
+Pieces = Sequence[bytes | float]  # a number is seconds of silence
 Answer = Callable[[str, dict], Pieces]
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -36,13 +36,17 @@ def event(payload: object) -> bytes:
     return f"data: {text}\n\n".encode()
 
 
-def text_event(text: str) -> bytes:
-    return event({"choices": [{"index": 0, "text": text, "finish_reason": None}], "usage": None})
+def text_event(text: str, usage: dict | None = None) -> bytes:
+    return event({"choices": [{"index": 0, "text": text, "finish_reason": None}], "usage": usage})
 
 
-def usage_event(prompt: int, completion: int) -> bytes:
-    usage = {"prompt_tokens": prompt, "completion_tokens": completion}
-    return event({"choices": [], "usage": usage})
+def counts(prompt: int, completion: int) -> dict:
+    return {"prompt_tokens": prompt, "completion_tokens": completion}
+
+
+def usage_event(prompt: int, completion: int, cached: int | None = None) -> bytes:
+    details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
+    return event({"choices": [], "usage": counts(prompt, completion) | details})
 
 
 def stream(events: Sequence[bytes]) -> list[bytes]:
@@ -116,6 +120,9 @@ def _handler(answer: Answer, pause_s: float, running: Running):
         running.most_in_flight = max(running.most_in_flight, running.in_flight)
         try:
             for piece in answer(path, body):
+                if isinstance(piece, float):
+                    await asyncio.sleep(piece)
+                    continue
                 writer.write(piece)
                 await writer.drain()
                 if pause_s:

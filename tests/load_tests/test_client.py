@@ -1,22 +1,24 @@
 import asyncio
 import json
 import socket
+from dataclasses import replace
 
 import pytest
 
 from load_tests.client import (
     DIALECTS,
-    Completion,
-    Outcome,
     Server,
     Unreachable,
     complete,
+    fetch,
     get_json,
     split_base_url,
 )
+from load_tests.terms import Outcome, Request
 from tests.load_tests.sse_server import (
     HEAD,
     chunk,
+    counts,
     event,
     good,
     serving,
@@ -26,7 +28,7 @@ from tests.load_tests.sse_server import (
     whole,
 )
 
-REQUEST = Completion((5, 6, 7), 3, 2)
+REQUEST = Request((5, 6, 7), 3, 2)
 TEXTS = [text_event(" a"), text_event(" b")]
 USAGE = usage_event(3, 2)
 DONE = event("[DONE]")
@@ -46,9 +48,10 @@ def test_a_good_stream_counts_its_tokens_and_times():
     outcome = ask(good, pause_s=0.02, model="tiny")
     assert outcome.error is None
     assert (outcome.prompt_tokens, outcome.output_tokens) == (3, 2)
-    assert 0 < outcome.ttft_s < outcome.ended - outcome.sent
-    assert outcome.tpot_s == pytest.approx(outcome.ended - outcome.first)
-    assert outcome.tpot_s > 0.01
+    (first, one), (second, two) = outcome.chunks
+    assert (one, two) == (1, 2)
+    assert outcome.intended == outcome.sent < first < second < outcome.ended
+    assert outcome.ended - first > 0.01
 
 
 def test_every_byte_in_its_own_packet():
@@ -58,27 +61,55 @@ def test_every_byte_in_its_own_packet():
     assert ask(bytewise, pause_s=0.0001).error is None
 
 
-def test_the_first_text_is_what_counts_as_first():
+def test_only_chunks_with_text_are_chunks():
     empty, late = text_event(""), text_event("x")
     outcome = ask(says(empty, empty, empty, empty, late, USAGE, DONE), pause_s=0.02)
     assert outcome.error is None
-    assert outcome.ttft_s > 0.08
+    ((first, _),) = outcome.chunks
+    assert first - outcome.sent > 0.08
 
 
-def test_an_answer_without_text_is_first_seen_at_its_end():
+def test_an_answer_without_text_is_seen_at_its_end():
     outcome = ask(says(text_event(""), USAGE, DONE))
     assert outcome.error is None
-    assert outcome.first == outcome.ended
+    assert outcome.chunks == ((outcome.ended, 2),)
 
 
-def test_one_token_has_no_time_per_token():
-    outcome = ask(good, request=Completion((1,), 1, 1))
-    assert outcome.error is None
-    assert outcome.tpot_s is None
+def test_usage_in_a_chunk_says_how_many_tokens_it_brought():
+    request = Request((5, 6, 7), 3, 5)
+    chunks = [text_event("ab", counts(3, 2)), text_event("cde", counts(3, 5))]
+    outcome = ask(says(*chunks, usage_event(3, 5), DONE), request=request)
+    assert [tokens for _, tokens in outcome.chunks] == [2, 5]
 
 
-def test_the_intended_start_counts_against_a_late_client():
-    assert Outcome(intended=1.0, sent=1.5, first=2.0, ended=3.0).ttft_s == 1.0
+def test_cached_tokens_are_what_the_server_says():
+    assert ask(says(*TEXTS, usage_event(3, 2, cached=1), DONE)).cached_tokens == 1
+    assert ask(says(*TEXTS, USAGE, DONE)).cached_tokens is None
+
+
+def test_the_intended_start_is_kept_beside_the_real_one():
+    with serving() as running:
+        server = Server("127.0.0.1", running.port, DIALECTS["openai"])
+        outcome = asyncio.run(complete(server, REQUEST, intended=1.0))
+    assert outcome.intended == 1.0
+    assert outcome.sent > 1.0
+
+
+def test_a_client_that_leaves_hangs_up_and_has_been_served():
+    chunks = [text_event("x", counts(3, number)) for number in range(1, 9)]
+    answer = [HEAD, *(chunk(data) for data in chunks), 60.0]
+    outcome = ask(lambda path, body: answer, request=Request((5, 6, 7), 3, 99, leaves_after=4))
+    assert (outcome.left, outcome.error) == (True, None)
+    assert [tokens for _, tokens in outcome.chunks] == [1, 2, 3, 4]
+    assert (outcome.prompt_tokens, outcome.output_tokens) == (3, 4)
+
+
+def test_a_client_that_could_not_leave_is_judged_like_any_other():
+    patient = Request((5, 6, 7), 3, 2, leaves_after=9)
+    whole_answer = ask(says(*TEXTS, USAGE, DONE), request=patient)
+    assert (whole_answer.left, whole_answer.error) == (False, None)
+    cut = ask(says(TEXTS[0]), request=patient)
+    assert (cut.left, cut.error) == (False, "the stream ended without [DONE]")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +120,14 @@ def test_the_intended_start_counts_against_a_late_client():
         ([TEXTS[0], usage_event(3, 1), DONE], "1 tokens instead of 2"),
         ([*TEXTS, event({"error": {"message": "no blocks"}}), USAGE, DONE], "no blocks"),
         ([event({"error": "worker died"})], "worker died"),
-        ([event('{"error": "half'), USAGE, DONE], "not JSON"),
+        ([event('{"error": "half'), USAGE, DONE], "not a completion chunk"),
+        ([event("[" * 100_000), USAGE, DONE], "not a completion chunk"),
+        ([b"data: \xff\xfe\n\n", USAGE, DONE], "not a completion chunk"),
+        ([event([1, 2]), USAGE, DONE], "not a completion chunk"),
+        ([event({"choices": [3]}), USAGE, DONE], "not a completion chunk"),
+        ([*TEXTS, event({"usage": {"prompt_tokens": "x"}}), DONE], "not a completion chunk"),
+        ([*TEXTS, USAGE, DONE, TEXTS[0]], "went on after \\[DONE\\]"),
+        ([b"data: " + b"x" * 2_000_000, USAGE, DONE], "an event exceeds"),
     ],
 )
 def test_a_stream_that_went_wrong_is_a_failure(events, reason):
@@ -119,9 +157,27 @@ def test_bytes_that_are_not_http_are_a_failure():
     assert "not an HTTP/1.1" in str(ask(lambda path, body: [b"220 mail ready\r\n\r\n"]).error)
 
 
-def test_a_silent_server_times_out():
-    outcome = ask(good, pause_s=0.3, timeout_s=0.1)
+def test_a_connection_reset_before_the_head_is_a_failure():
+    error = ask(lambda path, body: []).error
+    assert error == "the server closed the connection before it answered"
+
+
+def test_a_slow_server_is_given_up_after_the_limit():
+    endless = [HEAD, *[chunk(TEXTS[0]), 0.02] * 200]
+    outcome = ask(lambda path, body: endless, timeout_s=0.1)
     assert outcome.error == "no complete answer within 0.1 s"
+    assert outcome.ended - outcome.sent >= 0.1
+
+
+@pytest.mark.parametrize("before", [[], [HEAD], [HEAD, chunk(TEXTS[0])], [HEAD, chunk(DONE)]])
+def test_a_server_that_stalls_is_given_up_after_the_idle_limit(before):
+    outcome = ask(lambda path, body: [*before, 60.0], idle_s=0.1)
+    assert outcome.error == "the server said nothing for 0.1 s"
+    assert outcome.ended - outcome.sent >= 0.1
+
+
+def test_whoever_talks_is_not_idle():
+    assert ask(good, pause_s=0.06, idle_s=0.15).error is None  # six pieces
 
 
 def test_nobody_listens():
@@ -143,11 +199,18 @@ def test_what_is_sent():
             "max_tokens": 2,
             "temperature": 0.0,
             "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "ignore_eos": True,
         }
     ]
     assert "Authorization: Bearer k\r\n" in running.heads[0]
+
+
+def test_more_fields_of_a_request_reach_the_wire():
+    with serving() as running:
+        server = Server("127.0.0.1", running.port, DIALECTS["openai"])
+        asyncio.run(complete(server, replace(REQUEST, extra={"overflow": "shift"})))
+    assert running.bodies[0]["overflow"] == "shift"
 
 
 def test_the_transformers_dialect_sends_no_unknown_field_and_needs_no_done():
@@ -156,9 +219,22 @@ def test_the_transformers_dialect_sends_no_unknown_field_and_needs_no_done():
 
     with serving(says(*TEXTS, event(last))) as running:
         server = Server("127.0.0.1", running.port, DIALECTS["transformers"])
-        outcome = asyncio.run(complete(server, Completion("a b", 2, 2)))
+        outcome = asyncio.run(complete(server, Request("a b", 2, 2)))
     assert outcome.error is None
     assert set(running.bodies[0]) == {"prompt", "max_tokens", "temperature", "stream"}
+
+
+def test_fetch_posts_and_hands_back_the_body():
+    bodies = []
+
+    def answer(path, body):
+        bodies.append((path, body))
+        return whole("200 OK", "done")
+
+    with serving(answer) as running:
+        server = Server("127.0.0.1", running.port, DIALECTS["openai"])
+        assert asyncio.run(fetch(server, "POST", "/flush", {"model": "m"})) == b'"done"'
+    assert bodies == [("/flush", {"model": "m"})]
 
 
 def test_get_json_reads_and_refuses():

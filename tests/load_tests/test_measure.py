@@ -2,21 +2,22 @@ import asyncio
 
 import pytest
 
-from load_tests.client import DIALECTS, Completion, Outcome, Server
+from load_tests.client import DIALECTS, Server
 from load_tests.measure import NoSuccess, figures, percentile, run, warm_up
 from load_tests.prompts import PromptMaker
 from load_tests.scenarios import Scenario, Sizes
+from load_tests.terms import Outcome, Request
 from tests.load_tests.sse_server import good, serving, whole
 
 SIZES = Sizes(prompt_tokens=4, output_tokens=3, prefill_tokens=9, prefix_tokens=5, arrivals=5)
 
 
 def outcome(start: float, first: float, end: float, tokens: int = 11, error=None) -> Outcome:
-    return Outcome(start, start, first, end, 100, tokens, error)
+    return Outcome(start, start, end, ((first, 1),), 100, tokens, error=error)
 
 
-def sent(count: int) -> list[Completion]:
-    return [Completion((index,), 100, 11) for index in range(count)]
+def sent(count: int) -> list[Request]:
+    return [Request((index,), 100, 11) for index in range(count)]
 
 
 def test_percentiles_interpolate():
@@ -52,8 +53,8 @@ def test_nothing_but_failures_is_no_figure():
 
 
 def test_prompt_lengths_the_server_counts_differently():
-    asked = [Completion((index,), tokens, 11) for index, tokens in enumerate([99, 100, 100])]
-    unknown = Outcome(0.0, 0.0, 0.5, 1.0, error="cut")
+    asked = [Request((index,), tokens, 11) for index, tokens in enumerate([99, 100, 100])]
+    unknown = Outcome(0.0, 0.0, 1.0, error="cut")
     result = figures(asked, [outcome(0.0, 0.5, 1.0), outcome(0.0, 0.5, 1.0), unknown])
     assert result.prompt_tokens_off == 1
 
