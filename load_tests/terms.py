@@ -45,7 +45,7 @@ class Point:
 
     workload: str
     label: str
-    context: int | None = None  # tokens before the first new one
+    context: int | None = None  # tokens at its last step, prompt and answer together
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,8 @@ class Plan:
     """The requests of one run, the same for every arm, and what the prefix cache must give.
 
     `cached_tokens` is how many prompt tokens a cache that was empty before the run serves, at
-    least and at most; hits.py says when. None where prompts are text.
+    least and at most; hits.py says when. None where nobody can say: the prompts are text, or the
+    servers do not tell their block size.
     """
 
     requests: tuple[Request, ...]

@@ -15,7 +15,7 @@ from load_tests.terms import Plan, Point, Profile, Request
 
 SUFFIX_TOKENS = 32  # of shared-prefix, after the prefix
 SUFFIX_OUTPUT_TOKENS = 32
-STEP_OUTPUT_TOKENS = 64  # of longctx and extrapolate: enough gaps for a stable median
+STEP_OUTPUT_TOKENS = 32  # of longctx and extrapolate: enough gaps for a stable median
 SHIFT_MARGIN = 32  # tokens before the context is full, and as many after
 EXTRAPOLATION = (1, 2, 4)  # times the trained context
 LEAVING_SHARE = 0.2
@@ -43,7 +43,7 @@ class Sizes:
     arrivals: int = 32  # of open loops
     context: int = 2048  # the smallest `max_model_len` of the arms
     trained_context: int = 2048  # the smallest of the arms
-    block_size: int = 16  # of the cache
+    block_size: int | None = 16  # of their caches; None: they do not say, so there is no theory
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,8 @@ class Workload:
     def plan(self, point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes) -> Plan:
         """New requests for one run. Raises ValueError when sizes leave no room for them."""
         requests = tuple(self.requests(point, profile, prompts, sizes))
+        if sizes.block_size is None:
+            return Plan(requests, None)
         return Plan(requests, cached_tokens(requests, profile, sizes.block_size))
 
 
@@ -165,10 +167,15 @@ def _longctx_points(sizes: Sizes) -> list[Point]:
 def _longctx(
     point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes
 ) -> Sequence[Request]:
-    """One for each worker: a prompt of the point's length, then enough steps at it."""
+    """One for each worker: its last steps are the point, so a context of that length suffices."""
     assert point.context is not None
+    length = point.context - STEP_OUTPUT_TOKENS
+    if length < 1:
+        raise ValueError(
+            f"{point.label} leaves no prompt: use contexts above {STEP_OUTPUT_TOKENS} tokens"
+        )
     count = sizes.arrivals if profile.open_loop else profile.concurrency
-    return [_request(prompts, point.context, STEP_OUTPUT_TOKENS) for _ in range(count)]
+    return [_request(prompts, length, STEP_OUTPUT_TOKENS) for _ in range(count)]
 
 
 def _shared_prefix(
@@ -203,15 +210,6 @@ def _extrapolate_points(sizes: Sizes) -> list[Point]:
         Point("extrapolate", f"extrapolate {times}x", times * sizes.trained_context)
         for times in EXTRAPOLATION
     ]
-
-
-def _extrapolate(
-    point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes
-) -> Sequence[Request]:
-    """As longctx, but prompt and answer together reach the point, so 1x is within training."""
-    assert point.context is not None
-    prompt = Point(point.workload, point.label, point.context - STEP_OUTPUT_TOKENS)
-    return _longctx(prompt, profile, prompts, sizes)
 
 
 def _cancel(
@@ -255,7 +253,7 @@ _ALL = (
         "step latency within, at 2 and at 4 times the trained context",
         _ONE,
         _extrapolate_points,
-        _extrapolate,
+        _longctx,
     ),
     Workload(
         "cancel",

@@ -57,13 +57,15 @@ def test_longctx_has_one_prompt_a_worker_at_every_length():
         Point("longctx", "longctx 256", 256),
     ]
     assert [point.context for point in WORKLOADS["longctx"].points(Sizes())] == [512, 2048, 8192]
-    assert lengths(plan("longctx", CLOSED, point=1)) == [(256, 64)] * 6
+    assert lengths(plan("longctx", CLOSED, point=1)) == [(224, 32)] * 6
+    with pytest.raises(ValueError, match="longctx 32 leaves no prompt"):
+        plan("longctx", sizes=Sizes(contexts=(32,)))
 
 
 def test_a_turn_extends_the_turn_before_it_which_was_sent_at_least_a_round_earlier():
-    requests = plan("chat", CLOSED, sizes=Sizes(context=8192)).requests
+    requests = plan("chat", CLOSED, sizes=Sizes(context=8192, requests_per_worker=1)).requests
     conversations = len(requests) // TURNS
-    assert conversations >= 6
+    assert conversations == 6
     for earlier, later in zip(requests, requests[conversations:], strict=False):
         assert later.prompt[: len(earlier.prompt)] == earlier.prompt
         assert later.prompt_tokens > earlier.prompt_tokens + earlier.output_tokens
@@ -77,6 +79,7 @@ def test_chat_varies_and_stays_within_the_context():
     assert 90 < outputs[len(outputs) // 2] < 180
     assert prompts[-1] > 3 * prompts[0]
     assert max(prompt + output for prompt, output in lengths(made)) <= 600
+    assert all(prompt % 4 == output % 4 == 0 for prompt, output in lengths(made))
 
 
 def test_a_conversation_that_fills_the_context_begins_anew():
@@ -128,6 +131,10 @@ def test_a_fifth_of_the_clients_leave_before_the_end():
     assert min(leaving) >= 1
     assert max(leaving) < 128
     assert len(set(leaving)) > 10
+
+
+def test_without_a_block_size_there_is_no_theory():
+    assert plan("chat", sizes=Sizes(block_size=None)).cached_tokens is None
 
 
 def test_names_and_what_is_none():
