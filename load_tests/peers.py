@@ -15,11 +15,12 @@ from pathlib import Path
 from load_tests.bench import add_load_options, conclude, resolve, sizes_from, workloads_from
 from load_tests.client import Unreachable
 from load_tests.measure import NoSuccess, RunFigures, run, warm_up
+from load_tests.process import StartFailed
 from load_tests.progress import Progress
 from load_tests.prompts import PromptMaker
 from load_tests.report import Cell, ratio_table, results_table
 from load_tests.scenarios import Scenario, scenarios
-from load_tests.systems import OURS, StartFailed, System, running, system_from
+from load_tests.systems import OURS, System, running, system_from
 
 _DESCRIPTION = """\
 Compare Ropewalk with `transformers serve --continuous-batching` on this machine.

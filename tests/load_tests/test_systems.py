@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from load_tests.client import DIALECTS, get_json
-from load_tests.systems import OURS, StartFailed, System, running, system_from
+from load_tests.process import StartFailed
+from load_tests.systems import OURS, System, running, system_from
 
 PATHS = {"peer_python": Path("/p/python"), "model": Path("/m/bf16"), "noeos": Path("/m/noeos")}
 FAKE = f"{sys.executable} -m tests.load_tests.sse_server {{port}}"

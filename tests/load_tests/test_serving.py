@@ -1,0 +1,280 @@
+"""Servers of a comparison: which are started, with what, and that none is left running."""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from load_tests import process, serving
+from load_tests.client import complete
+from load_tests.process import StartFailed
+from load_tests.serving import ServeSpec, flush, parse_serve, parse_setting
+from load_tests.terms import Request
+from server.config import SERVE_OPTIONS, server_config
+from server.options import add_options, read_options
+
+ROOT = Path(__file__).parents[2]
+SMALL = ServeSpec("shape:small")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(serving, "PROGRAM", (sys.executable, "-m", "tests.load_tests.fake_serve"))
+    monkeypatch.setattr(process, "_POLL_S", 0.02)
+
+
+def said(logs):
+    """What each of the fake servers said, the one with the most models first."""
+    lines = [
+        [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+        for log in logs.iterdir()
+    ]
+    return sorted(lines, key=lambda each: -len(each[0]["models"]))
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def served(logs, encodings, settings=(), spec=SMALL, inside=None, **options):
+    """The arms, as they are while the servers run."""
+
+    async def use():
+        options.setdefault("context", 100)
+        async with serving.serving(spec, encodings, settings, logs, **options) as arms:
+            if inside is not None:
+                await inside(arms)
+            return arms
+
+    return asyncio.run(use())
+
+
+# ---- what to serve ----
+
+
+def test_what_may_be_served(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    assert parse_serve("shape:smollm2").model("t5") == "shape:smollm2:t5"
+    assert parse_serve(str(path)).model("nope") == f"shape:{path}:nope"
+    assert parse_serve("family").model("alibi") == "ropewalk-alibi"
+
+
+@pytest.mark.parametrize("text", ["", "shape:", "smollm2", "/no/such/config.json"])
+def test_what_may_not_be_served(text):
+    with pytest.raises(ValueError, match=r"is nothing to serve; use family, shape:smollm2 or"):
+        parse_serve(text)
+
+
+def test_settings():
+    assert parse_setting("t5:materialised") == ("t5", "materialised")
+    assert parse_setting("rope:block") == ("rope", "block")
+
+
+@pytest.mark.parametrize("text", ["t5", "t5:block", "rope:table", "alibi:window", "", "rope:"])
+def test_other_settings_are_refused(text):
+    with pytest.raises(ValueError, match=r"use some of t5:window, .*rope:block"):
+        parse_setting(text)
+
+
+# ---- which processes ----
+
+
+def understood(argv):
+    """What the real server makes of its arguments."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_options(parser, SERVE_OPTIONS)
+    return server_config(read_options(SERVE_OPTIONS, parser.parse_args(argv), {}))
+
+
+def test_all_encodings_share_a_process_and_each_setting_has_its_own(tmp_path, fake):
+    settings = ["t5:table", "rope:block"]
+    arms = served(tmp_path, ["t5", "nope"], settings, context=300, kv_bytes=1000, timeout_s=7.0)
+    assert [(arm.label, arm.encoding, arm.setting) for arm in arms] == [
+        ("t5", "t5", ""),
+        ("nope", "nope", ""),
+        ("t5:table", "t5", "table"),
+        ("rope:block", "rope", "block"),
+    ]
+    assert [arm.server.model for arm in arms] == [arm.label for arm in arms]
+    assert {arm.server.timeout_s for arm in arms} == {7.0}
+    shared, *own = (lines[0] for lines in said(tmp_path))
+    assert shared["models"] == ["t5=shape:small:t5", "nope=shape:small:nope"]
+    assert (shared["bias_form"], shared["rope_frame"], shared["kv_memory"]) == (None, None, 2000)
+    flags = {tuple(each["models"]): (each["bias_form"], each["rope_frame"]) for each in own}
+    assert flags == {
+        ("t5:table=shape:small:t5",): ("table", None),
+        ("rope:block=shape:small:rope",): (None, "block"),
+    }
+    assert {each["kv_memory"] for each in own} == {1000}
+    assert {each["max_model_len"] for each in [shared, *own]} == {300}
+    assert {each["request_timeout"] for each in [shared, *own]} == {7}
+    for each in [shared, *own]:
+        assert understood(each["argv"]).http.port == each["port"]
+    ports = Counter(arm.server.port for arm in arms)
+    assert sorted(ports.values()) == [1, 1, 2]
+    assert {each["port"] for each in [shared, *own]} == set(ports)
+
+
+def test_settings_alone_need_no_process_for_the_rest(tmp_path, fake):
+    (arm,) = served(tmp_path, [], ["t5:window"])
+    assert (arm.label, len(said(tmp_path))) == ("t5:window", 1)
+
+
+def test_memory_is_shared_out_over_all_arms(tmp_path, fake, monkeypatch):
+    sizes = {"SC_AVPHYS_PAGES": 4000, "SC_PAGE_SIZE": 10}
+    monkeypatch.setattr(serving.os, "sysconf", sizes.__getitem__)
+    served(tmp_path, ["rope", "nope"], ["t5:table", "t5:window"])
+    assert sorted(lines[0]["kv_memory"] for lines in said(tmp_path)) == [2500, 2500, 5000]
+
+
+def test_an_arm_is_flushed_by_its_name(tmp_path, fake):
+    async def inside(arms):
+        for arm in arms:
+            await flush(arm)
+
+    served(tmp_path, ["nope"], ["t5:table"], inside=inside)
+    flushed = [
+        line["asked"] for lines in said(tmp_path) for line in lines[1:] if "flush" in str(line)
+    ]
+    assert sorted(flushed) == [
+        "POST /v1/cache/flush?model=nope",
+        "POST /v1/cache/flush?model=t5%3Atable",
+    ]
+
+
+def test_a_users_own_settings_do_not_reach_the_servers(tmp_path, fake, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "ROPEWALK_API_KEYS", "ROPEWALK_ENCODING", "ROPEWALK_HOME"):
+        monkeypatch.setenv(name, "1")
+    served(tmp_path, ["nope"])
+    environ = said(tmp_path)[0][0]["environ"]
+    assert [name for name in environ if name.startswith(("OMP_", "ROPEWALK_"))] == ["ROPEWALK_HOME"]
+
+
+def test_waiting_is_told(tmp_path, fake):
+    told = []
+    served(tmp_path, ["rope", "t5"], tell=told.append)
+    assert told[0] == "starting rope, t5: 0 s"
+
+
+# ---- what goes wrong ----
+
+
+def pids(logs):
+    return [lines[0]["pid"] for lines in said(logs) if lines]
+
+
+def test_a_server_that_does_not_come_up_shows_its_last_words_and_ends_the_others(tmp_path, fake):
+    with pytest.raises(StartFailed, match=r"(?s)^bad: .*ended at its start\n.*no such model"):
+        served(tmp_path, ["bad"], ["t5:table"])
+    assert not any(map(alive, pids(tmp_path)))
+
+
+def test_a_program_that_is_missing_ends_those_that_started(tmp_path, fake, monkeypatch):
+    started = []
+    real = process.start
+
+    def start(title, words, log):
+        if started:
+            words = ["/no/such/program"]
+        started.append(real(title, words, log))
+        return started[-1]
+
+    monkeypatch.setattr(process, "start", start)
+    with pytest.raises(StartFailed, match="/no/such/program: No such file"):
+        served(tmp_path, ["nope"], ["t5:table"])
+    assert started[0].popen.returncode is not None
+
+
+def test_a_context_that_is_cut_short_is_an_error(tmp_path, fake):
+    with pytest.raises(StartFailed, match="nope has room for 50 tokens instead of the 100"):
+        served(tmp_path, ["nope"], spec=ServeSpec("shape:short"))
+    assert not any(map(alive, pids(tmp_path)))
+
+
+def test_an_unknown_setting_starts_nothing(tmp_path, fake):
+    with pytest.raises(ValueError, match="is no bias form"):
+        served(tmp_path, ["nope"], ["t5:block"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_inside_stops_all_even_the_stubborn(tmp_path, fake, monkeypatch):
+    monkeypatch.setattr(process, "_STOP_LIMIT_S", 0.1)
+
+    async def inside(arms):
+        assert all(map(alive, pids(tmp_path)))
+        raise KeyError("inside")
+
+    with pytest.raises(KeyError):
+        served(tmp_path, ["nope"], ["t5:table"], ServeSpec("shape:stubborn"), inside)
+    assert len(pids(tmp_path)) == 2
+    assert not any(map(alive, pids(tmp_path)))
+
+
+INTERRUPTED = """
+import asyncio, sys
+from pathlib import Path
+from load_tests import serving
+
+async def use():
+    serving.PROGRAM = (sys.executable, "-m", "tests.load_tests.fake_serve")
+    spec, logs = serving.ServeSpec("shape:small"), Path(sys.argv[1])
+    async with serving.serving(spec, ["nope"], ["t5:table"], logs, context=100):
+        print("up", flush=True)
+        await asyncio.sleep(60)
+
+try:
+    asyncio.run(use())
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_no_process_behind(tmp_path, number):
+    script, logs = tmp_path / "bench.py", tmp_path / "logs"
+    script.write_text(INTERRUPTED)
+    logs.mkdir()
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    bench = subprocess.Popen(
+        [sys.executable, script, logs], stdout=subprocess.PIPE, cwd=ROOT, env=environ
+    )
+    with bench, bench.stdout as output:
+        assert output.readline() == b"up\n"
+        found = pids(logs)
+        assert len(found) == 2 and all(map(alive, found))
+        bench.send_signal(number)
+        assert bench.wait(20) == 130
+    assert not any(map(alive, found))
+
+
+# ---- the real thing ----
+
+
+def test_random_models_of_a_shape_answer_and_are_flushed(tmp_path):
+    answered = []
+
+    async def inside(arms):
+        for arm in arms:
+            ids = Request(tuple(range(64)), 64, 3)
+            text = Request(" ".join(map(str, range(64))), 64, 3)
+            for request in (ids, text):
+                answered.append(await complete(arm.server, request))
+            await flush(arm)
+            answered.append(await complete(arm.server, ids))
+
+    served(tmp_path, ["learned", "t5"], inside=inside, kv_bytes=1 << 22)
+    assert [outcome.error for outcome in answered] == [None] * 6
+    assert [outcome.cached_tokens for outcome in answered] == [0, 48, 0] * 2
+    assert {outcome.chunks[-1][1] for outcome in answered} == {3}  # all of it visible
