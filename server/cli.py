@@ -138,12 +138,12 @@ def audit(flags: argparse.Namespace) -> int:
     return audit_command.run(flags)
 
 
-def family_prepare(flags: argparse.Namespace) -> int:
-    """`ropewalk family prepare`: prints the data card."""
-    # Late: it loads sentencepiece, numpy and the family's code.
+def family(flags: argparse.Namespace) -> int:
+    """`ropewalk family`: prepare and train the bundled models."""
+    # Late: it loads torch, sentencepiece and the family's code.
     from server import family_command
 
-    return family_command.prepare(flags)
+    return family_command.COMMANDS[flags.family_command](flags)
 
 
 def version(_: argparse.Namespace) -> int:
@@ -218,12 +218,12 @@ def parser() -> Parser:
     line = "watch what each step of a generation changes in the cache"
     auditing = add("audit", audit, line, usage="[MODEL] [FLAGS]", epilog=AUDIT_HELP)
     add_audit_flags(auditing)
-    line = "prepare what the bundled models are made from"
+    line = "make the bundled models again, from the texts on"
     grouping = add("family", None, line, usage="COMMAND [FLAGS]", epilog=FAMILY_HELP)
-    family = grouping.add_subparsers(
+    members = grouping.add_subparsers(
         title="commands", metavar="COMMAND", dest="family_command", required=True
     )
-    add_family_commands(partial(_add_command, family, within="family "), family_prepare)
+    add_family_commands(partial(_add_command, members, within="family "), family)
     probing = add("health", health, "ask a running server how it is", usage="[FLAGS]")
     add_options(probing, HEALTH_OPTIONS)
     add("bench", bench, "measure a running server; its own flags follow")

@@ -2,16 +2,22 @@
 
 import argparse
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
-from model.family import fetch
+from model.encodings.base import EncodingError
+from model.family import corpus, fetch
+from model.family.corpus import Corpus
 from model.family.errors import FamilyError
 from model.family.prepare import SHIPPED_TOKENIZER, Bar
 from model.family.prepare import prepare as prepare_texts
-from server import pull
+from model.family.recipe import ENCODINGS, Recipe, model_name, shape
+from model.family.train import Pace, Training
+from server import placement, pull
 from server.errors import CommandError
 
 
@@ -43,3 +49,51 @@ def _bars(title: str, total: int, unit: str) -> AbstractContextManager[Bar]:
         total=total, desc=title, unit=unit, unit_scale=unit in ("B", "token"), mininterval=every
     )
     return made
+
+
+def train(flags: argparse.Namespace) -> int:
+    """Prints the folder of each finished model. CommandError."""
+    if flags.threads is not None:
+        torch.set_num_threads(flags.threads)
+    device = placement.pick_device(flags.device)
+    pace = Pace(
+        device,
+        autocast=placement.pick_dtype(None, device) is torch.bfloat16,
+        compile=not flags.no_compile,
+    )
+    recipe = Recipe(tokens=flags.tokens, seed=flags.seed)
+    try:
+        texts = corpus.load(folder() / "corpus.npz")
+        for encoding in flags.encoding or ENCODINGS:
+            print(_train_one(encoding, recipe, texts, pace))
+    except (FamilyError, EncodingError) as error:
+        raise CommandError(str(error)) from error
+    return 0
+
+
+def run_name(encoding: str, seed: int) -> str:
+    """The folder of one training: the model's name, and the seed unless it is the shipped one."""
+    return model_name(encoding) + (f".seed{seed}" if seed else "")
+
+
+def _train_one(encoding: str, recipe: Recipe, texts: Corpus, pace: Pace) -> Path:
+    name = run_name(encoding, recipe.seed)
+    training = Training(shape(encoding), recipe, texts, folder() / "runs" / name, pace)
+    with tqdm(
+        desc=name,
+        total=recipe.tokens,
+        initial=training.tokens,
+        unit="token",
+        unit_scale=True,
+        mininterval=0.2 if sys.stderr.isatty() else 30,
+    ) as bar:
+
+        def report(tokens: int, loss: float) -> None:
+            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            bar.update(tokens)
+
+        training.train(report)
+    return training.finish(SHIPPED_TOKENIZER)
+
+
+COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {"prepare": prepare, "train": train}

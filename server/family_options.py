@@ -6,6 +6,7 @@ from collections.abc import Callable
 HELP = """\
 examples:
   ropewalk family prepare                 fetch the texts and write the corpus file
+  ropewalk family train                   train the six models, one after another
 
 Everything is kept in the folder `family` of ROPEWALK_HOME; a part that is finished is not done
 again. ropewalk family COMMAND --help says more.
@@ -17,16 +18,67 @@ holds out whole documents, and writes corpus.npz and data_card.md. About 110 MB 
 Without one of the clients: put the archive it names into archives/ and run again.
 """
 
+TRAIN_HELP = """\
+examples:
+  ropewalk family train                             all six, 40 million tokens each
+  ropewalk family train --encoding t5 --seed 1      one, with other first weights and order
+  ropewalk family train --tokens 100_000_000        more: goes on from before the rates fell
+  PYTHONPATH=. ropewalk family train --encoding kerple:Kerple
+                                                    one of your own beside them, from ./kerple.py
+
+Needs what ropewalk family prepare writes. Cut off at any moment, the same command goes on where
+it stood a few minutes before, and what comes out is the same. A finished model is a folder that
+ropewalk serve takes; its path is printed.
+"""
+
 Command = Callable[[argparse.Namespace], int]
 AddCommand = Callable[..., argparse.ArgumentParser]  # as server/cli.py has it, for the subcommands
 
 
-def add_family_commands(add: AddCommand, prepare: Command) -> None:
+def add_family_commands(add: AddCommand, run: Command) -> None:
     """`add` makes one subcommand's parser: name, function, line, usage, epilog."""
     line = "bring the texts and write the corpus file"
-    preparing = add("prepare", prepare, line, usage="[FLAGS]", epilog=PREPARE_HELP)
+    preparing = add("prepare", run, line, usage="[FLAGS]", epilog=PREPARE_HELP)
     preparing.add_argument(
         "--own-tokenizer",
         action="store_true",
         help="train the tokenizer too, instead of the shipped one",
     )
+    line = "train the models that differ in their encoding alone"
+    _add_train_flags(add("train", run, line, usage="[FLAGS]", epilog=TRAIN_HELP))
+
+
+def _add_train_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--encoding",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="train this one alone, also package.module:Class; repeatable (default: all six)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=_positive,
+        default=40_000_000,
+        metavar="N",
+        help="per model (default: 40_000_000)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of first weights and order (default: 0)"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
+    )
+    parser.add_argument("--threads", type=_positive, metavar="N", help="default: torch's choice")
+    parser.add_argument(
+        "--no-compile",
+        action="store_true",
+        help="leave torch.compile out: slower, but no minute of compiling and no compiler needed",
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number

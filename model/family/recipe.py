@@ -24,11 +24,11 @@ class Recipe:
     """How to train. The rates are those of the middle part: warm-up, stable, decay."""
 
     tokens: int = 40_000_000
-    windows: int = 16  # of CONTEXT tokens, in one step
+    windows: int = 8  # of CONTEXT tokens, in one step
     matrix_rate: float = 6e-3  # Muon: every matrix inside the layers
     other_rate: float = 3e-3  # AdamW: the embedding, the norms, what an encoding learns
     weight_decay: float = 0.1  # of the matrices, times their rate
-    warm_up: int = 200  # steps
+    warm_up: int = 100  # steps
     decay: float = 0.25  # share of the steps
     clip: float = 1.0  # limit of the gradients' norm, all together
     seed: int = 0
@@ -70,7 +70,7 @@ def shape(encoding: str) -> ModelConfig:
         encoding=EncodingSpec(encoding, {}),
         windows=(None,) * layers,
         tied_embeddings=True,
-        embed_scale=16.0,  # a token as large as the position that some encodings add to it
+        embed_scale=32.0,  # a token about as large as the position that some encodings add to it
     )
     options = find(encoding).usual_options(config)
     return replace(config, encoding=EncodingSpec(encoding, options))
@@ -91,10 +91,13 @@ def new_decoder(config: ModelConfig, seed: int, device: torch.device) -> Decoder
 def _first_values(
     name: str, parameter: torch.Tensor, config: ModelConfig, seed: int
 ) -> torch.Tensor:
-    """Norms 1; matrices keep their input's size; what a layer adds starts small."""
+    """Norms 1; matrices keep their input's size; what a layer adds starts small.
+
+    So does the embedding: it is the head as well, and large it would foretell the token just read.
+    """
     if parameter.dim() == 1:
         return torch.ones(parameter.shape)
-    deviation = parameter.shape[1] ** -0.5
+    deviation = 0.02 if name == "embed.weight" else parameter.shape[1] ** -0.5
     if name.endswith(("attention.out.weight", "mlp.down.weight")):
         deviation *= (2 * config.layers) ** -0.5
     generator = torch.Generator().manual_seed(_seed(seed, name))

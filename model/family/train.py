@@ -79,6 +79,11 @@ class Training:
         run.mkdir(parents=True, exist_ok=True)
         self._go_on()
 
+    @property
+    def tokens(self) -> int:
+        """Seen so far."""
+        return self.step * self._recipe.windows * self._windows.length
+
     def train(self, report: Report, until: int | None = None) -> None:
         """To the last step, or to step `until`. Raises FamilyError when the loss is lost."""
         last = self._recipe.steps if until is None else min(until, self._recipe.steps)
@@ -145,10 +150,9 @@ class Training:
             )
         self.step += 1
         self.seconds += time.perf_counter() - begun
-        done = self.step * self._recipe.windows * self._windows.length
         return {
             "step": self.step,
-            "tokens": done,
+            "tokens": self.tokens,
             "seconds": round(self.seconds, 3),
             "loss": round(value, 5),
             "rate": round(share, 6),

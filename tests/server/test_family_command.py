@@ -1,13 +1,20 @@
 """`ropewalk family`: what its commands print and refuse. The work itself: tests/model/family."""
 
 import subprocess
+import sys
 
+import numpy as np
 import pytest
 
-from model.family import fetch
+from model.family import corpus, fetch
+from model.family.corpus import Corpus, Split
 from model.family.sources import SOURCES
+from model.weights.safetensors_dir import SafetensorsDirectory
 from server import cli, family_command
+from server.build import load_models
+from server.metrics import Metrics
 from tests.model.family.test_prepare import small  # noqa: F401 - a fixture
+from tests.server.fake_engine import configured
 from tests.server.test_cli import sentence
 
 
@@ -62,3 +69,75 @@ def test_a_client_that_fails_is_quoted(capsys, monkeypatch) -> None:
     monkeypatch.setattr(fetch.subprocess, "run", fail)
     assert cli.main(["family", "prepare"]) == 1
     assert "1.0.0-1 (E: no such package); check" in capsys.readouterr().err
+
+
+KERPLE = """
+import torch
+from torch import nn
+
+from model.encodings.base import EncodingError, PositionalEncoding, TableBias
+
+
+class Kerple(PositionalEncoding):
+    \"\"\"-r1 · log(1 + r2 · distance), both learned by each head (arXiv 2205.09921).\"\"\"
+
+    @classmethod
+    def create(cls, options, config, context, device):
+        if options:
+            raise EncodingError(f"kerple takes no options, but got {sorted(options)}.")
+        encoding = cls()
+        encoding.logs = nn.Parameter(
+            torch.empty(2, config.heads, dtype=torch.float32, device=device), requires_grad=False
+        )
+        encoding.distance = torch.arange(context, dtype=torch.float32, device=device)
+        encoding.table = torch.empty(config.heads, context, device=device)
+        encoding.max_positions = context
+        return encoding
+
+    def first_values(self, generator):
+        self.logs.zero_()
+
+    def freeze(self):
+        r1, r2 = self.logs.exp()[..., None]
+        self.table.copy_(-r1 * torch.log1p(r2 * self.distance))
+
+    def score_bias(self):
+        return TableBias(self.table)
+"""
+
+
+@pytest.fixture
+def corpus_there(own_home):
+    folder = own_home / "family"
+    folder.mkdir(parents=True)
+    drawn = np.random.default_rng(0)
+    split = Split.of([("made/0", drawn.integers(300, 340, 1200).tolist())])
+    corpus.save(Corpus(split, split, "made up"), folder / "corpus.npz")
+
+
+def test_an_encoding_of_ones_own_is_trained_and_served(
+    capsys, monkeypatch, own_home, tmp_path, corpus_there
+) -> None:
+    (tmp_path / "kerple.py").write_text(KERPLE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    train = ["family", "train", "--encoding", "kerple:Kerple", "--tokens", "8192", "--no-compile"]
+    assert cli.main(train) == 0
+    folder = own_home / "family" / "runs" / "ropewalk-kerple" / "model"
+    assert capsys.readouterr().out == f"{folder}\n"
+    (loaded,) = load_models(
+        configured(str(folder), "--dtype", "float32", "--kv-memory", "4M"), Metrics()
+    )
+    assert loaded.served.encoding == "kerple:Kerple"
+    learned = SafetensorsDirectory(folder).read("encoding.logs")
+    assert learned.all()  # both moved away from 0
+    sys.modules.pop("kerple")
+
+
+def test_training_needs_the_corpus(capsys, own_home) -> None:
+    assert cli.main(["family", "train"]) == 1
+    assert "run ropewalk family prepare" in sentence(capsys)
+
+
+def test_an_encoding_nobody_knows_is_one_sentence(capsys, corpus_there) -> None:
+    assert cli.main(["family", "train", "--encoding", "kerpel"]) == 1
+    assert "kerpel" in sentence(capsys)
