@@ -1,0 +1,194 @@
+"""All figures of all trained models in a folder, part by part, each written when it is there.
+
+A part is not done again while the weights, the texts and the sizes are what it was made from.
+Models of other seeds than the one that is served give curves and losses alone.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model.family.corpus import Corpus
+from model.family.errors import FamilyError
+from model.family.evaluation import curves, losses, recalled, results, served, shortened
+from model.family.evaluation.members import Member, digest, find_members, load, opened
+from model.family.evaluation.reading import Reader
+from model.family.evaluation.results import Evaluation, Measured, Sizes
+from model.family.evaluation.served import Serve
+from model.family.evaluation.texts import Texts, texts_of
+from model.family.prepare import Bar, Bars
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is the same for all models."""
+
+    corpus: Corpus
+    sizes: Sizes
+    device: torch.device
+    serve: Serve
+    bars: Bars
+
+    def texts(self, length: int, count: int) -> Texts:
+        return texts_of(self.corpus.held_out, length, count)
+
+
+class Subject:
+    """One model, loaded."""
+
+    def __init__(self, member: Member, task: Task) -> None:
+        self.member = member
+        self.checkpoint = opened(member)
+        self.trained = self.checkpoint.config.trained_context
+        self._bars = task.bars
+        longest = max(task.sizes.context, shortened.needed(self.trained), *task.sizes.lengths)
+        self.decoder = load(self.checkpoint, longest, task.device)
+        self.reader = Reader(self.decoder, longest)
+
+    def reach(self, context: int) -> int:
+        """How many of `context` positions the encoding has."""
+        return min(context, self.decoder.encoding.max_positions or context)
+
+    def bar(self, title: str, total: int, unit: str) -> AbstractContextManager[Bar]:
+        return self._bars(f"{self.member.name}: {title}", total, unit)
+
+
+def evaluate(folder: Path, path: Path, task: Task) -> Evaluation:
+    """Whatever is missing in the file at `path`. Raises FamilyError, OSError."""
+    known = results.read(path)
+    earlier = {one.name: one for one in known.members} if known else {}
+    done: list[Measured] = []
+    members = find_members(folder)
+    for place, member in enumerate(members):
+        later = [earlier[one.name] for one in members[place + 1 :] if one.name in earlier]
+        for measured in _parts(member, earlier.get(member.name), task):
+            now = Evaluation(
+                results.SCHEMA, task.corpus.fingerprint, task.sizes, (*done, measured, *later)
+            )
+            results.write(now, path)
+        done.append(measured)
+    found = results.read(path)
+    assert found is not None
+    return found
+
+
+def _parts(member: Member, earlier: Measured | None, task: Task) -> Iterator[Measured]:
+    """With every part, after each that is new; once if none is."""
+    measured = _known(member, earlier, task.corpus)
+    if member.log.exists():
+        measured = _with(measured, "curve", _mark(member.log), lambda: curves.read(member.log))
+    yield measured
+    subject: Subject | None = None
+    for name in SEEDS_TOO if member.seed is not None else PARTS:
+        mark = _mark(measured.digest, task.corpus.fingerprint, repr(asdict(task.sizes)))
+        if measured.made_from.get(name) != mark:
+            subject = subject or Subject(member, task)
+            measured = _with(measured, name, mark, partial(PARTS[name], subject, task))
+            yield measured
+
+
+def _known(member: Member, earlier: Measured | None, corpus: Corpus) -> Measured:
+    checkpoint, own = opened(member), digest(member)
+    config = checkpoint.config
+    largest = int(corpus.held_out.tokens.max(initial=0))
+    if largest >= config.vocab_size:
+        raise FamilyError(
+            f"{member.folder} knows {config.vocab_size:,} tokens and the corpus has token "
+            f"{largest:,}; evaluate it on the corpus that it was trained on"
+        )
+    if earlier is not None and earlier.digest == own:
+        return earlier
+    sizes = [
+        math.prod(piece.shape) for pieces in checkpoint.parameters.values() for piece in pieces
+    ]
+    return Measured(
+        name=member.name,
+        label=member.label,
+        seed=member.seed,
+        digest=own,
+        encoding=config.encoding.name,
+        parameters=sum(sizes),
+        config=asdict(config),
+    )
+
+
+def _with(measured: Measured, name: str, mark: str, found: Callable[[], Any]) -> Measured:
+    if measured.made_from.get(name) == mark:
+        return measured
+    made_from = {**measured.made_from, name: mark}
+    return replace(measured, made_from=made_from, **{name: found()})
+
+
+def _mark(*parts: str | Path) -> str:
+    """Of texts, and of the content of files."""
+    joined = hashlib.sha256()
+    for part in parts:
+        content = part.read_bytes() if isinstance(part, Path) else part.encode()
+        joined.update(hashlib.sha256(content).digest())
+    return joined.hexdigest()
+
+
+def _losses(subject: Subject, task: Task) -> losses.Losses:
+    texts = task.texts(task.sizes.context, task.sizes.texts)
+    with subject.bar("loss by position", len(texts.tokens), "text") as bar:
+        return losses.measure(
+            subject.reader,
+            texts,
+            trained=subject.trained,
+            reach=subject.reach(task.sizes.context),
+            refusal=type(subject.decoder.encoding).BEYOND_TRAINED,
+            done=bar.update,
+        )
+
+
+def _recalls(subject: Subject, task: Task) -> recalled.Recalls:
+    lengths, trials = task.sizes.lengths, task.sizes.trials
+    asked = recalled.asked(subject.checkpoint.tokenizer, task.sizes.distances, trials)
+    reach = subject.reach(max(lengths))
+    cells = recalled.cells_in(asked, lengths, reach)
+    with subject.bar("recall", cells, "cell") as bar:
+        return recalled.measure(
+            subject.reader,
+            asked,
+            task.texts(max(lengths), trials).tokens,
+            lengths,
+            trained=subject.trained,
+            reach=reach,
+            done=bar.update,
+        )
+
+
+def _divergences(subject: Subject, task: Task) -> tuple[shortened.Divergence, ...]:
+    texts = task.texts(shortened.needed(subject.trained), task.sizes.short_texts)
+    with subject.bar("operations", shortened.cases() * len(texts.tokens), "text") as bar:
+        return shortened.measure(subject.decoder, texts, subject.trained, bar.update)
+
+
+def _served(subject: Subject, task: Task) -> tuple[served.ServedLoss, ...]:
+    texts = task.texts(served.STRETCH * subject.trained, task.sizes.served_texts)
+    with subject.bar("over HTTP", len(served.DTYPES), "server") as bar:
+        return served.measure(
+            subject.reader,
+            texts,
+            task.serve,
+            subject.member.folder,
+            trained=subject.trained,
+            reach=subject.reach(served.STRETCH * subject.trained),
+            done=bar.update,
+        )
+
+
+PARTS: Mapping[str, Callable[[Subject, Task], Any]] = {  # by their fields of Measured
+    "losses": _losses,
+    "divergences": _divergences,
+    "served": _served,
+    "recalls": _recalls,
+}
+SEEDS_TOO = ("losses",)

@@ -1,0 +1,89 @@
+"""Trained models in a folder: each a folder of its own, its encoding and seed in the name."""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from model.attention.sdpa import SdpaAttention
+from model.encodings.base import EncodingError, create
+from model.family.errors import FamilyError
+from model.loading import Checkpoint, CheckpointError, load_decoder, open_checkpoint
+from model.transformer import Decoder
+
+PREFIX = "ropewalk-"
+LOG = "log.jsonl"
+_NAME = re.compile(rf"(?:{PREFIX})?(?P<label>.+?)(?:\.seed(?P<seed>\d+))?")
+_ORDER = ("rope", "t5", "alibi", "learned", "sinusoidal", "nope")  # then others, by name
+DIGESTED = ("config.json", "model.safetensors", "tokenizer.model", "tokenizer.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One trained model. `seed` is None for the one that is served."""
+
+    name: str
+    label: str  # of its encoding, for tables and pictures
+    seed: int | None
+    folder: Path  # of the checkpoint
+    log: Path  # of its training; there may be none
+
+
+def find_members(folder: Path) -> list[Member]:
+    """Finished ones that a folder holds, the six encodings first. Raises FamilyError without any.
+
+    A run of training, with its checkpoint in `model`, or a checkpoint itself.
+    """
+    checkpoints = {path.parent: path.parent for path in folder.glob("*/config.json")}
+    checkpoints |= {path.parents[1]: path.parent for path in folder.glob("*/model/config.json")}
+    if not checkpoints:
+        raise FamilyError(
+            f"{folder} holds no trained model; run ropewalk family train, or name another folder "
+            "with --models"
+        )
+    return sorted((_member(run, path) for run, path in checkpoints.items()), key=_place)
+
+
+def _member(run: Path, checkpoint: Path) -> Member:
+    found = _NAME.fullmatch(run.name)
+    assert found is not None, "every name matches"
+    seed = int(found["seed"]) if found["seed"] else None
+    return Member(run.name, found["label"], seed, checkpoint, run / LOG)
+
+
+def _place(member: Member) -> tuple[int, str, int]:
+    known = _ORDER.index(member.label) if member.label in _ORDER else len(_ORDER)
+    return known, member.label, -1 if member.seed is None else member.seed
+
+
+def digest(member: Member) -> str:
+    """Of what the model computes with."""
+    made = hashlib.sha256()
+    for name in DIGESTED:
+        path = member.folder / name
+        if path.exists():
+            made.update(f"{name} {path.stat().st_size}\n".encode())
+            made.update(path.read_bytes())
+    return made.hexdigest()
+
+
+def opened(member: Member) -> Checkpoint:
+    """Raises FamilyError."""
+    try:
+        return open_checkpoint(member.folder)
+    except CheckpointError as error:
+        raise FamilyError(str(error)) from error
+
+
+def load(checkpoint: Checkpoint, context: int, device: torch.device) -> Decoder:
+    """In float32, for `context` positions or as many as the encoding has. Raises FamilyError."""
+    config = checkpoint.config
+    try:
+        encoding = create(config.encoding, config, context, device)
+        decoder = Decoder(config, encoding, SdpaAttention, dtype=torch.float32, device=device)
+        load_decoder(checkpoint, decoder)
+    except (CheckpointError, EncodingError) as error:
+        raise FamilyError(str(error)) from error
+    return decoder

@@ -1,0 +1,141 @@
+"""Recall: whether a model still knows what was said some way back, by distance and length.
+
+A made-up text (model/family/recall.py) stands at the end of held-out prose, so that text and
+answer end at a given length. The model is right when its likeliest token is the answer's at every
+place of the answer: what greedy decoding would say.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+from model.family.evaluation.estimates import Estimate, wilson
+from model.family.evaluation.reading import Reads
+from model.family.recall import KINDS, recalls
+from model.tokenizers.base import Tokenizer
+
+SEED = 77  # not one that training draws its texts from
+
+
+@dataclass(frozen=True, slots=True)
+class RecallCell:
+    """`distance`: tokens from the end of what was said to the question, the mean of the texts'."""
+
+    kind: str
+    length: int  # tokens, answer included
+    wanted: int  # distance that was asked for
+    distance: float
+    right: int
+    trials: int
+    share: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Recalls:
+    """One model's. Lengths past `reach` are refused and have no cells."""
+
+    trained: int
+    reach: int
+    cells: tuple[RecallCell, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A made-up text as tokens, without what follows the answer."""
+
+    kind: str
+    wanted: int
+    distance: int
+    tokens: tuple[int, ...]
+    answer: int  # how many of the tokens, the last ones
+
+
+def asked(tokenizer: Tokenizer, distances: Sequence[int], trials: int) -> list[Asked]:
+    """`trials` texts of each kind at each distance; the same for every model with the tokenizer."""
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, bos=False)
+
+    found = []
+    for wanted in distances:
+        made = recalls(SEED + wanted, repeat(wanted, len(KINDS) * trials), lambda s: len(encode(s)))
+        for one in made:
+            question = tokenizer.encode(one.text[: one.question], bos=True)
+            answer = encode(one.answer)
+            tokens = (*question, *answer)
+            found.append(Asked(one.kind, wanted, one.distance, tokens, len(answer)))
+    return found
+
+
+def measure(
+    reader: Reads,
+    texts: Sequence[Asked],
+    prose: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    *,
+    trained: int,
+    reach: int,
+    done: Callable[[float], object],
+) -> Recalls:
+    """prose: at least as long as the longest length each. `done` hears of each cell."""
+    cells = []
+    for length in (length for length in lengths if length <= reach):
+        fitting = _fitting(texts, length)
+        right = _answers(reader, fitting, prose, length)
+        for kind in KINDS:
+            for wanted in dict.fromkeys(one.wanted for one in fitting):
+                of_cell = [one.kind == kind and one.wanted == wanted for one in fitting]
+                cells.append(_cell(fitting, right, of_cell, length))
+                done(1)
+    return Recalls(trained, reach, tuple(cells))
+
+
+def cells_in(texts: Sequence[Asked], lengths: Sequence[int], reach: int) -> int:
+    """How many there will be."""
+    distances = [
+        {one.wanted for one in _fitting(texts, length)} for length in lengths if length <= reach
+    ]
+    return len(KINDS) * sum(map(len, distances))
+
+
+def _fitting(texts: Sequence[Asked], length: int) -> list[Asked]:
+    """All texts of the distances at which none is longer."""
+    long = {one.wanted for one in texts if len(one.tokens) > length}
+    return [one for one in texts if one.wanted not in long]
+
+
+def _answers(
+    reader: Reads, texts: Sequence[Asked], prose: Sequence[Sequence[int]], length: int
+) -> list[bool]:
+    """Whether each text was answered, in order. Prose is read once for all that stand after it."""
+    right: dict[int, bool] = {}
+    for turn, before in enumerate(prose):
+        mine = [number for number in range(len(texts)) if number % len(prose) == turn]
+        # Shortest first: each text overwrites the end of the prose and leaves the rest to longer
+        # ones, which begin before it.
+        mine.sort(key=lambda number: len(texts[number].tokens))
+        for count, number in enumerate(mine):
+            own = texts[number]
+            start = length - len(own.tokens)
+            tokens = [*before[:start], *own.tokens]
+            wanted = tokens[-own.answer :]
+            known = 0 if count == 0 else start
+            found = reader.read(tokens[:-1], wanted=own.answer, start=known)
+            right[number] = found.argmax(-1).tolist() == wanted
+    return [right[number] for number in range(len(texts))]
+
+
+def _cell(
+    texts: Sequence[Asked], right: Sequence[bool], of_cell: Sequence[bool], length: int
+) -> RecallCell:
+    own = [one for one, here in zip(texts, of_cell, strict=True) if here]
+    hits = sum(answered for answered, here in zip(right, of_cell, strict=True) if here)
+    return RecallCell(
+        kind=own[0].kind,
+        length=length,
+        wanted=own[0].wanted,
+        distance=sum(one.distance for one in own) / len(own),
+        right=hits,
+        trials=len(own),
+        share=wilson(hits, len(own)),
+    )

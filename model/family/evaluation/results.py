@@ -1,0 +1,129 @@
+"""What an evaluation found, as one JSON file: everything that a report is made from."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from model.family.errors import FamilyError
+from model.family.evaluation.curves import Curve
+from model.family.evaluation.losses import Losses
+from model.family.evaluation.recalled import Recalls
+from model.family.evaluation.served import ServedLoss
+from model.family.evaluation.shortened import Divergence
+
+SCHEMA = 1  # raise it when a field changes its meaning
+DIGITS = 6  # of a number that is stored
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured. Lengths and distances in tokens."""
+
+    context: int = 4096
+    texts: int = 64  # for loss by position
+    short_texts: int = 32  # for cache operations
+    served_texts: int = 4
+    trials: int = 50  # of each kind in a cell of recall
+    lengths: tuple[int, ...] = (512, 1024, 2048)
+    distances: tuple[int, ...] = (32, 64, 128, 256, 384, 768, 1536)
+
+
+QUICK = Sizes(
+    context=640,
+    texts=4,
+    short_texts=2,
+    served_texts=2,
+    trials=2,
+    lengths=(512, 640),
+    distances=(32, 384),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One model. A part that was not measured is None; `made_from` has a digest for each other."""
+
+    name: str
+    label: str
+    seed: int | None
+    digest: str
+    encoding: str
+    parameters: int
+    config: dict[str, Any]
+    made_from: dict[str, str] = field(default_factory=dict)
+    curve: Curve | None = None
+    losses: Losses | None = None
+    recalls: Recalls | None = None
+    divergences: tuple[Divergence, ...] | None = None
+    served: tuple[ServedLoss, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Of all models in one folder. `corpus`: the corpus file's fingerprint."""
+
+    schema: int
+    corpus: str
+    sizes: Sizes
+    members: tuple[Measured, ...]
+
+
+def write(evaluation: Evaluation, path: Path) -> None:
+    """There in full or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    text = json.dumps(_rounded(asdict(evaluation)), indent=1, allow_nan=False)
+    partial.write_text(text + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def read(path: Path) -> Evaluation | None:
+    """None when there is none yet. Raises FamilyError when it is of no use."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["schema"] != SCHEMA:
+            raise FamilyError(
+                f"{path} has the schema {stored['schema']} and not {SCHEMA}; move it away and run "
+                "ropewalk family evaluate"
+            )
+        found = _as(Evaluation, stored)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise FamilyError(
+            f"{path} is damaged ({error}); move it away and run ropewalk family evaluate"
+        ) from error
+    assert isinstance(found, Evaluation)
+    return found
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _as(kind: Any, value: Any) -> Any:
+    """JSON → dataclasses, by their annotations. Raises TypeError, KeyError, ValueError."""
+    if isinstance(kind, UnionType):  # of something and None
+        (kind,) = (each for each in get_args(kind) if each is not NoneType)
+        return None if value is None else _as(kind, value)
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = get_type_hints(kind)
+        if value.keys() != hints.keys():
+            raise ValueError(f"{kind} has other fields")
+        return kind(**{name: _as(hint, value[name]) for name, hint in hints.items()})
+    if get_origin(kind) is tuple:
+        return tuple(_as(get_args(kind)[0], each) for each in value)
+    if get_origin(kind) is dict:
+        return dict(value)
+    if kind is float:
+        return float(value)
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return value

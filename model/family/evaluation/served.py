@@ -1,0 +1,61 @@
+"""The same loss as the server tells it: one token's log-probability at a time, over HTTP."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.family.evaluation.losses import token_losses
+from model.family.evaluation.reading import Reads
+from model.family.evaluation.texts import Texts
+
+DTYPES = ("float32", "bfloat16")
+STRETCH = 2  # trained lengths that a text has, where the encoding has positions for it
+
+# A checkpoint's folder, a dtype, a context and prompts → the log-probability of every token of
+# each prompt but its first, from a server that answers prompts with one token more.
+Serve = Callable[[Path, str, int, Sequence[Sequence[int]]], list[list[float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLoss:
+    """Mean nats per token of the same texts, offline in float32 and from a server in `dtype`."""
+
+    dtype: str
+    texts: int
+    length: int  # tokens of each
+    offline: float
+    served: float
+    largest: float  # difference at one token
+
+
+def measure(
+    reader: Reads,
+    texts: Texts,
+    serve: Serve,
+    folder: Path,
+    *,
+    trained: int,
+    reach: int,
+    done: Callable[[float], object],
+) -> tuple[ServedLoss, ...]:
+    """`done` hears of each dtype."""
+    context = min(STRETCH * trained, reach)
+    prompts = [own[: context - 1] for own in texts.tokens]  # and one token is generated
+    offline = [loss for own in prompts for loss in token_losses(reader, own).tolist()]
+    found = []
+    for dtype in DTYPES:
+        answers = serve(folder, dtype, context, prompts)
+        served = [-one for answer in answers for one in answer]
+        pairs = list(zip(offline, served, strict=True))
+        found.append(
+            ServedLoss(
+                dtype=dtype,
+                texts=len(prompts),
+                length=context - 1,
+                offline=sum(offline) / len(offline),
+                served=sum(served) / len(served),
+                largest=max(abs(a - b) for a, b in pairs),
+            )
+        )
+        done(1)
+    return tuple(found)

@@ -1,0 +1,57 @@
+"""Which held-out texts are read: whole windows of equal length, few of any one document."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from model.family.corpus import Split
+from model.family.errors import FamilyError
+from model.family.evaluation.estimates import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The same for every model, so that models are compared on the same tokens."""
+
+    documents: tuple[str, ...]
+    owner: tuple[int, ...]  # [windows], index into documents
+    tokens: tuple[tuple[int, ...], ...]  # [windows, length + 1]: the last one is only predicted
+
+    @property
+    def weights(self) -> Floats:
+        """[documents]: how many windows each has."""
+        return np.bincount(self.owner, minlength=len(self.documents)).astype(np.float64)
+
+    def by_document(self, values: Floats) -> Floats:
+        """[windows, columns] → the mean of each document's windows, [documents, columns]."""
+        owner = np.asarray(self.owner)
+        rows = [values[owner == number].mean(axis=0) for number in range(len(self.documents))]
+        return np.stack(rows)
+
+
+def texts_of(split: Split, length: int, count: int) -> Texts:
+    """At most `count`, side by side from each document's beginning; all documents in turn.
+
+    Raises FamilyError when fewer than two documents are so long.
+    """
+    sizes = [len(split.document(number)) // (length + 1) for number in range(len(split.names))]
+    turns = [
+        (place, number)
+        for place in range(max(sizes, default=0))
+        for number, size in enumerate(sizes)
+        if place < size
+    ][:count]
+    used = sorted({number for _, number in turns})
+    if len(used) < 2:
+        raise FamilyError(
+            f"Only {len(used)} held-out documents have {length + 1:,} tokens, and an interval "
+            "needs two; hold out longer ones"
+        )
+    return Texts(
+        tuple(split.names[number] for number in used),
+        tuple(used.index(number) for _, number in turns),
+        tuple(
+            tuple(split.document(number)[place * (length + 1) :][: length + 1].tolist())
+            for place, number in turns
+        ),
+    )

@@ -1,0 +1,192 @@
+"""All parts of all models in a folder: what is there, and that nothing is done twice."""
+
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+
+import pytest
+
+from model.family.errors import FamilyError
+from model.family.evaluation import evaluate as module
+from model.family.evaluation import results, shortened
+from model.family.evaluation.evaluate import Task, evaluate
+from model.family.evaluation.losses import token_losses
+from model.family.evaluation.members import find_members
+from model.family.evaluation.reading import Reader
+from model.family.evaluation.results import Sizes
+from tests.model.family.evaluation.trained import (
+    CPU,
+    ENCODINGS,
+    corpus,
+    random_decoder,
+    save,
+    write_log,
+)
+
+SIZES = Sizes(
+    context=128,
+    texts=3,
+    short_texts=2,
+    served_texts=2,
+    trials=2,
+    lengths=(192,),
+    distances=(32,),
+)
+
+
+@contextmanager
+def no_bars(title, total, unit):
+    yield Counter(total)
+
+
+class Counter:
+    """As many updates as were promised, or fewer."""
+
+    def __init__(self, total):
+        self.left = total
+
+    def update(self, n):
+        self.left -= n
+        assert self.left >= 0
+
+
+def told(folder, dtype, context, prompts):
+    """What a server would say that computes as offline, but for one token."""
+    encoding = ENCODINGS[folder.name.removeprefix("ropewalk-").removesuffix("/model")]
+    reader = Reader(random_decoder(encoding), context)
+    answers = [(-token_losses(reader, prompt)).tolist() for prompt in prompts]
+    answers[0][0] -= 0.25
+    assert all(len(prompt) + 1 <= context for prompt in prompts)
+    return answers
+
+
+TASK = Task(corpus(length=1500), SIZES, CPU, told, no_bars)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_slides():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shortened, "SLIDES", (1, 2))
+        yield
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("learned", "rope"):
+        save(folder / f"ropewalk-{name}", ENCODINGS[name])
+    seed = folder / "ropewalk-rope.seed1"
+    save(seed / "model", ENCODINGS["rope"], log=False)
+    write_log(seed, end=3.2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(runs, tmp_path_factory):
+    path = tmp_path_factory.mktemp("found") / "evaluation.json"
+    return path, evaluate(runs, path, TASK)
+
+
+def test_members_are_found_in_runs_and_as_they_are(runs, tmp_path) -> None:
+    members = find_members(runs)
+    assert [(one.name, one.label, one.seed) for one in members] == [
+        ("ropewalk-rope", "rope", None),
+        ("ropewalk-rope.seed1", "rope", 1),
+        ("ropewalk-learned", "learned", None),
+    ]
+    assert members[1].folder == runs / "ropewalk-rope.seed1" / "model"
+    assert members[1].log == runs / "ropewalk-rope.seed1" / "log.jsonl"
+    with pytest.raises(FamilyError, match="run ropewalk family train"):
+        find_members(tmp_path)
+
+
+def test_every_part_of_every_model_is_there(found) -> None:
+    rope, other_seed, learned = found[1].members
+    assert (rope.name, rope.encoding) == ("ropewalk-rope", "rope")
+    assert rope.config["trained_context"] == 64
+    decoder = random_decoder(ENCODINGS["rope"])
+    assert rope.parameters == sum(each.numel() for each in decoder.parameters())
+    assert rope.losses.reach == 128 and rope.losses.bins[-1].stop == 128
+    assert learned.losses.reach == 64 and learned.losses.refusal.startswith("refuses")
+    assert len(rope.divergences) == 4 and learned.divergences[0].refusal
+    assert [cell.trials for cell in rope.recalls.cells] == [2, 2] and not learned.recalls.cells
+    assert rope.served[0].dtype == "float32" and rope.served[0].length == 127
+    assert rope.served[0].largest == pytest.approx(0.25, abs=1e-4)
+    assert rope.served[0].served - rope.served[0].offline == pytest.approx(0.25 / 252, abs=1e-4)
+    assert learned.served[0].length == 63
+    assert rope.curve.steps == other_seed.curve.steps == 100
+    assert other_seed.losses is not None and other_seed.recalls is None
+
+
+def test_the_file_says_it_all_and_nothing_is_done_again(runs, found, monkeypatch) -> None:
+    path, first = found
+    assert results.read(path) == first
+    monkeypatch.setattr(module, "Subject", None)  # which loads weights
+    assert evaluate(runs, path, TASK) == first
+
+
+def test_what_was_cut_off_goes_on_after_the_last_part(runs, found, tmp_path, monkeypatch) -> None:
+    _, whole = found
+    path = tmp_path / "evaluation.json"
+    rope = replace(whole.members[0], served=None, recalls=None)
+    kept = {name: mark for name, mark in rope.made_from.items() if name in ("curve", "losses")}
+    results.write(replace(whole, members=(replace(rope, made_from=kept),)), path)
+    done = []
+    parts = {
+        name: lambda subject, task, name=name, run=run: (
+            done.append((subject.member.name, name)),
+            run(subject, task),
+        )[1]
+        for name, run in module.PARTS.items()
+    }
+    monkeypatch.setattr(module, "PARTS", parts)
+
+    def stop(subject, task):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(parts, "served", stop)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(runs, path, TASK)
+    assert done == [("ropewalk-rope", "divergences")]
+    assert results.read(path).members[0].divergences == whole.members[0].divergences
+    monkeypatch.setitem(parts, "served", module._served)
+    assert evaluate(runs, path, TASK) == whole
+    assert ("ropewalk-rope", "losses") not in done and ("ropewalk-learned", "losses") in done
+
+
+def test_other_weights_or_sizes_are_measured_anew(runs, found, tmp_path, monkeypatch) -> None:
+    done = []
+    monkeypatch.setattr(module, "PARTS", {"losses": lambda subject, task: done.append(1)})
+    _, first = found
+    path = tmp_path / "evaluation.json"
+    results.write(first, path)
+    evaluate(runs, path, replace(TASK, sizes=replace(SIZES, texts=2)))
+    assert len(done) == 3
+    changed = replace(first.members[0], digest="0" * 64)
+    results.write(replace(first, members=(changed, *first.members[1:])), path)
+    again = evaluate(runs, path, TASK).members[0]
+    assert len(done) == 4 and again.served is None  # measured with other weights
+
+
+def test_a_damaged_file_and_another_schema_are_refused(found, tmp_path) -> None:
+    path = tmp_path / "evaluation.json"
+    assert results.read(path) is None
+    for text, reason in [
+        ("{", "is damaged"),
+        ('{"schema": 1}', "is damaged"),
+        ('{"schema": 99}', "has the schema 99 and not 1"),
+        (found[0].read_text().replace('"trials": 2', '"trials": "x"'), "is damaged"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(FamilyError, match=reason):
+            results.read(path)
+
+
+def test_tokens_that_a_model_does_not_know_are_refused(runs, tmp_path) -> None:
+    other = corpus(length=1500)
+    other.held_out.tokens[7] = 60_000
+    with pytest.raises(FamilyError, match="has token 60,000; evaluate it on the corpus"):
+        evaluate(runs, tmp_path / "evaluation.json", replace(TASK, corpus=other))
+
+
+def test_sizes_are_part_of_the_file(found) -> None:
+    assert found[1].sizes == SIZES and asdict(found[1].sizes)["lengths"] == (192,)

@@ -1,0 +1,124 @@
+"""Loss by position: known answers, and that chunks change nothing."""
+
+from math import log
+
+import pytest
+import torch
+
+from model.attention.reference import ReferenceAttention
+from model.encodings.base import create
+from model.family.dense import DenseAttention, dense_logits
+from model.family.errors import FamilyError
+from model.family.evaluation import losses, reading
+from model.family.evaluation.reading import Reader
+from model.family.evaluation.texts import texts_of
+from model.transformer import Decoder
+from tests.model.family.evaluation.trained import (
+    CPU,
+    ENCODINGS,
+    TRAINED,
+    VOCAB,
+    corpus,
+    random_decoder,
+)
+
+TEXTS = texts_of(corpus().held_out, 4 * TRAINED, 5)
+
+
+def measured(encoding: str, **changes):
+    decoder = random_decoder(ENCODINGS[encoding], **changes)
+    return losses.measure(
+        Reader(decoder, 4 * TRAINED),
+        TEXTS,
+        trained=TRAINED,
+        reach=decoder.encoding.max_positions or 4 * TRAINED,
+        refusal="no vector",
+        done=lambda _: None,
+    )
+
+
+def test_windows_are_whole_and_taken_from_all_documents_in_turn() -> None:
+    held_out = corpus(documents=3, length=600).held_out
+    found = texts_of(held_out, 255, 4)
+    assert found.documents == held_out.names and found.owner == (0, 1, 2, 0)
+    assert found.tokens[3] == tuple(held_out.document(0)[256:512].tolist())
+    assert found.weights.tolist() == [2, 1, 1]
+    with pytest.raises(FamilyError, match="Only 0 held-out documents have 601 tokens"):
+        texts_of(held_out, 600, 4)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_chunks_read_what_a_whole_pass_reads(encoding, monkeypatch) -> None:
+    monkeypatch.setattr(reading, "CHUNK", 24)  # no multiple of a block, and several in a window
+    tokens = TEXTS.tokens[0][: TRAINED + 1]
+    decoder = random_decoder(ENCODINGS[encoding])
+    found = losses.token_losses(Reader(decoder, TRAINED), tokens)
+    shape = decoder.config
+    whole = Decoder(
+        shape,
+        create(shape.encoding, shape, TRAINED, CPU),
+        DenseAttention,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    whole.load_state_dict(decoder.state_dict())
+    whole.encoding.freeze()
+    logits = dense_logits(whole, torch.tensor([tokens[:-1]]), torch.float32)
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none")
+    assert expected.std() > 0.1
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_a_model_that_knows_nothing_loses_the_logarithm_of_its_vocabulary() -> None:
+    found = measured("nope", scale=0.0)
+    for one in found.bins:
+        assert one.loss.value == pytest.approx(log(VOCAB), abs=1e-5)
+        if one.start >= TRAINED:
+            assert one.change is not None and one.change.value == pytest.approx(0, abs=1e-5)
+    assert found.bins[-1].stop == 4 * TRAINED
+
+
+def test_bins_never_mix_trained_positions_with_others() -> None:
+    found = losses.edges(512, 4096)
+    assert found == [0, 16, 32, 64, 128, 256, 512, 640, 768, 1024, 1536, 2048, 3072, 4096]
+    assert losses.edges(64, 256) == [0, 16, 32, 64, 80, 96, 128, 192, 256]
+
+
+def test_an_encoding_without_more_positions_is_reported_and_not_asked() -> None:
+    found = measured("learned")
+    assert (found.reach, found.refusal) == (TRAINED, "no vector")
+    assert found.bins[-1].stop == TRAINED and found.bins[-1].near is None
+    assert measured("rope").refusal == ""
+
+
+def test_near_losses_are_those_of_the_same_tokens_after_fewer() -> None:
+    decoder = random_decoder(ENCODINGS["rope"])
+    reader, tokens = Reader(decoder, 4 * TRAINED), TEXTS.tokens[0]
+    found = losses.near_losses(reader, tokens, TRAINED)
+    assert len(found) == 3 * TRAINED
+    half = TRAINED // 2
+    for place in (0, 31, 32, 3 * TRAINED - 1):
+        predicted = TRAINED + place + 1
+        start = TRAINED + place // half * half - half
+        (loss,) = losses.token_losses(reader, tokens[start : predicted + 1])[-1:]
+        assert float(found[place]) == pytest.approx(float(loss), abs=1e-4)
+    far = losses.token_losses(reader, tokens)[TRAINED:]
+    assert (far - found).abs().max() > 0.01  # they see less
+
+
+def test_the_oracle_reads_the_same() -> None:
+    """The backend that evaluation uses against the reference one, past the trained length."""
+    decoder = random_decoder(ENCODINGS["t5"])
+    shape = decoder.config
+    oracle = Decoder(
+        shape,
+        create(shape.encoding, shape, 256, CPU),
+        ReferenceAttention,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    oracle.load_state_dict(decoder.state_dict())
+    oracle.encoding.freeze()
+    tokens = TEXTS.tokens[1]
+    a, b = (losses.token_losses(Reader(each, 256), tokens) for each in (decoder, oracle))
+    assert (a - b).abs().max() < 1e-4

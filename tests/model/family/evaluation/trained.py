@@ -1,0 +1,90 @@
+"""Tiny random models in folders of their own, and texts to read: stand-ins for trained ones."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from model.attention.sdpa import SdpaAttention
+from model.config import EncodingSpec, ModelConfig
+from model.encodings.base import create
+from model.family.corpus import Corpus, Split
+from model.family.prepare import SHIPPED_TOKENIZER
+from model.saving import save_checkpoint
+from model.transformer import Decoder
+
+CPU = torch.device("cpu")
+VOCAB = 4096
+TRAINED = 64
+LEARNED = EncodingSpec("learned", {"positions": TRAINED, "offset": 0})
+ENCODINGS = {
+    "rope": EncodingSpec("rope", {"base": 10000.0, "width": 8, "layout": "half"}),
+    "t5": EncodingSpec("t5", {"buckets": 32, "max_distance": 128}),
+    "alibi": EncodingSpec("alibi", {}),
+    "learned": LEARNED,
+    "sinusoidal": EncodingSpec("sinusoidal", {"layout": "interleaved"}),
+    "nope": EncodingSpec("nope", {}),
+}
+
+
+def config(encoding: EncodingSpec, layers: int = 2) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=VOCAB,
+        width=16,
+        layers=layers,
+        heads=2,
+        kv_heads=2,
+        head_dim=8,
+        ffn_width=24,
+        norm_eps=1e-5,
+        trained_context=TRAINED,
+        encoding=encoding,
+        windows=(None,) * layers,
+        tied_embeddings=True,
+    )
+
+
+def random_decoder(encoding: EncodingSpec, scale: float = 0.3, layers: int = 2) -> Decoder:
+    """Weights drawn once; `scale` 0 makes every token as likely as any."""
+    shape = config(encoding, layers)
+    decoder = Decoder(
+        shape, create(encoding, shape, 4096, CPU), SdpaAttention, dtype=torch.float32, device=CPU
+    )
+    drawn = torch.Generator().manual_seed(0)
+    for name, parameter in decoder.named_parameters():
+        values = torch.randn(parameter.shape, generator=drawn) * scale
+        parameter.copy_(values + 1 if name.endswith("norm.weight") else values)
+    decoder.encoding.freeze()
+    return decoder
+
+
+def save(folder: Path, encoding: EncodingSpec, log: bool = True) -> Path:
+    """A folder as training leaves it."""
+    decoder = random_decoder(encoding)
+    save_checkpoint(
+        dict(decoder.named_parameters()), decoder.config, folder, tokenizer=[SHIPPED_TOKENIZER]
+    )
+    if log:
+        write_log(folder)
+    return folder
+
+
+def write_log(folder: Path, end: float = 3.0) -> None:
+    """100 steps of 1,000 tokens in half a second each, from a loss of 8 down to `end`."""
+    lines = []
+    for step in range(1, 101):
+        loss = end + (8 - end) * 0.95**step
+        row = {"step": step, "tokens": 1000 * step, "seconds": 0.5 * step, "loss": loss}
+        lines.append(row | {"learning_rate": 0.01})
+        if step % 50 == 0:
+            held = {"step": step, "tokens": 1000 * step, "seconds": 0.5 * step}
+            lines.append(held | {"held_out_loss": loss + 0.1})
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def corpus(documents: int = 3, length: int = 900) -> Corpus:
+    """Drawn tokens, none of them the tokenizer's own signs."""
+    drawn = np.random.default_rng(3)
+    pieces = [(f"tales/{n}", drawn.integers(300, VOCAB, length)) for n in range(documents)]
+    return Corpus(Split.of(pieces[:1]), Split.of(pieces), "f" * 64)
