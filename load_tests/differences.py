@@ -1,0 +1,158 @@
+"""Is one arm slower than another? Ratios with intervals that hold for few runs, and verdicts.
+
+The machine's speed drifts between blocks, so runs are compared within their block, and blocks, not
+requests, are what is resampled: thousands of tokens of one run share its luck. For 3 to 10 blocks
+the usual percentile bootstrap is too narrow. This one is studentised, which accounts for not
+knowing the noise, and smoothed with a normal kernel of s/√n, which makes up for the (n−1)/n of the
+variance that resampling loses (Hesterberg, "What Teachers Should Know About the Bootstrap", 2015).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from load_tests.statistics import RATES, Figures, figures
+from load_tests.terms import Point, Profile, Result, Run
+
+Verdict = Literal["slower", "faster", "no difference", "unknown"]
+Cell = tuple[Point, Profile]
+Floats = NDArray[np.float64]
+
+MIN_BLOCKS = 3
+LEVEL = 0.05  # of a false alarm: intervals are 95 %
+_REPLICATES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The ratio of one arm's figure to another's: 1.1 is a tenth more. `unknown` has no figures."""
+
+    estimate: float
+    low: float
+    high: float
+    p: float  # how often such a ratio comes from no difference
+    verdict: Verdict
+    reason: str = ""  # why the verdict is unknown
+
+    @property
+    def smallest_seen(self) -> float:
+        """How far from 1 the ratio would have had to be to count: 0.08 is 8 % more."""
+        return math.sqrt(self.high / self.low) - 1
+
+
+def difference(zero: Sequence[Run], arm: Sequence[Run], metric: str) -> Difference:
+    """`arm` over `zero`, runs of one cell, paired by block. The interval is 95 % by itself."""
+    return paired(_by_block(zero), _by_block(arm), metric)
+
+
+def paired(zero: Mapping[int, Figures], arm: Mapping[int, Figures], metric: str) -> Difference:
+    """The same from figures by block."""
+    late = _late((*zero.values(), *arm.values()))
+    return late or within(log_ratios(zero, arm, metric), metric)
+
+
+def within(ratios: Floats, metric: str) -> Difference:
+    """From log(arm / zero) of every block."""
+    return _difference([ratios], metric)
+
+
+def between(before: Floats, after: Floats, metric: str) -> Difference:
+    """`after` over `before`: logarithms of figures, or of ratios, that share no blocks."""
+    return _difference([before, after], metric)
+
+
+def log_ratios(zero: Mapping[int, Figures], arm: Mapping[int, Figures], metric: str) -> Floats:
+    """log(arm / zero) of each block that has both."""
+    pairs = [(arm[block].value(metric), zero[block].value(metric)) for block in arm.keys() & zero]
+    return np.array([math.log(mine / its) for mine, its in pairs if mine and its])
+
+
+def corrected(differences: Sequence[Difference]) -> list[Difference]:
+    """The verdicts for reading them together; intervals stay each one's own.
+
+    Of many comparisons some stand out by chance. Benjamini and Hochberg (1995): where nothing
+    differs a verdict appears in 5 % of such tables; else 5 % of the verdicts are wrong on average.
+    """
+    known = sorted(d.p for d in differences if d.verdict != "unknown")
+    passing = [p for rank, p in enumerate(known, 1) if p <= LEVEL * rank / len(known)]
+    limit = max(passing, default=-1.0)
+    return [
+        replace(d, verdict="no difference") if d.verdict != "unknown" and d.p > limit else d
+        for d in differences
+    ]
+
+
+def against_zero(result: Result, metric: str) -> dict[tuple[Cell, str], Difference]:
+    """Every arm over the zero arm, by cell and arm; the verdicts of a cell are corrected together.
+
+    Empty without a zero arm.
+    """
+    cells: dict[Cell, dict[str, dict[int, Figures]]] = {}
+    for run in result.runs:
+        arms = cells.setdefault((run.point, run.profile), {})
+        arms.setdefault(run.arm, {})[run.block] = figures(run)
+    found: dict[tuple[Cell, str], Difference] = {}
+    for cell, arms in cells.items():
+        if result.zero not in arms:
+            continue
+        zero = arms.pop(result.zero)
+        verdicts = corrected([paired(zero, arm, metric) for arm in arms.values()])
+        found.update(((cell, label), d) for label, d in zip(arms, verdicts, strict=True))
+    return found
+
+
+def unknown(reason: str) -> Difference:
+    """No conclusion, and why."""
+    return Difference(math.nan, math.nan, math.nan, math.nan, "unknown", reason)
+
+
+def _by_block(runs: Sequence[Run]) -> dict[int, Figures]:
+    return {run.block: figures(run) for run in runs}
+
+
+def _late(found: Sequence[Figures]) -> Difference | None:
+    if not any(one.client_late for one in found):
+        return None
+    return unknown("the client sent late (p99 above 5 % of the TTFT): lower the load or --rate")
+
+
+def _difference(samples: Sequence[Floats], metric: str) -> Difference:
+    """The last sample's mean less the first's, if there are two, of logarithms."""
+    blocks = min(len(sample) for sample in samples)
+    if blocks < MIN_BLOCKS:
+        return unknown(f"{blocks} blocks have this figure, an interval needs {MIN_BLOCKS}: --runs")
+    log = float(samples[-1].mean() - (samples[0].mean() if len(samples) > 1 else 0.0))
+    error = math.sqrt(sum(sample.var(ddof=1) / len(sample) for sample in samples))
+    error = max(error, 1e-9)  # equal to the last digit: a clock's step, not certainty
+    replicates = np.sort(_studentised(samples))
+    reach = error * float(np.quantile(replicates, 1 - LEVEL))
+    above = _REPLICATES - int(np.searchsorted(replicates, abs(log) / error))
+    verdict: Verdict = "no difference"
+    if abs(log) > reach:
+        verdict = "slower" if (log < 0) == (metric in RATES) else "faster"
+    return Difference(
+        math.exp(log),
+        math.exp(log - reach),
+        math.exp(log + reach),
+        (1 + above) / (1 + _REPLICATES),
+        verdict,
+    )
+
+
+def _studentised(samples: Sequence[Floats]) -> Floats:
+    """|t| of replicates drawn where nothing differs, [replicates]."""
+    source = np.random.default_rng(0)
+    mean = np.zeros(_REPLICATES)
+    variance = np.zeros(_REPLICATES)
+    for sample in samples:
+        n = len(sample)
+        kernel = max(sample.std(ddof=1), 1e-9) / math.sqrt(n)
+        drawn = source.choice(sample - sample.mean(), (_REPLICATES, n))
+        drawn = drawn + kernel * source.standard_normal((_REPLICATES, n))
+        mean += drawn.mean(1)
+        variance += drawn.var(1, ddof=1) / n
+    return np.asarray(np.abs(mean) / np.sqrt(variance))
