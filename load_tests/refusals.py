@@ -1,0 +1,34 @@
+"""What an arm cannot be asked for: left out of a workload with its reason, and no failed run."""
+
+from load_tests.client import Server, complete
+from load_tests.terms import Plan, Request
+
+_OVERFLOW = "overflow"
+
+
+async def why_not(server: Server, context: int | None, plan: Plan) -> str | None:
+    """Why `plan` cannot be measured on `server`, in a few words; None when it can.
+
+    `context` is how many tokens of prompt and answer together its model takes, None if unknown.
+    Fields beyond the usual are tried on a prompt of one token: only the server knows them.
+    """
+    if context is not None and (reason := _misfit(plan, context)) is not None:
+        return reason
+    special = next((request for request in plan.requests if request.extra), None)
+    if special is None:
+        return None
+    prompt = "a" if isinstance(special.prompt, str) else special.prompt[:1]
+    return (await complete(server, Request(prompt, 1, 1, extra=special.extra))).error
+
+
+def _misfit(plan: Plan, context: int) -> str | None:
+    for request in plan.requests:
+        prompt = request.prompt_tokens or 0
+        whole = prompt + request.output_tokens
+        shifts = _OVERFLOW in request.extra
+        least = prompt + 1 if shifts else whole
+        if least > context:
+            return f"its context holds {context:,} tokens and this needs {least:,}"
+        if shifts and whole <= context:
+            return f"its context of {context:,} tokens, longer than another arm's, never fills"
+    return None
