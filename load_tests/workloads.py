@@ -4,13 +4,13 @@ All of it follows from the seed of the prompts. A plan is made once for each run
 arm, so every arm gets the same token ids and no server gets a prompt twice, but for files.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from load_tests.conversation import conversation
 from load_tests.hits import cached_tokens
 from load_tests.prompt_file import read_prompts
-from load_tests.prompts import PromptMaker, pieces_of
+from load_tests.prompts import PromptMaker
 from load_tests.terms import Plan, Point, Profile, Request
 
 SUFFIX_TOKENS = 32  # of shared-prefix, after the prefix
@@ -20,8 +20,6 @@ SHIFT_MARGIN = 32  # tokens before the context is full, and as many after
 EXTRAPOLATION = (1, 2, 4)  # times the trained context
 LEAVING_SHARE = 0.2
 TURNS = 3
-_SPREAD = 0.6  # of the logarithm of a length
-_MULTIPLE = 4  # of chat's lengths; see `_conversation`
 _FILE = "file:"
 
 _ONE = Profile("sync")
@@ -48,11 +46,15 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`points` are the sizes to measure it at; `requests` makes those of one run at a point."""
+    """`points` are the sizes to measure it at; `requests` makes those of one run at a point.
+
+    `context` is how many tokens, prompt and answer together, a model started for it should take.
+    """
 
     name: str
     help: str
     profile: Profile  # unless another is asked for
+    context: Callable[[Sizes], int]
     points: Callable[[Sizes], list[Point]]
     requests: Callable[[Point, Profile, PromptMaker, Sizes], Sequence[Request]]
 
@@ -90,11 +92,26 @@ def _from_file(name: str) -> Workload:
             for prompt, max_tokens in lines
         ]
 
-    return Workload(name, "the prompts of a file, in its order", _EIGHT, _one_point(name), requests)
+    return Workload(
+        name,
+        "the prompts of a file, in its order",
+        _EIGHT,
+        _served_context,
+        _one_point(name),
+        requests,
+    )
 
 
 def _one_point(name: str) -> Callable[[Sizes], list[Point]]:
     return lambda sizes: [Point(name, name)]
+
+
+def _served_context(sizes: Sizes) -> int:
+    return sizes.context
+
+
+def _stream_context(sizes: Sizes) -> int:
+    return sizes.prompt_tokens + sizes.output_tokens
 
 
 def _count(profile: Profile, sizes: Sizes) -> int:
@@ -127,37 +144,11 @@ def _chat(point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes) ->
     There are at least as many conversations as workers.
     """
     conversations = max(profile.concurrency, -(-_count(profile, sizes) // TURNS))
-    talks = [_conversation(prompts, sizes) for _ in range(conversations)]
+    talks = [
+        conversation(prompts, TURNS, sizes.prompt_tokens, sizes.output_tokens, sizes.context)
+        for _ in range(conversations)
+    ]
     return [talk[turn] for turn in range(TURNS) for talk in talks]
-
-
-def _conversation(prompts: PromptMaker, sizes: Sizes) -> list[Request]:
-    """Each prompt is the one before it, a stand-in for its answer, and something new.
-
-    No arm's real answer can stand there: every arm gets the same token ids. It differs from the
-    answer before the next block is full, since lengths are multiples of 4 and so leave at least 4
-    tokens of that block to it. What would not fit the context begins anew.
-    """
-    requests: list[Request] = []
-    length = 0
-    for _ in range(TURNS):
-        output = _length(prompts, sizes.output_tokens, sizes.context // 2)
-        most = sizes.context - output
-        longer = length and length + _length(prompts, sizes.prompt_tokens // 4, most)
-        if 0 < longer <= most:
-            prompt = prompts.prompt(longer, pieces_of(requests[-1].prompt))
-        else:
-            longer = _length(prompts, sizes.prompt_tokens, most)
-            prompt = prompts.prompt(longer)
-        requests.append(Request(prompt, longer, output))
-        length = longer + output
-    return requests
-
-
-def _length(prompts: PromptMaker, middle: int, most: int) -> int:
-    """Tokens: log-normal around `middle`, so half are shorter and a few are much longer."""
-    drawn = middle * math.exp(prompts.random.gauss(0.0, _SPREAD))
-    return max(1, min(round(drawn), most) // _MULTIPLE) * _MULTIPLE
 
 
 def _longctx_points(sizes: Sizes) -> list[Point]:
@@ -228,16 +219,39 @@ _ALL = (
         "chat",
         f"conversations of {TURNS} turns, lengths varied; a turn extends the prompt before it",
         _EIGHT,
+        _served_context,
         _one_point("chat"),
         _chat,
     ),
-    Workload("stream", "prompts and answers of one size", _ONE, _one_point("stream"), _stream),
-    Workload("prefill", "a long prompt, one new token", _ONE, _one_point("prefill"), _prefill),
-    Workload("longctx", "step latency against context length", _ONE, _longctx_points, _longctx),
+    Workload(
+        "stream",
+        "prompts and answers of one size",
+        _ONE,
+        _stream_context,
+        _one_point("stream"),
+        _stream,
+    ),
+    Workload(
+        "prefill",
+        "a long prompt, one new token",
+        _ONE,
+        lambda sizes: sizes.prefill_tokens + 1,
+        _one_point("prefill"),
+        _prefill,
+    ),
+    Workload(
+        "longctx",
+        "step latency against context length",
+        _ONE,
+        lambda sizes: max(sizes.contexts),
+        _longctx_points,
+        _longctx,
+    ),
     Workload(
         "shared-prefix",
         "several requests for each of several long prefixes",
         _EIGHT,
+        lambda sizes: sizes.prefix_tokens + SUFFIX_TOKENS + SUFFIX_OUTPUT_TOKENS,
         _one_point("shared-prefix"),
         _shared_prefix,
     ),
@@ -245,6 +259,7 @@ _ALL = (
         "shift",
         "answers that outgrow the context, which is shifted",
         _ONE,
+        _served_context,
         _one_point("shift"),
         _shift,
     ),
@@ -252,6 +267,7 @@ _ALL = (
         "extrapolate",
         "step latency within, at 2 and at 4 times the trained context",
         _ONE,
+        lambda sizes: max(EXTRAPOLATION) * sizes.trained_context,
         _extrapolate_points,
         _longctx,
     ),
@@ -259,6 +275,7 @@ _ALL = (
         "cancel",
         f"as stream, but {LEAVING_SHARE:.0%} of the clients leave at a random moment",
         _EIGHT,
+        _stream_context,
         _one_point("cancel"),
         _cancel,
     ),

@@ -51,6 +51,20 @@ def test_the_number_of_requests_follows_the_profile():
     assert lengths(plan("prefill")) == [(1024, 1)] * 4
 
 
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_model_with_the_context_that_a_workload_names_can_take_all_of_it(name):
+    sizes = Sizes(context=600, trained_context=200)
+    context = WORKLOADS[name].context(sizes)
+    points = range(len(WORKLOADS[name].points(sizes)))
+    needed = [
+        request.prompt_tokens + (1 if request.extra else request.output_tokens)
+        for point in points
+        for request in plan(name, CLOSED, sizes=sizes, point=point).requests
+    ]
+    assert max(needed) <= context
+    assert name in ("chat", "shift") or max(needed) == context
+
+
 def test_longctx_has_one_prompt_a_worker_at_every_length():
     assert WORKLOADS["longctx"].points(SIZES) == [
         Point("longctx", "longctx 64", 64),
