@@ -166,7 +166,7 @@ def dots(
             parts.append(_row(row, middle, interval + dot))
             middle += ROW
     parts.append(text(across, (left + right) / 2, bottom + 34, "soft", "middle"))
-    return svg(title, bottom + 42, parts)
+    return svg(title, bottom + (42 if across else 24), parts)
 
 
 def bars(title: str, rows: Sequence[Row]) -> str:

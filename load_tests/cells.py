@@ -1,0 +1,101 @@
+"""A result sorted for showing: one cell for each point and profile, with each arm's figures."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from load_tests.differences import Difference, corrected, paired
+from load_tests.statistics import Figures, figures
+from load_tests.terms import Point, Profile, Result, Run
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """One figure over the runs of an arm: median, lowest and highest."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Every run of one point under one profile. Arms are in the order of the result."""
+
+    point: Point
+    profile: Profile
+    runs: Mapping[str, tuple[Run, ...]]
+    figures: Mapping[str, tuple[Figures, ...]]
+
+    def spread(self, arm: str, metric: str) -> Spread | None:
+        """Of one of statistics.METRICS; None where no run of this arm has it."""
+        values = [one.value(metric) for one in self.figures.get(arm, ()) if served(one)]
+        return spread([value for value in values if value is not None])
+
+    def against(self, base: str | None, arms: Iterable[str], metric: str) -> dict[str, Difference]:
+        """Each of `arms` that was measured, compared with `base`; their verdicts corrected."""
+        if base is None or base not in self.figures:
+            return {}
+        zero = self._by_block(base)
+        others = [arm for arm in arms if arm != base and arm in self.figures]
+        found = corrected([paired(zero, self._by_block(arm), metric) for arm in others])
+        return dict(zip(others, found, strict=True))
+
+    def _by_block(self, arm: str) -> dict[int, Figures]:
+        pairs = zip(self.runs[arm], self.figures[arm], strict=True)
+        return {run.block: one for run, one in pairs if served(one)}
+
+    @property
+    def label(self) -> str:
+        """In a table or beside a chart."""
+        if self.point.context is not None and self.profile.kind == "sync":
+            return self.point.label
+        return f"{self.point.label}, {self.profile.label}"
+
+    @property
+    def where(self) -> str:
+        """The same at the beginning of a sentence."""
+        if self.point.context is None:
+            return f"Under {self.label}"
+        load = "" if self.profile.kind == "sync" else f" and {self.profile.label}"
+        return f"At {self.point.context:,} tokens of context{load}"
+
+    @property
+    def load(self) -> float:
+        """Requests per second of an open loop, requests in flight of a closed one."""
+        return self.profile.rate if self.profile.open_loop else float(self.profile.concurrency)
+
+
+def served(figures: Figures) -> bool:
+    """Whether the run has any figures: one in which everything failed has 0 tokens per second."""
+    return bool(figures.served or figures.left)
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Median and range; None of nothing."""
+    return Spread(median(values), min(values), max(values)) if values else None
+
+
+def cells(result: Result) -> list[Cell]:
+    """By workload, context and load."""
+    found: dict[tuple[Point, Profile], dict[str, list[Run]]] = {}
+    for run in result.runs:
+        found.setdefault((run.point, run.profile), {}).setdefault(run.arm, []).append(run)
+    sorted_runs = [
+        (point, profile, {arm: tuple(runs[arm]) for arm in result.arms if arm in runs})
+        for (point, profile), runs in found.items()
+    ]
+    built = [
+        Cell(point, profile, runs, {arm: tuple(map(figures, own)) for arm, own in runs.items()})
+        for point, profile, runs in sorted_runs
+    ]
+    workloads = list(dict.fromkeys(cell.point.workload for cell in built))
+    return sorted(
+        built,
+        key=lambda cell: (
+            workloads.index(cell.point.workload),
+            cell.point.context or 0,
+            cell.profile.open_loop,
+            cell.load,
+        ),
+    )

@@ -1,0 +1,170 @@
+"""Plots of the load test itself: its failures, its own lag, and what ran when."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from load_tests.cells import Spread, spread
+from load_tests.charts import Row, Span, bars, dots, timeline
+from load_tests.plot import Plot, Subject, percent_tick, plain_tick
+from load_tests.svg import Look
+from load_tests.terms import Run
+from load_tests.words import digits, percent
+
+_DRIFT_METRICS = ("itl_p50", "ttft_p50")  # the first that a cell has
+_MINUTE = 60.0
+_BLOCK = Look(0, "circle", "")
+
+
+def client_plots(subject: Subject) -> Iterator[Plot]:
+    """How late the client sent, and what failed: whether the rest can be believed."""
+    lags = {arm: _lag(subject, arm) for arm in subject.arms}
+    rows = [
+        Row(arm, subject.looks[arm], lag.median, lag.low, lag.high, digits(lag.median))
+        for arm, lag in lags.items()
+        if lag is not None
+    ]
+    if not rows:
+        return
+    charts = [dots("client lag p99, ms", {"": rows}, "milliseconds late", plain_tick)]
+    sent = {arm: sum(map(_sent, _runs(subject, arm))) for arm in subject.arms}
+    failed = {arm: _reasons(_runs(subject, arm)) for arm in subject.arms}
+    if any(failed.values()):
+        shares = [
+            Row(arm, subject.looks[arm], count, count, count, f"{count:,} of {sent[arm]:,}")
+            for arm in subject.arms
+            for count in [sum(failed[arm].values())]
+        ]
+        charts.append(bars("requests failed", shares))
+    table = [("arm", "sent", "failed", "lag p99, ms", "reasons")]
+    for arm in subject.arms:
+        reasons = "; ".join(f"{count} × {reason}" for reason, count in failed[arm].most_common())
+        lag = lags[arm]
+        number = "–" if lag is None else f"{digits(lag.median)} (at most {digits(lag.high)})"
+        total = sum(failed[arm].values())
+        table.append((arm, f"{sent[arm]:,}", f"{total:,}", number, reasons or "–"))
+    yield Plot(
+        key="client",
+        title="The client: lag and failures",
+        findings=(_health(rows, failed, sum(sent.values())),),
+        charts=tuple(charts),
+        table=table,
+        note=(
+            "Lag: from when a request should have left to when it did; p99 of each run, its median "
+            "over the runs and its range. A request has failed unless it ended with status 200, "
+            "no error, [DONE] and exactly the tokens asked for."
+        ),
+    )
+
+
+def order_plots(subject: Subject) -> Iterator[Plot]:
+    """What ran when, and whether the machine became slower or faster on the way."""
+    runs = [run for run in subject.result.runs if run.outcomes]
+    if not runs:
+        return
+    spans = [
+        Span(
+            run.arm,
+            subject.looks[run.arm],
+            _start(run) / _MINUTE,
+            _end(run) / _MINUTE,
+            f"{run.arm}: {run.point.label}, {run.profile.label}, block {run.block}",
+        )
+        for run in sorted(runs, key=lambda run: list(subject.arms).index(run.arm))
+    ]
+    charts = [timeline("what ran when", spans, "minutes from the start")]
+    drift = _drift(subject)
+    if drift:
+        head = "runs of each block against their like"
+        charts.append(dots(head, {"": drift}, "slower than the median", percent_tick, centred=True))
+    table = [("minute", "arm", "what", "block", "seconds")]
+    first = min(map(_start, runs))
+    for run in sorted(runs, key=_start):
+        minute, seconds = (_start(run) - first) / _MINUTE, _end(run) - _start(run)
+        what = f"{run.point.label}, {run.profile.label}"
+        table.append((f"{minute:.1f}", run.arm, what, str(run.block), digits(seconds)))
+    yield Plot(
+        key="order",
+        title="The order of the runs",
+        findings=(_steadiness(drift),),
+        charts=tuple(charts),
+        table=table,
+        note=(
+            "Within a block the arms run in random order, so what drifts on the machine drifts for "
+            "all alike. A run's like is the median of its arm in its cell, of the time per token "
+            "(of the time to first token where there is none); a block's mark is the median over "
+            "its runs, its bar their range."
+        ),
+    )
+
+
+def _runs(subject: Subject, arm: str) -> list[Run]:
+    return [run for run in subject.result.runs if run.arm == arm]
+
+
+def _sent(run: Run) -> int:
+    return len(run.outcomes)
+
+
+def _lag(subject: Subject, arm: str) -> Spread | None:
+    """Milliseconds."""
+    return spread(
+        [one.lag_p99 * 1e3 for cell in subject.cells for one in cell.figures.get(arm, ())]
+    )
+
+
+def _reasons(runs: Sequence[Run]) -> Counter[str]:
+    return Counter(
+        outcome.error for run in runs for outcome in run.outcomes if outcome.error is not None
+    )
+
+
+def _health(lags: Sequence[Row], failed: dict[str, Counter[str]], sent: int) -> str:
+    worst = max(lags, key=lambda row: row.high)
+    late = f"The client was at most {digits(worst.high)} ms late (p99, {worst.label})."
+    count = sum(sum(reasons.values()) for reasons in failed.values())
+    if not count:
+        return f"All {sent:,} requests were answered in full. {late}"
+    total: Counter[str] = sum(failed.values(), Counter())
+    reason, times = total.most_common(1)[0]
+    return f"{count:,} of {sent:,} requests failed, {times:,} of them with “{reason}”. {late}"
+
+
+def _start(run: Run) -> float:
+    return min(outcome.sent for outcome in run.outcomes)
+
+
+def _end(run: Run) -> float:
+    return max(outcome.ended for outcome in run.outcomes)
+
+
+def _drift(subject: Subject) -> list[Row]:
+    """For each block, how much slower its runs were than the median of their arm and cell."""
+    off: dict[int, list[float]] = {}
+    for cell in subject.cells:
+        for arm, runs in cell.runs.items():
+            metric = next((name for name in _DRIFT_METRICS if cell.spread(arm, name)), None)
+            middle = None if metric is None else cell.spread(arm, metric)
+            if metric is None or middle is None or len(runs) < 2:
+                continue
+            for run, one in zip(runs, cell.figures[arm], strict=True):
+                if (value := one.value(metric)) is not None:
+                    off.setdefault(run.block, []).append((value / middle.median - 1) * 100)
+    return [
+        Row(f"block {block}", _BLOCK, own.median, own.low, own.high, f"{own.median:+.1f} %")
+        for block in sorted(off)
+        if (own := spread(off[block])) is not None
+    ]
+
+
+def _steadiness(drift: Sequence[Row]) -> str:
+    if len(drift) < 2:
+        return "Too few runs to see whether the machine drifted."
+    slowest, fastest = max(drift, key=lambda row: row.value), min(drift, key=lambda row: row.value)
+    apart = percent((slowest.value - fastest.value) / 100)
+    furthest = max(abs(end) for row in drift for end in (row.low, row.high)) / 100
+    if apart == percent(0.0):
+        return f"No block was slower than another; the furthest run is {percent(furthest)} % off."
+    return (
+        f"Runs of {slowest.label} were {apart} % slower than those of {fastest.label} (medians); "
+        f"the run furthest from its like is {percent(furthest)} % off."
+    )

@@ -1,0 +1,213 @@
+"""Plots of what the servers' own counters say: cache behaviour, positional work, context shifts."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from load_tests.cells import spread
+from load_tests.charts import Row, bars, dots
+from load_tests.plot import Plot, Subject, Table, plain_tick
+from load_tests.terms import Run
+from load_tests.words import digits, listed
+
+Counters = Mapping[str, float]
+Figure = Callable[[Counters], float | None]  # None: these counters do not say
+
+
+def counted(counters: Counters, name: str, labels: str = "") -> float:
+    """The increase of `ropewalk_NAME` over all its series, or over those with these labels."""
+    family = f"ropewalk_{name}"
+    return sum(
+        value
+        for key, value in counters.items()
+        if key.partition("{")[0] == family and labels in key
+    )
+
+
+def per_token(name: str) -> Figure:
+    """Over the tokens that were computed: prompt tokens the cache did not give, and new ones."""
+
+    def figure(counters: Counters) -> float | None:
+        computed = counted(counters, "prompt_tokens_total", 'source="computed"')
+        tokens = computed + counted(counters, "generated_tokens_total")
+        return counted(counters, name) / tokens if tokens else None
+
+    return figure
+
+
+def over(name: str, base: str) -> Figure:
+    """One counter over another."""
+
+    def figure(counters: Counters) -> float | None:
+        below = counted(counters, base)
+        return counted(counters, name) / below if below else None
+
+    return figure
+
+
+CACHE: Mapping[str, Figure] = {
+    "entries rewritten": lambda counters: counted(counters, "kv_rewritten_entries_total"),
+    "bytes written per computed token": per_token("kv_written_bytes_total"),
+    "prompt tokens hit in the prefix cache, %": lambda counters: _percent(
+        over("prefix_cache_hit_tokens_total", "prefix_cache_queried_tokens_total")(counters)
+    ),
+    "rotations per computed token": per_token("position_rotations_total"),
+    "scores biased per computed token": per_token("position_bias_values_total"),
+    "bias values built per computed token": per_token("position_bias_built_total"),
+}
+SHIFT: Mapping[str, Figure] = {
+    "keys rewritten per shift": over("kv_rewritten_entries_total", "context_shifts_total"),
+    "bytes moved per shift": over("kv_moved_bytes_total", "context_shifts_total"),
+    "tokens recomputed per shift": lambda counters: _per_shift(
+        counters, counted(counters, "context_shift_tokens_total", 'fate="recomputed"')
+    ),
+}
+_SHIFT_SECONDS = over("context_shift_seconds_sum", "context_shift_seconds_count")
+_CACHE_NOTE = (
+    "From the counters of each server, over all runs of the workload. A computed token is a prompt "
+    "token that the prefix cache did not give, or a generated one. An entry is one key or value "
+    "vector of one layer and head. Rotations count queries and keys of one head and layer, a "
+    "biased score is one of one head and layer; both by calculation from context lengths."
+)
+_SHIFT_NOTE = (
+    "From the counters of each server. Time is that of shortening one cached context "
+    "(the whole step waits for it): the median of the runs' means, from the lowest to the highest."
+)
+
+
+def cache_plots(subject: Subject) -> Iterator[Plot]:
+    """What each encoding writes, rewrites, finds again and computes because of positions."""
+    for workload, totals in _totals(subject).items():
+        found = {name: _of(totals, figure) for name, figure in CACHE.items()}
+        found = {name: values for name, values in found.items() if values}
+        if found:
+            yield Plot(
+                key=f"{workload}-cache",
+                title=f"Cache and positional work: {workload}",
+                findings=tuple(_said(name, values) for name, values in found.items()),
+                charts=_bars(subject, found),
+                table=_table(found),
+                note=_CACHE_NOTE,
+            )
+
+
+def shift_plots(subject: Subject) -> Iterator[Plot]:
+    """What one context shift costs each encoding, in the workloads that had any."""
+    for workload, totals in _totals(subject).items():
+        shifts = {arm: counted(one, "context_shifts_total") for arm, one in totals.items()}
+        if not any(shifts.values()):
+            continue
+        found = {name: _of(totals, figure) for name, figure in SHIFT.items()}
+        seconds = _seconds(subject, workload)
+        charts = _bars(subject, found)
+        if seconds:
+            head = "time of one shift, ms"
+            charts = (dots(head, {"": seconds}, "milliseconds", plain_tick), *charts)
+        means = {row.label: row.value for row in seconds}
+        table = _table({"shifts": shifts, "ms per shift": means, **found})
+        said = [_said(name, values) for name, values in found.items()]
+        yield Plot(
+            key=f"{workload}-shift",
+            title=f"Cost of a context shift: {workload}",
+            findings=(*_dearest_shift(seconds), *said),
+            charts=charts,
+            table=table,
+            note=_SHIFT_NOTE,
+        )
+
+
+def _totals(subject: Subject) -> Mapping[str, Mapping[str, Counters]]:
+    """Workload → arm → counters summed over its runs, of arms whose servers have counters."""
+    totals: dict[str, dict[str, dict[str, float]]] = {}
+    for run in _in_order(subject):
+        if run.server is not None:
+            own = totals.setdefault(run.point.workload, {}).setdefault(run.arm, {})
+            for key, value in run.server.counters.items():
+                own[key] = own.get(key, 0.0) + value
+    return totals
+
+
+def _in_order(subject: Subject) -> Iterator[Run]:
+    """Runs arm by arm: those of a block are in random order."""
+    for arm in subject.arms:
+        yield from (run for run in subject.result.runs if run.arm == arm)
+
+
+def _of(totals: Mapping[str, Counters], figure: Figure) -> dict[str, float]:
+    found = {arm: figure(counters) for arm, counters in totals.items()}
+    return {arm: value for arm, value in found.items() if value is not None}
+
+
+def _seconds(subject: Subject, workload: str) -> list[Row]:
+    """Milliseconds of one shift, for each arm."""
+    found: list[Row] = []
+    for arm in subject.arms:
+        views = [
+            run.server.counters
+            for run in subject.result.runs
+            if run.arm == arm and run.point.workload == workload and run.server is not None
+        ]
+        means = [mean * 1e3 for view in views if (mean := _SHIFT_SECONDS(view)) is not None]
+        if one := spread(means):
+            look, text = subject.looks[arm], digits(one.median)
+            found.append(Row(arm, look, one.median, one.low, one.high, text))
+    return found
+
+
+def _bars(subject: Subject, found: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
+    """One chart for each figure that any arm has above zero."""
+    return tuple(
+        bars(
+            name,
+            [
+                Row(arm, subject.looks[arm], value, value, value, digits(value))
+                for arm, value in values.items()
+            ],
+        )
+        for name, values in found.items()
+        if any(values.values())
+    )
+
+
+def _table(found: Mapping[str, Mapping[str, float]]) -> Table:
+    arms = list(dict.fromkeys(arm for values in found.values() for arm in values))
+    lines = [
+        (arm, *(digits(values[arm]) if arm in values else "–" for values in found.values()))
+        for arm in arms
+    ]
+    return [("arm", *found), *lines]
+
+
+def _said(name: str, values: Mapping[str, float]) -> str:
+    """Which arms have which number: "Entries rewritten: 3,072 of rope, 0 of the others."."""
+    groups: dict[str, list[str]] = {}
+    for arm, value in sorted(values.items(), key=lambda pair: -pair[1]):
+        groups.setdefault(digits(value), []).append(arm)
+    title = name[0].upper() + name[1:]
+    if len(groups) == 1:
+        (number,) = groups
+        return f"{title}: {number} of every arm." if len(values) > 1 else f"{title}: {number}."
+    largest = max(reversed(groups), key=lambda number: len(groups[number]))
+    parts = [f"{number} of {listed(arms)}" for number, arms in groups.items() if number != largest]
+    if len(parts) > 2:  # the table has them all
+        return f"{title}: from {next(reversed(groups))} to {next(iter(groups))}."
+    others = "the others" if len(groups[largest]) > 1 else groups[largest][0]
+    return f"{title}: {', '.join(parts)}, {largest} of {others}."
+
+
+def _dearest_shift(seconds: Sequence[Row]) -> Iterator[str]:
+    if len(seconds) > 1:
+        dearest = max(seconds, key=lambda row: row.value)
+        cheapest = min(seconds, key=lambda row: row.value)
+        yield (
+            f"A shift takes {dearest.label} {dearest.text} ms "
+            f"({digits(dearest.low)} to {digits(dearest.high)}) and {cheapest.label} "
+            f"{cheapest.text} ms ({digits(cheapest.low)} to {digits(cheapest.high)})."
+        )
+
+
+def _per_shift(counters: Counters, value: float) -> float | None:
+    shifts = counted(counters, "context_shifts_total")
+    return value / shifts if shifts else None
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else share * 100

@@ -1,0 +1,180 @@
+import re
+from dataclasses import replace
+from functools import cache
+from xml.etree import ElementTree
+
+import pytest
+
+from load_tests.plot import Plot
+from load_tests.plots import plots
+from load_tests.terms import Point, Profile, Result
+from tests.load_tests.made_up import counted, failed, longctx, result
+
+CHAT = Point("chat", "chat")
+RATES = [Profile("poisson", rate=rate) for rate in (1, 2, 4)]
+SIX = {"nope": 1, "rope": 1.05, "t5": 1.2, "alibi": 1.0, "learned": 1.0, "sinusoidal": 0.9}
+SETTINGS = {
+    "nope": {"encoding": "nope"},
+    "t5:window": {"encoding": "t5", "setting": "window"},
+    "t5:materialised": {"encoding": "t5", "setting": "materialised"},
+}
+
+
+@cache
+def made(name: str) -> list[Plot]:
+    return plots(MANY[name])
+
+
+def by_key(whole: Result | str) -> dict[str, Plot]:
+    """Of one of MANY, or of another result."""
+    found = made(whole) if isinstance(whole, str) else plots(whole)
+    assert len({plot.key for plot in found}) == len(found)
+    return {plot.key: plot for plot in found}
+
+
+def counters(**values: float) -> dict[str, float]:
+    base = {
+        'ropewalk_prompt_tokens_total{source="computed"}': 1000,
+        'ropewalk_prompt_tokens_total{source="cached"}': 9000,
+        "ropewalk_generated_tokens_total": 24,
+        "ropewalk_kv_written_bytes_total": 1024 * 512,
+    }
+    return base | {f"ropewalk_{name}": value for name, value in values.items()}
+
+
+def shifts(outcome: str, seconds: float, rewritten: float) -> dict[str, float]:
+    return counters(
+        context_shift_seconds_sum=3 * seconds,
+        context_shift_seconds_count=3,
+        **{
+            f'context_shifts_total{{outcome="{outcome}"}}': 3,
+            'kv_rewritten_entries_total{cause="context_shift"}': 3 * rewritten,
+        },
+    )
+
+
+MANY = {
+    "longctx": result(SIX, longctx(512, 2048, 8192)),
+    "one context": result(SIX, longctx(512)),
+    "rates": result(SIX, [CHAT], RATES),
+    "one arm": result({"rope": 1}, [CHAT], RATES),
+    "settings": result(dict.fromkeys(SETTINGS, 1), longctx(512, 2048), arms=SETTINGS),
+    "an arm failed": failed(result(SIX, longctx(512, 2048)), "t5", "status 500 <oops>"),
+    "counters": counted(
+        result({"nope": 1, "rope": 1}, [CHAT]),
+        {"nope": shifts("reindexed", 0.001, 0), "rope": shifts("rerotated", 0.004, 96)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_every_plot_is_well_formed_and_has_its_numbers(name):
+    found = made(name)
+    assert found
+    for plot in found:
+        assert plot.charts
+        assert all(ElementTree.fromstring(chart).get("aria-label") for chart in plot.charts)
+        assert {len(row) for row in plot.table} == {len(plot.table[0])}
+        assert all(sentence.endswith((".", "”")) for sentence in plot.findings)
+
+
+def test_step_latency_by_context_comes_first_with_its_difference_to_the_zero():
+    plot = made("longctx")[0]
+    assert plot.key == "longctx"
+    assert len(plot.charts) == 2
+    longest, shortest = plot.findings
+    assert re.match(r"At 8,192 tokens of context, t5 costs (19\.[5-9]|20\.[0-4]) % \(", longest)
+    assert re.search(r"; rope (4\.[5-9]|5\.[0-4]) % \([^)]+\) more;", longest)
+    assert re.search(r"; sinusoidal (9\.[5-9]|10\.[0-4]) % \([^)]+\) less;", longest)
+    assert "alibi and learned show no difference from nope" in longest
+    assert shortest.startswith("At 512 tokens of context, ")
+
+
+def test_findings_change_with_the_data():
+    plot = plots(result(SIX | {"t5": 1.4}, longctx(512, 2048)))[0]
+    assert re.match(
+        r"At 2,048 tokens of context, t5 costs (39\.[5-9]|40\.[0-4]) %", plot.findings[0]
+    )
+
+
+def test_without_a_zero_there_are_figures_and_no_differences():
+    plot = plots(result({"rope": 1}, longctx(512, 2048)))[0]
+    assert len(plot.charts) == 1
+    assert plot.findings[0].startswith("At 2,048 tokens of context, time per token p50 of rope is")
+    assert plot.table[0] == ("at", "arm", "time per token p50, ms")
+
+
+def test_the_dearest_setting_is_compared_with_the_cheapest():
+    factors = {"nope": 1, "t5:window": 1.1, "t5:materialised": 1.65}
+    plot = by_key(result(factors, longctx(512, 2048), arms=SETTINGS))["t5-settings"]
+    assert re.match(
+        r"At 2,048 tokens of context, t5:materialised costs (49\.[5-9]|50\.[0-4]) %",
+        plot.findings[0],
+    )
+    assert plot.findings[0].endswith("more per token than t5:window.")
+
+
+def test_one_arm_for_each_encoding_needs_no_plot_of_settings():
+    assert not [key for key in by_key("longctx") if key.endswith("-settings")]
+
+
+def test_several_rates_give_curves_and_throughput_against_latency():
+    found = by_key("rates")
+    assert "polyline" in found["chat-requests"].charts[0]
+    assert len(found["chat-requests"].charts) == 4
+    assert found["chat-requests-throughput"].findings[0].startswith("Under chat, poisson:4, t5")
+
+
+def test_one_load_gives_a_dot_for_each_arm():
+    plot = by_key(result(SIX, [CHAT]))["chat-in"]
+    assert all("polyline" not in chart for chart in plot.charts)
+
+
+def test_an_arm_that_served_nothing_is_left_out_and_reported():
+    found = by_key("an arm failed")
+    assert "; unknown of t5, as 0 blocks have this figure" in found["longctx"].findings[0]
+    assert not any("t5" in chart for chart in found["longctx"].charts)
+    assert found["client"].findings[0].startswith("32 of 192 requests failed, 32 of them with")
+    assert found["client"].table[3][:3] == ("t5", "32", "32")
+
+
+def test_nothing_served_at_all():
+    whole = result({"nope": 1, "rope": 1}, longctx(512, 2048))
+    for arm in ("nope", "rope"):
+        whole = failed(whole, arm, "connection refused")
+    found = by_key(whole)
+    assert set(found) == {"client", "order"}
+
+
+def test_nothing_measured_at_all():
+    assert plots(replace(MANY["longctx"], runs=())) == []
+
+
+def test_what_the_cache_did_is_over_computed_tokens():
+    plot = by_key("counters")["chat-cache"]
+    # Four runs of 1,024 computed tokens each, and 524,288 bytes in each.
+    assert "Bytes written per computed token: 512 of every arm." in plot.findings
+    assert "Entries rewritten: 1,152 of rope, 0 of nope." in plot.findings
+
+
+def test_the_cost_of_a_shift_is_per_shift():
+    plot = by_key("counters")["chat-shift"]
+    assert plot.findings[0].startswith("A shift takes rope 4.00 ms")
+    assert "Keys rewritten per shift: 96.0 of rope, 0 of nope." in plot.findings
+    assert plot.table[1][:3] == ("nope", "12.0", "1.00")
+
+
+def test_without_counters_or_shifts_those_plots_are_left_out():
+    assert not [key for key in by_key("rates") if key.endswith(("-cache", "-shift"))]
+    plain = counted(result({"nope": 1}, [CHAT]), {"nope": counters()})
+    assert "chat-shift" not in by_key(plain)
+    assert "chat-cache" in by_key(plain)
+
+
+def test_a_machine_that_drifts_is_seen():
+    whole = result({"nope": 1, "rope": 1}, longctx(512), blocks=4, noise=0.0005)
+    assert "were 0." in by_key(whole)["order"].findings[0]
+    slow = result({"nope": 1.3, "rope": 1.3}, longctx(512), blocks=4, noise=0.0005)
+    late = [run for run in slow.runs if run.block >= 2]
+    mixed = replace(whole, runs=tuple([r for r in whole.runs if r.block < 2] + late))
+    assert "were 2" in by_key(mixed)["order"].findings[0]  # 30 % over the median between
