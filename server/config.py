@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from server import pull
 from server.errors import UsageError
 from server.metrics_compat import ALIASES
 from server.options import Option, auto, choice, count, seconds, size, switch
@@ -123,8 +124,9 @@ SERVE_OPTIONS = (
     Option(
         "models",
         "model",
-        "a Hugging Face directory, a .gguf file, smollm2 or a hub id owner/name, or random "
-        "weights: shape:smollm2, or shape:smollm2:t5 for another encoding; NAME=MODEL names it",
+        "a Hugging Face directory, a .gguf file, smollm2 or a hub id owner/name, family for all "
+        "bundled models, or random weights: shape:smollm2, or shape:smollm2:t5 for another "
+        "encoding; NAME=MODEL names it",
         model_source,
         (ModelSource(DEFAULT_MODEL, DEFAULT_MODEL),),
         DEFAULT_MODEL,
@@ -316,7 +318,7 @@ SERVE_OPTIONS = (
 def server_config(values: Mapping[str, Any]) -> ServerConfig:
     """From the values of SERVE_OPTIONS. UsageError when two of them contradict each other."""
     config = ServerConfig(
-        models=values["models"],
+        models=tuple(member for source in values["models"] for member in _members(source)),
         loading=ModelOptions(
             dtype=values["dtype"],
             device=values["device"],
@@ -353,6 +355,13 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
     )
     _check(config)
     return config
+
+
+def _members(source: ModelSource) -> list[ModelSource]:
+    """`family` stands for all bundled models."""
+    if source.source != "family":
+        return [source]
+    return [ModelSource(folder.name, str(folder)) for folder in pull.family()]
 
 
 def _allowed_hosts(host: str, named: Sequence[str]) -> frozenset[str]:

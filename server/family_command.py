@@ -13,12 +13,17 @@ from model.encodings.base import EncodingError
 from model.family import corpus, fetch
 from model.family.corpus import Corpus
 from model.family.errors import FamilyError
+from model.family.losses import windows_of
+from model.family.pack import loss_of
+from model.family.pack import pack as pack_weights
 from model.family.prepare import SHIPPED_TOKENIZER, Bar
 from model.family.prepare import prepare as prepare_texts
-from model.family.recipe import ENCODINGS, Recipe, model_name, shape
+from model.family.recipe import CONTEXT, ENCODINGS, Recipe, model_name, shape
 from model.family.train import Pace, Training
 from server import placement, pull
 from server.errors import CommandError
+
+PACK_WINDOWS = 64  # of held-out text, to tell what packing costs
 
 
 def folder() -> Path:
@@ -96,4 +101,30 @@ def _train_one(encoding: str, recipe: Recipe, texts: Corpus, pace: Pace) -> Path
     return training.finish(SHIPPED_TOKENIZER)
 
 
-COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {"prepare": prepare, "train": train}
+def pack(_: argparse.Namespace) -> int:
+    """Prints what packing costs each model. CommandError when none is trained."""
+    finished = sorted(folder().glob("runs/*/model"))
+    shipped = [path for path in finished if path.parent.name in map(model_name, ENCODINGS)]
+    if not shipped:
+        raise CommandError(
+            f"no model is trained to its end in {folder() / 'runs'}; run ropewalk family train"
+        )
+    try:
+        texts = corpus.load(folder() / "corpus.npz")
+        windows = windows_of(texts.held_out, CONTEXT, PACK_WINDOWS)
+    except FamilyError as error:
+        raise CommandError(str(error)) from error
+    print(f"{'model':<20} {'trained':>9} {'packed':>9} {'cost':>9}   nats per token, held out")
+    for path in tqdm(shipped, desc="packing", disable=None, leave=False):
+        target = pull.FAMILY / path.parent.name
+        pack_weights(path, target)
+        before, after = loss_of(path, windows), loss_of(target, windows)
+        print(f"{target.name:<20} {before:>9.4f} {after:>9.4f} {after - before:>+9.4f}")
+    return 0
+
+
+COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "prepare": prepare,
+    "train": train,
+    "pack": pack,
+}

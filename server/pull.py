@@ -22,8 +22,10 @@ from typing import IO, Protocol
 
 from tqdm import tqdm
 
+from model import family as family_package
 from server.errors import CommandError
 
+FAMILY = Path(family_package.__path__[0]) / "weights"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 _CHUNK = 1 << 20
@@ -71,6 +73,17 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
     if shared := environ.get("XDG_CACHE_HOME"):
         return Path(shared) / "ropewalk"
     return Path.home() / ".cache" / "ropewalk"
+
+
+def family() -> list[Path]:
+    """The folders of the bundled models, by name. CommandError when there are none."""
+    folders = sorted(path.parent for path in FAMILY.glob("*/config.json"))
+    if not folders:
+        raise CommandError(
+            "the family's weights are not in this installation; train and add them with "
+            "ropewalk family prepare, train and pack, or serve smollm2"
+        )
+    return folders
 
 
 def locate(source: str) -> Path:

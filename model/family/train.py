@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from model.config import ModelConfig
 from model.family import checkpoints
 from model.family.checkpoints import State
-from model.family.corpus import Corpus, Split
-from model.family.dense import dense_logits, refreeze
+from model.family.corpus import Corpus
+from model.family.dense import refreeze
 from model.family.errors import FamilyError
+from model.family.losses import later_half, token_losses, windows_of
 from model.family.muon import Muon
 from model.family.recipe import Recipe, new_decoder
 from model.family.windows import Windows
@@ -57,7 +57,8 @@ class Training:
         self.step, self.seconds = 0, 0.0
         self._recipe, self._pace, self._run = recipe, pace, run
         self._windows = Windows(corpus.train, config.trained_context, recipe.seed)
-        self._held_out = held_out_windows(corpus.held_out, config.trained_context)
+        held_out = windows_of(corpus.held_out, config.trained_context, HELD_OUT_WINDOWS)
+        self._held_out = held_out.to(pace.device)
         self._parameters = dict(self.decoder.named_parameters())
         matrices = {name: p for name, p in self._parameters.items() if _is_matrix(name, p)}
         self._muon = Muon(
@@ -69,7 +70,7 @@ class Training:
         self._adam = torch.optim.AdamW(
             list(self._others.values()), betas=(0.9, 0.95), weight_decay=0.0
         )
-        self._loss = torch.compile(self._dense_loss) if pace.compile else self._dense_loss
+        self._loss = torch.compile(self._mean_loss) if pace.compile else self._mean_loss
         # All that decides what comes out, but for how many tokens there will be.
         self._facts = {
             "recipe": {**asdict(recipe), "tokens": None, "decay": None},
@@ -95,7 +96,9 @@ class Training:
                 line = self._one_step()
                 report(self._recipe.windows * self._windows.length, line["loss"])
                 if self.step % self._pace.look_every == 0 or self.step == self._recipe.steps:
-                    line["held_out_loss"] = self.held_out_loss()
+                    line["held_out_loss"] = later_half(
+                        self.decoder, self._held_out, self._pace.autocast
+                    )
                 log.write(json.dumps(line) + "\n")
                 if time.monotonic() - saved > self._pace.save_every_s:
                     log.flush()
@@ -115,17 +118,6 @@ class Training:
             tokenizer=[tokenizer],
         )
         return folder
-
-    @torch.no_grad()
-    def held_out_loss(self) -> float:
-        """Nats per token at the later half of positions, over held-out windows."""
-        refreeze(self.decoder)
-        half = self._held_out.shape[1] // 2
-        found = [
-            self._token_losses(self._held_out[first : first + 8].to(self._pace.device))[:, half:]
-            for first in range(0, len(self._held_out), 8)
-        ]
-        return float(torch.cat(found).mean())
 
     def _one_step(self) -> dict[str, Any]:
         begun = time.perf_counter()
@@ -158,17 +150,8 @@ class Training:
             "rate": round(share, 6),
         }
 
-    def _dense_loss(self, tokens: Tensor) -> Tensor:
-        return self._token_losses(tokens).mean()
-
-    def _token_losses(self, tokens: Tensor) -> Tensor:
-        """[windows, length + 1] → nats [windows, length] of each next token."""
-        dtype = torch.bfloat16 if self._pace.autocast else torch.float32
-        with torch.autocast(self._pace.device.type, dtype, enabled=self._pace.autocast):
-            logits = dense_logits(self.decoder, tokens[:, :-1], dtype)
-        targets = tokens[:, 1:].flatten()
-        losses = F.cross_entropy(logits.float(), targets, reduction="none")
-        return losses.view(len(tokens), -1)
+    def _mean_loss(self, tokens: Tensor) -> Tensor:
+        return token_losses(self.decoder, tokens, self._pace.autocast).mean()
 
     def _save(self, name: str) -> None:
         tensors: dict[str, Tensor] = {f"weight/{n}": p for n, p in self._parameters.items()}
@@ -221,21 +204,6 @@ class Training:
                 for key, value in state.tensors.items()
                 if key.startswith(prefix)
             }
-
-
-def held_out_windows(split: Split, length: int) -> Tensor:
-    """[windows, length + 1] int64, evenly from all windows of the held-out documents."""
-    found = []
-    for number in range(len(split.starts)):
-        document = split.document(number)
-        found += [
-            document[start : start + length + 1]
-            for start in range(0, len(document) - length, length)
-        ]
-    if not found:
-        raise FamilyError(f"no held-out text has {length + 1} tokens; run ropewalk family prepare")
-    chosen = np.linspace(0, len(found) - 1, min(HELD_OUT_WINDOWS, len(found))).astype(int)
-    return torch.from_numpy(np.stack([found[i] for i in chosen]).astype(np.int64))
 
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:

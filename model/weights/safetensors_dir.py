@@ -21,6 +21,8 @@ INDEX = "model.safetensors.index.json"
 MAX_HEADER = 16 << 20  # bytes; 10,000 tensors take about 2 MB
 MAX_TENSORS = 10_000
 MAX_DIMENSIONS = 8
+# Beside an I8 tensor NAME: NAME.row_scale [rows], by which each row is multiplied.
+ROW_SCALE = ".row_scale"
 
 WEIGHT_DTYPES = {
     "F64": torch.float64,
@@ -62,23 +64,42 @@ class SafetensorsDirectory:
         return {}
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._entries)
+        """Those of weights: a row scale is a part of the tensor that it belongs to."""
+        scales = {name + ROW_SCALE for name, entry in self._entries.items() if entry.dtype == "I8"}
+        return frozenset(self._entries.keys() - scales)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
     def read(self, name: str) -> Tensor:
         entry = self._entries[name]
+        if entry.dtype == "I8" and name + ROW_SCALE in self._entries:
+            return self._expanded(name)
         dtype = WEIGHT_DTYPES.get(entry.dtype)
         if dtype is None:
             raise CheckpointError(
                 f"{entry.path}: tensor {shown(name)} is stored as {entry.dtype}, "
                 f"but weights must be one of {', '.join(WEIGHT_DTYPES)}."
             )
-        if entry.size == 0:
-            return torch.empty(entry.shape, dtype=dtype)
-        data = read_range(entry.path, entry.offset, entry.size)
-        return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
+        return _data(entry, dtype)
+
+    def _expanded(self, name: str) -> Tensor:
+        """8-bit rows times their scales, in float32."""
+        entry, scale = self._entries[name], self.read(name + ROW_SCALE)
+        if scale.shape != entry.shape[:1]:
+            raise CheckpointError(
+                f"{entry.path}: tensor {shown(name)} has the shape {entry.shape}, which its row "
+                f"scale of the shape {tuple(scale.shape)} does not fit."
+            )
+        rows = _data(entry, torch.int8).float()
+        return rows * scale.float().view(-1, *[1] * (rows.dim() - 1))
+
+
+def _data(entry: Entry, dtype: torch.dtype) -> Tensor:
+    if entry.size == 0:
+        return torch.empty(entry.shape, dtype=dtype)
+    data = read_range(entry.path, entry.offset, entry.size)
+    return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
 
 
 def read_header(path: Path) -> dict[str, Entry]:

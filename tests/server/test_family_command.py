@@ -10,7 +10,7 @@ from model.family import corpus, fetch
 from model.family.corpus import Corpus, Split
 from model.family.sources import SOURCES
 from model.weights.safetensors_dir import SafetensorsDirectory
-from server import cli, family_command
+from server import cli, family_command, pull
 from server.build import load_models
 from server.metrics import Metrics
 from tests.model.family.test_prepare import small  # noqa: F401 - a fixture
@@ -141,3 +141,22 @@ def test_training_needs_the_corpus(capsys, own_home) -> None:
 def test_an_encoding_nobody_knows_is_one_sentence(capsys, corpus_there) -> None:
     assert cli.main(["family", "train", "--encoding", "kerpel"]) == 1
     assert "kerpel" in sentence(capsys)
+
+
+def test_packed_models_are_served_by_name(capsys, monkeypatch, tmp_path, corpus_there) -> None:
+    monkeypatch.setattr(pull, "FAMILY", tmp_path / "weights")
+    assert cli.main(["serve", "family"]) == 1
+    assert "ropewalk family prepare, train and pack" in sentence(capsys)
+    assert cli.main(["family", "pack"]) == 1
+    assert "run ropewalk family train" in sentence(capsys)
+    for encoding in ("rope", "learned"):
+        flags = ["--encoding", encoding, "--tokens", "4096", "--no-compile"]
+        assert cli.main(["family", "train", *flags]) == 0
+    capsys.readouterr()
+    assert cli.main(["family", "pack"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in table[1:]] == ["ropewalk-learned", "ropewalk-rope"]
+    assert all(abs(float(line.split()[3])) < 0.01 for line in table[1:])
+    loaded = load_models(configured("family", "--kv-memory", "8M"), Metrics())
+    served = {model.served.name: model.served.encoding for model in loaded}
+    assert served == {"ropewalk-learned": "learned", "ropewalk-rope": "rope"}

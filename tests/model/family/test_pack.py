@@ -1,0 +1,72 @@
+"""Packed weights: near the trained ones, small, and read like any others."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.family.losses import windows_of
+from model.family.pack import loss_of, pack, pack_rows
+from model.family.prepare import SHIPPED_TOKENIZER
+from model.loading import CheckpointError, open_checkpoint
+from model.weights.safetensors_dir import SINGLE, SafetensorsDirectory
+from tests.model.family.test_train import CORPUS, short_windows, train  # noqa: F401 - a fixture
+
+
+def test_rows_are_within_half_a_step() -> None:
+    matrix = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [[1e-6], [1.0], [30.0], [0.0], [1.0], [1e4], [1.0]]
+    )
+    packed, scale = pack_rows(matrix)
+    assert packed.dtype == torch.int8
+    error = (packed.float() * scale[:, None] - matrix).abs()
+    assert (error <= scale[:, None] * 0.5001).all()
+    assert torch.equal(scale[:3] * 127, matrix[:3].abs().amax(dim=1))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("model.family.recipe.CONTEXT", 32)
+        trained = train(folder / "run", "learned").finish(SHIPPED_TOKENIZER)
+    pack(trained, folder / "packed")
+    return trained, folder / "packed"
+
+
+def test_a_packed_model_is_small_and_costs_little(folders) -> None:
+    trained, packed = folders
+    assert (packed / SINGLE).stat().st_size < 0.35 * (trained / SINGLE).stat().st_size
+    assert open_checkpoint(packed).config == open_checkpoint(trained).config
+    windows = windows_of(CORPUS.held_out, 32, 8)
+    cost = loss_of(packed, windows) - loss_of(trained, windows)
+    assert cost != 0 and abs(cost) < 0.01
+
+
+def test_an_encodings_own_weights_are_exact(folders) -> None:
+    stored = [SafetensorsDirectory(folder) for folder in folders]
+    assert stored[0].names() == stored[1].names()
+    table, packed = (weights.read("encoding.table") for weights in stored)
+    assert torch.equal(table, packed)
+
+
+def test_a_scale_that_does_not_fit_is_said(folders, tmp_path) -> None:
+    shutil.copytree(folders[1], tmp_path / "broken")
+    tensors = load_file(folders[1] / SINGLE)
+    name = "layers.0.mlp.down.weight"
+    tensors[f"{name}.row_scale"] = tensors[f"{name}.row_scale"][:-1]
+    save_file(tensors, tmp_path / "broken" / SINGLE)
+    with pytest.raises(CheckpointError, match="row scale of the shape"):
+        SafetensorsDirectory(tmp_path / "broken").read(name)
+
+
+def test_integers_without_a_scale_are_no_weights(folders, tmp_path) -> None:
+    shutil.copytree(folders[1], tmp_path / "broken")
+    tensors = load_file(folders[1] / SINGLE)
+    del tensors["embed.weight.row_scale"]
+    save_file(tensors, tmp_path / "broken" / SINGLE)
+    with pytest.raises(CheckpointError, match="stored as I8"):
+        SafetensorsDirectory(tmp_path / "broken").read("embed.weight")
+    assert json.loads((tmp_path / "broken" / "config.json").read_text())["width"] == 32
