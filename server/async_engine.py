@@ -8,7 +8,7 @@ wants to know how a cache stands asks through the same inbox, and gets plain dat
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any, TypeVar
@@ -70,7 +70,8 @@ class AsyncEngine:
     """Generates for many callers on one event loop.
 
     `observe` is called on the engine thread after every step of a model. More than
-    `max_mutated_blocks` cached blocks found changed, over all models, make it unsound.
+    `max_mutated_blocks` cached blocks found changed, over all models, make it unsound, and so
+    does any of `defects`, which are sentences, from the beginning.
     """
 
     def __init__(
@@ -80,12 +81,14 @@ class AsyncEngine:
         *,
         on_failure: Callable[[], None] = lambda: None,
         max_mutated_blocks: int = 3,
+        defects: Sequence[str] = (),
     ) -> None:
         self.failure: str | None = None
         self._engines = engines
         self._observe = observe
         self._on_failure = on_failure
         self._max_mutated_blocks = max_mutated_blocks
+        self._defects = defects
         self._streams: dict[str, _Stream] = {}
         self._asked: set[asyncio.Future[Any]] = set()
         self._inbox: list[_Submit | _Abort | _Look | _Flush] = []
@@ -125,6 +128,8 @@ class AsyncEngine:
     @property
     def unsound(self) -> str | None:
         """Why answers should be asked of another server, though this one is alive."""
+        if self._defects:
+            return self._defects[0]
         mutated = sum(engine.mutated_blocks for engine in self._engines.values())
         if mutated <= self._max_mutated_blocks:
             return None

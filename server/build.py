@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 
@@ -33,6 +34,7 @@ from server.errors import CommandError
 from server.metrics import Metrics
 from server.metrics_compat import ALIASES
 from server.models import EncoderDecoderTokens, Models, Served
+from server.parity import check_parity
 from server.position_meter import PositionMeter, no_cost
 from server.protocol import Server, server_config
 from server.scheduler import Limits, Scheduler
@@ -52,6 +54,7 @@ class Loaded:
     facts: ModelFacts
     place: Place
     planner: CachePlanner
+    defect: str | None  # why it computes and should not answer
 
 
 def run(config: ServerConfig) -> int:
@@ -69,13 +72,7 @@ def run(config: ServerConfig) -> int:
         if server is not None:
             server.should_exit = True
 
-    engines = {model.served.name: model.engine for model in loaded}
-    engine = AsyncEngine(
-        engines,
-        metrics.observe_step,
-        on_failure=stop,
-        max_mutated_blocks=config.cache.max_mutated_blocks,
-    )
+    engine = engine_of(config, loaded, metrics, stop)
     options = HttpOptions(
         api_keys=http.api_keys,
         request_timeout_s=http.request_timeout_s,
@@ -102,6 +99,19 @@ def run(config: ServerConfig) -> int:
     )
     asyncio.run(_serve(server, listener, text))
     return ENGINE_FAILED if engine.failure else 0
+
+
+def engine_of(
+    config: ServerConfig, loaded: Sequence[Loaded], metrics: Metrics, on_failure: Callable[[], None]
+) -> AsyncEngine:
+    """One for all models; unsound from the beginning when one of them has a defect."""
+    return AsyncEngine(
+        {model.served.name: model.engine for model in loaded},
+        metrics.observe_step,
+        on_failure=on_failure,
+        max_mutated_blocks=config.cache.max_mutated_blocks,
+        defects=[model.defect for model in loaded if model.defect is not None],
+    )
 
 
 def load_models(config: ServerConfig, metrics: Metrics) -> list[Loaded]:
@@ -144,6 +154,7 @@ def _complete(
     manager = CacheManager(blocks, block_size, prefix_sharing=sharing)
     context = _fitting(model.context, _longest(manager, sides, name), name)
     speed = warm_up(model.decoder, kv, shape, context, name)
+    parity = check_parity(model.decoder, shape, kv, context)
     limits = Limits(
         max_seqs=config.limits.max_seqs,
         max_step_tokens=config.limits.max_step_tokens,
@@ -175,6 +186,10 @@ def _complete(
         sides=sides,
     )
     _register(metrics, facts, shape)
+    metrics.compared(name, parity.error, parity.tolerance)
+    defect = parity.defect(name, facts.dtype)
+    if defect is not None:
+        log.error("%s", defect)
     planner = CachePlanner(
         shape,
         model.decoder.encoding,
@@ -184,7 +199,7 @@ def _complete(
         speed=speed,
     )
     served = _served(name, model.checkpoint, facts)
-    return Loaded(served, engine, facts, model.place, planner)
+    return Loaded(served, engine, facts, model.place, planner, defect)
 
 
 def _meter(decoder: Decoder | EncoderDecoder, shape: ModelConfig, block_size: int) -> PositionMeter:

@@ -94,6 +94,11 @@ class Metrics:
         """Called on the engine thread after each step. Raises KeyError for an unknown model."""
         self._models[model_name].observe_step(stats)
 
+    def compared(self, model_name: str, error: float, tolerance: float) -> None:
+        """What the start found of decoding against one whole pass: server/parity.py."""
+        self._models[model_name].parity_error.set(error)
+        self._models[model_name].parity_tolerance.set(tolerance)
+
     def reject(self, model_name: str | None, reason: str) -> None:
         """A request refused before the engine had it, for one of REJECTION_REASONS.
 

@@ -90,6 +90,16 @@ class Families:
         self.blocks = self._gauge(
             "kv_blocks", "Cache blocks by state; the sum is the size of the pool.", "state"
         )
+        self.parity_error = self._gauge(
+            "cache_parity_max_abs_error",
+            "At start, the largest difference of a logit between decoding through the paged cache "
+            "and one pass with nothing cached.",
+        )
+        self.parity_tolerance = self._gauge(
+            "cache_parity_tolerance",
+            "What rounding explains of cache_parity_max_abs_error; above it the server is not "
+            "ready.",
+        )
         self.cache_bytes = self._gauge(
             "kv_cache_bytes", "Memory reserved for keys (k) and values (v).", "kind"
         )

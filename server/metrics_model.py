@@ -52,6 +52,8 @@ class ModelMetrics:
         self.stream_errors = child(families.stream_errors)
         self._blocks = {state: child(families.blocks, state) for state in BLOCK_STATES}
         self._blocks["free"].set(blocks)
+        self.parity_error = child(families.parity_error)
+        self.parity_tolerance = child(families.parity_tolerance)
         self._written_bytes = child(families.written_bytes)
         self._written_entries = child(families.written_entries)
         self._sealed = child(families.sealed)

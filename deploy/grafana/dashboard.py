@@ -32,6 +32,11 @@ def gauge(name: str) -> str:
     return f"sum by ({BY}) (ropewalk_{name}{{{CHOSEN}}})"
 
 
+def highest(name: str) -> str:
+    """Of all servers."""
+    return f"max by ({BY}) (ropewalk_{name}{{{CHOSEN}}})"
+
+
 def rate(name: str, *labels: str, where: str = "") -> str:
     """Per second, summed over all but model, encoding and `labels`."""
     matchers = f"{CHOSEN}, {where}" if where else CHOSEN
@@ -144,6 +149,15 @@ CACHE = (
             (gauge("kv_stale_entries_total"), f"{NAMED} · stale"),
         ),
     ),
+    Panel(
+        "Decoding against one whole pass",
+        "The largest difference of a logit that the start found, and what rounding explains.",
+        "short",
+        (
+            (highest("cache_parity_max_abs_error"), f"{NAMED} · differs"),
+            (highest("cache_parity_tolerance"), f"{NAMED} · rounding"),
+        ),
+    ),
     lines(
         "Tokens past the trained context",
         "Generated where the encoding extrapolates. 0 for learned positions.",
@@ -185,7 +199,7 @@ SERVING = (
         "Cache held by requests",
         "Share of the blocks. Near 1 new requests wait or preempt others.",
         "percentunit",
-        f"max by ({BY}) (ropewalk_kv_cache_usage_ratio{{{CHOSEN}}})",
+        highest("kv_cache_usage_ratio"),
     ),
     lines(
         "Cache blocks",

@@ -58,6 +58,7 @@ def test_every_family_of_the_reference_is_there():
         "kv_rewritten_entries", "kv_moved_bytes", "position_rotations", "position_bias_values",
         "position_bias_built", "position_flops", "position_bytes", "position_bias_bytes",
         "extrapolated_tokens", "context_shifts", "context_shift_seconds", "context_shift_tokens",
+        "cache_parity_max_abs_error", "cache_parity_tolerance",
     }  # fmt: skip
     assert set(families(metrics_of_toy())) == {f"ropewalk_{name}" for name in names}
 

@@ -1,0 +1,153 @@
+"""The canary of a start: what decoding gives through the paged cache is what one pass gives.
+
+Two sequences are computed as requests are: in chunks, then token by token, in blocks that a
+table finds, one beginning while the other goes on. Each is also computed whole and alone, in one
+pass that finds nothing cached. Mistakes that only a stored key, a chunk, a second block or a
+neighbour brings out show as logits that differ by more than rounding. What is wrong in the same
+way both times does not show, nor what only long contexts bring out.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise, zip_longest
+
+import torch
+from torch import Tensor
+
+from cache.kv import KVCache
+from cache.manager import CacheManager
+from model.config import EncoderDecoderConfig, ModelConfig
+from model.encoder_decoder import EncoderDecoder
+from model.sampling import SamplingParams
+from model.transformer import Decoder
+from server.batching import build_batch
+from server.request import Request
+from server.scheduler import Work
+
+# Of the largest logit, what rounding may change. Measured at most: 4e-6, 6e-3 and 4e-2, over
+# SmolLM2 and tiny random models of every encoding and backend; planted mistakes change 0.5 to 2.
+TOLERANCES = {
+    torch.float64: 1e-4,
+    torch.float32: 1e-4,
+    torch.float16: 0.03,
+    torch.bfloat16: 0.15,
+}
+BLOCK_SIZE = 16  # at most, so that few tokens need more than a block
+LENGTHS = (18, 9)  # tokens of the two sequences
+SOURCES = (20, 7)  # and those that an encoder reads before
+DECODED = 3  # computed one by one: of the longer sequence, on both sides of a block's end
+WHOLE = 32  # tokens in a block of a pass that finds nothing cached: all there are
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """The largest absolute difference of two logits, and the largest that rounding explains."""
+
+    error: float  # inf where one of them is no number
+    tolerance: float
+
+    def defect(self, name: str, dtype: str) -> str | None:
+        """What to say of a model whose answers should not be relied on."""
+        if self.error <= self.tolerance:
+            return None
+        return (
+            f"{name} decoded through the cache gives logits that differ by {self.error:.3g} from "
+            f"those of one whole pass, where {dtype} explains {self.tolerance:.3g}; restart with "
+            "another --attention, and report it with the log"
+        )
+
+
+def check_parity(
+    decoder: Decoder | EncoderDecoder, shape: ModelConfig, kv: KVCache, context: int
+) -> Parity:
+    """In caches of its own that are made like `kv`; no token is at `context` or past it."""
+    requests = _requests(shape, context)
+    cached = _in_steps(requests, _Bench(decoder, shape, kv, min(kv.block_size, BLOCK_SIZE)))
+    error = largest = 0.0
+    for request, logits in zip(requests, cached, strict=True):
+        whole = _Bench(decoder, shape, kv, WHOLE).compute((Work(request, 0, len(request.tokens)),))
+        difference = (logits - whole).abs().nan_to_num(nan=torch.inf)
+        error = max(error, float(difference.max()))
+        largest = max(largest, float(whole.abs().max()))
+    return Parity(error, TOLERANCES[kv.dtype] * largest)
+
+
+def _requests(shape: ModelConfig, context: int) -> list[Request]:
+    draw = random.Random(0)
+
+    def tokens(length: int) -> list[int]:
+        return draw.choices(range(shape.vocab_size), k=min(length, context))
+
+    return [
+        Request(
+            id=str(index),
+            tokens=tokens(length),
+            num_prompt=1,
+            params=SamplingParams(max_tokens=1),
+            arrival=0.0,
+            rng=draw,
+            source=tuple(tokens(source)) if isinstance(shape, EncoderDecoderConfig) else (),
+        )
+        for index, (length, source) in enumerate(zip(LENGTHS, SOURCES, strict=True))
+    ]
+
+
+def _in_steps(requests: Sequence[Request], bench: "_Bench") -> list[Tensor]:
+    """Logits of every token [tokens, vocab], by request; each begins a step after the last."""
+    turns: list[list[Work | None]] = [
+        [*[None] * late, *_pieces(request)] for late, request in enumerate(requests)
+    ]
+    logits: dict[str, list[Tensor]] = {request.id: [] for request in requests}
+    for step in zip_longest(*turns):
+        work = tuple(item for item in step if item is not None)
+        rows = iter(bench.compute(work))
+        for item in work:
+            logits[item.request.id].extend(islice(rows, item.count))
+    return [torch.stack(rows_of) for rows_of in logits.values()]
+
+
+def _pieces(request: Request) -> list[Work]:
+    """Two chunks, the second not at a block's beginning, and then one token after the other."""
+    length = len(request.tokens)
+    prompt = max(1, length - DECODED)
+    bounds = sorted({0, -(-prompt * 2 // 3), *range(prompt, length + 1)})
+    return [Work(request, start, stop - start) for start, stop in pairwise(bounds)]
+
+
+class _Bench:
+    """A decoder over a small cache that begins as memory may: with what is no number."""
+
+    def __init__(
+        self, decoder: Decoder | EncoderDecoder, shape: ModelConfig, kv: KVCache, block_size: int
+    ) -> None:
+        self._decoder = decoder
+        # Block 0 is reserved, and a pool needs another one.
+        blocks = 2 + sum(-(-length // block_size) for length in (*LENGTHS, *SOURCES))
+        self._manager = CacheManager(blocks, block_size, prefix_sharing=False)
+        self._kv = KVCache(
+            layers=kv.layers,
+            blocks=blocks,
+            block_size=block_size,
+            kv_heads=kv.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=kv.dtype,
+            device=kv.device,
+        )
+        for part in self._kv.whole:
+            part.fill_(torch.nan)
+
+    def compute(self, work: tuple[Work, ...]) -> Tensor:
+        """One step; logits [tokens, vocab] of all its tokens, at least float32."""
+        for item in work:
+            request, stop = item.request, item.start + item.count
+            self._manager.reserve(request.id, request.tokens, stop)
+            if item.encodes:
+                self._manager.reserve(request.encoded, request.source, len(request.source))
+        batch = build_batch(work, self._manager.table, self._kv.block_size, self._kv.device).forward
+        every = torch.arange(len(batch.tokens), device=self._kv.device)
+        logits: Tensor = self._decoder(replace(batch, output_rows=every), self._kv)
+        for item in work:
+            request, stop = item.request, item.start + item.count
+            self._manager.commit(request.id, request.tokens, stop)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))

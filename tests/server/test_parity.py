@@ -1,0 +1,181 @@
+"""The canary of a start: silent on every model that is right, loud on planted mistakes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from model import encoder_decoder, transformer
+from model.attention.reference import ReferenceAttention
+from model.attention.sdpa import SdpaAttention
+from model.loading import open_checkpoint
+from server.app import HttpOptions, create_app
+from server.build import engine_of, load_models
+from server.metrics import Metrics
+from server.models import Models
+from server.parity import check_parity
+from tests.model import checkpoints, encoder_decoders, plain
+from tests.model.running import new_cache
+from tests.model.test_planted_mistakes import Backend
+from tests.model.tiny import CONTEXT, ENCODINGS, tiny
+from tests.server.fake_engine import configured
+from tests.server.toy import ask, sample
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def defect(decoder, block_size=16, context=CONTEXT):
+    found = check_parity(decoder, decoder.config, new_cache(decoder, 2, block_size), context)
+    return found.defect("m", "this dtype")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", [SdpaAttention, ReferenceAttention], ids=lambda each: each.name)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_model_that_is_right(encoding, backend, dtype):
+    assert defect(tiny(encoding, backend, dtype)) is None
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 256])
+def test_any_size_of_block(block_size):
+    assert defect(tiny("t5", dtype=torch.float32), block_size) is None
+
+
+@pytest.mark.parametrize("context", [1, 2, 5])
+def test_a_context_may_be_shorter_than_the_sequences(context):
+    learned = tiny("learned", dtype=torch.float32, options={"positions": context, "offset": 0})
+    assert defect(learned, context=context) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", [SdpaAttention, ReferenceAttention], ids=lambda each: each.name)
+def test_an_encoder_decoder_that_is_right(backend, dtype, tmp_path):
+    model = encoder_decoders.random_model(encoder_decoders.umt5(), own_head=True)
+    checkpoint = open_checkpoint(encoder_decoders.save(model, tmp_path))
+    assert defect(encoder_decoders.loaded(checkpoint, dtype, backend)) is None
+
+
+# ------------------------------------------------------------------------- planted mistakes
+
+
+def nothing_when_decoding(bias, batch):
+    """As keras-hub#2861 and TensorRT-LLM#13870: steps of one row for each request get no bias."""
+    return None if batch.max_query == 1 else bias
+
+
+def last_key_forgotten(batch):
+    """By requests of more than one block."""
+    lens = batch.context_lens
+    return replace(batch, context_lens=lens - (lens > 16).long())
+
+
+def position_by_row(batch):
+    """As TransformerEngine#1046, and as the first chunk of a prompt would have it."""
+    return replace(batch, positions=torch.arange(len(batch.tokens)))
+
+
+MISTAKES = {
+    "alibi zero when decoding": ("alibi", Backend(bias=nothing_when_decoding)),
+    "t5 zero when decoding": ("t5", Backend(bias=nothing_when_decoding)),
+    "t5 by row": ("t5", Backend(batch=position_by_row)),
+    "rope by row": ("rope-raw", Backend(batch=position_by_row)),
+    "a key forgotten": ("nope", Backend(batch=last_key_forgotten)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_attention_is_found(mistake, dtype):
+    encoding, backend = MISTAKES[mistake]
+    assert "m decoded through the cache" in defect(tiny(encoding, backend, dtype))
+
+
+@pytest.mark.parametrize("encoding", ["learned", "sinusoidal"])
+def test_embeddings_by_row_are_found(encoding):
+    decoder = tiny(encoding, dtype=torch.bfloat16)
+    embed = decoder.encoding.embed
+    decoder.encoding.embed = lambda x, positions: embed(x, torch.arange(len(positions)))
+    assert defect(decoder)
+
+
+def test_what_is_no_number_is_found():
+    def unwritten(batch):
+        lens = batch.context_lens
+        return replace(
+            batch, context_lens=lens + (lens % 16 > 0).long(), max_context=batch.max_context + 1
+        )
+
+    found = defect(tiny("nope", Backend(batch=unwritten), torch.bfloat16))
+    assert "differ by inf" in found
+
+
+def test_an_encoded_prompt_that_moves_is_found(tmp_path, monkeypatch):
+    """Once it is encoded, the decoder looks one token short of its end."""
+    model = encoder_decoders.random_model(encoder_decoders.umt5(), own_head=True)
+    checkpoint = open_checkpoint(encoder_decoders.save(model, tmp_path))
+    decoder = encoder_decoders.loaded(checkpoint)
+    right = encoder_decoder.CrossAttention.forward
+
+    def short(self, x, seen, kv):
+        if seen.max_query == 1:
+            seen = replace(seen, context_lens=seen.context_lens - 1)
+        return right(self, x, seen, kv)
+
+    monkeypatch.setattr(encoder_decoder.CrossAttention, "forward", short)
+    assert defect(decoder)
+
+
+# ------------------------------------------------------------------------- what comes of it
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    model = plain.random_model(plain.bloom(tie_word_embeddings=False))
+    return checkpoints.save(model, tmp_path_factory.mktemp("bloom"))
+
+
+def started(folder):
+    """The application of a server of that model, as `serve` builds it, and its metrics."""
+    metrics = Metrics()
+    config = configured(f"m={folder}", "--dtype", "float32", "--kv-memory", "4M")
+    loaded = load_models(config, metrics)
+    engine = engine_of(config, loaded, metrics, lambda: None)
+    app = create_app(Models(each.served for each in loaded), engine, metrics, HttpOptions())
+    engine_alive(engine)
+    return app, metrics
+
+
+def engine_alive(engine):
+    """Nothing is asked of it here but whether it is sound."""
+    engine._thread.is_alive = lambda: True
+
+
+def shown(metrics):
+    labels = {"model_name": "m", "encoding": "alibi"}
+    names = ("cache_parity_max_abs_error", "cache_parity_tolerance")
+    return tuple(sample(metrics, name, **labels) for name in names)
+
+
+def test_a_server_that_is_right_is_ready_and_shows_how_exactly(folder):
+    app, metrics = started(folder)
+    assert ask(app, "GET", "/health/ready").status_code == 200
+    error, tolerance = shown(metrics)
+    assert 0 < error < tolerance < 0.01
+
+
+def test_a_server_whose_decoding_is_wrong_is_never_ready(folder, monkeypatch, caplog):
+    right = transformer.step_biases
+
+    def wrong(encoding, layers, batch, block_size):
+        for bias in right(encoding, layers, batch, block_size):
+            yield nothing_when_decoding(bias, batch)
+
+    monkeypatch.setattr(transformer, "step_biases", wrong)
+    app, metrics = started(folder)
+    answer = ask(app, "GET", "/health/ready")
+    assert answer.status_code == 503
+    assert "m decoded through the cache gives logits that differ by" in answer.text
+    assert ask(app, "GET", "/health/live").status_code == 200
+    assert "m decoded through the cache" in caplog.text
+    error, tolerance = shown(metrics)
+    assert error > 100 * tolerance
