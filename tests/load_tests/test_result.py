@@ -1,0 +1,111 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from load_tests.result import BadResult, as_json, from_json, read, write
+from load_tests.statistics import METRICS, figures
+from load_tests.terms import Outcome, Point, Profile, Result, Run, ServerView
+
+START = 1234.5  # of the clock: a file begins at 0
+
+
+def outcome(at=0.0, tokens=3, **changes):
+    chunks = tuple((START + at + 0.5 + 0.012345 * n, n + 1) for n in range(tokens))
+    values = {
+        "intended": START + at,
+        "sent": START + at + 0.001,
+        "ended": START + at + 2,
+        "chunks": chunks,
+        "prompt_tokens": 512,
+        "output_tokens": tokens,
+        "cached_tokens": 16,
+    }
+    return Outcome(**(values | changes))
+
+
+def run_of(*outcomes, **changes):
+    view = ServerView({'ropewalk_requests_total{finish_reason="length"}': 4.0}, {"u": 0.5}, ("a.",))
+    run = Run(
+        "rope", Point("longctx", "512", 512), Profile("gamma", 1, 2.5, 0.5), 2,
+        outcomes, START, START + 9, view,
+    )  # fmt: skip
+    return replace(run, **changes)
+
+
+def result_of(*runs):
+    arms = {"nope": {"model": "toy-nope"}, "rope": {"model": "toy-rope"}}
+    return Result("ropewalk bench", {"runs": 3}, {"cores": 2}, arms, "nope", runs, ("slow",))
+
+
+RESULT = result_of(
+    run_of(
+        outcome(),
+        outcome(3, chunks=((START + 4, 1), (START + 4.2, 5)), output_tokens=5),
+        outcome(4, chunks=(), error="status 500", cached_tokens=None),
+        outcome(5, left=True),
+    ),
+    run_of(outcome(), server=None, profile=Profile("closed", 4)),
+)
+
+
+def test_what_was_written_is_read(tmp_path):
+    path = tmp_path / "result.json"
+    write(path, RESULT)
+    found = read(path)
+    assert replace(found, runs=()) == replace(RESULT, runs=())
+    for mine, its in zip(found.runs, RESULT.runs, strict=True):
+        assert replace(mine, outcomes=(), steady_from=0, steady_to=0) == replace(
+            its, outcomes=(), steady_from=0, steady_to=0
+        )
+        assert (mine.steady_from, mine.steady_to) == (0.0, 9.0)
+        for metric in METRICS:
+            expected = figures(its).value(metric)
+            assert figures(mine).value(metric) == pytest.approx(expected, abs=2e-6)
+    bunched, failed, gone = found.runs[0].outcomes[1:]
+    assert bunched.chunks == ((4.0, 1), (4.2, 5))
+    assert (failed.error, failed.cached_tokens, failed.chunks) == ("status 500", None, ())
+    assert gone.left
+    write(tmp_path / "again.json", found)
+    assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+
+
+def test_a_long_test_stays_small(tmp_path):
+    requests = [outcome(2.0 * n, tokens=64) for n in range(4)]
+    path = tmp_path / "result.json"
+    write(path, result_of(*[run_of(*requests)] * (8 * 3 * 5)))
+    assert path.stat().st_size < 400_000
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(schema=2), "schema is 2 and this program reads 1"),
+        (lambda d: d.update(kind="?"), "is it a file of ropewalk bench"),
+        (lambda d: d.pop("command"), "command is missing"),
+        (lambda d: d.update(zero="t5"), "zero is 't5', which is none of its arms"),
+        (lambda d: d["runs"][1].update(arm="t5"), r"runs\[1\].arm is 't5'"),
+        (lambda d: d["runs"][1].update(block=True), r"runs\[1\].block is true, not a whole"),
+        (lambda d: d["runs"][1].update(profile="burst"), r"runs\[1\].profile is 'burst'"),
+        (lambda d: d["runs"][0]["requests"][3].pop("sent"), r"requests\[3\].sent is missing"),
+        (lambda d: d["runs"][0]["requests"][0].update(gaps=[1, "2"]), r"gaps\[1\] is \"2\""),
+        (lambda d: d["runs"][0]["requests"][1].update(tokens=[1]), "1 entries for 2 chunks"),
+        (lambda d: d["runs"][0]["server"].update(gauges=[]), r"server.gauges is \[\], not an obj"),
+        (lambda d: d["runs"][0]["server"]["counters"].update(x="1"), "server.counters.x"),
+        (lambda d: d.update(arms={"nope": 3, "rope": {}}), "arms.nope is 3"),
+        (lambda d: d.update(runs=[7]), r"runs\[0\] is 7, not an object"),
+    ],
+)
+def test_the_field_at_fault_is_named(change, message):
+    data = json.loads(json.dumps(as_json(RESULT)))
+    change(data)
+    with pytest.raises(BadResult, match=message):
+        from_json(data)
+
+
+@pytest.mark.parametrize("text", ["", "[1", "[]", '{"schema": NaN}'])
+def test_another_file_is_refused_by_its_name(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(BadResult, match=r"other\.json"):
+        read(path)
