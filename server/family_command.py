@@ -13,6 +13,9 @@ from model.encodings.base import EncodingError
 from model.family import corpus, fetch
 from model.family.corpus import Corpus
 from model.family.errors import FamilyError
+from model.family.evaluation.evaluate import Task
+from model.family.evaluation.evaluate import evaluate as evaluate_models
+from model.family.evaluation.results import QUICK, Sizes
 from model.family.losses import windows_of
 from model.family.pack import loss_of
 from model.family.pack import pack as pack_weights
@@ -22,7 +25,9 @@ from model.family.recipe import CONTEXT, ENCODINGS, Recipe, model_name, shape
 from model.family.train import Pace, Training
 from server import placement, pull
 from server.errors import CommandError
+from server.family_serving import served_logprobs
 
+RESULT = "evaluation.json"
 PACK_WINDOWS = 64  # of held-out text, to tell what packing costs
 
 
@@ -123,8 +128,26 @@ def pack(_: argparse.Namespace) -> int:
     return 0
 
 
+def evaluate(flags: argparse.Namespace) -> int:
+    """Prints where the figures are. CommandError."""
+    device = placement.pick_device(flags.device)
+    path = flags.result or folder() / ("quick-evaluation.json" if flags.quick else RESULT)
+    sizes = QUICK if flags.quick else Sizes()
+    try:
+        texts = corpus.load(folder() / "corpus.npz")
+        task = Task(texts, sizes, device, served_logprobs, _bars)
+        evaluate_models(flags.models or folder() / "runs", path, task)
+    except FamilyError as error:
+        raise CommandError(str(error)) from error
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written ({error.strerror}); use --result") from error
+    print(path)
+    return 0
+
+
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "prepare": prepare,
     "train": train,
     "pack": pack,
+    "evaluate": evaluate,
 }

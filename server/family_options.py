@@ -2,12 +2,14 @@
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 HELP = """\
 examples:
   ropewalk family prepare                 fetch the texts and write the corpus file
   ropewalk family train                   train the six models, one after another
   ropewalk family pack                    make what is trained small and put it into the package
+  ropewalk family evaluate                measure them on held-out text
 
 Everything is kept in the folder `family` of ROPEWALK_HOME; a part that is finished is not done
 again. ropewalk family COMMAND --help says more.
@@ -37,6 +39,20 @@ Matrices become 8-bit rows with a scale each, about 4.3 MB a model. Prints what 
 nats per token on held-out text before and after. ropewalk serve family then serves them.
 """
 
+EVALUATE_HELP = """\
+examples:
+  ropewalk family evaluate                             all models that were trained
+  ropewalk family evaluate --quick                     a few texts, to see that it works
+  ropewalk family evaluate --models ./mine --result mine.json
+
+Measures loss by position up to 4,096, recall by distance, the loss that a server tells over HTTP,
+and what cache operations do to answers, and reads the training logs. Every folder with a model is
+measured, so one with an encoding of your own needs no more than to lie beside the others; of
+models that differ from another in their seed alone (NAME.seed1), loss and training. Figures are
+written after every part, and a part that is there is not measured again. About ten minutes a model
+on two cores.
+"""
+
 Command = Callable[[argparse.Namespace], int]
 AddCommand = Callable[..., argparse.ArgumentParser]  # as server/cli.py has it, for the subcommands
 
@@ -54,6 +70,28 @@ def add_family_commands(add: AddCommand, run: Command) -> None:
     _add_train_flags(add("train", run, line, usage="[FLAGS]", epilog=TRAIN_HELP))
     line = "put the trained models into the package, in 8 bits"
     add("pack", run, line, epilog=PACK_HELP)
+    line = "measure the trained models on held-out text"
+    _add_evaluate_flags(add("evaluate", run, line, usage="[FLAGS]", epilog=EVALUATE_HELP))
+
+
+def _add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--models",
+        type=Path,
+        metavar="FOLDER",
+        help="one folder for each model (default: where ropewalk family train leaves them)",
+    )
+    parser.add_argument(
+        "--result",
+        type=Path,
+        metavar="FILE",
+        help="figures as JSON (default: evaluation.json beside the corpus file; "
+        "quick-evaluation.json with --quick)",
+    )
+    parser.add_argument("--quick", action="store_true", help="few and short texts, rough figures")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
+    )
 
 
 def _add_train_flags(parser: argparse.ArgumentParser) -> None:

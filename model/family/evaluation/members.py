@@ -10,13 +10,13 @@ import torch
 from model.attention.sdpa import SdpaAttention
 from model.encodings.base import EncodingError, create
 from model.family.errors import FamilyError
+from model.family.recipe import ENCODINGS
 from model.loading import Checkpoint, CheckpointError, load_decoder, open_checkpoint
 from model.transformer import Decoder
 
 PREFIX = "ropewalk-"
 LOG = "log.jsonl"
 _NAME = re.compile(rf"(?:{PREFIX})?(?P<label>.+?)(?:\.seed(?P<seed>\d+))?")
-_ORDER = ("rope", "t5", "alibi", "learned", "sinusoidal", "nope")  # then others, by name
 DIGESTED = ("config.json", "model.safetensors", "tokenizer.model", "tokenizer.json")
 
 
@@ -54,7 +54,7 @@ def _member(run: Path, checkpoint: Path) -> Member:
 
 
 def _place(member: Member) -> tuple[int, str, int]:
-    known = _ORDER.index(member.label) if member.label in _ORDER else len(_ORDER)
+    known = ENCODINGS.index(member.label) if member.label in ENCODINGS else len(ENCODINGS)
     return known, member.label, -1 if member.seed is None else member.seed
 
 

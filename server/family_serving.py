@@ -1,0 +1,91 @@
+"""A model served for a moment, to be asked over HTTP what was computed without a server."""
+
+import argparse
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from server import listen
+from server.app import HttpOptions, create_app
+from server.async_engine import AsyncEngine
+from server.build import load_models
+from server.config import SERVE_OPTIONS, ServerConfig, server_config
+from server.errors import CommandError
+from server.metrics import Metrics
+from server.models import Models
+from server.options import add_options, read_options
+from server.protocol import Server
+from server.protocol import server_config as uvicorn_config
+
+HOST, NAME = "127.0.0.1", "model"
+DRAIN_S = 5.0
+
+
+def served_logprobs(
+    folder: Path, dtype: str, context: int, prompts: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """The log-probability of every token of each prompt but its first. Raises CommandError."""
+    with _running(_configured(folder, dtype, context)) as port:
+        return [_asked(port, prompt) for prompt in prompts]
+
+
+def _asked(port: int, prompt: Sequence[int]) -> list[float]:
+    """What `echo` and `logprobs` answer."""
+    body = {
+        "model": NAME,
+        "prompt": list(prompt),
+        "max_tokens": 1,
+        "temperature": 0,
+        "echo": True,
+        "logprobs": 0,
+    }
+    connection = http.client.HTTPConnection(HOST, port)
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        text = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise CommandError(f"the server for the evaluation gave no answer ({error!r})") from error
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise CommandError(
+            f"the server for the evaluation answered {response.status}: {text.decode()[:300]}"
+        )
+    found: list[float] = json.loads(text)["choices"][0]["logprobs"]["token_logprobs"]
+    return found[1 : len(prompt)]
+
+
+def _configured(folder: Path, dtype: str, context: int) -> ServerConfig:
+    """As `ropewalk serve` with these flags and no variables."""
+    parser = argparse.ArgumentParser()
+    add_options(parser, SERVE_OPTIONS)
+    arguments = [f"{NAME}={folder}", "--dtype", dtype, "--max-model-len", str(context)]
+    arguments += ["--kv-memory", "256M"]
+    return server_config(read_options(SERVE_OPTIONS, parser.parse_args(arguments), {}))
+
+
+@contextmanager
+def _running(config: ServerConfig) -> Iterator[int]:
+    """Its port, on a real socket, in a thread."""
+    metrics = Metrics()
+    loaded = load_models(config, metrics)
+    engine = AsyncEngine({one.served.name: one.engine for one in loaded}, metrics.observe_step)
+    app = create_app(Models(one.served for one in loaded), engine, metrics, HttpOptions())
+    with listen.bind(HOST, 0) as listener:
+        made = uvicorn_config(app, host=HOST, port=0, log_config=None, access_log=False)
+        server = Server(made, app.state.drain, DRAIN_S)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            while thread.is_alive() and not server.started:
+                time.sleep(0.01)
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()

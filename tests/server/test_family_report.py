@@ -1,0 +1,57 @@
+"""`ropewalk family evaluate` and `report`, from trained models to a card."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from model.family import corpus
+from model.family.evaluation import shortened
+from model.family.evaluation.results import Sizes
+from server import cli, family_command
+from server.pull import home as home_of_kernels
+from tests.model.family.evaluation import trained
+from tests.model.family.evaluation.trained import ENCODINGS, save
+from tests.server.test_cli import sentence
+
+SIZES = Sizes(
+    context=128,
+    texts=2,
+    short_texts=2,
+    served_texts=2,
+    trials=2,
+    lengths=(192,),
+    distances=(32,),
+)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """With a corpus and two models, one of an encoding that is not among the six."""
+    (tmp_path / "kernels").symlink_to(home_of_kernels() / "kernels")  # not compiled once more
+    monkeypatch.setenv("ROPEWALK_HOME", str(tmp_path))
+    monkeypatch.setattr(family_command, "QUICK", SIZES)
+    monkeypatch.setattr(shortened, "SLIDES", (1,))
+    folder = tmp_path / "family"
+    folder.mkdir()
+    corpus.save(trained.corpus(length=500), folder / "corpus.npz")
+    save(folder / "runs" / "ropewalk-alibi", ENCODINGS["alibi"])
+    own = replace(ENCODINGS["t5"], name="model.encodings.t5:T5")
+    save(folder / "runs" / "ropewalk-mine" / "model", own)
+    return folder
+
+
+def test_models_of_any_encoding_are_evaluated(home, capsys) -> None:
+    assert cli.main(["family", "evaluate", "--quick", "--device", "cpu"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{home / 'quick-evaluation.json'}\n"
+    assert "ropewalk-mine: over HTTP" in printed.err
+    found = json.loads((home / "quick-evaluation.json").read_text())["members"]
+    assert [one["label"] for one in found] == ["alibi", "mine"]
+    for one in found:
+        assert one["served"][0]["largest"] < 1e-4
+
+
+def test_without_models_the_next_step_is_named(home, capsys, tmp_path) -> None:
+    assert cli.main(["family", "evaluate", "--models", str(tmp_path / "none")]) == 1
+    assert "run ropewalk family train" in sentence(capsys)

@@ -1,0 +1,48 @@
+"""The loss that a server tells is the loss that was computed without one."""
+
+import pytest
+import torch
+
+from model.family.evaluation import served
+from model.family.evaluation.members import Member, load, opened
+from model.family.evaluation.reading import Reader
+from model.family.evaluation.texts import texts_of
+from server.errors import CommandError
+from server.family_serving import served_logprobs
+from tests.model.family.evaluation.trained import CPU, ENCODINGS, TRAINED, corpus, save
+
+TEXTS = texts_of(corpus().held_out, 2 * TRAINED, 2)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """So small a model only waits for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("encoding", "reach"), [("rope", 2 * TRAINED), ("learned", TRAINED)])
+def test_served_and_offline_loss_are_one(encoding, reach, tmp_path) -> None:
+    folder = save(tmp_path / "model", ENCODINGS[encoding])
+    member = Member("model", "model", None, folder, folder / "log.jsonl")
+    reader = Reader(load(opened(member), 2 * TRAINED, CPU), 2 * TRAINED)
+    exact, rounded = served.measure(
+        reader,
+        TEXTS,
+        served_logprobs,
+        folder,
+        trained=TRAINED,
+        reach=reach,
+        done=lambda _: None,
+    )
+    assert (exact.length, exact.texts, exact.dtype) == (reach - 1, 2, "float32")
+    assert exact.largest < 1e-4 and exact.served == pytest.approx(exact.offline, abs=1e-5)
+    assert 1e-4 < rounded.largest < 0.2 and rounded.served == pytest.approx(exact.offline, abs=0.01)
+
+
+def test_a_refusal_is_one_sentence(tmp_path) -> None:
+    folder = save(tmp_path / "model", ENCODINGS["rope"])
+    with pytest.raises(CommandError, match=r"answered 400: .* context"):
+        served_logprobs(folder, "float32", TRAINED, [TEXTS.tokens[0][: TRAINED + 1]])
