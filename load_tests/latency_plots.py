@@ -20,6 +20,7 @@ from load_tests.words import column, compared, defined, heading, interval, unit
 
 STEP, FIRST, THROUGHPUT = "itl_p50", "ttft_p50", "output_tokens_per_s"
 LATENCIES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
+LOADS = {"rate": "requests per second", "concurrency": "requests in flight"}
 _RUNS = "A mark is the median of the runs; its bar reaches from the lowest to the highest."
 _INTERVAL = (
     "A bar at a difference is its 95 % interval over the blocks; a hollow mark is no difference, "
@@ -65,10 +66,11 @@ def setting_plots(subject: Subject) -> Iterator[Plot]:
 
 def load_plots(subject: Subject) -> Iterator[Plot]:
     """Latency under each load, and throughput against it where there are several."""
-    for (name, across), along in _by_load(subject).items():
+    for (name, kind), along in by_load(subject).items():
         cells = [cell for _, cell in along]
-        charts = _over_load(subject, along, across) if len(along) > 1 else _at(subject, cells[0])
-        key = f"{name}-{across.split()[0]}"
+        several = len(along) > 1
+        charts = _over_load(subject, along, LOADS[kind]) if several else _at(subject, cells[0])
+        key = f"{name}-{kind}"
         if charts:
             yield Plot(
                 key=key,
@@ -78,7 +80,7 @@ def load_plots(subject: Subject) -> Iterator[Plot]:
                 table=_table(subject, cells, LATENCIES, subject.arms),
                 note=f"{_RUNS} {defined(LATENCIES)}",
             )
-        if charts and len(along) > 1:
+        if charts and several:
             yield _throughput(subject, f"{key}-throughput", name, cells)
 
 
@@ -97,14 +99,14 @@ def by_context(subject: Subject) -> Mapping[str, list[tuple[float, Cell]]]:
     }
 
 
-def _by_load(subject: Subject) -> Mapping[tuple[str, str], list[tuple[float, Cell]]]:
-    """The other cells, by point and by what the load is counted in."""
+def by_load(subject: Subject) -> Mapping[tuple[str, str], list[tuple[float, Cell]]]:
+    """The other cells, by point and by kind of load, one of LOADS."""
     taken = [cell for along in by_context(subject).values() for _, cell in along]
     found: dict[tuple[str, str], list[tuple[float, Cell]]] = {}
     for cell in subject.cells:
         if cell not in taken:
-            counted = "requests per second" if cell.profile.open_loop else "in flight at once"
-            found.setdefault((cell.point.label, counted), []).append((cell.load, cell))
+            kind = "rate" if cell.profile.open_loop else "concurrency"
+            found.setdefault((cell.point.label, kind), []).append((cell.load, cell))
     return found
 
 

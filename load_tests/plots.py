@@ -1,7 +1,10 @@
 """Every plot of a load test, the main one first. A plot is there where the result has its data."""
 
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+from load_tests.goodput_plots import goodput_plots
 from load_tests.latency_plots import context_plots, load_plots, setting_plots
 from load_tests.plot import Plot, Subject, subject
 from load_tests.run_plots import client_plots, order_plots
@@ -12,6 +15,7 @@ _MAKERS: tuple[Callable[[Subject], Iterator[Plot]], ...] = (
     context_plots,
     setting_plots,
     load_plots,
+    goodput_plots,
     shift_plots,
     cache_plots,
     client_plots,
@@ -20,6 +24,7 @@ _MAKERS: tuple[Callable[[Subject], Iterator[Plot]], ...] = (
 
 
 def plots(result: Result) -> list[Plot]:
-    """None where nothing was measured."""
+    """None where nothing was measured. Keys are made fit for a link and a command line."""
     measured = subject(result)
-    return [plot for make in _MAKERS for plot in make(measured) if plot.charts]
+    found = [plot for make in _MAKERS for plot in make(measured) if plot.charts]
+    return [replace(plot, key=re.sub(r"[^\w:.-]+", "-", plot.key)) for plot in found]

@@ -120,14 +120,43 @@ def test_one_arm_for_each_encoding_needs_no_plot_of_settings():
 
 def test_several_rates_give_curves_and_throughput_against_latency():
     found = by_key("rates")
-    assert "polyline" in found["chat-requests"].charts[0]
-    assert len(found["chat-requests"].charts) == 4
-    assert found["chat-requests-throughput"].findings[0].startswith("Under chat, poisson:4, t5")
+    assert "polyline" in found["chat-rate"].charts[0]
+    assert len(found["chat-rate"].charts) == 4
+    assert found["chat-rate-throughput"].findings[0].startswith("Under chat, poisson:4, t5")
 
 
 def test_one_load_gives_a_dot_for_each_arm():
-    plot = by_key(result(SIX, [CHAT]))["chat-in"]
+    plot = by_key(result(SIX, [CHAT]))["chat-concurrency"]
     assert all("polyline" not in chart for chart in plot.charts)
+
+
+def test_goodput_is_there_where_objectives_were_given():
+    whole = result({"nope": 1, "t5": 1.5}, [CHAT], noise=0.001)
+    assert not [key for key in by_key(whole) if "goodput" in key]
+    # TPOT is 11 ms and 16.5 ms.
+    strict = by_key(replace(whole, arguments={"slo": "tpot=14ms"}))["chat-concurrency-goodput"]
+    assert strict.findings == (
+        "Under chat, sync, nope met the objectives in 100 % of the requests, t5 in 0 %.",
+    )
+    assert strict.table[2][:3] == ("chat, sync", "t5", "0 (0–0)")
+    mild = by_key(replace(whole, arguments={"slo": "tpot=14ms,ttft=10s"}))[
+        "chat-concurrency-goodput"
+    ]
+    assert "ttft=10s" in mild.note
+    loose = by_key(replace(whole, arguments={"slo": "tpot=20ms"}))["chat-concurrency-goodput"]
+    assert "every arm met the objectives in 100 %" in loose.findings[0]
+
+
+def test_keys_are_fit_for_a_link():
+    whole = result({"nope": 1, "t5": 1.5}, [Point("file", "file:a b/c.jsonl")])
+    assert "file:a-b-c.jsonl-concurrency" in by_key(whole)
+
+
+def test_goodput_over_several_loads_is_a_curve():
+    whole = result({"nope": 1, "t5": 1.5}, [CHAT], RATES)
+    plot = by_key(replace(whole, arguments={"slo": "ttft=150ms"}))["chat-rate-goodput"]
+    assert "polyline" in plot.charts[0]
+    assert len(plot.findings) == 3
 
 
 def test_an_arm_that_served_nothing_is_left_out_and_reported():
