@@ -4,6 +4,8 @@ Decides from the configuration and the hardware; loads nothing.
 """
 
 import os
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -19,6 +21,12 @@ DTYPES = {
 # Of the memory that is free once the weights are loaded.
 CPU_SHARE = 0.25
 CUDA_SHARE = 0.85
+# Where Linux says what a container may use and uses, in its second and its first version of that.
+CGROUP = Path("/sys/fs/cgroup")
+MEMORY_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
 
 
 def pick_device(wanted: str | None) -> torch.device:
@@ -84,4 +92,18 @@ def free_memory(device: torch.device) -> int:
     """Bytes the caches of all models may take when the user does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
-    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE)
+    machine = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(min([machine, *_left_to_container()]) * CPU_SHARE)
+
+
+def _left_to_container() -> list[int]:
+    """Bytes until this container's limit, past which it is killed; empty when it has none.
+
+    Pages of files that were read count as used, so it is rather too little than too much.
+    """
+    left = []
+    for limit, used in MEMORY_FILES:
+        with suppress(OSError, ValueError):  # no such file, or the word "max"
+            most = int((CGROUP / limit).read_text())
+            left.append(max(0, most - int((CGROUP / used).read_text())))
+    return left

@@ -78,6 +78,30 @@ def test_two_blocks_are_the_least():
         blocks(budget=2 * 16 * TOKEN_BYTES - 1)
 
 
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({}, 4_096_000),
+        ({"memory.max": "max", "memory.current": "5000"}, 4_096_000),
+        ({"memory.max": "1000000", "memory.current": "5000"}, 995_000),
+        ({"memory.max": "9000000", "memory.current": "5000"}, 4_096_000),
+        ({"memory.max": "1000", "memory.current": "5000"}, 0),
+        (
+            {"memory/memory.limit_in_bytes": "80", "memory/memory.usage_in_bytes": "30"},
+            50,
+        ),
+    ],
+)
+def test_no_more_than_the_container_may_use(monkeypatch, tmp_path, files, free):
+    sizes = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(placement.os, "sysconf", sizes.get)
+    monkeypatch.setattr(placement, "CGROUP", tmp_path)
+    (tmp_path / "memory").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    assert placement.free_memory(CPU) == free // 4
+
+
 def test_the_cache_takes_a_share_of_the_free_memory(monkeypatch):
     monkeypatch.setattr(
         placement.os, "sysconf", {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.get
