@@ -40,7 +40,7 @@ class ServeSpec:
     def model(self, encoding: str) -> str:
         """What `ropewalk serve` is to load."""
         if self.source == FAMILY:
-            return f"ropewalk-{encoding}"
+            return f"ropewalk-{encoding.rpartition(':')[2].lower()}"  # as they are trained
         return f"{self.source}:{encoding}"
 
 

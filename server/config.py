@@ -125,8 +125,8 @@ SERVE_OPTIONS = (
         "models",
         "model",
         "a Hugging Face directory, a .gguf file, smollm2 or a hub id owner/name, family for all "
-        "bundled models, or random weights: shape:smollm2, or shape:smollm2:t5 for another "
-        "encoding; NAME=MODEL names it",
+        "bundled models or ropewalk-t5 for one, or random weights: shape:smollm2, or "
+        "shape:smollm2:t5 for another encoding; NAME=MODEL names it",
         model_source,
         (ModelSource(DEFAULT_MODEL, DEFAULT_MODEL),),
         DEFAULT_MODEL,

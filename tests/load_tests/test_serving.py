@@ -69,6 +69,7 @@ def test_what_may_be_served(tmp_path):
     assert parse_serve("shape:smollm2").model("t5") == "shape:smollm2:t5"
     assert parse_serve(str(path)).model("nope") == f"shape:{path}:nope"
     assert parse_serve("family").model("alibi") == "ropewalk-alibi"
+    assert parse_serve("family").model("kerple:Kerple") == "ropewalk-kerple"
 
 
 @pytest.mark.parametrize("text", ["", "shape:", "smollm2", "/no/such/config.json"])

@@ -270,3 +270,21 @@ def test_default_model_is_the_one_announced() -> None:
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
     )
     assert pull.SMOLLM2.file_name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def test_a_bundled_model_is_found_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(pull, "FAMILY", tmp_path)
+    with pytest.raises(CommandError, match="the family's weights are not in this installation"):
+        pull.locate("ropewalk-t5")
+    folder = tmp_path / "ropewalk-t5"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert pull.locate("ropewalk-t5") == folder
+    with pytest.raises(CommandError, match="ropewalk-t6 is neither a file nor a directory"):
+        pull.locate("ropewalk-t6")
+
+
+def test_a_folder_of_ones_own_comes_before_a_bundled_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("ropewalk-t5").mkdir()
+    assert pull.locate("ropewalk-t5") == Path("ropewalk-t5")
