@@ -44,7 +44,9 @@ def over(name: str, base: str) -> Figure:
 
 
 CACHE: Mapping[str, Figure] = {
-    "entries rewritten": lambda counters: counted(counters, "kv_rewritten_entries_total"),
+    "entries rewritten": lambda counters: _if_told(
+        counters, counted(counters, "kv_rewritten_entries_total")
+    ),
     "bytes written per computed token": per_token("kv_written_bytes_total"),
     "prompt tokens hit in the prefix cache, %": lambda counters: _percent(
         over("prefix_cache_hit_tokens_total", "prefix_cache_queried_tokens_total")(counters)
@@ -207,6 +209,11 @@ def _dearest_shift(seconds: Sequence[Row]) -> Iterator[str]:
 def _per_shift(counters: Counters, value: float) -> float | None:
     shifts = counted(counters, "context_shifts_total")
     return value / shifts if shifts else None
+
+
+def _if_told(counters: Counters, value: float) -> float | None:
+    """A counter that did not grow is absent; so is every one of a server that is no Ropewalk."""
+    return value if counted(counters, "kv_written_bytes_total") else None
 
 
 def _percent(share: float | None) -> float | None:

@@ -80,8 +80,16 @@ def test_every_mark_tells_its_numbers():
 
 
 def test_what_does_not_differ_is_hollow():
-    assert 'class="open"' in CHARTS["centred"]
+    # One of four rows, whose marker is drawn beside its name and at its place.
+    assert CHARTS["centred"].count('class="open"') == 2
     assert 'class="open"' not in dots("", {"": rows(5, 5, 5, 5)}, "", plain)
+
+
+def test_what_does_not_differ_is_hollow_on_a_line_too():
+    marks = (Mark(1, 0, -1, 1, "", hollow=True), Mark(2, 5, 4, 6, ""))
+    drawn = lines("", [Series("rope", LOOKS["rope"], marks)], "", plain, centred=True)
+    # The last full one is beside the name.
+    assert re.findall('class="(open|full)"', drawn) == ["open", "full", "full"]
 
 
 def test_higher_values_are_drawn_higher_and_longer():

@@ -108,14 +108,24 @@ def test_what_others_wrote_is_escaped():
     assert "script" not in tags(page(whole))
 
 
+SETTINGS = {
+    "nope": {"encoding": "nope"},
+    "t5:window": {"encoding": "t5"},
+    "t5:table": {"encoding": "t5"},
+}
+
+
 @pytest.mark.parametrize(
     "whole",
     [
+        failed(
+            result(dict.fromkeys(SETTINGS, 1), longctx(512, 2048), arms=SETTINGS), "t5:table", "e"
+        ),
         result({"rope": 1}, longctx(512, 2048)),
         failed(failed(failed(LONGCTX, "nope", "e"), "rope", "e"), "t5", "e"),
         replace(LONGCTX, runs=()),
     ],
-    ids=["one arm", "nothing served", "nothing measured"],
+    ids=["one setting served", "one arm", "nothing served", "nothing measured"],
 )
 def test_a_page_of_little(whole):
     tags(page(whole))

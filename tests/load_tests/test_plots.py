@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from load_tests.plot import Plot
+from load_tests.plot import Plot, measured, relative, subject
 from load_tests.plots import plots
 from load_tests.terms import Point, Profile, Result
 from tests.load_tests.made_up import counted, failed, longctx, result
@@ -88,6 +88,18 @@ def test_step_latency_by_context_comes_first_with_its_difference_to_the_zero():
     assert re.search(r"; sinusoidal (9\.[5-9]|10\.[0-4]) % \([^)]+\) less;", longest)
     assert "alibi and learned show no difference from nope" in longest
     assert shortest.startswith("At 512 tokens of context, ")
+
+
+def test_marks_are_where_their_findings_say():
+    made_up = subject(MANY["longctx"])
+    along = [(1.0, cell) for cell in made_up.cells]
+    found = {one.label: one.marks for one in relative(made_up, along, "itl_p50")}
+    assert list(found) == ["rope", "t5", "alibi", "learned", "sinusoidal"]
+    assert [mark.y for mark in found["t5"]] == pytest.approx([20, 20, 20], abs=0.5)
+    assert all(mark.low < mark.y < mark.high for marks in found.values() for mark in marks)
+    assert [mark.hollow for mark in (found["t5"] + found["alibi"])] == [False] * 3 + [True] * 3
+    milliseconds = {one.label: one.marks for one in measured(made_up, along, "itl_p50")}
+    assert milliseconds["nope"][-1].y == pytest.approx(21, abs=0.2)
 
 
 def test_findings_change_with_the_data():
@@ -189,6 +201,8 @@ def test_what_the_cache_did_is_over_computed_tokens():
 def test_the_cost_of_a_shift_is_per_shift():
     plot = by_key("counters")["chat-shift"]
     assert plot.findings[0].startswith("A shift takes rope 4.00 ms")
+    # Time and keys; nothing was recomputed or moved, which needs no picture.
+    assert len(plot.charts) == 2
     assert "Keys rewritten per shift: 96.0 of rope, 0 of nope." in plot.findings
     assert plot.table[1][:3] == ("nope", "12.0", "1.00")
 
@@ -198,6 +212,14 @@ def test_without_counters_or_shifts_those_plots_are_left_out():
     plain = counted(result({"nope": 1}, [CHAT]), {"nope": counters()})
     assert "chat-shift" not in by_key(plain)
     assert "chat-cache" in by_key(plain)
+
+
+def test_a_server_that_counts_other_things_is_not_said_to_have_rewritten_nothing():
+    foreign = {"vllm:generation_tokens_total": 24.0}
+    whole = counted(result({"nope": 1, "rope": 1}, [CHAT]), {"nope": counters(), "rope": foreign})
+    assert by_key(whole)["chat-cache"].table[1:] == [
+        ("nope", "0", "512", "0", "0", "0"),
+    ]
 
 
 def test_a_machine_that_drifts_is_seen():

@@ -44,6 +44,7 @@ def test_no_two_arms_look_alike_and_the_zero_is_in_ink():
     assert [arm for arm in arms if found[arm].color == 0] == ["arm 3"]
     assert len(set(found.values())) == 14
     assert len({look.marker for look in list(found.values())[:8]}) == 8
+    assert len({look.dash for look in list(found.values())[:5]}) > 3
 
 
 def test_without_a_zero_no_arm_is_in_ink():
