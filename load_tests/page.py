@@ -3,11 +3,16 @@
 Without a script: a pointer over a mark reads its numbers, and every plot has them as a table.
 """
 
+import argparse
 import html
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
+from load_tests.charts import standalone
 from load_tests.plot import Plot, Table
 from load_tests.plots import plots
+from load_tests.result import BadResult, read
 from load_tests.svg import CHART_STYLE, DARK, LIGHT, color_rules, colors
 from load_tests.table import all_warnings
 from load_tests.terms import Result
@@ -145,3 +150,31 @@ def _words(facts: Mapping[str, object]) -> Iterator[str]:
 
 def _escaped(text: str) -> str:
     return html.escape(text, quote=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m load_tests.page result.json report.html`, or one plot of it as an SVG file."""
+    options = argparse.ArgumentParser(prog="python -m load_tests.page", description=main.__doc__)
+    options.add_argument("result", type=Path)
+    options.add_argument("output", type=Path)
+    options.add_argument("--plot", metavar="KEY", help="only this plot, such as longctx, as SVG")
+    chosen = options.parse_args(arguments)
+    try:
+        result = read(chosen.result)
+    except (BadResult, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if chosen.plot is None:
+        chosen.output.write_text(page(result), encoding="utf-8")
+        return 0
+    found = {plot.key: plot for plot in plots(result)}
+    if chosen.plot not in found:
+        known = ", ".join(found) or "none"
+        print(f"there is no plot {chosen.plot!r} here; there are: {known}", file=sys.stderr)
+        return 2
+    chosen.output.write_text(standalone(found[chosen.plot].charts), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,9 @@
 """A whole load test to and from result.json, raw samples and all.
 
-Times are whole microseconds since the run began. Of a request's chunks the file holds `first`, the
-time of the first, and `gaps`, the time from each to the next; `tokens` has how many tokens each
-chunk brought and is left out where it was one each. What is read differs from what was written in
-nothing but the origin of the clock.
+Times are whole microseconds since the first run began. Of a request's chunks the file holds
+`first`, the time of the first, and `gaps`, the time from each to the next; `tokens` has how many
+tokens each chunk brought and is left out where it was one each. What is read differs from what was
+written in nothing but the origin of the clock.
 """
 
 import json
@@ -55,6 +55,9 @@ def read(path: Path) -> Result:
 
 def as_json(result: Result) -> dict[str, Any]:
     """Ready for `json.dumps`."""
+    begin = min(
+        (time for run in result.runs for time in (run.steady_from, *_intended(run))), default=0.0
+    )
     return {
         "schema": SCHEMA,
         "kind": _KIND,
@@ -64,7 +67,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "arms": {label: dict(about) for label, about in result.arms.items()},
         "zero": result.zero,
         "warnings": list(result.warnings),
-        "runs": [_run_as_json(run) for run in result.runs],
+        "runs": [_run_as_json(run, begin) for run in result.runs],
     }
 
 
@@ -98,9 +101,11 @@ def from_json(data: object) -> Result:
     )
 
 
-def _run_as_json(run: Run) -> dict[str, Any]:
-    begin = min([run.steady_from, *(outcome.intended for outcome in run.outcomes)])
+def _intended(run: Run) -> list[float]:
+    return [outcome.intended for outcome in run.outcomes]
 
+
+def _run_as_json(run: Run, begin: float) -> dict[str, Any]:
     def us(time: float) -> int:
         return round((time - begin) * _US)
 

@@ -5,7 +5,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from load_tests.page import page
+from load_tests.page import main, page
+from load_tests.plots import plots
+from load_tests.result import read, write
 from load_tests.terms import Point
 from tests.load_tests.made_up import ENCODINGS, counted, failed, longctx, result
 
@@ -134,3 +136,42 @@ def test_a_page_of_little(whole):
 def test_eight_arms_stay_small():
     eight = {"nope": 1} | {f"arm {i}": 1 + i / 50 for i in range(7)}
     assert len(page(result(eight, longctx(512, 1024, 2048, 4096, 8192), blocks=5))) < 400_000
+
+
+@pytest.fixture
+def stored(tmp_path):
+    write(tmp_path / "result.json", LONGCTX)
+    return tmp_path
+
+
+def test_the_command_writes_the_page_of_a_file(stored):
+    out = stored / "report.html"
+    assert main([str(stored / "result.json"), str(out)]) == 0
+    assert out.read_text(encoding="utf-8") == page(read(stored / "result.json"))
+
+
+def test_a_file_tells_what_ran_when_as_its_load_test_did(stored):
+    kept, measured = plots(read(stored / "result.json"))[-1], plots(LONGCTX)[-1]
+    assert kept.key == "order"
+    assert kept.table == measured.table
+
+
+def test_the_command_writes_one_plot_for_a_readme(stored):
+    out = stored / "plot.svg"
+    assert main([str(stored / "result.json"), "--plot", "longctx", str(out)]) == 0
+    root = ElementTree.parse(out).getroot()
+    assert root.get("width") == "880"
+
+
+def test_a_plot_that_is_not_there_is_refused_with_those_that_are(stored, capsys):
+    out = stored / "plot.svg"
+    assert main([str(stored / "result.json"), "--plot", "shift", str(out)]) == 2
+    assert "there are: longctx, longctx-first" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_file_that_holds_no_load_test_is_refused(tmp_path, capsys):
+    (tmp_path / "other.json").write_text("{}", encoding="utf-8")
+    assert main([str(tmp_path / "other.json"), str(tmp_path / "report.html")]) == 2
+    assert "is it a file of ropewalk bench?" in capsys.readouterr().err
+    assert main([str(tmp_path / "absent.json"), str(tmp_path / "report.html")]) == 2

@@ -70,6 +70,14 @@ def test_what_was_written_is_read(tmp_path):
     assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
 
 
+def test_what_ran_when_is_kept(tmp_path):
+    later = run_of(outcome(60), steady_from=START + 60, steady_to=START + 69)
+    write(tmp_path / "result.json", result_of(run_of(outcome()), later))
+    first, second = read(tmp_path / "result.json").runs
+    assert (first.steady_from, second.steady_from, second.steady_to) == (0.0, 60.0, 69.0)
+    assert second.outcomes[0].intended == 60.0
+
+
 def test_a_long_test_stays_small(tmp_path):
     requests = [outcome(2.0 * n, tokens=64) for n in range(4)]
     path = tmp_path / "result.json"
