@@ -36,12 +36,13 @@ class Cell:
         """Each of `arms` that was measured, compared with `base`; their verdicts corrected."""
         if base is None or base not in self.figures:
             return {}
-        zero = self._by_block(base)
+        zero = self.by_block(base)
         others = [arm for arm in arms if arm != base and arm in self.figures]
-        found = corrected([paired(zero, self._by_block(arm), metric) for arm in others])
+        found = corrected([paired(zero, self.by_block(arm), metric) for arm in others])
         return dict(zip(others, found, strict=True))
 
-    def _by_block(self, arm: str) -> dict[int, Figures]:
+    def by_block(self, arm: str) -> dict[int, Figures]:
+        """The figures of one arm, without the runs in which nothing was served."""
         pairs = zip(self.runs[arm], self.figures[arm], strict=True)
         return {run.block: one for run, one in pairs if served(one)}
 

@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from load_tests.statistics import RATES, Figures, figures
-from load_tests.terms import Point, Profile, Result, Run
+from load_tests.terms import Run
 
 Verdict = Literal["slower", "faster", "no difference", "unknown"]
-Cell = tuple[Point, Profile]
 Floats = NDArray[np.float64]
 
 MIN_BLOCKS = 3
@@ -51,7 +50,7 @@ def difference(zero: Sequence[Run], arm: Sequence[Run], metric: str) -> Differen
 
 def paired(zero: Mapping[int, Figures], arm: Mapping[int, Figures], metric: str) -> Difference:
     """The same from figures by block."""
-    late = _late((*zero.values(), *arm.values()))
+    late = client_late((*zero.values(), *arm.values()))
     return late or within(log_ratios(zero, arm, metric), metric)
 
 
@@ -86,38 +85,20 @@ def corrected(differences: Sequence[Difference]) -> list[Difference]:
     ]
 
 
-def against_zero(result: Result, metric: str) -> dict[tuple[Cell, str], Difference]:
-    """Every arm over the zero arm, by cell and arm; the verdicts of a cell are corrected together.
-
-    Empty without a zero arm.
-    """
-    cells: dict[Cell, dict[str, dict[int, Figures]]] = {}
-    for run in result.runs:
-        arms = cells.setdefault((run.point, run.profile), {})
-        arms.setdefault(run.arm, {})[run.block] = figures(run)
-    found: dict[tuple[Cell, str], Difference] = {}
-    for cell, arms in cells.items():
-        if result.zero not in arms:
-            continue
-        zero = arms.pop(result.zero)
-        verdicts = corrected([paired(zero, arm, metric) for arm in arms.values()])
-        found.update(((cell, label), d) for label, d in zip(arms, verdicts, strict=True))
-    return found
-
-
 def unknown(reason: str) -> Difference:
     """No conclusion, and why."""
     return Difference(math.nan, math.nan, math.nan, math.nan, "unknown", reason)
 
 
-def _by_block(runs: Sequence[Run]) -> dict[int, Figures]:
-    return {run.block: figures(run) for run in runs}
-
-
-def _late(found: Sequence[Figures]) -> Difference | None:
+def client_late(found: Sequence[Figures]) -> Difference | None:
+    """The conclusion where the client was too slow for one; None where it was not."""
     if not any(one.client_late for one in found):
         return None
     return unknown("the client sent late (p99 above 5 % of the TTFT): lower the load or --rate")
+
+
+def _by_block(runs: Sequence[Run]) -> dict[int, Figures]:
+    return {run.block: figures(run) for run in runs}
 
 
 def _difference(samples: Sequence[Floats], metric: str) -> Difference:

@@ -5,14 +5,13 @@ import pytest
 
 from load_tests.differences import (
     Difference,
-    against_zero,
     between,
     corrected,
     difference,
     unknown,
     within,
 )
-from load_tests.terms import Outcome, Point, Profile, Result, Run
+from load_tests.terms import Outcome, Point, Profile, Run
 
 POINT = Point("longctx", "512", 512)
 SYNC = Profile("sync")
@@ -88,21 +87,6 @@ def test_verdicts_read_together_need_more_evidence():
     assert verdicts(0.04, 0.5, 0.6, 0.7) == ["no difference"] * 4 + ["unknown"]
     assert verdicts(0.04, 0.04) == ["slower", "slower", "unknown"]
     assert verdicts(0.001, 0.2, 0.9) == ["slower", "no difference", "no difference", "unknown"]
-
-
-def test_every_arm_of_a_result_against_its_zero():
-    runs = (
-        *runs_at(1, 1.5, 1.2, arm="nope"),
-        *runs_at(1.2, 1.8, 1.44, arm="t5"),
-        *runs_at(1, 1.5, 1.2, arm="rope"),
-    )
-    result = Result("", {}, {}, {"nope": {}, "t5": {}, "rope": {}}, "nope", runs, ())
-    found = against_zero(result, "ttft_p50")
-    assert {label: d.verdict for (_, label), d in found.items()} == {
-        "t5": "slower",
-        "rope": "no difference",
-    }
-    assert against_zero(Result("", {}, {}, {}, None, runs, ()), "ttft_p50") == {}
 
 
 def logs(source, blocks, *, heavy):

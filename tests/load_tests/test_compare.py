@@ -1,0 +1,143 @@
+from dataclasses import replace
+
+import pytest
+
+from load_tests.compare import main, parse_condition
+from load_tests.differences import Difference
+from load_tests.result import write
+from tests.load_tests.made_up import failed, longctx, result
+
+FACTORS = {"nope": 1.0, "rope": 1.05, "t5": 1.3}
+POINTS = longctx(512, 2048)
+BEFORE = result(FACTORS, POINTS, blocks=5)
+
+
+@pytest.fixture
+def compare(tmp_path, capsys):
+    """Status and output of comparing BEFORE with another result."""
+
+    def run(after, *options, before=BEFORE):
+        for name, each in (("a", before), ("b", after)):
+            write(tmp_path / f"{name}.json", each)
+        status = main([str(tmp_path / "a.json"), str(tmp_path / "b.json"), *options])
+        return status, capsys.readouterr().out
+
+    return run
+
+
+def lines_of(text, arm, metric="tpot_p50"):
+    return [line for line in text.splitlines() if f" {arm} " in line and f" {metric} " in line]
+
+
+def test_the_same_again_is_no_difference(compare):
+    status, text = compare(BEFORE, "--fail-on", "tpot_p99>+0.1%")
+    assert status == 0
+    lines = lines_of(text, "t5")
+    assert len(lines) == 2
+    assert "15.1 ms  15.1 ms" in lines[0]
+    assert all(line.endswith("no difference  nope") for line in lines)
+    assert "tpot_p99>+0.1% does not hold" in text
+
+
+def test_one_arm_that_got_slower(compare):
+    status, text = compare(result({**FACTORS, "t5": 1.56}, POINTS, blocks=5))
+    assert status == 0  # no condition was given
+    assert all("+20." in line or "+19." in line for line in lines_of(text, "t5"))
+    assert all(": slower" in line for line in lines_of(text, "t5"))
+    assert all(": no difference" in line for line in lines_of(text, "rope"))
+
+
+@pytest.mark.parametrize(
+    ("condition", "status"),
+    [
+        ("tpot_p99>+10%", 1),
+        ("tpot_p99>+30%", 0),
+        ("tpot_p99<-1%", 0),
+        ("output_tokens_per_s<-10%", 1),
+        ("output_tokens_per_s<-30%", 0),
+    ],
+)
+def test_a_condition_decides_the_status(compare, condition, status):
+    slower = result({**FACTORS, "t5": 1.56}, POINTS, blocks=5)
+    found, text = compare(slower, "--fail-on", condition)
+    assert found == status
+    if status:
+        assert f"{condition} holds: longctx longctx 512 sync, t5: " in text
+
+
+def test_a_condition_needs_the_interval_behind_it(compare):
+    noisy = result({**FACTORS, "t5": 1.4}, POINTS, blocks=3, noise=0.3)
+    status, text = compare(noisy, "--fail-on", "tpot_p50>+5%")
+    assert status == 0
+    assert all(": no difference" in line for line in lines_of(text, "t5"))
+
+
+def test_a_slower_machine_shows_in_the_zero_alone(compare):
+    slower = result({arm: 1.4 * factor for arm, factor in FACTORS.items()}, POINTS, blocks=5)
+    status, text = compare(slower, "--fail-on", "tpot_p50>+10%")
+    assert status == 1  # of the zero
+    assert all(": slower" in line for line in lines_of(text, "nope"))
+    assert all(": no difference" in line for line in lines_of(text, "t5"))
+    _, plain = compare(slower, "--plain")
+    assert all(": slower" in line for line in lines_of(plain, "t5"))
+
+
+def test_what_is_in_one_result_alone_is_said(compare):
+    status, text = compare(result({"nope": 1.0, "alibi": 1.1}, longctx(512, 8192), blocks=5))
+    assert status == 0
+    assert "Only in the first result: rope, t5." in text
+    assert "Only in the second result: alibi." in text
+    assert "Measured only in the second result: longctx longctx 8,192 sync." in text
+
+
+def test_another_machine_is_said(compare):
+    _, text = compare(replace(BEFORE, environment={"processor": "one core"}))
+    assert "two cores and one core; the results are of different machines" in text
+
+
+def test_an_arm_that_fails_never_passes(compare):
+    status, text = compare(failed(BEFORE, "t5", "status 500"), "--fail-on", "tpot_p50>+10%")
+    assert status == 2
+    assert "nothing can be concluded about longctx longctx 512 sync t5" in text
+    assert "40 requests of t5 failed in the second result." in text
+
+
+def test_few_runs_conclude_nothing(compare):
+    few = result(FACTORS, POINTS, blocks=2)
+    status, text = compare(few, "--fail-on", "tpot_p50>+10%")
+    assert status == 2
+    assert "2 blocks have this figure" in text
+
+
+def test_one_arm_without_a_zero(compare):
+    alone = result({"nope": 1.0}, POINTS, blocks=5)
+    status, text = compare(result({"nope": 2.0}, POINTS, blocks=5), before=alone)
+    assert status == 0
+    assert all(": slower" in line and line.endswith(" –") for line in lines_of(text, "nope"))
+
+
+def test_unusable_input_is_named(tmp_path, capsys):
+    good, bad = tmp_path / "a.json", tmp_path / "bad.json"
+    write(good, BEFORE)
+    bad.write_text("{}")
+    assert main([str(good), str(bad)]) == 2
+    assert "bad.json: its kind is not" in capsys.readouterr().err
+    assert main([str(tmp_path / "none.json"), str(good)]) == 2
+    write(bad, result({"alibi": 1.0}, POINTS))
+    assert main([str(good), str(bad)]) == 2
+    assert "no arm was measured at the same point" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["tpot_p99", "tpot_p99>10%", "tpot_p98>+10%", "tpot_p99>-10%", ""])
+def test_what_is_no_condition_ends_with_status_2(text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["a.json", "b.json", "--fail-on", text])
+    assert "write one such as 'tpot_p99>+10%'" in capsys.readouterr().err
+
+
+def test_a_condition_needs_a_verdict():
+    condition = parse_condition("tpot_p99 > +10 %")
+    slower = Difference(1.2, 1.15, 1.25, 0.001, "slower")
+    assert condition.holds(slower)
+    assert not condition.holds(replace(slower, verdict="no difference"))
+    assert not condition.holds(replace(slower, estimate=1.09))
