@@ -35,6 +35,7 @@ from server.metrics import Metrics
 from server.metrics_compat import ALIASES
 from server.models import EncoderDecoderTokens, Models, Served
 from server.parity import check_parity
+from server.pass_timer import TimedDecoder
 from server.position_meter import PositionMeter, no_cost
 from server.protocol import Server, server_config
 from server.scheduler import Limits, Scheduler
@@ -167,7 +168,17 @@ def _complete(
     scheduler = Scheduler(manager, limits, operations)
     auditor = Auditor(name, ledger, manager, scheduler)
     meter = _meter(model.decoder, shape, block_size)
-    engine = Engine(model.decoder, kv, manager, scheduler, auditor, meter, device=device)
+    decoder = TimedDecoder(model.decoder, device)
+    engine = Engine(
+        decoder,
+        kv,
+        manager,
+        scheduler,
+        auditor,
+        meter,
+        device=device,
+        drain_times=decoder.drain,
+    )
     rotation = model.decoder.encoding.rotation()
     facts = ModelFacts(
         name=name,
@@ -185,7 +196,7 @@ def _complete(
         key_frame=None if rotation is None else rotation.frame,
         sides=sides,
     )
-    _register(metrics, facts, shape)
+    _register(metrics, facts, shape, position_apart=decoder.position_apart)
     metrics.compared(name, parity.error, parity.tolerance)
     defect = parity.defect(name, facts.dtype)
     if defect is not None:
@@ -236,7 +247,9 @@ def _allocate(
         ) from error
 
 
-def _register(metrics: Metrics, facts: ModelFacts, shape: ModelConfig) -> None:
+def _register(
+    metrics: Metrics, facts: ModelFacts, shape: ModelConfig, *, position_apart: bool
+) -> None:
     metrics.add_model(
         facts.name,
         facts.encoding,
@@ -251,6 +264,7 @@ def _register(metrics: Metrics, facts: ModelFacts, shape: ModelConfig) -> None:
         blocks=facts.blocks,
         block_size=facts.block_size,
         max_context=facts.max_context,
+        position_apart=position_apart,
     )
 
 

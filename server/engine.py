@@ -20,6 +20,8 @@ from server.batching import build_batch
 from server.cache_view import CacheView, view
 from server.position_meter import PositionMeter
 from server.request import (
+    PassTimes,
+    Phase,
     PositionTotals,
     Request,
     RequestFailed,
@@ -40,7 +42,10 @@ class Step:
 
 
 class Engine:
-    """`forward` is a Decoder, or in tests any function of a batch and a cache to logits."""
+    """`forward` is a decoder, or in tests any function of a batch and a cache to logits.
+
+    `drain_times` tells of those of its passes that were timed.
+    """
 
     def __init__(
         self,
@@ -53,6 +58,7 @@ class Engine:
         *,
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
+        drain_times: Callable[[], tuple[PassTimes, ...]] = tuple,
     ) -> None:
         self._forward = forward
         self._kv = kv
@@ -62,6 +68,7 @@ class Engine:
         self._meter = meter
         self._device = device
         self._clock = clock
+        self._drain_times = drain_times
         self._last_token: dict[str, float] = {}
         self._flushed = 0  # blocks, since the last step
 
@@ -101,12 +108,15 @@ class Engine:
         ends = self._auditor.look()  # at what was shared and given up, before it is overwritten
         plan = _without(plan, ends)
         spent = self._meter.measure(plan.work)
+        phase, context = _phase(plan.work), _decode_context(plan.work)
         sampled = self._compute(plan.work) if plan.work else {}
         events = self._scheduler.record(plan, sampled)
         ends += self._auditor.look() + self._auditor.sample()
         events = _ending(events, ends)
         gaps = self._gaps(events)
-        return Step(events, self._stats(plan, spent, events, gaps, began, computed, evicted))
+        return Step(
+            events, self._stats(plan, spent, phase, context, events, gaps, began, computed, evicted)
+        )
 
     def _totals(self) -> tuple[int, int]:
         return self._scheduler.computed_prompt_tokens, self._manager.evicted_blocks
@@ -141,6 +151,8 @@ class Engine:
         self,
         plan: Plan,
         spent: tuple[PositionTotals, PositionTotals],
+        phase: Phase | None,
+        decode_context: int | None,
         events: list[TokenEvent],
         gaps: tuple[float, ...],
         began: float,
@@ -182,12 +194,30 @@ class Engine:
             forks=plan.forks,
             prefill_work=spent[0],
             decode_work=spent[1],
+            phase=phase,
+            decode_context=decode_context,
+            timed=self._drain_times(),
             extrapolated_tokens=self._meter.extrapolated(
                 work for work in plan.work if work.request.id in generated
             ),
             inter_token_seconds=gaps,
             ended=tuple(self._scheduler.drain_ended()),
         )
+
+
+def _phase(plan: tuple[Work, ...]) -> Phase | None:
+    """To be asked before the plan is recorded, as what follows."""
+    found = {bool(work.request.num_generated) for work in plan}
+    if len(found) == 2:
+        return Phase.MIXED
+    return {True: Phase.DECODE, False: Phase.PREFILL}[found.pop()] if found else None
+
+
+def _decode_context(plan: tuple[Work, ...]) -> int | None:
+    """None unless every request has a first token and one more to compute."""
+    if _phase(plan) is not Phase.DECODE or any(work.count > 1 for work in plan):
+        return None
+    return max(work.start + work.count for work in plan)
 
 
 def _without(plan: Plan, ends: list[TokenEvent]) -> Plan:

@@ -67,10 +67,12 @@ class Metrics:
         blocks: int,
         block_size: int,
         max_context: int,
+        position_apart: bool = False,
     ) -> None:
         """Makes every series of a model, at zero. `bytes_per_token` counts K and V of all layers.
 
         Of `info`, INFO_LABELS are shown; `max_context` stands in for an absent trained_context.
+        `position_apart`: positional work is timed apart from attention.
         Raises ValueError for a name added before.
         """
         if model_name in self._models:
@@ -88,7 +90,9 @@ class Metrics:
         half = bytes_per_token * block_size * blocks // 2
         for kind in ("k", "v"):
             self._families.cache_bytes.labels(model_name, encoding, kind).set(half)
-        self._models[model_name] = ModelMetrics(self._families, model_name, encoding, blocks)
+        self._models[model_name] = ModelMetrics(
+            self._families, model_name, encoding, blocks, position_apart=position_apart
+        )
 
     def observe_step(self, model_name: str, stats: StepStats) -> None:
         """Called on the engine thread after each step. Raises KeyError for an unknown model."""

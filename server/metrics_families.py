@@ -182,6 +182,37 @@ class Families:
             "if each token were computed alone; batching reads less.",
             "phase",
         )
+        self.decode_step = self._histogram(
+            "decode_step_seconds",
+            "Time of a step that computes one token for each of its requests, all past their "
+            "first, by the smallest of these bounds on the longest context among them.",
+            TOKEN_BUCKETS,
+            "context_le",
+        )
+        self.timed_steps = self._counter(
+            "timed_steps",
+            "Passes through the model that were timed, one in 16 at random; mixed ones compute "
+            "prompts and answers.",
+            "phase",
+        )
+        self.forward_seconds = self._counter(
+            "forward_seconds",
+            "Time in the model during timed steps, from tokens to logits; sampling is not in it.",
+            "phase",
+        )
+        self.attention_seconds = self._counter(
+            "attention_seconds",
+            "Of forward_seconds, attention over stored keys and values: with the biases that are "
+            "added and the turning that is done there, without projections.",
+            "phase",
+        )
+        self.position_seconds = self._counter(
+            "position_seconds",
+            "Of forward_seconds, turning queries and keys before they are stored and adding "
+            "positions to embeddings. Absent where attention does any positional work: that "
+            "cannot be told from attention_seconds.",
+            "phase",
+        )
         self.extrapolated = self._counter(
             "extrapolated_tokens", "Tokens generated at positions past the trained context."
         )
@@ -203,9 +234,15 @@ class Families:
     def _gauge(self, name: str, help_: str, *labels: str) -> Gauge:
         return Gauge(f"ropewalk_{name}", help_, (*MODEL_LABELS, *labels), registry=self._registry)
 
-    def _histogram(self, name: str, help_: str, buckets: tuple[float, ...]) -> Histogram:
+    def _histogram(
+        self, name: str, help_: str, buckets: tuple[float, ...], *labels: str
+    ) -> Histogram:
         return Histogram(
-            f"ropewalk_{name}", help_, MODEL_LABELS, registry=self._registry, buckets=buckets
+            f"ropewalk_{name}",
+            help_,
+            (*MODEL_LABELS, *labels),
+            registry=self._registry,
+            buckets=buckets,
         )
 
     def _phase(self, name: str, help_: str) -> Histogram:

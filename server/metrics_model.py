@@ -3,6 +3,7 @@
 Children are looked up once, because `observe_step` runs on the engine thread after every step.
 """
 
+from bisect import bisect_left
 from dataclasses import astuple
 from typing import Any
 
@@ -12,6 +13,8 @@ from server.metrics_families import Families
 from server.request import (
     ContextShift,
     FinishReason,
+    PassTimes,
+    Phase,
     PositionTotals,
     RequestSummary,
     StepStats,
@@ -20,12 +23,16 @@ from server.request import (
 OUTCOMES = ("reindexed", "rerotated", "recomputed")
 BLOCK_STATES = ("free", "active", "cached", "quarantined")
 PHASES = ("prefill", "decode")
+CONTEXT_BOUNDS = (128, 512, 2048, 8192)
+CONTEXTS = (*map(str, CONTEXT_BOUNDS), "+Inf")
 
 
 class ModelMetrics:
     """The children of one model. Making them also exports them at zero."""
 
-    def __init__(self, families: Families, name: str, encoding: str, blocks: int) -> None:
+    def __init__(
+        self, families: Families, name: str, encoding: str, blocks: int, *, position_apart: bool
+    ) -> None:
         def child(family: Any, *labels: str) -> Any:
             return family.labels(name, encoding, *labels)
 
@@ -78,6 +85,15 @@ class ModelMetrics:
             )
             for phase in PHASES
         }
+        self._decode_step = [child(families.decode_step, bound) for bound in CONTEXTS]
+        self._timed = {phase: child(families.timed_steps, phase) for phase in Phase}
+        self._forward = {phase: child(families.forward_seconds, phase) for phase in Phase}
+        self._attention = {phase: child(families.attention_seconds, phase) for phase in Phase}
+        self._position_seconds = (
+            {phase: child(families.position_seconds, phase) for phase in Phase}
+            if position_apart
+            else {}
+        )
         self._extrapolated = child(families.extrapolated)
         self._queried = child(families.queried)
         self._hits = child(families.hits)
@@ -112,6 +128,12 @@ class ModelMetrics:
                 counter.inc(amount)
         self._observe_position("prefill", stats.prefill_work)
         self._observe_position("decode", stats.decode_work)
+        if stats.decode_context is not None:
+            index = bisect_left(CONTEXT_BOUNDS, stats.decode_context)
+            self._decode_step[index].observe(stats.seconds)
+        for times in stats.timed:
+            assert stats.phase is not None, "a step that computes nothing has no passes"
+            self._observe_times(stats.phase, times)
         for report in stats.forks:
             self._observe_operation(report)
         for shift in stats.shifts:
@@ -128,6 +150,13 @@ class ModelMetrics:
         for counter, amount in zip(self._position[phase], amounts, strict=True):
             if amount:
                 counter.inc(amount)
+
+    def _observe_times(self, phase: Phase, times: PassTimes) -> None:
+        self._timed[phase].inc()
+        self._forward[phase].inc(times.forward)
+        self._attention[phase].inc(times.attention)
+        if times.position is not None:
+            self._position_seconds[phase].inc(times.position)
 
     def _observe_shift(self, shift: ContextShift) -> None:
         self._shifts[shift.outcome].inc()

@@ -229,6 +229,23 @@ class PositionTotals:
         return self + other * -1
 
 
+class Phase(StrEnum):
+    """What a step computes: for requests before their first token, after it, or for both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """Seconds that one pass of the decoder took; the parts are within `forward`."""
+
+    forward: float
+    attention: float  # over stored keys and values; whatever of positions a kernel does with it
+    position: float | None  # None where attention does some of it
+
+
 @dataclass(frozen=True, slots=True)
 class ContextShift:
     """One request's context was shortened. Without a report nothing was cached to be moved."""
@@ -275,6 +292,10 @@ class StepStats:
     forks: tuple[OpReport, ...] = ()
     prefill_work: PositionTotals = PositionTotals()  # before a request's first token
     decode_work: PositionTotals = PositionTotals()
+    phase: Phase | None = None  # None: nothing was computed
+    # Of the longest request of a step that computes one token each, after their first.
+    decode_context: int | None = None
+    timed: tuple[PassTimes, ...] = ()  # of its passes, one unless a request failed; mostly none
     extrapolated_tokens: int = 0  # generated at positions past the trained context
     inter_token_seconds: tuple[float, ...] = ()
     ended: tuple[RequestSummary, ...] = ()

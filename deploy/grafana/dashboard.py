@@ -109,6 +109,30 @@ CACHE = (
         ),
     ),
     lines(
+        "Time of a decoding step by context",
+        "Mean of steps that compute a token for each request, by a bound on the longest context.",
+        "s",
+        recorded("decode_step_seconds:mean5m"),
+        "context_le",
+    ),
+    lines(
+        "Time of a pass",
+        "Mean time in the model, of prompts, of answers and of both, on a sample of the steps.",
+        "s",
+        recorded("forward_seconds:mean5m"),
+        "phase",
+    ),
+    Panel(
+        "Attention and positions in a pass",
+        "Shares of the time in the model. Positions have a line only where attention does none of "
+        "their work.",
+        "percentunit",
+        (
+            (recorded("attention_time_ratio"), f"{NAMED} · attention"),
+            (recorded("position_time_ratio"), f"{NAMED} · positions"),
+        ),
+    ),
+    lines(
         "Context shifts",
         "Full contexts that were shortened, and what became of the entries that stay.",
         "ops",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from server import sampling
-from server.request import FinishReason, NumericalError, PromptTooLong, RequestFailed
+from server.request import FinishReason, NumericalError, Phase, PromptTooLong, RequestFailed
 from tests.server.fake_engine import VOCAB, counting, make_engine, make_request
 
 POISON = 49
@@ -189,3 +189,37 @@ def test_block_counts_and_preemptions_are_told():
         assert tokens_of(events, f"r{i}") == [(i + 3 + n) % VOCAB for n in range(12)]
     # What is computed again after a preemption is not counted as prompt again.
     assert sum(step.computed_prompt_tokens + step.cached_prompt_tokens for step in stats) == 12
+
+
+def test_a_step_says_what_it_computes_and_with_how_much_context():
+    engine, _ = make_engine(max_step_tokens=8)
+    engine.submit(make_request("long", list(range(10)), max_tokens=3))
+    engine.step()
+    engine.submit(make_request("short", [1], max_tokens=3))
+    _, stats = run(engine)
+    told = [(step.phase, step.decode_context) for step in stats]
+    assert told == [
+        (Phase.PREFILL, None),
+        (Phase.DECODE, 11),
+        (Phase.DECODE, 12),
+    ]
+    engine.submit(make_request("first", [1, 2], max_tokens=3))
+    engine.step()
+    engine.submit(make_request("second", [1, 2, 3, 4], max_tokens=2))
+    assert engine.step().stats.phase is Phase.MIXED
+    assert engine.step().stats.decode_context == 5
+    idle = engine.step().stats
+    assert (idle.phase, idle.decode_context, idle.timed) == (None, None, ())
+
+
+def test_recomputing_is_no_step_of_decoding():
+    """After a preemption many tokens are computed at once."""
+    engine, _ = make_engine(blocks=9)
+    for i in range(4):
+        engine.submit(make_request(f"r{i}", [i, i + 1, i + 2], max_tokens=12))
+    _, stats = run(engine)
+    assert sum(step.preemptions for step in stats) > 0
+    for step in stats:
+        if step.decode_context is not None:
+            assert step.written_entries == step.batch_requests * 12  # 2 · 2 layers · 3 heads
+    assert any(step.phase is Phase.DECODE and step.decode_context is None for step in stats)

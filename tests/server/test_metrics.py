@@ -11,6 +11,8 @@ from server.metrics import Metrics
 from server.request import (
     ContextShift,
     FinishReason,
+    PassTimes,
+    Phase,
     PositionTotals,
     RequestSummary,
     StepStats,
@@ -30,6 +32,7 @@ def metrics_of_toy() -> Metrics:
         blocks=10,
         block_size=16,
         max_context=512,
+        position_apart=True,
     )
     return metrics
 
@@ -58,7 +61,8 @@ def test_every_family_of_the_reference_is_there():
         "kv_rewritten_entries", "kv_moved_bytes", "position_rotations", "position_bias_values",
         "position_bias_built", "position_flops", "position_bytes", "position_bias_bytes",
         "extrapolated_tokens", "context_shifts", "context_shift_seconds", "context_shift_tokens",
-        "cache_parity_max_abs_error", "cache_parity_tolerance",
+        "decode_step_seconds", "timed_steps", "forward_seconds", "attention_seconds",
+        "position_seconds", "cache_parity_max_abs_error", "cache_parity_tolerance",
     }  # fmt: skip
     assert set(families(metrics_of_toy())) == {f"ropewalk_{name}" for name in names}
 
@@ -309,6 +313,38 @@ def test_no_request_adds_a_series():
         assert complete(app, model=f"m{index}").status_code == 404
         assert chat(app, model=f"m{index}").status_code == 404
     assert count() == before
+
+
+@pytest.mark.parametrize(
+    ("context", "bound"),
+    [(1, "128"), (128, "128"), (129, "512"), (8192, "8192"), (8193, "+Inf")],
+)
+def test_a_step_of_decoding_counts_by_the_longest_context(context, bound):
+    metrics = metrics_of_toy()
+    metrics.observe_step("toy", StepStats(seconds=0.25, phase=Phase.DECODE, decode_context=context))
+    metrics.observe_step("toy", StepStats(seconds=9.0, phase=Phase.PREFILL))
+    for each in ("128", "512", "2048", "8192", "+Inf"):
+        expected = 0.25 if each == bound else 0
+        assert value(metrics, "decode_step_seconds_sum", context_le=each) == expected
+
+
+def test_times_of_passes_add_up_by_phase():
+    metrics = metrics_of_toy()
+    for times in ((PassTimes(4.0, 2.0, 1.0),), (), (PassTimes(8.0, 3.0, 0.5),)):
+        metrics.observe_step("toy", StepStats(phase=Phase.DECODE, timed=times))
+    metrics.observe_step("toy", StepStats(phase=Phase.MIXED, timed=(PassTimes(1.0, 0.5, 0.25),)))
+    names = ("timed_steps", "forward_seconds", "attention_seconds", "position_seconds")
+    found = {
+        phase: [value(metrics, f"{name}_total", phase=phase) for name in names] for phase in Phase
+    }
+    assert found == {"prefill": [0] * 4, "decode": [2, 12, 5, 1.5], "mixed": [1, 1, 0.5, 0.25]}
+
+
+def test_positions_that_are_not_timed_apart_have_no_series():
+    app = toy_app()
+    page = ask(app, "GET", "/metrics").text
+    assert "ropewalk_attention_seconds_total{" in page
+    assert "ropewalk_position_seconds_total{" not in page
 
 
 def test_the_page():

@@ -1,0 +1,148 @@
+"""One of so many passes of a decoder is timed, and what attention and positions take of it.
+
+For a timed pass the decoder's seams to attention and to its encodings are replaced by ones that
+look at a clock, and put back. Other passes run no line of that.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cache.kv import KVCache
+from model.batch import ForwardBatch
+from model.encodings.base import PositionalEncoding
+from server.request import PassTimes
+
+EVERY = 16  # passes, of which one is timed, at random: answers of equal length have a rhythm
+
+
+class TimedDecoder:
+    """Called as the decoder is. On CUDA a timed pass is waited for, and its events are read."""
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        device: torch.device,
+        *,
+        every: int = EVERY,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._decoder = decoder
+        self._every = every
+        self._draw = random.Random(0)
+        self._new_watch: Callable[[], _Watch] = (
+            partial(_CudaWatch, device) if device.type == "cuda" else partial(_Watch, clock)
+        )
+        self._attentions = [each for each in decoder.modules() if hasattr(each, "attend")]
+        self._encodings = [
+            each for each in decoder.modules() if isinstance(each, PositionalEncoding)
+        ]
+        # Whether all work for positions is outside attention, which can then be told from it.
+        self.position_apart = all(
+            each.score_bias() is None and each.rotation() is None for each in self._encodings
+        )
+        self._times: list[PassTimes] = []
+
+    def __call__(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        if self._draw.random() * self._every >= 1:
+            logits: Tensor = self._decoder(batch, kv)
+            return logits
+        return self._timed(batch, kv)
+
+    def drain(self) -> tuple[PassTimes, ...]:
+        """Of the passes that were timed since this was last asked."""
+        times, self._times = tuple(self._times), []
+        return times
+
+    def _timed(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        watch = self._new_watch()
+        with ExitStack() as seams:
+            for attention in self._attentions:
+                seams.enter_context(_watched(attention, "attend", watch, "attention"))
+            for encoding in self._encodings if self.position_apart else ():
+                for name in ("embed", "rotate"):
+                    seams.enter_context(_watched(encoding, name, watch, "position"))
+            with watch.during("forward"):
+                logits: Tensor = self._decoder(batch, kv)
+        seconds = watch.seconds()
+        self._times.append(
+            PassTimes(
+                forward=seconds["forward"],
+                attention=seconds["attention"],
+                position=seconds["position"] if self.position_apart else None,
+            )
+        )
+        return logits
+
+
+@contextmanager
+def _watched(owner: nn.Module, name: str, watch: "_Watch", part: str) -> Iterator[None]:
+    """`owner.name` with its calls watched. It is put back as it was: an attribute, or inherited."""
+    act = getattr(owner, name)
+    own = name in vars(owner)
+
+    def watched(*arguments: Any) -> Any:
+        with watch.during(part):
+            return act(*arguments)
+
+    setattr(owner, name, watched)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        if own:
+            setattr(owner, name, act)
+
+
+class _Watch:
+    """Seconds by part, of all that happens during its parts."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._spans: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        began = self._mark()
+        yield
+        self._spans.append((part, began, self._mark()))
+
+    def seconds(self) -> dict[str, float]:
+        total = {"forward": 0.0, "attention": 0.0, "position": 0.0}
+        for part, began, ended in self._spans:
+            total[part] += self._between(began, ended)
+        return total
+
+    def _mark(self) -> Any:
+        return self._clock()
+
+    def _between(self, began: Any, ended: Any) -> float:
+        seconds: float = ended - began
+        return seconds
+
+
+class _CudaWatch(_Watch):
+    """By the device's own clock, which nobody waits for until all is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(time.perf_counter)
+        self._device = device
+
+    def seconds(self) -> dict[str, float]:
+        torch.cuda.synchronize(self._device)
+        return super().seconds()
+
+    def _mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _between(self, began: Any, ended: Any) -> float:
+        milliseconds: float = began.elapsed_time(ended)
+        return milliseconds / 1000

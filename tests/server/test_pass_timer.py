@@ -1,0 +1,104 @@
+"""Timed passes: what counts as what, and that nothing of it is left in the decoder."""
+
+import itertools
+
+import pytest
+import torch
+
+from model.attention.reference import ReferenceAttention
+from model.loading import open_checkpoint
+from server.pass_timer import TimedDecoder
+from server.request import PassTimes
+from tests.model import encoder_decoders
+from tests.model.running import CPU, Running, make_batch, new_cache
+from tests.model.tiny import CONFIG, tiny
+
+LAYERS = CONFIG.layers
+TOKENS = [3, 1, 4, 1, 5]
+
+
+def ticking():
+    """A clock that goes on by one whenever it is looked at, so a span without others is 1."""
+    ticks = itertools.count()
+    return lambda: float(next(ticks))
+
+
+def one_pass(forward, decoder):
+    return forward(make_batch([(Running(TOKENS, [1]), len(TOKENS))], 16), new_cache(decoder, 2))
+
+
+def state(decoder):
+    """What each module has of its own."""
+    return [{**vars(module)} for module in decoder.modules()]
+
+
+@pytest.mark.parametrize("encoding", ["rope", "learned", "sinusoidal", "nope"])
+def test_work_that_is_apart_from_attention(encoding):
+    decoder = tiny(encoding)
+    timed = TimedDecoder(decoder, CPU, every=1, clock=ticking())
+    assert timed.position_apart
+    before = state(decoder)
+    assert torch.equal(one_pass(timed, decoder), one_pass(decoder, decoder))
+    assert state(decoder) == before
+    # One look when it begins and one when it ends, two for each part between.
+    parts = LAYERS + LAYERS + 1
+    assert timed.drain() == (PassTimes(1 + 2 * parts, LAYERS, LAYERS + 1),)
+    assert timed.drain() == ()
+
+
+@pytest.mark.parametrize(
+    "encoding", ["alibi", "alibi-rounded", "t5", "t5-per-layer", "t5-materialised", "rope-raw",
+                 "rope-block", "rope-raw-scaled"],
+)  # fmt: skip
+def test_work_that_attention_does_is_not_told_from_it(encoding):
+    decoder = tiny(encoding)
+    timed = TimedDecoder(decoder, CPU, every=1, clock=ticking())
+    assert not timed.position_apart
+    one_pass(timed, decoder)
+    assert timed.drain() == (PassTimes(1 + 2 * LAYERS, LAYERS, None),)
+
+
+def test_an_encoder_and_what_looks_at_it_count_as_attention(tmp_path):
+    model = encoder_decoders.random_model(encoder_decoders.t5())
+    checkpoint = open_checkpoint(encoder_decoders.save(model, tmp_path))
+    decoder = encoder_decoders.loaded(checkpoint)
+    timed = TimedDecoder(decoder, CPU, every=1, clock=ticking())
+    ids = itertools.count(1)
+    request = encoder_decoders.Answering(
+        [5, 6, 7], [0, 8], lambda count: list(itertools.islice(ids, count))
+    )
+    encoder_decoders.step(timed, [(request, 2)], encoder_decoders.new_cache(decoder))
+    (times,) = timed.drain()
+    assert times.attention == 2 + 3 * 2  # two layers encode, three look at both sides
+    assert times.position is None
+
+
+def test_a_pass_that_fails_leaves_nothing_behind():
+    calls = itertools.count()
+
+    class Failing(ReferenceAttention):
+        def __call__(self, *arguments):
+            if next(calls) == 1:
+                raise RuntimeError("the second layer gave up")
+            return super().__call__(*arguments)
+
+    decoder = tiny("rope", Failing)
+    timed = TimedDecoder(decoder, CPU, every=1, clock=ticking())
+    before = state(decoder)
+    with pytest.raises(RuntimeError, match="gave up"):
+        one_pass(timed, decoder)
+    assert state(decoder) == before
+    assert timed.drain() == ()
+    one_pass(timed, decoder)
+    assert [times.attention for times in timed.drain()] == [LAYERS]
+
+
+def test_one_of_so_many_is_timed_and_the_others_look_at_no_clock():
+    looks = []
+    timed = TimedDecoder(torch.nn.Identity(), CPU, every=4, clock=lambda: looks.append(0) or 0.0)
+    timed._decoder = lambda batch, kv: batch
+    for _ in range(400):
+        timed(None, None)
+    count = len(timed.drain())
+    assert 70 < count < 130
+    assert len(looks) == 2 * count
