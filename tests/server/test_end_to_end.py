@@ -229,9 +229,10 @@ def test_a_lost_device_ends_the_process_with_status_70(monkeypatch, capsys, capl
 
     def load_models(config, metrics):
         facts = ModelFacts("m", "fake", "rope", 100, 100, "cpu", "float32", "none", 8, 39, 4, False)
-        build._register(metrics, facts, CONFIG)
+        build._register(metrics, facts, CONFIG, position_apart=True)
         place = Place([ReferenceAttention], torch.float32, torch.device("cpu"))
-        return [build.Loaded(toy("m", max_context=100), engine, facts, place, make_planner())]
+        served = toy("m", max_context=100)
+        return [build.Loaded(served, engine, facts, place, make_planner(), None)]
 
     monkeypatch.setattr(build, "load_models", load_models)
     monkeypatch.setattr(listen, "bind", lambda host, port: listener)
