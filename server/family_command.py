@@ -13,6 +13,8 @@ from model.encodings.base import EncodingError
 from model.family import corpus, fetch
 from model.family.corpus import Corpus
 from model.family.errors import FamilyError
+from model.family.evaluation import results
+from model.family.evaluation.card import write as write_card
 from model.family.evaluation.evaluate import Task
 from model.family.evaluation.evaluate import evaluate as evaluate_models
 from model.family.evaluation.results import QUICK, Sizes
@@ -145,9 +147,31 @@ def evaluate(flags: argparse.Namespace) -> int:
     return 0
 
 
+def report(flags: argparse.Namespace) -> int:
+    """Prints where the card and its pictures are. CommandError."""
+    path = flags.result or folder() / RESULT
+    out = flags.out or folder() / "report"
+    card = folder() / "data_card.md"
+    try:
+        found = results.read(path)
+        if found is None:
+            raise CommandError(f"{path} is missing; run ropewalk family evaluate")
+        data = card.read_text(encoding="utf-8") if card.exists() else None
+        notes = flags.notes.read_text(encoding="utf-8") if flags.notes else None
+        written = write_card(found, data, notes, out)
+    except FamilyError as error:
+        raise CommandError(str(error)) from error
+    except OSError as error:
+        raise CommandError(f"{error.filename or out}: {error.strerror}; use --out") from error
+    for each in written:
+        print(each)
+    return 0
+
+
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "prepare": prepare,
     "train": train,
     "pack": pack,
     "evaluate": evaluate,
+    "report": report,
 }

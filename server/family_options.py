@@ -10,6 +10,7 @@ examples:
   ropewalk family train                   train the six models, one after another
   ropewalk family pack                    make what is trained small and put it into the package
   ropewalk family evaluate                measure them on held-out text
+  ropewalk family report                  write the model card and its pictures
 
 Everything is kept in the folder `family` of ROPEWALK_HOME; a part that is finished is not done
 again. ropewalk family COMMAND --help says more.
@@ -53,6 +54,11 @@ written after every part, and a part that is there is not measured again. About 
 on two cores.
 """
 
+REPORT_HELP = """\
+Writes MODEL_CARD.md and SVG pictures from what ropewalk family evaluate found and the data card of
+ropewalk family prepare. Measures nothing; what is missing is said to be.
+"""
+
 Command = Callable[[argparse.Namespace], int]
 AddCommand = Callable[..., argparse.ArgumentParser]  # as server/cli.py has it, for the subcommands
 
@@ -72,6 +78,8 @@ def add_family_commands(add: AddCommand, run: Command) -> None:
     add("pack", run, line, epilog=PACK_HELP)
     line = "measure the trained models on held-out text"
     _add_evaluate_flags(add("evaluate", run, line, usage="[FLAGS]", epilog=EVALUATE_HELP))
+    line = "write the model card and its pictures"
+    _add_report_flags(add("report", run, line, usage="[FLAGS]", epilog=REPORT_HELP))
 
 
 def _add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +99,27 @@ def _add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="few and short texts, rough figures")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
+    )
+
+
+def _add_report_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--result",
+        type=Path,
+        metavar="FILE",
+        help="what was found (default: evaluation.json beside the corpus file)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="where to (default: report beside the corpus file)",
+    )
+    parser.add_argument(
+        "--notes",
+        type=Path,
+        metavar="FILE",
+        help="Markdown to add at the end: why findings differ from the literature, say",
     )
 
 

@@ -41,7 +41,7 @@ NO_TORCH = (
 ONLY_IN = {  # third-party package: the files that may know it
     "prometheus_client": ("server/metrics.py", "server/metrics_families.py"),
     "fastapi": ("server/app.py", "server/routes/", "server/schemas"),
-    "matplotlib": ("model/explain/",),
+    "matplotlib": ("model/explain/", "model/family/evaluation/pictures.py"),
     "gguf": ("model/weights/gguf_file.py", "model/tokenizers/gguf_vocab.py"),
     "sentencepiece": ("model/tokenizers/spm.py", "model/family/tokenizer.py"),
 }

@@ -2,15 +2,17 @@
 
 import json
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
 from model.family import corpus
-from model.family.evaluation import shortened
+from model.family.evaluation import results, shortened
 from model.family.evaluation.results import Sizes
 from server import cli, family_command
 from server.pull import home as home_of_kernels
 from tests.model.family.evaluation import trained
+from tests.model.family.evaluation.made_up import family
 from tests.model.family.evaluation.trained import ENCODINGS, save
 from tests.server.test_cli import sentence
 
@@ -55,3 +57,25 @@ def test_models_of_any_encoding_are_evaluated(home, capsys) -> None:
 def test_without_models_the_next_step_is_named(home, capsys, tmp_path) -> None:
     assert cli.main(["family", "evaluate", "--models", str(tmp_path / "none")]) == 1
     assert "run ropewalk family train" in sentence(capsys)
+
+
+def test_the_report_is_a_card_and_pictures(home, capsys) -> None:
+    made = home / "evaluation.json"
+    results.write(family(), made)
+    (home / "data_card.md").write_text("| source | digest |\n")
+    notes = home / "notes.md"
+    notes.write_text("Because the texts are short.\n")
+    assert cli.main(["family", "report", "--notes", str(notes)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == str(home / "report" / "MODEL_CARD.md")
+    card = (home / "report" / "MODEL_CARD.md").read_text()
+    assert "| source | digest |" in card and card.endswith("Because the texts are short.\n")
+    for name in ("loss", "recall", "training", "operations"):
+        picture = home / "report" / f"evaluation-{name}.svg"
+        assert str(picture) in printed and f"({picture.name})" in card
+        assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+
+
+def test_a_report_without_figures_names_the_command(home, capsys) -> None:
+    assert cli.main(["family", "report"]) == 1
+    assert "evaluation.json is missing; run ropewalk family evaluate" in sentence(capsys)

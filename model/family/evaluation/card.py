@@ -1,0 +1,200 @@
+"""The model card: data, recipe, figures and findings, each from its source, none by hand.
+
+What was not measured is said to be so.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from model.explain.page import svg
+from model.family.evaluation import tables
+from model.family.evaluation.findings import (
+    HOLDS,
+    about_length,
+    about_speed,
+    differing,
+    shipped,
+)
+from model.family.evaluation.pictures import pictures
+from model.family.evaluation.results import Evaluation, Measured
+from model.family.evaluation.words import MISSING, listed, share, table
+from model.family.recall import WORDS
+from model.family.recipe import Recipe
+
+CARD = "MODEL_CARD.md"
+GOOD = 3.6  # nats per token at the later half of trained positions
+PLOT_NAMES = "evaluation-{}.svg"
+
+
+def write(evaluation: Evaluation, data: str | None, notes: str | None, folder: Path) -> list[Path]:
+    """The card and its pictures. data: the data card. notes: what people add to the findings."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for picture in pictures(evaluation.members):
+        path = folder / PLOT_NAMES.format(picture.key)
+        path.write_text(svg(picture) + "\n", encoding="utf-8")
+        written.append(path)
+    card = folder / CARD
+    card.write_text(text(evaluation, data, notes), encoding="utf-8")
+    return [card, *written]
+
+
+def text(evaluation: Evaluation, data: str | None, notes: str | None = None) -> str:
+    """The whole card."""
+    members = evaluation.members
+    drawn = {picture.key: picture.title for picture in pictures(members)}
+    images = {key: f"![{title}]({PLOT_NAMES.format(key)})" for key, title in drawn.items()}
+    sections = {
+        "Models": _models(members),
+        "Texts": data or MISSING,
+        "Training": _training(members, images.get("training", "")),
+        "Loss by position": _losses(members, images.get("loss", "")),
+        "Recall": _recall(evaluation, images.get("recall", "")),
+        "Cache operations": _operations(members, images.get("operations", "")),
+        "Through the server": _served(members),
+        "Limits": _limits(members),
+    }
+    if notes:
+        sections["Notes"] = notes
+    body = "\n\n".join(f"## {title}\n\n{content.strip()}" for title, content in sections.items())
+    return f"# The Ropewalk family\n\n{_opening(members)}\n\n{body}\n"
+
+
+def _opening(members: Sequence[Measured]) -> str:
+    labels = [one.label for one in shipped(members)]
+    return (
+        "Small decoders that differ in their positional encoding alone: "
+        f"{listed(labels)}. Same texts, same order, same first weights, same shape. They are for "
+        "comparing encodings and trying a server, not for their answers.\n\n"
+        "Written by `ropewalk family report` from the figures of `ropewalk family evaluate`; "
+        "intervals are 95 %, over documents where nothing else is said."
+    )
+
+
+def _models(members: Sequence[Measured]) -> str:
+    rows = []
+    for one in shipped(members):
+        shape = one.config
+        rows.append(
+            [
+                one.name,
+                one.encoding,
+                f"{one.parameters:,}",
+                f"{shape['layers']} × {shape['width']}",
+                f"{shape['heads']}",
+                f"{shape['trained_context']:,}",
+                _later_half(one) or MISSING,
+                f"`{one.digest[:12]}`",
+            ]
+        )
+    heads = ["encoding", "parameters", "layers × width", "heads", "trained tokens"]
+    return table(["model", *heads, "held-out loss, later half", "digest"], rows)
+
+
+def _later_half(one: Measured) -> str | None:
+    """Nats per token at the last trained positions."""
+    if one.losses is None:
+        return None
+    found = [each for each in one.losses.bins if each.stop == one.losses.trained]
+    return share(found[0].loss) if found else None
+
+
+def _training(members: Sequence[Measured], image: str) -> str:
+    fixed = {
+        name: value for name, value in asdict(Recipe()).items() if name not in ("tokens", "seed")
+    }
+    recipe = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in fixed.items())
+    seeds = sorted({one.seed for one in members if one.seed is not None})
+    others = f"the served models and seeds {', '.join(map(str, seeds))}" if seeds else "one seed"
+    return (
+        f"Muon on the matrices inside the layers, AdamW on the rest (model/family/recipe.py): "
+        f"{recipe}. There are {others}; bands reach from the lowest to the highest.\n\n"
+        f"{image}\n\n{tables.training(members)}\n\n"
+        f"Does RoPE converge faster? {about_speed(members)} Seconds are those of one machine, and "
+        "compare implementations of the encodings in training, not the encodings."
+    )
+
+
+def _losses(members: Sequence[Measured], image: str) -> str:
+    findings = "\n".join(f"- {about_length(one)}" for one in shipped(members))
+    differ = differing(members)
+    summary = (
+        f"Other than published: {listed(differ)}; why is in the notes, where it is known."
+        if differ
+        else ""
+    )
+    windows = next((one.losses for one in members if one.losses is not None), None)
+    texts = (
+        f"{windows.windows} texts out of {len(windows.documents)} held-out documents"
+        if windows is not None
+        else MISSING
+    )
+    return (
+        f"Nats per token of the token after each position, on {texts}; the same tokens for every "
+        "model. Positions within and past the trained length are never averaged. *Cost of "
+        "distance*: how much higher the loss is than that of the same tokens when only the "
+        "nearest are read, at trained positions: 0 means that the length does no harm, less that "
+        f"it helps. A model *holds* when that is at most {HOLDS} nats at every length.\n\n"
+        f"{image}\n\nWithin the trained length:\n\n{tables.losses(members)}\n\n"
+        f"Past it:\n\n{tables.beyond(members)}\n\n{findings}\n\n{summary}"
+    ).strip()
+
+
+def _recall(evaluation: Evaluation, image: str) -> str:
+    members = evaluation.members
+    return (
+        "Made-up texts at the end of held-out prose (model/family/recall.py). *Pairs* asks where "
+        f"somebody keeps something; *copy* wants {WORDS} words again, all of them right. Distance "
+        "is counted from what was said to the question. Share of right answers by greedy decoding, "
+        f"{evaluation.sizes.trials} texts a cell, Wilson intervals. Text and answer end at the "
+        f"given length; models were trained at {_trained(members)}.\n\n{image}\n\n"
+        f"Pairs:\n\n{tables.recalls(members, 'pairs')}\n\n"
+        f"Copy:\n\n{tables.recalls(members, 'copy')}"
+    )
+
+
+def _trained(members: Sequence[Measured]) -> str:
+    return listed(sorted({f"{one.config['trained_context']:,}" for one in members}))
+
+
+def _operations(members: Sequence[Measured], image: str) -> str:
+    return (
+        "Next-token distributions over the 16 tokens after an operation, against those after "
+        "reading the same remaining tokens anew. *Shift* drops the older half of a full context "
+        "and renumbers; *slide* drops its oldest block, again and again; *move* reuses a quarter "
+        "of a context after another text. The first block stays. What differs is what deeper "
+        "layers still know of the tokens that are gone; where the encoding is part of every "
+        "stored entry the operation is refused. Keys in float32; `ropewalk serve` refuses to "
+        "slide where keys would be rewritten each time.\n\n"
+        f"{image}\n\n{tables.operations(members)}"
+    )
+
+
+def _served(members: Sequence[Measured]) -> str:
+    return (
+        "The loss of the same texts as `POST /v1/completions` tells it with `echo` and "
+        "`logprobs`, beside the one computed offline in float32.\n\n" + tables.served(members)
+    )
+
+
+def _limits(members: Sequence[Measured]) -> str:
+    above = [
+        one.label
+        for one in shipped(members)
+        if one.losses is not None
+        for each in one.losses.bins
+        if each.stop == one.losses.trained and each.loss.value > GOOD
+    ]
+    said = [
+        "English of the 17th to 20th century and political speeches: the models repeat the "
+        "views and prejudices of their texts.",
+        "A few million parameters: sentences are often grammatical and seldom true.",
+        "Findings hold at this size and length. Larger models, longer training or other texts may "
+        "order encodings differently.",
+        "Intervals are over texts. One training differs from another by its seed besides: see the "
+        "column of other seeds.",
+    ]
+    if above:
+        said.append(f"Loss above {GOOD} nats at the last trained positions: {listed(above)}.")
+    return "\n".join(f"- {one}" for one in said)

@@ -1,0 +1,180 @@
+"""What the figures say about common claims: each sentence follows from numbers alone.
+
+The claims are those of reference texts on extrapolation (arXiv 2108.12409 for all but NoPE) and
+on how fast RoPE is learnt. A finding that differs is called one.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from model.family.evaluation.curves import Point, reached
+from model.family.evaluation.losses import LossBin
+from model.family.evaluation.results import Measured
+from model.family.evaluation.words import interval, listed, millions, signed
+
+HOLDS = 0.05  # nats per token that distance may cost
+BREAKS = 1.0  # nats per token from which a text is no longer understood
+STEP = 0.05  # to which a loss that is to be reached is rounded up
+
+
+class Beyond(StrEnum):
+    """What a model does past its trained length."""
+
+    REFUSES = "refuses"
+    HOLDS = "holds"
+    DEGRADES = "degrades"
+    BREAKS = "breaks"
+    OPEN = "is not decided"  # the interval reaches to both sides of HOLDS
+
+
+PUBLISHED = {  # more than one where how fast it gets worse is a matter of size and training
+    "learned": (Beyond.REFUSES,),
+    "sinusoidal": (Beyond.BREAKS,),
+    "rope": (Beyond.DEGRADES, Beyond.BREAKS),
+    "alibi": (Beyond.HOLDS,),
+    "t5": (Beyond.HOLDS,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`worst`: the bin beyond the trained length in which distance costs most."""
+
+    beyond: Beyond
+    worst: LossBin | None
+    first: LossBin | None  # in which it costs more than HOLDS for certain
+
+
+def shipped(members: Sequence[Measured]) -> list[Measured]:
+    """The models that are served, without those of other seeds."""
+    return [one for one in members if one.seed is None]
+
+
+def verdict(measured: Measured) -> Verdict | None:
+    """None where nothing was measured past the trained length."""
+    losses = measured.losses
+    if losses is None:
+        return None
+    if losses.refusal and losses.reach <= losses.trained:
+        return Verdict(Beyond.REFUSES, None, None)
+    far = [one for one in losses.bins if one.change is not None]
+    if not far:
+        return None
+    worst = max(far, key=_cost)
+    first = next((one for one in far if one.change and one.change.low > HOLDS), None)
+    assert worst.change is not None
+    if worst.change.low > BREAKS:
+        return Verdict(Beyond.BREAKS, worst, first)
+    if worst.change.low > HOLDS:
+        return Verdict(Beyond.DEGRADES, worst, first)
+    kind = Beyond.HOLDS if worst.change.high <= HOLDS else Beyond.OPEN
+    return Verdict(kind, worst, first)
+
+
+def _cost(one: LossBin) -> float:
+    assert one.change is not None
+    return one.change.value
+
+
+def about_length(measured: Measured) -> str:
+    """One sentence: what happens past the trained length, and whether that is as published."""
+    found = verdict(measured)
+    if found is None:
+        return f"{measured.label}: not measured past the trained length."
+    assert measured.losses is not None
+    said = f"{measured.label} {found.beyond.value}"
+    if found.beyond is Beyond.REFUSES:
+        said += f" past {measured.losses.reach:,} tokens: it has no more positions"
+    elif found.worst is not None and found.worst.change is not None:
+        cost = f"{signed(found.worst.change.value)} nats per token"
+        where = f"positions {found.worst.start:,} to {found.worst.stop:,}"
+        said += f": at worst {cost} ({interval(found.worst.change)}) at {where}"
+        if found.first is not None:
+            said += f", and more than {HOLDS} from position {found.first.start:,} on"
+    return f"{said}. {_compared(measured.label, found.beyond)}".rstrip()
+
+
+def _compared(label: str, beyond: Beyond) -> str:
+    published = PUBLISHED.get(label)
+    if published is None:
+        return ""
+    if beyond in published:
+        return "That is as published."
+    return f"**This differs from the literature**, by which it {published[0].value}."
+
+
+def differing(members: Sequence[Measured]) -> list[str]:
+    """Labels of the models that do something else past the trained length than was published."""
+    found = {one.label: verdict(one) for one in shipped(members)}
+    return [
+        label
+        for label, own in found.items()
+        if own is not None and own.beyond not in PUBLISHED.get(label, Beyond)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Where an encoding's trainings first had the common loss; one point for each seed."""
+
+    label: str
+    points: tuple[Point, ...]
+
+    def tokens(self) -> tuple[int, int]:
+        found = [point.tokens for point in self.points]
+        return min(found), max(found)
+
+
+def speeds(members: Sequence[Measured]) -> tuple[float, list[Speed]]:
+    """The lowest training loss that every training came to, and when each first had it.
+
+    Fastest first; empty when there are no curves.
+    """
+    curves = [(one.label, one.curve) for one in members if one.curve and one.curve.trained]
+    if not curves:
+        return math.nan, []
+    lowest = max(min(point.loss for point in curve.trained) for _, curve in curves)
+    loss = math.ceil(lowest / STEP) * STEP
+    found: dict[str, list[Point]] = {}
+    for label, curve in curves:
+        point = reached(curve, loss)
+        assert point is not None, "every curve came so low"
+        found.setdefault(label, []).append(point)
+    made = [Speed(label, tuple(points)) for label, points in found.items()]
+    return loss, sorted(made, key=lambda speed: sum(speed.tokens()))
+
+
+def about_speed(members: Sequence[Measured]) -> str:
+    """Whether RoPE converges faster: per token, by the range of seeds."""
+    loss, found = speeds(members)
+    rope = next((speed for speed in found if speed.label == "rope"), None)
+    others = [speed for speed in found if speed.label != "rope"]
+    if rope is None or not others:
+        return "Whether RoPE converges faster: not measured."
+    low, high = rope.tokens()
+    groups: dict[str, list[str]] = {"later": [], "in between": [], "earlier": []}
+    for other in others:
+        first, last = other.tokens()
+        where = "later" if first > high else "earlier" if last < low else "in between"
+        groups[where].append(other.label)
+    seeds = len(rope.points)
+    when = millions(low) if low == high else f"{millions(low)} to {millions(high)}"
+    said = [
+        f"RoPE first had a training loss of {loss:.2f} nats after {when} tokens "
+        f"({seeds} {'seed' if seeds == 1 else 'seeds'})."
+    ]
+    if groups["later"]:
+        said.append(f"Later than all of its seeds: {listed(groups['later'])}.")
+    if groups["earlier"]:
+        said.append(f"Earlier than all of its seeds: {listed(groups['earlier'])}.")
+    if groups["in between"]:
+        said.append(f"Not told apart from it: {listed(groups['in between'])}.")
+    if not groups["earlier"] and not groups["in between"]:
+        said.append("So here RoPE converged faster than every other encoding, per token.")
+    else:
+        said.append("So RoPE converging faster than all others is not what these trainings show.")
+    if seeds == 1:
+        said.append("One seed says little: a second one may change the order.")
+    return " ".join(said)

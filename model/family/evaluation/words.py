@@ -1,0 +1,44 @@
+"""Figures as text, the same in every table and sentence."""
+
+from collections.abc import Sequence
+
+from model.family.evaluation.estimates import Estimate
+
+MISSING = "not measured"
+
+
+def interval(estimate: Estimate, digits: int = 2) -> str:
+    """-0.01 to 0.04."""
+    return f"{signed(estimate.low, digits)} to {signed(estimate.high, digits)}"
+
+
+def signed(value: float, digits: int = 2) -> str:
+    """+0.04; what rounds to zero has no sign."""
+    text = f"{value:+.{digits}f}"
+    return text if float(text) else f"{0:.{digits}f}"
+
+
+def share(estimate: Estimate) -> str:
+    """0.86 (0.74 to 0.93)."""
+    return f"{estimate.value:.2f} ({estimate.low:.2f} to {estimate.high:.2f})"
+
+
+def small(value: float) -> str:
+    """Two digits however small: 0.00021 and 1.3."""
+    return f"{value:.2g}" if abs(value) >= 1e-4 else f"{value:.0e}"
+
+
+def millions(tokens: int) -> str:
+    return f"{tokens / 1e6:.1f} M"
+
+
+def listed(words: Sequence[str]) -> str:
+    """a, b and c."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown, numbers to the right of the first column."""
+    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines)

@@ -1,0 +1,113 @@
+"""What is said follows from the numbers: made-up ones, whose finding is known."""
+
+from dataclasses import replace
+
+import pytest
+
+from model.family.evaluation.card import text
+from model.family.evaluation.curves import Curve, Point
+from model.family.evaluation.findings import Beyond, about_length, about_speed, differing, verdict
+from model.family.evaluation.pictures import LOOKS, look, pictures
+from model.family.evaluation.results import Evaluation
+from model.family.recipe import ENCODINGS
+from tests.model.family.evaluation.made_up import family, losses, measured
+
+
+@pytest.mark.parametrize(
+    ("costs", "half", "expected"),
+    [
+        ([0.0, -0.2], 0.02, Beyond.HOLDS),
+        ([0.0, 0.04], 0.02, Beyond.OPEN),
+        ([0.02, 0.1, 0.0], 0.02, Beyond.DEGRADES),
+        ([1.5], 0.02, Beyond.BREAKS),
+        ([1.1], 0.2, Beyond.DEGRADES),  # not more than 1 for certain
+        ([0.6], 0.6, Beyond.OPEN),
+        (None, 0.02, Beyond.REFUSES),
+    ],
+)
+def test_a_verdict_needs_its_whole_interval(costs, half, expected) -> None:
+    own = replace(measured("x", [0.0]), losses=losses(costs, half=half))
+    found = verdict(own)
+    assert found is not None and found.beyond is expected
+
+
+def test_the_literature_is_confirmed_or_contradicted_by_numbers() -> None:
+    assert differing(family().members) == []
+    rope = measured("rope", [0.0])
+    alibi = measured("alibi", [0.0, 0.3])
+    own = measured("mine", [2.0])  # of which nothing was published
+    assert differing([rope, alibi, own]) == ["rope", "alibi"]
+    assert "differs from the literature**, by which it degrades" in about_length(rope)
+    said = about_length(alibi)
+    assert said.startswith("alibi degrades: at worst +0.30 nats per token (+0.28 to +0.32)")
+    assert "more than 0.05 from position 640 on" in said
+    assert "literature" not in about_length(own) and "published" not in about_length(own)
+    assert about_length(measured("learned", None)) == (
+        "learned refuses past 512 tokens: it has no more positions. That is as published."
+    )
+    assert about_length(replace(own, losses=None)).endswith("not measured past the trained length.")
+
+
+def straight(label, tokens, seed=None):
+    """Comes down to 3 after so many tokens."""
+    points = tuple(
+        Point(10**6 * step, step / 2, 6 - 3 * min(step / tokens, 1)) for step in range(1, 101)
+    )
+    return replace(measured(label, [0.0], seed=seed), curve=Curve(100, points, ()))
+
+
+def test_who_converges_first_is_told_by_the_seeds() -> None:
+    members = [straight("rope", 40), straight("rope", 50, seed=1), straight("t5", 60)]
+    said = about_speed(members)
+    assert "training loss of 3.00 nats after 40.0 M to 50.0 M tokens (2 seeds)" in said
+    assert "Later than all of its seeds: t5." in said
+    assert "RoPE converged faster than every other encoding" in said
+    for tokens, where in ((45, "Not told apart from it: alibi."), (30, "Earlier than all")):
+        said = about_speed([*members, straight("alibi", tokens)])
+        assert where in said and "is not what these trainings show" in said
+    assert "One seed says little" in about_speed([members[0], members[2]])
+    assert about_speed([members[2]]).endswith("not measured.")
+
+
+def test_speed_is_compared_at_a_loss_that_all_came_to() -> None:
+    slow = replace(straight("nope", 60), curve=Curve(9, (Point(10, 5.0, 4.02),), ()))
+    assert "training loss of 4.05 nats" in about_speed([straight("rope", 40), slow])
+
+
+def test_a_card_without_figures_says_so() -> None:
+    whole = family()
+    bare = tuple(
+        replace(one, curve=None, losses=None, recalls=None, divergences=None, served=None)
+        for one in whole.members
+    )
+    card = text(Evaluation(1, "f", whole.sizes, bare), None)
+    for section in card.split("\n## ")[2:-1]:
+        assert "not measured" in section, section
+    assert "svg" not in card
+
+
+def test_a_card_has_every_figure_and_models_of_any_name() -> None:
+    own = measured("kerple", [0.0], memory=500)
+    card = text(replace(family(), members=(*family().members, own)), "the data card")
+    assert "| ropewalk-kerple | kerple | 4,300,000 |" in card
+    assert "| 512 tokens, learned |" in card and "| 1,024 tokens, learned | refused |" in card
+    assert "| learned | shift | impossible | refused |" in card
+    assert "| ropewalk-rope.seed1 | 4,882 | 40.0 M | 40 |" in card
+    assert "| rope | float32 | 4 of 1,023 | 3.61234 | 3.61234 | 2e-07 |" in card
+    assert "+0.02 (0.00 to +0.04)" in card
+    assert "Loss above 3.6 nats" in card and "the data card" in card
+    assert "in the notes" not in card  # nothing differs
+
+
+def test_colours_are_those_of_the_encoding_in_every_picture() -> None:
+    assert set(LOOKS) == set(ENCODINGS)
+    labels = ["kerple", "rope", "fire"]
+    assert look("rope", labels) == look("rope", ["rope"]) == LOOKS["rope"]
+    assert len({look(label, labels) for label in labels}) == 3
+    assert [one.key for one in pictures(family().members)] == [
+        "loss",
+        "recall",
+        "training",
+        "operations",
+    ]
+    assert pictures([replace(measured("t5", [0.0]), curve=None)])[-1].key == "operations"
