@@ -110,7 +110,7 @@ def lines(
     else:
         x, below = _measured(sorted({mark.x for mark in marks}), right)
         aside = _ASIDE
-    y, beside = _upwards([at for mark in marks for at in (mark.low, mark.high)], centred, floor)
+    y, beside = _upwards(marks, centred, floor)
     parts = [line("grid", LEFT, y(at), right, y(at)) for at in beside]
     parts += [text(tick(at), LEFT - 6, y(at) + 4, "soft", "end") for at in beside]
     if centred:
@@ -124,7 +124,7 @@ def lines(
         drawn = [polyline(places, one.look.dash)]
         for (left, height), mark in zip(places, one.marks, strict=True):
             inside = [told(f"{one.label}: {mark.told}")]
-            inside.append(line("interval", left, y(mark.low), left, y(mark.high)))
+            inside.append(line("interval", left, y(max(mark.low, y.low)), left, y(mark.high)))
             inside.append(marker(one.look.marker, left, height, hollow=mark.hollow))
             drawn.append(f"<g>{''.join(inside)}</g>")
         parts.append(colored(one.look, drawn))
@@ -239,13 +239,15 @@ def _measured(values: Sequence[float], right: float) -> tuple[Scale, list[float]
     return x, kept
 
 
-def _upwards(values: Sequence[float], centred: bool, floor: float) -> tuple[Scale, list[float]]:
-    low, high = min(values), max(values)
+def _upwards(marks: Sequence[Mark], centred: bool, floor: float) -> tuple[Scale, list[float]]:
+    """A scale for marks and intervals; a logarithmic one holds the marks, not all their bars."""
+    high = max(mark.high for mark in marks)
     if centred:
-        return _around(low, high, floor, TOP)
-    if low > 0 and high / low >= _LOGARITHMIC:
-        ticks = decades(low, high)
-        return Scale(min(low, ticks[0]), max(high, ticks[-1]), floor, TOP, "log"), ticks
+        return _around(min(mark.low for mark in marks), high, floor, TOP)
+    lowest, highest = min(mark.y for mark in marks), max(mark.y for mark in marks)
+    if lowest > 0 and highest / lowest >= _LOGARITHMIC:
+        ticks = decades(lowest, high)
+        return Scale(min(lowest, ticks[0]), max(high, ticks[-1]), floor, TOP, "log"), ticks
     ticks = nice(0.0, high, 5)
     return Scale(0.0, ticks[-1], floor, TOP), ticks
 
@@ -283,7 +285,11 @@ def _row(row: Row, middle: float, drawn: str) -> str:
 
 
 def _rulers(ticks: Sequence[float], x: Scale, bottom: float, tick: Tick) -> Iterator[str]:
-    """Lines down at the ticks, which stay apart: `nice` gives few."""
-    for at in ticks:
+    """Lines down at the ticks, and labels where they do not touch one nearer to 0."""
+    taken: list[tuple[float, float]] = []
+    for at in sorted(ticks, key=abs):
         yield line("grid", x(at), TOP - 4, x(at), bottom)
-        yield text(tick(at), x(at), bottom + 16, "soft", "middle")
+        half = wide(tick(at)) / 2 + 2
+        if all(x(at) + half <= left or x(at) - half >= right for left, right in taken):
+            taken.append((x(at) - half, x(at) + half))
+            yield text(tick(at), x(at), bottom + 16, "soft", "middle")

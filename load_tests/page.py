@@ -104,7 +104,8 @@ def _section(plot: Plot) -> str:
 def _facts(result: Result) -> str:
     """What was measured, where and how, and how to do it again."""
     pairs = [("again", f"<code>{_escaped(result.command)}</code>")]
-    pairs += [(name, _escaped(_value(value))) for name, value in result.environment.items()]
+    known = {name: value for name, value in result.environment.items() if value is not None}
+    pairs += [(name, _escaped(_value(value))) for name, value in known.items()]
     blocks = len({run.block for run in result.runs})
     pairs.append(("runs", f"{len(result.runs):,}, in {blocks} blocks"))
     arms = [f"{arm} (the zero)" if arm == result.zero else arm for arm in result.arms]

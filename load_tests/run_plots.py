@@ -150,7 +150,14 @@ def _drift(subject: Subject) -> list[Row]:
                 if (value := one.value(metric)) is not None:
                     off.setdefault(run.block, []).append((value / middle.median - 1) * 100)
     return [
-        Row(f"block {block}", _BLOCK, own.median, own.low, own.high, f"{own.median:+.1f} %")
+        Row(
+            f"block {block}",
+            _BLOCK,
+            own.median,
+            own.low,
+            own.high,
+            percent_tick(round(own.median, 1)),
+        )
         for block in sorted(off)
         if (own := spread(off[block])) is not None
     ]

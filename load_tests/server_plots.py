@@ -23,12 +23,16 @@ def counted(counters: Counters, name: str, labels: str = "") -> float:
 
 
 def per_token(name: str) -> Figure:
-    """Over the tokens that were computed: prompt tokens the cache did not give, and new ones."""
+    """Over the tokens that were computed: prompt tokens that the cache did not give, and new ones.
+
+    The last token of an answer is handed out and never computed.
+    """
 
     def figure(counters: Counters) -> float | None:
         computed = counted(counters, "prompt_tokens_total", 'source="computed"')
-        tokens = computed + counted(counters, "generated_tokens_total")
-        return counted(counters, name) / tokens if tokens else None
+        ends = counted(counters, "requests_total")
+        tokens = computed + counted(counters, "generated_tokens_total") - ends
+        return counted(counters, name) / tokens if tokens > 0 else None
 
     return figure
 
@@ -65,9 +69,10 @@ SHIFT: Mapping[str, Figure] = {
 _SHIFT_SECONDS = over("context_shift_seconds_sum", "context_shift_seconds_count")
 _CACHE_NOTE = (
     "From the counters of each server, over all runs of the workload. A computed token is a prompt "
-    "token that the prefix cache did not give, or a generated one. An entry is one key or value "
-    "vector of one layer and head. Rotations count queries and keys of one head and layer, a "
-    "biased score is one of one head and layer; both by calculation from context lengths."
+    "token that the prefix cache did not give, or a generated one that is not the last of its "
+    "answer. An entry is one key or value vector of one layer and head. Rotations count queries "
+    "and keys of one head and layer, a biased score is one of one head and layer; both by "
+    "calculation from context lengths."
 )
 _SHIFT_NOTE = (
     "From the counters of each server. Time is that of shortening one cached context "

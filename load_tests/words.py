@@ -54,9 +54,9 @@ def signed(ratio: float) -> str:
 
 
 def interval(found: Difference) -> str:
-    """+3.1 % (+1.9 to +4.4): slower; or why it is unknown."""
+    """+3.1 % (+1.9 to +4.4): slower; or unknown, whose reason `compared` says."""
     if found.verdict == "unknown":
-        return f"unknown: {found.reason}"
+        return found.verdict
     inside = f"{signed(found.low)} to {signed(found.high)}"
     return f"{signed(found.estimate)} % ({inside}): {found.verdict}"
 
@@ -107,7 +107,9 @@ def compared(where: str, base: str, found: Mapping[str, Difference], metric: str
     for arm, one in found.items():
         if one.verdict == "unknown":
             reasons.setdefault(one.reason, []).append(arm)
-    parts += [f"unknown of {listed(arms)}, as {reason}" for reason, arms in reasons.items()]
+    for reason, arms in reasons.items():
+        who = "no arm can" if len(arms) == len(found) > 1 else f"{listed(arms)} cannot"
+        parts.append(f"{who} be compared with {base}: {reason}")
     return f"{where} {'; '.join(parts)}."
 
 

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from load_tests.charts import Mark, Row, Series, Span, bars, dots, lines, standalone, timeline
-from load_tests.svg import LINE, WIDTH, looks
+from load_tests.svg import LINE, WIDTH, looks, wide
 
 ARMS = ["nope", "rope", 'a<b & "c"', "t5:materialised"]
 LOOKS = looks(ARMS, "nope")
@@ -112,6 +112,25 @@ def test_latencies_that_differ_thirtyfold_are_on_a_logarithmic_axis():
     drawn = lines("", [Series("rope", LOOKS["rope"], marks)], "", plain)
     assert ">1000<" in drawn
     assert ">0<" not in drawn
+
+
+def test_a_stray_run_does_not_stretch_a_logarithmic_axis():
+    marks = (Mark(1, 5, 0.001, 6, ""), Mark(2, 5000, 5000, 5000, ""))
+    drawn = lines("", [Series("rope", LOOKS["rope"], marks)], "", plain)
+    assert ">0.1<" not in drawn
+    heights = [float(y) for y in re.findall(r'class="interval"[^>]* y1="([\d.]+)"', drawn)]
+    assert max(heights) <= 244  # where the axis is
+
+
+def test_labels_below_do_not_touch():
+    drawn = dots("", {"": rows(-99, 99, 3, 1)}, "", lambda at: f"{at:+g} %", centred=True)
+    texts = ElementTree.fromstring(drawn).iter("text")
+    below = [
+        (float(t.attrib["x"]), t.text or "") for t in texts if t.get("text-anchor") == "middle"
+    ]
+    assert "+0 %" in [label for _, label in below]
+    edges = [(x - wide(label) / 2, x + wide(label) / 2) for x, label in sorted(below) if label]
+    assert all(right <= left for (_, right), (left, _) in pairwise(edges))
 
 
 def test_one_point_and_one_arm_are_drawn_too():

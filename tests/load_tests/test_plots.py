@@ -36,7 +36,8 @@ def counters(**values: float) -> dict[str, float]:
     base = {
         'ropewalk_prompt_tokens_total{source="computed"}': 1000,
         'ropewalk_prompt_tokens_total{source="cached"}': 9000,
-        "ropewalk_generated_tokens_total": 24,
+        "ropewalk_generated_tokens_total": 28,
+        'ropewalk_requests_total{finish_reason="length"}': 4,
         "ropewalk_kv_written_bytes_total": 1024 * 512,
     }
     return base | {f"ropewalk_{name}": value for name, value in values.items()}
@@ -173,7 +174,10 @@ def test_goodput_over_several_loads_is_a_curve():
 
 def test_an_arm_that_served_nothing_is_left_out_and_reported():
     found = by_key("an arm failed")
-    assert "; unknown of t5, as 0 blocks have this figure" in found["longctx"].findings[0]
+    assert (
+        "; t5 cannot be compared with nope: 0 blocks have this figure"
+        in found["longctx"].findings[0]
+    )
     assert not any("t5" in chart for chart in found["longctx"].charts)
     assert found["client"].findings[0].startswith("32 of 192 requests failed, 32 of them with")
     assert found["client"].table[3][:3] == ("t5", "32", "32")

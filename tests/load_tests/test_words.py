@@ -89,7 +89,10 @@ def test_an_interval_keeps_its_signs():
 
 def test_what_is_unknown_is_said_with_its_reason():
     late = unknown("the client sent late")
-    assert interval(late) == "unknown: the client sent late"
+    assert interval(late) == "unknown"
     assert compared("Here,", "nope", {"t5": MORE, "rope": late}, "itl_p50").endswith(
-        "than nope; unknown of rope, as the client sent late."
+        "than nope; rope cannot be compared with nope: the client sent late."
+    )
+    assert compared("Here,", "nope", {"t5": late, "rope": late}, "itl_p50") == (
+        "Here, no arm can be compared with nope: the client sent late."
     )
