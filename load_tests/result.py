@@ -2,8 +2,9 @@
 
 Times are whole microseconds since the first run began. Of a request's chunks the file holds
 `first`, the time of the first, and `gaps`, the time from each to the next; `tokens` has how many
-tokens each chunk brought and is left out where it was one each. What is read differs from what was
-written in nothing but the origin of the clock.
+tokens each chunk brought and is left out where it was one each. The names of the servers' counters
+and gauges stand once, in `series`; a run has values in that order, null for one that it has not.
+What is read differs from what was written in nothing but the origin of the clock.
 """
 
 import json
@@ -18,6 +19,7 @@ from load_tests.terms import Outcome, Point, Profile, ProfileKind, Result, Run, 
 SCHEMA = 1
 _KIND = "ropewalk load test"
 _US = 1_000_000
+_VIEWED = ("counters", "gauges")
 _Kind = TypeVar("_Kind")
 _NAMES = {
     str: "a text",
@@ -58,6 +60,10 @@ def as_json(result: Result) -> dict[str, Any]:
     begin = min(
         (time for run in result.runs for time in (run.steady_from, *_intended(run))), default=0.0
     )
+    views = [run.server for run in result.runs if run.server is not None]
+    series = {
+        kind: sorted({name for view in views for name in getattr(view, kind)}) for kind in _VIEWED
+    }
     return {
         "schema": SCHEMA,
         "kind": _KIND,
@@ -67,7 +73,8 @@ def as_json(result: Result) -> dict[str, Any]:
         "arms": {label: dict(about) for label, about in result.arms.items()},
         "zero": result.zero,
         "warnings": list(result.warnings),
-        "runs": [_run_as_json(run, begin) for run in result.runs],
+        "series": series,
+        "runs": [_run_as_json(run, begin, series) for run in result.runs],
     }
 
 
@@ -86,7 +93,8 @@ def from_json(data: object) -> Result:
     zero = top.optional("zero", str)
     if zero is not None and zero not in arms:
         raise BadResult(f"zero is {zero!r}, which is none of its arms")
-    runs = tuple(_run(each) for each in top.each("runs"))
+    series = _Fields(top.get("series", dict), "series")
+    runs = tuple(_run(each, series) for each in top.each("runs"))
     for index, run in enumerate(runs):
         if run.arm not in arms:
             raise BadResult(f"runs[{index}].arm is {run.arm!r}, which is none of its arms")
@@ -105,7 +113,7 @@ def _intended(run: Run) -> list[float]:
     return [outcome.intended for outcome in run.outcomes]
 
 
-def _run_as_json(run: Run, begin: float) -> dict[str, Any]:
+def _run_as_json(run: Run, begin: float, series: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     def us(time: float) -> int:
         return round((time - begin) * _US)
 
@@ -140,15 +148,15 @@ def _run_as_json(run: Run, begin: float) -> dict[str, Any]:
         "block": run.block,
         "steady_from": us(run.steady_from),
         "steady_to": us(run.steady_to),
-        "server": None if run.server is None else _view_as_json(run.server),
+        "server": None if run.server is None else _view_as_json(run.server, series),
         "requests": [request(outcome) for outcome in run.outcomes],
     }
 
 
-def _view_as_json(view: ServerView) -> dict[str, Any]:
+def _view_as_json(view: ServerView, series: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     return {
-        "counters": {name: _short(value) for name, value in view.counters.items()},
-        "gauges": {name: _short(value) for name, value in view.gauges.items()},
+        "counters": [_short(view.counters.get(name)) for name in series["counters"]],
+        "gauges": [_short(view.gauges.get(name)) for name in series["gauges"]],
         "disagreements": list(view.disagreements),
     }
 
@@ -182,14 +190,18 @@ class _Fields:
         listed = self.get(name, list)
         return [_checked(one, kind, f"{self.path(name)}[{i}]") for i, one in enumerate(listed)]
 
-    def numbers(self, name: str) -> dict[str, float]:
+    def numbers(self, name: str, series: "_Fields") -> dict[str, float]:
+        names, values = series.list_of(name, str), self.get(name, list)
+        if len(values) != len(names):
+            raise BadResult(f"{self.path(name)} has {len(values)} entries for {len(names)} series")
         return {
-            key: _checked(value, float, f"{self.path(name)}.{key}")
-            for key, value in self.get(name, dict).items()
+            key: _checked(value, float, f"{self.path(name)}[{index}]")
+            for index, (key, value) in enumerate(zip(names, values, strict=True))
+            if value is not None
         }
 
 
-def _run(fields: _Fields) -> Run:
+def _run(fields: _Fields, series: _Fields) -> Run:
     kind = fields.get("profile", str)
     kinds: Sequence[ProfileKind] = get_args(ProfileKind)
     if kind not in kinds:
@@ -210,7 +222,7 @@ def _run(fields: _Fields) -> Run:
         outcomes=tuple(_outcome(each) for each in fields.each("requests")),
         steady_from=fields.seconds("steady_from"),
         steady_to=fields.seconds("steady_to"),
-        server=None if view is None else _view(_Fields(view, fields.path("server"))),
+        server=None if view is None else _view(_Fields(view, fields.path("server")), series),
     )
 
 
@@ -241,10 +253,10 @@ def _chunks(fields: _Fields) -> tuple[tuple[float, int], ...]:
     return tuple(zip((time / _US for time in times), accumulate(tokens), strict=True))
 
 
-def _view(fields: _Fields) -> ServerView:
+def _view(fields: _Fields, series: _Fields) -> ServerView:
     return ServerView(
-        fields.numbers("counters"),
-        fields.numbers("gauges"),
+        fields.numbers("counters", series),
+        fields.numbers("gauges", series),
         tuple(fields.list_of("disagreements", str)),
     )
 
@@ -257,8 +269,11 @@ def _checked(value: Any, kind: type[_Kind], where: str) -> _Kind:
     return value
 
 
-def _short(value: float) -> float | int:
-    return int(value) if math.isfinite(value) and value == int(value) else value
+def _short(value: float | None) -> float | int | None:
+    """A count without its decimal point; JSON knows no infinity."""
+    if value is None or not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) else value
 
 
 def _compact(value: Mapping[str, Any] | Any) -> str:

@@ -80,8 +80,10 @@ def test_what_ran_when_is_kept(tmp_path):
 
 def test_a_long_test_stays_small(tmp_path):
     requests = [outcome(2.0 * n, tokens=64) for n in range(4)]
+    counters = {f'ropewalk_some_long_name_{n}{{phase="decode"}}': 123456.0 + n for n in range(60)}
+    view = ServerView(counters, {}, ())
     path = tmp_path / "result.json"
-    write(path, result_of(*[run_of(*requests)] * (8 * 3 * 5)))
+    write(path, result_of(*[run_of(*requests, server=view)] * (8 * 3 * 5)))
     assert path.stat().st_size < 400_000
 
 
@@ -98,8 +100,13 @@ def test_a_long_test_stays_small(tmp_path):
         (lambda d: d["runs"][0]["requests"][3].pop("sent"), r"requests\[3\].sent is missing"),
         (lambda d: d["runs"][0]["requests"][0].update(gaps=[1, "2"]), r"gaps\[1\] is \"2\""),
         (lambda d: d["runs"][0]["requests"][1].update(tokens=[1]), "1 entries for 2 chunks"),
-        (lambda d: d["runs"][0]["server"].update(gauges=[]), r"server.gauges is \[\], not an obj"),
-        (lambda d: d["runs"][0]["server"]["counters"].update(x="1"), "server.counters.x"),
+        (lambda d: d["runs"][0]["server"].update(gauges={}), r"server.gauges is {}, not a list"),
+        (
+            lambda d: d["runs"][0]["server"].update(counters=["1"]),
+            r"counters\[0\] is \"1\", not a num",
+        ),
+        (lambda d: d["runs"][0]["server"].update(counters=[]), "0 entries for 1 series"),
+        (lambda d: d.pop("series"), "series is missing"),
         (lambda d: d.update(arms={"nope": 3, "rope": {}}), "arms.nope is 3"),
         (lambda d: d.update(runs=[7]), r"runs\[0\] is 7, not an object"),
     ],
