@@ -1,9 +1,13 @@
 """What an arm cannot be asked for: left out of a workload with its reason, and no failed run."""
 
+import json
+import re
+
 from load_tests.client import Server, complete
 from load_tests.terms import Plan, Request
 
 _OVERFLOW = "overflow"
+_MESSAGE = re.compile(r'"message":\s*("(?:[^"\\]|\\.)*")')
 
 
 async def why_not(server: Server, context: int | None, plan: Plan) -> str | None:
@@ -18,7 +22,14 @@ async def why_not(server: Server, context: int | None, plan: Plan) -> str | None
     if special is None:
         return None
     prompt = "a" if isinstance(special.prompt, str) else special.prompt[:1]
-    return (await complete(server, Request(prompt, 1, 1, extra=special.extra))).error
+    error = (await complete(server, Request(prompt, 1, 1, extra=special.extra))).error
+    return None if error is None else _told(error)
+
+
+def _told(error: str) -> str:
+    """The message within the server's answer, of which `error` may hold only the beginning."""
+    found = _MESSAGE.search(error)
+    return error if found is None else str(json.loads(found[1])).removesuffix(".")
 
 
 def _misfit(plan: Plan, context: int) -> str | None:

@@ -6,6 +6,7 @@ arm, so every arm gets the same token ids and no server gets a prompt twice, but
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from load_tests.conversation import conversation
 from load_tests.hits import cached_tokens
@@ -77,8 +78,10 @@ def workload_from(text: str) -> Workload:
     return WORKLOADS[text]
 
 
-def _from_file(name: str) -> Workload:
-    lines = read_prompts(name.removeprefix(_FILE))
+def _from_file(text: str) -> Workload:
+    path = text.removeprefix(_FILE)
+    lines = read_prompts(path)
+    name = f"{_FILE}{Path(path).name}"
 
     def requests(
         point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes

@@ -43,11 +43,19 @@ def test_a_shift_is_tried_on_one_token():
 @pytest.mark.parametrize("prompt", [(1, 2, 3), "some words"])
 def test_a_server_that_refuses_says_why(prompt):
     def refuse(path, body):
-        return whole("400 Bad Request", {"error": {"message": "keys hold their position"}})
+        error = {"message": 'keys hold "their" position.', "filler": "x" * 400}
+        return whole("400 Bad Request", {"error": error})
 
     request = Request(prompt, 3, 400, extra=SHIFT)
     reason, _ = asked(request, context=100, answer=refuse)
-    assert "keys hold their position" in reason
+    assert reason == 'keys hold "their" position'
+
+
+def test_an_answer_of_another_form_is_quoted():
+    reason, _ = asked(
+        made(3, 400, **SHIFT), context=100, answer=lambda path, body: whole("404 Not Found", "no")
+    )
+    assert reason == 'status 404: "no"'
 
 
 def test_a_shift_needs_a_context_that_fills_and_a_prompt_that_fits():

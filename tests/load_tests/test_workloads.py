@@ -168,6 +168,7 @@ def test_a_file_says_what_is_sent(tmp_path):
     lines = [{"prompt": "Ropes and 歩"}, {"prompt": [5, 6, 7], "max_tokens": 9}]
     workload = from_file(tmp_path, json.dumps(lines[0]), "", json.dumps(lines[1]))
     (point,) = workload.points(SIZES)
+    assert (workload.name, point.label) == ("file:prompts.jsonl",) * 2
     made = workload.plan(point, SYNC, PromptMaker("s", "ids"), SIZES)
     assert [(each.prompt, each.prompt_tokens, each.output_tokens) for each in made.requests] == [
         ("Ropes and 歩", None, 128),
