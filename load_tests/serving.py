@@ -2,7 +2,8 @@
 
 What is compared differs in the encoding alone: the same weights but for its own, context and
 number of cached tokens. A bias form or RoPE frame is a flag of the whole server, so each one asked
-for is a process of its own; all others share one.
+for is a process of its own. So is the trained family's learned model: its table of positions ends
+with training, and a server that is asked for more does not start. All others share one process.
 """
 
 import os
@@ -21,6 +22,7 @@ from load_tests.process import ServerProcess, StartFailed
 PROGRAM = (sys.executable, "-m", "server", "serve")
 FAMILY = "family"
 SHAPE = "shape:"
+TABLE = "learned"  # of the family, it takes its trained context and no other
 # Encoding → the server's flag for its settings, and those.
 SETTINGS = {
     "t5": ("--bias-form", ("window", "table", "materialised")),
@@ -78,13 +80,17 @@ async def serving(
 ) -> AsyncIterator[list[Arm]]:
     """Arms of servers that answer: the encodings, then the settings, in the order given.
 
-    `context` is the longest prompt and answer together, in tokens. `kv_bytes`, of keys and values
-    of one arm, is by default an equal share of a quarter of the free memory. Servers write to
-    files in `logs`; `tell` hears what is awaited. Nothing is left running, also after an error, an
-    interrupt or SIGTERM. Raises StartFailed, and ValueError for an unknown setting.
+    `context` is the longest prompt and answer together, in tokens, of all but a trained table.
+    `kv_bytes`, of keys and values of one arm, is by default an equal share of a quarter of the
+    free memory. Servers write to files in `logs`; `tell` hears what is awaited. Nothing is left
+    running, also after an error, an interrupt or SIGTERM. Raises StartFailed, and ValueError for
+    an unknown setting.
     """
-    groups = _groups(encodings, settings, timeout_s)
-    arms = [arm for group in groups for arm in group.arms]
+    groups = _groups(spec, encodings, settings, timeout_s)
+    order = [*encodings, *settings]
+    arms = sorted(
+        (arm for group in groups for arm in group.arms), key=lambda a: order.index(a.label)
+    )
     each = kv_bytes or _free_share(len(arms))
     with _terminated_as_interrupted(), ExitStack() as stopping:
         running: list[ServerProcess] = []
@@ -95,7 +101,8 @@ async def serving(
             stopping.callback(started.interrupt)
         for group, started in zip(groups, running, strict=True):
             await started.answers(group.server, tell)
-            await _check_context(group, context)
+            if not group.own_context:
+                await _check_context(group, context)
         yield arms
 
 
@@ -113,10 +120,17 @@ class _Group:
     server: Server  # whichever of its models
     flags: tuple[str, ...]
     arms: tuple[Arm, ...]
+    own_context: bool = False  # the one that its models were trained with
 
 
-def _groups(encodings: Sequence[str], settings: Sequence[str], timeout_s: float) -> list[_Group]:
-    groups = [_group([(name, name, "") for name in encodings], (), timeout_s)] if encodings else []
+def _groups(
+    spec: ServeSpec, encodings: Sequence[str], settings: Sequence[str], timeout_s: float
+) -> list[_Group]:
+    apart = {TABLE} & set(encodings) if spec.source == FAMILY else set()
+    shared = [(name, name, "") for name in encodings if name not in apart]
+    groups = [_group(shared, (), timeout_s)] if shared else []
+    for name in apart:
+        groups.append(replace(_group([(name, name, "")], (), timeout_s), own_context=True))
     for label in settings:
         encoding, setting = parse_setting(label)
         flags = (SETTINGS[encoding][0], setting)
@@ -141,7 +155,9 @@ def _start(
 ) -> ServerProcess:
     words = [*PROGRAM, *(f"{arm.label}={spec.model(arm.encoding)}" for arm in group.arms)]
     words += ["--host", group.server.host, "--port", str(group.server.port)]
-    words += ["--max-model-len", str(context), "--kv-memory", str(kv_bytes * len(group.arms))]
+    words += ["--kv-memory", str(kv_bytes * len(group.arms))]
+    if not group.own_context:
+        words += ["--max-model-len", str(context)]
     words += ["--request-timeout", f"{group.server.timeout_s:g}", *group.flags]
     return process.start(group.title, words, logs / f"{group.server.port}.log")
 

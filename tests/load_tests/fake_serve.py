@@ -1,7 +1,8 @@
 """Stands in for `ropewalk serve`: no model, the routes that starting and flushing need.
 
 Says what it was told and asked as lines of JSON on standard output. A model whose source holds
-"bad" ends it at once, "short" gets half of the context, and "stubborn" ignores an interrupt.
+"bad" ends it at once, "short" gets half of the context, and "stubborn" ignores an interrupt. The
+context is 50 unless another is asked for.
 """
 
 import argparse
@@ -21,7 +22,8 @@ def main() -> None:
     parser.add_argument("models", nargs="*")
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
-    for flag in ("--max-model-len", "--kv-memory", "--request-timeout"):
+    parser.add_argument("--max-model-len", type=int, default=50)
+    for flag in ("--kv-memory", "--request-timeout"):
         parser.add_argument(flag, type=int)
     for flag in ("--bias-form", "--rope-frame"):
         parser.add_argument(flag)

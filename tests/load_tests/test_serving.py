@@ -99,6 +99,26 @@ def understood(argv):
     return server_config(read_options(SERVE_OPTIONS, parser.parse_args(argv), {}))
 
 
+def test_a_trained_table_of_positions_keeps_its_own_context(tmp_path, fake):
+    family = ServeSpec("family")
+    arms = served(tmp_path, ["nope", "learned", "t5"], spec=family, context=300, kv_bytes=1000)
+    assert [arm.label for arm in arms] == ["nope", "learned", "t5"]
+    shared, own = (lines[0] for lines in said(tmp_path))
+    assert (shared["models"], shared["max_model_len"], shared["kv_memory"]) == (
+        ["nope=ropewalk-nope", "t5=ropewalk-t5"],
+        300,
+        2000,
+    )
+    assert (own["models"], own["max_model_len"]) == (["learned=ropewalk-learned"], 50)
+    assert "--max-model-len" not in own["argv"]
+
+
+def test_a_random_table_is_as_long_as_asked_for(tmp_path, fake):
+    served(tmp_path, ["nope", "learned"], context=300)
+    ((shared, *_),) = said(tmp_path)
+    assert (len(shared["models"]), shared["max_model_len"]) == (2, 300)
+
+
 def test_all_encodings_share_a_process_and_each_setting_has_its_own(tmp_path, fake):
     settings = ["t5:table", "rope:block"]
     arms = served(tmp_path, ["t5", "nope"], settings, context=300, kv_bytes=1000, timeout_s=7.0)
