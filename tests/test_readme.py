@@ -217,9 +217,11 @@ def address(tmp_path_factory: pytest.TempPathFactory):
     try:
         health = [sys.executable, "-m", "server", "health", "--ready", "--port", str(port)]
         deadline = time.monotonic() + 240
-        while subprocess.run(health, cwd=ROOT, capture_output=True, check=False).returncode:
+        while "curl" not in log.read_text():  # the banner
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        subprocess.run(health, cwd=ROOT, capture_output=True, check=True)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()

@@ -1,4 +1,5 @@
 import gguf
+import numpy as np
 import pytest
 
 from model.kernels.build import load
@@ -14,5 +15,12 @@ def kernels():
 
 @pytest.fixture(scope="session")
 def smollm2_reader():
-    """The weights as the gguf package reads them: slow, and independent of our reader."""
-    return gguf.GGUFReader(smollm2_path())
+    """The weights as the gguf package reads them: slow, and independent of our reader.
+
+    Not through a memmap: it takes several slices for each of 100,000 strings, and a slice of a
+    memmap ten times as long as one of an array.
+    """
+    path = smollm2_path()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8))
+        return gguf.GGUFReader(path)

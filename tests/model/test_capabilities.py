@@ -7,6 +7,7 @@ in later layers context error comes in, under every encoding alike.
 """
 
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -55,12 +56,17 @@ def expected(encoding, frame, op, dtype):
     return Capability.FREE
 
 
+@cache
+def decoder_of(encoding, frame, dtype):
+    """Nothing that is tried changes it."""
+    return tiny(encoding, dtype=dtype, options={} if frame is None else {"frame": frame})
+
+
 class World:
     """A decoder, and a cache in which "a" and "b" are stored."""
 
     def __init__(self, encoding, frame, dtype):
-        options = {} if frame is None else {"frame": frame}
-        self.decoder = tiny(encoding, dtype=dtype, options=options)
+        self.decoder = decoder_of(encoding, frame, dtype)
         self.kv = new_cache(self.decoder, BLOCKS, BLOCK)
         for part in self.kv.whole:
             part.zero_()

@@ -83,21 +83,22 @@ def reference_greedy(model, prompt, count):
 
 
 @torch.no_grad()
-def check_parity(decoder, model, tolerance=1e-4):
+def check_parity(decoder, model, tolerance=1e-4, answer=8):
+    """Logits, and as many tokens of a greedy answer: of the weights the logits tell all."""
     sequences = prompts(model.config.vocab_size, 1, 40, 17, 2, 16)
     for ours, tokens in zip(ragged_logits(decoder, sequences), sequences, strict=True):
         theirs = model(torch.tensor([tokens])).logits[0]
         assert theirs.std() > 0.3  # flat logits would agree whatever the weights
         assert (ours - theirs).abs().max() <= tolerance
     prompt = sequences[2]
-    assert greedy(decoder, prompt, 64) == reference_greedy(model, prompt, 64)
+    assert greedy(decoder, prompt, answer) == reference_greedy(model, prompt, answer)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_safetensors(name, tmp_path):
     model = checkpoints.random_model(copy.deepcopy(MODELS[name]))
     checkpoint = open_checkpoint(checkpoints.save(model, tmp_path))
-    check_parity(loaded(checkpoint), model)
+    check_parity(loaded(checkpoint), model, answer=64)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
@@ -222,6 +223,9 @@ def test_smollm2_logits(decoder, smollm2):
 
 
 @pytest.mark.smollm2
+@pytest.mark.parametrize(
+    "decoder", [pytest.param("torch", marks=pytest.mark.full), "kernels"], indirect=True
+)
 def test_smollm2_greedy(decoder, smollm2):
     _, tokens, _, theirs = smollm2
     assert greedy(decoder, tokens[:100], 64) == theirs

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 import torch
@@ -41,24 +42,34 @@ def sequences(generator, lengths):
     return [torch.randint(0, 260, (length,), generator=generator).tolist() for length in lengths]
 
 
-def ragged(decoder):
-    """Prompts and answers of all lengths, long past the last bucket: all answers' logits."""
+def questions():
+    """(prompt, answer) of all lengths, long past the last bucket."""
     generator = torch.Generator().manual_seed(2)
-    take = tiny.allocator(generator)
     prompts = sequences(generator, [5, 300, 1, 33])
     answers = [[START, *rest] for rest in sequences(generator, [20, 7, 290, 0])]
-    requests = [Answering(*both, take) for both in zip(prompts, answers, strict=True)]
+    return list(zip(prompts, answers, strict=True))
+
+
+def ragged(decoder):
+    """All answers' logits, of one step."""
+    take = tiny.allocator(torch.Generator().manual_seed(5))
+    requests = [Answering(*both, take) for both in questions()]
     work = [(request, len(request.answer.tokens)) for request in requests]
-    return prompts, answers, tiny.step(decoder, work, tiny.new_cache(decoder))
+    return tiny.step(decoder, work, tiny.new_cache(decoder))
 
 
+@lru_cache(maxsize=1)
 @torch.no_grad()
+def of_transformers(model):
+    """The same, of one question after the other."""
+    return [
+        model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([answer])).logits[0]
+        for prompt, answer in questions()
+    ]
+
+
 def check_logits(decoder, model, tolerance=2e-4):
-    prompts, answers, logits = ragged(decoder)
-    for prompt, answer, ours in zip(prompts, answers, logits, strict=True):
-        theirs = model(
-            input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([answer])
-        ).logits[0]
+    for ours, theirs in zip(ragged(decoder), of_transformers(model), strict=True):
         assert theirs.std() > 0.3  # flat logits would agree whatever the weights
         assert (ours - theirs).abs().max() <= tolerance
 

@@ -25,7 +25,7 @@ from tests.model.test_contract import (
     check_oracle,
     check_path,
     check_rounding,
-    same_weights,
+    exactly,
 )
 from tests.model.tiny import ENCODINGS, tiny
 
@@ -369,7 +369,7 @@ def check(decoder, encoding, name, tolerance):
     if name == "oracle":
         check_oracle(decoder, base=3, length=60, tolerance=tolerance)
     else:
-        check_path(decoder, right(encoding), name, tolerance)
+        check_path(decoder, exactly(encoding), name, tolerance)
 
 
 @cache
@@ -412,10 +412,10 @@ def test_mistakes_that_need_another_path(plant, encoding, name):
 @pytest.mark.parametrize("dtype", ROUNDED)
 @pytest.mark.parametrize("encoding", BIASED)
 def test_rounding_hides_no_dropped_bias(encoding, dtype):
-    decoder = right(encoding, Backend(bias=dropped_when_cached), getattr(torch, dtype))
-    exact = same_weights(decoder, right(encoding))
+    narrow = getattr(torch, dtype)
+    decoder = right(encoding, Backend(bias=dropped_when_cached), narrow)
     with pytest.raises(AssertionError):
-        check_rounding(decoder, exact, "decode", ROUNDED[dtype])
+        check_rounding(decoder, exactly(encoding, narrow), "decode", ROUNDED[dtype])
 
 
 def test_mistakes_of_every_encoding_are_planted():

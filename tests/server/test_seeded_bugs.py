@@ -20,7 +20,7 @@ from server.scheduler import Plan, Scheduler, Work
 from tests.server.machine import ProvenanceMachine
 
 SEARCH = settings(
-    max_examples=int(os.environ.get("ROPEWALK_STATEFUL_EXAMPLES", "900")),
+    max_examples=max(900, int(os.environ.get("ROPEWALK_STATEFUL_EXAMPLES", "0"))),
     stateful_step_count=40,
     database=None,
     deadline=None,

@@ -1,0 +1,27 @@
+"""What a run leaves out unless it is asked for everything: `scripts/test --full`."""
+
+import os
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="run the tests marked `full` as well, and search at random, and for longer",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--full"):
+        os.environ.setdefault("ROPEWALK_STATEFUL_EXAMPLES", "100")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--full"):
+        return
+    config.hook.pytest_deselected(items=[item for item in items if _only_in_full(item)])
+    items[:] = [item for item in items if not _only_in_full(item)]
+
+
+def _only_in_full(item):
+    return item.get_closest_marker("full") is not None
