@@ -186,7 +186,7 @@ def _logs(found: Mapping[int, Figures], metric: str) -> Floats:
 
 
 def _label(cell: Cell) -> str:
-    return f"{cell.point.workload} {cell.point.label} {cell.profile.label}"
+    return f"{cell.point.label} {cell.profile.label}"
 
 
 def _table(rows: Sequence[Row]) -> str:

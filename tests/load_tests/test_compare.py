@@ -62,7 +62,7 @@ def test_a_condition_decides_the_status(compare, condition, status):
     found, text = compare(slower, "--fail-on", condition)
     assert found == status
     if status:
-        assert f"{condition} holds: longctx longctx 512 sync, t5: " in text
+        assert f"{condition} holds: longctx 512 sync, t5: " in text
 
 
 def test_a_condition_needs_the_interval_behind_it(compare):
@@ -87,7 +87,7 @@ def test_what_is_in_one_result_alone_is_said(compare):
     assert status == 0
     assert "Only in the first result: rope, t5." in text
     assert "Only in the second result: alibi." in text
-    assert "Measured only in the second result: longctx longctx 8,192 sync." in text
+    assert "Measured only in the second result: longctx 8,192 sync." in text
 
 
 def test_another_machine_is_said(compare):
@@ -98,7 +98,7 @@ def test_another_machine_is_said(compare):
 def test_an_arm_that_fails_never_passes(compare):
     status, text = compare(failed(BEFORE, "t5", "status 500"), "--fail-on", "tpot_p50>+10%")
     assert status == 2
-    assert "nothing can be concluded about longctx longctx 512 sync t5" in text
+    assert "nothing can be concluded about longctx 512 sync t5" in text
     assert "40 requests of t5 failed in the second result." in text
 
 
