@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     print(_table(rows))
-    for note in _notes(before, after):
+    for note in (*_reasons(rows), *_notes(before, after)):
         print(note)
     return _conclude(rows, conditions)
 
@@ -202,6 +202,16 @@ def _median(found: Spread | None, metric: str) -> str:
     if found is None:
         return "–"
     return digits(found.median) if metric in RATES else f"{digits(found.median * 1e3)} ms"
+
+
+def _reasons(rows: Sequence[Row]) -> Iterator[str]:
+    """Why verdicts are unknown, each reason once."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.found.verdict == "unknown":
+            reasons.setdefault(row.found.reason, []).append(f"{row.cell} {row.arm}")
+    for reason, places in reasons.items():
+        yield f"Unknown of {', '.join(dict.fromkeys(places))}: {reason}."
 
 
 def _notes(before: Result, after: Result) -> Iterator[str]:

@@ -106,6 +106,7 @@ def test_few_runs_conclude_nothing(compare):
     few = result(FACTORS, POINTS, blocks=2)
     status, text = compare(few, "--fail-on", "tpot_p50>+10%")
     assert status == 2
+    assert "Unknown of longctx 512 sync nope, longctx 512 sync rope" in text
     assert "2 blocks have this figure" in text
 
 
