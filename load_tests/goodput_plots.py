@@ -9,6 +9,7 @@ from load_tests.plot import Plot, Subject, Table, plain_tick
 from load_tests.statistics import Goodput, goodput, parse_slo
 from load_tests.words import digits, listed
 
+_ACROSS = {"context": "tokens of context", **LOADS}
 _HEAD = "requests that met the objectives, %"
 
 
@@ -18,15 +19,15 @@ def goodput_plots(subject: Subject) -> Iterator[Plot]:
     if not isinstance(text, str):
         return
     objectives = parse_slo(text)
-    for name, across, along in _along(subject):
+    for name, by, along in _along(subject):
         found = [(x, cell, _shares(subject, cell, objectives)) for x, cell in along]
         if not any(shares for _, _, shares in found):
             continue
         yield Plot(
-            key=f"{name}-goodput",
-            title=f"Goodput: {name}",
+            key=f"{name}-{by}-goodput",
+            title=f"Goodput by {by}: {name}",
             findings=tuple(_said(cell, shares) for _, cell, shares in reversed(found) if shares),
-            charts=(_chart(subject, across, found),),
+            charts=(_chart(subject, _ACROSS[by], found),),
             table=_table(subject, [cell for _, cell in along], objectives),
             note=(
                 f"Objectives: {text}. A request is good when it was served and each of its own "
@@ -38,9 +39,9 @@ def goodput_plots(subject: Subject) -> Iterator[Plot]:
 
 def _along(subject: Subject) -> Iterator[tuple[str, str, Along]]:
     for name, along in by_context(subject).items():
-        yield name, "tokens of context", along
+        yield name, "context", along
     for (name, kind), along in by_load(subject).items():
-        yield f"{name}-{kind}", LOADS[kind], along
+        yield name, kind, along
 
 
 def _of(cell: Cell, arm: str, objectives: Mapping[str, float]) -> list[Goodput]:

@@ -74,14 +74,14 @@ def load_plots(subject: Subject) -> Iterator[Plot]:
         if charts:
             yield Plot(
                 key=key,
-                title=f"Latency by load: {name}",
+                title=f"Latency by {kind}: {name}",
                 findings=_against_zero(subject, cells[-1], (FIRST, "tpot_p50")),
                 charts=charts,
                 table=_table(subject, cells, LATENCIES, subject.arms),
                 note=f"{_RUNS} {defined(LATENCIES)}",
             )
         if charts and several:
-            yield _throughput(subject, f"{key}-throughput", name, cells)
+            yield _throughput(subject, f"{key}-throughput", f"{name}, by {kind}", cells)
 
 
 def by_context(subject: Subject) -> Mapping[str, list[tuple[float, Cell]]]:
@@ -198,7 +198,8 @@ def _against_zero(subject: Subject, cell: Cell, metrics: Sequence[str]) -> tuple
             if (one := cell.spread(arm, metric)) is not None:
                 number = f"{shown(metric, one)} {unit(metric)}"
                 sentences.append(f"{cell.where}, {heading(metric)} of {arm} is {number}.")
-    return tuple(sentences) or (f"{cell.where}, nothing was served.",)
+    # Two metrics that cannot be compared for the same reason say so once.
+    return tuple(dict.fromkeys(sentences)) or (f"{cell.where}, nothing was served.",)
 
 
 def _dearest(cell: Cell, arms: Sequence[str], metric: str) -> str:

@@ -103,11 +103,11 @@ def _section(plot: Plot) -> str:
 
 def _facts(result: Result) -> str:
     """What was measured, where and how, and how to do it again."""
-    pairs = [("again", f"<code>{_escaped(result.command)}</code>")]
+    pairs = [("command", f"<code>{_escaped(result.command)}</code>")]
     known = {name: value for name, value in result.environment.items() if value is not None}
     pairs += [(name, _escaped(_value(value))) for name, value in known.items()]
     blocks = len({run.block for run in result.runs})
-    pairs.append(("runs", f"{len(result.runs):,}, in {blocks} blocks"))
+    pairs.append(("runs", f"{len(result.runs):,}, in {blocks} block{'' if blocks == 1 else 's'}"))
     arms = [f"{arm} (the zero)" if arm == result.zero else arm for arm in result.arms]
     pairs.append(("arms", _escaped(", ".join(arms))))
     listed = "\n".join(f"<dt>{_escaped(name)}</dt><dd>{text}</dd>" for name, text in pairs)

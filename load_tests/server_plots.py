@@ -204,11 +204,14 @@ def _dearest_shift(seconds: Sequence[Row]) -> Iterator[str]:
     if len(seconds) > 1:
         dearest = max(seconds, key=lambda row: row.value)
         cheapest = min(seconds, key=lambda row: row.value)
-        yield (
-            f"A shift takes {dearest.label} {dearest.text} ms "
-            f"({digits(dearest.low)} to {digits(dearest.high)}) and {cheapest.label} "
-            f"{cheapest.text} ms ({digits(cheapest.low)} to {digits(cheapest.high)})."
-        )
+        yield f"A shift takes {_time(dearest)} and {_time(cheapest)}."
+
+
+def _time(row: Row) -> str:
+    """rope 4.1 ms (3.9 to 4.4)"""
+    if row.low == row.high:
+        return f"{row.label} {row.text} ms"
+    return f"{row.label} {row.text} ms ({digits(row.low)} to {digits(row.high)})"
 
 
 def _per_shift(counters: Counters, value: float) -> float | None:

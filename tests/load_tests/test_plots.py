@@ -195,6 +195,12 @@ def test_nothing_measured_at_all():
     assert plots(replace(MANY["longctx"], runs=())) == []
 
 
+def test_one_reason_is_said_once():
+    plot = by_key(result({"nope": 1, "rope": 1}, [CHAT], blocks=1))["chat-concurrency"]
+    (said,) = plot.findings
+    assert said.startswith("Under chat, sync, rope cannot be compared with nope: ")
+
+
 def test_what_the_cache_did_is_over_computed_tokens():
     plot = by_key("counters")["chat-cache"]
     # Four runs of 1,024 computed tokens each, and 524,288 bytes in each.
@@ -204,7 +210,7 @@ def test_what_the_cache_did_is_over_computed_tokens():
 
 def test_the_cost_of_a_shift_is_per_shift():
     plot = by_key("counters")["chat-shift"]
-    assert plot.findings[0].startswith("A shift takes rope 4.00 ms")
+    assert plot.findings[0].startswith("A shift takes rope 4.00 ms and nope 1.00 ms.")
     # Time and keys; nothing was recomputed or moved, which needs no picture.
     assert len(plot.charts) == 2
     assert "Keys rewritten per shift: 96.0 of rope, 0 of nope." in plot.findings
