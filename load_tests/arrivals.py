@@ -1,4 +1,4 @@
-"""When requests leave: a closed loop of workers, or Poisson arrivals at a rate. No HTTP here.
+"""When the requests of a plan leave: a closed loop of workers, or random arrivals. No HTTP here.
 
 `send` gets a request and the moment it should leave (`time.perf_counter` seconds), so that a
 client running late counts against the latency and not for it.
@@ -8,50 +8,82 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
-Sent = TypeVar("Sent")
-Received = TypeVar("Received")
-Send = Callable[[Sent, float], Coroutine[Any, Any, Received]]
+from load_tests.terms import Outcome, Plan, Profile, Request
+
+Send = Callable[[Request, float], Coroutine[Any, Any, Outcome]]
 
 
-async def closed_loop(
-    requests: Sequence[Sent], workers: int, send: Send[Sent, Received]
-) -> list[Received]:
-    """`workers` requests in flight until all are answered; answers in the order of `requests`."""
-    queue = enumerate(requests)
-    answers: dict[int, Received] = {}
+@dataclass(frozen=True, slots=True)
+class Driven:
+    """Outcomes in the order of the requests, and the steady window as `terms.Run` has it."""
+
+    outcomes: tuple[Outcome, ...]
+    steady_from: float
+    steady_to: float
+
+
+async def drive(plan: Plan, profile: Profile, seed: str, send: Send) -> Driven:
+    """Send all requests of `plan` as `profile` says and wait for their outcomes."""
+    if profile.open_loop:
+        offsets = arrival_offsets(len(plan.requests), profile, seed)
+        return await _open_loop(plan.requests, offsets, send)
+    return await _closed_loop(plan.requests, profile.concurrency, send)
+
+
+def arrival_offsets(count: int, profile: Profile, seed: str) -> list[float]:
+    """Seconds after the start at which each request leaves; the first leaves at once.
+
+    The gaps are gamma distributed with mean 1/rate and shape `burstiness`; shape 1 is Poisson.
+    """
+    source = random.Random(seed)
+    shape, scale = profile.burstiness, 1 / (profile.rate * profile.burstiness)
+    offsets = [0.0]
+    while len(offsets) < count:
+        offsets.append(offsets[-1] + source.gammavariate(shape, scale))
+    return offsets[:count]
+
+
+async def _closed_loop(requests: Sequence[Request], workers: int, send: Send) -> Driven:
+    """A worker sends its next request once its last is answered, so `workers` are in flight.
+
+    The workers' first requests leave together and queue behind each other. They are the warm-up:
+    the steady window opens when the first worker hands over to its second request, with all the
+    others still busy, and closes when one finds nothing left. One worker queues behind nobody.
+    """
+    queue = iter(enumerate(requests))
+    outcomes: dict[int, Outcome] = {}
+    start = time.perf_counter()
+    second: list[float] = []
+    idle: list[float] = []
 
     async def worker() -> None:
         for index, request in queue:
-            answers[index] = await send(request, time.perf_counter())
+            intended = time.perf_counter()
+            if index >= workers:
+                second.append(intended)
+            outcomes[index] = await send(request, intended)
+        idle.append(time.perf_counter())
 
     async with asyncio.TaskGroup() as group:
         for _ in range(min(workers, len(requests))):
             group.create_task(worker())
-    return [answers[index] for index in range(len(requests))]
+    return Driven(
+        tuple(outcomes[index] for index in range(len(requests))),
+        second[0] if second and workers > 1 else start,
+        idle[0] if idle else start,
+    )
 
 
-async def poisson(
-    requests: Sequence[Sent], rate: float, seed: str, send: Send[Sent, Received]
-) -> list[Received]:
-    """Requests leave at `rate` per second on average, however many are unanswered."""
+async def _open_loop(requests: Sequence[Request], offsets: Sequence[float], send: Send) -> Driven:
+    """Requests leave at their moments, however many are unanswered."""
     start = time.perf_counter()
-    tasks: list[asyncio.Task[Received]] = []
-
+    tasks: list[asyncio.Task[Outcome]] = []
     async with asyncio.TaskGroup() as group:
-        for request, offset in zip(
-            requests, poisson_offsets(len(requests), rate, seed), strict=True
-        ):
+        for request, offset in zip(requests, offsets, strict=True):
             await asyncio.sleep(max(0.0, start + offset - time.perf_counter()))
             tasks.append(group.create_task(send(request, start + offset)))
-    return [task.result() for task in tasks]
-
-
-def poisson_offsets(count: int, rate: float, seed: str) -> list[float]:
-    """Seconds after the start at which each request leaves; the first leaves at once."""
-    source = random.Random(seed)
-    offsets = [0.0]
-    while len(offsets) < count:
-        offsets.append(offsets[-1] + source.expovariate(rate))
-    return offsets[:count]
+    last = offsets[-1] if offsets else 0.0
+    return Driven(tuple(task.result() for task in tasks), start, start + last)

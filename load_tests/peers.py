@@ -1,4 +1,4 @@
-"""Side by side with `transformers serve`: same machine, weights, prompts and client; a ratio table.
+"""Side by side with `transformers serve`: same machine, weights, prompts and client.
 
 Systems take turns (A B C A B C …), each alone on the machine while measured. Prompts are text,
 because a peer takes nothing else, and end-of-text never ends an answer on either side.
@@ -6,20 +6,21 @@ because a peer takes nothing else, and end-of-text never ends an answer on eithe
 
 import argparse
 import asyncio
-import secrets
+import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from load_tests.bench import add_load_options, conclude, resolve, sizes_from, workloads_from
-from load_tests.client import Unreachable
-from load_tests.measure import NoSuccess, RunFigures, run, warm_up
-from load_tests.process import StartFailed
+from load_tests.bench import COULD_NOT, Measured, as_result, complete_options, report
+from load_tests.environment import environment
+from load_tests.facts import Facts, arms_of
+from load_tests.loads import Load, points, under_profiles
+from load_tests.options import add_load_options, sizes_from
 from load_tests.progress import Progress
 from load_tests.prompts import PromptMaker
-from load_tests.report import Cell, ratio_table, results_table
-from load_tests.scenarios import Scenario, scenarios
+from load_tests.runner import Runner
 from load_tests.systems import OURS, System, running, system_from
 
 _DESCRIPTION = """\
@@ -35,10 +36,8 @@ Prepare the peer once, in an environment of its own:
 _EPILOG = """\
 example:
   python -m load_tests.peers --peer-python PEER/bin/python --model MODEL_FOLDER \\
-      --workload closed --concurrency 32 --runs 3 --json peers.json
+      --profile closed:32 --runs 3 --out peers
 """
-
-Results = dict[str, dict[str, list[RunFigures]]]  # system → line → runs
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         "--systems",
         default="ropewalk:bfloat16,transformers:bfloat16,transformers:float32",
         metavar="A,B",
-        help="in the order they take turns; the first is divided by each other "
+        help="in the order they take turns; the others are compared with the first "
         "(default: %(default)s)",
     )
     options.add_argument(
@@ -72,14 +71,14 @@ def parser() -> argparse.ArgumentParser:
         help="how to start Ropewalk (default: %(default)s)",
     )
     add_load_options(options)
-    options.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: measured; 1: some requests failed; 2: a system could not be measured."""
+    words = sys.argv[1:] if argv is None else list(argv)
     options = parser()
-    args = options.parse_args(argv)
+    args = options.parse_args(words)
     if args.prompt_form == "ids":
         options.error("transformers serve takes text prompts only: drop --prompt-form ids")
     try:
@@ -95,11 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
     except ValueError as error:
         options.error(str(error))
-    args.seed = args.seed or secrets.token_hex(4)
+    complete_options(args, "peers")
+    measured = Measured()
     progress = Progress(sys.stderr)
     try:
-        results = asyncio.run(_measure(systems, args, progress))
-    except (NoSuccess, StartFailed, Unreachable, ValueError) as error:
+        asyncio.run(_measure(systems, args, measured, progress))
+    except COULD_NOT as error:
         progress.clear()
         print(f"load_tests.peers: {error}", file=sys.stderr)
         return 2
@@ -107,71 +107,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         progress.clear()
         print("load_tests.peers: interrupted, nothing to report", file=sys.stderr)
         return 130
-    return _report(args, results)
+    progress.clear()
+    command = shlex.join(["python", "-m", "load_tests.peers", *words])
+    return report(as_result(command, args, measured), Path(args.out))
 
 
 async def _measure(
-    systems: Sequence[System], args: argparse.Namespace, progress: Progress
-) -> Results:
-    lines = scenarios(workloads_from(args), args.concurrency, args.rate)
-    results: Results = {each.name: {line.label: [] for line in lines} for each in systems}
+    systems: Sequence[System], args: argparse.Namespace, measured: Measured, progress: Progress
+) -> None:
+    sizes = sizes_from(args)
+    runner = Runner(lambda seed: PromptMaker(seed, "text"), sizes, args.seed, progress)
+    measured.warnings = runner.warnings
+    measured.environment = await environment([])
+    loads = await under_profiles(points(args.workload, sizes), args.profile or (), _no_sweep)
+    progress.schedule(args.runs * len(systems) * len(loads))
     with tempfile.TemporaryDirectory(prefix="ropewalk-peers-") as logs:
-        for number in range(1, args.runs + 1):
+        for block in range(args.runs):
             for each in systems:
-                turn = f"{each.name}, run {number} of {args.runs}"
-                figures = await _turn(each, lines, args, number, Path(logs), turn, progress)
-                for label, result in figures.items():
-                    results[each.name][label].append(result)
-    progress.clear()
-    return results
+                title = f"block {block + 1} of {args.runs}"
+                progress.start(f"{title}, starting {each.name}")
+                async with running(each, Path(logs), args.timeout) as started:
+                    arm = replace((await arms_of(started.server, ()))[0], label=each.name)
+                    if block == 0:
+                        measured.arms.append(arm)
+                        measured.facts[arm.label] = Facts()
+                    await runner.warm_up([arm])
+                    async for run in runner.block([arm], loads, block, title):
+                        measured.runs.append(run)
 
 
-async def _turn(
-    each: System,
-    lines: Sequence[Scenario],
-    args: argparse.Namespace,
-    number: int,
-    logs: Path,
-    title: str,
-    progress: Progress,
-) -> Mapping[str, RunFigures]:
-    """Start one system, measure every line once, stop it."""
-    # One seed for all systems in a turn: everyone gets the same prompts, none gets any twice.
-    prompts = PromptMaker(f"{args.seed}/{number}", "text")
-    progress.start(f"{title}: starting")
-    figures: dict[str, RunFigures] = {}
-    async with running(each, logs, args.timeout) as started:
-        server, _ = await resolve(started.server)
-        await warm_up(server, max(1, *(line.concurrency for line in lines)), prompts)
-        for line in lines:
-            progress.start(f"{title}: {line.label}")
-            figures[line.label] = await run(
-                server,
-                line,
-                sizes_from(args),
-                prompts,
-                seed=f"{args.seed}/{number}",
-                server_pid=started.pid,
-                tick=progress.tick,
-            )
-    return figures
-
-
-def _report(args: argparse.Namespace, results: Results) -> int:
-    cells = {
-        name: [Cell(label, tuple(runs)) for label, runs in lines.items()]
-        for name, lines in results.items()
-    }
-    named = [
-        Cell(f"{name} {cell.label}", cell.runs) for name, found in cells.items() for cell in found
-    ]
-    print(f"seed {args.seed}, {args.runs} runs in turns\n")
-    print(results_table(named))
-    first, *others = cells
-    for other in others:
-        print(f"\n{first} / {other}\n")
-        print(ratio_table(cells[first], cells[other]))
-    return conclude("peers", args, named)
+async def _no_sweep(load: Load) -> float:
+    raise ValueError("a sweep finds its rates on one server; name them: --profile poisson:2")
 
 
 if __name__ == "__main__":

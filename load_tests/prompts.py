@@ -8,8 +8,6 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
-from load_tests.terms import Request
-
 Form = Literal["ids", "text"]
 Prompt = str | tuple[int, ...]
 
@@ -42,12 +40,6 @@ class PromptMaker:
         # The ends of a vocabulary are where special tokens live.
         self._ids = range(vocab_size // 10, vocab_size - vocab_size // 10)
         self._made: set[Prompt] = set()
-
-    def request(
-        self, prompt_tokens: int, output_tokens: int, prefix: Sequence[str | int] = ()
-    ) -> Request:
-        """As `prompt`, with the answer's length."""
-        return Request(self.prompt(prompt_tokens, prefix), prompt_tokens, output_tokens)
 
     def prompt(self, tokens: int, prefix: Sequence[str | int] = ()) -> Prompt:
         """`prefix` and new pieces, `tokens` in all.

@@ -36,7 +36,7 @@ examples:
   ropewalk serve ./llama-dir --port 9000  a Hugging Face directory
   ropewalk serve small=a.gguf big=./dir   two models, named
   ropewalk chat "Why is the sky blue?"    ask the running server
-  ropewalk bench --help                   measure a running server
+  ropewalk bench --help                   measure servers, compare encodings
 
 Every flag of serve, chat and health has an environment variable, named in its help; flags win.
 """
@@ -226,7 +226,7 @@ def parser() -> Parser:
     add_family_commands(partial(_add_command, members, within="family "), family)
     probing = add("health", health, "ask a running server how it is", usage="[FLAGS]")
     add_options(probing, HEALTH_OPTIONS)
-    add("bench", bench, "measure a running server; its own flags follow")
+    add("bench", bench, "measure servers and compare encodings; its own flags follow")
     add("version", version, "print the version")
     return top
 

@@ -39,7 +39,11 @@ NO_TORCH = (
     "server/scheduler.py",
 )
 ONLY_IN = {  # third-party package: the files that may know it
-    "prometheus_client": ("server/metrics.py", "server/metrics_families.py"),
+    "prometheus_client": (
+        "server/metrics.py",
+        "server/metrics_families.py",
+        "load_tests/scrape.py",
+    ),
     "fastapi": ("server/app.py", "server/routes/", "server/schemas"),
     "matplotlib": ("model/explain/", "model/family/evaluation/pictures.py"),
     "gguf": ("model/weights/gguf_file.py", "model/tokenizers/gguf_vocab.py"),

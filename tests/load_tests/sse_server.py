@@ -70,6 +70,8 @@ def good(path: str, body: dict) -> Pieces:
         return whole("200 OK", MODELS)
     if path == "/health":
         return whole("200 OK", {"status": "ok"})
+    if path != "/v1/completions":
+        return whole("404 Not Found", {"error": {"message": f"no {path}"}})
     count = body["max_tokens"]
     events = [text_event(f" {index}") for index in range(count)]
     return stream([*events, usage_event(prompt_length(body), count), event("[DONE]")])

@@ -1,44 +1,107 @@
 import json
+import shlex
 import socket
 
 import pytest
 
+from load_tests import bench
 from load_tests.bench import main
+from load_tests.options import parser
+from load_tests.result import read
 from tests.load_tests.sse_server import good, serving, whole
 
-SMALL = ["--prompt-tokens", "4", "--output-tokens", "3", "--prefill-tokens", "8"]
-SMALL += ["--prefix-tokens", "4", "--runs", "2", "--concurrency", "1,2"]
+SMALL = ["--prompt-tokens", "4", "--output-tokens", "3", "--runs", "2", "--prompt-form", "ids"]
+SMALL += ["--requests-per-worker", "2", "--arrivals", "4", "--prefixes", "2"]
 
 
-def bench(capsys, *options: str, answer=good):
+def measure(capsys, tmp_path, *options: str, answer=good):
+    out = tmp_path / "out"
     with serving(answer) as running:
-        status = main(["--base-url", f"http://127.0.0.1:{running.port}", *SMALL, *options])
+        url = f"http://127.0.0.1:{running.port}"
+        status = main(["--base-url", url, *SMALL, "--out", str(out), *options])
     captured = capsys.readouterr()
-    return status, captured, running
+    path = out / "result.json"
+    return status, captured, json.loads(path.read_text()) if path.exists() else None, running
 
 
-def test_all_workloads_a_table_and_the_json_line_last(capsys, tmp_path):
-    status, captured, running = bench(capsys, "--json", str(tmp_path / "r.json"))
-    *text, last = captured.out.strip().split("\n")
-    result = json.loads(last)
-    labels = ["stream", "prefill", "closed c=1", "closed c=2", "shared-prefix"]
+def result_runs(tmp_path):
+    return read(tmp_path / "out" / "result.json").runs
+
+
+def measured_bodies(running) -> list[dict]:
+    """Without the warm-up's."""
+    return [body for body in running.bodies if body["max_tokens"] == 3]
+
+
+def test_a_table_and_both_files(capsys, tmp_path):
+    status, captured, result, running = measure(capsys, tmp_path)
     assert status == 0
-    assert [cell["label"] for cell in result["cells"]] == labels
-    assert [len(cell["runs"]) for cell in result["cells"]] == [2] * 5
-    assert all(any(line.startswith(label) for line in text) for label in labels)
-    assert result == json.loads((tmp_path / "r.json").read_text())
-    assert result["arguments"]["model"] == "tiny"
-    assert "closed c=2, run 2 of 2" in captured.err
-    prompts = [str(body["prompt"]) for body in running.bodies]
-    assert len(set(prompts)) == len(prompts)
-    assert all(body["ignore_eos"] and body["model"] == "tiny" for body in running.bodies)
+    assert "stream" in captured.out
+    assert "TTFT" in captured.out
+    assert str(tmp_path / "out" / "report.html") in captured.out
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<svg" in page
+    assert "tiny" in page
+    assert [run["arm"] for run in result["runs"]] == ["tiny", "tiny"]
+    assert result["zero"] is None
+    assert "block 2 of 2, tiny, stream sync" in captured.err
     # ids stay inside the vocabulary that /v1/models tells
     assert max(max(body["prompt"]) for body in running.bodies) < 1000
+    prompts = [str(body["prompt"]) for body in running.bodies]
+    assert len(set(prompts)) == len(prompts) == 4 + 2 * 2
 
 
-def test_options_reach_the_wire(capsys):
-    options = ("--model", "other", "--no-ignore-eos", "--prompt-form", "text", "--api-key", "k")
-    status, _, running = bench(capsys, "--workload", "stream", *options)
+def test_models_are_arms_that_get_the_same_prompts(capsys, tmp_path):
+    status, _, result, running = measure(capsys, tmp_path, "--models", "tiny,other")
+    assert status == 0
+    assert (list(result["arms"]), result["zero"]) == (["tiny", "other"], "tiny")
+    sent = {
+        name: [body["prompt"] for body in measured_bodies(running) if body["model"] == name]
+        for name in ("tiny", "other")
+    }
+    assert sent["tiny"] == sent["other"]
+
+
+def test_the_arm_without_an_encoding_is_the_zero(capsys, tmp_path):
+    cards = [{"id": "r", "encoding": "rope"}, {"id": "n", "encoding": "nope"}]
+
+    def answer(path, body):
+        return whole("200 OK", {"data": cards}) if path == "/v1/models" else good(path, body)
+
+    _, _, result, _ = measure(capsys, tmp_path, "--models", "r,n", answer=answer)
+    assert result["zero"] == "n"
+    assert result["arms"]["r"]["encoding"] == "rope"
+
+
+def test_servers_are_told_apart(capsys, tmp_path):
+    with serving() as second:
+        url = f"http://127.0.0.1:{second.port}"
+        status, _, result, first = measure(capsys, tmp_path, "--base-url", url)
+    assert status == 0
+    ports = [first.port, second.port]
+    assert list(result["arms"]) == [f"tiny@127.0.0.1:{port}" for port in ports]
+    assert len(measured_bodies(first)) == len(measured_bodies(second)) == 4
+
+
+def test_several_workloads_and_profiles(capsys, tmp_path):
+    options = ("--workload", "stream,cancel", "--profile", "closed:2,poisson:200")
+    status, _, _, _ = measure(capsys, tmp_path, *options)
+    assert status == 0
+    cells = {(run.point.label, run.profile.label) for run in result_runs(tmp_path)}
+    assert cells == {(a, b) for a in ("stream", "cancel") for b in ("closed:2", "poisson:200")}
+
+
+def test_a_sweep_measures_from_one_request_to_many(capsys, tmp_path):
+    status, captured, _, _ = measure(capsys, tmp_path, "--profile", "sweep", "--runs", "1")
+    assert status == 0
+    kinds = sorted(run.profile.kind for run in result_runs(tmp_path))
+    assert kinds == ["closed", *["poisson"] * 4, "sync"]
+    assert "finding the rates, tiny, stream closed:2" in captured.err
+
+
+def test_options_reach_the_wire(capsys, tmp_path):
+    options = ("--models", "other", "--no-ignore-eos", "--prompt-form", "text", "--api-key", "k")
+    status, _, _, running = measure(capsys, tmp_path, *options)
     assert status == 0
     body = running.bodies[-1]
     assert body["model"] == "other"
@@ -47,75 +110,118 @@ def test_options_reach_the_wire(capsys):
     assert "Bearer k" in running.heads[-1]
 
 
-def test_the_key_is_not_in_the_result(capsys):
-    _, captured, _ = bench(capsys, "--workload", "stream", "--api-key", "sesame")
-    assert "sesame" not in captured.out
+@pytest.mark.parametrize("key", [["--api-key", "sesame"], ["--api-key=sesame"]])
+def test_the_key_is_nowhere_in_the_result(capsys, tmp_path, key):
+    _, captured, result, _ = measure(capsys, tmp_path, *key)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "sesame" not in captured.out + json.dumps(result) + page
 
 
-def test_the_same_seed_sends_the_same_prompts(capsys):
-    runs = [bench(capsys, "--workload", "closed", "--seed", seed)[2].bodies for seed in "aab"]
-    sent = [sorted(str(body["prompt"]) for body in bodies) for bodies in runs]
-    assert sent[0] == sent[1] != sent[2]
+def test_the_command_can_be_typed_again(capsys, tmp_path):
+    _, _, result, first = measure(capsys, tmp_path, "--workload", "cancel")
+    words = shlex.split(result["command"])
+    assert words[:2] == ["ropewalk", "bench"]
+    seed = parser().parse_args(words[2:]).seed
+    _, _, _, second = measure(capsys, tmp_path, "--workload", "cancel", "--seed", seed)
+    sent = [sorted(str(body["prompt"]) for body in each.bodies) for each in (first, second)]
+    assert sent[0] == sent[1]
 
 
-def test_poisson_can_be_asked_for(capsys):
-    options = ("--workload", "poisson", "--rate", "200", "--arrivals", "4")
-    status, captured, _ = bench(capsys, *options)
-    assert status == 0
-    assert "poisson 200/s" in captured.out
+def test_another_seed_sends_other_prompts(capsys, tmp_path):
+    sent = [measure(capsys, tmp_path, "--seed", seed)[3].bodies[-1]["prompt"] for seed in "ab"]
+    assert sent[0] != sent[1]
 
 
-def test_some_failures_are_status_1_and_shown(capsys):
+def failing(*places: int):
+    """A server whose completions at `places`, counted from 1, go wrong."""
     count = 0
 
-    def sometimes(path, body):
+    def answer(path, body):
         nonlocal count
         count += path == "/v1/completions"
-        return whole("500 No", {"error": "oh"}) if count == 5 else good(path, body)
+        wrong = path == "/v1/completions" and count in places
+        return whole("500 No", {"error": "oh"}) if wrong else good(path, body)
 
-    status, captured, _ = bench(capsys, "--workload", "closed", answer=sometimes)
+    return answer
+
+
+def test_some_failures_are_status_1_and_shown(capsys, tmp_path):
+    status, captured, _, _ = measure(capsys, tmp_path, answer=failing(6))
     assert status == 1
-    assert "! closed c=1: 1 failed: status 500" in captured.out
+    assert "3/4" in captured.out
+    assert "status 500" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_nobody_there_is_status_2_and_one_sentence(capsys):
+def test_nothing_but_failures_is_status_2(capsys, tmp_path):
+    status, _, _, _ = measure(capsys, tmp_path, answer=failing(*range(5, 99)))
+    assert status == 2
+
+
+def test_nobody_there_is_status_2_and_one_sentence(capsys, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        status = main(["--base-url", f"http://127.0.0.1:{taken.getsockname()[1]}"])
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        status = main(["--base-url", url, "--out", str(tmp_path)])
     error = capsys.readouterr().err
     assert status == 2
     assert "cannot connect" in error
     assert error.count("\n") == 1
 
 
-def test_a_wrong_model_names_the_right_ones(capsys):
-    status, captured, _ = bench(capsys, "--model", "nope")
+def test_a_wrong_model_names_the_right_ones(capsys, tmp_path):
+    status, captured, _, _ = measure(capsys, tmp_path, "--models", "nope")
     assert status == 2
-    assert "--model takes one of: tiny, other" in captured.err
+    assert "--models takes: tiny, other" in captured.err
+
+
+def test_an_interrupted_test_reports_the_runs_until_then(capsys, tmp_path, monkeypatch):
+    real = bench.Runner.run
+    runs = 0
+
+    async def interrupted(*arguments):
+        nonlocal runs
+        runs += 1
+        if runs == 2:
+            raise KeyboardInterrupt
+        return await real(*arguments)
+
+    monkeypatch.setattr(bench.Runner, "run", interrupted)
+    status, captured, result, _ = measure(capsys, tmp_path)
+    assert status == 130
+    assert len(result["runs"]) == 1
+    assert "interrupted" in captured.out
+
+
+def test_what_no_server_has_room_for_is_status_2(capsys, tmp_path):
+    cards = [{"id": "r", "max_model_len": 64}]
+
+    def answer(path, body):
+        return whole("200 OK", {"data": cards}) if path == "/v1/models" else good(path, body)
+
+    options = ("--workload", "longctx", "--contexts", "512")
+    status, captured, _, _ = measure(capsys, tmp_path, *options, answer=answer)
+    assert status == 2
+    assert "r was left out of longctx 512: " in captured.err
+
+
+def test_compare_is_handed_on(monkeypatch):
+    told = []
+    monkeypatch.setattr(bench.compare, "main", lambda words: told.append(words) or 7)
+    assert main(["compare", "a.json", "b.json"]) == 7
+    assert told == [["a.json", "b.json"]]
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         (["--base-url", "https://x"], "is not a base URL"),
-        (["--runs", "0"], "not a number from 1 up"),
-        (["--concurrency", "1,x"], "invalid"),
-        (["--rate", "0"], "not a number above 0"),
+        (["--serve", "shape:tiny", "--models", "x"], "drop --base-url and --models"),
+        (["--encodings", "rope"], "need --serve"),
         (["--dialect", "transformers", "--prompt-form", "ids"], "text prompts only"),
-        (["--workload", "nap"], "invalid choice"),
     ],
 )
-def test_wrong_options_are_refused_by_name(capsys, options, reason):
+def test_options_that_do_not_go_together_are_refused(capsys, options, reason):
     with pytest.raises(SystemExit) as stopped:
         main(options)
     assert stopped.value.code == 2
     assert reason in capsys.readouterr().err
-
-
-def test_help_explains_itself(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["--help"])
-    text = capsys.readouterr().out
-    assert stopped.value.code == 0
-    for word in ("shared-prefix", "examples:", "Exit status", "ROPEWALK", "--no-ignore-eos"):
-        assert word.lower() in text.lower()

@@ -3,11 +3,11 @@
 import asyncio
 from dataclasses import replace
 
-import httpx
 import pytest
 import torch
 
-from load_tests.arrivals import closed_loop
+from load_tests.arrivals import drive
+from load_tests.client import DIALECTS, Server, complete, split_base_url
 from load_tests.hits import cached_tokens
 from load_tests.prompts import PromptMaker
 from load_tests.terms import Profile, Request
@@ -122,26 +122,14 @@ def seen(metrics):
 def sent(url, plan, profile):
     """Prompt tokens that each request was told were cached."""
 
-    async def send(client, request):
-        body = {
-            "model": "m",
-            "prompt": list(request.prompt),
-            "max_tokens": request.output_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            **request.extra,
-        }
-        answer = await client.post("/v1/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    server = Server(*split_base_url(url), DIALECTS["openai"], "m")
 
-    async def drive():
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-            return await closed_loop(
-                plan.requests, profile.concurrency, lambda request, _: send(client, request)
-            )
+    async def send(request, intended):
+        return await complete(server, request, intended)
 
-    return asyncio.run(drive())
+    outcomes = asyncio.run(drive(plan, profile, "seed", send)).outcomes
+    assert [outcome.error for outcome in outcomes if outcome.error is not None] == []
+    return [outcome.cached_tokens for outcome in outcomes]
 
 
 @pytest.mark.parametrize(

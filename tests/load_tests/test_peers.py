@@ -12,24 +12,21 @@ SMALL = ["--prompt-tokens", "4", "--output-tokens", "3", "--requests-per-worker"
 
 def test_two_systems_take_turns(capsys, tmp_path):
     options = ["--systems", "ropewalk:a,ropewalk:b", "--ours", FAKE, "--runs", "2"]
-    load = ["--workload", "closed", "--concurrency", "2", "--json", str(tmp_path / "r.json")]
+    load = ["--profile", "closed:2,sync", "--out", str(tmp_path / "out")]
     assert main([*REQUIRED, *options, *SMALL, *load]) == 0
     captured = capsys.readouterr()
-    result = json.loads(captured.out.strip().split("\n")[-1])
-    assert [cell["label"] for cell in result["cells"]] == [
-        "ropewalk:a closed c=2",
-        "ropewalk:b closed c=2",
-    ]
-    assert [len(cell["runs"]) for cell in result["cells"]] == [2, 2]
-    assert result == json.loads((tmp_path / "r.json").read_text())
-    assert "ropewalk:a / ropewalk:b" in captured.out
-    turns = [line.split(":")[1] for line in captured.err.split("\n") if "starting" in line]
-    assert turns == ["a, run 1 of 2", "b, run 1 of 2", "a, run 2 of 2", "b, run 2 of 2"]
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert (list(result["arms"]), result["zero"]) == (["ropewalk:a", "ropewalk:b"], "ropewalk:a")
+    turns = [(run["block"], run["arm"][-1]) for run in result["runs"]]
+    assert turns == [(block, arm) for block in (0, 1) for arm in "ab" for _ in range(2)]
+    assert "ropewalk:b" in captured.out
+    assert (tmp_path / "out" / "report.html").exists()
 
 
-def test_a_system_that_does_not_start_is_status_2(capsys):
+def test_a_system_that_does_not_start_is_status_2(capsys, tmp_path):
     command = f"{sys.executable} -c print('broken',{{port}})"
-    assert main([*REQUIRED, "--systems", "ropewalk:a", "--ours", command, *SMALL]) == 2
+    options = ["--systems", "ropewalk:a", "--ours", command, "--out", str(tmp_path)]
+    assert main([*REQUIRED, *options, *SMALL]) == 2
     assert "ended at its start" in capsys.readouterr().err
 
 
@@ -44,3 +41,9 @@ def test_wrong_options(capsys, options, reason):
     with pytest.raises(SystemExit):
         main([*REQUIRED, *options])
     assert reason in capsys.readouterr().err
+
+
+def test_a_sweep_is_refused(capsys, tmp_path):
+    options = ["--systems", "ropewalk:a", "--ours", FAKE, "--out", str(tmp_path)]
+    assert main([*REQUIRED, *options, *SMALL, "--profile", "sweep"]) == 2
+    assert "name them: --profile poisson:2" in capsys.readouterr().err

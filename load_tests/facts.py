@@ -1,0 +1,82 @@
+"""What servers say about the models they serve: asked before anything is measured."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from load_tests.client import Arm, Server, Unreachable, get_json
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Of one model. None where the server does not say; only `encoding` is "" then."""
+
+    encoding: str = ""
+    context: int | None = None  # tokens of prompt and answer together
+    trained_context: int | None = None
+    vocab_size: int | None = None
+    block_size: int | None = None
+
+
+async def arms_of(server: Server, models: Sequence[str]) -> list[Arm]:
+    """An arm for each of `models`, or for the server's first without any. Raises Unreachable.
+
+    An arm is labelled with its model; the caller tells servers apart.
+    """
+    if not server.dialect.token_ids:  # its /v1/models lists downloads, not what it serves
+        return [Arm(server.model or server.dialect.name, server, "")]
+    cards = await _cards(server)
+    wanted = list(models) or list(cards)[:1]
+    for name in wanted:
+        if name not in cards:
+            there = ", ".join(cards) or "none"
+            raise Unreachable(f"{server.url} has no model {name!r}; --models takes: {there}")
+    if not wanted:
+        raise Unreachable(f"{server.url} serves no model")
+    return [
+        Arm(name, replace(server, model=name), _text(cards[name], "encoding")) for name in wanted
+    ]
+
+
+async def facts_of(arm: Arm) -> Facts:
+    """What an arm's server says about its model. Raises Unreachable."""
+    if not arm.server.dialect.token_ids:
+        return Facts()
+    card = (await _cards(arm.server)).get(arm.server.model or "", {})
+    return Facts(
+        encoding=_text(card, "encoding"),
+        context=_number(card, "max_model_len"),
+        trained_context=_number(card, "trained_context"),
+        vocab_size=_number(card, "vocab_size"),
+        block_size=_number(await _cache_card(arm), "block_size"),
+    )
+
+
+def least(values: Iterable[int | None]) -> int | None:
+    """The smallest of those that are known."""
+    return min((value for value in values if value is not None), default=None)
+
+
+async def _cards(server: Server) -> dict[str, Mapping[str, Any]]:
+    answer = await get_json(server, "/v1/models")
+    data = answer.get("data") if isinstance(answer, dict) else None
+    return {card["id"]: card for card in data or () if isinstance(card, dict) and "id" in card}
+
+
+async def _cache_card(arm: Arm) -> Mapping[str, Any]:
+    """What `/v1/cache` says about the model; nothing on a server without that route."""
+    try:
+        answer = await get_json(arm.server, "/v1/cache")
+    except Unreachable:
+        return {}
+    data = answer.get("data") if isinstance(answer, dict) else None
+    return next((card for card in data or () if card.get("model") == arm.server.model), {})
+
+
+def _number(card: Mapping[str, Any], name: str) -> int | None:
+    value = card.get(name)
+    return value if isinstance(value, int) else None
+
+
+def _text(card: Mapping[str, Any], name: str) -> str:
+    return str(card.get(name) or "")

@@ -1,0 +1,288 @@
+"""What `ropewalk bench` can be told, as argparse options; those about the load serve others too."""
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from load_tests.client import DIALECTS
+from load_tests.profiles import PROFILES, parse_profile
+from load_tests.serving import parse_serve, parse_setting
+from load_tests.statistics import parse_slo
+from load_tests.terms import Profile
+from load_tests.workloads import WORKLOADS, Sizes, Workload, workload_from
+
+ENCODINGS = ("nope", "rope", "t5", "alibi", "learned", "sinusoidal")
+DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_WORKLOAD = "stream"
+
+Parsed = TypeVar("Parsed")
+
+_DESCRIPTION = """\
+Measure what a server costs, and what positional encodings cost on it.
+
+Against servers that run (--base-url), or against ones that it starts and stops itself (--serve),
+which hold one decoder under each encoding. Every prompt is new, decoding is greedy, and a request
+counts only when exactly the tokens asked for arrived and the stream ended properly. Arms take
+turns in random order, several times; a difference between them has an interval, and one that
+could be chance is called no difference.
+"""
+
+_EPILOG = """\
+examples:
+  ropewalk bench
+  ropewalk bench --workload chat --profile closed:8 --models smollm2 --slo ttft=2s,tpot=100ms
+  ropewalk bench --base-url http://127.0.0.1:8000 --base-url http://127.0.0.1:9000
+  ropewalk bench --serve shape:smollm2 --workload longctx --contexts 512,2k
+  ropewalk bench --serve shape:smollm2 --arms t5:window,t5:table,t5:materialised,rope:block
+  ropewalk bench --profile sweep --arrivals 64
+  ropewalk bench compare before/result.json after/result.json --fail-on 'tpot_p99>+10%'
+
+Tables go to standard output, progress to standard error. The folder of --out gets result.json,
+with every sample, and report.html, which needs nothing else.
+Exit status: 0 when every request was served, 1 when some failed, 2 when nothing was measured.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    workloads = "".join(f"  {name:<14} {each.help}\n" for name, each in WORKLOADS.items())
+    profiles = "".join(f"  {name:<22} {meaning}\n" for name, meaning in PROFILES.items())
+    options = argparse.ArgumentParser(
+        prog="ropewalk bench",
+        description=(
+            f"{_DESCRIPTION}\nworkloads:\n{workloads}"
+            f"  {'file:PATH':<14} prompts from a file, one JSON object a line\n"
+            f"\nprofiles:\n{profiles}"
+        ),
+        epilog=_EPILOG,
+        formatter_class=_Help,
+        allow_abbrev=False,
+    )
+    _add_server_options(options)
+    _add_arm_options(options)
+    add_load_options(options)
+    options.add_argument(
+        "--slo",
+        type=_checked(_slo),
+        metavar="OBJECTIVES",
+        help="count the requests that meet all of these as goodput: ttft=200ms,tpot=50ms",
+    )
+    return options
+
+
+def add_load_options(options: argparse.ArgumentParser) -> None:
+    """What is sent; shared with the comparison of servers."""
+    sizes = Sizes()
+    load = options.add_argument_group("load")
+    load.add_argument(
+        "--workload",
+        type=_checked(_workloads),
+        default=DEFAULT_WORKLOAD,
+        metavar="NAME,...",
+        help=f"one or several of those above (default: {DEFAULT_WORKLOAD})",
+    )
+    load.add_argument(
+        "--profile",
+        type=_checked(_profiles),
+        metavar="PROFILE,...",
+        help="one or several of those above (default: the workload's own)",
+    )
+    load.add_argument(
+        "--runs", type=_checked(_count), default=5, metavar="N", help="of every arm (default: 5)"
+    )
+    load.add_argument(
+        "--contexts",
+        type=_checked(_counts),
+        default=sizes.contexts,
+        metavar="N,...",
+        help="tokens, of longctx (default: 512,2k,8k)",
+    )
+    for name, default, meaning in (
+        ("--prompt-tokens", sizes.prompt_tokens, "of stream, cancel and chat's first turn"),
+        ("--output-tokens", sizes.output_tokens, "of stream, cancel, chat and files"),
+        ("--prefill-tokens", sizes.prefill_tokens, "prompt of prefill"),
+        ("--prefix-tokens", sizes.prefix_tokens, "common prefix of shared-prefix"),
+        ("--prefixes", sizes.prefixes, "of shared-prefix"),
+        ("--requests-per-prefix", sizes.requests_per_prefix, "of shared-prefix"),
+        ("--requests-per-worker", sizes.requests_per_worker, "in a run of sync or closed:N"),
+        ("--arrivals", sizes.arrivals, "requests in a run of poisson or gamma"),
+    ):
+        load.add_argument(
+            name,
+            type=_checked(_count),
+            default=default,
+            metavar="N",
+            help=f"{meaning} (default: {default})",
+        )
+    load.add_argument(
+        "--prompt-form",
+        choices=("ids", "text"),
+        help="prompts as token ids (exact length) or as text (default: ids where accepted)",
+    )
+    load.add_argument(
+        "--seed",
+        help="of prompts, arrivals and order (default: new each time; one used again on a server "
+        "that cannot flush measures its prefix cache)",
+    )
+    for name, seconds, meaning in (
+        ("--timeout", 600.0, "until an answer must be complete"),
+        ("--idle-timeout", 120.0, "of silence within it"),
+    ):
+        load.add_argument(
+            name,
+            type=_checked(_seconds),
+            default=seconds,
+            metavar="S",
+            help=f"seconds {meaning} (default: {seconds:g})",
+        )
+    options.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="for result.json and report.html (default: one named after the time)",
+    )
+
+
+def sizes_from(args: argparse.Namespace) -> Sizes:
+    """What the load options say about sizes."""
+    return Sizes(
+        prompt_tokens=args.prompt_tokens,
+        output_tokens=args.output_tokens,
+        prefill_tokens=args.prefill_tokens,
+        prefix_tokens=args.prefix_tokens,
+        prefixes=args.prefixes,
+        requests_per_prefix=args.requests_per_prefix,
+        contexts=args.contexts,
+        requests_per_worker=args.requests_per_worker,
+        arrivals=args.arrivals,
+    )
+
+
+def _add_server_options(options: argparse.ArgumentParser) -> None:
+    server = options.add_argument_group("servers")
+    server.add_argument(
+        "--base-url",
+        action="append",
+        metavar="URL",
+        help=f"of a running server; again to compare several (default: {DEFAULT_URL})",
+    )
+    server.add_argument(
+        "--serve",
+        type=_checked(parse_serve),
+        metavar="WHAT",
+        help="start servers instead: `family` for the bundled models, shape:NAME or the path of a "
+        "config.json for random weights of that shape",
+    )
+    server.add_argument(
+        "--context",
+        type=_checked(_count),
+        metavar="N",
+        help="tokens that started servers have room for (default: what the workload needs)",
+    )
+    server.add_argument("--api-key", default=os.environ.get("ROPEWALK_API_KEY"), metavar="KEY")
+    server.add_argument(
+        "--dialect", choices=sorted(DIALECTS), default="openai", help="default: openai"
+    )
+    server.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="ask the server to generate past its end-of-text (default: yes); without it, use a "
+        "model that has none",
+    )
+
+
+def _add_arm_options(options: argparse.ArgumentParser) -> None:
+    arms = options.add_argument_group("arms: what is compared, with nope as the zero")
+    arms.add_argument(
+        "--encodings",
+        type=_checked(_encodings),
+        default=(),
+        metavar="NAME,...",
+        help=f"of --serve (default: {','.join(ENCODINGS)})",
+    )
+    arms.add_argument(
+        "--arms",
+        type=_checked(_arms),
+        default=(),
+        metavar="NAME:SETTING,...",
+        help="of --serve, one server each: t5:window, t5:table, t5:materialised, rope:absolute, "
+        "rope:raw, rope:block",
+    )
+    arms.add_argument(
+        "--models",
+        type=_checked(_names),
+        default=(),
+        metavar="NAME,...",
+        help="of running servers (default: the first that each has)",
+    )
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=100)
+
+
+def _checked(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
+    """`parse` whose ValueError or OSError argparse prints as it is."""
+
+    def checked(text: str) -> Parsed:
+        try:
+            return parse(text)
+        except (ValueError, OSError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return checked
+
+
+def _slo(text: str) -> str:
+    parse_slo(text)
+    return text
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    if "" in names:
+        raise ValueError(f"{text!r} has an empty name")
+    return names
+
+
+def _encodings(text: str) -> tuple[str, ...]:
+    for name in (names := _names(text)):
+        if name not in ENCODINGS:
+            raise ValueError(f"there is no encoding {name!r}; use some of {', '.join(ENCODINGS)}")
+    return names
+
+
+def _arms(text: str) -> tuple[str, ...]:
+    for name in (names := _names(text)):
+        parse_setting(name)
+    return names
+
+
+def _workloads(text: str) -> tuple[Workload, ...]:
+    return tuple(workload_from(name) for name in _names(text))
+
+
+def _profiles(text: str) -> tuple[Profile | Literal["sweep"], ...]:
+    return tuple(parse_profile(name) for name in _names(text))
+
+
+def _count(text: str) -> int:
+    """A number from 1 up; 2k is 2,048."""
+    match = re.fullmatch(r"([1-9]\d*)(k?)", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a number from 1 up, such as 8 or 2k")
+    return int(match[1]) * (1024 if match[2] else 1)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_count(part) for part in _names(text))
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{text!r} is not a number of seconds above 0")
+    return value

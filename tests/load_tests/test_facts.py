@@ -1,0 +1,79 @@
+import asyncio
+
+import pytest
+
+from load_tests.client import DIALECTS, Arm, Server, Unreachable
+from load_tests.facts import Facts, arms_of, facts_of, least
+from tests.load_tests.sse_server import good, serving, whole
+
+CARDS = {
+    "data": [
+        {"id": "r", "encoding": "rope", "max_model_len": 64, "trained_context": 32,
+         "vocab_size": 300},
+        {"id": "n", "encoding": "nope"},
+    ]
+}  # fmt: skip
+CACHES = {"data": [{"model": "n", "block_size": 32}, {"model": "r", "block_size": 16}]}
+
+
+def ours(path, body):
+    pages = {"/v1/models": CARDS, "/v1/cache": CACHES}
+    return whole("200 OK", pages[path]) if path in pages else good(path, body)
+
+
+def ask(question, answer=ours, dialect="openai"):
+    with serving(answer) as running:
+        return asyncio.run(question(Server("127.0.0.1", running.port, DIALECTS[dialect])))
+
+
+def test_an_arm_for_each_model_asked_for():
+    arms = ask(lambda server: arms_of(server, ("n", "r")))
+    assert [(arm.label, arm.server.model, arm.encoding) for arm in arms] == [
+        ("n", "n", "nope"),
+        ("r", "r", "rope"),
+    ]
+
+
+def test_the_first_model_where_none_is_asked_for():
+    (arm,) = ask(lambda server: arms_of(server, ()))
+    assert arm.label == "r"
+
+
+def test_a_wrong_model_names_the_right_ones():
+    with pytest.raises(Unreachable, match=r"no model 'x'; --models takes: r, n"):
+        ask(lambda server: arms_of(server, ("x",)))
+
+
+@pytest.mark.parametrize("answer", [{"data": []}, [], {"data": ["x"]}])
+def test_a_server_without_models(answer):
+    with pytest.raises(Unreachable, match="serves no model"):
+        ask(lambda server: arms_of(server, ()), lambda path, body: whole("200 OK", answer))
+
+
+def test_transformers_is_not_asked_what_it_serves():
+    (arm,) = ask(lambda server: arms_of(server, ()), dialect="transformers")
+    assert (arm.label, arm.server.model) == ("transformers", None)
+
+
+def test_facts_are_the_models_own():
+    async def facts(server: Server) -> list[Facts]:
+        return [await facts_of(arm) for arm in await arms_of(server, ("r", "n"))]
+
+    assert ask(facts) == [
+        Facts("rope", 64, 32, 300, 16),
+        Facts("nope", None, None, None, 32),
+    ]
+
+
+def test_a_server_that_says_little():
+    async def facts(server: Server) -> Facts:
+        return await facts_of(
+            Arm("a", Server(server.host, server.port, server.dialect, "tiny"), "")
+        )
+
+    assert ask(facts, good) == Facts(vocab_size=1000)
+
+
+def test_the_least_of_what_is_known():
+    assert least([3, None, 2]) == 2
+    assert least([None]) is None

@@ -1,0 +1,64 @@
+import pytest
+
+from load_tests.options import parser, sizes_from
+from load_tests.profiles import PROFILES
+from load_tests.terms import Profile
+from load_tests.workloads import WORKLOADS, Sizes
+
+
+def parsed(*words: str):
+    return parser().parse_args(words)
+
+
+def test_without_options():
+    args = parsed()
+    assert [workload.name for workload in args.workload] == ["stream"]
+    assert args.profile is None
+    assert sizes_from(args) == Sizes()
+
+
+def test_lists_are_separated_by_commas():
+    args = parsed("--workload", "chat,longctx", "--profile", "closed:4, sweep")
+    assert [workload.name for workload in args.workload] == ["chat", "longctx"]
+    assert args.profile == (Profile("closed", concurrency=4), "sweep")
+    assert parsed("--arms", "t5:table,rope:block").arms == ("t5:table", "rope:block")
+    assert parsed("--encodings", "rope,rope,t5").encodings == ("rope", "t5")
+
+
+def test_sizes_take_thousands():
+    args = parsed("--contexts", "256,2k", "--prompt-tokens", "1k", "--prefixes", "3")
+    sizes = sizes_from(args)
+    assert (sizes.contexts, sizes.prompt_tokens, sizes.prefixes) == ((256, 2048), 1024, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--runs", "0"], "'0' is not a number from 1 up"),
+        (["--contexts", "1k,x"], "'x' is not a number"),
+        (["--workload", "nap"], "there is no workload 'nap'"),
+        (["--workload", "file:/none"], "/none"),
+        (["--profile", "closed:0"], "'closed:0' is no profile"),
+        (["--serve", "nothing"], "'nothing' is nothing to serve"),
+        (["--arms", "t5:fast"], "'t5:fast' is no bias form"),
+        (["--encodings", "rope,morse"], "there is no encoding 'morse'"),
+        (["--models", "a,,b"], "empty name"),
+        (["--slo", "ttft=200"], "'ttft=200' is no objective"),
+        (["--timeout", "-1"], "'-1' is not a number of seconds"),
+        (["--run", "3"], "unrecognized"),
+    ],
+)
+def test_wrong_values_are_refused_with_their_reason(capsys, words, reason):
+    with pytest.raises(SystemExit) as stopped:
+        parsed(*words)
+    assert stopped.value.code == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_help_explains_itself(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parsed("--help")
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0
+    for word in (*WORKLOADS, *PROFILES, "file:PATH", "examples:", "Exit status", "compare"):
+        assert word in text

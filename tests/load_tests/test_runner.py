@@ -1,0 +1,206 @@
+import asyncio
+import io
+from contextlib import contextmanager
+
+import pytest
+
+from load_tests.client import DIALECTS, Arm, Server
+from load_tests.loads import Load
+from load_tests.progress import Progress
+from load_tests.prompts import PromptMaker
+from load_tests.runner import NoSuccess, Runner
+from load_tests.terms import Profile, Run
+from load_tests.workloads import Sizes, workload_from
+from tests.load_tests.sse_server import (
+    event,
+    good,
+    serving,
+    stream,
+    text_event,
+    usage_event,
+    whole,
+)
+
+SIZES = Sizes(prompt_tokens=40, output_tokens=3, requests_per_worker=2, arrivals=5)
+FLUSH = "/v1/cache/flush"
+
+
+def load(workload: str = "stream", profile: Profile = Profile("sync")) -> Load:  # noqa: B008
+    each = workload_from(workload)
+    return Load(each, each.points(SIZES)[0], profile)
+
+
+class Asked:
+    """A server's answer that notes what was asked, in order; flushing works."""
+
+    def __init__(self, cached: int | None = None, broken: int | None = None) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self._cached = cached
+        self._broken = broken  # the completion that fails, counted from 1
+
+    def __call__(self, path: str, body: dict):
+        if path.startswith(FLUSH):
+            self.asked.append(("flush", path.partition("=")[2]))
+            return whole("200 OK", {})
+        if path != "/v1/completions":
+            return good(path, body)
+        self.asked.append((body["model"], str(body["prompt"])))
+        if sum(kind != "flush" for kind, _ in self.asked) == self._broken:
+            return whole("500 No", {"error": "oh"})
+        count = body["max_tokens"]
+        texts = [text_event("x") for _ in range(count)]
+        usage = usage_event(len(body["prompt"]), count, self._cached)
+        return stream([*texts, usage, event("[DONE]")])
+
+    def sent(self, model: str) -> list[str]:
+        return [prompt for kind, prompt in self.asked if kind == model]
+
+
+@contextmanager
+def runner_at(answer, *labels: str):
+    with serving(answer) as running:
+        server = Server("127.0.0.1", running.port, DIALECTS["openai"])
+        arms = [Arm(label, Server(server.host, server.port, server.dialect, label), label)
+                for label in labels]  # fmt: skip
+        runner = Runner(
+            lambda seed: PromptMaker(seed, "ids"), SIZES, "seed", Progress(io.StringIO())
+        )
+        yield runner, arms
+
+
+def measure(runner: Runner, arms: list[Arm], loads: list[Load], blocks: int) -> list[Run]:
+    async def collect() -> list[Run]:
+        return [run async for run in runner.measure(arms, loads, blocks)]
+
+    return asyncio.run(collect())
+
+
+def test_every_arm_runs_once_in_every_block_with_the_same_prompts():
+    asked = Asked()
+    loads = [load(), load(profile=Profile("closed", concurrency=2))]
+    with runner_at(asked, "a", "b", "c") as (runner, arms):
+        runs = measure(runner, arms, loads, 3)
+    assert len(runs) == 3 * 2 * 3
+    for block in range(3):
+        for each in loads:
+            cell = [run.arm for run in runs if (run.block, run.profile) == (block, each.profile)]
+            assert sorted(cell) == ["a", "b", "c"]
+    assert asked.sent("a") == asked.sent("b") == asked.sent("c")
+    assert len(set(asked.sent("a"))) == len(asked.sent("a")) == 3 * (2 + 4)
+    assert all(outcome.error is None for run in runs for outcome in run.outcomes)
+
+
+def test_the_order_is_random_and_follows_from_the_seed():
+    def order() -> list[tuple[int, str]]:
+        with runner_at(Asked(), "a", "b", "c") as (runner, arms):
+            return [(run.block, run.arm) for run in measure(runner, arms, [load()], 5)]
+
+    first = order()
+    assert first == order()
+    assert len({tuple(arm for number, arm in first if number == block) for block in range(5)}) > 1
+
+
+def test_the_prefix_cache_is_flushed_before_every_run():
+    asked = Asked()
+    with runner_at(asked, "a", "b") as (runner, arms):
+        measure(runner, arms, [load()], 2)
+    kinds = [kind if kind != "flush" else f"flush {model}" for kind, model in asked.asked]
+    for index, kind in enumerate(kinds):
+        if kind.startswith("flush"):
+            assert kinds[index + 1 : index + 3] == [kind.removeprefix("flush ")] * 2
+    assert len([kind for kind in kinds if kind.startswith("flush")]) == 4
+    assert runner.warnings == []
+
+
+def test_a_server_that_cannot_flush_is_asked_once_and_named():
+    paths = []
+
+    def answer(path, body):
+        paths.append(path)
+        return good(path, body)
+
+    with runner_at(answer, "a") as (runner, arms):
+        runs = measure(runner, arms, [load()], 3)
+    assert len(runs) == 3
+    assert sum(path.startswith(FLUSH) for path in paths) == 1
+    (warning,) = runner.warnings
+    assert "prefix cache of a was not emptied" in warning
+    assert "404" in warning
+
+
+def test_hits_that_theory_does_not_have_are_a_warning():
+    with runner_at(Asked(cached=16), "a") as (runner, arms):
+        measure(runner, arms, [load()], 1)
+    (warning,) = runner.warnings
+    assert "a, stream sync: the prefix cache gave 32 tokens" in warning
+    assert "0 were expected" in warning
+
+
+@pytest.mark.parametrize("asked", [Asked(cached=0), Asked(), Asked(cached=16, broken=1)])
+def test_no_warning_where_hits_agree_are_unknown_or_a_request_failed(asked):
+    with runner_at(asked, "a") as (runner, arms):
+        measure(runner, arms, [load()], 1)
+    assert runner.warnings == []
+
+
+def test_a_run_keeps_its_failures():
+    with runner_at(Asked(broken=2), "a") as (runner, arms):
+        (run,) = measure(runner, arms, [load()], 1)
+    assert [outcome.error is None for outcome in run.outcomes] == [True, False]
+    assert str(run.outcomes[1].error).startswith("status 500")
+
+
+def test_a_server_that_died_is_a_run_of_failures():
+    with runner_at(Asked(), "a") as (runner, arms):
+        pass
+    (run,) = measure(runner, arms, [load()], 1)
+    assert all("cannot connect" in str(outcome.error) for outcome in run.outcomes)
+
+
+def test_an_arm_is_left_out_of_what_it_has_no_room_for():
+    loads = [load(), load("prefill")]
+    with runner_at(Asked(), "a", "b") as (runner, arms):
+        able = asyncio.run(runner.ask(arms, {"a": None, "b": 64}, loads))
+        runs = measure(runner, arms, able, 1)
+    assert able == loads
+    assert sorted((run.point.label, run.arm) for run in runs) == [
+        ("prefill", "a"),
+        ("stream", "a"),
+        ("stream", "b"),
+    ]
+    (warning,) = runner.warnings
+    assert warning.startswith("b was left out of prefill: ")
+
+
+def test_what_no_arm_can_run_is_no_load():
+    with runner_at(Asked(), "a") as (runner, arms):
+        assert asyncio.run(runner.ask(arms, {"a": 2}, [load()])) == []
+
+
+def test_warm_up_asks_every_arm_before_it_is_measured():
+    asked = Asked()
+    with runner_at(asked, "a", "b") as (runner, arms):
+        asyncio.run(runner.warm_up(arms))
+    assert [kind for kind, _ in asked.asked] == ["a"] * 4 + ["flush"] + ["b"] * 4 + ["flush"]
+
+
+def refusing(path, body):
+    return whole("401 No", {"error": "key"})
+
+
+def test_warm_up_tells_who_does_not_work_and_why():
+    with (
+        runner_at(refusing, "a") as (runner, arms),
+        pytest.raises(NoSuccess, match=r"a at http://.*: status 401"),
+    ):
+        asyncio.run(runner.warm_up(arms))
+
+
+def test_throughput_counts_served_requests_over_all_the_time():
+    with runner_at(Asked(broken=1), "a") as (runner, arms):
+        assert 0 < asyncio.run(runner.throughput(arms[0], load())) < 1e6
+    with (
+        runner_at(refusing, "a") as (runner, arms),
+        pytest.raises(NoSuccess, match="a under stream sync: status 401"),
+    ):
+        asyncio.run(runner.throughput(arms[0], load()))
