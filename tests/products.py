@@ -16,3 +16,16 @@ def combined(*values, always):
         )
         for each in product(*values)
     ]
+
+
+def thirds(*values):
+    """Every combination, of which a usual run shows a third.
+
+    Any two values of different lists are together in it if another list has three.
+    """
+    return combined(
+        *values,
+        always=lambda *each: (
+            sum(of.index(value) for of, value in zip(values, each, strict=True)) % 3 == 0
+        ),
+    )

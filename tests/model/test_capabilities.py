@@ -18,6 +18,7 @@ from cache.operations import Operations
 from cache.terms import Audit, Capability, Evict, Fork, KeyFrame, Move, Op, Truncate, Unsupported
 from tests.model.running import Running, make_batch, new_cache
 from tests.model.tiny import ABSOLUTE, ENCODINGS, tiny
+from tests.products import combined
 
 BLOCK, BLOCKS = 4, 24
 MOVES = (Op.EVICT_RENUMBER, Op.MOVE_SPAN)
@@ -141,10 +142,17 @@ def error(found, wanted):
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-7}  # the latter: of a product and of a turn
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("op", Op)
-@pytest.mark.parametrize(("encoding", "frame"), CONTRACT)
-def test_capability(encoding, frame, op, dtype, record_property) -> None:
+@pytest.mark.parametrize(
+    ("of", "op", "dtype"),
+    combined(
+        CONTRACT,
+        Op,
+        (torch.float32, torch.bfloat16),
+        always=lambda _, op, dtype: dtype is torch.float32 or op in MOVES,  # what is rounded
+    ),
+)
+def test_capability(of, op, dtype, record_property) -> None:
+    encoding, frame = of
     world = World(encoding, frame, dtype)
     operation, name, tokens, positions = CASES[op]
     capability = world.operations.capability(op)

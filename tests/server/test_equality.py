@@ -14,6 +14,7 @@ from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
 from tests.model.running import run_uncached
 from tests.model.tiny import ENCODINGS, tiny
+from tests.products import combined
 from tests.server.recording import Recording, engine, request
 
 
@@ -33,10 +34,17 @@ def family(rng):
     return [stem[: rng.choice([0, 8, 12, 23])] + tail for tail in own] + [stem, stem]
 
 
-CASES = [*((encoding, ReferenceAttention) for encoding in ENCODINGS), ("rope", SdpaAttention)]
+# Every encoding is taken along every path in tests/model/test_contract.py.
+USUAL = ("nope", "rope", "rope-raw", "rope-block", "t5", "t5-materialised", "alibi", "learned")
 
 
-@pytest.mark.parametrize(("encoding", "backend"), CASES)
+@pytest.mark.parametrize(
+    ("encoding", "backend"),
+    [
+        *combined(ENCODINGS, [ReferenceAttention], always=lambda encoding, _: encoding in USUAL),
+        ("rope", SdpaAttention),
+    ],
+)
 def test_every_step_equals_one_uncached_pass(encoding, backend):
     rng = random.Random(encoding)
     recording = Recording(tiny(encoding, backend), blocks=24)

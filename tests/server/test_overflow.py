@@ -12,6 +12,7 @@ from server.scheduler import Limits, Sampled, Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model.running import run_uncached
 from tests.model.tiny import tiny
+from tests.products import combined
 from tests.server.recording import Recording, request
 
 CONTEXT, BLOCK = 24, 4
@@ -186,7 +187,7 @@ ROPES = ["rope", "rope-scaled"]
 FREE = ["nope", "t5", "alibi", "rope-raw", "rope-block"]
 CASES = [
     *((name, Overflow.SHIFT) for name in ROPES + FREE),
-    *((name, Overflow.SLIDE) for name in FREE),
+    *combined(FREE, [Overflow.SLIDE], always=lambda name, _: name in ("t5", "rope-block")),
 ]
 
 

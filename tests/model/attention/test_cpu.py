@@ -13,7 +13,7 @@ from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
 from model.encodings.base import KeyBias, LinearBias, TableBias
 from tests.model.running import CPU, Running, make_batch
-from tests.products import combined
+from tests.products import thirds
 
 
 def spec(heads=6, kv_heads=2, head_dim=16, dtype=torch.float32, window=None, causal=True):
@@ -53,23 +53,9 @@ def biases(heads, batch):
     ]
 
 
-HEADS = ((1, 1), (6, 2), (5, 1), (8, 8))
-BLOCKS = (1, 5, 16)
-WINDOWS = (None, 1, 7)
-
-
 @pytest.mark.parametrize(
     ("head_dim", "heads", "block_size", "window"),
-    combined(
-        (1, 10, 64, 80, 128),
-        HEADS,
-        BLOCKS,
-        WINDOWS,
-        # Every two of them together, but only a third of the threes.
-        always=lambda _, heads, block, window: (
-            (HEADS.index(heads) + BLOCKS.index(block) + WINDOWS.index(window)) % 3 == 0
-        ),
-    ),
+    thirds((1, 10, 64, 80, 128), ((1, 1), (6, 2), (5, 1), (8, 8)), (1, 5, 16), (None, 1, 7)),
 )
 def test_fast_backends_equal_the_reference(head_dim, heads, block_size, window, kernels):
     given = spec(*heads, head_dim, window=window)
@@ -81,10 +67,10 @@ def test_fast_backends_equal_the_reference(head_dim, heads, block_size, window, 
             assert (result - exact).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [None, 50, 130])
-@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (8, 1)])
-@pytest.mark.parametrize("head_dim", [10, 64, 80])
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "window", "causal"),
+    thirds((10, 64, 80), ((1, 1), (9, 3), (8, 1)), (None, 50, 130), (True, False)),
+)
 def test_many_rows_in_float64(head_dim, heads, window, causal, kernels):
     """Several tiles, tasks and chunks of keys, their borders included."""
     given = spec(*heads, head_dim, torch.float64, window, causal)
