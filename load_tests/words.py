@@ -102,7 +102,9 @@ def compared(where: str, base: str, found: Mapping[str, Difference], metric: str
     if same:
         most = max(abs(end - 1) for arm in same for end in (found[arm].low, found[arm].high))
         verb = "shows" if len(same) == 1 else "show"
-        parts.append(f"{listed(same)} {verb} no difference from {base} (at most {percent(most)} %)")
+        parts.append(
+            f"{listed(same)} {verb} no difference from {base} (up to {percent(most)} % could hide)"
+        )
     reasons: dict[str, list[str]] = {}
     for arm, one in found.items():
         if one.verdict == "unknown":

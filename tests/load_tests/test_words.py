@@ -70,7 +70,7 @@ def test_what_costs_less_is_said_without_signs():
 
 def test_no_difference_is_said_as_plainly():
     assert compared("Here,", "nope", {"rope": SAME}, "itl_p50") == (
-        "Here, rope shows no difference from nope (at most 0.8 %)."
+        "Here, rope shows no difference from nope (up to 0.8 % could hide)."
     )
 
 
@@ -79,7 +79,7 @@ def test_the_largest_difference_comes_first_and_equal_arms_last():
     assert compared("Here,", "nope", found, "itl_p50") == (
         "Here, learned costs 20.0 % (15.0 to 25.0) less per token than nope; "
         "t5 3.1 % (1.9 to 4.4) more; "
-        "rope and alibi show no difference from nope (at most 0.8 %)."
+        "rope and alibi show no difference from nope (up to 0.8 % could hide)."
     )
 
 
