@@ -31,7 +31,7 @@ from load_tests.svg import (
     wide,
 )
 
-TOP, BOTTOM, LEFT = 34.0, 46.0, 56.0
+TOP, BOTTOM, LEFT = 34.0, 46.0, 62.0
 HEIGHT = 290.0  # of a chart with lines
 ROW = 21.0  # of the others
 _LOGARITHMIC = 30.0  # highest over lowest value from which a latency axis is
