@@ -1,4 +1,4 @@
-"""The linear layer, as torch multiplies it. Faster forms are model/kernels/substitutes.py's."""
+"""Linear layers, as torch multiplies them. Faster forms are model/kernels/substitutes.py's."""
 
 import torch
 import torch.nn.functional as F
@@ -29,3 +29,36 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+class Int8Linear(nn.Module):
+    """y = (x · roundedᵀ) · scale + bias: 8-bit weights with one scale for each output.
+
+    Weights alone are rounded; sums are of the input's precision or wider, so nothing of x is lost.
+    """
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.rounded, self.scale = rounded_rows(linear.weight)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.rounded.to(x.dtype)).float() * self.scale
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+def rounded_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, columns] → int8 of that shape and float32 [rows], whose product is near it.
+
+    In equal steps, the largest value of a row at ±127.
+    """
+    scale = weight.float().abs().amax(dim=1).clamp(min=1e-12) / 127
+    return torch.round(weight.float() / scale[:, None]).to(torch.int8), scale
+
+
+def quantize(model: nn.Module) -> None:
+    """Round the weights of all linear layers inside a model. Call once, after loading."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Linear):
+                setattr(module, name, Int8Linear(child))

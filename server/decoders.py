@@ -20,6 +20,7 @@ from model.encodings.base import PositionalEncoding, create, find
 from model.kernels.build import Kernels, NoKernels
 from model.kernels.build import load as load_kernels
 from model.kernels.substitutes import substitute
+from model.linear import quantize
 from model.loading import Checkpoint, CheckpointError, load_decoder, open_checkpoint
 from model.shapes import PREFIX, random_checkpoint
 from model.transformer import Decoder
@@ -84,6 +85,8 @@ def prepare(
     backend = _backend(checkpoint, loading, encoding, dtype, device, kernels)
     decoder = _assembled(checkpoint, encoding, backend, context, dtype, device)
     _load(checkpoint, source.name, decoder)
+    if loading.quantize == "int8":
+        quantize(decoder)
     if isinstance(kernels, Kernels):
         substitute(decoder, kernels, dtype)
     place = Place(all_backends(kernels), dtype, device)

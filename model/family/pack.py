@@ -10,20 +10,10 @@ from torch import Tensor
 from model.encodings.base import create
 from model.family.dense import DenseAttention
 from model.family.losses import later_half
+from model.linear import rounded_rows
 from model.loading import load_decoder, open_checkpoint
 from model.transformer import Decoder
 from model.weights.safetensors_dir import ROW_SCALE, SINGLE, SafetensorsDirectory
-
-_LARGEST = 127
-
-
-def pack_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, columns] → int8 of that shape and float32 [rows]; their product is near it.
-
-    Nearest steps, the largest value of a row at +-127.
-    """
-    scale = matrix.float().abs().amax(dim=1).clamp(min=1e-12) / _LARGEST
-    return torch.round(matrix.float() / scale[:, None]).to(torch.int8), scale
 
 
 def pack(folder: Path, target: Path) -> None:
@@ -33,7 +23,7 @@ def pack(folder: Path, target: Path) -> None:
     for name in sorted(weights.names()):
         tensor = weights.read(name)
         if tensor.dim() == 2 and not name.startswith("encoding."):
-            tensors[name], tensors[name + ROW_SCALE] = pack_rows(tensor)
+            tensors[name], tensors[name + ROW_SCALE] = rounded_rows(tensor)
         else:
             tensors[name] = tensor.float()
     shutil.rmtree(target, ignore_errors=True)

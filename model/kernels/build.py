@@ -35,6 +35,7 @@ FLAGS = [
     "-fPIC",
 ]
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+PACKED_SUFFIXES = SUFFIXES | {torch.int8: "i8"}
 ATTENTION_SUFFIXES = SUFFIXES | {torch.float64: "f64"}
 
 
@@ -70,7 +71,9 @@ class Kernels:
         """[outputs, inputs] → the panels that `linear` reads, of the same dtype."""
         outputs, inputs = weight.shape
         packed = weight.new_empty(-(-outputs // self._panel), inputs, self._panel)
-        self._call("pack", weight.dtype, weight.contiguous(), packed, outputs, inputs)
+        pack = getattr(self._library, f"pack_{PACKED_SUFFIXES[weight.dtype]}")
+        arguments = (weight.contiguous(), packed, outputs, inputs)
+        pack(*(_as_c(argument) for argument in arguments))
         return packed
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
@@ -79,6 +82,16 @@ class Kernels:
         rows, inputs = x.shape
         y = x.new_empty(rows, outputs)
         self._call("linear", x.dtype, x, packed, bias, y, rows, inputs, outputs)
+        return y
+
+    def linear_int8(
+        self, x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, outputs: int
+    ) -> Tensor:
+        """The same with weights packed as int8, and float32 [outputs] that each row is times."""
+        x = x.contiguous()
+        rows, inputs = x.shape
+        y = x.new_empty(rows, outputs)
+        self._call("linear_i8", x.dtype, x, packed, scale, bias, y, rows, inputs, outputs)
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -163,7 +163,17 @@ inline void load_columns(const bf16 *panel, Vec<float> &left, Vec<float> &right)
   left = (Vec<float>)(words << 16);
   right = (Vec<float>)(words & 0xffff0000u);
 }
-inline int64_t place_in_panel(const float *, int64_t column) { return column; }
+inline void load_columns(const int8_t *panel, Vec<float> &left, Vec<float> &right) {
+  typedef int8_t Bytes __attribute__((vector_size(kVectorBytes / 4), aligned(1)));
+  typedef int32_t Words __attribute__((vector_size(kVectorBytes)));
+  const Bytes *halves = reinterpret_cast<const Bytes *>(panel);
+  left = __builtin_convertvector(__builtin_convertvector(halves[0], Words), Vec<float>);
+  right = __builtin_convertvector(__builtin_convertvector(halves[1], Words), Vec<float>);
+}
+template <class W>
+inline int64_t place_in_panel(const W *, int64_t column) {
+  return column;
+}
 inline int64_t place_in_panel(const bf16 *, int64_t column) {
   constexpr int64_t lanes = kLanes<float>;
   return column < lanes ? 2 * column : 2 * (column - lanes) + 1;
@@ -237,9 +247,10 @@ void multiply(int64_t rows, const Real *x, int64_t inputs, const W *panel, Real 
   multiply_tile<ROWS, K, R>(x, inputs, panel, sum);
 }
 
+// scale [outputs] or null: what each output's weights are to be multiplied by.
 template <class T, class W>
-void linear(const T *x, const W *packed, const float *bias, T *y, int64_t rows, int64_t inputs,
-            int64_t outputs) {
+void linear(const T *x, const W *packed, const float *scale, const float *bias, T *y,
+            int64_t rows, int64_t inputs, int64_t outputs) {
   constexpr int64_t kPanel = ::kPanel<float>;
   constexpr int64_t kChunk = 8 * kRows;                   // rows per pass over the panels
   constexpr int64_t kDepth = 16384 / kPanel / sizeof(W);  // inputs: 16 KiB of a panel stay in L1
@@ -273,7 +284,8 @@ void linear(const T *x, const W *packed, const float *bias, T *y, int64_t rows, 
         const int64_t first = p * kPanel, columns = std::min<int64_t>(kPanel, outputs - first);
         for (int64_t m = 0; m < chunk_rows; ++m)
           for (int64_t j = 0; j < columns; ++j)
-            narrow(sums[m * kPanel + j] + (bias ? bias[first + j] : 0.0f),
+            narrow(sums[m * kPanel + j] * (scale ? scale[first + j] : 1.0f) +
+                       (bias ? bias[first + j] : 0.0f),
                    y + (chunk + m) * outputs + first + j);
       }
     }
@@ -757,7 +769,12 @@ int64_t panel_columns() { return kPanel<float>; }
   }                                                                                              \
   void linear_##SUFFIX(const T *x, const T *packed, const float *bias, T *y, int64_t rows,       \
                        int64_t inputs, int64_t outputs) {                                        \
-    linear(x, packed, bias, y, rows, inputs, outputs);                                           \
+    linear(x, packed, nullptr, bias, y, rows, inputs, outputs);                                  \
+  }                                                                                              \
+  void linear_i8_##SUFFIX(const T *x, const int8_t *packed, const float *scale,                  \
+                          const float *bias, T *y, int64_t rows, int64_t inputs,                 \
+                          int64_t outputs) {                                                     \
+    linear(x, packed, scale, bias, y, rows, inputs, outputs);                                    \
   }                                                                                              \
   void rms_norm_##SUFFIX(const T *x, const T *weight, T *y, int64_t rows, int64_t width,         \
                          float eps) {                                                            \
@@ -774,6 +791,9 @@ int64_t panel_columns() { return kPanel<float>; }
   }                                                                                              \
   void attend_##SUFFIX(const AttendArguments *a) { attend<T>(*a); }
 FOR_EACH_TYPE(DEFINE_ENTRIES)
+void pack_i8(const int8_t *w, int8_t *packed, int64_t outputs, int64_t inputs) {
+  pack_panels(w, packed, outputs, inputs);
+}
 // Attention alone, for the tests that compare with an exact pass.
 void attend_f64(const AttendArguments *a) { attend<double>(*a); }
 }

@@ -12,7 +12,7 @@ from model.config import ModelConfig
 from model.encodings.base import PositionalEncoding, PositionalWork
 from model.encodings.rope import RoPE
 from model.kernels.build import SUFFIXES, Kernels
-from model.linear import Linear
+from model.linear import Int8Linear, Linear
 from model.rotation import Rotation
 from model.transformer import Gate, RMSNorm
 
@@ -38,6 +38,8 @@ def _faster(module: nn.Module, kernels: Kernels) -> nn.Module | None:
         if module.weight.dtype is torch.bfloat16 and has_bf16_arithmetic():
             return OneDnnLinear(module)
         return PanelLinear(module, kernels)
+    if isinstance(module, Int8Linear):
+        return Int8PanelLinear(module, kernels)
     if isinstance(module, RMSNorm):
         return KernelRMSNorm(module, kernels)
     if isinstance(module, Gate) and module.activation == "silu":
@@ -59,6 +61,21 @@ class PanelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.linear(x, self.panels, self.bias, self.outputs)
+
+
+class Int8PanelLinear(nn.Module):
+    """The same over 8-bit panels, widened as they are read."""
+
+    def __init__(self, linear: Int8Linear, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.outputs = linear.rounded.shape[0]
+        self.panels = kernels.pack(linear.rounded)
+        self.scale = linear.scale
+        self.bias = None if linear.bias is None else linear.bias.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.linear_int8(x, self.panels, self.scale, self.bias, self.outputs)
 
 
 class OneDnnLinear(nn.Module):

@@ -78,6 +78,15 @@ def test_one_shape_under_two_encodings():
     assert len(generated(loaded[1], [1, 2, 3])) == 8
 
 
+@pytest.mark.parametrize("attention", ["cpu", "sdpa"])
+def test_int8_models_are_served(attention) -> None:
+    flags = ("--quantize", "int8", "--attention", attention, *SMALL)
+    (loaded,) = load("shape:small", *flags)
+    (plain,) = load("shape:small", "--attention", attention, *SMALL)
+    prompt = list(range(40))
+    assert len(generated(loaded, prompt)) == len(generated(plain, prompt)) == 8
+
+
 def test_a_shape_takes_the_options_of_its_encoding():
     (loaded,) = load("shape:small", "--encoding", "t5", "--bias-form", "table", *SMALL)
     assert loaded.served.encoding == "t5"

@@ -59,6 +59,7 @@ def test_every_flag_reaches_the_config() -> None:
         "b=y",
         *("--dtype", "float32", "--device", "cpu", "--encoding", "nope", "--attention", "sdpa"),
         *("--bias-form", "table", "--rope-frame", "block", "--audit", "full"),
+        *("--quantize", "int8"),
         *("--max-mutated-blocks", "9"),
         *("--max-model-len", "8k", "--threads", "2", "--kv-memory", "1GiB", "--block-size", "32"),
         *("--no-prefix-sharing", "--max-seqs", "3", "--max-step-tokens", "7", "--max-queue", "1"),
@@ -69,7 +70,7 @@ def test_every_flag_reaches_the_config() -> None:
     )
     assert given.models == (ModelSource("a", "x.gguf"), ModelSource("b", "y"))
     assert dataclasses.astuple(given.loading) == (
-        *("float32", "cpu", "nope", "table", "block", "sdpa", 8192, 2),
+        *("float32", "int8", "cpu", "nope", "table", "block", "sdpa", 8192, 2),
     )
     assert dataclasses.astuple(given.cache) == (1 << 30, 32, False, "full", 9)
     assert dataclasses.astuple(given.limits) == (3, 7, 1)
@@ -93,6 +94,7 @@ def test_variable_equals_flag(option) -> None:
         "dtype": "bfloat16",
         "device": "cuda",
         "bias_form": "table",
+        "quantize": "int8",
         "rope_frame": "raw",
         "audit": "full",
         "attention": "cpu",

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from model.attention.cpu import CpuBackend
 from model.encodings.rope import RoPE
 from model.kernels.substitutes import (
+    Int8PanelLinear,
     KernelRMSNorm,
     KernelRoPE,
     KernelSiluGate,
@@ -14,7 +15,7 @@ from model.kernels.substitutes import (
     PanelLinear,
     substitute,
 )
-from model.linear import Linear
+from model.linear import Int8Linear, Linear
 from model.transformer import Gate, RMSNorm
 from tests.model.running import run_uncached
 from tests.model.tiny import CPU, tiny
@@ -50,6 +51,19 @@ def test_bfloat16_panels_round_once(rows, kernels):
         torch.equal(packed, exact.float().bfloat16())
         or ((packed.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 12, 13, 40, 97])
+@pytest.mark.parametrize(("inputs", "outputs", "bias"), [(7, 3, True), (600, 33, False)])
+def test_int8_panels_equal_the_definition(rows, inputs, outputs, bias, dtype, kernels):
+    layer = Int8Linear(made(inputs, outputs, bias, dtype))
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    exact = x.double() @ (layer.rounded.double() * layer.scale.double()[:, None]).T
+    exact = exact if layer.bias is None else exact + layer.bias.double()
+    error = (Int8PanelLinear(layer, kernels)(x).double() - exact).abs()
+    rounding = 2**-8 if dtype is torch.bfloat16 else 0.0
+    assert (error <= exact.abs() * rounding + 1e-5).all()
 
 
 @pytest.mark.parametrize("rows", [1, 40])

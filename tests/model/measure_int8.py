@@ -1,0 +1,106 @@
+"""What 8-bit weights cost in quality and give in speed, on SmolLM2: a measurement, not a test.
+
+Run by hand, with nothing else on the machine and after `ropewalk family prepare`:
+python -m tests.model.measure_int8
+Prints two tables. Loss: nats per token on the family's held-out texts. Time: a decoding step,
+median and quartiles of rounds in which each precision runs once.
+"""
+
+import time
+from statistics import median, quantiles
+
+import sentencepiece
+import torch
+import torch.nn.functional as F
+
+from model.attention.cpu import CpuBackend
+from model.encodings.base import create
+from model.family import corpus
+from model.family.prepare import SHIPPED_TOKENIZER
+from model.kernels.build import Kernels, load
+from model.kernels.substitutes import substitute
+from model.linear import quantize
+from model.loading import load_decoder, open_checkpoint
+from model.transformer import Decoder
+from server.pull import home
+from tests.model.running import CPU, Running, make_batch, new_cache, run_uncached
+from tests.smollm2 import smollm2_path
+
+WINDOWS, LENGTH = 24, 512  # of text
+BATCHES, KEYS, ROUNDS, BLOCK = (1, 8, 32), 128, 40, 16
+PRECISIONS = ("float32", "bfloat16", "bfloat16 int8")
+
+
+def decoders(kernels: Kernels) -> dict[str, Decoder]:
+    checkpoint = open_checkpoint(smollm2_path())
+    config = checkpoint.config
+    made = {}
+    for precision in PRECISIONS:
+        dtype = torch.float32 if precision == "float32" else torch.bfloat16
+        encoding = create(config.encoding, config, 1024, CPU)
+        decoder = Decoder(config, encoding, CpuBackend(kernels), dtype=dtype, device=CPU)
+        load_decoder(checkpoint, decoder)
+        if precision.endswith("int8"):
+            quantize(decoder)
+        substitute(decoder, kernels, dtype)
+        made[precision] = decoder
+    return made
+
+
+def windows() -> list[list[int]]:
+    """Evenly from the held-out documents, in SmolLM2's tokens."""
+    split = corpus.load(home() / "family" / "corpus.npz").held_out
+    spoken = sentencepiece.SentencePieceProcessor(str(SHIPPED_TOKENIZER))
+    tokenizer = open_checkpoint(smollm2_path()).tokenizer
+    step = len(split.tokens) // WINDOWS
+    texts = [spoken.decode(split.tokens[i * step :][: 2 * LENGTH].tolist()) for i in range(WINDOWS)]
+    return [tokenizer.encode(text, bos=False)[: LENGTH + 1] for text in texts]
+
+
+def loss(decoder: Decoder, texts: list[list[int]]) -> float:
+    losses = [
+        F.cross_entropy(run_uncached(decoder, text[:-1]).float(), torch.tensor(text[1:]))
+        for text in texts
+    ]
+    return float(torch.stack(losses).mean())
+
+
+def step_times(made: dict[str, Decoder], batch_size: int) -> dict[str, list[float]]:
+    """Seconds of decoding one token of each request, by precision, round by round."""
+    blocks = KEYS // BLOCK
+    requests = [
+        Running([7] * KEYS, list(range(i * blocks, (i + 1) * blocks)), computed=KEYS - 1)
+        for i in range(batch_size)
+    ]
+    batch = make_batch([(request, 1) for request in requests], BLOCK)
+    caches = {
+        name: new_cache(decoder, batch_size * blocks, BLOCK) for name, decoder in made.items()
+    }
+    taken: dict[str, list[float]] = {name: [] for name in made}
+    for number in range(ROUNDS + 1):
+        for name, decoder in made.items():
+            start = time.perf_counter()
+            decoder(batch, caches[name])
+            if number:
+                taken[name].append(time.perf_counter() - start)
+    return taken
+
+
+def main() -> None:
+    made = decoders(load(home() / "kernels"))
+    texts = windows()
+    print(f"|precision|nats per token, {len(texts)} windows of {LENGTH}|\n|---|---:|")
+    for precision, decoder in made.items():
+        print(f"|{precision}|{loss(decoder, texts):.4f}|", flush=True)
+    print("\n|batch|" + "|".join(f"{precision}, ms" for precision in made) + "|int8 is faster by|")
+    print("|---:|" + "---:|" * (len(made) + 1))
+    for batch_size in BATCHES:
+        taken = step_times(made, batch_size)
+        cells = [f"{1e3 * median(times):.1f}" for times in taken.values()]
+        pairs = zip(taken["bfloat16"], taken["bfloat16 int8"], strict=True)
+        low, middle, high = quantiles([plain / rounded for plain, rounded in pairs], n=4)
+        print(f"|{batch_size}|{'|'.join(cells)}|{middle:.2f} ({low:.2f} to {high:.2f})|")
+
+
+if __name__ == "__main__":
+    main()
