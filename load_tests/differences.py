@@ -94,7 +94,7 @@ def client_late(found: Sequence[Figures]) -> Difference | None:
     """The conclusion where the client was too slow for one; None where it was not."""
     if not any(one.client_late for one in found):
         return None
-    return unknown("the client sent late (p99 above 5 % of the TTFT): lower the load or --rate")
+    return unknown("the client sent late (p99 above 5 % of the TTFT): lower the load")
 
 
 def _by_block(runs: Sequence[Run]) -> dict[int, Figures]:

@@ -16,7 +16,7 @@ def tables(result: Result) -> str:
     """Everything to read when a load test has ended."""
     measured = subject(result)
     parts = [_table(measured, cells) for cells in _by_workload(measured)]
-    sentences = [f"- {sentence}" for plot in plots(result) for sentence in plot.findings[:1]]
+    sentences = [f"- {plot.title}. {plot.findings[0]}" for plot in plots(result) if plot.findings]
     parts.append("\n".join(sentences) or "Nothing was measured.")
     if warnings := [f"warning: {sentence}" for sentence in all_warnings(result)]:
         parts.append("\n".join(warnings))

@@ -35,7 +35,7 @@ def test_one_line_for_each_cell_and_arm():
 
 def test_findings_and_definitions_are_below():
     text = tables(LONGCTX)
-    assert "- At 2,048 tokens of context, t5 costs" in text
+    assert "- Step latency by context: longctx. At 2,048 tokens of context, t5 costs" in text
     assert "TPOT is time per output token: (end − first text) / (tokens − 1)" in text
 
 
