@@ -137,7 +137,7 @@ def evaluate(flags: argparse.Namespace) -> int:
     sizes = QUICK if flags.quick else Sizes()
     try:
         texts = corpus.load(folder() / "corpus.npz")
-        task = Task(texts, sizes, device, served_logprobs, _bars)
+        task = Task(texts, sizes, device, served_logprobs, _bars, pull.FAMILY)
         evaluate_models(flags.models or folder() / "runs", path, task)
     except FamilyError as error:
         raise CommandError(str(error)) from error

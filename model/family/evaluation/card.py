@@ -18,13 +18,22 @@ from model.family.evaluation.findings import (
 )
 from model.family.evaluation.pictures import pictures
 from model.family.evaluation.results import Evaluation, Measured
-from model.family.evaluation.words import MISSING, listed, share, table
+from model.family.evaluation.samples import TEMPERATURE
+from model.family.evaluation.words import MISSING, listed, share, signed, table
 from model.family.recall import WORDS
 from model.family.recipe import Recipe
 
 CARD = "MODEL_CARD.md"
 GOOD = 3.6  # nats per token at the later half of trained positions
 PLOT_NAMES = "evaluation-{}.svg"
+
+OWN = """\
+Write a class as those in model/encodings are, then train it beside the others and measure it with
+them; every folder among the trained models gets the same report:
+
+    PYTHONPATH=. ropewalk family train --encoding package.module:Class
+    PYTHONPATH=. ropewalk family evaluate
+    ropewalk family report"""
 
 
 def write(evaluation: Evaluation, data: str | None, notes: str | None, folder: Path) -> list[Path]:
@@ -53,7 +62,10 @@ def text(evaluation: Evaluation, data: str | None, notes: str | None = None) -> 
         "Recall": _recall(evaluation, images.get("recall", "")),
         "Cache operations": _operations(members, images.get("operations", "")),
         "Through the server": _served(members),
+        "Packed weights": _packed(members),
+        "How they write": _samples(members),
         "Limits": _limits(members),
+        "An encoding of your own": OWN,
     }
     if notes:
         sections["Notes"] = notes
@@ -176,6 +188,36 @@ def _served(members: Sequence[Measured]) -> str:
         "The loss of the same texts as `POST /v1/completions` tells it with `echo` and "
         "`logprobs`, beside the one computed offline in float32.\n\n" + tables.served(members)
     )
+
+
+def _packed(members: Sequence[Measured]) -> str:
+    rows = [
+        [
+            one.label,
+            f"{one.packed.size / 2**20:.1f}",
+            f"{one.packed.trained:.4f}",
+            f"{one.packed.packed:.4f}",
+            signed(one.packed.packed - one.packed.trained, 4),
+        ]
+        for one in shipped(members)
+        if one.packed is not None
+    ]
+    heads = ["encoding", "MiB", "loss as trained", "loss packed", "cost"]
+    return (
+        "Matrices are shipped as 8-bit rows with a scale each. Nats per token at the later half of "
+        f"trained positions. All other figures here are of the weights as trained.\n\n"
+        f"{table(heads, rows) if rows else MISSING}"
+    )
+
+
+def _samples(members: Sequence[Measured]) -> str:
+    known = [one for one in shipped(members) if one.samples]
+    written = "\n".join(
+        f"- {one.label}: *{each.prompt}*{each.answer}".replace("\n", " ")
+        for one in known
+        for each in one.samples or ()
+    )
+    return f"Drawn at temperature {TEMPERATURE}, not chosen.\n\n{written or MISSING}"
 
 
 def _limits(members: Sequence[Measured]) -> str:

@@ -17,13 +17,18 @@ import torch
 
 from model.family.corpus import Corpus
 from model.family.errors import FamilyError
-from model.family.evaluation import curves, losses, recalled, results, served, shortened
+from model.family.evaluation import curves, losses, recalled, results, samples, served, shortened
 from model.family.evaluation.members import Member, digest, find_members, load, opened
 from model.family.evaluation.reading import Reader
-from model.family.evaluation.results import Evaluation, Measured, Sizes
+from model.family.evaluation.results import Evaluation, Measured, Packed, Sizes
 from model.family.evaluation.served import Serve
 from model.family.evaluation.texts import Texts, texts_of
+from model.family.losses import windows_of
+from model.family.pack import loss_of
 from model.family.prepare import Bar, Bars
+from model.weights.safetensors_dir import SINGLE
+
+PACKED_WINDOWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,7 @@ class Task:
     device: torch.device
     serve: Serve
     bars: Bars
+    shipped: Path  # has a folder of packed weights for each model that is in the package
 
     def texts(self, length: int, count: int) -> Texts:
         return texts_of(self.corpus.held_out, length, count)
@@ -84,6 +90,10 @@ def _parts(member: Member, earlier: Measured | None, task: Task) -> Iterator[Mea
     measured = _known(member, earlier, task.corpus)
     if member.log.exists():
         measured = _with(measured, "curve", _mark(member.log), lambda: curves.read(member.log))
+    packed = task.shipped / member.name
+    if (packed / SINGLE).exists():
+        mark = _mark(measured.digest, task.corpus.fingerprint, packed / SINGLE)
+        measured = _with(measured, "packed", mark, partial(_packed, member, packed, task))
     yield measured
     subject: Subject | None = None
     for name in SEEDS_TOO if member.seed is not None else PARTS:
@@ -133,6 +143,13 @@ def _mark(*parts: str | Path) -> str:
         content = part.read_bytes() if isinstance(part, Path) else part.encode()
         joined.update(hashlib.sha256(content).digest())
     return joined.hexdigest()
+
+
+def _packed(member: Member, packed: Path, task: Task) -> Packed:
+    context = opened(member).config.trained_context
+    windows = windows_of(task.corpus.held_out, context, PACKED_WINDOWS)
+    size = (packed / SINGLE).stat().st_size
+    return Packed(size, loss_of(member.folder, windows), loss_of(packed, windows))
 
 
 def _losses(subject: Subject, task: Task) -> losses.Losses:
@@ -185,10 +202,15 @@ def _served(subject: Subject, task: Task) -> tuple[served.ServedLoss, ...]:
         )
 
 
+def _samples(subject: Subject, task: Task) -> tuple[samples.Sample, ...]:
+    return samples.measure(subject.reader, subject.checkpoint.tokenizer)
+
+
 PARTS: Mapping[str, Callable[[Subject, Task], Any]] = {  # by their fields of Measured
     "losses": _losses,
     "divergences": _divergences,
     "served": _served,
+    "samples": _samples,
     "recalls": _recalls,
 }
 SEEDS_TOO = ("losses",)

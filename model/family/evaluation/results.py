@@ -11,11 +11,12 @@ from model.family.errors import FamilyError
 from model.family.evaluation.curves import Curve
 from model.family.evaluation.losses import Losses
 from model.family.evaluation.recalled import Recalls
+from model.family.evaluation.samples import Sample
 from model.family.evaluation.served import ServedLoss
 from model.family.evaluation.shortened import Divergence
 
 SCHEMA = 1  # raise it when a field changes its meaning
-DIGITS = 6  # of a number that is stored
+DIGITS = 8  # of a number that is stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,12 @@ class Sizes:
     """How much is measured. Lengths and distances in tokens."""
 
     context: int = 4096
-    texts: int = 64  # for loss by position
-    short_texts: int = 32  # for cache operations
+    texts: int = 32  # for loss by position
+    short_texts: int = 16  # for cache operations
     served_texts: int = 4
     trials: int = 50  # of each kind in a cell of recall
     lengths: tuple[int, ...] = (512, 1024, 2048)
-    distances: tuple[int, ...] = (32, 64, 128, 256, 384, 768, 1536)
+    distances: tuple[int, ...] = (32, 128, 256, 384, 768, 1536)
 
 
 QUICK = Sizes(
@@ -40,6 +41,15 @@ QUICK = Sizes(
     lengths=(512, 640),
     distances=(32, 384),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What shipping in 8 bits costs. Nats per token at the later half of trained positions."""
+
+    size: int  # bytes of the packed weights
+    trained: float  # as they were trained
+    packed: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,8 @@ class Measured:
     recalls: Recalls | None = None
     divergences: tuple[Divergence, ...] | None = None
     served: tuple[ServedLoss, ...] | None = None
+    samples: tuple[Sample, ...] | None = None
+    packed: Packed | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ def share(estimate: Estimate) -> str:
 
 def small(value: float) -> str:
     """Two digits however small: 0.00021 and 1.3."""
-    return f"{value:.2g}" if abs(value) >= 1e-4 else f"{value:.0e}"
+    return f"{value:.2g}" if abs(value) >= 1e-4 or not value else f"{value:.0e}"
 
 
 def millions(tokens: int) -> str:

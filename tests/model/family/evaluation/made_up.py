@@ -7,7 +7,8 @@ from model.family.evaluation.curves import Curve, Point
 from model.family.evaluation.estimates import Estimate, wilson
 from model.family.evaluation.losses import LossBin, Losses, edges
 from model.family.evaluation.recalled import RecallCell, Recalls
-from model.family.evaluation.results import SCHEMA, Evaluation, Measured, Sizes
+from model.family.evaluation.results import SCHEMA, Evaluation, Measured, Packed, Sizes
+from model.family.evaluation.samples import Sample
 from model.family.evaluation.served import ServedLoss
 from model.family.evaluation.shortened import Divergence
 
@@ -86,7 +87,8 @@ def measured(label, costs, memory=200.0, pace=3.0, kl=0.01, seed=None, end=3.4) 
     more = {"curve": curve(pace, end), "losses": own}
     if seed is None:
         more |= {"recalls": recalls(memory, own.reach), "divergences": divergences(kl)}
-        more["served"] = served
+        more |= {"served": served, "packed": Packed(4_300_000, 3.5, 3.5012)}
+        more["samples"] = (Sample("My friends,", " the sea\nis blue."),)
     values = {field: getattr(first, field) for field in first.__slots__}
     return Measured(**values | more)
 

@@ -35,6 +35,12 @@ def test_a_mean_over_documents_is_weighted_and_its_interval_covers_the_truth() -
     assert 86 <= covered <= 99  # 95 are promised; a bootstrap of 25 gives a little less
 
 
+def test_draws_keep_the_weights_of_their_documents() -> None:
+    means = np.repeat([[0.0], [1.0]], 20, axis=0)
+    (found,) = by_document(means, np.repeat([1.0, 9.0], 20))
+    assert found.value == pytest.approx(0.9) and 0.8 < found.low < found.high < 0.96
+
+
 def test_columns_see_the_same_draws() -> None:
     means = np.random.default_rng(0).normal(size=(9, 1))
     first, second, difference = by_document(

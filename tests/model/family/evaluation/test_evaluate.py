@@ -2,17 +2,22 @@
 
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from model.family.errors import FamilyError
 from model.family.evaluation import evaluate as module
-from model.family.evaluation import results, shortened
+from model.family.evaluation import results, samples, shortened
 from model.family.evaluation.evaluate import Task, evaluate
 from model.family.evaluation.losses import token_losses
 from model.family.evaluation.members import find_members
 from model.family.evaluation.reading import Reader
 from model.family.evaluation.results import Sizes
+from model.family.pack import pack
+from model.family.prepare import SHIPPED_TOKENIZER
+from model.tokenizers.spm import SpmModel, SpmTokenizer
 from tests.model.family.evaluation.trained import (
     CPU,
     ENCODINGS,
@@ -59,7 +64,7 @@ def told(folder, dtype, context, prompts):
     return answers
 
 
-TASK = Task(corpus(length=1500), SIZES, CPU, told, no_bars)
+TASK = Task(corpus(length=1500), SIZES, CPU, told, no_bars, Path("nowhere"))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -129,7 +134,8 @@ def test_what_was_cut_off_goes_on_after_the_last_part(runs, found, tmp_path, mon
     path = tmp_path / "evaluation.json"
     rope = replace(whole.members[0], served=None, recalls=None)
     kept = {name: mark for name, mark in rope.made_from.items() if name in ("curve", "losses")}
-    results.write(replace(whole, members=(replace(rope, made_from=kept),)), path)
+    cut = replace(whole, members=(replace(rope, made_from=kept), *whole.members[2:]))
+    results.write(cut, path)
     done = []
     parts = {
         name: lambda subject, task, name=name, run=run: (
@@ -147,10 +153,12 @@ def test_what_was_cut_off_goes_on_after_the_last_part(runs, found, tmp_path, mon
     with pytest.raises(KeyboardInterrupt):
         evaluate(runs, path, TASK)
     assert done == [("ropewalk-rope", "divergences")]
-    assert results.read(path).members[0].divergences == whole.members[0].divergences
+    kept, learned = results.read(path).members
+    assert kept.divergences == whole.members[0].divergences and learned == whole.members[2]
     monkeypatch.setitem(parts, "served", module._served)
     assert evaluate(runs, path, TASK) == whole
-    assert ("ropewalk-rope", "losses") not in done and ("ropewalk-learned", "losses") in done
+    assert ("ropewalk-rope", "losses") not in done
+    assert ("ropewalk-rope.seed1", "losses") in done
 
 
 def test_other_weights_or_sizes_are_measured_anew(runs, found, tmp_path, monkeypatch) -> None:
@@ -186,6 +194,44 @@ def test_tokens_that_a_model_does_not_know_are_refused(runs, tmp_path) -> None:
     other.held_out.tokens[7] = 60_000
     with pytest.raises(FamilyError, match="has token 60,000; evaluate it on the corpus"):
         evaluate(runs, tmp_path / "evaluation.json", replace(TASK, corpus=other))
+
+
+def test_what_packing_costs_is_told_where_weights_are_shipped(runs, found, tmp_path) -> None:
+    pack(runs / "ropewalk-learned", tmp_path / "ropewalk-learned")
+    path = tmp_path / "evaluation.json"
+    results.write(found[1], path)
+    rope, _, learned = evaluate(runs, path, replace(TASK, shipped=tmp_path)).members
+    assert rope.packed is None and learned.packed is not None
+    assert 1e-6 < abs(learned.packed.packed - learned.packed.trained) < 0.1
+    half = learned.losses.bins[-1]  # not the same texts, but as drawn as they
+    assert (half.start, half.stop) == (32, 64)
+    assert learned.packed.trained == pytest.approx(half.loss.value, abs=1)
+    assert learned.packed.size == (tmp_path / "ropewalk-learned/model.safetensors").stat().st_size
+
+
+def test_samples_go_on_from_their_prompts(found) -> None:
+    samples_ = found[1].members[0].samples
+    assert [one.prompt for one in samples_] == list(samples.PROMPTS)
+    assert all(one.answer for one in samples_)
+
+
+def test_a_sample_is_what_a_fresh_pass_would_draw() -> None:
+    """A reader that knows one sentence says it, whatever was read before."""
+    tokenizer = SpmTokenizer(SpmModel(SHIPPED_TOKENIZER.read_bytes()))
+    said = tokenizer.encode("Call me" + " Ishmael" * 60, bos=True)
+
+    class Parrot:
+        computed = 0
+
+        def read(self, tokens, *, wanted, start=0):
+            assert start == self.computed and len(tokens) > start
+            self.computed = len(tokens)
+            found = torch.full((wanted, 4096), -99.0)
+            found[-1, said[len(tokens)]] = 0.0
+            return found
+
+    (one,) = samples.measure(Parrot(), tokenizer, ("Call me",))
+    assert one.answer.startswith(" Ishmael Ishmael") and set(one.answer.split()) >= {"Ishmael"}
 
 
 def test_sizes_are_part_of_the_file(found) -> None:

@@ -8,7 +8,7 @@ from model.family.evaluation.card import text
 from model.family.evaluation.curves import Curve, Point
 from model.family.evaluation.findings import Beyond, about_length, about_speed, differing, verdict
 from model.family.evaluation.pictures import LOOKS, look, pictures
-from model.family.evaluation.results import Evaluation
+from model.family.evaluation.results import Evaluation, Measured
 from model.family.recipe import ENCODINGS
 from tests.model.family.evaluation.made_up import family, losses, measured
 
@@ -65,6 +65,8 @@ def test_who_converges_first_is_told_by_the_seeds() -> None:
     for tokens, where in ((45, "Not told apart from it: alibi."), (30, "Earlier than all")):
         said = about_speed([*members, straight("alibi", tokens)])
         assert where in said and "is not what these trainings show" in said
+    said = about_speed([*members, straight("alibi", 45), straight("alibi", 60, seed=1)])
+    assert "Not told apart from it: alibi." in said
     assert "One seed says little" in about_speed([members[0], members[2]])
     assert about_speed([members[2]]).endswith("not measured.")
 
@@ -77,11 +79,11 @@ def test_speed_is_compared_at_a_loss_that_all_came_to() -> None:
 def test_a_card_without_figures_says_so() -> None:
     whole = family()
     bare = tuple(
-        replace(one, curve=None, losses=None, recalls=None, divergences=None, served=None)
+        Measured(one.name, one.label, one.seed, one.digest, one.encoding, 7, one.config)
         for one in whole.members
     )
     card = text(Evaluation(1, "f", whole.sizes, bare), None)
-    for section in card.split("\n## ")[2:-1]:
+    for section in card.split("\n## ")[2:-2]:
         assert "not measured" in section, section
     assert "svg" not in card
 
@@ -96,6 +98,10 @@ def test_a_card_has_every_figure_and_models_of_any_name() -> None:
     assert "| rope | float32 | 4 of 1,023 | 3.61234 | 3.61234 | 2e-07 |" in card
     assert "+0.02 (0.00 to +0.04)" in card
     assert "Loss above 3.6 nats" in card and "the data card" in card
+    assert "\n| position | 512 to 640 | 640 to 768 |" in card
+    assert "| 256 to 512 | other seeds, last bin |" in card
+    assert "- t5: *My friends,* the sea is blue.\n" in card
+    assert "| t5 | 4.1 | 3.5000 | 3.5012 | +0.0012 |" in card
     assert "in the notes" not in card  # nothing differs
 
 

@@ -1,0 +1,42 @@
+"""How a model writes: the same prompts, continued by chance that is the same for every model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from model.family.evaluation.reading import Reads
+from model.tokenizers.base import Tokenizer
+
+PROMPTS = ("The captain looked at the sea and", "My friends, the state of our country")
+TOKENS = 48
+TEMPERATURE = 0.7
+SEED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """`answer` is what the model wrote after `prompt`."""
+
+    prompt: str
+    answer: str
+
+
+def measure(
+    reader: Reads, tokenizer: Tokenizer, prompts: Sequence[str] = PROMPTS
+) -> tuple[Sample, ...]:
+    """TOKENS tokens after each prompt."""
+    return tuple(Sample(prompt, _answer(reader, tokenizer, prompt)) for prompt in prompts)
+
+
+def _answer(reader: Reads, tokenizer: Tokenizer, prompt: str) -> str:
+    drawn = torch.Generator().manual_seed(SEED)
+    tokens = tokenizer.encode(prompt, bos=True)
+    first, start = len(tokens), 0
+    for _ in range(TOKENS):
+        row = reader.read(tokens, wanted=1, start=start)[-1].cpu()
+        start = len(tokens)
+        chances = (row / TEMPERATURE).softmax(-1)
+        tokens.append(int(torch.multinomial(chances, 1, generator=drawn)))
+    written = b"".join(tokenizer.token_bytes(token, first=False) for token in tokens[first:])
+    return written.decode(errors="replace")
