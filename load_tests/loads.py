@@ -9,6 +9,8 @@ from load_tests.prompts import PromptMaker
 from load_tests.terms import Plan, Point, Profile
 from load_tests.workloads import Sizes, Workload
 
+LEAST_CONTEXT = 256  # tokens of a started server: the warm-up needs some, whatever is measured
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -38,7 +40,7 @@ def points(workloads: Sequence[Workload], sizes: Sizes) -> list[Load]:
 
 def needed_context(workloads: Sequence[Workload], sizes: Sizes) -> int:
     """Tokens that servers started for these workloads should have room for."""
-    return max(workload.context(sizes) for workload in workloads)
+    return max(LEAST_CONTEXT, *(workload.context(sizes) for workload in workloads))
 
 
 async def under_profiles(

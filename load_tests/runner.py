@@ -18,8 +18,8 @@ from load_tests.terms import Outcome, Plan, Point, Request, Run, ServerView
 from load_tests.workloads import Sizes
 
 _WARM_UP_REQUESTS = 4  # at once
-_WARM_UP_PROMPT_TOKENS = 64
-_WARM_UP_OUTPUT_TOKENS = 8
+_WARM_UP_PROMPT_TOKENS = 16
+_WARM_UP_OUTPUT_TOKENS = 4
 _SCRAPE_EVERY_S = 1.0
 _PATIENCE_S = 30.0  # with questions beside the load
 

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from load_tests.loads import needed_context, points, under_profiles
+from load_tests.loads import LEAST_CONTEXT, needed_context, points, under_profiles
 from load_tests.terms import Profile
 from load_tests.workloads import Sizes, workload_from
 
@@ -21,7 +21,9 @@ def test_every_size_of_every_workload_is_a_load():
 
 
 def test_servers_are_started_with_room_for_the_longest_workload():
-    assert needed_context([STREAM], SIZES) == STREAM.context(SIZES)
+    small = Sizes(prompt_tokens=4, output_tokens=4)
+    assert needed_context([STREAM], small) == LEAST_CONTEXT > STREAM.context(small)
+    assert needed_context([STREAM], Sizes(prompt_tokens=999)) == 999 + SIZES.output_tokens
     assert needed_context([STREAM, LONG], SIZES) == 8192
 
 
