@@ -118,10 +118,12 @@ def _training(members: Sequence[Measured], image: str) -> str:
     }
     recipe = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in fixed.items())
     seeds = sorted({one.seed for one in members if one.seed is not None})
-    others = f"the served models and seeds {', '.join(map(str, seeds))}" if seeds else "one seed"
+    others = (
+        f"the served models and seeds {', '.join(map(str, seeds))}" if seeds else "one seed each"
+    )
     return (
         f"Muon on the matrices inside the layers, AdamW on the rest (model/family/recipe.py): "
-        f"{recipe}. There are {others}; bands reach from the lowest to the highest.\n\n"
+        f"{recipe}. Trained were {trained}; bands reach from the lowest to the highest seed.\n\n"
         f"{image}\n\n{tables.training(members)}\n\n"
         f"Does RoPE converge faster? {about_speed(members)} Seconds are those of one machine, and "
         "compare implementations of the encodings in training, not the encodings."

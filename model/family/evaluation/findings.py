@@ -123,8 +123,13 @@ class Speed:
     points: tuple[Point, ...]
 
     def tokens(self) -> tuple[int, int]:
+        """Of the first and of the last seed that was there."""
         found = [point.tokens for point in self.points]
         return min(found), max(found)
+
+    def minutes(self) -> float:
+        """The mean of the seeds."""
+        return sum(point.seconds for point in self.points) / len(self.points) / 60
 
 
 def speeds(members: Sequence[Measured]) -> tuple[float, list[Speed]]:
@@ -175,6 +180,11 @@ def about_speed(members: Sequence[Measured]) -> str:
         said.append("So here RoPE converged faster than every other encoding, per token.")
     else:
         said.append("So RoPE converging faster than all others is not what these trainings show.")
+    fastest = min(found, key=Speed.minutes)
+    said.append(
+        f"By the clock {fastest.label} was first, after {fastest.minutes():.1f} minutes; "
+        f"RoPE took {rope.minutes():.1f}."
+    )
     if seeds == 1:
         said.append("One seed says little: a second one may change the order.")
     return " ".join(said)

@@ -48,10 +48,10 @@ def test_the_literature_is_confirmed_or_contradicted_by_numbers() -> None:
     assert about_length(replace(own, losses=None)).endswith("not measured past the trained length.")
 
 
-def straight(label, tokens, seed=None):
+def straight(label, tokens, seed=None, pace=60.0):
     """Comes down to 3 after so many tokens."""
     points = tuple(
-        Point(10**6 * step, step / 2, 6 - 3 * min(step / tokens, 1)) for step in range(1, 101)
+        Point(10**6 * step, pace * step, 6 - 3 * min(step / tokens, 1)) for step in range(1, 101)
     )
     return replace(measured(label, [0.0], seed=seed), curve=Curve(100, points, ()))
 
@@ -62,6 +62,9 @@ def test_who_converges_first_is_told_by_the_seeds() -> None:
     assert "training loss of 3.00 nats after 40.0 M to 50.0 M tokens (2 seeds)" in said
     assert "Later than all of its seeds: t5." in said
     assert "RoPE converged faster than every other encoding" in said
+    assert "By the clock rope was first, after 45.0 minutes; RoPE took 45.0." in said
+    said = about_speed([*members, straight("alibi", 60, pace=30.0)])
+    assert "By the clock alibi was first, after 30.0 minutes; RoPE took 45.0." in said
     for tokens, where in ((45, "Not told apart from it: alibi."), (30, "Earlier than all")):
         said = about_speed([*members, straight("alibi", tokens)])
         assert where in said and "is not what these trainings show" in said
