@@ -23,7 +23,7 @@ from load_tests.process import StartFailed
 from load_tests.progress import Progress
 from load_tests.prompts import Form, PromptMaker
 from load_tests.runner import NoSuccess, Runner
-from load_tests.serving import ServeSpec
+from load_tests.serving import ServeSpec, terminated_as_interrupted
 from load_tests.table import tables
 from load_tests.terms import Profile, Result, Run
 from load_tests.workloads import Sizes, Workload
@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress = Progress(sys.stderr)
     try:
         Path(args.out).mkdir(parents=True, exist_ok=True)  # asked before anything is measured
-        asyncio.run(_measure(args, measured, progress))
+        with terminated_as_interrupted():
+            asyncio.run(_measure(args, measured, progress))
     except COULD_NOT as error:
         status, reason = 2, str(error)
     except KeyboardInterrupt:

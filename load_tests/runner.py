@@ -81,13 +81,16 @@ class Runner:
         able: dict[Load, None] = {}
         for load in loads:
             plan = load.plan(prompts, self._sizes)
+            refusals: dict[str, list[str]] = {}
             for arm in arms:
                 reason = await why_not(arm.server, contexts[arm.label], plan)
                 if reason is None:
                     able[load] = None
                 else:
                     self._refused.add((arm.label, load.point))
-                    self.warn(f"{arm.label} was left out of {load.point.label}: {reason}.")
+                    refusals.setdefault(reason, []).append(arm.label)
+            for reason, labels in refusals.items():
+                self.warn(f"Left out of {load.point.label}: {', '.join(labels)}; {reason}.")
         return list(able)
 
     async def measure(

@@ -92,7 +92,7 @@ async def serving(
         (arm for group in groups for arm in group.arms), key=lambda a: order.index(a.label)
     )
     each = kv_bytes or _free_share(len(arms))
-    with _terminated_as_interrupted(), ExitStack() as stopping:
+    with terminated_as_interrupted(), ExitStack() as stopping:
         running: list[ServerProcess] = []
         for group in groups:
             running.append(_start(spec, group, logs, context, each))
@@ -179,7 +179,7 @@ def _free_share(arms: int) -> int:
 
 
 @contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
+def terminated_as_interrupted() -> Iterator[None]:
     """SIGTERM, which `timeout` and supervisors send, would otherwise end us without cleaning up."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -1,5 +1,6 @@
 import json
 import shlex
+import signal
 import socket
 
 import pytest
@@ -174,7 +175,8 @@ def test_a_wrong_model_names_the_right_ones(capsys, tmp_path):
     assert "--models takes: tiny, other" in captured.err
 
 
-def test_an_interrupted_test_reports_the_runs_until_then(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_test_reports_the_runs_until_then(capsys, tmp_path, monkeypatch, number):
     real = bench.Runner.run
     runs = 0
 
@@ -182,7 +184,7 @@ def test_an_interrupted_test_reports_the_runs_until_then(capsys, tmp_path, monke
         nonlocal runs
         runs += 1
         if runs == 2:
-            raise KeyboardInterrupt
+            signal.raise_signal(number)
         return await real(*arguments)
 
     monkeypatch.setattr(bench.Runner, "run", interrupted)
@@ -201,7 +203,7 @@ def test_what_no_server_has_room_for_is_status_2(capsys, tmp_path):
     options = ("--workload", "longctx", "--contexts", "512")
     status, captured, _, _ = measure(capsys, tmp_path, *options, answer=answer)
     assert status == 2
-    assert "r was left out of longctx 512: " in captured.err
+    assert "Left out of longctx 512: r; " in captured.err
 
 
 def test_compare_is_handed_on(monkeypatch):

@@ -169,12 +169,14 @@ def test_an_arm_is_left_out_of_what_it_has_no_room_for():
         ("stream", "b"),
     ]
     (warning,) = runner.warnings
-    assert warning.startswith("b was left out of prefill: ")
+    assert warning.startswith("Left out of prefill: b; its context holds 64 tokens")
 
 
 def test_what_no_arm_can_run_is_no_load():
-    with runner_at(Asked(), "a") as (runner, arms):
-        assert asyncio.run(runner.ask(arms, {"a": 2}, [load()])) == []
+    with runner_at(Asked(), "a", "b") as (runner, arms):
+        assert asyncio.run(runner.ask(arms, {"a": 2, "b": 2}, [load()])) == []
+    (warning,) = runner.warnings
+    assert warning.startswith("Left out of stream: a, b; ")
 
 
 def test_warm_up_asks_every_arm_before_it_is_measured():
