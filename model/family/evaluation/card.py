@@ -118,9 +118,9 @@ def _training(members: Sequence[Measured], image: str) -> str:
     }
     recipe = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in fixed.items())
     seeds = sorted({one.seed for one in members if one.seed is not None})
-    others = (
-        f"the served models and seeds {', '.join(map(str, seeds))}" if seeds else "one seed each"
-    )
+    trained = "one seed each"
+    if seeds:
+        trained = f"the served models and seeds {', '.join(map(str, seeds))}"
     return (
         f"Muon on the matrices inside the layers, AdamW on the rest (model/family/recipe.py): "
         f"{recipe}. Trained were {trained}; bands reach from the lowest to the highest seed.\n\n"
