@@ -110,7 +110,7 @@ class Run:
     profile: Profile
     block: int
     outcomes: tuple[Outcome, ...]
-    steady_from: float  # time.perf_counter: when the last worker had begun, or the first arrival
+    steady_from: float  # time.perf_counter: the first worker's second request, or first arrival
     steady_to: float  # when the first worker found nothing left to send, or the last arrival
     server: ServerView | None = None  # None: no /metrics there
 
