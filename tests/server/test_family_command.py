@@ -20,8 +20,11 @@ from tests.server.test_cli import sentence
 
 @pytest.fixture(autouse=True)
 def own_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("ROPEWALK_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "kernels").symlink_to(pull.home() / "kernels")  # not compiled once more
+    monkeypatch.setenv("ROPEWALK_HOME", str(home))
+    return home
 
 
 def test_family_alone_names_its_commands(capsys) -> None:
