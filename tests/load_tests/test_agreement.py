@@ -1,5 +1,6 @@
 """The comparison with aiperf, as far as it can be tested without aiperf."""
 
+import asyncio
 import json
 import sys
 from itertools import pairwise
@@ -8,8 +9,10 @@ import pytest
 
 from load_tests import agreement, result
 from load_tests.agreement import Failed, Load, Reading, our_reading, table, their_reading
+from load_tests.client import DIALECTS, Server, complete
 from load_tests.prompt_file import read_prompts
-from load_tests.terms import Outcome, Point, Result, Run
+from load_tests.terms import Outcome, Point, Request, Result, Run
+from tests.load_tests import paced_server
 
 LOAD = Load("http://127.0.0.1:8000", "m", 2, 5, prompt_tokens=7, output_tokens=3)
 
@@ -115,3 +118,19 @@ def test_a_tool_that_fails_is_quoted(capsys, monkeypatch):
 
 async def _nothing():
     return None
+
+
+def test_a_server_of_a_known_pace_is_read_as_that():
+    """Only from below, which holds on a busy machine too."""
+
+    async def measured():
+        async with await asyncio.start_server(paced_server.handle, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            to = Server("127.0.0.1", port, DIALECTS["openai"], "m")
+            return await complete(to, Request("some words", 2, 3))
+
+    found = asyncio.run(measured())
+    assert found.error is None
+    assert [count for _, count in found.chunks] == [1, 2, 3]
+    after = [at - found.sent for at, _ in found.chunks]
+    assert all(at > 0.3 + 0.04 * number - 1e-3 for number, at in enumerate(after))
