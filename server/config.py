@@ -187,8 +187,8 @@ SERVE_OPTIONS = (
     Option(
         "--attention",
         "model",
-        "cpu, sdpa or reference; auto: the first that can",
-        auto(choice("cpu", "sdpa", "reference")),
+        "triton, cpu, sdpa or reference; auto: the first that can",
+        auto(choice("triton", "cpu", "sdpa", "reference")),
         shown="auto",
         metavar="BACKEND",
     ),

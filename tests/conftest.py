@@ -2,6 +2,8 @@
 
 import os
 
+import torch
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -12,6 +14,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if not torch.cuda.is_available():
+        # Triton reads it when it is first imported, by whomever.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     if config.getoption("--full"):
         os.environ.setdefault("ROPEWALK_STATEFUL_EXAMPLES", "100")
 

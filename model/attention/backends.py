@@ -4,9 +4,10 @@ from model.attention.base import AttentionBackend
 from model.attention.cpu import CpuBackend
 from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
+from model.attention.triton import TritonAttention
 from model.kernels.build import Kernels
 
 
 def all_backends(kernels: Kernels | str) -> list[AttentionBackend]:
     """kernels: the compiled CPU kernels, or why there are none."""
-    return [CpuBackend(kernels), SdpaAttention, ReferenceAttention]
+    return [TritonAttention, CpuBackend(kernels), SdpaAttention, ReferenceAttention]

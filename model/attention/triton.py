@@ -1,0 +1,197 @@
+"""Attention on a GPU: Triton kernels over the paged cache, any bias, any chunk."""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cache.kv import LayerKV
+from model.attention.base import AttentionSpec
+from model.attention.bias import DenseBias, StepBias
+from model.batch import ForwardBatch
+from model.encodings.base import KeyBias, LinearBias, TableBias
+from model.rotation import Rotation
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDEST_HEAD = 256  # a tile of wider heads would not fit beside its sums
+SPLIT = 256  # keys of a request of one row that one program reads
+SPLITS_AT_ONCE = 16  # that `merge` joins in one go
+LEAST = 16  # rows and columns of a product of tiles
+# The largest tiles that ptxas compiles for compute capability 8.0 and 9.0 without spilling in
+# bfloat16, by head_dim; which are the fastest has not been measured.
+TILE_BYTES = 16384  # of keys
+MOST_KEYS = 64
+
+
+class TritonAttention:
+    """Serves CUDA devices with one to three kernels a call, whatever the rows of its requests."""
+
+    name = "triton"
+
+    @classmethod
+    def why_not(cls, spec: AttentionSpec) -> str | None:
+        if spec.device.type != "cuda":
+            return f"the device is {spec.device.type}"
+        if spec.dtype not in DTYPES:
+            return f"it computes bfloat16, float16 and float32, not {spec.dtype}"
+        if spec.head_dim > WIDEST_HEAD:
+            return f"heads have {spec.head_dim} coordinates, and it takes {WIDEST_HEAD} at most"
+        if find_spec("triton") is None:
+            return "Triton is not installed; PyTorch's CUDA builds bring it"
+        return None
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        # By name and not before it is needed: machines without a GPU have no Triton.
+        self.kernels = import_module("model.kernels.triton_attention")
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: ForwardBatch,
+        bias: StepBias | None,
+        rotation: Rotation | None,
+    ) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        constant = self._constant(kv, q) | _of_bias(bias, q) | _of_rotation(rotation, q)
+        if len(batch.context_lens) > 1 or batch.max_query == 1:
+            self._single_rows(q, kv, out, batch, constant)
+        if batch.max_query > 1:
+            self._chunks(q, kv, out, batch, constant)
+        return out
+
+    def _single_rows(
+        self, q: Tensor, kv: LayerKV, out: Tensor, batch: ForwardBatch, given: dict[str, Any]
+    ) -> None:
+        """The requests of one row: every split of their keys by itself, then all joined."""
+        spec, requests = self.spec, len(batch.context_lens)
+        splits = max(1, -(-batch.max_context // SPLIT))
+        size = (requests, spec.heads, splits)
+        parts = torch.empty(*size, spec.head_dim, dtype=torch.float32, device=q.device)
+        maxima = torch.empty(size, dtype=torch.float32, device=q.device)
+        sums = torch.empty_like(maxima)
+        tiles = -(-spec.heads // (spec.kv_heads * LEAST))
+        self.kernels.attend[tiles * spec.kv_heads, requests, splits](
+            q, *kv, parts, maxima, sums, *_where(batch), **given, SPLIT=SPLIT, QUERIES=LEAST
+        )
+        self.kernels.merge[requests, spec.heads](
+            *(parts, maxima, sums, out, batch.query_starts, batch.context_lens, splits),
+            HEADS=spec.heads,
+            HEAD_DIM=spec.head_dim,
+            WINDOW=spec.window or 0,
+            SPLIT=SPLIT,
+            AT_ONCE=SPLITS_AT_ONCE,
+            DIMS=given["DIMS"],
+        )
+
+    def _chunks(
+        self, q: Tensor, kv: LayerKV, out: Tensor, batch: ForwardBatch, given: dict[str, Any]
+    ) -> None:
+        """The requests of several rows: every tile of rows sweeps over all keys that it sees."""
+        spec = self.spec
+        # Products of float32 numbers use no tensor cores, and need more registers.
+        rows = 2 * LEAST if spec.dtype is torch.float32 else 4 * LEAST
+        tiles = -(-batch.max_query * (spec.heads // spec.kv_heads) // rows)
+        self.kernels.attend[tiles * spec.kv_heads, len(batch.context_lens)](
+            *(q, *kv, out, out, out, *_where(batch)),
+            **given,
+            SPLIT=0,
+            QUERIES=rows,
+            num_warps=8 if spec.head_dim > 64 else 4,
+        )
+
+    def _constant(self, kv: LayerKV, q: Tensor) -> dict[str, Any]:
+        """What the kernel is told of the spec, the cache and the queries."""
+        spec = self.spec
+        row, head, dim = q.stride()
+        width = _padded(spec.head_dim)
+        return {
+            "q_row": row,
+            "q_head": head,
+            "q_dim": dim,
+            "scale": spec.scale,
+            "HEADS": spec.heads,
+            "KV_HEADS": spec.kv_heads,
+            "HEAD_DIM": spec.head_dim,
+            "BLOCK_SIZE": kv.keys.shape[1],
+            "WINDOW": spec.window or 0,
+            "CAUSAL": spec.causal,
+            "KEYS": max(LEAST, min(MOST_KEYS, TILE_BYTES // (width * q.element_size()))),
+            "DIMS": width,
+            "WIDE": q.device.type == "cpu",
+        }
+
+
+def _where(batch: ForwardBatch) -> tuple[Any, ...]:
+    """Where queries and keys are."""
+    return (
+        batch.positions,
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_tables,
+        batch.block_bases,
+        batch.block_tables.stride(0),
+        batch.block_bases.stride(0),
+    )
+
+
+def _of_bias(bias: StepBias | None, q: Tensor) -> dict[str, Any]:
+    """What the kernel is told of a bias; without one, addresses that it does not read."""
+    heads = q.shape[1]
+    told = {"bias": q, "bias_head": 0, "bias_row": 0, "bias_span": 0, "bias_zero": 0}
+    if bias is None:
+        return told | {"BIAS": "none"}
+    if isinstance(bias, LinearBias):
+        slopes = bias.slopes.float().contiguous().expand(heads)
+        return told | {"BIAS": "linear", "bias": slopes, "bias_head": slopes.stride(0)}
+    if isinstance(bias, DenseBias):
+        dense = bias.values.float().contiguous()
+        dense = dense.expand(heads, *dense.shape[1:])
+        return told | {
+            "BIAS": "dense",
+            "bias": dense,
+            "bias_head": dense.stride(0),
+            "bias_row": dense.stride(1),
+        }
+    table = bias.table.float().contiguous().expand(heads, -1)
+    return told | {
+        "BIAS": "key" if isinstance(bias, KeyBias) else "table",
+        "bias": table,
+        "bias_head": table.stride(0),
+        "bias_span": table.shape[1],
+        "bias_zero": bias.zero if isinstance(bias, TableBias) else 0,
+    }
+
+
+def _of_rotation(rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
+    """What the kernel is told of turning; without it, addresses that it does not read."""
+    if rotation is None:
+        return {
+            "cosines": q,
+            "sines": q,
+            "magnitude": 1.0,
+            "FRAME": "none",
+            "PAIRS": 0,
+            "INTERLEAVED": False,
+            "TURNED": LEAST,
+            "REST": LEAST,
+        }
+    pairs = rotation.cos.shape[1]
+    return {
+        "cosines": rotation.cos.contiguous(),
+        "sines": rotation.sin.contiguous(),
+        "magnitude": rotation.magnitude,
+        "FRAME": rotation.frame.value,
+        "PAIRS": pairs,
+        "INTERLEAVED": rotation.layout == "interleaved",
+        "TURNED": _padded(pairs),
+        "REST": _padded(q.shape[2] - 2 * pairs),
+    }
+
+
+def _padded(count: int) -> int:
+    """Up to a power of two that a product of tiles takes."""
+    return max(LEAST, 1 << (count - 1).bit_length())

@@ -1,0 +1,280 @@
+"""Attention over the paged cache in Triton: `attend` sweeps over keys, `merge` joins its splits.
+
+A program holds a tile of queries that share one key head and sweeps over their keys once, with a
+running maximum and sum in float32 (the online softmax of arXiv 1805.02867). The tile's rows are
+those of one request, row by row and within a row head by head, so a group of any size fills it.
+
+A request of one row would keep few programs busy: its keys are cut into splits of a fixed number,
+so that no batch mate changes how an answer is rounded, and `merge` joins what they found. Both
+leave out what is not theirs, so that no host needs to know which requests have how many rows.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["table_width", "bases_width", "bias_row", "bias_span"])
+def attend(
+    q,  # [T, HEADS, HEAD_DIM], of any strides
+    keys,  # [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM], contiguous; values alike
+    values,
+    out,  # [T, HEADS, HEAD_DIM]; with splits [R, HEADS, splits, HEAD_DIM] float32, not divided
+    maxima,  # with splits [R, HEADS, splits] float32; sums alike
+    sums,
+    positions,
+    query_starts,
+    context_lens,
+    block_tables,
+    block_bases,
+    table_width,
+    bases_width,
+    q_row,  # strides in elements
+    q_head,
+    q_dim,
+    scale,
+    bias,  # by head, then as BIAS says
+    bias_head,  # strides in elements
+    bias_row,
+    bias_span,  # columns of a table
+    bias_zero,  # column of distance 0
+    cosines,  # [positions, PAIRS]; sines alike
+    sines,
+    magnitude,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,  # none, linear, table, key or dense
+    FRAME: tl.constexpr,  # none, raw or block: where stored keys still lack turning
+    PAIRS: tl.constexpr,  # of coordinates that turn here
+    INTERLEAVED: tl.constexpr,
+    SPLIT: tl.constexpr,  # keys of a split, for requests of one row; 0: for all others, no splits
+    QUERIES: tl.constexpr,  # rows of a tile
+    KEYS: tl.constexpr,  # columns of a tile
+    DIMS: tl.constexpr,  # head_dim, pairs and what never turns: each up to a power of 2
+    TURNED: tl.constexpr,
+    REST: tl.constexpr,
+    WIDE: tl.constexpr,  # products of float32, as the interpreter's of bfloat16 are wrong
+):
+    """Programs: (tiles · KV_HEADS, requests, splits)."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    FACTOR: tl.constexpr = tl.float32 if WIDE else q.dtype.element_ty
+    tile = tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    request = tl.program_id(1)
+    first_row = tl.load(query_starts + request)
+    rows = (tl.load(query_starts + request + 1) - first_row).to(tl.int32)
+    context = tl.load(context_lens + request).to(tl.int32)
+    if (rows == 1) == (SPLIT == 0):
+        return
+    if tile * QUERIES >= rows * GROUP:
+        return
+
+    flat = tile * QUERIES + tl.arange(0, QUERIES)
+    row = flat // GROUP
+    head = kv_head * GROUP + flat % GROUP
+    live = row < rows
+    index = context - rows + row  # of the query among its request's keys
+    begin, end = _visible(tile * QUERIES // GROUP, context - rows, WINDOW), context
+    if CAUSAL:
+        last = tl.minimum((tile * QUERIES + QUERIES - 1) // GROUP, rows - 1)
+        end = tl.minimum(end, context - rows + last + 1)
+    if SPLIT:
+        begin = tl.maximum(begin, tl.program_id(2) * SPLIT)
+        end = tl.minimum(end, (tl.program_id(2) + 1) * SPLIT)
+        if begin >= end:
+            return
+
+    at = tl.load(positions + first_row + row, mask=live, other=0).to(tl.int32)
+    query = q + ((first_row + row) * q_row + head * q_head)[:, None]
+    dim = tl.arange(0, DIMS)
+    pair = tl.arange(0, TURNED)
+    left = pair * 2 if INTERLEAVED else pair
+    right = left + (1 if INTERLEAVED else PAIRS)
+    beyond = 2 * PAIRS + tl.arange(0, REST)  # coordinates that do not turn, where others do
+    if FRAME == "none":
+        inside = live[:, None] & (dim < HEAD_DIM)[None, :]
+        whole = tl.load(query + dim[None, :] * q_dim, mask=inside, other=0.0).to(FACTOR)
+    else:
+        query_a, query_b = _turned(
+            query + left[None, :] * q_dim,
+            query + right[None, :] * q_dim,
+            cosines + at[:, None] * PAIRS + pair[None, :],
+            sines + at[:, None] * PAIRS + pair[None, :],
+            live[:, None] & (pair < PAIRS)[None, :],
+        )
+        query_a, query_b = (query_a * magnitude).to(FACTOR), (query_b * magnitude).to(FACTOR)
+        if 2 * PAIRS < HEAD_DIM:
+            inside = live[:, None] & (beyond < HEAD_DIM)[None, :]
+            rest = tl.load(query + beyond[None, :] * q_dim, mask=inside, other=0.0).to(FACTOR)
+
+    maximum = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    found = tl.zeros([QUERIES, DIMS], tl.float32)
+    for start in range(begin, end, KEYS):
+        key = start + tl.arange(0, KEYS)
+        used = key < end
+        column, offset = key // BLOCK_SIZE, key % BLOCK_SIZE
+        block = tl.load(block_tables + request * table_width + column, mask=used, other=0)
+        base = tl.load(block_bases + request * bases_width + column, mask=used, other=0)
+        entry = ((block * BLOCK_SIZE + offset) * KV_HEADS + kv_head) * HEAD_DIM
+        key_at = base.to(tl.int32) + offset
+
+        stored = keys + entry[None, :]
+        if FRAME == "none":
+            columns = tl.load(
+                stored + dim[:, None], mask=(dim < HEAD_DIM)[:, None] & used[None, :], other=0.0
+            )
+            scores = tl.dot(whole, columns.to(FACTOR), input_precision="ieee")
+        else:
+            lacking = key_at if FRAME == "raw" else base.to(tl.int32)
+            key_a, key_b = _turned(
+                stored + left[:, None],
+                stored + right[:, None],
+                cosines + lacking[None, :] * PAIRS + pair[:, None],
+                sines + lacking[None, :] * PAIRS + pair[:, None],
+                (pair < PAIRS)[:, None] & used[None, :],
+            )
+            scores = tl.dot(query_a, key_a.to(FACTOR), input_precision="ieee")
+            scores += tl.dot(query_b, key_b.to(FACTOR), input_precision="ieee")
+            if 2 * PAIRS < HEAD_DIM:
+                columns = tl.load(
+                    stored + beyond[:, None],
+                    mask=(beyond < HEAD_DIM)[:, None] & used[None, :],
+                    other=0.0,
+                )
+                scores += tl.dot(rest, columns.to(FACTOR), input_precision="ieee")
+        scores *= scale
+
+        seen = live[:, None] & used[None, :]
+        gap = index[:, None] - key[None, :]
+        if CAUSAL:
+            seen &= gap >= 0
+        if WINDOW:
+            seen &= gap < WINDOW
+        scores = _biased(
+            scores,
+            bias + head[:, None] * bias_head,
+            (first_row + row)[:, None] * bias_row + key[None, :],
+            at[:, None] - key_at[None, :],
+            key_at[None, :],
+            seen,
+            bias_span,
+            bias_zero,
+            BIAS,
+        )
+        scores = tl.where(seen, scores, float("-inf"))
+
+        higher = tl.maximum(maximum, tl.max(scores, axis=1))
+        # Where nothing was seen yet, -inf less -inf would be no number.
+        reference = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp(scores - reference[:, None])
+        kept = tl.exp(maximum - reference)
+        rows_of_values = tl.load(
+            values + entry[:, None] + dim[None, :],
+            mask=used[:, None] & (dim < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        found *= kept[:, None]
+        found += tl.dot(weights.to(FACTOR), rows_of_values.to(FACTOR), input_precision="ieee")
+        total = total * kept + tl.sum(weights, axis=1)
+        maximum = higher
+
+    inside = live[:, None] & (dim < HEAD_DIM)[None, :]
+    if SPLIT:
+        part = (request.to(tl.int64) * HEADS + head) * tl.num_programs(2) + tl.program_id(2)
+        tl.store(maxima + part, maximum, mask=live)
+        tl.store(sums + part, total, mask=live)
+        tl.store(out + part[:, None] * HEAD_DIM + dim[None, :], found, mask=inside)
+    else:
+        found /= tl.where(total == 0.0, 1.0, total)[:, None]
+        entry = (first_row + row) * HEADS + head
+        place = out + entry[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(place, found.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge(
+    parts,  # [R, HEADS, splits, HEAD_DIM] float32
+    maxima,  # [R, HEADS, splits] float32; sums alike
+    sums,
+    out,  # [T, HEADS, HEAD_DIM]
+    query_starts,
+    context_lens,
+    splits,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # splits
+    DIMS: tl.constexpr,
+):
+    """Programs: (requests, HEADS). A request that has no keys gets zeros."""
+    request, head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(query_starts + request)
+    if tl.load(query_starts + request + 1) - row != 1:
+        return
+    context = tl.load(context_lens + request).to(tl.int32)
+    first = _visible(0, context - 1, WINDOW) // SPLIT
+    last = tl.cdiv(context, SPLIT)
+    first_part = (request.to(tl.int64) * HEADS + head) * splits
+    dim = tl.arange(0, DIMS)
+
+    maximum = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    found = tl.zeros([DIMS], tl.float32)
+    for start in range(first, last, AT_ONCE):
+        split = start + tl.arange(0, AT_ONCE)
+        used = split < last
+        part = first_part + split
+        part_maximum = tl.load(maxima + part, mask=used, other=float("-inf"))
+        higher = tl.maximum(maximum, tl.max(part_maximum, axis=0))
+        weights, kept = tl.exp(part_maximum - higher), tl.exp(maximum - higher)
+        part_sums = tl.load(sums + part, mask=used, other=0.0)
+        inside = used[:, None] & (dim < HEAD_DIM)[None, :]
+        rows = tl.load(parts + part[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0)
+        found = found * kept + tl.sum(weights[:, None] * rows, axis=0)
+        total = total * kept + tl.sum(weights * part_sums, axis=0)
+        maximum = higher
+    found /= tl.where(total == 0.0, 1.0, total)
+    place = out + (row * HEADS + head) * HEAD_DIM + dim
+    tl.store(place, found.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+@triton.jit
+def _visible(row, before, WINDOW: tl.constexpr):
+    """The first key that a row sees, `before` keys being older than the request's first row."""
+    if WINDOW:
+        return tl.maximum(before + row - WINDOW + 1, 0)
+    else:
+        return 0
+
+
+@triton.jit
+def _turned(left, right, cosines, sines, there):
+    """Pairs of coordinates, their cosines and sines at these addresses → turned, in float32."""
+    a = tl.load(left, mask=there, other=0.0).to(tl.float32)
+    b = tl.load(right, mask=there, other=0.0).to(tl.float32)
+    cos = tl.load(cosines, mask=there, other=0.0).to(tl.float32)
+    sin = tl.load(sines, mask=there, other=0.0).to(tl.float32)
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+def _biased(scores, of_head, place, distance, key_at, seen, span, zero, BIAS: tl.constexpr):
+    """Scores with what lies at of_head [QUERIES, 1]: a slope, a table, or at `place` dense values.
+
+    distance [QUERIES, KEYS] and key_at [1, KEYS] are of positions.
+    """
+    if BIAS == "linear":
+        scores -= tl.load(of_head) * distance.to(tl.float32)
+    elif BIAS == "table":
+        column = tl.minimum(tl.maximum(distance + zero, 0), span - 1)
+        scores += tl.load(of_head + column, mask=seen, other=0.0)
+    elif BIAS == "key":
+        scores += tl.load(of_head + tl.minimum(key_at, span - 1), mask=seen, other=0.0)
+    elif BIAS == "dense":
+        scores += tl.load(of_head + place, mask=seen, other=0.0)
+    return scores

@@ -1,0 +1,242 @@
+"""The Triton kernels against the reference; on a GPU if there is one, else in the interpreter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cache.kv import LayerKV
+from cache.terms import KeyFrame
+from model.attention.backends import all_backends
+from model.attention.base import choose
+from model.attention.reference import ReferenceAttention
+from model.attention.sdpa import SdpaAttention
+from model.attention.triton import SPLIT, TritonAttention
+from model.encodings.base import LinearBias, TableBias
+from model.rope_scaling import scaling_from
+from tests.model.attention.test_cpu import biases, problem, spec
+from tests.model.attention.test_rotation import (
+    TOLERANCE,
+    expected,
+    in_order,
+    made,
+    placed,
+    stored,
+)
+from tests.model.attention.triton_here import DEVICE, TritonHere, moved
+from tests.model.tiny import YARN
+
+ROUNDING = 1e-5
+# (keys in the cache, new rows): of one row and of several, and in the first of no block's length.
+LENGTHS = [(30, 1), (17, 4), (0, 9)]
+LONG = [(2 * SPLIT + 9, 1), (SPLIT - 1, 1)]  # three splits, and one to its last key
+SHAPES = {  # heads, key heads, head_dim, window, causal, block size
+    "grouped": (6, 2, 64, None, True, 16),
+    "odd": (3, 1, 10, 7, True, 5),
+    "many": (20, 1, 80, None, False, 16),
+    "both-ways": (2, 2, 16, 7, False, 1),
+}
+
+
+def error(given, bias, lengths, block_size, changed=lambda given, bias: (given, bias)):
+    """The largest difference between the kernel, told what is `changed`, and the reference.
+
+    bias: which of `biases`.
+    """
+    q, kv, batch = problem(given, block_size, lengths)
+    bias = biases(given.heads, batch)[bias]
+    exact = ReferenceAttention(given)(q, kv, batch, bias, None)
+    other, bias = changed(given, bias)
+    return (TritonHere(other)(q, kv, batch, bias, None) - exact).abs().max()
+
+
+@pytest.mark.parametrize("bias", range(5))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chunks_and_single_rows_in_one_batch(shape, bias):
+    *shape, window, causal, block_size = SHAPES[shape]
+    given = spec(*shape, window=window, causal=causal)
+    assert error(given, bias, LENGTHS, block_size) < ROUNDING
+
+
+@pytest.mark.parametrize("window", [None, SPLIT + 3])
+def test_a_long_request_of_one_row_is_split_and_merged(window):
+    given = spec(2, 1, 16, window=window)
+    assert error(given, 1, LONG, 16) < ROUNDING
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("frame", "options"),
+    [
+        (KeyFrame.RAW, {"layout": "interleaved", "width": 24}),
+        (KeyFrame.BLOCK, {"scaling": scaling_from(YARN), "width": 40}),
+        (KeyFrame.BLOCK, {"width": 6, "layout": "interleaved"}),
+    ],
+)
+def test_keys_that_still_turn(frame, options, dtype):
+    """At bases with gaps, where half a head turns, all of it, or three pairs."""
+    given = spec(6, 2, 40, dtype)
+    q, kv, batch = problem(given, 5, LENGTHS)
+    batch = placed(batch, in_order(batch, 5), 5)
+    rope = made(frame, dtype, **options)
+    bias = TableBias(torch.randn(6, 9, generator=torch.Generator().manual_seed(2)), zero=2)
+    exact = expected(given, q, kv, batch, bias, rope, 5)
+    kv = stored(kv, batch, 5, rope)
+    q, _ = rope.rotate(q, q, batch.positions, batch.offsets)
+    found = TritonHere(given)(q, kv, batch, bias, rope.rotation())
+    assert (found - exact).abs().max() <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrower_numbers_are_rounded_at_the_end(dtype):
+    given = spec(dtype=dtype)
+    q, kv, batch = problem(given, 16, LENGTHS)
+    wide = LayerKV(kv.keys.float(), kv.values.float())
+    exact = ReferenceAttention(spec())(q.float(), wide, batch, None, None)
+    found = TritonHere(given)(q, kv, batch, None, None)
+    assert found.dtype is dtype
+    # On a GPU the weights are rounded too, before they meet the values.
+    allowed = exact.abs() * torch.finfo(dtype).eps + (0 if DEVICE.type == "cpu" else 0.01)
+    assert ((found - exact).abs() <= allowed + 1e-5).all()
+
+
+def test_queries_may_lie_within_wider_rows():
+    """As they do where queries, keys and values are projected at once."""
+    given = spec()
+    q, kv, batch = problem(given, 16, LENGTHS)
+    within = torch.cat([q, q + 1], dim=1)[:, : given.heads]
+    assert not within.is_contiguous()
+    attend = TritonHere(given)
+    assert torch.equal(attend(within, kv, batch, None, None), attend(q, kv, batch, None, None))
+
+
+def test_batch_mates_change_no_bit():
+    given = spec(2, 1, 16)
+    q, kv, batch = problem(given, 16, [(40, 1), (9, 3), (SPLIT + 5, 1)])
+    together = TritonHere(given)(q, kv, batch, None, None)
+    alone = replace(
+        batch,
+        positions=batch.positions[:1],
+        query_starts=batch.query_starts[:2],
+        context_lens=batch.context_lens[:1],
+        block_tables=batch.block_tables[:1],
+        block_bases=batch.block_bases[:1],
+        max_query=1,
+        max_context=41,
+    )
+    assert torch.equal(TritonHere(given)(q[:1], kv, alone, None, None), together[:1])
+
+
+def test_a_request_without_keys_gets_zeros():
+    given = spec()
+    q, kv, batch = problem(given, 16, [(3, 1), (8, 1)])
+    batch = replace(batch, context_lens=torch.tensor([0, 9]))
+    found = TritonHere(given)(q, kv, batch, None, None)
+    assert (found[0] == 0).all()
+    assert not found[1].isnan().any()
+
+
+def test_a_key_that_is_not_a_number_shows():
+    given = spec()
+    q, kv, batch = problem(given, 16, [(40, 1), (0, 3)])
+    kv.keys[batch.block_tables[0, 1], 3] = torch.nan
+    found = TritonHere(given)(q, kv, batch, None, None)
+    assert found[0].isnan().all()
+    assert not found[1:].isnan().any()
+
+
+# ------------------------------------------------------------------------ planted mistakes
+
+
+def wider(by):
+    return lambda given, bias: (replace(given, window=given.window + by), bias)
+
+
+def moved_table(given, bias):
+    return given, replace(bias, zero=bias.zero + 1)
+
+
+def steeper(given, bias):
+    return given, LinearBias(bias.slopes * 1.01)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "bias"), [(wider(1), 0), (wider(-1), 0), (moved_table, 2), (steeper, 1)]
+)
+def test_a_planted_mistake_shows(mistake, bias):
+    given = spec(3, 1, 10, window=7)
+    assert error(given, bias, LENGTHS, 5, mistake) > 100 * ROUNDING
+
+
+@pytest.mark.parametrize("lost", [-1, 1])
+def test_a_split_that_is_not_merged_shows(lost, monkeypatch):
+    """Told of a context a split shorter, or of a window that ends a split sooner."""
+    kernels = TritonHere(spec()).attend.kernels
+    merge = kernels.merge
+
+    class Merge:
+        def __getitem__(self, grid):
+            def launch(*tensors, **sizes):
+                tensors = list(tensors)
+                if lost < 0:
+                    tensors[5] = tensors[5] - SPLIT
+                else:
+                    sizes["WINDOW"] = SPLIT
+                merge[grid](*tensors, **sizes)
+
+            return launch
+
+    monkeypatch.setattr(kernels, "merge", Merge())
+    given = spec(2, 1, 16)
+    assert error(given, 0, LONG, 16) > 100 * ROUNDING
+
+
+# ------------------------------------------------------------------------- what it refuses
+
+
+def on_cuda(head_dim=64, dtype=torch.bfloat16):
+    return replace(spec(head_dim=head_dim, dtype=dtype), device=torch.device("cuda"))
+
+
+def test_it_comes_first_on_a_gpu_and_never_elsewhere(monkeypatch):
+    backends = all_backends("the device is cuda")
+    monkeypatch.setattr("model.attention.triton.find_spec", lambda name: object())
+    assert choose(backends, on_cuda()) is TritonAttention
+    assert choose(backends, on_cuda(dtype=torch.float64)) is SdpaAttention
+    assert choose(backends, on_cuda(head_dim=512)) is SdpaAttention
+    assert choose(backends, spec()) is SdpaAttention
+    monkeypatch.setattr("model.attention.triton.find_spec", lambda name: None)
+    assert choose(backends, on_cuda()) is SdpaAttention
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (spec(), "the device is cpu"),
+        (on_cuda(dtype=torch.float64), "it computes bfloat16, float16 and float32, not torch.f"),
+        (on_cuda(head_dim=512), "heads have 512 coordinates, and it takes 256 at most"),
+        (on_cuda(), "Triton is not installed; PyTorch's CUDA builds bring it"),
+    ],
+)
+def test_every_refusal_says_why(given, reason, monkeypatch):
+    monkeypatch.setattr("model.attention.triton.find_spec", lambda name: None)
+    assert TritonAttention.why_not(given).startswith(reason)
+
+
+# ---------------------------------------------------------------------------- on a GPU only
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="there is no CUDA device")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bias", range(5))
+def test_long_contexts_on_a_gpu(bias, dtype, head_dim):
+    given = replace(spec(32, 8, head_dim, dtype), device=DEVICE)
+    assert TritonAttention.why_not(given) is None
+    q, kv, batch = problem(given, 16, [(1500, 1), (700, 300), (4000, 1), (0, 70)])
+    some = biases(given.heads, batch)[bias]
+    given_it = moved((q, kv, batch, some, None), DEVICE)
+    exact = ReferenceAttention(given)(*given_it)
+    found = TritonAttention(given)(*given_it)
+    assert (found - exact).abs().max() < {torch.float32: 1e-4}.get(dtype, 0.02)

@@ -1,0 +1,36 @@
+"""The Triton backend wherever the tests run: on a GPU, or in Triton's interpreter without one."""
+
+from dataclasses import fields, is_dataclass, replace
+
+import pytest
+import torch
+
+from model.attention.triton import TritonAttention
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def moved(value, device):
+    """A tensor, or what holds tensors, on another device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if is_dataclass(value):
+        changes = {each.name: moved(getattr(value, each.name), device) for each in fields(value)}
+        return replace(value, **changes)
+    if isinstance(value, tuple):
+        return type(value)(*(moved(each, device) for each in value))
+    return value
+
+
+class TritonHere:
+    """Asks nothing of the spec's device, and takes and gives tensors of any."""
+
+    name = "triton"
+
+    def __init__(self, given):
+        pytest.importorskip("triton", reason="Triton is not installed")
+        self.attend = TritonAttention(replace(given, device=DEVICE))
+
+    def __call__(self, q, *others):
+        out = self.attend(*(moved(each, DEVICE) for each in (q, *others)))
+        return out.to(q.device)
