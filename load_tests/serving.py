@@ -155,6 +155,7 @@ def _start(
 ) -> ServerProcess:
     words = [*PROGRAM, *(f"{arm.label}={spec.model(arm.encoding)}" for arm in group.arms)]
     words += ["--host", group.server.host, "--port", str(group.server.port)]
+    words += ["--threads", str(max((os.cpu_count() or 1) - 1, 1))]  # the client needs a core, too
     words += ["--kv-memory", str(kv_bytes * len(group.arms))]
     if not group.own_context:
         words += ["--max-model-len", str(context)]

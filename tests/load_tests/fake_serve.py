@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
     parser.add_argument("--max-model-len", type=int, default=50)
-    for flag in ("--kv-memory", "--request-timeout"):
+    for flag in ("--kv-memory", "--request-timeout", "--threads"):
         parser.add_argument(flag, type=int)
     for flag in ("--bias-form", "--rope-frame"):
         parser.add_argument(flag)
