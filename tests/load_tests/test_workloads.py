@@ -9,7 +9,7 @@ from load_tests.workloads import EXTRAPOLATION, TURNS, WORKLOADS, Sizes, workloa
 SYNC = Profile("sync")
 CLOSED = Profile("closed", concurrency=6)
 OPEN = Profile("poisson", rate=2.0)
-SIZES = Sizes(contexts=(64, 256), context=600, trained_context=200, arrivals=7)
+SIZES = Sizes(contexts=(96, 256), context=600, trained_context=200, arrivals=7)
 
 
 def plan(name, profile=SYNC, *, sizes=SIZES, prompts=None, point=0, form="ids"):
@@ -67,13 +67,13 @@ def test_a_model_with_the_context_that_a_workload_names_can_take_all_of_it(name)
 
 def test_longctx_has_one_prompt_a_worker_at_every_length():
     assert WORKLOADS["longctx"].points(SIZES) == [
-        Point("longctx", "longctx 64", 64),
+        Point("longctx", "longctx 96", 96),
         Point("longctx", "longctx 256", 256),
     ]
     assert [point.context for point in WORKLOADS["longctx"].points(Sizes())] == [512, 2048, 8192]
-    assert lengths(plan("longctx", CLOSED, point=1)) == [(224, 32)] * 6
+    assert lengths(plan("longctx", CLOSED, point=1)) == [(192, 64)] * 6
     with pytest.raises(ValueError, match="longctx 32 leaves no prompt"):
-        plan("longctx", sizes=Sizes(contexts=(32,)))
+        plan("longctx", sizes=Sizes(contexts=(64,)))
 
 
 def test_a_turn_extends_the_turn_before_it_which_was_sent_at_least_a_round_earlier():
