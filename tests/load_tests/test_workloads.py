@@ -72,7 +72,7 @@ def test_longctx_has_one_prompt_a_worker_at_every_length():
     ]
     assert [point.context for point in WORKLOADS["longctx"].points(Sizes())] == [512, 2048, 8192]
     assert lengths(plan("longctx", CLOSED, point=1)) == [(192, 64)] * 6
-    with pytest.raises(ValueError, match="longctx 32 leaves no prompt"):
+    with pytest.raises(ValueError, match="longctx 64 leaves no prompt"):
         plan("longctx", sizes=Sizes(contexts=(64,)))
 
 
