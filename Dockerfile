@@ -8,10 +8,12 @@ ARG BASE=debian:bookworm-slim
 
 FROM ${BASE} AS base
 # g++ is needed when serving, too: the CPU kernels are compiled at first use, for the processor
-# that runs them, and kept in the model cache.
+# that runs them, and kept in the model cache. Triton, on CUDA, needs Python's headers besides.
+ARG BASE
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
         ca-certificates g++ libc6-dev python3 python3-venv \
+        $(case "${BASE}" in *cuda*) echo python3-dev ;; esac) \
     && rm -rf /var/lib/apt/lists/*
 
 FROM base AS build

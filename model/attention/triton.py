@@ -1,7 +1,11 @@
 """Attention on a GPU: Triton kernels over the paged cache, any bias, any chunk."""
 
+import os
+import shutil
+import sysconfig
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,9 +42,7 @@ class TritonAttention:
             return f"it computes bfloat16, float16 and float32, not {spec.dtype}"
         if spec.head_dim > WIDEST_HEAD:
             return f"heads have {spec.head_dim} coordinates, and it takes {WIDEST_HEAD} at most"
-        if find_spec("triton") is None:
-            return "Triton is not installed; PyTorch's CUDA builds bring it"
-        return None
+        return _lacking()
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -125,6 +127,18 @@ class TritonAttention:
         }
 
 
+def _lacking() -> str | None:
+    """What this machine has not for Triton to run, which compiles a C file of its own."""
+    if find_spec("triton") is None:
+        return "Triton is not installed; PyTorch's CUDA builds bring it"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton finds no C compiler; install gcc or set CC"
+    headers = sysconfig.get_config_var("INCLUDEPY")
+    if not Path(headers, "Python.h").exists():
+        return f"Triton needs Python.h, which is not in {headers}; install python3-dev"
+    return None
+
+
 def _where(batch: ForwardBatch) -> tuple[Any, ...]:
     """Where queries and keys are."""
     return (
@@ -134,7 +148,6 @@ def _where(batch: ForwardBatch) -> tuple[Any, ...]:
         batch.block_tables,
         batch.block_bases,
         batch.block_tables.stride(0),
-        batch.block_bases.stride(0),
     )
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["table_width", "bases_width", "bias_row", "bias_span"])
+@triton.jit(do_not_specialize=["table_width", "bias_row", "bias_span"])
 def attend(
     q,  # [T, HEADS, HEAD_DIM], of any strides
     keys,  # [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM], contiguous; values alike
@@ -26,8 +26,7 @@ def attend(
     context_lens,
     block_tables,
     block_bases,
-    table_width,
-    bases_width,
+    table_width,  # elements from a request's row to the next, of both tables
     q_row,  # strides in elements
     q_head,
     q_dim,
@@ -118,7 +117,7 @@ def attend(
         used = key < end
         column, offset = key // BLOCK_SIZE, key % BLOCK_SIZE
         block = tl.load(block_tables + request * table_width + column, mask=used, other=0)
-        base = tl.load(block_bases + request * bases_width + column, mask=used, other=0)
+        base = tl.load(block_bases + request * table_width + column, mask=used, other=0)
         entry = ((block * BLOCK_SIZE + offset) * KV_HEADS + kv_head) * HEAD_DIM
         key_at = base.to(tl.int32) + offset
 

@@ -1,0 +1,70 @@
+"""Compiles the Triton kernels for a GPU that need not be there, as the backend launches them.
+
+Run by test_triton_attention.py, because the interpreter and the compiler are not for one process:
+python -m tests.model.kernels.compile_triton CAPABILITY DTYPE HEAD_DIM BIAS FRAME
+"""
+
+import sys
+from types import SimpleNamespace
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from cache.terms import KeyFrame
+from model.attention.triton import TritonAttention
+from model.kernels import triton_attention
+from tests.model.attention.test_cpu import biases, problem, spec
+from tests.model.attention.test_rotation import made
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64"}
+
+
+class Compiling:
+    """In the place of a kernel: compiles it for each launch, and launches nothing."""
+
+    def __init__(self, kernel, capability):
+        self.kernel = kernel
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def __getitem__(self, grid):
+        return self.compile
+
+    def compile(self, *given, num_warps=4, **named):
+        given = dict(zip(self.kernel.arg_names, given, strict=False)) | named
+        given |= {"WIDE": False} if "WIDE" in given else {}  # as on a GPU
+        constant = {p.name for p in self.kernel.params if p.is_constexpr}
+        constant |= {name for name in given if name == "q_dim"}  # always 1
+        signature = {name: _type(given[name], name in constant) for name in self.kernel.arg_names}
+        source = ASTSource(
+            self.kernel,
+            signature,
+            {(self.kernel.arg_names.index(name),): given[name] for name in constant},
+            {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if "*" in t},
+        )
+        found = compile(source, target=self.target, options={"num_warps": num_warps})
+        assert found.asm["cubin"]
+        print(self.kernel.__name__, found.metadata.shared, "bytes shared")
+
+
+def _type(value, constant):
+    if constant:
+        return "constexpr"
+    if isinstance(value, torch.Tensor):
+        return f"*{TYPES[value.dtype]}"
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def main(capability, dtype, head_dim, bias, frame):
+    given = spec(32, 8, int(head_dim), getattr(torch, dtype))
+    attend = TritonAttention(given)
+    names = ("attend", "merge")
+    kernels = {name: Compiling(getattr(triton_attention, name), int(capability)) for name in names}
+    attend.kernels = SimpleNamespace(**kernels)
+    q, kv, batch = problem(given, 16, [(30, 1), (0, 9)])
+    rope = made(KeyFrame(frame), given.dtype, width=int(head_dim))
+    attend(q, kv, batch, biases(32, batch)[int(bias)], rope.rotation())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

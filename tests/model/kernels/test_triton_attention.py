@@ -1,0 +1,40 @@
+"""That the compiler takes the Triton kernels: it refuses more than the interpreter does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.products import combined
+
+SHARED = {80: 166912, 90: 232448}  # bytes that a block of threads may have, by capability
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "bias", "frame"),
+    combined(
+        SHARED,
+        ("bfloat16", "float32"),
+        (64, 128, 256),
+        range(5),
+        ("absolute", "raw", "block"),
+        always=lambda *each: each == (90, "bfloat16", 128, 2, "block"),
+    ),
+)
+def test_kernels_compile_for_a_gpu(capability, dtype, head_dim, bias, frame, tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    made = subprocess.run(
+        [sys.executable, "-m", "tests.model.kernels.compile_triton"]
+        + [str(each) for each in (capability, dtype, head_dim, bias, frame)],
+        env=environment,
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+    )
+    assert made.returncode == 0, made.stderr
+    sizes = [int(line.split()[1]) for line in made.stdout.splitlines()]
+    assert len(sizes) == 3  # splits, their merge, chunks
+    assert max(sizes) <= SHARED[capability]
