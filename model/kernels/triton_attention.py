@@ -155,7 +155,7 @@ def attend(
             seen &= gap < WINDOW
         scores = _biased(
             scores,
-            bias + head[:, None] * bias_head,
+            bias + head.to(tl.int64)[:, None] * bias_head,  # a dense one is large
             (first_row + row)[:, None] * bias_row + key[None, :],
             at[:, None] - key_at[None, :],
             key_at[None, :],

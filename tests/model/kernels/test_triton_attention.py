@@ -20,7 +20,7 @@ SHARED = {80: 166912, 90: 232448}  # bytes that a block of threads may have, by 
         (64, 128, 256),
         range(5),
         ("absolute", "raw", "block"),
-        always=lambda *each: each == (90, "bfloat16", 128, 2, "block"),
+        always=lambda *each: each == (90, "bfloat16", 64, 2, "block"),
     ),
 )
 def test_kernels_compile_for_a_gpu(capability, dtype, head_dim, bias, frame, tmp_path):
