@@ -135,8 +135,9 @@ def test_backends_answer_for_the_encodings_own_bias() -> None:
             raise AssertionError("the list runs no attention")
 
     place = Place([Picky(), *PLACE.backends], torch.bfloat16, torch.device("cpu"))
-    picky, cpu, *others = facts("alibi", place).backends
+    picky, triton, cpu, *others = facts("alibi", place).backends
     assert (picky.takes, picky.reason) == (False, "it knows no table")
+    assert (triton.backend, triton.takes, triton.reason) == ("triton", False, "the device is cpu")
     assert (cpu.backend, cpu.takes, cpu.reason) == ("cpu", False, "no compiler")
     assert all(support.takes and support.reason is None for support in others)
     assert facts("rope", place).backends[0].takes
@@ -227,4 +228,4 @@ def test_json_holds_every_fact() -> None:
         "capability": "free",
         "reason": None,
     }
-    assert told["backends"][0] == {"backend": "cpu", "takes": False, "reason": "no compiler"}
+    assert told["backends"][1] == {"backend": "cpu", "takes": False, "reason": "no compiler"}
