@@ -31,12 +31,15 @@ def fake(monkeypatch):
 
 
 def said(logs):
-    """What each of the fake servers said, the one with the most models first."""
+    """What each of the fake servers said, the one with the most models first.
+
+    One that was ended while it started said nothing.
+    """
     lines = [
         [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
         for log in logs.iterdir()
     ]
-    return sorted(lines, key=lambda each: -len(each[0]["models"]))
+    return sorted(filter(None, lines), key=lambda each: -len(each[0]["models"]))
 
 
 def alive(pid):
