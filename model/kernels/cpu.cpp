@@ -14,6 +14,10 @@
 #include <utility>
 #include <vector>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 #if defined(__AVX512F__)
@@ -163,12 +167,21 @@ inline void load_columns(const bf16 *panel, Vec<float> &left, Vec<float> &right)
   left = (Vec<float>)(words << 16);
   right = (Vec<float>)(words & 0xffff0000u);
 }
+// Written out, because compilers turn the generic conversion into one instruction per number.
+inline Vec<float> widen_bytes(const int8_t *x) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)));
+#elif defined(__AVX2__)
+  return (Vec<float>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x)));
+#else
+  Vec<float> y;
+  for (int i = 0; i < kLanes<float>; ++i) y[i] = x[i];
+  return y;
+#endif
+}
 inline void load_columns(const int8_t *panel, Vec<float> &left, Vec<float> &right) {
-  typedef int8_t Bytes __attribute__((vector_size(kVectorBytes / 4), aligned(1)));
-  typedef int32_t Words __attribute__((vector_size(kVectorBytes)));
-  const Bytes *halves = reinterpret_cast<const Bytes *>(panel);
-  left = __builtin_convertvector(__builtin_convertvector(halves[0], Words), Vec<float>);
-  right = __builtin_convertvector(__builtin_convertvector(halves[1], Words), Vec<float>);
+  left = widen_bytes(panel);
+  right = widen_bytes(panel + kLanes<float>);
 }
 template <class W>
 inline int64_t place_in_panel(const W *, int64_t column) {
@@ -217,6 +230,7 @@ template <int ROWS, int K, int R, class Real, class W>
 void multiply_tile(const Real *x, int64_t inputs, const W *panel, Real *sum) {
   constexpr int kLanes = ::kLanes<Real>, kPanel = ::kPanel<Real>;
   constexpr int input_step = K ? K : ROWS;
+  constexpr int kAhead = sizeof(W) == 1 ? 64 : 24;  // inputs
   Vec<Real> left_sum[ROWS], right_sum[ROWS];
   for (int r = 0; r < ROWS; ++r) {
     left_sum[r] = load(sum + r * kPanel);
@@ -227,7 +241,7 @@ void multiply_tile(const Real *x, int64_t inputs, const W *panel, Real *sum) {
     load_columns(panel + k * kPanel, left, right);
     // Some steps ahead, past the end too: the next piece of the panel usually follows there.
     for (int64_t i = 0; i < kPanel; i += 64 / int64_t(sizeof(W)))
-      __builtin_prefetch(panel + (k + 24) * kPanel + i);
+      __builtin_prefetch(panel + (k + kAhead) * kPanel + i);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
       left_sum[r] += x[k * input_step + r * R] * left;
