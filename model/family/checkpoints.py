@@ -52,7 +52,7 @@ def load(path: Path) -> State | None:
     try:
         with safe_open(path, "pt") as file:
             about = json.loads(file.metadata()[_KEY])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - cannot be iterated itself
         return State(
             step=about["step"],
             steps=about["steps"],

@@ -25,7 +25,7 @@ SIZES = Sizes(prompt_tokens=40, output_tokens=3, requests_per_worker=2, arrivals
 FLUSH = "/v1/cache/flush"
 
 
-def load(workload: str = "stream", profile: Profile = Profile("sync")) -> Load:  # noqa: B008
+def load(workload: str = "stream", profile: Profile = Profile("sync")) -> Load:  # noqa: B008 - frozen
     each = workload_from(workload)
     return Load(each, each.points(SIZES)[0], profile)
 
