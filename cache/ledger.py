@@ -6,7 +6,7 @@ program says it did: only stored bytes count.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -20,6 +20,9 @@ from cache.terms import Audit, BlockEvent, EventKind
 SAMPLED_BLOCKS = 1  # verified by one call of `sample`
 FOLD = 15  # shifts bit 31, often a sign, into the middle, away from the sign of the low half
 BATCH = 4  # blocks copied at once: few enough to stay in a processor's cache while summed
+
+# Sums of blocks [N] of `stored` [layers, blocks, integers] with `multipliers` → [N, layers] int64.
+FoldSums = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Part(StrEnum):
@@ -67,6 +70,20 @@ class LedgerCounts:
         )
 
 
+def fold_sums(stored: Tensor, blocks: Tensor, multipliers: Tensor) -> Tensor:
+    """What Checksums defines, on any device. Faster on a CPU: model/kernels."""
+    few_at_once = torch.split(blocks, BATCH)
+    return torch.cat([_sums_of_few(stored, few, multipliers) for few in few_at_once])
+
+
+def _sums_of_few(stored: Tensor, blocks: Tensor, multipliers: Tensor) -> Tensor:
+    words = _words(stored.index_select(1, blocks))
+    halves = words.view(torch.int32)
+    halves[..., 0::2] ^= halves[..., 1::2] >> FOLD
+    words *= multipliers
+    return words.sum(-1).T
+
+
 class Checksums:
     """64 bits for each block, layer and part: sum of multiplier[i] · fold(word[i]) modulo 2^64.
 
@@ -80,8 +97,9 @@ class Checksums:
     Computed where the cache is; guards against defects and faulty memory, not against forgery.
     """
 
-    def __init__(self, kv: KVCache) -> None:
+    def __init__(self, kv: KVCache, sums: FoldSums = fold_sums) -> None:
         self._parts = [_integers(part) for part in kv.whole]  # [layers, blocks, integers] each
+        self._sums = sums
         stored = self._parts[0]
         words = -(-stored.shape[2] * stored.element_size() // 8)
         generator = torch.Generator().manual_seed(0)
@@ -91,21 +109,10 @@ class Checksums:
 
     def of(self, blocks: Sequence[int]) -> Tensor:
         """[blocks, parts, layers] int64, in the order of LayerKV's parts."""
-        starts = range(0, len(blocks), BATCH)
-        sums = [self._of_few(blocks[start : start + BATCH]) for start in starts]
-        return torch.cat(sums).permute(0, 2, 1)
-
-    def _of_few(self, blocks: Sequence[int]) -> Tensor:
-        """[blocks, layers, parts]."""
         index = torch.tensor(blocks, device=self._multipliers.device)
-        sums = []
-        for part in self._parts:
-            words = _words(part.index_select(1, index))
-            halves = words.view(torch.int32)
-            halves[..., 0::2] ^= halves[..., 1::2] >> FOLD
-            words *= self._multipliers
-            sums.append(words.sum(-1))
-        return torch.stack(sums).permute(2, 1, 0)
+        return torch.stack(
+            [self._sums(part, index, self._multipliers) for part in self._parts], dim=1
+        )
 
 
 class Ledger:
@@ -115,12 +122,12 @@ class Ledger:
     released block still has its bytes then. What it finds waits in `drain`.
     """
 
-    def __init__(self, kv: KVCache, mode: Audit) -> None:
+    def __init__(self, kv: KVCache, mode: Audit, sums: FoldSums = fold_sums) -> None:
         self.mode = mode
         self._entries = kv.block_size * kv.kv_heads  # of one layer and part of a block
         # Least recently sealed or verified first.
         self._sealed: OrderedDict[int, None] = OrderedDict()
-        self._checksums = Checksums(kv)
+        self._checksums = Checksums(kv, sums)
         keys = kv.whole.keys
         self._seals = torch.zeros(
             keys.shape[1], 2, kv.layers, dtype=torch.int64, device=keys.device

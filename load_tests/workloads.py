@@ -16,7 +16,7 @@ from load_tests.terms import Plan, Point, Profile, Request
 
 SUFFIX_TOKENS = 32  # of shared-prefix, after the prefix
 SUFFIX_OUTPUT_TOKENS = 32
-STEP_OUTPUT_TOKENS = 64  # of longctx and extrapolate: enough gaps for a stable median
+STEP_OUTPUT_TOKENS = 192  # of longctx and extrapolate: over a second, for a stable median
 SHIFT_MARGIN = 32  # tokens before the context is full, and as many after
 EXTRAPOLATION = (1, 2, 4)  # times the trained context
 LEAVING_SHARE = 0.2

@@ -10,7 +10,7 @@ from logging import getLogger
 import torch
 
 from cache.kv import KVCache
-from cache.ledger import Ledger
+from cache.ledger import FoldSums, Ledger, fold_sums
 from cache.manager import CacheManager
 from cache.operations import Operations
 from cache.terms import Audit
@@ -19,6 +19,7 @@ from model.catalogue import Place
 from model.config import EncoderDecoderConfig, ModelConfig
 from model.encoder_decoder import EncoderDecoder
 from model.encodings.base import EncodingError, PositionalWork
+from model.kernels.build import Kernels
 from model.loading import Checkpoint, CheckpointError
 from model.transformer import Decoder
 from server import listen, placement
@@ -125,7 +126,8 @@ def load_models(config: ServerConfig, metrics: Metrics) -> list[Loaded]:
         raise CommandError(str(error)) from error
     # Only now is it known what the weights of all models leave.
     free = placement.free_memory(device)
-    return [_complete(config, model, device, free, metrics) for model in prepared]
+    sums = kernels.fold_sums if isinstance(kernels, Kernels) else fold_sums
+    return [_complete(config, model, device, free, metrics, sums) for model in prepared]
 
 
 def _complete(
@@ -134,6 +136,7 @@ def _complete(
     device: torch.device,
     free_memory: int,
     metrics: Metrics,
+    sums: FoldSums,
 ) -> Loaded:
     """Give it its share of the memory and an engine."""
     shape, name, block_size = model.checkpoint.config, model.name, config.cache.block_size
@@ -163,7 +166,7 @@ def _complete(
         max_waiting=config.limits.max_queue,
     )
     rules = [model.decoder.encoding.for_layer(layer) for layer in range(shape.layers)]
-    ledger = Ledger(kv, Audit(config.cache.audit))
+    ledger = Ledger(kv, Audit(config.cache.audit), sums)
     operations = Operations(manager, kv, rules, ledger)
     scheduler = Scheduler(manager, limits, operations)
     auditor = Auditor(name, ledger, manager, scheduler)

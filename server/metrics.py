@@ -1,6 +1,6 @@
 """Prometheus metrics, in a registry of their own."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -33,6 +33,17 @@ class _Registry(CollectorRegistry):
             yield family
             if family.name in self._aliases:
                 yield _renamed(family, self._aliases[family.name])
+
+
+class _Single(CollectorRegistry):
+    """One family, collected already."""
+
+    def __init__(self, family: Metric) -> None:
+        super().__init__()
+        self._family = family
+
+    def collect(self) -> Iterable[Metric]:
+        return (self._family,)
 
 
 def _renamed(family: Metric, alias: Alias) -> Metric:
@@ -119,5 +130,7 @@ class Metrics:
         """A stream that ended with an error after its headers had gone out."""
         self._models[model_name].stream_errors.inc()
 
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+    def render(self) -> Iterator[bytes]:
+        """The text of one family after another."""
+        for family in self.registry.collect():
+            yield generate_latest(_Single(family))

@@ -124,6 +124,15 @@ class Kernels:
         self._call("rotate", x.dtype, x, y, cos, sin, positions, *sizes)
         return y
 
+    def fold_sums(self, stored: Tensor, blocks: Tensor, multipliers: Tensor) -> Tensor:
+        """As cache/ledger.py's function of that name."""
+        layers, all_blocks, integers = stored.shape
+        sums = torch.empty(len(blocks), layers, dtype=torch.int64)
+        sizes = (len(blocks), layers, all_blocks, integers * stored.element_size())
+        tensors = (stored, blocks, multipliers, sums)
+        self._library.fold_sums(*map(_as_c, tensors), *map(_as_c, sizes))
+        return sums
+
     def attend(self, dtype: torch.dtype, arguments: AttendArguments) -> None:
         getattr(self._library, f"attend_{ATTENTION_SUFFIXES[dtype]}")(ctypes.byref(arguments))
 

@@ -770,9 +770,42 @@ void rotate(const T *x, T *y, const float *cosines, const float *sines, const in
   }
 }
 
+// ---------------------------------------------------------------------------- stored bytes
+
+// cache/ledger.py defines these sums: of one block of one layer, eight bytes at a time.
+int64_t fold_sum(const char *bytes, const uint64_t *multipliers, int64_t count) {
+  const auto fold = [](uint64_t word) {
+    return word ^ uint32_t(int32_t(uint32_t(word >> 32)) >> 15);
+  };
+  uint64_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < count / 8; ++i) {
+    uint64_t word;
+    std::memcpy(&word, bytes + 8 * i, 8);
+    sum += fold(word) * multipliers[i];
+  }
+  if (count % 8) {
+    uint64_t word = 0;
+    std::memcpy(&word, bytes + count / 8 * 8, count % 8);
+    sum += fold(word) * multipliers[count / 8];
+  }
+  return int64_t(sum);
+}
+
 }  // namespace
 
 extern "C" {
+
+// stored [layers, blocks, block_bytes]; sums [count, layers].
+void fold_sums(const char *stored, const int64_t *blocks, const uint64_t *multipliers,
+               int64_t *sums, int64_t count, int64_t layers, int64_t all_blocks,
+               int64_t block_bytes) {
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < count * layers; ++i) {
+    const int64_t place = i % layers * all_blocks + blocks[i / layers];
+    sums[i] = fold_sum(stored + place * block_bytes, multipliers, block_bytes);
+  }
+}
 
 int64_t panel_columns() { return kPanel<float>; }
 

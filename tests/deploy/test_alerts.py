@@ -132,4 +132,4 @@ def test_alerts_fire_when_they_should(scenario, tmp_path):
 def test_promtool_finds_nothing_to_complain_of():
     promtool("check", "rules", str(PROMETHEUS / "recording.yaml"), str(PROMETHEUS / "alerts.yaml"))
     promtool("check", "config", str(PROMETHEUS / "prometheus.yaml"))
-    promtool("check", "metrics", text=metrics_of_toy().render())
+    promtool("check", "metrics", text=b"".join(metrics_of_toy().render()))

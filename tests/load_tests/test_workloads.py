@@ -9,7 +9,7 @@ from load_tests.workloads import EXTRAPOLATION, TURNS, WORKLOADS, Sizes, workloa
 SYNC = Profile("sync")
 CLOSED = Profile("closed", concurrency=6)
 OPEN = Profile("poisson", rate=2.0)
-SIZES = Sizes(contexts=(96, 256), context=600, trained_context=200, arrivals=7)
+SIZES = Sizes(contexts=(224, 320), context=600, trained_context=400, arrivals=7)
 
 
 def plan(name, profile=SYNC, *, sizes=SIZES, prompts=None, point=0, form="ids"):
@@ -67,13 +67,13 @@ def test_a_model_with_the_context_that_a_workload_names_can_take_all_of_it(name)
 
 def test_longctx_has_one_prompt_a_worker_at_every_length():
     assert WORKLOADS["longctx"].points(SIZES) == [
-        Point("longctx", "longctx 96", 96),
-        Point("longctx", "longctx 256", 256),
+        Point("longctx", "longctx 224", 224),
+        Point("longctx", "longctx 320", 320),
     ]
     assert [point.context for point in WORKLOADS["longctx"].points(Sizes())] == [512, 2048, 8192]
-    assert lengths(plan("longctx", CLOSED, point=1)) == [(192, 64)] * 6
-    with pytest.raises(ValueError, match="longctx 64 leaves no prompt"):
-        plan("longctx", sizes=Sizes(contexts=(64,)))
+    assert lengths(plan("longctx", CLOSED, point=1)) == [(128, 192)] * 6
+    with pytest.raises(ValueError, match="longctx 192 leaves no prompt"):
+        plan("longctx", sizes=Sizes(contexts=(192,)))
 
 
 def test_a_turn_extends_the_turn_before_it_which_was_sent_at_least_a_round_earlier():
@@ -134,7 +134,7 @@ def test_shift_fills_the_context_and_goes_on():
 def test_extrapolate_ends_at_multiples_of_the_trained_context():
     for index, times in enumerate(EXTRAPOLATION):
         (made,) = lengths(plan("extrapolate", point=index))
-        assert sum(made) == times * 200
+        assert sum(made) == times * 400
     assert [point.context for point in WORKLOADS["extrapolate"].points(SIZES)] == [200, 400, 800]
 
 

@@ -39,7 +39,8 @@ def metrics_of_toy() -> Metrics:
 
 def families(metrics: Metrics) -> dict:
     return {
-        family.name: family for family in text_string_to_metric_families(metrics.render().decode())
+        family.name: family
+        for family in text_string_to_metric_families(b"".join(metrics.render()).decode())
     }
 
 

@@ -104,6 +104,6 @@ def test_names_suffixes_and_labels_are_those_that_are_read():
 
 
 def test_the_page_stays_readable():
-    text = worked("vllm").render().decode()
+    text = b"".join(worked("vllm").render()).decode()
     assert len(list(text_string_to_metric_families(text))) == len(families(worked("vllm")))
     assert '\nvllm:num_requests_running{encoding="t5",model_name="m"} 3.0\n' in text
