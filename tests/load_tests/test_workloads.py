@@ -135,7 +135,7 @@ def test_extrapolate_ends_at_multiples_of_the_trained_context():
     for index, times in enumerate(EXTRAPOLATION):
         (made,) = lengths(plan("extrapolate", point=index))
         assert sum(made) == times * 400
-    assert [point.context for point in WORKLOADS["extrapolate"].points(SIZES)] == [200, 400, 800]
+    assert [point.context for point in WORKLOADS["extrapolate"].points(SIZES)] == [400, 800, 1600]
 
 
 def test_a_fifth_of_the_clients_leave_before_the_end():
