@@ -1,0 +1,166 @@
+"""Decoders, caches and steps without a server, made as the server makes them: for costs.
+
+With `step_cost` and `scaling` alone in this package to import the program that is measured. All
+else here speaks HTTP.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cache.kv import KVCache
+from cache.manager import CacheManager
+from model.attention.backends import all_backends
+from model.attention.base import AttentionSpec, choose
+from model.batch import ForwardBatch
+from model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
+from model.encodings.base import create
+from model.kernels.build import Kernels
+from model.kernels.substitutes import substitute
+from model.loading import Checkpoint, load_decoder, load_encoding
+from model.sampling import SamplingParams
+from model.shapes import PREFIX, random_checkpoint
+from model.transformer import Decoder
+from server.batching import build_batch
+from server.request import Request
+from server.scheduler import Work
+
+BLOCK_SIZE = 16  # tokens, as `serve` has it
+# What a name like t5:table says besides the encoding, and which of its options that is.
+VARIANTS: Mapping[str, str] = {"t5": "form", "rope": "frame"}
+
+
+class PackedOnce(Kernels):
+    """The same library, which packs a weight for the first decoder and hands it to all others."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        vars(self).update(vars(kernels))
+        self._panels: dict[int, Tensor] = {}
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """By address: a weight lives until the last decoder that shares it has its panels."""
+        if weight.data_ptr() not in self._panels:
+            self._panels[weight.data_ptr()] = super().pack(weight)
+        return self._panels[weight.data_ptr()]
+
+
+def decoders(
+    shape: str,
+    arms: Sequence[str],
+    *,
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels | str,
+) -> dict[str, Decoder]:
+    """One for each of `arms`, which differ in nothing but their encoding.
+
+    An arm is an encoding, with a colon and one of its forms or frames if need be, as in t5:table.
+    Weights are random and the same tensors for all. `kernels`: those of the CPU, or why there are
+    none. Raises CheckpointError and EncodingError.
+    """
+    if isinstance(kernels, Kernels):
+        kernels = PackedOnce(kernels)
+    made: dict[str, Decoder] = {}
+    for arm in arms:
+        checkpoint = _checkpoint(shape, arm, context)
+        decoder = _decoder(checkpoint.config, context, dtype, device, kernels)
+        if made:
+            _share(next(iter(made.values())), decoder)
+            load_encoding(checkpoint, decoder.encoding)
+        else:
+            load_decoder(checkpoint, decoder)
+        made[arm] = decoder
+    if isinstance(kernels, Kernels):
+        for decoder in made.values():
+            substitute(decoder, kernels, dtype)
+    return made
+
+
+def new_cache(
+    config: ModelConfig, blocks: int, *, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """Full of numbers as large as a model's, so that no kernel meets a special case."""
+    kv = KVCache(
+        layers=config.layers,
+        blocks=blocks,
+        block_size=BLOCK_SIZE,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        device=device,
+    )
+    generator = torch.Generator(device).manual_seed(0)
+    for part in kv.whole:
+        part.normal_(generator=generator)
+    return kv
+
+
+def blocks_for(requests: int, context: int) -> int:
+    """In a cache that holds that many requests, the reserved block included."""
+    return 1 + requests * -(-context // BLOCK_SIZE)
+
+
+def step(requests: int, context: int, rows: int, device: torch.device) -> ForwardBatch:
+    """The step that computes the last `rows` tokens of each request's `context`.
+
+    The logits of each one's last are wanted. The cache must have `blocks_for` them.
+    """
+    manager = CacheManager(blocks_for(requests, context), BLOCK_SIZE, prefix_sharing=False)
+    work = []
+    for index in range(requests):
+        made = request(str(index), [7] * context)
+        manager.reserve(made.id, made.tokens, context)
+        work.append(Work(made, context - rows, rows))
+    return build_batch(tuple(work), manager.table, BLOCK_SIZE, device).forward
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 1 << 30) -> Request:
+    """One that takes the most likely token and ends after `max_tokens`."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return Request(name, prompt, len(prompt), params, 0.0, random.Random(0))
+
+
+def _checkpoint(shape: str, arm: str, context: int) -> Checkpoint:
+    name, _, variant = arm.partition(":")
+    checkpoint = random_checkpoint(f"{PREFIX}{shape}", name, context)
+    if not variant:
+        return checkpoint
+    spec = checkpoint.config.encoding
+    spec = EncodingSpec(name, {**spec.options, VARIANTS[name]: variant})
+    return replace(checkpoint, config=replace(checkpoint.config, encoding=spec))
+
+
+def _decoder(
+    config: ModelConfig,
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels | str,
+) -> Decoder:
+    assert not isinstance(config, EncoderDecoderConfig), "a shape is a decoder alone"
+    encoding = create(config.encoding, config, context, device)
+    rotation = encoding.rotation()
+    spec = AttentionSpec(
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        scale=1.0,
+        dtype=dtype,
+        device=device,
+        rotation=None if rotation is None else rotation.frame,
+    )
+    backend = choose(all_backends(kernels), spec)
+    return Decoder(config, encoding, backend, dtype=dtype, device=device)
+
+
+def _share(first: Decoder, decoder: Decoder) -> None:
+    """Give `decoder` the very parameters of `first`, but for those of its encoding."""
+    # Tied ones under both names: else one of them would keep what it was allocated with.
+    for name, _ in list(decoder.named_parameters(remove_duplicate=False)):
+        if "encoding" not in name.split("."):  # layers name it too
+            owner, _, leaf = name.rpartition(".")
+            setattr(decoder.get_submodule(owner), leaf, first.get_parameter(name))

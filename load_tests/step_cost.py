@@ -1,0 +1,246 @@
+"""What a step costs under each encoding, over the same step under none: `--help` says how."""
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Literal
+
+from load_tests.charts import Row, dots
+from load_tests.in_process import blocks_for, decoders, new_cache, step
+from load_tests.measured import add_options, markdown, place_of, positive, write
+from load_tests.plot import percent_tick
+from load_tests.progress import Progress
+from load_tests.rounds import MIN_ROUNDS, Interval, median_of, ratios, rounds
+from load_tests.svg import looks
+from load_tests.words import milliseconds, signed
+from model.encodings.base import EncodingError
+from model.weights.base import CheckpointError
+from server.decoders import find_kernels
+from server.errors import CommandError
+
+Verdict = Literal["holds", "does not hold", "undecided"]
+
+ZERO = "nope"
+ARMS = (
+    ZERO,
+    "rope",
+    "alibi",
+    "t5",
+    "learned",
+    "sinusoidal",
+    "t5:table",
+    "t5:materialised",
+    "rope:raw",
+    "rope:block",
+)
+CLAIMED = frozenset({"rope", "alibi", "t5", "learned", "sinusoidal"})  # what the limits are about
+LIMITS: Mapping[str, float] = {"decode": 1.02, "prefill": 1.04}  # over ZERO, at most
+AGAIN = f"{ZERO} again"
+
+_DESCRIPTION = f"""\
+What a step of the decoder costs under each positional encoding, over the same step under none.
+
+Two steps are timed: decode, one token for each of --batch requests that have --context tokens, and
+prefill, the last --chunk tokens of one prompt of --context. Each is one pass of the decoder as
+`ropewalk serve` makes it, with its kernels, batch layout and paged cache; scheduling, sampling and
+HTTP are the same for all encodings, so they are left out, which makes differences look larger.
+
+All arms share one set of random weights, down to the packed tensors that the kernels read, and
+one cache. Cost does not depend on the values. In every round each arm runs once, in random order,
+and is compared with {ZERO} of the same round; the table has the median of those ratios with a 95 %
+interval from their order, which supposes nothing about the noise. `{AGAIN}` is {ZERO} a
+second time: how far it is from +0 is what the rest of the table can be trusted to.
+
+Limits: over {ZERO}, decode {LIMITS["decode"] - 1:.0%} and prefill {LIMITS["prefill"] - 1:.0%}. A
+limit `holds` where the whole interval is below it, `does not hold` where all of it is above, and is
+`undecided` in between: ask for more rounds. Forms and frames (t5:table, rope:raw) have no limit.
+
+By default the processor time of one thread counts, which other programs change least: time that
+they take is not in it, and what they do to caches and memory they do to all arms of a round. With
+more threads use --clock wall on a machine that does nothing else: processor time then includes
+threads that wait for each other. On CUDA the device's own events count.
+"""
+
+_EPILOG = f"""\
+examples:
+  python -m load_tests.step_cost
+  python -m load_tests.step_cost --shape smollm2 --dtype bfloat16 --rounds 60 --out step-cost
+  python -m load_tests.step_cost --arms rope,t5 --context 512 --batch 1 --prefill-rounds 0
+
+The table goes to standard output, progress to standard error.
+Exit status: 0; 1 when a limit does not hold; 2 when nothing was measured.
+Intervals need {MIN_ROUNDS} rounds or more. With `small` the defaults take some minutes.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one arm's step takes; `ratio` is to ZERO's."""
+
+    arm: str
+    seconds: float
+    ratio: Interval
+    limit: float | None
+    verdict: Verdict | None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = _parser().parse_args(words)
+    try:
+        samples = _measure(args)
+    except (CommandError, CheckpointError, EncodingError) as error:
+        print(f"step_cost: {error}", file=sys.stderr)
+        return 2
+    costs = {work: costs_of(taken, LIMITS[work]) for work, taken in samples.items()}
+    print(_table(costs))
+    if args.out:
+        content = {
+            "costs": {work: [_finite(cost) for cost in each] for work, each in costs.items()},
+            "samples": samples,  # seconds, round by round
+        }
+        charts = [_chart(work, each) for work, each in costs.items()]
+        write(args.out, "step cost", words, args, content, charts)
+    verdicts = {cost.verdict for each in costs.values() for cost in each}
+    return int("does not hold" in verdicts)
+
+
+def costs_of(taken: Sequence[Mapping[str, float]], limit: float) -> list[Cost]:
+    """From the seconds of every round. The limit is for those of CLAIMED."""
+    found = []
+    for arm in taken[0]:
+        ratio = median_of(ratios(taken, arm, ZERO))
+        seconds = median_of([each[arm] for each in taken]).median
+        own = limit if arm in CLAIMED else None
+        found.append(Cost(arm, seconds, ratio, own, None if own is None else verdict(ratio, own)))
+    return found
+
+
+def verdict(ratio: Interval, limit: float) -> Verdict:
+    if ratio.high <= limit:
+        return "holds"
+    return "does not hold" if ratio.low > limit else "undecided"
+
+
+def _parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        prog="python -m load_tests.step_cost",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(options, shape="small")
+    options.add_argument(
+        "--arms",
+        default=",".join(ARMS[1:]),
+        metavar="A,B",
+        help=f"besides {ZERO} (default: %(default)s)",
+    )
+    options.add_argument("--context", type=positive, default=4096, help="tokens (default: 4k)")
+    options.add_argument(
+        "--batch", type=positive, default=8, help="requests that decode (default: %(default)s)"
+    )
+    options.add_argument(
+        "--chunk", type=positive, default=512, help="tokens of a prefill (default: %(default)s)"
+    )
+    options.add_argument(
+        "--rounds", type=int, default=100, help="of decode; 0: none (default: %(default)s)"
+    )
+    options.add_argument(
+        "--prefill-rounds", type=int, default=20, help="of prefill; 0: none (default: %(default)s)"
+    )
+    return options
+
+
+def _measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """Seconds by work, round and arm."""
+    if args.chunk > args.context:
+        raise CommandError(f"--chunk {args.chunk} is more than --context; take the last part of it")
+    device, dtype, clock = place_of(args)
+    arms = [ZERO, *(arm for arm in args.arms.split(",") if arm != ZERO)]
+    progress = Progress(sys.stderr)
+    progress.start(f"{args.shape} under {', '.join(arms)}: making the decoders")
+    made = decoders(
+        args.shape,
+        arms,
+        context=args.context,
+        dtype=dtype,
+        device=device,
+        kernels=find_kernels(device),
+    )
+    made[AGAIN] = made[ZERO]
+    kv = new_cache(
+        made[ZERO].config, blocks_for(args.batch, args.context), dtype=dtype, device=device
+    )
+    steps = {
+        "decode": (args.batch, 1, args.rounds),
+        "prefill": (1, args.chunk, args.prefill_rounds),
+    }
+    samples: dict[str, list[dict[str, float]]] = {}
+    for work, (requests, rows, count) in steps.items():
+        if count < 1:
+            continue
+        batch = step(requests, args.context, rows, device)
+        calls = {arm: partial(decoder, batch, kv) for arm, decoder in made.items()}
+        progress.start(f"{work}: {count} rounds of {len(calls)} passes")
+        samples[work] = []
+        for taken in rounds(calls, count, clock, args.seed):
+            samples[work].append(taken)
+            progress.note(f"{work}: {len(samples[work])} of {count} rounds")
+    progress.clear()
+    return samples
+
+
+def _table(costs: Mapping[str, Sequence[Cost]]) -> str:
+    rows = [("step", "encoding", "ms", f"over {ZERO}, 95 % interval", "limit", "")]
+    for work, each in costs.items():
+        for cost in each:
+            rows.append(
+                (
+                    work,
+                    cost.arm,
+                    milliseconds(cost.seconds),
+                    "" if cost.arm == ZERO else _difference(cost.ratio),
+                    "" if cost.limit is None else f"{signed(cost.limit)} %",
+                    cost.verdict or "",
+                )
+            )
+    return markdown(rows, left=2)
+
+
+def _difference(ratio: Interval) -> str:
+    """+1.2 % (+0.8 to +1.9), without the interval where there is none."""
+    middle = f"{signed(ratio.median)} %"
+    if math.isinf(ratio.high):
+        return middle
+    return f"{middle} ({signed(ratio.low)} to {signed(ratio.high)})"
+
+
+def _chart(work: str, costs: Sequence[Cost]) -> str:
+    """Differences in percent; hollow where the interval has 0 in it."""
+    look = looks([cost.arm for cost in costs], ZERO)
+    rows = []
+    for cost in costs[1:]:
+        ratio = cost.ratio
+        if math.isinf(ratio.high):
+            ratio = Interval(ratio.median, ratio.median, ratio.median)
+        middle, low, high = (100 * (each - 1) for each in (ratio.median, ratio.low, ratio.high))
+        text = f"{signed(ratio.median)} %"
+        rows.append(Row(cost.arm, look[cost.arm], middle, low, high, text, low <= 0 <= high))
+    return dots(f"{work}: time over {ZERO}", {"": rows}, "percent", percent_tick, centred=True)
+
+
+def _finite(cost: Cost) -> dict[str, object]:
+    """For JSON, which knows no infinity."""
+    fields = asdict(cost)
+    fields["ratio"] = {
+        name: value if math.isfinite(value) else None for name, value in fields["ratio"].items()
+    }
+    return fields
+
+
+if __name__ == "__main__":
+    sys.exit(main())

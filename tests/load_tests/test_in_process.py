@@ -1,0 +1,105 @@
+"""The decoders that costs are measured on differ in nothing but their encoding."""
+
+import pytest
+import torch
+
+from load_tests.in_process import (
+    BLOCK_SIZE,
+    blocks_for,
+    decoders,
+    new_cache,
+    step,
+)
+from load_tests.step_cost import ARMS
+from model.encodings.alibi import ALiBi
+from model.encodings.base import EncodingError, MaterialisedBias, TableBias
+from model.kernels.build import load
+from model.kernels.substitutes import PanelLinear
+from model.transformer import Decoder
+from server.pull import home
+
+CPU = torch.device("cpu")
+
+
+def made(kernels, arms=ARMS) -> dict[str, Decoder]:
+    return decoders("small", arms, context=64, dtype=torch.float32, device=CPU, kernels=kernels)
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return load(home() / "kernels")
+
+
+@pytest.fixture(scope="module")
+def every(kernels):
+    return made(kernels)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return made("not asked for")
+
+
+def test_one_decoder_for_each_arm(every):
+    assert list(every) == list(ARMS)
+    assert isinstance(every["alibi"].encoding, ALiBi)
+    assert type(every["t5"].encoding.score_bias()) is TableBias
+    assert type(every["t5:materialised"].encoding.score_bias()) is MaterialisedBias
+    assert every["rope"].encoding.rotation() is None
+    frames = [every[arm].encoding.rotation().frame for arm in ("rope:raw", "rope:block")]
+    assert frames == ["raw", "block"]
+
+
+def test_weights_are_the_same_tensors(plain):
+    first = dict(plain["nope"].named_parameters(remove_duplicate=False))
+    for arm, decoder in plain.items():
+        for name, parameter in decoder.named_parameters(remove_duplicate=False):
+            assert "encoding" in name.split(".") or parameter is first[name], (arm, name)
+    assert plain["t5"].embed.weight is plain["t5"].head.weight
+
+
+def test_panels_are_the_same_tensors(every):
+    def panels(decoder):
+        linears = [each for each in decoder.modules() if isinstance(each, PanelLinear)]
+        return [linear.panels.data_ptr() for linear in linears]
+
+    assert len(set(panels(every["nope"]))) == 4 * 4 + 1  # of four layers, and the head
+    for arm in ARMS:
+        assert panels(every[arm]) == panels(every["nope"])
+
+
+def test_logits_are_those_of_a_decoder_by_itself(every, kernels):
+    """Sharing changes nothing: alone, with the same weights drawn anew, it computes the same."""
+    kv = new_cache(every["nope"].config, blocks_for(2, 40), dtype=torch.float32, device=CPU)
+    batch = step(2, 40, 3, CPU)
+    seen = []
+    for arm in ("t5", "rope:block", "learned"):
+        (alone,) = made(kernels, (arm,)).values()
+        logits = every[arm](batch, kv)
+        assert torch.equal(logits, alone(batch, kv))
+        assert logits.isfinite().all()
+        seen.append(logits)
+    assert not torch.equal(seen[0], seen[1])
+
+
+def test_forms_compute_the_same(every):
+    kv = new_cache(every["nope"].config, blocks_for(2, 40), dtype=torch.float32, device=CPU)
+    batch = step(2, 40, 1, CPU)
+    window, table, dense = (every[arm](batch, kv) for arm in ("t5", "t5:table", "t5:materialised"))
+    torch.testing.assert_close(window, table)
+    torch.testing.assert_close(window, dense)
+
+
+def test_unknown_variants_are_refused():
+    with pytest.raises(EncodingError, match="forms window, table, materialised, but got 'no'"):
+        made("none", ("t5:no",))
+
+
+def test_step_is_the_end_of_each_context():
+    batch = step(3, 100, 5, CPU)
+    assert batch.positions.tolist() == list(range(95, 100)) * 3
+    assert batch.context_lens.tolist() == [100] * 3
+    assert batch.output_rows.tolist() == [4, 9, 14]
+    assert len(set(batch.slots.tolist())) == 15
+    assert batch.slots.max() < blocks_for(3, 100) * BLOCK_SIZE
+    assert batch.slots.min() >= BLOCK_SIZE  # block 0 is nobody's
