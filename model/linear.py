@@ -1,4 +1,4 @@
-"""Linear layers, as torch multiplies them. Faster forms are model/kernels/substitutes.py's."""
+"""Linear layers, as torch multiplies them. Faster forms are model/kernels/modules.py's."""
 
 import torch
 import torch.nn.functional as F

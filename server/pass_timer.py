@@ -1,12 +1,13 @@
 """One of so many passes of a decoder is timed, and what attention and positions take of it.
 
 For a timed pass the decoder's seams to attention and to its encodings are replaced by ones that
-look at a clock, and put back. Other passes run no line of that.
+look at a clock, and put back; layers that are one call of the kernels tell their times themselves.
+Other passes run no line of that.
 """
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from cache.kv import KVCache
 from model.batch import ForwardBatch
 from model.encodings.base import PositionalEncoding
+from model.kernels.block import KernelBlock, Part
 from server.request import PassTimes
 
 EVERY = 16  # passes, of which one is timed, at random: answers of equal length have a rhythm
@@ -43,6 +45,7 @@ class TimedDecoder:
         self._encodings = [
             each for each in decoder.modules() if isinstance(each, PositionalEncoding)
         ]
+        self._blocks = [each for each in decoder.modules() if isinstance(each, KernelBlock)]
         # Whether all work for positions is outside attention, which can then be told from it.
         self.position_apart = all(
             each.score_bias() is None and each.rotation() is None for each in self._encodings
@@ -68,17 +71,32 @@ class TimedDecoder:
             for encoding in self._encodings if self.position_apart else ():
                 for name in ("embed", "rotate"):
                     seams.enter_context(_watched(encoding, name, watch, "position"))
+            inside = seams.enter_context(_told_by(self._blocks))
             with watch.during("forward"):
                 logits: Tensor = self._decoder(batch, kv)
         seconds = watch.seconds()
+        position = seconds["position"] + float(inside[Part.TURN])
         self._times.append(
             PassTimes(
                 forward=seconds["forward"],
-                attention=seconds["attention"],
-                position=seconds["position"] if self.position_apart else None,
+                attention=seconds["attention"] + float(inside[Part.ATTENTION]),
+                position=position if self.position_apart else None,
             )
         )
         return logits
+
+
+@contextmanager
+def _told_by(blocks: Sequence[KernelBlock]) -> Iterator[Tensor]:
+    """Seconds [Part] of all calls of these layers."""
+    seconds = torch.zeros(len(Part), dtype=torch.float64)
+    for block in blocks:
+        block.seconds = seconds
+    try:
+        yield seconds
+    finally:
+        for block in blocks:
+            block.seconds = None
 
 
 @contextmanager

@@ -51,14 +51,21 @@ class CpuAttention:
         bias: StepBias | None,
         rotation: Rotation | None,
     ) -> Tensor:
-        spec = self.spec
         q = q.contiguous()
         out = torch.empty_like(q)
+        arguments, _tensors = self.arguments(kv, batch, bias, rotation)
+        arguments.q, arguments.out = q.data_ptr(), out.data_ptr()
+        self.kernels.attend(self.spec.dtype, arguments)
+        return out
+
+    def arguments(
+        self, kv: LayerKV, batch: ForwardBatch, bias: StepBias | None, rotation: Rotation | None
+    ) -> tuple[AttendArguments, tuple[Tensor, ...]]:
+        """All but queries and output; and tensors that they point into and nobody else holds."""
+        spec = self.spec
         arguments = AttendArguments(
-            q=q.data_ptr(),
             keys=kv.keys.data_ptr(),
             values=kv.values.data_ptr(),
-            out=out.data_ptr(),
             positions=batch.positions.data_ptr(),
             query_starts=batch.query_starts.data_ptr(),
             context_lens=batch.context_lens.data_ptr(),
@@ -74,10 +81,11 @@ class CpuAttention:
             causal=int(spec.causal),
             scale=spec.scale,
         )
-        # Named, so that a copy outlives the call that reads it by address.
+        tensors: tuple[Tensor, ...] = ()
         if isinstance(bias, LinearBias):
             slopes = _per_head(bias.slopes, spec.heads)
             arguments.slopes = slopes.data_ptr()
+            tensors = (slopes,)
         elif isinstance(bias, TableBias | KeyBias):
             table = _per_head(bias.table, spec.heads)
             arguments.bias_table = table.data_ptr()
@@ -85,10 +93,12 @@ class CpuAttention:
             arguments.bias_by_key = int(isinstance(bias, KeyBias))
             if isinstance(bias, TableBias):
                 arguments.bias_zero = bias.zero
+            tensors = (table,)
         elif isinstance(bias, DenseBias):
             dense = _per_head(bias.values, spec.heads)
             arguments.dense_bias = dense.data_ptr()
             arguments.bias_span = dense.shape[2]
+            tensors = (dense,)
         if rotation is not None:
             # As wide as the arithmetic: a copy for float64 alone.
             wide = torch.promote_types(spec.dtype, torch.float32)
@@ -98,8 +108,8 @@ class CpuAttention:
             arguments.frame = FRAMES[rotation.frame]
             arguments.interleaved = int(rotation.layout == "interleaved")
             arguments.magnitude = rotation.magnitude
-        self.kernels.attend(spec.dtype, arguments)
-        return out
+            tensors += (cosines, sines)
+        return arguments, tensors
 
 
 def _per_head(values: Tensor, heads: int) -> Tensor:

@@ -59,6 +59,32 @@ class AttendArguments(ctypes.Structure):
     )
 
 
+class LinearArguments(ctypes.Structure):
+    """Mirrors the struct of the same name in cpu.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("packed", "scale", "bias")),
+        *((name, c_int64) for name in ("inputs", "outputs")),
+    )
+
+
+class BlockArguments(ctypes.Structure):
+    """Mirrors the struct of the same name in cpu.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "y", "scratch")),
+        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
+        *((name, LinearArguments) for name in ("qkv", "out", "gate_up", "down")),
+        ("attend", ctypes.POINTER(AttendArguments)),
+        *((name, c_void_p) for name in ("cosines", "sines", "q_positions", "k_positions")),
+        *((name, c_int64) for name in ("pairs", "interleaved")),
+        *((name, c_void_p) for name in ("slots", "kept")),
+        *((name, c_int64) for name in ("rows", "kept_rows")),
+        ("eps", c_double),
+        ("seconds", c_void_p),
+    )
+
+
 class Kernels:
     """The compiled library. Tensors handed in are contiguous, on the CPU, of one dtype."""
 
@@ -135,6 +161,9 @@ class Kernels:
 
     def attend(self, dtype: torch.dtype, arguments: AttendArguments) -> None:
         getattr(self._library, f"attend_{ATTENTION_SUFFIXES[dtype]}")(ctypes.byref(arguments))
+
+    def block(self, dtype: torch.dtype, arguments: BlockArguments) -> None:
+        self._function("block", dtype)(ctypes.byref(arguments))
 
     def _call(self, name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> None:
         self._function(name, dtype)(*map(_as_c, arguments))

@@ -6,15 +6,15 @@ import torch.nn.functional as F
 
 from model.attention.cpu import CpuBackend
 from model.encodings.rope import RoPE
-from model.kernels.substitutes import (
+from model.kernels.modules import (
     Int8PanelLinear,
     KernelRMSNorm,
     KernelRoPE,
     KernelSiluGate,
     OneDnnLinear,
     PanelLinear,
-    substitute,
 )
+from model.kernels.substitutes import substitute
 from model.linear import Int8Linear, Linear
 from model.transformer import Gate, RMSNorm
 from tests.model.running import run_uncached

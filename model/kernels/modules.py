@@ -1,0 +1,132 @@
+"""Modules that compute what those of the decoder compute, faster, on the CPU.
+
+The decoder's own modules stay the definition: each of these differs from its original by rounding
+only, and the tests hold both together. model/kernels/substitutes.py swaps them in.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from cache.terms import Capability, KeyFrame, Op
+from model.config import ModelConfig
+from model.encodings.base import PositionalEncoding, PositionalWork
+from model.encodings.rope import RoPE
+from model.kernels.build import Kernels
+from model.linear import Int8Linear, Linear
+from model.rotation import Rotation
+from model.transformer import RMSNorm
+
+
+class PanelLinear(nn.Module):
+    """Our kernel over packed panels. Each row's sum is independent of the other rows."""
+
+    def __init__(self, linear: Linear, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.outputs = linear.weight.shape[0]
+        self.panels = kernels.pack(linear.weight)
+        self.bias = None if linear.bias is None else linear.bias.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.linear(x, self.panels, self.bias, self.outputs)
+
+
+class Int8PanelLinear(nn.Module):
+    """The same over 8-bit panels, widened as they are read."""
+
+    def __init__(self, linear: Int8Linear, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.outputs = linear.rounded.shape[0]
+        self.panels = kernels.pack(linear.rounded)
+        self.scale = linear.scale
+        self.bias = None if linear.bias is None else linear.bias.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.linear_int8(x, self.panels, self.scale, self.bias, self.outputs)
+
+
+class OneDnnLinear(nn.Module):
+    """oneDNN over weights it has reordered once, for about 32 rows; one order serves all counts.
+
+    For processors that multiply bfloat16 (AMX, AVX512-BF16), which oneDNN makes use of. The
+    operators are torch's own but not public: pyproject.toml bounds torch's version.
+    """
+
+    ROWS = 32
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight, self.ROWS)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return y
+
+
+class KernelRMSNorm(nn.Module):
+    def __init__(self, norm: RMSNorm, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.weight = norm.weight
+        self.eps = norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+
+class KernelSiluGate(nn.Module):
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.gated(x)
+
+
+class KernelRoPE(PositionalEncoding):
+    """Turns by the same tables, in the layers that turn; all else is the original's."""
+
+    def __init__(self, rope: RoPE, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.max_positions = rope.max_positions
+        self.key_frame = rope.key_frame
+        self.cos, self.sin = rope.cos, rope.sin
+        self.interleaved = rope.layout == "interleaved"
+        self.original = (rope,)  # in a tuple, so that it is no submodule
+
+    def rotate(
+        self, q: Tensor, k: Tensor, positions: Tensor, offsets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        match self.key_frame:
+            case KeyFrame.ABSOLUTE:
+                return self._turned(q, positions), self._turned(k, positions)
+            case KeyFrame.BLOCK:
+                return q, self._turned(k, offsets)
+            case KeyFrame.RAW:
+                return q, k
+
+    def _turned(self, x: Tensor, at: Tensor) -> Tensor:
+        return self.kernels.rotate(x, self.cos, self.sin, at, self.interleaved)
+
+    def rotation(self) -> Rotation | None:
+        (rope,) = self.original
+        return rope.rotation()
+
+    def for_layer(self, layer: int) -> PositionalEncoding:
+        (rope,) = self.original
+        return self if rope.turns(layer) else rope.for_layer(layer)
+
+    def capability(self, op: Op, dtype: torch.dtype) -> Capability:
+        (rope,) = self.original
+        return rope.capability(op, dtype)
+
+    def shift(self, keys: Tensor, delta: int) -> Tensor:
+        (rope,) = self.original
+        return rope.shift(keys, delta)
+
+    def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
+        (rope,) = self.original
+        return rope.work(config, context, block_size)

@@ -1,0 +1,149 @@
+"""A layer in one call gives, bit by bit, what its parts give one after another."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from cache.kv import LayerKV
+from model.attention.bias import step_biases
+from model.attention.cpu import CpuBackend
+from model.attention.sdpa import SdpaAttention
+from model.config import EncodingSpec
+from model.encodings.rope import RoPE
+from model.kernels.block import KernelBlock, Part
+from model.kernels.modules import KernelRoPE
+from model.kernels.substitutes import substitute
+from model.linear import quantize
+from server.pass_timer import TimedDecoder
+from tests.model.running import CPU, Running, make_batch, new_cache
+from tests.model.tiny import ENCODINGS, WIDE_ROPE, tiny
+
+BLOCK = 16
+LENGTHS = ((37, 37), (20, 1), (5, 2), (18, 3))  # tokens of a request, and those to be computed
+
+
+def substituted(encoding, kernels, dtype=torch.float32, *, int8=False, **changes):
+    decoder = tiny(encoding, CpuBackend(kernels), dtype, **changes)
+    if int8:
+        quantize(decoder)
+    substitute(decoder, kernels, dtype)
+    return decoder
+
+
+def ragged(lengths=LENGTHS):
+    draw, blocks = random.Random(3), itertools.count(1)
+    requests = []
+    for length, count in lengths:
+        held = [next(blocks) for _ in range(-(-length // BLOCK))]
+        tokens = [draw.randrange(61) for _ in range(length)]
+        requests.append((Running(tokens, held, computed=length - count), count))
+    return make_batch(requests, BLOCK)
+
+
+def both(decoder, layer, rows=None):
+    """Output and cache of the one call, and of the parts."""
+    fused, batch = decoder.layers[layer], ragged()
+    assert isinstance(fused, KernelBlock)
+    made = new_cache(decoder, 12, BLOCK)
+    generator = torch.Generator().manual_seed(4)
+    for part in made.whole:
+        part.copy_(torch.randn(part.shape, generator=generator))
+    x = torch.randn(len(batch.tokens), 24, generator=generator).to(made.dtype)
+    bias = list(step_biases(decoder.encoding, len(decoder.layers), batch, BLOCK))[layer]
+    found = []
+    for way in (fused, fused.block):
+        kv = LayerKV(*(part.clone() for part in made.layer(layer)))
+        found.append((way(x.clone(), batch, kv, bias, rows), kv.keys, kv.values))
+    return found
+
+
+def equal(found):
+    return all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_every_encoding(encoding, dtype, kernels):
+    options = {}
+    if ENCODINGS[encoding].name == WIDE_ROPE:  # its tables are too wide for the kernels
+        encoding, options = "rope", ENCODINGS[encoding].options
+    decoder = substituted(encoding, kernels, dtype, options=options)
+    assert equal(both(decoder, 1))
+    assert equal(both(decoder, 2, rows=torch.tensor([36, 37, 42])))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [{"qk_norm": True, "qkv_bias": True}, {"out_bias": True, "mlp_bias": True}, {"kv_heads": 6}],
+    ids=["norms", "biases", "no-groups"],
+)
+def test_every_shape(changes, int8, dtype, kernels):
+    decoder = substituted("rope-interleaved", kernels, dtype, int8=int8, **changes)
+    assert equal(both(decoder, 0))
+    assert equal(both(decoder, 0, rows=torch.tensor([0, 42])))
+
+
+class Unlike(RoPE):
+    """Turns in a way of its own."""
+
+    def rotate(self, q, k, positions, offsets):
+        return k.new_zeros(q.shape), k
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norm": "layer"},
+        {"gated": False},
+        {"activation": "gelu"},
+        {"qkv_clip": 1.0},
+        {"block": "parallel"},
+        {"block": "post_norm"},
+    ],
+    ids=str,
+)
+def test_layers_that_compute_something_else_are_left_alone(changes, kernels):
+    decoder = substituted("rope", kernels, **changes)
+    assert not any(isinstance(each, KernelBlock) for each in decoder.modules())
+
+
+@pytest.mark.parametrize("encoding", ["rope-block", "unlike"])
+def test_encodings_that_the_kernels_do_not_know_are_left_alone(encoding, kernels, monkeypatch):
+    spec = EncodingSpec(f"{__name__}:Unlike", ENCODINGS["rope"].options)
+    monkeypatch.setitem(ENCODINGS, "unlike", spec)
+    decoder = substituted(encoding, kernels)
+    assert not any(isinstance(each, KernelBlock | KernelRoPE) for each in decoder.modules())
+
+
+def test_other_attention_is_left_alone(kernels):
+    decoder = tiny("rope", SdpaAttention, torch.float32)
+    substitute(decoder, kernels, torch.float32)
+    assert not any(isinstance(each, KernelBlock) for each in decoder.modules())
+
+
+@pytest.mark.parametrize(("encoding", "apart"), [("rope", True), ("nope", True), ("alibi", False)])
+def test_a_timed_pass_hears_from_inside(encoding, apart, kernels):
+    decoder = substituted(encoding, kernels)
+    timed = TimedDecoder(decoder, CPU, every=1)
+    batch = ragged([(20, 20), (7, 7)])  # all that is read from the cache is written before
+    logits = timed(batch, new_cache(decoder, 12, BLOCK))
+    assert torch.equal(logits, decoder(batch, new_cache(decoder, 12, BLOCK)))
+    (times,) = timed.drain()
+    assert 0 < times.attention < times.forward
+    assert (times.position is not None) == apart
+    assert all(layer.seconds is None for layer in decoder.layers)
+
+
+def test_the_parts_of_the_time_are_added_up(kernels):
+    decoder = substituted("rope", kernels)
+    seconds = torch.zeros(len(Part), dtype=torch.float64)
+    for layer in decoder.layers:
+        layer.seconds = seconds
+    for _ in range(2):
+        before = seconds.clone()
+        decoder(ragged(), new_cache(decoder, 12, BLOCK))
+        assert (seconds > before).all()
