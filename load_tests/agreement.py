@@ -108,10 +108,11 @@ def our_reading(folder: Path, load: Load) -> Reading:
     """From what `ropewalk bench` left there. Raises Failed."""
     (run,) = result.read(folder / "ours" / "result.json").runs
     found = figures(run)
-    if found.served != load.requests or not found.ttft or not found.tpot:
+    values = [found.values.get(name) for name in ("ttft_p50", "tpot_p50", "output_tokens_per_s")]
+    if found.served != load.requests or None in values:
         raise Failed(f"ropewalk bench served {found.served} of {load.requests}: {found.failures}")
-    assert found.output_tokens_per_s is not None
-    return Reading(1e3 * found.ttft.p50, 1e3 * found.tpot.p50, found.output_tokens_per_s)
+    ttft, tpot, rate = (value or 0.0 for value in values)
+    return Reading(1e3 * ttft, 1e3 * tpot, rate)
 
 
 def their_reading(folder: Path, load: Load) -> Reading:

@@ -29,8 +29,8 @@ class Cell:
 
     def spread(self, arm: str, metric: str) -> Spread | None:
         """Of one of statistics.METRICS; None where no run of this arm has it."""
-        values = [one.value(metric) for one in self.figures.get(arm, ()) if served(one)]
-        return spread([value for value in values if value is not None])
+        found = self.figures.get(arm, ())
+        return spread([one.values[metric] for one in found if metric in one.values])
 
     def against(self, base: str | None, arms: Iterable[str], metric: str) -> dict[str, Difference]:
         """Each of `arms` that was measured, compared with `base`; their verdicts corrected."""
@@ -42,9 +42,9 @@ class Cell:
         return dict(zip(others, found, strict=True))
 
     def by_block(self, arm: str) -> dict[int, Figures]:
-        """The figures of one arm, without the runs in which nothing was served."""
+        """The figures of one arm."""
         pairs = zip(self.runs[arm], self.figures[arm], strict=True)
-        return {run.block: one for run, one in pairs if served(one)}
+        return {run.block: one for run, one in pairs}
 
     @property
     def label(self) -> str:
@@ -65,11 +65,6 @@ class Cell:
     def load(self) -> float:
         """Requests per second of an open loop, requests in flight of a closed one."""
         return self.profile.rate if self.profile.open_loop else float(self.profile.concurrency)
-
-
-def served(figures: Figures) -> bool:
-    """Whether the run has any figures: one in which everything failed has 0 tokens per second."""
-    return bool(figures.served or figures.left)
 
 
 def spread(values: Sequence[float]) -> Spread | None:

@@ -181,7 +181,7 @@ def _change(before: Cell, after: Cell, arm: str, over: str | None, metric: str) 
 
 
 def _logs(found: Mapping[int, Figures], metric: str) -> Floats:
-    values = [one.value(metric) for one in found.values()]
+    values = [one.values.get(metric) for one in found.values()]
     return np.array([math.log(value) for value in values if value])
 
 

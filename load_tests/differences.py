@@ -15,8 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from load_tests.statistics import RATES, Figures, figures
-from load_tests.terms import Run
+from load_tests.statistics import RATES, Figures
 
 Verdict = Literal["slower", "faster", "no difference", "unknown"]
 Floats = NDArray[np.float64]
@@ -37,19 +36,9 @@ class Difference:
     verdict: Verdict
     reason: str = ""  # why the verdict is unknown
 
-    @property
-    def smallest_seen(self) -> float:
-        """How far from 1 the ratio would have had to be to count: 0.08 is 8 % more."""
-        return math.sqrt(self.high / self.low) - 1
-
-
-def difference(zero: Sequence[Run], arm: Sequence[Run], metric: str) -> Difference:
-    """`arm` over `zero`, runs of one cell, paired by block. The interval is 95 % by itself."""
-    return paired(_by_block(zero), _by_block(arm), metric)
-
 
 def paired(zero: Mapping[int, Figures], arm: Mapping[int, Figures], metric: str) -> Difference:
-    """The same from figures by block."""
+    """`arm` over `zero`, figures of one cell by block. The interval is 95 % by itself."""
     late = client_late((*zero.values(), *arm.values()))
     return late or within(log_ratios(zero, arm, metric), metric)
 
@@ -66,7 +55,8 @@ def between(before: Floats, after: Floats, metric: str) -> Difference:
 
 def log_ratios(zero: Mapping[int, Figures], arm: Mapping[int, Figures], metric: str) -> Floats:
     """log(arm / zero) of each block that has both."""
-    pairs = [(arm[block].value(metric), zero[block].value(metric)) for block in arm.keys() & zero]
+    both = [(arm[block].values, zero[block].values) for block in arm.keys() & zero]
+    pairs = [(mine.get(metric), its.get(metric)) for mine, its in both]
     return np.array([math.log(mine / its) for mine, its in pairs if mine and its])
 
 
@@ -95,10 +85,6 @@ def client_late(found: Sequence[Figures]) -> Difference | None:
     if not any(one.client_late for one in found):
         return None
     return unknown("the client sent late (p99 above 5 % of the TTFT): lower the load")
-
-
-def _by_block(runs: Sequence[Run]) -> dict[int, Figures]:
-    return {run.block: figures(run) for run in runs}
 
 
 def _difference(samples: Sequence[Floats], metric: str) -> Difference:

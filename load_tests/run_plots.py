@@ -147,7 +147,7 @@ def _drift(subject: Subject) -> list[Row]:
             if metric is None or middle is None or len(runs) < 2:
                 continue
             for run, one in zip(runs, cell.figures[arm], strict=True):
-                if (value := one.value(metric)) is not None:
+                if (value := one.values.get(metric)) is not None:
                     off.setdefault(run.block, []).append((value / middle.median - 1) * 100)
     return [
         Row(

@@ -1,9 +1,10 @@
 """One run → its figures, by definition. Differences between arms are in differences.py.
 
-Latencies are of requests that were served, stayed to the end and began in the steady window;
-those of a closed loop's first wave, which all queue behind each other, are kept apart.
+Latencies are of requests that were served, stayed to the end and began in the steady window, so
+not of a closed loop's first wave, which all queue behind each other.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ LATENCIES = ("ttft", "ttft_from_wire", "itl", "tpot", "e2e")
 RATES = ("output_tokens_per_s", "total_tokens_per_s")
 PERCENTILES = (50, 90, 99)
 METRICS = (*(f"{name}_p{share}" for name in LATENCIES for share in PERCENTILES), *RATES)
-"""Every name that `Figures.value` knows."""
+"""Every figure that a run can have."""
 
 _LAG_LIMIT = 0.05  # of the TTFT: above it the client was too slow to measure this server
 _ONCE_PER_REQUEST = ("ttft", "ttft_from_wire", "tpot", "e2e")
@@ -36,46 +37,18 @@ _OBJECTIVE = re.compile(r"(?P<latency>\w+)=(?P<number>\d+(\.\d+)?)(?P<unit>us|ms
 
 
 @dataclass(frozen=True, slots=True)
-class Quantiles:
-    """Percentiles of one latency, in seconds."""
-
-    p50: float
-    p90: float
-    p99: float
-
-
-@dataclass(frozen=True, slots=True)
 class Figures:
-    """One run. A latency is None where no request gave one, a rate where the window is empty."""
+    """One run. It has no latency that no request gave, and no rates where nothing was served."""
 
     served: int  # answered in full
-    left: int  # hung up as planned, and had been served until then
     failures: Mapping[str, int]  # reason → how often
-    ttft: Quantiles | None
-    ttft_from_wire: Quantiles | None
-    itl: Quantiles | None
-    tpot: Quantiles | None
-    e2e: Quantiles | None
-    first_wave_ttft: Quantiles | None  # of the requests before the steady window
-    output_tokens_per_s: float | None
-    total_tokens_per_s: float | None
+    values: Mapping[str, float]  # by METRICS: seconds, and tokens per second
     lag_p99: float  # seconds that the client itself was late
 
     @property
     def client_late(self) -> bool:
         """Whether the client was too slow for its figures to say anything about the server."""
-        return self.ttft is not None and self.lag_p99 > _LAG_LIMIT * self.ttft.p50
-
-    def value(self, metric: str) -> float | None:
-        """The figure that one of METRICS names. Raises KeyError for another name."""
-        if metric not in METRICS:
-            raise KeyError(metric)
-        if metric in RATES:
-            rate: float | None = getattr(self, metric)
-            return rate
-        name, _, percentile = metric.rpartition("_")
-        quantiles = getattr(self, name)
-        return None if quantiles is None else getattr(quantiles, percentile)
+        return self.lag_p99 > _LAG_LIMIT * self.values.get("ttft_p50", math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,31 +64,20 @@ def figures(run: Run) -> Figures:
     """The figures of one run."""
     good = [outcome for outcome in run.outcomes if outcome.error is None]
     stayed = [outcome for outcome in good if not outcome.left]
-    steady = steady_outcomes(run)
-    first_wave = [outcome for outcome in stayed if not _steady(run, outcome)]
+    steady = [outcome for outcome in stayed if _steady(run, outcome)]
     failures = Counter(outcome.error for outcome in run.outcomes if outcome.error is not None)
-    output = sum(_arrived(outcome, run) for outcome in good)
-    prompt = sum(o.prompt_tokens for o in good if run.steady_from < _first(o) <= run.steady_to)
-    seconds = run.steady_to - run.steady_from
+    values = {
+        f"{latency}_p{share}": percentile(found, share)
+        for latency in LATENCIES
+        if (found := samples(latency, steady))
+        for share in PERCENTILES
+    }
     return Figures(
         served=len(stayed),
-        left=len(good) - len(stayed),
         failures=dict(failures.most_common()),
-        ttft=_quantiles(samples("ttft", steady)),
-        ttft_from_wire=_quantiles(samples("ttft_from_wire", steady)),
-        itl=_quantiles(samples("itl", steady)),
-        tpot=_quantiles(samples("tpot", steady)),
-        e2e=_quantiles(samples("e2e", steady)),
-        first_wave_ttft=_quantiles(samples("ttft", first_wave)),
-        output_tokens_per_s=output / seconds if seconds > 0 else None,
-        total_tokens_per_s=(output + prompt) / seconds if seconds > 0 else None,
+        values=values | _rates(run, good),
         lag_p99=percentile([o.sent - o.intended for o in run.outcomes], 99),
     )
-
-
-def steady_outcomes(run: Run) -> list[Outcome]:
-    """The requests whose latencies count: served, stayed, begun in the steady window."""
-    return [o for o in run.outcomes if o.error is None and not o.left and _steady(run, o)]
 
 
 def samples(latency: str, outcomes: Iterable[Outcome]) -> list[float]:
@@ -162,6 +124,15 @@ def _steady(run: Run, outcome: Outcome) -> bool:
     return run.steady_from <= outcome.intended <= run.steady_to
 
 
+def _rates(run: Run, good: Sequence[Outcome]) -> dict[str, float]:
+    seconds = run.steady_to - run.steady_from
+    if seconds <= 0 or not good:
+        return {}
+    output = sum(_arrived(outcome, run) for outcome in good)
+    prompt = sum(o.prompt_tokens for o in good if run.steady_from < _first(o) <= run.steady_to)
+    return dict(zip(RATES, (output / seconds, (output + prompt) / seconds), strict=True))
+
+
 def _meets(outcome: Outcome, objectives: Mapping[str, float]) -> bool:
     return all(
         value <= limit
@@ -205,7 +176,3 @@ _SAMPLES: Mapping[str, Callable[[Outcome], list[float]]] = {
     "tpot": _per_token,
     "e2e": lambda outcome: [outcome.ended - outcome.intended],
 }
-
-
-def _quantiles(values: Sequence[float]) -> Quantiles | None:
-    return Quantiles(*map(float, np.percentile(values, PERCENTILES))) if values else None

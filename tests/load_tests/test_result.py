@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from load_tests.result import BadResult, as_json, from_json, read, write
-from load_tests.statistics import METRICS, figures
+from load_tests.statistics import figures
 from load_tests.terms import Outcome, Point, Profile, Result, Run, ServerView
 
 START = 1234.5  # of the clock: a file begins at 0
@@ -59,9 +59,7 @@ def test_what_was_written_is_read(tmp_path):
             its, outcomes=(), steady_from=0, steady_to=0
         )
         assert (mine.steady_from, mine.steady_to) == (0.0, 9.0)
-        for metric in METRICS:
-            expected = figures(its).value(metric)
-            assert figures(mine).value(metric) == pytest.approx(expected, abs=2e-6)
+        assert figures(mine).values == pytest.approx(figures(its).values, abs=2e-6)
     bunched, failed, gone = found.runs[0].outcomes[1:]
     assert bunched.chunks == ((4.0, 1), (4.2, 5))
     assert (failed.error, failed.cached_tokens, failed.chunks) == ("status 500", None, ())
