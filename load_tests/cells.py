@@ -17,6 +17,9 @@ class Spread:
     low: float
     high: float
 
+    def times(self, factor: float) -> "Spread":
+        return Spread(self.median * factor, self.low * factor, self.high * factor)
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:

@@ -24,7 +24,7 @@ from load_tests.result import BadResult, read
 from load_tests.statistics import METRICS, RATES, Figures
 from load_tests.table import aligned
 from load_tests.terms import Result
-from load_tests.words import digits, interval
+from load_tests.words import interval, number
 
 _SHOWN = ("ttft_p50", "tpot_p50", "output_tokens_per_s")
 _SAME = ("processor", "cores")  # of the environment
@@ -201,7 +201,7 @@ def _table(rows: Sequence[Row]) -> str:
 def _median(found: Spread | None, metric: str) -> str:
     if found is None:
         return "–"
-    return digits(found.median) if metric in RATES else f"{digits(found.median * 1e3)} ms"
+    return number(metric, found.median) + ("" if metric in RATES else " ms")
 
 
 def _reasons(rows: Sequence[Row]) -> Iterator[str]:

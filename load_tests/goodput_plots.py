@@ -3,13 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from load_tests.cells import Cell, Spread, spread
-from load_tests.charts import Mark, Row, Series, dots, lines
-from load_tests.latency_plots import LOADS, Along, by_context, by_load
-from load_tests.plot import Plot, Subject, Table, plain_tick
+from load_tests.charts import dots, lines
+from load_tests.plot import Axis, Plot, Subject, Table, context_axes, load_axes, mark, plain_tick
 from load_tests.statistics import Goodput, goodput, parse_slo
 from load_tests.words import digits, listed
 
-_ACROSS = {"context": "tokens of context", **LOADS}
 _HEAD = "requests that met the objectives, %"
 
 
@@ -19,29 +17,22 @@ def goodput_plots(subject: Subject) -> Iterator[Plot]:
     if not isinstance(text, str):
         return
     objectives = parse_slo(text)
-    for name, by, along in _along(subject):
-        found = [(x, cell, _shares(subject, cell, objectives)) for x, cell in along]
-        if not any(shares for _, _, shares in found):
+    for axis in (*context_axes(subject), *load_axes(subject)):
+        found = [(cell, _shares(subject, cell, objectives)) for cell in axis.cells]
+        if not any(shares for _, shares in found):
             continue
         yield Plot(
-            key=f"{name}-{by}-goodput",
-            title=f"Goodput by {by}: {name}",
-            findings=tuple(_said(cell, shares) for _, cell, shares in reversed(found) if shares),
-            charts=(_chart(subject, _ACROSS[by], found),),
-            table=_table(subject, [cell for _, cell in along], objectives),
+            key=f"{axis.name}-{axis.by}-goodput",
+            title=f"Goodput by {axis.by}: {axis.name}",
+            findings=tuple(_said(cell, shares) for cell, shares in reversed(found) if shares),
+            charts=(_chart(subject, axis, found),),
+            table=_table(subject, axis.cells, objectives),
             note=(
                 f"Objectives: {text}. A request is good when it was served and each of its own "
                 "latencies is within its objective; shares are of those that began in the steady "
                 "window and did not leave as planned."
             ),
         )
-
-
-def _along(subject: Subject) -> Iterator[tuple[str, str, Along]]:
-    for name, along in by_context(subject).items():
-        yield name, "context", along
-    for (name, kind), along in by_load(subject).items():
-        yield name, kind, along
 
 
 def _of(cell: Cell, arm: str, objectives: Mapping[str, float]) -> list[Goodput]:
@@ -57,26 +48,20 @@ def _shares(subject: Subject, cell: Cell, objectives: Mapping[str, float]) -> di
     return {arm: one for arm, one in found.items() if one is not None}
 
 
-def _chart(
-    subject: Subject, across: str, found: Sequence[tuple[float, Cell, Mapping[str, Spread]]]
-) -> str:
+def _chart(subject: Subject, axis: Axis, found: Sequence[tuple[Cell, Mapping[str, Spread]]]) -> str:
     if len(found) == 1:
-        _, cell, shares = found[0]
-        rows = [
-            Row(arm, subject.looks[arm], one.median, one.low, one.high, digits(one.median))
-            for arm, one in shares.items()
-        ]
+        ((cell, shares),) = found
+        rows = [subject.row(arm, one) for arm, one in shares.items()]
         return dots(_HEAD, {"": rows}, cell.label, plain_tick)
-    series = []
-    for arm in subject.arms:
-        marks = [
-            Mark(x, one.median, one.low, one.high, f"{cell.label}: {digits(one.median)} %")
-            for x, cell, shares in found
-            if (one := shares.get(arm)) is not None
+    marks = {
+        arm: [
+            mark(axis.x(cell), shares[arm], f"{cell.label}: {digits(shares[arm].median)} %")
+            for cell, shares in found
+            if arm in shares
         ]
-        if marks:
-            series.append(Series(arm, subject.looks[arm], tuple(marks)))
-    return lines(_HEAD, series, across, plain_tick)
+        for arm in subject.arms
+    }
+    return lines(_HEAD, subject.series(marks), axis.title, plain_tick)
 
 
 def _said(cell: Cell, shares: Mapping[str, Spread]) -> str:

@@ -2,15 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from load_tests.cells import Cell, Spread, cells
 from load_tests.charts import Mark, Row, Series
 from load_tests.differences import Difference
 from load_tests.svg import Look, looks
 from load_tests.terms import Result
-from load_tests.words import digits, interval, milliseconds, signed
+from load_tests.words import digits, interval, number, signed, unit
 
 Table = Sequence[tuple[str, ...]]  # the first line is the header
+
+_ACROSS = {
+    "context": "tokens of context",
+    "rate": "requests per second",
+    "concurrency": "requests in flight",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,22 @@ class Plot:
     charts: tuple[str, ...]  # <svg> elements
     table: Table
     note: str  # how to read it, and what its metrics mean
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Cells that differ in one thing, which a chart has below it. One cell alone is one, too."""
+
+    name: str  # what they have in common
+    by: Literal["context", "rate", "concurrency"]
+    cells: Sequence[Cell]
+
+    @property
+    def title(self) -> str:
+        return _ACROSS[self.by]
+
+    def x(self, cell: Cell) -> float:
+        return float(cell.point.context or 0) if self.by == "context" else cell.load
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,57 +69,88 @@ class Subject:
         """Every arm but the zero."""
         return [arm for arm in self.arms if arm != self.zero]
 
+    def row(self, arm: str, found: Spread, text: str = "", *, hollow: bool = False) -> Row:
+        """Of a chart, with the number itself at its end unless there is a `text`."""
+        ends = found.median, found.low, found.high
+        return Row(arm, self.looks[arm], *ends, text or digits(found.median), hollow)
+
+    def series(self, marks: Mapping[str, Sequence[Mark]]) -> list[Series]:
+        """Of a chart, from each arm's marks; an arm without any has no line."""
+        return [
+            Series(arm, self.looks[arm], tuple(marks[arm])) for arm in self.arms if marks.get(arm)
+        ]
+
 
 def subject(result: Result) -> Subject:
     return Subject(result, cells(result), looks(list(result.arms), result.zero))
+
+
+def context_axes(subject: Subject) -> list[Axis]:
+    """Of workloads that have several contexts, one for each (and profile, if several)."""
+    found: dict[tuple[str, str], list[Cell]] = {}
+    for cell in subject.cells:
+        if cell.point.context is not None:
+            found.setdefault((cell.point.workload, cell.profile.label), []).append(cell)
+    several = {key: own for key, own in found.items() if len(own) > 1}
+    names = [workload for workload, _ in several]
+    return [
+        Axis(workload if names.count(workload) == 1 else f"{workload} {profile}", "context", own)
+        for (workload, profile), own in several.items()
+    ]
+
+
+def load_axes(subject: Subject) -> list[Axis]:
+    """Of all other cells, one for each point and kind of load."""
+    taken = [cell for axis in context_axes(subject) for cell in axis.cells]
+    found: dict[tuple[str, Literal["rate", "concurrency"]], list[Cell]] = {}
+    for cell in subject.cells:
+        if cell not in taken:
+            by: Literal["rate", "concurrency"] = "rate" if cell.profile.open_loop else "concurrency"
+            found.setdefault((cell.point.label, by), []).append(cell)
+    return [Axis(name, by, own) for (name, by), own in found.items()]
 
 
 def shown(metric: str, found: Spread | None) -> str:
     """12.3 (12.1–12.9): milliseconds, or tokens per second."""
     if found is None:
         return "–"
-    number = digits if metric.endswith("per_s") else milliseconds
-    if found.low == found.high:
-        return number(found.median)
-    return f"{number(found.median)} ({number(found.low)}–{number(found.high)})"
+    middle, low, high = (number(metric, value) for value in (found.median, found.low, found.high))
+    return middle if found.low == found.high else f"{middle} ({low}–{high})"
 
 
-def measured(subject: Subject, along: Sequence[tuple[float, Cell]], metric: str) -> list[Series]:
-    """Each arm's figure in milliseconds, over the x that goes with each cell."""
-    found: list[Series] = []
-    for arm in subject.arms:
-        marks = [
-            Mark(x, one.median * 1e3, one.low * 1e3, one.high * 1e3, _told(cell, metric, one))
-            for x, cell in along
-            if (one := cell.spread(arm, metric)) is not None
-        ]
-        if marks:
-            found.append(Series(arm, subject.looks[arm], tuple(marks)))
-    return found
+def mark(x: float, found: Spread, told: str, *, hollow: bool = False) -> Mark:
+    """Of a chart."""
+    return Mark(x, found.median, found.low, found.high, told, hollow)
 
 
-def relative(subject: Subject, along: Sequence[tuple[float, Cell]], metric: str) -> list[Series]:
-    """Each arm's difference to the zero in percent, over the x that goes with each cell."""
+def measured(subject: Subject, axis: Axis, metric: str) -> list[Series]:
+    """Each arm's figure in milliseconds."""
+    return subject.series(
+        {
+            arm: [
+                mark(axis.x(cell), one.times(1e3), f"{cell.label}: {quantity(metric, one)}")
+                for cell in axis.cells
+                if (one := cell.spread(arm, metric)) is not None
+            ]
+            for arm in subject.arms
+        }
+    )
+
+
+def relative(subject: Subject, axis: Axis, metric: str) -> list[Series]:
+    """Each arm's difference to the zero in percent."""
     marks: dict[str, list[Mark]] = {}
-    for x, cell in along:
+    for cell in axis.cells:
         for arm, one in known(cell.against(subject.zero, subject.others, metric)).items():
-            told = f"{cell.label}: {interval(one)}"
-            mark = Mark(x, *_percents(one), told, hollow=one.verdict == "no difference")
-            marks.setdefault(arm, []).append(mark)
-    return [
-        Series(arm, subject.looks[arm], tuple(marks[arm])) for arm in subject.others if arm in marks
-    ]
+            told, hollow = f"{cell.label}: {interval(one)}", one.verdict == "no difference"
+            marks.setdefault(arm, []).append(mark(axis.x(cell), percents(one), told, hollow=hollow))
+    return subject.series(marks)
 
 
 def rows(subject: Subject, cell: Cell, metric: str) -> list[Row]:
     """Each arm's figure in milliseconds."""
     found = {arm: cell.spread(arm, metric) for arm in subject.arms}
-    return [
-        Row(arm, subject.looks[arm], one.median * 1e3, one.low * 1e3, one.high * 1e3,
-            milliseconds(one.median))
-        for arm, one in found.items()
-        if one is not None
-    ]  # fmt: skip
+    return [subject.row(arm, one.times(1e3)) for arm, one in found.items() if one is not None]
 
 
 def relative_rows(
@@ -104,20 +158,26 @@ def relative_rows(
 ) -> list[Row]:
     """Each arm's difference to `base` in percent."""
     return [
-        Row(
-            arm,
-            subject.looks[arm],
-            *_percents(one),
-            f"{signed(one.estimate)} %",
-            hollow=one.verdict == "no difference",
+        subject.row(
+            arm, percents(one), f"{signed(one.estimate)} %", hollow=one.verdict == "no difference"
         )
         for arm, one in known(cell.against(base, arms, metric)).items()
     ]
 
 
+def quantity(metric: str, found: Spread) -> str:
+    """12.3 (12.1–12.9) ms"""
+    return f"{shown(metric, found)} {unit(metric)}"
+
+
 def known(found: Mapping[str, Difference]) -> dict[str, Difference]:
     """Those that have figures."""
     return {arm: one for arm, one in found.items() if one.verdict != "unknown"}
+
+
+def percents(one: Difference) -> Spread:
+    """A ratio of 1.1 is 10."""
+    return Spread(*((ratio - 1) * 100 for ratio in (one.estimate, one.low, one.high)))
 
 
 def percent_tick(value: float) -> str:
@@ -126,13 +186,3 @@ def percent_tick(value: float) -> str:
 
 def plain_tick(value: float) -> str:
     return f"{value:,.10g}"
-
-
-def _told(cell: Cell, metric: str, found: Spread) -> str:
-    return f"{cell.label}: {shown(metric, found)} ms"
-
-
-def _percents(one: Difference) -> tuple[float, float, float]:
-    """Estimate, low and high: 1.1 → 10."""
-    estimate, low, high = ((ratio - 1) * 100 for ratio in (one.estimate, one.low, one.high))
-    return estimate, low, high

@@ -18,21 +18,17 @@ _BLOCK = Look(0, "circle", "")
 def client_plots(subject: Subject) -> Iterator[Plot]:
     """How late the client sent, and what failed: whether the rest can be believed."""
     lags = {arm: _lag(subject, arm) for arm in subject.arms}
-    rows = [
-        Row(arm, subject.looks[arm], lag.median, lag.low, lag.high, digits(lag.median))
-        for arm, lag in lags.items()
-        if lag is not None
-    ]
+    rows = [subject.row(arm, lag) for arm, lag in lags.items() if lag is not None]
     if not rows:
         return
     charts = [dots("client lag p99, ms", {"": rows}, "milliseconds late", plain_tick)]
-    sent = {arm: sum(map(_sent, _runs(subject, arm))) for arm in subject.arms}
+    sent = {arm: sum(len(run.outcomes) for run in _runs(subject, arm)) for arm in subject.arms}
     failed = {arm: _reasons(_runs(subject, arm)) for arm in subject.arms}
     if any(failed.values()):
+        counts = {arm: reasons.total() for arm, reasons in failed.items()}
         shares = [
-            Row(arm, subject.looks[arm], count, count, count, f"{count:,} of {sent[arm]:,}")
-            for arm in subject.arms
-            for count in [sum(failed[arm].values())]
+            subject.row(arm, Spread(count, count, count), f"{count:,} of {sent[arm]:,}")
+            for arm, count in counts.items()
         ]
         charts.append(bars("requests failed", shares))
     table = [("arm", "sent", "failed", "lag p99, ms", "reasons")]
@@ -40,8 +36,8 @@ def client_plots(subject: Subject) -> Iterator[Plot]:
         reasons = "; ".join(f"{count} × {reason}" for reason, count in failed[arm].most_common())
         lag = lags[arm]
         number = "–" if lag is None else f"{digits(lag.median)} (at most {digits(lag.high)})"
-        total = sum(failed[arm].values())
-        table.append((arm, f"{sent[arm]:,}", f"{total:,}", number, reasons or "–"))
+        count = f"{failed[arm].total():,}"
+        table.append((arm, f"{sent[arm]:,}", count, number, reasons or "–"))
     yield Plot(
         key="client",
         title="The client: lag and failures",
@@ -101,10 +97,6 @@ def _runs(subject: Subject, arm: str) -> list[Run]:
     return [run for run in subject.result.runs if run.arm == arm]
 
 
-def _sent(run: Run) -> int:
-    return len(run.outcomes)
-
-
 def _lag(subject: Subject, arm: str) -> Spread | None:
     """Milliseconds."""
     return spread(
@@ -121,11 +113,11 @@ def _reasons(runs: Sequence[Run]) -> Counter[str]:
 def _health(lags: Sequence[Row], failed: dict[str, Counter[str]], sent: int) -> str:
     worst = max(lags, key=lambda row: row.high)
     late = f"The client was at most {digits(worst.high)} ms late (p99, {worst.label})."
-    count = sum(sum(reasons.values()) for reasons in failed.values())
-    if not count:
+    reasons: Counter[str] = sum(failed.values(), Counter())
+    if not reasons:
         return f"All {sent:,} requests were answered in full. {late}"
-    total: Counter[str] = sum(failed.values(), Counter())
-    reason, times = total.most_common(1)[0]
+    (reason, times), *_ = reasons.most_common(1)
+    count = reasons.total()
     return f"{count:,} of {sent:,} requests failed, {times:,} of them with “{reason}”. {late}"
 
 
@@ -158,8 +150,8 @@ def _drift(subject: Subject) -> list[Row]:
             own.high,
             percent_tick(round(own.median, 1)),
         )
-        for block in sorted(off)
-        if (own := spread(off[block])) is not None
+        for block, values in sorted(off.items())
+        if (own := spread(values)) is not None
     ]
 
 

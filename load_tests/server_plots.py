@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from load_tests.cells import spread
+from load_tests.cells import Spread, spread
 from load_tests.charts import Row, bars, dots
 from load_tests.plot import Plot, Subject, Table, plain_tick
 from load_tests.terms import Run
@@ -37,23 +37,27 @@ def per_token(name: str) -> Figure:
     return figure
 
 
-def over(name: str, base: str) -> Figure:
-    """One counter over another."""
+def over(name: str, base: str, labels: str = "", factor: float = 1.0) -> Figure:
+    """One counter, its series with these labels, over another."""
 
     def figure(counters: Counters) -> float | None:
         below = counted(counters, base)
-        return counted(counters, name) / below if below else None
+        return counted(counters, name, labels) / below * factor if below else None
 
     return figure
 
 
+def rewritten(counters: Counters) -> float | None:
+    """A counter that did not grow is absent; so is every one of a server that is no Ropewalk."""
+    told = counted(counters, "kv_written_bytes_total")
+    return counted(counters, "kv_rewritten_entries_total") if told else None
+
+
 CACHE: Mapping[str, Figure] = {
-    "entries rewritten": lambda counters: _if_told(
-        counters, counted(counters, "kv_rewritten_entries_total")
-    ),
+    "entries rewritten": rewritten,
     "bytes written per computed token": per_token("kv_written_bytes_total"),
-    "prompt tokens hit in the prefix cache, %": lambda counters: _percent(
-        over("prefix_cache_hit_tokens_total", "prefix_cache_queried_tokens_total")(counters)
+    "prompt tokens hit in the prefix cache, %": over(
+        "prefix_cache_hit_tokens_total", "prefix_cache_queried_tokens_total", factor=100
     ),
     "rotations per computed token": per_token("position_rotations_total"),
     "scores biased per computed token": per_token("position_bias_values_total"),
@@ -62,8 +66,8 @@ CACHE: Mapping[str, Figure] = {
 SHIFT: Mapping[str, Figure] = {
     "keys rewritten per shift": over("kv_rewritten_entries_total", "context_shifts_total"),
     "bytes moved per shift": over("kv_moved_bytes_total", "context_shifts_total"),
-    "tokens recomputed per shift": lambda counters: _per_shift(
-        counters, counted(counters, "context_shift_tokens_total", 'fate="recomputed"')
+    "tokens recomputed per shift": over(
+        "context_shift_tokens_total", "context_shifts_total", 'fate="recomputed"'
     ),
 }
 _SHIFT_SECONDS = over("context_shift_seconds_sum", "context_shift_seconds_count")
@@ -154,21 +158,14 @@ def _seconds(subject: Subject, workload: str) -> list[Row]:
         ]
         means = [mean * 1e3 for view in views if (mean := _SHIFT_SECONDS(view)) is not None]
         if one := spread(means):
-            look, text = subject.looks[arm], digits(one.median)
-            found.append(Row(arm, look, one.median, one.low, one.high, text))
+            found.append(subject.row(arm, one))
     return found
 
 
 def _bars(subject: Subject, found: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
     """One chart for each figure that any arm has above zero."""
     return tuple(
-        bars(
-            name,
-            [
-                Row(arm, subject.looks[arm], value, value, value, digits(value))
-                for arm, value in values.items()
-            ],
-        )
+        bars(name, [subject.row(arm, Spread(n, n, n)) for arm, n in values.items()])
         for name, values in found.items()
         if any(values.values())
     )
@@ -212,17 +209,3 @@ def _time(row: Row) -> str:
     if row.low == row.high:
         return f"{row.label} {row.text} ms"
     return f"{row.label} {row.text} ms ({digits(row.low)} to {digits(row.high)})"
-
-
-def _per_shift(counters: Counters, value: float) -> float | None:
-    shifts = counted(counters, "context_shifts_total")
-    return value / shifts if shifts else None
-
-
-def _if_told(counters: Counters, value: float) -> float | None:
-    """A counter that did not grow is absent; so is every one of a server that is no Ropewalk."""
-    return value if counted(counters, "kv_written_bytes_total") else None
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else share * 100

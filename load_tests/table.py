@@ -1,12 +1,13 @@
 """A result as text for a terminal: one table for each workload, the findings, the warnings."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from load_tests.cells import Cell
 from load_tests.plot import Subject, subject
 from load_tests.plots import plots
 from load_tests.terms import Result
-from load_tests.words import column, defined, digits, heading, interval
+from load_tests.words import column, defined, heading, interval, number
 
 _METRICS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "output_tokens_per_s")
 _MAIN = "tpot_p50"  # compared with the zero
@@ -15,7 +16,8 @@ _MAIN = "tpot_p50"  # compared with the zero
 def tables(result: Result) -> str:
     """Everything to read when a load test has ended."""
     measured = subject(result)
-    parts = [_table(measured, cells) for cells in _by_workload(measured)]
+    by_workload = groupby(measured.cells, key=lambda cell: cell.point.workload)
+    parts = [_table(measured, list(cells)) for _, cells in by_workload]
     sentences = [f"- {plot.title}. {plot.findings[0]}" for plot in plots(result) if plot.findings]
     parts.append("\n".join(sentences) or "Nothing was measured.")
     if warnings := [f"warning: {sentence}" for sentence in all_warnings(result)]:
@@ -51,14 +53,6 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     )
 
 
-def _by_workload(subject: Subject) -> list[list[Cell]]:
-    workloads = dict.fromkeys(cell.point.workload for cell in subject.cells)
-    return [
-        [cell for cell in subject.cells if cell.point.workload == workload]
-        for workload in workloads
-    ]
-
-
 def _table(subject: Subject, cells: Sequence[Cell]) -> str:
     header = ["", "arm", "ok/sent", *map(column, _METRICS)]
     if subject.zero is not None:
@@ -79,6 +73,4 @@ def _table(subject: Subject, cells: Sequence[Cell]) -> str:
 
 def _median(cell: Cell, arm: str, metric: str) -> str:
     found = cell.spread(arm, metric)
-    if found is None:
-        return "–"
-    return digits(found.median) if metric.endswith("per_s") else digits(found.median * 1e3)
+    return "–" if found is None else number(metric, found.median)

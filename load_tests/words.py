@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from load_tests.differences import Difference
-from load_tests.statistics import DEFINITIONS
+from load_tests.statistics import DEFINITIONS, RATES
 
 TITLES: Mapping[str, str] = {
     "ttft": "TTFT",
@@ -43,6 +43,11 @@ def milliseconds(seconds: float) -> str:
     return digits(seconds * 1000)
 
 
+def number(metric: str, value: float) -> str:
+    """A figure in its `unit`."""
+    return digits(value) if metric in RATES else milliseconds(value)
+
+
 def percent(share: float) -> str:
     """0.0312 → 3.1."""
     return f"{share * 100:,.0f}" if abs(share) >= 0.9995 else f"{share * 100:.1f}"
@@ -75,12 +80,12 @@ def heading(metric: str) -> str:
 
 
 def unit(metric: str) -> str:
-    return "tokens/s" if metric.endswith("per_s") else "ms"
+    return "tokens/s" if metric in RATES else "ms"
 
 
 def column(metric: str) -> str:
     """The same with its unit: TTFT p99, ms."""
-    return heading(metric) if metric.endswith("per_s") else f"{heading(metric)}, ms"
+    return heading(metric) if metric in RATES else f"{heading(metric)}, ms"
 
 
 def defined(metrics: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from load_tests.plot import Plot, measured, relative, subject
+from load_tests.plot import Plot, context_axes, measured, relative, subject
 from load_tests.plots import plots
 from load_tests.terms import Point, Profile, Result
 from tests.load_tests.made_up import counted, failed, longctx, result
@@ -93,13 +93,13 @@ def test_step_latency_by_context_comes_first_with_its_difference_to_the_zero():
 
 def test_marks_are_where_their_findings_say():
     made_up = subject(MANY["longctx"])
-    along = [(1.0, cell) for cell in made_up.cells]
-    found = {one.label: one.marks for one in relative(made_up, along, "itl_p50")}
+    (axis,) = context_axes(made_up)
+    found = {one.label: one.marks for one in relative(made_up, axis, "itl_p50")}
     assert list(found) == ["rope", "t5", "alibi", "learned", "sinusoidal"]
     assert [mark.y for mark in found["t5"]] == pytest.approx([20, 20, 20], abs=0.5)
     assert all(mark.low < mark.y < mark.high for marks in found.values() for mark in marks)
     assert [mark.hollow for mark in (found["t5"] + found["alibi"])] == [False] * 3 + [True] * 3
-    milliseconds = {one.label: one.marks for one in measured(made_up, along, "itl_p50")}
+    milliseconds = {one.label: one.marks for one in measured(made_up, axis, "itl_p50")}
     assert milliseconds["nope"][-1].y == pytest.approx(21, abs=0.2)
 
 
