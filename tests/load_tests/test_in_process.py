@@ -14,7 +14,7 @@ from load_tests.step_cost import ARMS
 from model.encodings.alibi import ALiBi
 from model.encodings.base import EncodingError, MaterialisedBias, TableBias
 from model.kernels.build import load
-from model.kernels.substitutes import PanelLinear
+from model.kernels.modules import PanelLinear
 from model.transformer import Decoder
 from server.pull import home
 

@@ -8,7 +8,8 @@ import torch
 import transformers
 
 from model.attention.cpu import CpuBackend
-from model.kernels.substitutes import PanelLinear, substitute
+from model.kernels.block import KernelBlock
+from model.kernels.substitutes import substitute
 from model.loading import open_checkpoint
 from tests.model import checkpoints
 from tests.model.checkpoints import llama, loaded, mistral, qwen2, qwen3
@@ -207,7 +208,7 @@ def decoder(request, smollm2):
     kernels = request.getfixturevalue("kernels")
     decoder = loaded(checkpoint, context=1024, backend=CpuBackend(kernels))
     substitute(decoder, kernels, torch.float32)
-    assert isinstance(decoder.layers[0].attention.qkv, PanelLinear)
+    assert isinstance(decoder.layers[0], KernelBlock)
     return decoder
 
 

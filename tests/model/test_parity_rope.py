@@ -12,7 +12,8 @@ import transformers
 from model.attention.cpu import CpuBackend
 from model.config import EncodingSpec
 from model.encodings.rope import RoPE
-from model.kernels.substitutes import KernelRoPE, substitute
+from model.kernels.modules import KernelRoPE
+from model.kernels.substitutes import substitute
 from model.loading import open_checkpoint
 from tests.model import checkpoints
 from tests.model.checkpoints import COMMON, llama, loaded, mistral, qwen2, qwen3
@@ -289,7 +290,7 @@ def test_kernels(name, tmp_path, kernels):
     substitute(decoder, kernels, torch.float32)
     turning = decoder.config.encoding.options.get("layers", range(9))
     for index, original in enumerate(before):
-        encoding = decoder.layers[index].attention.encoding
+        encoding = decoder.layers[index].block.attention.encoding
         kinds = isinstance(original, RoPE), isinstance(encoding, KernelRoPE)
         assert kinds == (index in turning,) * 2
         assert type(decoder.encoding.for_layer(index)) is type(encoding)

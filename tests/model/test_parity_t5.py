@@ -11,7 +11,8 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from model.attention.cpu import CpuBackend
 from model.config import EncodingSpec
-from model.kernels.substitutes import PanelLinear, substitute
+from model.kernels.modules import PanelLinear
+from model.kernels.substitutes import substitute
 from model.loading import open_checkpoint
 from tests.model import encoder_decoders as tiny
 from tests.model.encoder_decoders import START, Answering, mt5, t5, t5_v11, umt5
