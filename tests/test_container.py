@@ -139,7 +139,7 @@ def test_every_package_and_every_kernel_source_is_installed() -> None:
     inits = {path for top in tops for path in (ROOT / top).rglob("__init__.py")}
     assert listed == {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in inits}
     data = {path for top, globs in setup["package-data"].items() for path in globs}
-    sources = [path for top in tops for path in (ROOT / top).rglob("*.cpp")]
+    sources = [path for top in tops for path in (ROOT / top).rglob("*.[ch]pp")]
     assert sources
     for path in sources:
         inside = path.relative_to(ROOT).as_posix().split("/", 1)[1]

@@ -28,7 +28,7 @@ from model.transformer import Block, GatedMLP
 
 
 class Part(IntEnum):
-    """What the time of a layer is spent on, as cpu.cpp numbers it."""
+    """What the time of a layer is spent on, as layer.hpp numbers it."""
 
     NORM = 0
     LINEAR = 1

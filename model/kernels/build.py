@@ -1,4 +1,4 @@
-"""Compiles cpu.cpp on first use, keeps the result, and calls it through plain C entry points.
+"""Compiles cpu.cpp and its headers on first use, keeps the result, and calls it through C entries.
 
 The library is built for the processor it runs on (-march=native) and stored under a name made
 of source, compiler and processor, so that a copied cache folder never holds a wrong one.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
+HEADERS = sorted(SOURCE.parent.glob("*.hpp"))
 FLAGS = [
     "-std=c++17",
     "-O3",
@@ -44,7 +45,7 @@ class NoKernels(RuntimeError):
 
 
 class AttendArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in cpu.cpp."""
+    """Mirrors the struct of the same name in attention.hpp."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("q", "keys", "values", "out", "positions")),
@@ -60,7 +61,7 @@ class AttendArguments(ctypes.Structure):
 
 
 class LinearArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in cpu.cpp."""
+    """Mirrors the struct of the same name in layer.hpp."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("packed", "scale", "bias")),
@@ -69,7 +70,7 @@ class LinearArguments(ctypes.Structure):
 
 
 class BlockArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in cpu.cpp."""
+    """Mirrors the struct of the same name in layer.hpp."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "y", "scratch")),
@@ -219,7 +220,12 @@ def _fingerprint(compiler: str) -> str:
         ).stdout
     except OSError as error:
         raise NoKernels(f"{compiler} cannot be run: {error}") from error
-    parts = (SOURCE.read_text(), version, " ".join(FLAGS), _processor())
+    parts = (
+        *(each.read_text() for each in (SOURCE, *HEADERS)),
+        version,
+        " ".join(FLAGS),
+        _processor(),
+    )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -1,0 +1,214 @@
+// What lies between the matrices of a layer, and a whole layer of a decoder.
+
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+
+#include "attention.hpp"
+
+namespace {
+
+// y = x / sqrt(mean(x^2) + eps) * weight; x and y may be the same.
+template <class T>
+inline void rms_norm_row(const T *x, const T *weight, T *y, int64_t width, float eps) {
+  float squares = 0.0f;
+#pragma omp simd reduction(+ : squares)
+  for (int64_t i = 0; i < width; ++i) squares += widen(x[i]) * widen(x[i]);
+  const float scale = 1.0f / std::sqrt(squares / float(width) + eps);
+#pragma omp simd
+  for (int64_t i = 0; i < width; ++i) narrow(widen(x[i]) * scale * widen(weight[i]), y + i);
+}
+template <class T>
+void rms_norm(const T *x, const T *weight, T *y, int64_t rows, int64_t width, float eps) {
+#pragma omp parallel for schedule(static)
+  for (int64_t r = 0; r < rows; ++r)
+    rms_norm_row(x + r * width, weight, y + r * width, width, eps);
+}
+
+// y = silu(gate) * up; x [rows, 2 width] holds gate, then up.
+template <class T>
+void gated(const T *x, T *y, int64_t rows, int64_t width) {
+#pragma omp parallel for schedule(static)
+  for (int64_t r = 0; r < rows; ++r) {
+    const T *gate = x + r * 2 * width, *up = gate + width;
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) {
+      const float g = widen(gate[i]);
+      narrow(g / (1.0f + exponential(-g)) * widen(up[i]), y + r * width + i);
+    }
+  }
+}
+
+// Turns pairs of the first 2 * half coordinates of each head; x has `stride` elements per row.
+template <bool INTERLEAVED, class T>
+void rotate(const T *x, T *y, const float *cosines, const float *sines, const int64_t *positions,
+            int64_t rows, int64_t stride, int64_t heads, int64_t dim, int64_t half) {
+#pragma omp parallel for schedule(static)
+  for (int64_t r = 0; r < rows; ++r) {
+    const float *cosine = cosines + positions[r] * half, *sine = sines + positions[r] * half;
+    for (int64_t h = 0; h < heads; ++h) {
+      const T *from = x + r * stride + h * dim;
+      T *to = y + (r * heads + h) * dim;
+      turn<INTERLEAVED>(from, to, cosine, sine, 1.0f, half);
+      std::copy(from + 2 * half, from + dim, to + 2 * half);
+    }
+  }
+}
+
+
+extern "C" struct LinearArguments {
+  const void *packed;
+  const float *scale;  // [outputs] of 8-bit weights, or null
+  const float *bias;   // [outputs] or null
+  int64_t inputs, outputs;
+};
+
+extern "C" struct BlockArguments {
+  const void *x;             // [rows, width]
+  void *y;                   // [kept rows, width]
+  void *scratch;             // kernels/block.py knows how many numbers
+  const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // [width] twice, [head_dim] or null
+  LinearArguments qkv, out, gate_up, down;
+  const AttendArguments *attend;           // whose q and out lie in `scratch`
+  const float *cosines, *sines;            // [positions, pairs]
+  const int64_t *q_positions, *k_positions;  // [rows], or null: not turned
+  int64_t pairs, interleaved;
+  const int64_t *slots;      // [rows]
+  const int64_t *kept;       // rows of x that y is of, or null: all
+  int64_t rows, kept_rows;
+  double eps;
+  double *seconds;           // [parts] to add to, or null
+};
+enum Part { kNorm, kLinear, kTurn, kStore, kAttention, kGate, kResidual };
+
+template <class T>
+void linear(const T *x, const LinearArguments &a, T *y, int64_t rows) {
+  if (a.scale)
+    linear(x, static_cast<const int8_t *>(a.packed), a.scale, a.bias, y, rows, a.inputs,
+           a.outputs);
+  else
+    linear(x, static_cast<const T *>(a.packed), nullptr, a.bias, y, rows, a.inputs, a.outputs);
+}
+
+// `act` on every head of queries or keys, count of them from the first-th on, in place.
+template <class T, class Act>
+void each_head(const BlockArguments &a, T *qkv, int64_t first, int64_t count, Act act) {
+  const int64_t dim = a.attend->head_dim;
+#pragma omp parallel for schedule(static)
+  for (int64_t r = 0; r < a.rows; ++r)
+    for (int64_t h = first; h < first + count; ++h)
+      act(r, qkv + r * a.qkv.outputs + h * dim);
+}
+
+template <class T>
+void norm_heads(const BlockArguments &a, T *qkv) {
+  const int64_t heads = a.attend->heads, dim = a.attend->head_dim;
+  const auto by = [&](const void *weight) {
+    return [&a, dim, weight](int64_t, T *head) {
+      rms_norm_row(head, static_cast<const T *>(weight), head, dim, float(a.eps));
+    };
+  };
+  if (a.q_norm) each_head(a, qkv, 0, heads, by(a.q_norm));
+  if (a.k_norm) each_head(a, qkv, heads, a.attend->kv_heads, by(a.k_norm));
+}
+
+template <class T>
+void turn_heads(const BlockArguments &a, T *qkv) {
+  const auto by = [&](const int64_t *positions) {
+    return [&a, positions](int64_t r, T *head) {
+      const int64_t at = positions[r] * a.pairs;
+      (a.interleaved ? turn<true, T, T, float> : turn<false, T, T, float>)(
+          head, head, a.cosines + at, a.sines + at, 1.0f, a.pairs);
+    };
+  };
+  const int64_t heads = a.attend->heads;
+  if (a.q_positions) each_head(a, qkv, 0, heads, by(a.q_positions));
+  if (a.k_positions) each_head(a, qkv, heads, a.attend->kv_heads, by(a.k_positions));
+}
+
+// Keys and values into the cache, queries side by side.
+template <class T>
+void store_heads(const BlockArguments &a, const T *qkv, T *q) {
+  const int64_t queries = a.attend->heads * a.attend->head_dim;
+  const int64_t stored = a.attend->kv_heads * a.attend->head_dim;
+  T *keys = static_cast<T *>(const_cast<void *>(a.attend->keys));
+  T *values = static_cast<T *>(const_cast<void *>(a.attend->values));
+#pragma omp parallel for schedule(static)
+  for (int64_t r = 0; r < a.rows; ++r) {
+    const T *from = qkv + r * a.qkv.outputs, *key = from + queries, *value = key + stored;
+    std::copy(from, key, q + r * queries);
+    std::copy(key, value, keys + a.slots[r] * stored);
+    std::copy(value, value + stored, values + a.slots[r] * stored);
+  }
+}
+
+// y = x + d, of those rows of x that are kept.
+template <class T>
+void add_rows(const T *x, const int64_t *kept, const T *d, T *y, int64_t rows, int64_t width) {
+#pragma omp parallel for schedule(static)
+  for (int64_t r = 0; r < rows; ++r) {
+    const T *from = x + (kept ? kept[r] : r) * width;
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i)
+      narrow(widen(from[i]) + widen(d[r * width + i]), y + r * width + i);
+  }
+}
+
+// One layer of a decoder: x + attention(norm(x)), then x + mlp(norm(x)).
+template <class T>
+void block(const BlockArguments &a) {
+  const int64_t width = a.down.outputs, attended = a.out.inputs;
+  const T *x = static_cast<const T *>(a.x);
+  T *y = static_cast<T *>(a.y);
+  T *small = static_cast<T *>(a.scratch);  // [rows, width], as often as it is needed
+  T *qkv = small + a.rows * width, *q = qkv + a.rows * a.qkv.outputs;
+  T *heads = q + a.rows * attended, *kept = heads + a.rows * attended;
+  T *gate_up = kept + a.kept_rows * attended;
+  T *gate = gate_up + a.kept_rows * a.gate_up.outputs;
+  auto before = std::chrono::steady_clock::now();
+  const auto spent = [&](Part part) {
+    if (!a.seconds) return;
+    const auto now = std::chrono::steady_clock::now();
+    a.seconds[part] += std::chrono::duration<double>(now - before).count();
+    before = now;
+  };
+
+  rms_norm(x, static_cast<const T *>(a.attention_norm), small, a.rows, width, float(a.eps));
+  spent(kNorm);
+  linear(small, a.qkv, qkv, a.rows);
+  spent(kLinear);
+  norm_heads(a, qkv);
+  spent(kNorm);
+  turn_heads(a, qkv);
+  spent(kTurn);
+  store_heads(a, qkv, q);
+  spent(kStore);
+  AttendArguments attend_arguments = *a.attend;
+  attend_arguments.q = q;
+  attend_arguments.out = heads;
+  attend<T>(attend_arguments);
+  spent(kAttention);
+  if (a.kept)
+    for (int64_t r = 0; r < a.kept_rows; ++r)
+      std::copy(heads + a.kept[r] * attended, heads + (a.kept[r] + 1) * attended,
+                kept + r * attended);
+  linear(a.kept ? kept : heads, a.out, small, a.kept_rows);
+  spent(kLinear);
+  add_rows(x, a.kept, small, y, a.kept_rows, width);
+  spent(kResidual);
+  rms_norm(y, static_cast<const T *>(a.mlp_norm), small, a.kept_rows, width, float(a.eps));
+  spent(kNorm);
+  linear(small, a.gate_up, gate_up, a.kept_rows);
+  spent(kLinear);
+  gated(gate_up, gate, a.kept_rows, a.down.inputs);
+  spent(kGate);
+  linear(gate, a.down, small, a.kept_rows);
+  spent(kLinear);
+  add_rows<T>(y, nullptr, small, y, a.kept_rows, width);
+  spent(kResidual);
+}
+
+}  // namespace

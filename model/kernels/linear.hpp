@@ -1,0 +1,148 @@
+// Linear layers over weights that are packed into panels of columns.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+
+#include "vectors.hpp"
+
+namespace {
+
+// The two column vectors of one input in a panel. bfloat16 panels interleave them, column j in
+// the low and column j + lanes in the high half of a word: widening is then one operation each.
+template <class Real>
+inline void load_columns(const Real *panel, Vec<Real> &left, Vec<Real> &right) {
+  left = load(panel);
+  right = load(panel + kLanes<Real>);
+}
+inline void load_columns(const bf16 *panel, Vec<float> &left, Vec<float> &right) {
+  const VecBits words = *reinterpret_cast<const VecBits *>(panel);
+  left = (Vec<float>)(words << 16);
+  right = (Vec<float>)(words & 0xffff0000u);
+}
+// Written out, because compilers turn the generic conversion into one instruction per number.
+inline Vec<float> widen_bytes(const int8_t *x) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)));
+#elif defined(__AVX2__)
+  return (Vec<float>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x)));
+#else
+  Vec<float> y;
+  for (int i = 0; i < kLanes<float>; ++i) y[i] = x[i];
+  return y;
+#endif
+}
+inline void load_columns(const int8_t *panel, Vec<float> &left, Vec<float> &right) {
+  left = widen_bytes(panel);
+  right = widen_bytes(panel + kLanes<float>);
+}
+template <class W>
+inline int64_t place_in_panel(const W *, int64_t column) {
+  return column;
+}
+inline int64_t place_in_panel(const bf16 *, int64_t column) {
+  constexpr int64_t lanes = kLanes<float>;
+  return column < lanes ? 2 * column : 2 * (column - lanes) + 1;
+}
+
+
+// packed [panel, input, column]; columns past the last output are zero.
+template <class T>
+void pack_panels(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
+  constexpr int64_t kPanel = ::kPanel<float>;
+  const int64_t panels = (outputs + kPanel - 1) / kPanel;
+#pragma omp parallel for
+  for (int64_t p = 0; p < panels; ++p)
+    for (int64_t k = 0; k < inputs; ++k)
+      for (int64_t j = 0; j < kPanel; ++j) {
+        const int64_t n = p * kPanel + j;
+        packed[(p * inputs + k) * kPanel + place_in_panel(weight, j)] =
+            n < outputs ? weight[n * inputs + k] : T{};
+      }
+}
+
+// Adds ROWS rows times one panel to sum [ROWS, panel]. Number k of row r is x[k * K + r * R]:
+// with K = 0, the rows lie side by side, as [inputs, ROWS].
+template <int ROWS, int K, int R, class Real, class W>
+void multiply_tile(const Real *x, int64_t inputs, const W *panel, Real *sum) {
+  constexpr int kLanes = ::kLanes<Real>, kPanel = ::kPanel<Real>;
+  constexpr int input_step = K ? K : ROWS;
+  constexpr int kAhead = sizeof(W) == 1 ? 64 : 24;  // inputs
+  Vec<Real> left_sum[ROWS], right_sum[ROWS];
+  for (int r = 0; r < ROWS; ++r) {
+    left_sum[r] = load(sum + r * kPanel);
+    right_sum[r] = load(sum + r * kPanel + kLanes);
+  }
+  for (int64_t k = 0; k < inputs; ++k) {
+    Vec<Real> left, right;
+    load_columns(panel + k * kPanel, left, right);
+    // Some steps ahead, past the end too: the next piece of the panel usually follows there.
+    for (int64_t i = 0; i < kPanel; i += 64 / int64_t(sizeof(W)))
+      __builtin_prefetch(panel + (k + kAhead) * kPanel + i);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      left_sum[r] += x[k * input_step + r * R] * left;
+      right_sum[r] += x[k * input_step + r * R] * right;
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) {
+    store(left_sum[r], sum + r * kPanel);
+    store(right_sum[r], sum + r * kPanel + kLanes);
+  }
+}
+
+template <int ROWS, int K = 0, int R = 1, class Real, class W>
+void multiply(int64_t rows, const Real *x, int64_t inputs, const W *panel, Real *sum) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return multiply<ROWS - 1, K, R>(rows, x, inputs, panel, sum);
+  multiply_tile<ROWS, K, R>(x, inputs, panel, sum);
+}
+
+// scale [outputs] or null: what each output's weights are to be multiplied by.
+template <class T, class W>
+void linear(const T *x, const W *packed, const float *scale, const float *bias, T *y,
+            int64_t rows, int64_t inputs, int64_t outputs) {
+  constexpr int64_t kPanel = ::kPanel<float>;
+  constexpr int64_t kChunk = 8 * kRows;                   // rows per pass over the panels
+  constexpr int64_t kDepth = 16384 / kPanel / sizeof(W);  // inputs: 16 KiB of a panel stay in L1
+  const int64_t panels = (outputs + kPanel - 1) / kPanel, tiles = (rows + kRows - 1) / kRows;
+  // Tile by tile of kRows rows, [inputs, rows of the tile], so that a tile reads one stream.
+  const std::unique_ptr<float[]> wide(new float[rows * inputs]);
+#pragma omp parallel
+  {
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t first = t * kRows, count = std::min<int64_t>(kRows, rows - first);
+      float *tile = wide.get() + first * inputs;
+      for (int64_t k = 0; k < inputs; ++k)
+        for (int64_t r = 0; r < count; ++r)
+          tile[k * count + r] = widen(x[(first + r) * inputs + k]);
+    }
+    alignas(64) float sums[kChunk * kPanel];
+    for (int64_t chunk = 0; chunk < rows; chunk += kChunk) {
+      const int64_t chunk_rows = std::min(kChunk, rows - chunk);
+#pragma omp for schedule(static) nowait
+      for (int64_t p = 0; p < panels; ++p) {
+        std::fill(sums, sums + chunk_rows * kPanel, 0.0f);
+        for (int64_t k = 0; k < inputs; k += kDepth) {
+          const int64_t depth = std::min(kDepth, inputs - k);
+          for (int64_t m = 0; m < chunk_rows; m += kRows) {
+            const int64_t count = std::min<int64_t>(kRows, chunk_rows - m);
+            multiply<kRows>(count, wide.get() + (chunk + m) * inputs + k * count, depth,
+                            packed + (p * inputs + k) * kPanel, sums + m * kPanel);
+          }
+        }
+        const int64_t first = p * kPanel, columns = std::min<int64_t>(kPanel, outputs - first);
+        for (int64_t m = 0; m < chunk_rows; ++m)
+          for (int64_t j = 0; j < columns; ++j)
+            narrow(sums[m * kPanel + j] * (scale ? scale[first + j] : 1.0f) +
+                       (bias ? bias[first + j] : 0.0f),
+                   y + (chunk + m) * outputs + first + j);
+      }
+    }
+  }
+}
+
+}  // namespace

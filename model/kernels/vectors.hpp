@@ -1,0 +1,167 @@
+// Vectors of numbers, what they are stored as, and what every kernel does with them.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64, kRows = 12;
+#else
+constexpr int kVectorBytes = 32, kRows = 6;
+#endif
+
+template <class Real>
+constexpr int kLanes = kVectorBytes / int(sizeof(Real));
+// Output columns that one pass over the rows produces.
+template <class Real>
+constexpr int kPanel = 2 * kLanes<Real>;
+
+template <class Real>
+struct VecOf {
+  typedef Real type __attribute__((vector_size(kVectorBytes), aligned(sizeof(Real))));
+};
+template <class Real>
+using Vec = typename VecOf<Real>::type;
+typedef uint32_t VecBits __attribute__((vector_size(kVectorBytes), aligned(4)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+// What a stored number is computed with.
+template <class T>
+struct RealOf {
+  typedef T type;
+};
+template <>
+struct RealOf<bf16> {
+  typedef float type;
+};
+
+inline double widen(double x) { return x; }
+inline float widen(float x) { return x; }
+inline float widen(bf16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+
+inline void narrow(double x, double *y) { *y = x; }
+inline void narrow(float x, float *y) { *y = x; }
+inline void narrow(float x, bf16 *y) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  bits += 0x7fffu + ((bits >> 16) & 1);
+  y->bits = nan ? 0x7fc0 : uint16_t(bits >> 16);
+}
+
+template <class Real>
+inline Vec<Real> load(const Real *x) {
+  return *reinterpret_cast<const Vec<Real> *>(x);
+}
+template <class Real>
+inline void store(Vec<Real> x, Real *y) {
+  *reinterpret_cast<Vec<Real> *>(y) = x;
+}
+
+// One vector of stored numbers, widened.
+inline Vec<double> load_wide(const double *x) { return load(x); }
+inline Vec<float> load_wide(const float *x) { return load(x); }
+inline Vec<float> load_wide(const bf16 *x) {
+  typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2), aligned(2)));
+  const Halves halves = *reinterpret_cast<const Halves *>(x);
+  return (Vec<float>)(__builtin_convertvector(halves, VecBits) << 16);
+}
+
+// Lane i of row j becomes lane j of row i, by swapping ever smaller blocks off the diagonal.
+// The lanes are a parameter pack so that the orders are constants, one instruction each.
+template <int STEP, class Real, int... LANE>
+inline void swap_blocks(Vec<Real> *rows, std::integer_sequence<int, LANE...> lanes) {
+  constexpr int kLanes = sizeof...(LANE);
+  typedef decltype(rows[0] < rows[0]) Order;
+  const Order upper = {(LANE & STEP ? kLanes + LANE - STEP : LANE)...};
+  const Order lower = {(LANE & STEP ? kLanes + LANE : LANE + STEP)...};
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i)
+    if (!(i & STEP)) {
+      const Vec<Real> a = rows[i], b = rows[i + STEP];
+      rows[i] = __builtin_shuffle(a, b, upper);
+      rows[i + STEP] = __builtin_shuffle(a, b, lower);
+    }
+  if constexpr (STEP > 1) swap_blocks<STEP / 2, Real>(rows, lanes);
+}
+template <class Real>
+inline void transpose(Vec<Real> *rows) {
+  swap_blocks<kLanes<Real> / 2, Real>(rows, std::make_integer_sequence<int, kLanes<Real>>());
+}
+
+// Lane i becomes the sum of row i's lanes: transposing, but adding the blocks that meet.
+template <int STEP, class Real, int... LANE>
+inline Vec<Real> sum_blocks(Vec<Real> *rows, std::integer_sequence<int, LANE...> lanes) {
+  constexpr int kLanes = sizeof...(LANE);
+  typedef decltype(rows[0] < rows[0]) Order;
+  const Order upper = {(LANE & STEP ? kLanes + LANE - STEP : LANE)...};
+  const Order lower = {(LANE & STEP ? kLanes + LANE : LANE + STEP)...};
+#pragma GCC unroll 16
+  for (int i = 0; i < STEP; ++i) {
+    const Vec<Real> a = rows[i], b = rows[i + STEP];
+    rows[i] = __builtin_shuffle(a, b, upper) + __builtin_shuffle(a, b, lower);
+  }
+  if constexpr (STEP > 1) return sum_blocks<STEP / 2, Real>(rows, lanes);
+  return rows[0];
+}
+template <class Real>
+inline Vec<Real> sum_rows(Vec<Real> *rows) {
+  return sum_blocks<kLanes<Real> / 2, Real>(rows,
+                                            std::make_integer_sequence<int, kLanes<Real>>());
+}
+
+inline double exponential(double x) { return std::exp(x); }
+
+// e^x to about two units in the last place, in a form that compilers vectorise: 2^n times a
+// polynomial (Cephes' coefficients) on [-ln 2 / 2, ln 2 / 2]. 0 where it would be subnormal.
+inline float exponential(float given) {
+  const float x = std::min(std::max(given, -87.0f), 88.0f);
+  const float n = std::nearbyint(x * 1.44269504f);
+  const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const int32_t bits = (int32_t(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, 4);
+  return given < -87.0f ? 0.0f : p * power;  // written so that NaN stays NaN
+}
+
+// Turns the pairs of the first 2 * half coordinates of one head, in place or not. way: 1, or -1
+// for the opposite angle.
+template <bool INTERLEAVED, class From, class To, class Real>
+inline void turn(const From *from, To *to, const Real *cosine, const Real *sine, Real way,
+                 int64_t half) {
+  constexpr int64_t step = INTERLEAVED ? 2 : 1;
+  const int64_t partner = INTERLEAVED ? 1 : half;
+#pragma omp simd
+  for (int64_t i = 0; i < half; ++i) {
+    const Real a = widen(from[i * step]), b = widen(from[i * step + partner]);
+    narrow(a * cosine[i] - b * (way * sine[i]), to + i * step);
+    narrow(b * cosine[i] + a * (way * sine[i]), to + i * step + partner);
+  }
+}
+
+}  // namespace
