@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from cache.kv import KVCache
+from cache.ledger import FoldSums, Ledger, fold_sums
 from cache.manager import CacheManager
+from cache.operations import Operations
+from cache.terms import Audit
 from model.attention.backends import all_backends
 from model.attention.base import AttentionSpec, choose
 from model.batch import ForwardBatch
@@ -24,9 +27,12 @@ from model.loading import Checkpoint, load_decoder, load_encoding
 from model.sampling import SamplingParams
 from model.shapes import PREFIX, random_checkpoint
 from model.transformer import Decoder
+from server.auditing import Auditor
 from server.batching import build_batch
+from server.engine import Engine
+from server.position_meter import PositionMeter
 from server.request import Request
-from server.scheduler import Work
+from server.scheduler import Limits, Scheduler, Work
 
 BLOCK_SIZE = 16  # tokens, as `serve` has it
 # What a name like t5:table says besides the encoding, and which of its options that is.
@@ -84,7 +90,18 @@ def new_cache(
     config: ModelConfig, blocks: int, *, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
     """Full of numbers as large as a model's, so that no kernel meets a special case."""
-    kv = KVCache(
+    kv = untouched_cache(config, blocks, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    for part in kv.whole:
+        part.normal_(generator=generator)
+    return kv
+
+
+def untouched_cache(
+    config: ModelConfig, blocks: int, *, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """Takes no memory on a CPU until it is written to."""
+    return KVCache(
         layers=config.layers,
         blocks=blocks,
         block_size=BLOCK_SIZE,
@@ -93,10 +110,6 @@ def new_cache(
         dtype=dtype,
         device=device,
     )
-    generator = torch.Generator(device).manual_seed(0)
-    for part in kv.whole:
-        part.normal_(generator=generator)
-    return kv
 
 
 def blocks_for(requests: int, context: int) -> int:
@@ -122,6 +135,36 @@ def request(name: str, prompt: list[int], max_tokens: int = 1 << 30) -> Request:
     """One that takes the most likely token and ends after `max_tokens`."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     return Request(name, prompt, len(prompt), params, 0.0, random.Random(0))
+
+
+def engine(
+    config: ModelConfig,
+    kv: KVCache,
+    *,
+    max_seqs: int,
+    max_context: int,
+    max_step_tokens: int = 512,
+    sums: FoldSums = fold_sums,
+) -> Engine:
+    """As the server wires it, over all of `kv`, with its default audit; but it computes nothing.
+
+    The next token is always 0. `sums` are the checksums of the kernels, where there are any.
+    """
+    manager = CacheManager(kv.whole.keys.shape[1], kv.block_size)
+    ledger = Ledger(kv, Audit.SAMPLE, sums)
+    encoding = create(config.encoding, config, config.trained_context, kv.device)
+    limits = Limits(max_seqs, max_step_tokens, max_context, max_waiting=1 << 20)
+    operations = Operations(manager, kv, [encoding] * config.layers, ledger)
+    scheduler = Scheduler(manager, limits, operations)
+    return Engine(
+        _first_token,
+        kv,
+        manager,
+        scheduler,
+        Auditor("here", ledger, manager, scheduler),
+        PositionMeter(lambda context: encoding.work(config, context, kv.block_size)),
+        device=kv.device,
+    )
 
 
 def _checkpoint(shape: str, arm: str, context: int) -> Checkpoint:
@@ -164,3 +207,8 @@ def _share(first: Decoder, decoder: Decoder) -> None:
         if "encoding" not in name.split("."):  # layers name it too
             owner, _, leaf = name.rpartition(".")
             setattr(decoder.get_submodule(owner), leaf, first.get_parameter(name))
+
+
+def _first_token(batch: ForwardBatch, kv: KVCache) -> Tensor:
+    """Logits of a vocabulary of two, the first of which is the likelier."""
+    return torch.tensor([[1.0, 0.0]], device=kv.device).expand(len(batch.output_rows), -1)

@@ -4,7 +4,6 @@ Children are looked up once, because `observe_step` runs on the engine thread af
 """
 
 from bisect import bisect_left
-from dataclasses import astuple
 from typing import Any
 
 from cache.terms import OpReport
@@ -146,7 +145,7 @@ class ModelMetrics:
             self._observe_end(summary)
 
     def _observe_position(self, phase: str, work: PositionTotals) -> None:
-        amounts = astuple(work)
+        amounts = work.values
         for counter, amount in zip(self._position[phase], amounts, strict=True):
             if amount:
                 counter.inc(amount)

@@ -5,13 +5,14 @@ contexts, so the costs are summed once up to each n, and a chunk is the differen
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from operator import add
 
 from model.encodings.base import PositionalWork
 from server.request import PositionTotals
 from server.scheduler import Work
 
 Cost = Callable[[int], PositionalWork]  # of one token that sees so many keys
+Sum = tuple[int, ...]  # the values of PositionTotals
 
 
 def no_cost(context: int) -> PositionalWork:
@@ -34,7 +35,7 @@ class PositionMeter:
         self._cost = cost
         self._source_cost = source_cost
         self._trained_context = trained_context
-        self._sums = [PositionTotals()]  # of contexts 1 to the index
+        self._sums = [PositionTotals().values]  # of contexts 1 to the index
 
     def measure(self, plan: Iterable[Work]) -> tuple[PositionTotals, PositionTotals]:
         """Prefill and decode. To be asked before the plan is recorded.
@@ -42,17 +43,20 @@ class PositionMeter:
         Prefill is all that is computed for a request before its first token; computing it again
         after a preemption later counts as decode.
         """
-        prefill, decode = PositionTotals(), PositionTotals()
+        before: tuple[list[Sum], list[Sum]] = ([], [])
+        after: tuple[list[Sum], list[Sum]] = ([], [])
+        sources = [PositionTotals(), PositionTotals()]
         for work in plan:
-            spent = self._upto(work.start + work.count) - self._upto(work.start)
+            phase = bool(work.request.num_generated)
+            before[phase].append(self._upto(work.start))
+            after[phase].append(self._upto(work.start + work.count))
             if work.encodes:
                 length = len(work.request.source)
                 # Each of its tokens sees all of them.
-                spent += _totals(self._source_cost(length)) * length
-            if work.request.num_generated:
-                decode += spent
-            else:
-                prefill += spent
+                sources[phase] += _totals(self._source_cost(length)) * length
+        prefill, decode = (
+            _added(after[phase]) - _added(before[phase]) + sources[phase] for phase in (0, 1)
+        )
         return prefill, decode
 
     def extrapolated(self, recorded: Iterable[Work]) -> int:
@@ -61,12 +65,25 @@ class PositionMeter:
             return 0
         return sum(work.request.context_length > self._trained_context for work in recorded)
 
-    def _upto(self, context: int) -> PositionTotals:
+    def _upto(self, context: int) -> Sum:
         """Of tokens that see 1, 2, ... `context` keys."""
         while len(self._sums) <= context:
-            self._sums.append(self._sums[-1] + _totals(self._cost(len(self._sums))))
+            cost = _totals(self._cost(len(self._sums))).values
+            self._sums.append(tuple(map(add, self._sums[-1], cost)))
         return self._sums[context]
 
 
+def _added(sums: Iterable[Sum]) -> PositionTotals:
+    """All at once: a step has as many as requests."""
+    return PositionTotals(*map(sum, zip(*sums, strict=True)))
+
+
 def _totals(work: PositionalWork) -> PositionTotals:
-    return PositionTotals(**asdict(work))
+    return PositionTotals(
+        rotations=work.rotations,
+        bias_values=work.bias_values,
+        bias_built=work.bias_built,
+        flops=work.flops,
+        bytes=work.bytes,
+        bias_bytes=work.bias_bytes,
+    )

@@ -13,9 +13,9 @@ ServeError
 """
 
 import random
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
-from operator import add
+from operator import add, sub
 
 from cache.terms import OpReport
 from model.sampling import SamplingParams
@@ -219,14 +219,26 @@ class PositionTotals:
     bytes: int = 0
     bias_bytes: int = 0
 
-    def __add__(self, other: "PositionTotals") -> "PositionTotals":
-        return PositionTotals(*map(add, astuple(self), astuple(other)))
+    @property
+    def values(self) -> tuple[int, ...]:
+        """In the order of the fields. Asked in every step, which `astuple` is too slow for."""
+        return (
+            self.rotations,
+            self.bias_values,
+            self.bias_built,
+            self.flops,
+            self.bytes,
+            self.bias_bytes,
+        )
 
-    def __mul__(self, factor: int) -> "PositionTotals":
-        return PositionTotals(*(factor * each for each in astuple(self)))
+    def __add__(self, other: "PositionTotals") -> "PositionTotals":
+        return PositionTotals(*map(add, self.values, other.values))
 
     def __sub__(self, other: "PositionTotals") -> "PositionTotals":
-        return self + other * -1
+        return PositionTotals(*map(sub, self.values, other.values))
+
+    def __mul__(self, factor: int) -> "PositionTotals":
+        return PositionTotals(*(factor * each for each in self.values))
 
 
 class Phase(StrEnum):

@@ -20,6 +20,8 @@ ALLOWED = {  # what a package may import besides itself
 IN_PROCESS = (  # load tests that send no requests and may import what they measure
     "load_tests/in_process.py",
     "load_tests/measured.py",
+    "load_tests/scaling.py",
+    "load_tests/scaling_parts.py",
     "load_tests/step_cost.py",
 )
 NO_TORCH = (
