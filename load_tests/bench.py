@@ -13,7 +13,7 @@ from pathlib import Path
 
 from load_tests import compare, result
 from load_tests.arms import arms_from
-from load_tests.client import DIALECTS, Arm, Unreachable, split_base_url
+from load_tests.client import DIALECTS, Arm, Unreachable
 from load_tests.environment import environment
 from load_tests.facts import Facts, facts_of, least
 from load_tests.loads import needed_context, points, under_profiles
@@ -23,7 +23,7 @@ from load_tests.process import StartFailed
 from load_tests.progress import Progress
 from load_tests.prompts import Form, PromptMaker
 from load_tests.runner import NoSuccess, Runner
-from load_tests.serving import ServeSpec, terminated_as_interrupted
+from load_tests.serving import terminated_as_interrupted
 from load_tests.table import tables
 from load_tests.terms import Profile, Result, Run
 from load_tests.workloads import Sizes, Workload
@@ -150,11 +150,6 @@ def prompts_for(args: argparse.Namespace, facts: Collection[Facts]) -> Callable[
 
 def _complaint(args: argparse.Namespace) -> str | None:
     """What is wrong with options that are each fine alone."""
-    for url in args.base_url or ():
-        try:
-            split_base_url(url)
-        except ValueError as error:
-            return str(error)
     if args.serve is not None and (args.base_url or args.models):
         return "--serve starts servers of its own: drop --base-url and --models, or --serve"
     if args.serve is None and (args.encodings or args.arms or args.context):
@@ -180,7 +175,7 @@ def _command(words: Sequence[str], seed: str) -> str:
 def _about(arm: Arm, facts: Facts) -> dict[str, object]:
     return {
         "model": arm.server.model,
-        "encoding": arm.encoding or facts.encoding,
+        "encoding": arm.encoding,
         "setting": arm.setting,
         "url": arm.server.url,
         "context": facts.context,
@@ -197,8 +192,6 @@ def _plain(value: object) -> object:
             return value.name
         case Profile():
             return value.label
-        case ServeSpec():
-            return value.source
         case Path():
             return str(value)
         case tuple() | list():

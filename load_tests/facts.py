@@ -1,6 +1,7 @@
 """What servers say about the models they serve: asked before anything is measured."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,9 +10,8 @@ from load_tests.client import Arm, Server, Unreachable, get_json
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Of one model. None where the server does not say; only `encoding` is "" then."""
+    """Of one model. None where the server does not say."""
 
-    encoding: str = ""
     context: int | None = None  # tokens of prompt and answer together
     trained_context: int | None = None
     vocab_size: int | None = None
@@ -34,7 +34,8 @@ async def arms_of(server: Server, models: Sequence[str]) -> list[Arm]:
     if not wanted:
         raise Unreachable(f"{server.url} serves no model")
     return [
-        Arm(name, replace(server, model=name), _text(cards[name], "encoding")) for name in wanted
+        Arm(name, replace(server, model=name), str(cards[name].get("encoding") or ""))
+        for name in wanted
     ]
 
 
@@ -44,7 +45,6 @@ async def facts_of(arm: Arm) -> Facts:
         return Facts()
     card = (await _cards(arm.server)).get(arm.server.model or "", {})
     return Facts(
-        encoding=_text(card, "encoding"),
         context=_number(card, "max_model_len"),
         trained_context=_number(card, "trained_context"),
         vocab_size=_number(card, "vocab_size"),
@@ -58,25 +58,25 @@ def least(values: Iterable[int | None]) -> int | None:
 
 
 async def _cards(server: Server) -> dict[str, Mapping[str, Any]]:
-    answer = await get_json(server, "/v1/models")
-    data = answer.get("data") if isinstance(answer, dict) else None
-    return {card["id"]: card for card in data or () if isinstance(card, dict) and "id" in card}
+    return {card["id"]: card for card in await _data(server, "/v1/models") if "id" in card}
 
 
 async def _cache_card(arm: Arm) -> Mapping[str, Any]:
     """What `/v1/cache` says about the model; nothing on a server without that route."""
-    try:
-        answer = await get_json(arm.server, "/v1/cache")
-    except Unreachable:
-        return {}
+    with suppress(Unreachable):
+        for card in await _data(arm.server, "/v1/cache"):
+            if card.get("model") == arm.server.model:
+                return card
+    return {}
+
+
+async def _data(server: Server, path: str) -> list[Mapping[str, Any]]:
+    """The objects of a listing."""
+    answer = await get_json(server, path)
     data = answer.get("data") if isinstance(answer, dict) else None
-    return next((card for card in data or () if card.get("model") == arm.server.model), {})
+    return [card for card in data or () if isinstance(card, dict)]
 
 
 def _number(card: Mapping[str, Any], name: str) -> int | None:
     value = card.get(name)
     return value if isinstance(value, int) else None
-
-
-def _text(card: Mapping[str, Any], name: str) -> str:
-    return str(card.get(name) or "")

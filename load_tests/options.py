@@ -4,11 +4,11 @@ import argparse
 import os
 import re
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Literal
 
-from load_tests.client import DIALECTS
+from load_tests.client import DIALECTS, split_base_url
 from load_tests.profiles import PROFILES, parse_profile
-from load_tests.serving import parse_serve, parse_setting
+from load_tests.serving import parse_serve, parse_setting, setting_names
 from load_tests.statistics import parse_slo
 from load_tests.terms import Profile
 from load_tests.workloads import WORKLOADS, Sizes, Workload, workload_from
@@ -17,7 +17,17 @@ ENCODINGS = ("nope", "rope", "t5", "alibi", "learned", "sinusoidal")
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_WORKLOAD = "stream"
 
-Parsed = TypeVar("Parsed")
+# What a user may say of `Sizes` in whole numbers, besides the contexts.
+_COUNTS = {
+    "prompt_tokens": "of stream, cancel and chat's first turn",
+    "output_tokens": "of stream, cancel, chat and files",
+    "prefill_tokens": "prompt of prefill",
+    "prefix_tokens": "common prefix of shared-prefix",
+    "prefixes": "of shared-prefix",
+    "requests_per_prefix": "of shared-prefix",
+    "requests_per_worker": "in a run of sync or closed:N",
+    "arrivals": "requests in a run of poisson or gamma",
+}
 
 _DESCRIPTION = """\
 Measure what a server costs, and what positional encodings cost on it.
@@ -63,12 +73,8 @@ def parser() -> argparse.ArgumentParser:
     _add_server_options(options)
     _add_arm_options(options)
     add_load_options(options)
-    options.add_argument(
-        "--slo",
-        type=_checked(_slo),
-        metavar="OBJECTIVES",
-        help="count the requests that meet all of these as goodput: ttft=200ms,tpot=50ms",
-    )
+    good = "count the requests that meet all of these as goodput: ttft=200ms,tpot=50ms"
+    _add(options, "--slo", _slo, "OBJECTIVES", good)
     return options
 
 
@@ -76,46 +82,17 @@ def add_load_options(options: argparse.ArgumentParser) -> None:
     """What is sent; shared with the comparison of servers."""
     sizes = Sizes()
     load = options.add_argument_group("load")
-    load.add_argument(
-        "--workload",
-        type=_checked(_workloads),
-        default=DEFAULT_WORKLOAD,
-        metavar="NAME,...",
-        help=f"one or several of those above (default: {DEFAULT_WORKLOAD})",
-    )
-    load.add_argument(
-        "--profile",
-        type=_checked(_profiles),
-        metavar="PROFILE,...",
-        help="one or several of those above (default: the workload's own)",
-    )
-    load.add_argument(
-        "--runs", type=_checked(_count), default=5, metavar="N", help="of every arm (default: 5)"
-    )
-    load.add_argument(
-        "--contexts",
-        type=_checked(_counts),
-        default=sizes.contexts,
-        metavar="N,...",
-        help="tokens, of longctx (default: 512,2k,8k)",
-    )
-    for name, default, meaning in (
-        ("--prompt-tokens", sizes.prompt_tokens, "of stream, cancel and chat's first turn"),
-        ("--output-tokens", sizes.output_tokens, "of stream, cancel, chat and files"),
-        ("--prefill-tokens", sizes.prefill_tokens, "prompt of prefill"),
-        ("--prefix-tokens", sizes.prefix_tokens, "common prefix of shared-prefix"),
-        ("--prefixes", sizes.prefixes, "of shared-prefix"),
-        ("--requests-per-prefix", sizes.requests_per_prefix, "of shared-prefix"),
-        ("--requests-per-worker", sizes.requests_per_worker, "in a run of sync or closed:N"),
-        ("--arrivals", sizes.arrivals, "requests in a run of poisson or gamma"),
-    ):
-        load.add_argument(
-            name,
-            type=_checked(_count),
-            default=default,
-            metavar="N",
-            help=f"{meaning} (default: {default})",
-        )
+    several = "one or several of those above"
+    stream = DEFAULT_WORKLOAD
+    _add(load, "--workload", _workloads, "NAME,...", f"{several} (default: {stream})", stream)
+    _add(load, "--profile", _profiles, "PROFILE,...", f"{several} (default: the workload's own)")
+    _add(load, "--runs", _count, "N", "of every arm (default: 5)", 5)
+    known = "tokens, of longctx (default: 512,2k,8k)"
+    _add(load, "--contexts", _counts, "N,...", known, sizes.contexts)
+    for name, meaning in _COUNTS.items():
+        default = getattr(sizes, name)
+        flag = f"--{name.replace('_', '-')}"
+        _add(load, flag, _count, "N", f"{meaning} (default: {default})", default)
     load.add_argument(
         "--prompt-form",
         choices=("ids", "text"),
@@ -126,17 +103,10 @@ def add_load_options(options: argparse.ArgumentParser) -> None:
         help="of prompts, arrivals and order (default: new each time; one used again on a server "
         "that cannot flush measures its prefix cache)",
     )
-    for name, seconds, meaning in (
-        ("--timeout", 600.0, "until an answer must be complete"),
-        ("--idle-timeout", 120.0, "of silence within it"),
-    ):
-        load.add_argument(
-            name,
-            type=_checked(_seconds),
-            default=seconds,
-            metavar="S",
-            help=f"seconds {meaning} (default: {seconds:g})",
-        )
+    until = "seconds until an answer must be complete (default: 600)"
+    _add(load, "--timeout", _seconds, "S", until, 600.0)
+    silence = "seconds of silence within it (default: 120)"
+    _add(load, "--idle-timeout", _seconds, "S", silence, 120.0)
     options.add_argument(
         "--out",
         metavar="FOLDER",
@@ -146,40 +116,25 @@ def add_load_options(options: argparse.ArgumentParser) -> None:
 
 def sizes_from(args: argparse.Namespace) -> Sizes:
     """What the load options say about sizes."""
-    return Sizes(
-        prompt_tokens=args.prompt_tokens,
-        output_tokens=args.output_tokens,
-        prefill_tokens=args.prefill_tokens,
-        prefix_tokens=args.prefix_tokens,
-        prefixes=args.prefixes,
-        requests_per_prefix=args.requests_per_prefix,
-        contexts=args.contexts,
-        requests_per_worker=args.requests_per_worker,
-        arrivals=args.arrivals,
-    )
+    return Sizes(contexts=args.contexts, **{name: getattr(args, name) for name in _COUNTS})
 
 
 def _add_server_options(options: argparse.ArgumentParser) -> None:
     server = options.add_argument_group("servers")
     server.add_argument(
         "--base-url",
+        type=_checked(_base_url),
         action="append",
         metavar="URL",
         help=f"of a running server; again to compare several (default: {DEFAULT_URL})",
     )
-    server.add_argument(
-        "--serve",
-        type=_checked(parse_serve),
-        metavar="WHAT",
-        help="start servers instead: `family` for the bundled models, shape:NAME or the path of a "
-        "config.json for random weights of that shape",
+    started = (
+        "start servers instead: `family` for the bundled models, shape:NAME or the path of a "
+        "config.json for random weights of that shape"
     )
-    server.add_argument(
-        "--context",
-        type=_checked(_count),
-        metavar="N",
-        help="tokens that started servers have room for (default: what the workload needs)",
-    )
+    _add(server, "--serve", parse_serve, "WHAT", started)
+    room = "tokens that started servers have room for (default: what the workload needs)"
+    _add(server, "--context", _count, "N", room)
     server.add_argument("--api-key", default=os.environ.get("ROPEWALK_API_KEY"), metavar="KEY")
     server.add_argument(
         "--dialect", choices=sorted(DIALECTS), default="openai", help="default: openai"
@@ -195,28 +150,24 @@ def _add_server_options(options: argparse.ArgumentParser) -> None:
 
 def _add_arm_options(options: argparse.ArgumentParser) -> None:
     arms = options.add_argument_group("arms: what is compared, with nope as the zero")
-    arms.add_argument(
-        "--encodings",
-        type=_checked(_encodings),
-        default=(),
-        metavar="NAME,...",
-        help=f"of --serve (default: {','.join(ENCODINGS)})",
-    )
-    arms.add_argument(
-        "--arms",
-        type=_checked(_arms),
-        default=(),
-        metavar="NAME:SETTING,...",
-        help="of --serve, one server each: t5:window, t5:table, t5:materialised, rope:absolute, "
-        "rope:raw, rope:block",
-    )
-    arms.add_argument(
-        "--models",
-        type=_checked(_names),
-        default=(),
-        metavar="NAME,...",
-        help="of running servers (default: the first that each has)",
-    )
+    every = f"of --serve (default: {','.join(ENCODINGS)})"
+    _add(arms, "--encodings", _encodings, "NAME,...", every, ())
+    settings = f"of --serve, one server each: {', '.join(setting_names())}"
+    _add(arms, "--arms", _arms, "NAME:SETTING,...", settings, ())
+    first = "of running servers (default: the first that each has)"
+    _add(arms, "--models", _names, "NAME,...", first, ())
+
+
+def _add(
+    group: argparse._ActionsContainer,
+    name: str,
+    parse: Callable[[str], object],
+    metavar: str,
+    meaning: str,
+    default: object = None,
+) -> None:
+    """An option whose text `parse` reads; argparse prints its ValueError or OSError as it is."""
+    group.add_argument(name, type=_checked(parse), metavar=metavar, help=meaning, default=default)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -224,10 +175,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=28, width=100)
 
 
-def _checked(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
-    """`parse` whose ValueError or OSError argparse prints as it is."""
-
-    def checked(text: str) -> Parsed:
+def _checked(parse: Callable[[str], object]) -> Callable[[str], object]:
+    def checked(text: str) -> object:
         try:
             return parse(text)
         except (ValueError, OSError) as error:
@@ -238,6 +187,11 @@ def _checked(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
 
 def _slo(text: str) -> str:
     parse_slo(text)
+    return text
+
+
+def _base_url(text: str) -> str:
+    split_base_url(text)
     return text
 
 

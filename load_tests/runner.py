@@ -202,7 +202,7 @@ View = Callable[[Sequence[Outcome]], Awaitable[ServerView | None]]
 async def _watching(arm: Arm) -> AsyncIterator[View]:
     """Reads /metrics before, and every second within; what is handed out reads them after."""
     before = await _snapshot(arm)
-    during: list[scrape.Snapshot] = []
+    during: list[str] = []
 
     async def watch() -> None:
         while True:
@@ -230,7 +230,7 @@ async def _watching(arm: Arm) -> AsyncIterator[View]:
                 await watcher
 
 
-async def _snapshot(arm: Arm) -> scrape.Snapshot | None:
+async def _snapshot(arm: Arm) -> str | None:
     """None where there are no metrics, or no answer."""
     with suppress(Unreachable):
         return await scrape.snapshot(_impatient(arm.server))

@@ -5,7 +5,6 @@ A scrape keeps the text: it is read after the run, because parsing takes time fr
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -13,6 +12,7 @@ from load_tests.client import Server, Unreachable, fetch
 from load_tests.terms import Outcome, ServerView
 
 _FAULTS = ("ropewalk_kv_mutated_entries_total", "ropewalk_kv_stale_entries_total")
+_COUNTERS = ("counter", "histogram", "summary")  # of the latter, sums and counts
 _LEFT_OUT = ("model_name", "encoding", "engine")  # the same in every series of an arm
 _TTFT = ("ropewalk_time_to_first_token_seconds", "vllm:time_to_first_token_seconds")
 _LOOKS = 3
@@ -20,22 +20,15 @@ _LOOK_EVERY_S = 0.1
 _TTFT_SLACK_S = 0.1  # connecting, and a first token that is no text yet
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """One answer of /metrics, for all the models of the server."""
-
-    text: str
-
-
-async def snapshot(server: Server) -> Snapshot:
-    """Raises Unreachable."""
+async def snapshot(server: Server) -> str:
+    """One answer of /metrics, for all the models of the server. Raises Unreachable."""
     body = await fetch(server, "GET", "/metrics")
     if b"# TYPE " not in body:
         raise Unreachable(f"{server.url}/metrics are no Prometheus metrics")
-    return Snapshot(body.decode(errors="replace"))
+    return body.decode(errors="replace")
 
 
-async def settled(server: Server, before: Snapshot, outcomes: Sequence[Outcome]) -> Snapshot:
+async def settled(server: Server, before: str, outcomes: Sequence[Outcome]) -> str:
     """A snapshot after a run, taken again for a moment while the two sides disagree.
 
     The last tokens of an answer leave before they are counted. Raises Unreachable.
@@ -50,9 +43,9 @@ async def settled(server: Server, before: Snapshot, outcomes: Sequence[Outcome])
 
 
 def view(
-    before: Snapshot,
-    during: Sequence[Snapshot],
-    after: Snapshot,
+    before: str,
+    during: Sequence[str],
+    after: str,
     model_name: str,
     outcomes: Sequence[Outcome],
 ) -> ServerView:
@@ -61,11 +54,11 @@ def view(
     A counter that did not increase is left out, and so are the buckets of histograms.
     Raises ValueError for a text that is no Prometheus exposition.
     """
-    old, new = _counters(before, model_name), _counters(after, model_name)
+    old, new = (_samples(text, model_name, _COUNTERS) for text in (before, after))
     grown = {name: value - old.get(name, 0.0) for name, value in new.items()}
     gauges: dict[str, float] = {}
     for seen in (*during, after):
-        for name, value in _gauges(seen, model_name).items():
+        for name, value in _samples(seen, model_name, ("gauge",)).items():
             gauges[name] = max(value, gauges.get(name, value))
     if any(value < 0 for value in grown.values()):
         found = ["The counters of the server went back: it was restarted during the run."]
@@ -152,19 +145,10 @@ def _first_token(grown: Mapping[str, float], answered: Sequence[Outcome]) -> Ite
         )
 
 
-def _counters(seen: Snapshot, model_name: str) -> dict[str, float]:
-    """Counters, and the sums and counts of histograms."""
-    return _samples(seen, model_name, ("counter", "histogram", "summary"))
-
-
-def _gauges(seen: Snapshot, model_name: str) -> dict[str, float]:
-    return _samples(seen, model_name, ("gauge",))
-
-
-def _samples(seen: Snapshot, model_name: str, kinds: Sequence[str]) -> dict[str, float]:
+def _samples(text: str, model_name: str, kinds: Sequence[str]) -> dict[str, float]:
     """Values by name and labels, of the series of one model and of those of no model."""
     found: dict[str, float] = {}
-    for family in text_string_to_metric_families(_lines_of(seen.text, kinds)):
+    for family in text_string_to_metric_families(_lines_of(text, kinds)):
         for sample in family.samples:
             if sample.labels.get("model_name", model_name) != model_name:
                 continue

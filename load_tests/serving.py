@@ -30,72 +30,65 @@ SETTINGS = {
 }
 _MEMORY_SHARE = 0.25  # of what is free, for keys and values of all arms
 
-Tell = Callable[[str], object]
 
-
-@dataclass(frozen=True, slots=True)
-class ServeSpec:
-    """One model under any encoding: the trained family, or random weights of a shape."""
-
-    source: str
-
-    def model(self, encoding: str) -> str:
-        """What `ropewalk serve` is to load."""
-        if self.source == FAMILY:
-            return f"ropewalk-{encoding.rpartition(':')[2].lower()}"  # as they are trained
-        return f"{self.source}:{encoding}"
-
-
-def parse_serve(text: str) -> ServeSpec:
-    """`family`, `shape:NAME` or the path of a config.json. Raises ValueError."""
+def parse_serve(text: str) -> str:
+    """`family`, `shape:NAME` or the path of a config.json, as a source. Raises ValueError."""
     if text == FAMILY or (text.startswith(SHAPE) and text != SHAPE):
-        return ServeSpec(text)
+        return text
     if Path(text).is_file():
-        return ServeSpec(SHAPE + text)
+        return SHAPE + text
     raise ValueError(
         f"{text!r} is nothing to serve; use {FAMILY}, {SHAPE}smollm2 or the path of a config.json"
     )
 
 
+def model_of(source: str, encoding: str) -> str:
+    """What `ropewalk serve` is to load: of the trained family, or random weights of a shape."""
+    if source == FAMILY:
+        return f"ropewalk-{encoding.rpartition(':')[2].lower()}"  # as they are trained
+    return f"{source}:{encoding}"
+
+
+def setting_names() -> list[str]:
+    """As `parse_setting` takes them."""
+    return [f"{name}:{each}" for name, (_, settings) in SETTINGS.items() for each in settings]
+
+
 def parse_setting(text: str) -> tuple[str, str]:
     """`t5:table` → its encoding and the setting. Raises ValueError."""
-    encoding, _, setting = text.partition(":")
-    if encoding in SETTINGS and setting in SETTINGS[encoding][1]:
+    if text in setting_names():
+        encoding, _, setting = text.partition(":")
         return encoding, setting
-    known = (f"{name}:{each}" for name, (_, settings) in SETTINGS.items() for each in settings)
-    raise ValueError(f"{text!r} is no bias form or RoPE frame; use some of {', '.join(known)}")
+    known = ", ".join(setting_names())
+    raise ValueError(f"{text!r} is no bias form or RoPE frame; use some of {known}")
 
 
 @asynccontextmanager
 async def serving(
-    spec: ServeSpec,
+    source: str,
     encodings: Sequence[str],
     settings: Sequence[str],
     logs: Path,
     *,
     context: int,
     timeout_s: float = 600.0,
-    kv_bytes: int | None = None,
-    tell: Tell = lambda line: None,
+    tell: Callable[[str], object] = lambda line: None,
 ) -> AsyncIterator[list[Arm]]:
     """Arms of servers that answer: the encodings, then the settings, in the order given.
 
     `context` is the longest prompt and answer together, in tokens, of all but a trained table.
-    `kv_bytes`, of keys and values of one arm, is by default an equal share of a quarter of the
-    free memory. Servers write to files in `logs`; `tell` hears what is awaited. Nothing is left
-    running, also after an error, an interrupt or SIGTERM. Raises StartFailed, and ValueError for
-    an unknown setting.
+    All arms have an equal share of a quarter of the free memory for keys and values. Servers
+    write to files in `logs`; `tell` hears what is awaited. Nothing is left running, also after an
+    error, an interrupt or SIGTERM. Raises StartFailed, and ValueError for an unknown setting.
     """
-    groups = _groups(spec, encodings, settings, timeout_s)
-    order = [*encodings, *settings]
-    arms = sorted(
-        (arm for group in groups for arm in group.arms), key=lambda a: order.index(a.label)
-    )
-    each = kv_bytes or _free_share(len(arms))
+    groups = _groups(source, encodings, settings, timeout_s)
+    by_label = {arm.label: arm for group in groups for arm in group.arms}
+    arms = [by_label[label] for label in (*encodings, *settings)]
+    kv_bytes = _free_share(len(arms))
     with terminated_as_interrupted(), ExitStack() as stopping:
         running: list[ServerProcess] = []
         for group in groups:
-            running.append(_start(spec, group, logs, context, each))
+            running.append(_start(source, group, logs, context, kv_bytes))
             stopping.callback(running[-1].stop)
         for started in running:  # run first at the end: all are asked before any is waited for
             stopping.callback(started.interrupt)
@@ -116,51 +109,43 @@ async def flush(arm: Arm) -> None:
 class _Group:
     """Arms that share a process."""
 
-    title: str
     server: Server  # whichever of its models
-    flags: tuple[str, ...]
     arms: tuple[Arm, ...]
+    flags: tuple[str, ...] = ()
     own_context: bool = False  # the one that its models were trained with
 
 
 def _groups(
-    spec: ServeSpec, encodings: Sequence[str], settings: Sequence[str], timeout_s: float
+    source: str, encodings: Sequence[str], settings: Sequence[str], timeout_s: float
 ) -> list[_Group]:
-    apart = {TABLE} & set(encodings) if spec.source == FAMILY else set()
-    shared = [(name, name, "") for name in encodings if name not in apart]
-    groups = [_group(shared, (), timeout_s)] if shared else []
-    for name in apart:
-        groups.append(replace(_group([(name, name, "")], (), timeout_s), own_context=True))
-    for label in settings:
-        encoding, setting = parse_setting(label)
-        flags = (SETTINGS[encoding][0], setting)
-        groups.append(_group([(label, encoding, setting)], flags, timeout_s))
-    return groups
+    def group(*labels: str, setting: str = "", own_context: bool = False) -> _Group:
+        """Models have the labels as names."""
+        server = Server(process.HOST, process.free_port(), DIALECTS["openai"], timeout_s=timeout_s)
+        arms = tuple(
+            Arm(label, replace(server, model=label), label.removesuffix(f":{setting}"), setting)
+            for label in labels
+        )
+        flags = (SETTINGS[arms[0].encoding][0], setting) if setting else ()
+        return _Group(server, arms, flags, own_context)
+
+    apart = TABLE if source == FAMILY else None
+    shared = [name for name in encodings if name != apart]
+    groups = [group(*shared)] if shared else []
+    if apart in encodings:
+        groups.append(group(TABLE, own_context=True))
+    return groups + [group(label, setting=parse_setting(label)[1]) for label in settings]
 
 
-def _group(
-    named: Sequence[tuple[str, str, str]], flags: tuple[str, ...], timeout_s: float
-) -> _Group:
-    """`named`: label, encoding and setting of each arm. Models have the labels as names."""
-    server = Server(process.HOST, process.free_port(), DIALECTS["openai"], timeout_s=timeout_s)
-    arms = tuple(
-        Arm(label, replace(server, model=label), encoding, setting)
-        for label, encoding, setting in named
-    )
-    return _Group(", ".join(label for label, _, _ in named), server, flags, arms)
-
-
-def _start(
-    spec: ServeSpec, group: _Group, logs: Path, context: int, kv_bytes: int
-) -> ServerProcess:
-    words = [*PROGRAM, *(f"{arm.label}={spec.model(arm.encoding)}" for arm in group.arms)]
+def _start(source: str, group: _Group, logs: Path, context: int, kv_bytes: int) -> ServerProcess:
+    words = [*PROGRAM, *(f"{arm.label}={model_of(source, arm.encoding)}" for arm in group.arms)]
     words += ["--host", group.server.host, "--port", str(group.server.port)]
     words += ["--threads", str(max((os.cpu_count() or 1) - 1, 1))]  # the client needs a core, too
     words += ["--kv-memory", str(kv_bytes * len(group.arms))]
     if not group.own_context:
         words += ["--max-model-len", str(context)]
     words += ["--request-timeout", f"{group.server.timeout_s:g}", *group.flags]
-    return process.start(group.title, words, logs / f"{group.server.port}.log")
+    title = ", ".join(arm.label for arm in group.arms)
+    return process.start(title, words, logs / f"{group.server.port}.log")
 
 
 async def _check_context(group: _Group, context: int) -> None:

@@ -60,8 +60,8 @@ def test_facts_are_the_models_own():
         return [await facts_of(arm) for arm in await arms_of(server, ("r", "n"))]
 
     assert ask(facts) == [
-        Facts("rope", 64, 32, 300, 16),
-        Facts("nope", None, None, None, 32),
+        Facts(64, 32, 300, 16),
+        Facts(None, None, None, 32),
     ]
 
 

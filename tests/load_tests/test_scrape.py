@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from load_tests.client import DIALECTS, Server, Unreachable, complete
-from load_tests.scrape import Snapshot, settled, snapshot, view
+from load_tests.scrape import settled, snapshot, view
 from load_tests.terms import Outcome, Request
 from server.app import HttpOptions, create_app
 from server.async_engine import AsyncEngine
@@ -25,7 +25,7 @@ ANSWERED = Outcome(0.0, 0.0, 1.0, ((0.5, 1), (1.0, 4)), 10, 4, cached_tokens=0)
 
 def exposed(generated=0, prompts=0, ended=0, hits=0, mutated=0, seconds=0.0, running=0, errors=0):
     """What a server with models `a` and `b` shows; `b` is always busy with something else."""
-    return Snapshot(f"""\
+    return f"""\
 # HELP ropewalk_generated_tokens_total Tokens "generated".
 # TYPE ropewalk_generated_tokens_total counter
 ropewalk_generated_tokens_total{{model_name="a",encoding="rope"}} {generated}.0
@@ -48,7 +48,7 @@ ropewalk_time_to_first_token_seconds_sum{{model_name="a"}} {seconds}
 ropewalk_requests_running{{model_name="a"}} {running}
 # TYPE process_cpu_seconds_total counter
 process_cpu_seconds_total 1.5e+00 1700000000
-""")
+"""
 
 
 BEFORE = {"generated": 7, "prompts": 3, "ended": 1, "hits": 1, "seconds": 9.0}
@@ -108,7 +108,7 @@ def test_a_server_that_does_not_tell_hits():
 
 def test_a_foreign_server_gives_what_it_has():
     def text(generated):
-        return Snapshot(
+        return (
             "# TYPE vllm:generation_tokens_total counter\n"
             f'vllm:generation_tokens_total{{engine="0",model_name="a \\"b\\""}} {generated}\n'
             "# TYPE vllm:num_requests_running gauge\n"
@@ -119,7 +119,7 @@ def test_a_foreign_server_gives_what_it_has():
     assert found.counters == {"vllm:generation_tokens_total": 5.0}
     assert found.gauges == {"vllm:num_requests_running": 2.0}
     assert found.disagreements == ("The server counted 5 output tokens, the client 4.",)
-    assert view(Snapshot(""), [], Snapshot(""), "a", [ANSWERED]).disagreements == ()
+    assert view("", [], "", "a", [ANSWERED]).disagreements == ()
 
 
 @pytest.fixture(scope="module")

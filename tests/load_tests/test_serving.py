@@ -15,13 +15,13 @@ import pytest
 from load_tests import process, serving
 from load_tests.client import complete
 from load_tests.process import StartFailed
-from load_tests.serving import ServeSpec, flush, parse_serve, parse_setting
+from load_tests.serving import flush, model_of, parse_serve, parse_setting
 from load_tests.terms import Request
 from server.config import SERVE_OPTIONS, server_config
 from server.options import add_options, read_options
 
 ROOT = Path(__file__).parents[2]
-SMALL = ServeSpec("shape:small")
+SMALL = "shape:small"
 
 
 @pytest.fixture
@@ -50,12 +50,12 @@ def alive(pid):
     return True
 
 
-def served(logs, encodings, settings=(), spec=SMALL, inside=None, **options):
+def served(logs, encodings, settings=(), source=SMALL, inside=None, **options):
     """The arms, as they are while the servers run."""
 
     async def use():
         options.setdefault("context", 100)
-        async with serving.serving(spec, encodings, settings, logs, **options) as arms:
+        async with serving.serving(source, encodings, settings, logs, **options) as arms:
             if inside is not None:
                 await inside(arms)
             return arms
@@ -69,10 +69,10 @@ def served(logs, encodings, settings=(), spec=SMALL, inside=None, **options):
 def test_what_may_be_served(tmp_path):
     path = tmp_path / "config.json"
     path.write_text("{}")
-    assert parse_serve("shape:smollm2").model("t5") == "shape:smollm2:t5"
-    assert parse_serve(str(path)).model("nope") == f"shape:{path}:nope"
-    assert parse_serve("family").model("alibi") == "ropewalk-alibi"
-    assert parse_serve("family").model("kerple:Kerple") == "ropewalk-kerple"
+    assert model_of(parse_serve("shape:smollm2"), "t5") == "shape:smollm2:t5"
+    assert model_of(parse_serve(str(path)), "nope") == f"shape:{path}:nope"
+    assert model_of(parse_serve("family"), "alibi") == "ropewalk-alibi"
+    assert model_of(parse_serve("family"), "kerple:Kerple") == "ropewalk-kerple"
 
 
 @pytest.mark.parametrize("text", ["", "shape:", "smollm2", "/no/such/config.json"])
@@ -102,9 +102,9 @@ def understood(argv):
     return server_config(read_options(SERVE_OPTIONS, parser.parse_args(argv), {}))
 
 
-def test_a_trained_table_of_positions_keeps_its_own_context(tmp_path, fake):
-    family = ServeSpec("family")
-    arms = served(tmp_path, ["nope", "learned", "t5"], spec=family, context=300, kv_bytes=1000)
+def test_a_trained_table_of_positions_keeps_its_own_context(tmp_path, fake, monkeypatch):
+    monkeypatch.setattr(serving, "_free_share", lambda arms: 1000)
+    arms = served(tmp_path, ["nope", "learned", "t5"], source="family", context=300)
     assert [arm.label for arm in arms] == ["nope", "learned", "t5"]
     shared, own = (lines[0] for lines in said(tmp_path))
     assert (shared["models"], shared["max_model_len"], shared["kv_memory"]) == (
@@ -122,9 +122,10 @@ def test_a_random_table_is_as_long_as_asked_for(tmp_path, fake):
     assert (len(shared["models"]), shared["max_model_len"]) == (2, 300)
 
 
-def test_all_encodings_share_a_process_and_each_setting_has_its_own(tmp_path, fake):
+def test_all_encodings_share_a_process_and_each_setting_has_its_own(tmp_path, fake, monkeypatch):
+    monkeypatch.setattr(serving, "_free_share", lambda arms: 1000)
     settings = ["t5:table", "rope:block"]
-    arms = served(tmp_path, ["t5", "nope"], settings, context=300, kv_bytes=1000, timeout_s=7.0)
+    arms = served(tmp_path, ["t5", "nope"], settings, context=300, timeout_s=7.0)
     assert [(arm.label, arm.encoding, arm.setting) for arm in arms] == [
         ("t5", "t5", ""),
         ("nope", "nope", ""),
@@ -223,7 +224,7 @@ def test_a_program_that_is_missing_ends_those_that_started(tmp_path, fake, monke
 
 def test_a_context_that_is_cut_short_is_an_error(tmp_path, fake):
     with pytest.raises(StartFailed, match="nope has room for 50 tokens instead of the 100"):
-        served(tmp_path, ["nope"], spec=ServeSpec("shape:short"))
+        served(tmp_path, ["nope"], source="shape:short")
     assert not any(map(alive, pids(tmp_path)))
 
 
@@ -241,7 +242,7 @@ def test_a_failure_inside_stops_all_even_the_stubborn(tmp_path, fake, monkeypatc
         raise KeyError("inside")
 
     with pytest.raises(KeyError):
-        served(tmp_path, ["nope"], ["t5:table"], ServeSpec("shape:stubborn"), inside)
+        served(tmp_path, ["nope"], ["t5:table"], "shape:stubborn", inside)
     assert len(pids(tmp_path)) == 2
     assert not any(map(alive, pids(tmp_path)))
 
@@ -253,8 +254,8 @@ from load_tests import serving
 
 async def use():
     serving.PROGRAM = (sys.executable, "-m", "tests.load_tests.fake_serve")
-    spec, logs = serving.ServeSpec("shape:small"), Path(sys.argv[1])
-    async with serving.serving(spec, ["nope"], ["t5:table"], logs, context=100):
+    source, logs = "shape:small", Path(sys.argv[1])
+    async with serving.serving(source, ["nope"], ["t5:table"], logs, context=100):
         print("up", flush=True)
         await asyncio.sleep(60)
 
@@ -286,7 +287,8 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path, number):
 # ---- the real thing ----
 
 
-def test_random_models_of_a_shape_answer_and_are_flushed(tmp_path):
+def test_random_models_of_a_shape_answer_and_are_flushed(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "_free_share", lambda arms: 1 << 22)
     answered = []
 
     async def inside(arms):
@@ -298,7 +300,7 @@ def test_random_models_of_a_shape_answer_and_are_flushed(tmp_path):
             await flush(arm)
             answered.append(await complete(arm.server, ids))
 
-    served(tmp_path, ["learned", "t5"], inside=inside, kv_bytes=1 << 22)
+    served(tmp_path, ["learned", "t5"], inside=inside)
     assert [outcome.error for outcome in answered] == [None] * 6
     assert [outcome.cached_tokens for outcome in answered] == [0, 48, 0] * 2
     assert {outcome.chunks[-1][1] for outcome in answered} == {3}  # all of it visible
