@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -154,14 +154,7 @@ def table(ours: Sequence[Reading], theirs: Sequence[Reading]) -> tuple[str, bool
 def main(argv: Sequence[str] | None = None) -> int:
     """0: they agree; 1: they do not; 2: nothing was measured."""
     args = _options().parse_args(argv)
-    load = Load(
-        base_url=args.base_url,
-        model=args.model,
-        workers=args.workers,
-        requests=args.requests,
-        prompt_tokens=args.prompt_tokens,
-        output_tokens=args.output_tokens,
-    )
+    load = Load(**{field.name: getattr(args, field.name) for field in fields(Load)})
     try:
         ours, theirs = _measure(load, args.aiperf, args.runs, args.seed)
     except (Failed, Unreachable, OSError, ValueError) as error:

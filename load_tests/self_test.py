@@ -139,36 +139,32 @@ class Stub(asyncio.Protocol):
             self._loop.call_at(self._begun + self._sent * _PACE_S, self._token)
 
 
-def _chunk(payload: object) -> bytes:
-    text = payload if isinstance(payload, str) else json.dumps(payload)
+def _chunk(text: str) -> bytes:
     data = f"data: {text}\n\n".encode()
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-def _usage(tokens: int) -> dict[str, object]:
-    return {
-        "prompt_tokens": _PROMPT_TOKENS,
-        "completion_tokens": tokens,
-        "total_tokens": _PROMPT_TOKENS + tokens,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }
-
-
-def _body(choices: Sequence[object], tokens: int) -> dict[str, object]:
+def _completion(tokens: int, *choices: object) -> bytes:
     """As servers send it, long fields and all."""
-    return {
+    body = {
         "id": "cmpl-0123456789abcdef0123456789abcdef",
         "object": "text_completion",
         "created": 1,
         "model": "stub",
-        "choices": list(choices),
-        "usage": _usage(tokens),
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": _PROMPT_TOKENS,
+            "completion_tokens": tokens,
+            "total_tokens": _PROMPT_TOKENS + tokens,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
     }
+    return _chunk(json.dumps(body))
 
 
 _CHOICE = {"index": 0, "text": " word", "logprobs": None, "finish_reason": None}
-_CHUNKS = [_chunk(_body([_CHOICE], tokens)) for tokens in range(_OUTPUT_TOKENS + 1)]
-_END = _chunk(_body([], _OUTPUT_TOKENS)) + _chunk("[DONE]") + b"0\r\n\r\n"
+_CHUNKS = [_completion(tokens, _CHOICE) for tokens in range(_OUTPUT_TOKENS + 1)]
+_END = _completion(_OUTPUT_TOKENS) + _chunk("[DONE]") + b"0\r\n\r\n"
 
 
 async def _serve() -> None:

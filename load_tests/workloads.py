@@ -4,7 +4,7 @@ All of it follows from the seed of the prompts. A plan is made once for each run
 arm, so every arm gets the same token ids and no server gets a prompt twice, but for files.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,8 +46,28 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """What the requests of one run are made from."""
+
+    point: Point
+    profile: Profile
+    prompts: PromptMaker
+    sizes: Sizes
+
+    @property
+    def count(self) -> int:
+        """How many requests a run has, where the workload leaves that to the profile."""
+        if self.profile.open_loop:
+            return self.sizes.arrivals
+        return self.profile.concurrency * self.sizes.requests_per_worker
+
+    def request(self, prompt_tokens: int, output_tokens: int) -> Request:
+        return Request(self.prompts.prompt(prompt_tokens), prompt_tokens, output_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
-    """`points` are the sizes to measure it at; `requests` makes those of one run at a point.
+    """`requests` makes those of one run. `sized` are the points to measure it at, if several.
 
     `context` is how many tokens, prompt and answer together, a model started for it should take.
     """
@@ -56,12 +76,16 @@ class Workload:
     help: str
     profile: Profile  # unless another is asked for
     context: Callable[[Sizes], int]
-    points: Callable[[Sizes], list[Point]]
-    requests: Callable[[Point, Profile, PromptMaker, Sizes], Sequence[Request]]
+    requests: Callable[[Draft], list[Request]]
+    sized: Callable[[Sizes], list[Point]] | None = None
+
+    def points(self, sizes: Sizes) -> list[Point]:
+        """The sizes to measure it at."""
+        return [Point(self.name, self.name)] if self.sized is None else self.sized(sizes)
 
     def plan(self, point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes) -> Plan:
         """New requests for one run. Raises ValueError when sizes leave no room for them."""
-        requests = tuple(self.requests(point, profile, prompts, sizes))
+        requests = tuple(self.requests(Draft(point, profile, prompts, sizes)))
         if sizes.block_size is None:
             return Plan(requests, None)
         return Plan(requests, cached_tokens(requests, profile, sizes.block_size))
@@ -70,7 +94,7 @@ class Workload:
 def workload_from(text: str) -> Workload:
     """`--workload`: a name, or file:PATH. Raises ValueError, and OSError for a file."""
     if text.startswith(_FILE):
-        return _from_file(text)
+        return _from_file(text.removeprefix(_FILE))
     if text not in WORKLOADS:
         raise ValueError(
             f"there is no workload {text!r}; use {', '.join(WORKLOADS)} or {_FILE}PATH"
@@ -78,35 +102,21 @@ def workload_from(text: str) -> Workload:
     return WORKLOADS[text]
 
 
-def _from_file(text: str) -> Workload:
-    path = text.removeprefix(_FILE)
+def _from_file(path: str) -> Workload:
     lines = read_prompts(path)
-    name = f"{_FILE}{Path(path).name}"
 
-    def requests(
-        point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes
-    ) -> list[Request]:
+    def requests(draft: Draft) -> list[Request]:
         return [
             Request(
                 prompt,
                 None if isinstance(prompt, str) else len(prompt),
-                max_tokens or sizes.output_tokens,
+                max_tokens or draft.sizes.output_tokens,
             )
             for prompt, max_tokens in lines
         ]
 
-    return Workload(
-        name,
-        "the prompts of a file, in its order",
-        _EIGHT,
-        _served_context,
-        _one_point(name),
-        requests,
-    )
-
-
-def _one_point(name: str) -> Callable[[Sizes], list[Point]]:
-    return lambda sizes: [Point(name, name)]
+    name, what = f"{_FILE}{Path(path).name}", "the prompts of a file, in its order"
+    return Workload(name, what, _EIGHT, _served_context, requests)
 
 
 def _served_context(sizes: Sizes) -> int:
@@ -117,38 +127,24 @@ def _stream_context(sizes: Sizes) -> int:
     return sizes.prompt_tokens + sizes.output_tokens
 
 
-def _count(profile: Profile, sizes: Sizes) -> int:
-    """Requests of a run."""
-    return sizes.arrivals if profile.open_loop else profile.concurrency * sizes.requests_per_worker
+def _stream(draft: Draft) -> list[Request]:
+    sizes = draft.sizes
+    return [draft.request(sizes.prompt_tokens, sizes.output_tokens) for _ in range(draft.count)]
 
 
-def _request(prompts: PromptMaker, prompt_tokens: int, output_tokens: int) -> Request:
-    return Request(prompts.prompt(prompt_tokens), prompt_tokens, output_tokens)
+def _prefill(draft: Draft) -> list[Request]:
+    return [draft.request(draft.sizes.prefill_tokens, 1) for _ in range(draft.count)]
 
 
-def _stream(
-    point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes
-) -> Sequence[Request]:
-    return [
-        _request(prompts, sizes.prompt_tokens, sizes.output_tokens)
-        for _ in range(_count(profile, sizes))
-    ]
-
-
-def _prefill(
-    point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes
-) -> Sequence[Request]:
-    return [_request(prompts, sizes.prefill_tokens, 1) for _ in range(_count(profile, sizes))]
-
-
-def _chat(point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes) -> Sequence[Request]:
+def _chat(draft: Draft) -> list[Request]:
     """Turn by turn through all conversations, so that a turn finds the one before it answered.
 
     There are at least as many conversations as workers.
     """
-    conversations = max(profile.concurrency, -(-_count(profile, sizes) // TURNS))
+    sizes = draft.sizes
+    conversations = max(draft.profile.concurrency, -(-draft.count // TURNS))
     talks = [
-        conversation(prompts, TURNS, sizes.prompt_tokens, sizes.output_tokens, sizes.context)
+        conversation(draft.prompts, TURNS, sizes.prompt_tokens, sizes.output_tokens, sizes.context)
         for _ in range(conversations)
     ]
     return [talk[turn] for turn in range(TURNS) for talk in talks]
@@ -158,24 +154,22 @@ def _longctx_points(sizes: Sizes) -> list[Point]:
     return [Point("longctx", f"longctx {tokens:,}", tokens) for tokens in sizes.contexts]
 
 
-def _longctx(
-    point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes
-) -> Sequence[Request]:
+def _longctx(draft: Draft) -> list[Request]:
     """One for each worker: its last steps are the point, so a context of that length suffices."""
-    assert point.context is not None
-    length = point.context - STEP_OUTPUT_TOKENS
+    assert draft.point.context is not None
+    length = draft.point.context - STEP_OUTPUT_TOKENS
     if length < 1:
         raise ValueError(
-            f"{point.label} leaves no prompt: use contexts above {STEP_OUTPUT_TOKENS} tokens"
+            f"{draft.point.label} leaves no prompt: use contexts above {STEP_OUTPUT_TOKENS} tokens"
         )
-    count = sizes.arrivals if profile.open_loop else profile.concurrency
-    return [_request(prompts, length, STEP_OUTPUT_TOKENS) for _ in range(count)]
+    profile = draft.profile
+    count = draft.sizes.arrivals if profile.open_loop else profile.concurrency
+    return [draft.request(length, STEP_OUTPUT_TOKENS) for _ in range(count)]
 
 
-def _shared_prefix(
-    point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes
-) -> Sequence[Request]:
+def _shared_prefix(draft: Draft) -> list[Request]:
     """The first request of every prefix, then the second of each: as far apart as can be."""
+    sizes, prompts = draft.sizes, draft.prompts
     prefixes = [prompts.pieces(sizes.prefix_tokens) for _ in range(sizes.prefixes)]
     length = sizes.prefix_tokens + SUFFIX_TOKENS
     return [
@@ -185,17 +179,17 @@ def _shared_prefix(
     ]
 
 
-def _shift(point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes) -> Sequence[Request]:
+def _shift(draft: Draft) -> list[Request]:
     """Each answer begins shortly before the context is full and ends as far beyond."""
-    length = sizes.context - SHIFT_MARGIN
+    length = draft.sizes.context - SHIFT_MARGIN
     if length < 1:
         raise ValueError(
-            f"a context of {sizes.context} tokens is too short to be shifted; serve the model "
-            f"with more than {SHIFT_MARGIN}"
+            f"a context of {draft.sizes.context} tokens is too short to be shifted; serve the "
+            f"model with more than {SHIFT_MARGIN}"
         )
     return [
-        replace(_request(prompts, length, 2 * SHIFT_MARGIN), extra={"overflow": "shift"})
-        for _ in range(_count(profile, sizes))
+        replace(draft.request(length, 2 * SHIFT_MARGIN), extra={"overflow": "shift"})
+        for _ in range(draft.count)
     ]
 
 
@@ -206,13 +200,11 @@ def _extrapolate_points(sizes: Sizes) -> list[Point]:
     ]
 
 
-def _cancel(
-    point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes
-) -> Sequence[Request]:
-    requests = list(_stream(point, profile, prompts, sizes))
-    leaving = prompts.random.sample(range(len(requests)), round(LEAVING_SHARE * len(requests)))
-    for index in leaving:
-        moment = prompts.random.randrange(1, max(2, sizes.output_tokens))
+def _cancel(draft: Draft) -> list[Request]:
+    requests = _stream(draft)
+    dice = draft.prompts.random
+    for index in dice.sample(range(len(requests)), round(LEAVING_SHARE * len(requests))):
+        moment = dice.randrange(1, max(2, draft.sizes.output_tokens))
         requests[index] = replace(requests[index], leaves_after=moment)
     return requests
 
@@ -223,23 +215,14 @@ _ALL = (
         f"conversations of {TURNS} turns, lengths varied; a turn extends the prompt before it",
         _EIGHT,
         _served_context,
-        _one_point("chat"),
         _chat,
     ),
-    Workload(
-        "stream",
-        "prompts and answers of one size",
-        _ONE,
-        _stream_context,
-        _one_point("stream"),
-        _stream,
-    ),
+    Workload("stream", "prompts and answers of one size", _ONE, _stream_context, _stream),
     Workload(
         "prefill",
         "a long prompt, one new token",
         _ONE,
         lambda sizes: sizes.prefill_tokens + 1,
-        _one_point("prefill"),
         _prefill,
     ),
     Workload(
@@ -247,39 +230,32 @@ _ALL = (
         "step latency against context length",
         _ONE,
         lambda sizes: max(sizes.contexts),
-        _longctx_points,
         _longctx,
+        _longctx_points,
     ),
     Workload(
         "shared-prefix",
         "several requests for each of several long prefixes",
         _EIGHT,
         lambda sizes: sizes.prefix_tokens + SUFFIX_TOKENS + SUFFIX_OUTPUT_TOKENS,
-        _one_point("shared-prefix"),
         _shared_prefix,
     ),
     Workload(
-        "shift",
-        "answers that outgrow the context, which is shifted",
-        _ONE,
-        _served_context,
-        _one_point("shift"),
-        _shift,
+        "shift", "answers that outgrow the context, which is shifted", _ONE, _served_context, _shift
     ),
     Workload(
         "extrapolate",
         "step latency within, at 2 and at 4 times the trained context",
         _ONE,
         lambda sizes: max(EXTRAPOLATION) * sizes.trained_context,
-        _extrapolate_points,
         _longctx,
+        _extrapolate_points,
     ),
     Workload(
         "cancel",
         f"as stream, but {LEAVING_SHARE:.0%} of the clients leave at a random moment",
         _EIGHT,
         _stream_context,
-        _one_point("cancel"),
         _cancel,
     ),
 )
