@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from load_tests import result
-from load_tests.client import DIALECTS, Arm, Server, Unreachable, split_base_url
+from load_tests.client import DIALECTS, Server, Unreachable, split_base_url
 from load_tests.prompts import PromptMaker
 from load_tests.serving import flush
 from load_tests.statistics import figures
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(load: Load, aiperf: Path, runs: int, seed: str) -> tuple[list[Reading], list[Reading]]:
     """Every other time aiperf begins: what drifts on the machine drifts for both."""
     host, port = split_base_url(load.base_url)
-    arm = Arm(load.model, Server(host, port, DIALECTS["openai"], load.model), "")
+    server = Server(host, port, DIALECTS["openai"], load.model)
     ours: list[Reading] = []
     theirs: list[Reading] = []
     for run in range(runs):
@@ -183,7 +183,7 @@ def _measure(load: Load, aiperf: Path, runs: int, seed: str) -> tuple[list[Readi
                 (load.their_command(aiperf, folder), their_reading, theirs),
             ]
             for command, read, readings in tools if run % 2 == 0 else reversed(tools):
-                asyncio.run(flush(arm))  # both send the same prompts
+                asyncio.run(flush(server))  # both send the same prompts
                 _call(command)
                 readings.append(read(folder, load))
                 print(f"run {run + 1}: {readings[-1]}", file=sys.stderr)

@@ -14,6 +14,7 @@ from load_tests.svg import (
     WIDTH,
     Look,
     Scale,
+    apart,
     bent_ticks,
     color_rules,
     colored,
@@ -24,7 +25,6 @@ from load_tests.svg import (
     nice,
     polyline,
     rectangle,
-    spread,
     svg,
     text,
     told,
@@ -264,7 +264,7 @@ def _names(
     series: Sequence[Series], ends: Sequence[tuple[float, float]], right: float
 ) -> Iterator[str]:
     """Marker and name of each line beside its end, moved apart where they would touch."""
-    heights = spread([height for _, height in ends], TOP - 8, HEIGHT - 8)
+    heights = apart([height for _, height in ends], TOP - 8, HEIGHT - 8)
     for one, (x, y), height in zip(series, ends, heights, strict=True):
         yield line("leader", x + 6, y, right + 9, height)
         yield colored(one.look, [marker(one.look.marker, right + 15, height)])

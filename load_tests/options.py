@@ -15,7 +15,6 @@ from load_tests.workloads import WORKLOADS, Sizes, Workload, workload_from
 
 ENCODINGS = ("nope", "rope", "t5", "alibi", "learned", "sinusoidal")
 DEFAULT_URL = "http://127.0.0.1:8000"
-DEFAULT_WORKLOAD = "stream"
 
 # What a user may say of `Sizes` in whole numbers, besides the contexts.
 _COUNTS = {
@@ -74,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     _add_arm_options(options)
     add_load_options(options)
     good = "count the requests that meet all of these as goodput: ttft=200ms,tpot=50ms"
-    _add(options, "--slo", _slo, "OBJECTIVES", good)
+    _add(options, "--slo OBJECTIVES", _slo, None, good)
     return options
 
 
@@ -82,17 +81,17 @@ def add_load_options(options: argparse.ArgumentParser) -> None:
     """What is sent; shared with the comparison of servers."""
     sizes = Sizes()
     load = options.add_argument_group("load")
-    several = "one or several of those above"
-    stream = DEFAULT_WORKLOAD
-    _add(load, "--workload", _workloads, "NAME,...", f"{several} (default: {stream})", stream)
-    _add(load, "--profile", _profiles, "PROFILE,...", f"{several} (default: the workload's own)")
-    _add(load, "--runs", _count, "N", "of every arm (default: 5)", 5)
-    known = "tokens, of longctx (default: 512,2k,8k)"
-    _add(load, "--contexts", _counts, "N,...", known, sizes.contexts)
+    above = "one or several of those above"
+    _add(load, "--workload NAME,...", _workloads, "stream", f"{above} (default: stream)")
+    _add(load, "--profile PROFILE,...", _profiles, None, f"{above} (default: the workload's own)")
+    _add(load, "--runs N", _count, 5, "of every arm (default: 5)")
+    _add(
+        load, "--contexts N,...", _counts, sizes.contexts, "tokens, of longctx (default: 512,2k,8k)"
+    )
     for name, meaning in _COUNTS.items():
         default = getattr(sizes, name)
-        flag = f"--{name.replace('_', '-')}"
-        _add(load, flag, _count, "N", f"{meaning} (default: {default})", default)
+        flag = f"--{name.replace('_', '-')} N"
+        _add(load, flag, _count, default, f"{meaning} (default: {default})")
     load.add_argument(
         "--prompt-form",
         choices=("ids", "text"),
@@ -103,10 +102,14 @@ def add_load_options(options: argparse.ArgumentParser) -> None:
         help="of prompts, arrivals and order (default: new each time; one used again on a server "
         "that cannot flush measures its prefix cache)",
     )
-    until = "seconds until an answer must be complete (default: 600)"
-    _add(load, "--timeout", _seconds, "S", until, 600.0)
-    silence = "seconds of silence within it (default: 120)"
-    _add(load, "--idle-timeout", _seconds, "S", silence, 120.0)
+    _add(
+        load,
+        "--timeout S",
+        _seconds,
+        600.0,
+        "seconds until an answer must be complete (default: 600)",
+    )
+    _add(load, "--idle-timeout S", _seconds, 120.0, "seconds of silence within it (default: 120)")
     options.add_argument(
         "--out",
         metavar="FOLDER",
@@ -128,13 +131,16 @@ def _add_server_options(options: argparse.ArgumentParser) -> None:
         metavar="URL",
         help=f"of a running server; again to compare several (default: {DEFAULT_URL})",
     )
-    started = (
+    _add(
+        server,
+        "--serve WHAT",
+        parse_serve,
+        None,
         "start servers instead: `family` for the bundled models, shape:NAME or the path of a "
-        "config.json for random weights of that shape"
+        "config.json for random weights of that shape",
     )
-    _add(server, "--serve", parse_serve, "WHAT", started)
     room = "tokens that started servers have room for (default: what the workload needs)"
-    _add(server, "--context", _count, "N", room)
+    _add(server, "--context N", _count, None, room)
     server.add_argument("--api-key", default=os.environ.get("ROPEWALK_API_KEY"), metavar="KEY")
     server.add_argument(
         "--dialect", choices=sorted(DIALECTS), default="openai", help="default: openai"
@@ -150,23 +156,22 @@ def _add_server_options(options: argparse.ArgumentParser) -> None:
 
 def _add_arm_options(options: argparse.ArgumentParser) -> None:
     arms = options.add_argument_group("arms: what is compared, with nope as the zero")
-    every = f"of --serve (default: {','.join(ENCODINGS)})"
-    _add(arms, "--encodings", _encodings, "NAME,...", every, ())
-    settings = f"of --serve, one server each: {', '.join(setting_names())}"
-    _add(arms, "--arms", _arms, "NAME:SETTING,...", settings, ())
-    first = "of running servers (default: the first that each has)"
-    _add(arms, "--models", _names, "NAME,...", first, ())
+    every, settings = ",".join(ENCODINGS), ", ".join(setting_names())
+    first = "the first that each has"
+    _add(arms, "--encodings NAME,...", _encodings, (), f"of --serve (default: {every})")
+    _add(arms, "--arms NAME:SETTING,...", _arms, (), f"of --serve, one server each: {settings}")
+    _add(arms, "--models NAME,...", _names, (), f"of running servers (default: {first})")
 
 
 def _add(
     group: argparse._ActionsContainer,
-    name: str,
+    flag: str,
     parse: Callable[[str], object],
-    metavar: str,
+    default: object,
     meaning: str,
-    default: object = None,
 ) -> None:
     """An option whose text `parse` reads; argparse prints its ValueError or OSError as it is."""
+    name, metavar = flag.split()
     group.add_argument(name, type=_checked(parse), metavar=metavar, help=meaning, default=default)
 
 

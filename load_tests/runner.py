@@ -145,7 +145,7 @@ class Runner:
             return outcome
 
         seed = f"{self._seed}/{block}/{load.label}"
-        async with _watching(arm) as watched:
+        async with _watching(_impatient(arm.server)) as watched:
             driven = await drive(plan, load.profile, seed, send)
         self._check_hits(f"{arm.label}, {load.label}", plan, driven.outcomes)
         return Run(
@@ -164,7 +164,7 @@ class Runner:
 
     async def _try_to_flush(self, arm: Arm) -> None:
         try:
-            await flush(replace(arm, server=_impatient(arm.server)))
+            await flush(_impatient(arm.server))
         except Unreachable as error:
             if arm.label not in self._unflushed:
                 reason = str(error).partition(": {")[0]  # without the body
@@ -199,25 +199,25 @@ View = Callable[[Sequence[Outcome]], Awaitable[ServerView | None]]
 
 
 @asynccontextmanager
-async def _watching(arm: Arm) -> AsyncIterator[View]:
+async def _watching(server: Server) -> AsyncIterator[View]:
     """Reads /metrics before, and every second within; what is handed out reads them after."""
-    before = await _snapshot(arm)
+    before = await _snapshot(server)
     during: list[str] = []
 
     async def watch() -> None:
         while True:
             await asyncio.sleep(_SCRAPE_EVERY_S)
-            if (seen := await _snapshot(arm)) is not None:
+            if (seen := await _snapshot(server)) is not None:
                 during.append(seen)
 
     async def view(outcomes: Sequence[Outcome]) -> ServerView | None:
         if before is None:
             return None
         try:
-            after = await scrape.settled(_impatient(arm.server), before, outcomes)
+            after = await scrape.settled(server, before, outcomes)
         except Unreachable:
             return None
-        return scrape.view(before, during, after, arm.server.model or "", outcomes)
+        return scrape.view(before, during, after, server.model or "", outcomes)
 
     # A server without metrics is not asked again.
     watcher = None if before is None else asyncio.create_task(watch())
@@ -230,10 +230,10 @@ async def _watching(arm: Arm) -> AsyncIterator[View]:
                 await watcher
 
 
-async def _snapshot(arm: Arm) -> str | None:
+async def _snapshot(server: Server) -> str | None:
     """None where there are no metrics, or no answer."""
     with suppress(Unreachable):
-        return await scrape.snapshot(_impatient(arm.server))
+        return await scrape.snapshot(server)
     return None
 
 

@@ -99,10 +99,10 @@ async def serving(
         yield arms
 
 
-async def flush(arm: Arm) -> None:
-    """Empty the prefix cache of an arm. Raises Unreachable where the server cannot."""
-    query = "" if arm.server.model is None else f"?model={quote(arm.server.model, safe='')}"
-    await fetch(arm.server, "POST", f"/v1/cache/flush{query}")
+async def flush(server: Server) -> None:
+    """Empty the prefix cache of its model. Raises Unreachable where the server cannot."""
+    query = "" if server.model is None else f"?model={quote(server.model, safe='')}"
+    await fetch(server, "POST", f"/v1/cache/flush{query}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ def bent_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in ticks if below <= tick <= above]
 
 
-def spread(heights: Sequence[float], low: float, high: float) -> list[float]:
+def apart(heights: Sequence[float], low: float, high: float) -> list[float]:
     """Heights of labels in their order, LINE apart, as near as can be to where they should be.
 
     Labels that would touch become a block around the mean of its places, within [low, high].

@@ -1,9 +1,29 @@
 """What a load test is made of: plain data that every module here shares. No HTTP, no arithmetic.
 
 An *arm* is what is compared. A *point* is one size of a workload (longctx at 2,048 tokens), a
-*profile* says when its requests leave, and a *cell* is the three together. A *run* measures one
-cell once; a *block* is one run of every arm, in random order, so that what drifts on the machine
-drifts for all arms alike.
+*profile* says when its requests leave, and a *cell* is a point under a profile. A *run* measures
+one arm in one cell once; a *block* is one run of every arm in every cell, in random order, so that
+what drifts on the machine drifts for all arms alike.
+
+The modules, in the order of a load test (an arrow: uses):
+
+    bench → options, progress           the command, from its options to its exit status
+    arms → serving → process            what is compared: running servers, or its own
+    facts, environment                  what servers and the machine say of themselves
+    loads → workloads, profiles         which requests leave, and when
+    workloads → prompts, conversation, prompt_file, hits
+    runner → arrivals, refusals         blocks, runs, and the requests of one run
+    client → exchange → http1           one request and its stream
+    scrape                              what the server counted meanwhile
+    result                              result.json
+    cells → differences → statistics    figures of runs, and whether arms differ
+    table, page → plots → *_plots       the report, as text and as HTML
+    *_plots → plot → charts → svg       one plot: findings, charts, numbers; words has the sentences
+    compare                             two results
+
+Programs of their own: self_test (is the client fast enough?), agreement (does aiperf say the
+same?), peers with systems and export_hf (beside another server), step_cost with in_process, rounds
+and measured (one step of the decoder, without a server).
 """
 
 from collections.abc import Mapping

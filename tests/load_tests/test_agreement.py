@@ -108,7 +108,7 @@ def test_they_agree_within_the_limit_in_every_metric():
 
 
 def test_a_tool_that_fails_is_quoted(capsys, monkeypatch):
-    monkeypatch.setattr(agreement, "flush", lambda arm: _nothing())
+    monkeypatch.setattr(agreement, "flush", lambda server: _nothing())
     status = agreement.main(
         ["--aiperf", "/nowhere/aiperf", "--model", "m", "--base-url", "http://127.0.0.1:1"]
     )

@@ -167,7 +167,7 @@ def test_memory_is_shared_out_over_all_arms(tmp_path, fake, monkeypatch):
 def test_an_arm_is_flushed_by_its_name(tmp_path, fake):
     async def inside(arms):
         for arm in arms:
-            await flush(arm)
+            await flush(arm.server)
 
     served(tmp_path, ["nope"], ["t5:table"], inside=inside)
     flushed = [
@@ -297,7 +297,7 @@ def test_random_models_of_a_shape_answer_and_are_flushed(tmp_path, monkeypatch):
             text = Request(" ".join(map(str, range(64))), 64, 3)
             for request in (ids, text):
                 answered.append(await complete(arm.server, request))
-            await flush(arm)
+            await flush(arm.server)
             answered.append(await complete(arm.server, ids))
 
     served(tmp_path, ["learned", "t5"], inside=inside)

@@ -8,11 +8,11 @@ from load_tests.svg import (
     LIGHT,
     LINE,
     Scale,
+    apart,
     bent_ticks,
     decades,
     looks,
     nice,
-    spread,
     text,
     told,
 )
@@ -79,14 +79,14 @@ def test_a_logarithmic_scale_puts_equal_ratios_equally_apart():
 
 
 def test_labels_that_would_touch_move_apart_around_their_middle():
-    found = spread([100, 100, 101, 200], 0, 300)
+    found = apart([100, 100, 101, 200], 0, 300)
     assert found[3] == 200
     assert [after - before for before, after in pairwise(found[:3])] == [LINE, LINE]
     assert math.isclose(sum(found[:3]) / 3, 301 / 3)
 
 
 def test_labels_stay_within_and_in_order():
-    found = spread([290, 300, 298, 2, 1], 0, 300)
+    found = apart([290, 300, 298, 2, 1], 0, 300)
     assert min(found) >= 0
     assert max(found) <= 300
     assert found[4] < found[3] < found[0] < found[2] < found[1]
