@@ -116,6 +116,7 @@ class Scheduler:
         self._running: OrderedDict[str, Request] = OrderedDict()
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._no_room = False  # the first waiting request found none, and none was freed since
+        self._all_fit = cache.capacity  # what the cache held when every waiting one fitted in
         self._recompute: dict[str, int] = {}  # preempted: prompt tokens computed once before
         self._forks: list[OpReport] = []
         self._ended: list[tuple[str, RequestSummary]] = []  # request ids and how they ended
@@ -174,6 +175,9 @@ class Scheduler:
 
     def end_misfits(self) -> list[TokenEvent]:
         """End waiting requests that could not finish even with what is left of the cache."""
+        if self._cache.capacity == self._all_fit:
+            return []  # asked every step, of a queue that may be long
+        self._all_fit = self._cache.capacity
         ends = []
         for request in tuple(self._waiting.values()):
             if self._room_for(request) > self._cache.capacity:
@@ -299,6 +303,8 @@ class Scheduler:
         request.preemptions += 1
         self._waiting[request.id] = request
         self._waiting.move_to_end(request.id, last=False)
+        if self._room_for(request) > self._cache.capacity:
+            self._all_fit = -1  # it was admitted before blocks were lost
         self._release(request)
         return request
 

@@ -244,6 +244,23 @@ def test_a_running_request_that_outgrows_what_is_left_ends_too():
     assert 0 < len(world.tokens("long")) < 28
 
 
+def test_a_long_queue_is_gone_through_once_for_each_lost_block():
+    world = Watched(max_seqs=1, max_waiting=1000)
+    world.engine.submit(make_request("running", range(9), max_tokens=60))
+    world.step()
+    for index in range(1000):
+        world.engine.submit(make_request(f"queued {index}", range(5), max_tokens=2))
+    asked = []
+    room_for = world.scheduler._room_for
+    world.scheduler._room_for = lambda request: asked.append(request.id) or room_for(request)
+    world.damage(world.blocks("running")[0])
+    world.step()
+    assert len(asked) == 1000 and world.engine.mutated_blocks == 1
+    for _ in range(10):
+        world.step()
+    assert len(asked) == 1000
+
+
 def test_sampling_comes_to_every_block():
     world = Watched(Audit.SAMPLE, max_seqs=1)
     world.engine.submit(make_request("old", range(41), max_tokens=1))
