@@ -58,7 +58,26 @@ def parts(decoder: Decoder, largest: Mapping[str, int], sums: FoldSums) -> list[
 
     `largest` of SIZES that are to be measured; `sums` are the CPU's checksums.
     """
-    return [*_passes(decoder, largest), *_steps(_Host(sums)), *_manager()]
+    return [*_passes(decoder, largest), *bookkeeping(sums)]
+
+
+def bookkeeping(sums: FoldSums) -> list[Part]:
+    """Everything but the passes."""
+    host = _Host(sums)
+    return [
+        Part("rest", "batch", 1, host.decoding, 5),
+        Part("rest", "context", 1, host.long, 5),
+        Part("rest, pool empty", "pool", 0, host.empty, 5),
+        Part("rest, pool full", "pool", 0, host.full, 5),
+        Part("rest, no place", "queue", 0, host.no_place, 5),
+        Part("rest, no room", "queue", 0, host.no_room, 5),
+        Part("queue, abort", "queue", 0, host.aborting, 20),
+        Part("new prompt", "prompt", 1, host.new_prompts),
+        Part("cached prompt", "prompt", 1, host.known_prompt, 5),
+        Part("whole answer", "answer", 1, host.answers),
+        Part("manager, empty", "pool", 0, lambda blocks: _sequences(blocks, fill=False), 5),
+        Part("manager, full", "pool", 0, lambda blocks: _sequences(blocks, fill=True), 5),
+    ]
 
 
 def _passes(decoder: Decoder, largest: Mapping[str, int]) -> list[Part]:
@@ -78,29 +97,6 @@ def _passes(decoder: Decoder, largest: Mapping[str, int]) -> list[Part]:
     return [
         Part("pass", "batch", 1, at_batch, on_device=True),
         Part("pass", "context", 1, at_context, on_device=True),
-    ]
-
-
-def _steps(host: "_Host") -> list[Part]:
-    """Everything of a step but the pass."""
-    return [
-        Part("rest", "batch", 1, host.decoding, 5),
-        Part("rest", "context", 1, host.long, 5),
-        Part("rest, pool empty", "pool", 0, host.empty, 5),
-        Part("rest, pool full", "pool", 0, host.full, 5),
-        Part("rest, no place", "queue", 0, host.no_place, 5),
-        Part("rest, no room", "queue", 0, host.no_room, 5),
-        Part("queue, abort", "queue", 0, host.aborting, 20),
-        Part("new prompt", "prompt", 1, host.new_prompts),
-        Part("cached prompt", "prompt", 1, host.known_prompt, 5),
-        Part("whole answer", "answer", 1, host.answers),
-    ]
-
-
-def _manager() -> list[Part]:
-    return [
-        Part("manager, empty", "pool", 0, lambda blocks: _sequences(blocks, fill=False), 5),
-        Part("manager, full", "pool", 0, lambda blocks: _sequences(blocks, fill=True), 5),
     ]
 
 
