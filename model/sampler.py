@@ -96,3 +96,16 @@ def top_logprobs(row: Tensor, count: int) -> tuple[tuple[int, float], ...]:
     """The `count` most likely tokens of a row of log-probabilities, best first."""
     values, tokens = row.topk(count)
     return tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+
+
+class Sampler:
+    """What tokens are picked with, on any device. Faster on a CPU: model/kernels/sampler.py."""
+
+    def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row of logits [S, vocab]: the largest [S], NaN if one is, and its token [S]."""
+        values, tokens = rows.max(dim=-1)
+        return values, tokens
+
+    def draw(self, row: Tensor, params: SamplingParams, uniform: float) -> int:
+        """As `draw` does."""
+        return draw(row, params, uniform)

@@ -10,7 +10,7 @@ from logging import getLogger
 import torch
 
 from cache.kv import KVCache
-from cache.ledger import FoldSums, Ledger, fold_sums
+from cache.ledger import Ledger, fold_sums
 from cache.manager import CacheManager
 from cache.operations import Operations
 from cache.terms import Audit
@@ -20,7 +20,9 @@ from model.config import EncoderDecoderConfig, ModelConfig
 from model.encoder_decoder import EncoderDecoder
 from model.encodings.base import EncodingError, PositionalWork
 from model.kernels.build import Kernels
+from model.kernels.sampler import KernelSampler
 from model.loading import Checkpoint, CheckpointError
+from model.sampler import Sampler
 from model.transformer import Decoder
 from server import listen, placement
 from server.app import HttpOptions, create_app, own_version
@@ -126,8 +128,7 @@ def load_models(config: ServerConfig, metrics: Metrics) -> list[Loaded]:
         raise CommandError(str(error)) from error
     # Only now is it known what the weights of all models leave.
     free = placement.free_memory(device)
-    sums = kernels.fold_sums if isinstance(kernels, Kernels) else fold_sums
-    return [_complete(config, model, device, free, metrics, sums) for model in prepared]
+    return [_complete(config, model, device, free, metrics, kernels) for model in prepared]
 
 
 def _complete(
@@ -136,7 +137,7 @@ def _complete(
     device: torch.device,
     free_memory: int,
     metrics: Metrics,
-    sums: FoldSums,
+    kernels: Kernels | str,
 ) -> Loaded:
     """Give it its share of the memory and an engine."""
     shape, name, block_size = model.checkpoint.config, model.name, config.cache.block_size
@@ -166,6 +167,7 @@ def _complete(
         max_waiting=config.limits.max_queue,
     )
     rules = [model.decoder.encoding.for_layer(layer) for layer in range(shape.layers)]
+    sums = kernels.fold_sums if isinstance(kernels, Kernels) else fold_sums
     ledger = Ledger(kv, Audit(config.cache.audit), sums)
     operations = Operations(manager, kv, rules, ledger)
     scheduler = Scheduler(manager, limits, operations)
@@ -179,6 +181,7 @@ def _complete(
         scheduler,
         auditor,
         meter,
+        KernelSampler(kernels) if isinstance(kernels, Kernels) else Sampler(),
         device=device,
         drain_times=decoder.drain,
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 from cache.kv import KVCache
 from cache.manager import CacheManager
 from model.batch import ForwardBatch
+from model.sampler import Sampler
 from server.auditing import Auditor
 from server.batching import build_batch
 from server.cache_view import CacheView, view
@@ -55,6 +56,7 @@ class Engine:
         scheduler: Scheduler,
         auditor: Auditor,
         meter: PositionMeter,
+        sampler: Sampler,
         *,
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
@@ -66,6 +68,7 @@ class Engine:
         self._scheduler = scheduler
         self._auditor = auditor
         self._meter = meter
+        self._sampler = sampler
         self._device = device
         self._clock = clock
         self._drain_times = drain_times
@@ -125,7 +128,7 @@ class Engine:
         """Next tokens. When the batch fails, halve it until the failing request stands alone."""
         try:
             batch = build_batch(work, self._manager.table, self._kv.block_size, self._device)
-            return sample(self._forward(batch.forward, self._kv), batch)
+            return sample(self._forward(batch.forward, self._kv), batch, self._sampler)
         except torch.AcceleratorError:
             raise  # the device is lost: every later call would fail too
         except Exception as error:  # whatever it is, it must not reach the other requests

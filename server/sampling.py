@@ -6,7 +6,7 @@ from logging import getLogger
 import torch
 from torch import Tensor
 
-from model.sampler import adjust, changes_logits, draw, top_logprobs
+from model.sampler import Sampler, adjust, changes_logits, top_logprobs
 from server.batching import PromptRows, StepBatch
 from server.request import NumericalError, Request, RequestFailed, TokenLogprob
 from server.scheduler import Sampled
@@ -14,7 +14,7 @@ from server.scheduler import Sampled
 log = getLogger(__name__)
 
 
-def sample(logits: Tensor, batch: StepBatch) -> Mapping[str, Sampled]:
+def sample(logits: Tensor, batch: StepBatch, sampler: Sampler) -> Mapping[str, Sampled]:
     """One token per request of `batch.samples`; prompt log-probabilities go to their requests.
 
     logits [S, vocab]. A row that is not finite, or cannot be sampled, fails its own request, also
@@ -26,18 +26,20 @@ def sample(logits: Tensor, batch: StepBatch) -> Mapping[str, Sampled]:
         for prompt in batch.prompts
         if not _note_prompt(logits[prompt.rows], prompt)
     }
-    return _sample_rows(logits, batch) | broken
+    return _sample_rows(logits, batch, sampler) | broken
 
 
-def _sample_rows(logits: Tensor, batch: StepBatch) -> dict[str, Sampled]:
+def _sample_rows(logits: Tensor, batch: StepBatch, sampler: Sampler) -> dict[str, Sampled]:
     if not batch.samples:
         return {}
     chosen = torch.tensor([row for _, row in batch.samples], device=logits.device)
     rows = logits if len(chosen) == len(logits) else logits[chosen]
-    largest, tokens = rows.max(dim=-1)  # a NaN anywhere in a row becomes its maximum
+    largest, tokens = sampler.largest(rows)
     finite, greedy = largest.isfinite().tolist(), tokens.tolist()
     return {
-        request.id: _sample_alone(request, rows[i], greedy[i]) if finite[i] else _not_finite()
+        request.id: _sample_alone(request, rows[i], greedy[i], sampler)
+        if finite[i]
+        else _not_finite()
         for i, (request, _) in enumerate(batch.samples)
     }
 
@@ -47,9 +49,9 @@ def _not_finite() -> Sampled:
     return Sampled(0, error=NumericalError(reason))
 
 
-def _sample_alone(request: Request, row: Tensor, most_likely: int) -> Sampled:
+def _sample_alone(request: Request, row: Tensor, most_likely: int, sampler: Sampler) -> Sampled:
     try:
-        return _sample_one(request, row, most_likely)
+        return _sample_one(request, row, most_likely, sampler)
     except torch.AcceleratorError:
         raise  # the device is lost, for all
     except Exception as error:
@@ -59,7 +61,7 @@ def _sample_alone(request: Request, row: Tensor, most_likely: int) -> Sampled:
         return Sampled(0, error=RequestFailed(reason))
 
 
-def _sample_one(request: Request, row: Tensor, most_likely: int) -> Sampled:
+def _sample_one(request: Request, row: Tensor, most_likely: int, sampler: Sampler) -> Sampled:
     params = request.params
     token = most_likely
     if not params.greedy or changes_logits(params, request.num_generated):
@@ -69,7 +71,7 @@ def _sample_one(request: Request, row: Tensor, most_likely: int) -> Sampled:
         if params.greedy:
             token = int(adjusted.argmax())
         else:
-            token = draw(adjusted, params, request.rng.random())
+            token = sampler.draw(adjusted, params, request.rng.random())
     if params.logprobs is None:
         return Sampled(token)
     logprobs = row.float().log_softmax(dim=-1)

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from model.sampling import SamplingParams
+
 SOURCE = Path(__file__).with_name("cpu.cpp")
 HEADERS = sorted(SOURCE.parent.glob("*.hpp"))
 FLAGS = [
@@ -93,6 +95,8 @@ class Kernels:
         # torch is imported above: both then share one OpenMP runtime, and one pool of threads.
         self._library = ctypes.CDLL(str(library))
         self._panel = self._library.panel_columns()
+        self._draw = self._library.draw_token
+        self._draw.restype = c_int64
 
     def pack(self, weight: Tensor) -> Tensor:
         """[outputs, inputs] → the panels that `linear` reads, of the same dtype."""
@@ -150,6 +154,28 @@ class Kernels:
         sizes = (rows, x.stride(0), heads, dim, pairs, int(interleaved))
         self._call("rotate", x.dtype, x, y, cos, sin, positions, *sizes)
         return y
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row of logits [S, vocab]: the largest, float32 [S], and its first place [S]."""
+        rows, vocab = logits.shape
+        values = torch.empty(rows, dtype=torch.float32)
+        tokens = torch.empty(rows, dtype=torch.int64)
+        self._call("largest", logits.dtype, logits.contiguous(), values, tokens, rows, vocab)
+        return values, tokens
+
+    def draw(self, row: Tensor, params: SamplingParams, uniform: float) -> int:
+        """As model/sampler.py's function of that name; row is float32."""
+        row = row.contiguous()
+        token: int = self._draw(
+            c_void_p(row.data_ptr()),
+            c_int64(len(row)),
+            c_double(params.temperature),
+            c_int64(params.top_k),
+            c_double(params.top_p),
+            c_double(params.min_p),
+            c_double(uniform),
+        )
+        return token
 
     def fold_sums(self, stored: Tensor, blocks: Tensor, multipliers: Tensor) -> Tensor:
         """As cache/ledger.py's function of that name."""

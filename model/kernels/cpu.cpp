@@ -6,6 +6,7 @@
 // float64; bfloat16 is a storage format here, widened on load and rounded to nearest even on store.
 
 #include "layer.hpp"
+#include "sampling.hpp"
 #include "sums.hpp"
 
 extern "C" {
@@ -51,10 +52,18 @@ int64_t panel_columns() { return kPanel<float>; }
                                                        stride, heads, dim, half);                \
   }                                                                                              \
   void block_##SUFFIX(const BlockArguments *a) { block<T>(*a); }                                 \
+  void largest_##SUFFIX(const T *logits, float *values, int64_t *tokens, int64_t rows,            \
+                        int64_t vocab) {                                                         \
+    largest(logits, values, tokens, rows, vocab);                                                \
+  }                                                                                              \
   void attend_##SUFFIX(const AttendArguments *a) { attend<T>(*a); }
 FOR_EACH_TYPE(DEFINE_ENTRIES)
 void pack_i8(const int8_t *w, int8_t *packed, int64_t outputs, int64_t inputs) {
   pack_panels(w, packed, outputs, inputs);
+}
+int64_t draw_token(const float *row, int64_t vocab, double temperature, int64_t top_k,
+                   double top_p, double min_p, double uniform) {
+  return draw(row, vocab, {temperature, top_k, top_p, min_p}, uniform);
 }
 // Attention alone, for the tests that compare with an exact pass.
 void attend_f64(const AttendArguments *a) { attend<double>(*a); }

@@ -9,8 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import sampler
-from model.sampler import FIRST_CANDIDATES, adjust, changes_logits, draw, top_logprobs
+from model.kernels.sampler import KernelSampler
+from model.sampler import FIRST_CANDIDATES, Sampler, adjust, changes_logits, top_logprobs
 from model.sampling import SamplingParams
+
+
+@pytest.fixture(scope="module", params=["torch", "kernels"])
+def sampling(request):
+    """Whatever picks tokens: both must keep to the book."""
+    if request.param == "torch":
+        return Sampler()
+    return KernelSampler(request.getfixturevalue("kernels"))
+
+
+@pytest.fixture(scope="module")
+def draw(sampling):
+    return sampling.draw
 
 
 def params(**chosen):
@@ -45,7 +59,7 @@ GRID = [
     ("vocab", "spread"),
     [(7, 1.0), (900, 3.0), (900, 0.01), pytest.param(3000, 0.5, marks=pytest.mark.full)],
 )
-def test_draws_follow_the_truncated_distribution(vocab, spread):
+def test_draws_follow_the_truncated_distribution(vocab, spread, draw):
     """`uniform` walks the distribution: equal steps must hit each token as often as is its due.
 
     A nearly flat row keeps far more tokens than the first candidates hold.
@@ -85,7 +99,7 @@ LOGITS = st.one_of(st.sampled_from([-math.inf, -1.0, 0.0, 0.5]), st.floats(-30, 
     chosen=truncations(),
     uniform=UNIFORMS,
 )
-def test_a_draw_is_never_less_likely_than_all_that_is_kept(row, chosen, uniform):
+def test_a_draw_is_never_less_likely_than_all_that_is_kept(row, chosen, uniform, draw):
     """Among ties any may be kept, so it is probabilities that are compared."""
     row = torch.tensor(row)
     expected = kept(row, chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p)
@@ -100,6 +114,7 @@ def test_a_draw_is_never_less_likely_than_all_that_is_kept(row, chosen, uniform)
 def test_a_flat_row_keeps_as_many_tokens_as_their_mass_asks_for(vocab, top_p):
     """Just not flat: token i is the i-th likely one, and the last one kept is drawn at the end."""
     row = -torch.arange(vocab, dtype=torch.float64) * 1e-9
+    draw = sampler.draw  # the kernels' rows are float32
     last = draw(row, params(top_p=top_p), 1 - 2**-53)
     assert last == math.ceil(top_p * vocab) - 1
     assert draw(row, params(top_p=top_p), 0.0) == 0
@@ -118,12 +133,12 @@ def test_a_peaked_row_looks_at_the_first_candidates_alone(monkeypatch):
     monkeypatch.setattr(sampler, "_candidates", noted)
     row = -torch.arange(5000.0)
     for chosen in (params(top_p=0.99), params(min_p=0.01), params(top_p=0.9, min_p=0.1)):
-        draw(row, chosen, 0.5)
-    draw(row, params(top_k=7, top_p=0.9), 0.5)
+        sampler.draw(row, chosen, 0.5)
+    sampler.draw(row, params(top_k=7, top_p=0.9), 0.5)
     assert seen == [FIRST_CANDIDATES] * 3 + [7]
 
 
-def test_a_temperature_just_above_greedy_draws_the_most_likely():
+def test_a_temperature_just_above_greedy_draws_the_most_likely(draw):
     row = torch.tensor([80.0, 80.5, -80.0])
     for chosen in (params(temperature=1e-5), params(temperature=1e-5, top_p=0.5)):
         assert not chosen.greedy
@@ -131,7 +146,7 @@ def test_a_temperature_just_above_greedy_draws_the_most_likely():
     assert params(temperature=9e-6).greedy
 
 
-def test_the_whole_range_of_uniform_is_served():
+def test_the_whole_range_of_uniform_is_served(draw):
     row = torch.tensor([0.0, 1.0, 2.0, -torch.inf])
     for chosen in (params(), params(top_p=0.9999), params(top_k=4)):
         first, last = draw(row, chosen, 0.0), draw(row, chosen, 1 - 2**-53)
@@ -139,7 +154,7 @@ def test_the_whole_range_of_uniform_is_served():
         assert first != last
 
 
-def test_impossible_tokens_are_never_drawn():
+def test_impossible_tokens_are_never_drawn(draw):
     row = torch.full((200,), -torch.inf)
     row[[3, 150]] = 0.0
     rng = random.Random(0)
@@ -147,7 +162,7 @@ def test_impossible_tokens_are_never_drawn():
         assert {draw(row, chosen, rng.random()) for _ in range(200)} <= {3, 150}
 
 
-def test_frequencies_over_many_draws():
+def test_frequencies_over_many_draws(draw):
     row = torch.tensor([2.0, 1.0, 0.0, -1.0, -5.0])
     rng = random.Random(42)
     count = 6000
@@ -155,6 +170,38 @@ def test_frequencies_over_many_draws():
     for token, probability in kept(row, 0.8, 0, 0.97, 0.0).items():
         deviation = (probability * (1 - probability) / count) ** 0.5
         assert abs(drawn.count(token) / count - probability) < 5 * deviation
+
+
+def test_the_kernels_draw_what_the_definition_draws(kernels):
+    """But where rounding moves an edge across `uniform`, which these do not meet."""
+    row = torch.randn(5000, generator=torch.Generator().manual_seed(8)) * 4
+    rng = random.Random(3)
+    for temperature, top_k, top_p, min_p in GRID:
+        chosen = params(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        for uniform in (rng.random() for _ in range(5)):
+            drawn = KernelSampler(kernels).draw(row, chosen, uniform)
+            assert drawn == sampler.draw(row, chosen, uniform), chosen
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+def test_a_row_of_no_numbers_does_no_harm_in_the_kernels(value, kernels):
+    row = torch.full((300,), value)
+    for chosen in (params(), params(top_p=0.9), params(top_k=5), params(min_p=0.1)):
+        assert 0 <= KernelSampler(kernels).draw(row, chosen, 0.5) < 300
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_largest_of_each_row(dtype, sampling):
+    rows = torch.randn(6, 1000, generator=torch.Generator().manual_seed(5)).to(dtype)
+    rows[1, 999] = 9.0
+    rows[2, 0] = torch.inf
+    rows[3] = -torch.inf
+    rows[4, 500] = torch.nan
+    values, tokens = sampling.largest(rows)
+    assert values.isfinite().tolist() == [True, True, False, False, False, True]
+    assert values[4].isnan() and tokens[1] == 999 and tokens[2] == 0
+    for row in (0, 1, 5):
+        assert values[row] == rows[row].max() == rows[row, tokens[row]]
 
 
 def test_adjustments_one_by_one():

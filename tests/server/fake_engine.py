@@ -13,6 +13,7 @@ from cache.terms import Audit
 from model.catalogue import in_each_frame
 from model.config import EncodingSpec
 from model.encodings.base import find
+from model.sampler import Sampler
 from model.sampling import SamplingParams
 from server.auditing import Auditor
 from server.cache_plan import CachePlanner
@@ -59,7 +60,7 @@ def make_engine(forward=counting, *, blocks=40, clock=None, meter=None, **limits
     more = {} if clock is None else {"clock": clock}
     auditor = auditor_of(kv, manager, scheduler)
     meter = meter or PositionMeter()
-    made = Engine(forward, kv, manager, scheduler, auditor, meter, device=CPU, **more)
+    made = Engine(forward, kv, manager, scheduler, auditor, meter, Sampler(), device=CPU, **more)
     return made, manager
 
 

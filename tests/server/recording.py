@@ -9,6 +9,7 @@ from cache.ledger import Ledger
 from cache.manager import CacheManager
 from cache.operations import Operations
 from cache.terms import Audit
+from model.sampler import Sampler
 from model.sampling import SamplingParams
 from server.engine import Engine
 from server.position_meter import PositionMeter
@@ -45,7 +46,7 @@ def engine(forward, decoder, blocks, limits=LIMITS):
     ledger = Ledger(kv, Audit.FULL)
     scheduler = Scheduler(manager, limits, Operations(manager, kv, rules, ledger))
     auditor = auditor_of(kv, manager, scheduler, ledger)
-    made = Engine(forward, kv, manager, scheduler, auditor, PositionMeter(), device=CPU)
+    made = Engine(forward, kv, manager, scheduler, auditor, PositionMeter(), Sampler(), device=CPU)
     return made, manager, scheduler
 
 

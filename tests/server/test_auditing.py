@@ -10,6 +10,7 @@ import torch
 from cache.ledger import Ledger
 from cache.manager import CacheManager
 from cache.terms import Audit
+from model.sampler import Sampler
 from server.app import HttpOptions, create_app
 from server.async_engine import AsyncEngine
 from server.auditing import Auditor
@@ -49,7 +50,14 @@ class Watched:
             return forward(batch, kv)
 
         self.engine = Engine(
-            counted, self.kv, self.manager, self.scheduler, auditor, PositionMeter(), device=CPU
+            counted,
+            self.kv,
+            self.manager,
+            self.scheduler,
+            auditor,
+            PositionMeter(),
+            Sampler(),
+            device=CPU,
         )
         self.events, self.stats = [], []
 

@@ -12,6 +12,7 @@ from cache.manager import CacheManager
 from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
 from model.loading import open_checkpoint
+from model.sampler import Sampler
 from model.sampling import SamplingParams
 from model.tokenizers.base import Detokenizer
 from server.app import HttpOptions, create_app
@@ -296,7 +297,7 @@ def engine_of(forward, decoder, blocks, **limits):
     manager = CacheManager(blocks, BLOCK, prefix_sharing=False)
     scheduler = Scheduler(manager, Limits(**chosen | limits), Bookkeeping(manager))
     auditor = auditor_of(kv, manager, scheduler)
-    made = Engine(forward, kv, manager, scheduler, auditor, PositionMeter(), device=CPU)
+    made = Engine(forward, kv, manager, scheduler, auditor, PositionMeter(), Sampler(), device=CPU)
     return made, manager, scheduler
 
 

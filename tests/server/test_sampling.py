@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cache.manager import Table
+from model.sampler import Sampler
 from server.batching import PromptRows, build_batch
 from server.sampling import sample
 from server.scheduler import Work
@@ -20,7 +21,7 @@ def test_scores_are_of_the_models_own_distribution():
     plain = make_request("a", [1, 2], logprobs=2)
     bent = make_request("b", [1, 2], logprobs=2, logit_bias={3: 100.0}, temperature=0.5)
     logits = torch.tensor([[0.0, 3.0, 1.0, -2.0]] * 2)
-    result = sample(logits, batch_of(plain, bent))
+    result = sample(logits, batch_of(plain, bent), Sampler())
     expected = logits[0].log_softmax(-1)
     assert result["a"].token == 1
     assert result["b"].token == 3
@@ -38,7 +39,9 @@ def test_nobody_disturbs_anothers_draws():
         for each in requests:
             each.rng = random.Random(each.id)
         rows = logits[[ord(name) - ord("a") for name in names]]
-        return {name: each.token for name, each in sample(rows, batch_of(*requests)).items()}
+        return {
+            name: each.token for name, each in sample(rows, batch_of(*requests), Sampler()).items()
+        }
 
     together = drawn("abc")
     assert together == drawn("a") | drawn("b") | drawn("c")

@@ -1,0 +1,137 @@
+// From rows of logits to tokens. model/sampler.py says what is drawn; this never sorts a row.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "vectors.hpp"
+
+namespace {
+
+// The largest number of each row and the first place it stands at; NaN for a row with a NaN.
+template <class T>
+void largest(const T *logits, float *values, int64_t *tokens, int64_t rows, int64_t vocab) {
+#pragma omp parallel for schedule(static)
+  for (int64_t r = 0; r < rows; ++r) {
+    const T *row = logits + r * vocab;
+    float most = -std::numeric_limits<float>::infinity();
+    int nan = 0;
+#pragma omp simd reduction(max : most) reduction(| : nan)
+    for (int64_t i = 0; i < vocab; ++i) {
+      const float x = widen(row[i]);
+      most = std::max(most, x);
+      nan |= x != x;
+    }
+    int64_t at = 0;
+    if (!nan)
+      while (widen(row[at]) != most) ++at;
+    values[r] = nan ? std::numeric_limits<float>::quiet_NaN() : most;
+    tokens[r] = at;
+  }
+}
+
+struct Candidate {
+  float logit;
+  int64_t token;
+};
+
+// Truncation that keeps a beginning of the tokens by likelihood.
+struct Truncation {
+  double temperature;
+  int64_t top_k;  // 0: all
+  double top_p, min_p;
+};
+
+// The likeliest tokens, best first: all that truncation keeps, and with top_k all of those. They
+// are looked for in ever wider bands below the best, so that few are sorted.
+inline std::vector<Candidate> best_candidates(const float *row, int64_t vocab, float most,
+                                              const Truncation &t, double total) {
+  const float steepness = float(1.0 / t.temperature);
+  std::vector<Candidate> best;
+  double mass = 0;
+  float from = -1;  // nats below the best
+  for (const float reach : {2.0f, 8.0f, 32.0f, std::numeric_limits<float>::infinity()}) {
+    const size_t known = best.size();
+    for (int64_t i = 0; i < vocab; ++i) {
+      const float below = (most - row[i]) * steepness;
+      if (below > from && below <= reach) best.push_back({row[i], i});
+    }
+    std::sort(best.begin() + known, best.end(), [](const Candidate &a, const Candidate &b) {
+      return a.logit > b.logit || (a.logit == b.logit && a.token < b.token);
+    });
+    for (size_t i = known; i < best.size(); ++i)
+      mass += std::exp((double(best[i].logit) - most) / t.temperature);
+    // All of the top_k count towards the total that top_p cuts, min_p's share too.
+    if (t.top_k) {
+      if (int64_t(best.size()) >= t.top_k) {
+        best.resize(t.top_k);
+        break;
+      }
+    } else if (mass >= t.top_p * total || std::exp(-double(reach)) < t.min_p) {
+      break;
+    }
+    from = reach;
+  }
+  return best;
+}
+
+// The token at `uniform` of the kept candidates, which come best first.
+inline int64_t pick(const std::vector<Candidate> &best, const Truncation &t, double total,
+                    double uniform) {
+  if (best.empty()) return 0;  // nothing in the row was a number
+  std::vector<double> edges;
+  double before = 0;
+  for (const Candidate &each : best) {
+    const double weight = std::exp((double(each.logit) - best[0].logit) / t.temperature);
+    const bool kept = before < t.top_p * total && weight >= t.min_p && weight > 0;
+    if (!edges.empty() && !kept) break;
+    edges.push_back(before += weight);
+  }
+  const auto at = std::upper_bound(edges.begin(), edges.end(), before * uniform);
+  return best[std::min<int64_t>(at - edges.begin(), int64_t(edges.size()) - 1)].token;
+}
+
+inline int64_t draw(const float *row, int64_t vocab, Truncation t, double uniform) {
+  constexpr int64_t kPiece = 256;
+  float most = row[0];
+#pragma omp simd reduction(max : most)
+  for (int64_t i = 0; i < vocab; ++i) most = std::max(most, row[i]);
+
+  const bool truncated = t.top_k || t.top_p < 1 || t.min_p > 0;
+  if (t.top_k >= vocab) t.top_k = 0;
+  const float steepness = float(1.0 / t.temperature);
+  double total = 0;
+  if (t.top_k) {
+    const std::vector<Candidate> best = best_candidates(row, vocab, most, t, total);
+    for (const Candidate &each : best)
+      total += std::exp((double(each.logit) - most) / t.temperature);
+    return pick(best, t, total, uniform);
+  }
+
+  std::vector<double> ends;  // of the total, piece by piece
+  for (int64_t start = 0; start < vocab; start += kPiece) {
+    float sum = 0;
+    const int64_t stop = std::min(start + kPiece, vocab);
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = start; i < stop; ++i) sum += exponential((row[i] - most) * steepness);
+    ends.push_back(total += sum);
+  }
+
+  if (truncated) return pick(best_candidates(row, vocab, most, t, total), t, total, uniform);
+  const double wanted = total * uniform;
+  const int64_t piece = std::upper_bound(ends.begin(), ends.end(), wanted) - ends.begin();
+  int64_t last = 0;  // of the tokens that can be drawn, should rounding lead past the end
+  double edge = piece ? ends[piece - 1] : 0;
+  for (int64_t i = std::min(piece, int64_t(ends.size()) - 1) * kPiece; i < vocab; ++i) {
+    const float weight = exponential((row[i] - most) * steepness);
+    if (weight > 0) last = i;
+    if ((edge += weight) > wanted) return last;
+  }
+  return last;
+}
+
+}  // namespace
