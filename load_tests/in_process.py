@@ -24,6 +24,7 @@ from model.encodings.base import create
 from model.kernels.build import Kernels
 from model.kernels.substitutes import substitute
 from model.loading import Checkpoint, load_decoder, load_encoding
+from model.sampler import Sampler
 from model.sampling import SamplingParams
 from model.shapes import PREFIX, random_checkpoint
 from model.transformer import Decoder
@@ -163,6 +164,7 @@ def engine(
         scheduler,
         Auditor("here", ledger, manager, scheduler),
         PositionMeter(lambda context: encoding.work(config, context, kv.block_size)),
+        Sampler(),
         device=kv.device,
     )
 
