@@ -23,9 +23,10 @@ def thirds(*values):
 
     Any two values of different lists are together in it if another list has three.
     """
+    lists = [list(of) for of in values]
     return combined(
-        *values,
+        *lists,
         always=lambda *each: (
-            sum(of.index(value) for of, value in zip(values, each, strict=True)) % 3 == 0
+            sum(of.index(value) for of, value in zip(lists, each, strict=True)) % 3 == 0
         ),
     )

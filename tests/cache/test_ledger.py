@@ -36,12 +36,8 @@ def part_of(kv: KVCache, place: Place) -> torch.Tensor:
 
 def flip(kv: KVCache, block: int, place: Place, bit: int) -> None:
     """One bit of the block's bytes in one layer and part."""
-    stored = part_of(kv, place)[block].reshape(-1).view(torch.uint8)
-    flipped = stored.clone()
-    flipped[bit // 8] ^= 1 << bit % 8
-    part_of(kv, place)[block] = flipped.view(part_of(kv, place).dtype).view(
-        part_of(kv, place)[block].shape
-    )
+    stored = part_of(kv, place)[block].view(-1).view(torch.uint8)
+    stored[bit // 8] ^= 1 << bit % 8
 
 
 def found(ledger: Ledger, blocks) -> list[Fault]:

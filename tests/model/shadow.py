@@ -51,9 +51,9 @@ def compute(decoder: Decoder, shadow: Shadow, tokens: list[int]) -> torch.Tensor
     """Add tokens after what the shadow holds; their logits [T, vocab]."""
     held, count = len(shadow.tokens), len(tokens)
     kv = new_cache(decoder, held + count + 1, block_size=1)
-    for index in range(held):
-        kv._keys[:, 1 + index, 0] = shadow.keys[index]
-        kv._values[:, 1 + index, 0] = shadow.values[index]
+    if held:
+        kv._keys[:, 1 : 1 + held, 0] = torch.stack(shadow.keys, dim=1)
+        kv._values[:, 1 : 1 + held, 0] = torch.stack(shadow.values, dim=1)
     positions = [shadow.next_position + n for n in range(count)]
     new = torch.arange(1 + held, 1 + held + count)
     batch = ForwardBatch(
@@ -79,40 +79,36 @@ def compute(decoder: Decoder, shadow: Shadow, tokens: list[int]) -> torch.Tensor
 
 def moved(decoder: Decoder, shadow: Shadow, delta: int) -> Shadow:
     """The same entries `delta` positions later."""
-    keys = [turned(decoder, key, delta) for key in shadow.keys]
-    return replace(shadow, keys=keys, positions=[each + delta for each in shadow.positions])
+    keys = turned(decoder, torch.stack(shadow.keys), torch.full((len(shadow.keys),), delta))
+    return replace(shadow, keys=list(keys), positions=[each + delta for each in shadow.positions])
 
 
 def stored(decoder: Decoder, shadow: Shadow, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [layers, tokens, kv_heads, head_dim] as the cache should hold them."""
     frame = decoder.encoding.key_frame
-    keys = []
-    for index, (key, position) in enumerate(zip(shadow.keys, shadow.positions, strict=True)):
-        carried = {
-            KeyFrame.ABSOLUTE: position,
-            KeyFrame.RAW: 0,
-            KeyFrame.BLOCK: index % block_size,
-        }[frame]
-        keys.append(turned(decoder, key, carried - position))
-    return torch.stack(keys, dim=1), torch.stack(shadow.values, dim=1)
+    keys, positions = torch.stack(shadow.keys), torch.tensor(shadow.positions)
+    if frame is not KeyFrame.ABSOLUTE:
+        carried = torch.arange(len(keys)) % (1 if frame is KeyFrame.RAW else block_size)
+        keys = turned(decoder, keys, carried - positions)
+    return keys.transpose(0, 1), torch.stack(shadow.values, dim=1)
 
 
-def turned(decoder: Decoder, key: torch.Tensor, delta: int) -> torch.Tensor:
-    """[layers, kv_heads, head_dim] by complex numbers, pair by pair; as it is without rotation."""
+def turned(decoder: Decoder, keys: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
+    """[tokens, layers, kv_heads, head_dim] by complex numbers, each token's by its own delta."""
     encoding = decoder.encoding
-    if not isinstance(encoding, RoPE) or delta == 0:
-        return key
+    if not isinstance(encoding, RoPE):
+        return keys
     width, half = encoding.width, encoding.width // 2
     first, second = (
         (slice(0, half), slice(half, width))
         if encoding.layout == "half"
         else (slice(0, width, 2), slice(1, width, 2))
     )
-    angles = delta * encoding.frequencies.double()
-    made = key.clone()
-    for layer in range(key.shape[0]):
+    angles = deltas[:, None, None] * encoding.frequencies.double()
+    made = keys.clone()
+    for layer in range(keys.shape[1]):
         if encoding.turns(layer):
-            pairs = torch.complex(key[layer, :, first], key[layer, :, second])
+            pairs = torch.complex(keys[:, layer, :, first], keys[:, layer, :, second])
             pairs = pairs * torch.polar(torch.ones_like(angles), angles)
-            made[layer, :, first], made[layer, :, second] = pairs.real, pairs.imag
+            made[:, layer, :, first], made[:, layer, :, second] = pairs.real, pairs.imag
     return made

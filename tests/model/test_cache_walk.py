@@ -32,7 +32,7 @@ from tests.model.running import new_cache, run_uncached
 from tests.model.shadow import Shadow, compute, moved, stored
 from tests.model.tiny import CONTEXT, tiny
 
-EXAMPLES = int(os.environ.get("ROPEWALK_STATEFUL_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("ROPEWALK_STATEFUL_EXAMPLES", "5"))
 BLOCK, BLOCKS, NAMES = 4, 26, 4
 LAYERS = 2
 LONGEST = 40  # tokens of one sequence

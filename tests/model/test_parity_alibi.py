@@ -49,6 +49,7 @@ MODELS = {
         num_attention_heads=8, tie_word_embeddings=False, bias=False, activation="relu"
     ),
 }
+LONG = ("bloom-12-heads", "mpt-6-odd-heads", "falcon-8-heads-untied")  # answers, one by family
 IN_GGUF = [name for name in MODELS if not name.startswith("falcon") and "clipped" not in name]
 
 
@@ -76,12 +77,12 @@ def difference(decoder, model, *lengths):
     return found
 
 
-def check(decoder, model, lengths=LENGTHS):
-    """Logits, and 64 tokens from the cache that run past the trained context."""
+def check(decoder, model, lengths=LENGTHS, count=12):
+    """Logits, and tokens from the cache that run past the trained context."""
     model = stretched(model)
     assert difference(decoder, model, *lengths) <= TOLERANCE
     (prompt,) = prompts(model.config.vocab_size, TRAINED - 7)
-    assert greedy(decoder, prompt, 64) == reference_greedy(model, prompt, 64)
+    assert greedy(decoder, prompt, count) == reference_greedy(model, prompt, count)
 
 
 # --------------------------------------------------------------------------- safetensors
@@ -93,7 +94,7 @@ def test_safetensors(name, tmp_path):
     checkpoint = open_checkpoint(checkpoints.save(model, tmp_path))
     assert checkpoint.config.trained_context == TRAINED
     decoder = checkpoints.loaded(checkpoint, context=CONTEXT)
-    check(decoder, model)
+    check(decoder, model, count=64 if name in LONG else 12)
 
 
 @pytest.mark.parametrize("name", ["bloom-12-heads", "mpt-7-heads-clipped", "falcon-12-heads"])

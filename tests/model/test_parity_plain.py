@@ -44,14 +44,14 @@ def saved(model, folder):
 
 
 @torch.no_grad()
-def check(decoder, model, lengths):
+def check(decoder, model, lengths, count=8):
     sequences = prompts(model.config.vocab_size, *lengths)
     for ours, tokens in zip(ragged_logits(decoder, sequences), sequences, strict=True):
         theirs = model(torch.tensor([tokens])).logits[0]
         assert theirs.std() > 0.3  # flat logits would agree whatever the weights
         assert (ours - theirs).abs().max() <= 2e-4
     prompt = sequences[2]
-    assert greedy(decoder, prompt, 32) == reference_greedy(model, prompt, 32)
+    assert greedy(decoder, prompt, count) == reference_greedy(model, prompt, count)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -60,7 +60,7 @@ def test_logits(name, tmp_path):
     model = plain.random_model(copy.deepcopy(MODELS[name]))
     checkpoint = saved(model, tmp_path)
     decoder = checkpoints.loaded(checkpoint, context=CONTEXT)
-    check(decoder, model, (1, 160, 17, 2, 64))
+    check(decoder, model, (1, 160, 17, 2, 64), 8 if "-" in name else 32)
 
 
 @pytest.mark.parametrize("name", ["bloom", "falcon", "gpt2", "gptj", "xglm"])

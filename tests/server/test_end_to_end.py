@@ -298,6 +298,7 @@ def text_of(answer):
     return "".join(c["text"] for chunk in streamed(answer) for c in chunk["choices"])
 
 
+@pytest.mark.full  # test_placement.py shows the sentence, test_cli.py how one is said
 def test_what_cannot_be_served_is_said_in_one_sentence(model):
     done = subprocess.run(
         [sys.executable, "-m", "server", "serve", str(model), "--port", "0", "--kv-memory", "1K"],

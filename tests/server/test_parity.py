@@ -18,6 +18,7 @@ from tests.model import checkpoints, encoder_decoders, plain
 from tests.model.running import new_cache
 from tests.model.test_planted_mistakes import Backend
 from tests.model.tiny import CONTEXT, ENCODINGS, tiny
+from tests.products import thirds
 from tests.server.fake_engine import configured
 from tests.server.toy import ask, sample
 
@@ -29,9 +30,10 @@ def defect(decoder, block_size=16, context=CONTEXT):
     return found.defect("m", "this dtype")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", [SdpaAttention, ReferenceAttention], ids=lambda each: each.name)
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize(
+    ("encoding", "backend", "dtype"),
+    thirds(ENCODINGS, [SdpaAttention, ReferenceAttention], DTYPES),
+)
 def test_a_model_that_is_right(encoding, backend, dtype):
     assert defect(tiny(encoding, backend, dtype)) is None
 

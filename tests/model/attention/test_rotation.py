@@ -18,6 +18,7 @@ from model.rotation import Rotation
 from tests.model.attention.test_cpu import problem, spec
 from tests.model.running import CPU
 from tests.model.tiny import YARN, WideRoPE
+from tests.products import thirds
 
 CONTEXT = 300
 # Requests of one row and of several, in the kernel's path for few queries and in that for many.
@@ -112,23 +113,22 @@ def backends(kernels):
     return ReferenceAttention, SdpaAttention, CpuBackend(kernels)
 
 
-@pytest.mark.parametrize("bases", [in_order, shuffled])
-@pytest.mark.parametrize("block_size", [1, 5, 16])
-@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (8, 1)])
+TURNINGS = {
+    "64": (64, {}),
+    "64-interleaved": (64, {"layout": "interleaved", "width": 24}),
+    "80-scaled": (80, {"scaling": scaling_from(YARN), "width": 80}),
+    "10-scaled": (10, {"width": 6, "scaling": scaling_from(YARN)}),
+    "10-interleaved": (10, {"width": 10, "layout": "interleaved"}),
+}
+ORDERS = {"in order": in_order, "shuffled": shuffled}
+
+
 @pytest.mark.parametrize(
-    ("head_dim", "turning"),
-    [
-        (64, {}),
-        (64, {"layout": "interleaved", "width": 24}),
-        (80, {"scaling": scaling_from(YARN), "width": 80}),
-        (10, {"width": 6, "scaling": scaling_from(YARN)}),
-        (10, {"width": 10, "layout": "interleaved"}),
-    ],
+    ("frame", "turning", "heads", "block_size", "order"),
+    thirds(KeyFrame, TURNINGS, [(2, 2), (6, 2), (8, 1)], [1, 5, 16], ORDERS),
 )
-@pytest.mark.parametrize("frame", KeyFrame)
-def test_every_frame_equals_turning_by_hand(
-    frame, head_dim, turning, heads, block_size, bases, kernels
-):
+def test_every_frame_equals_turning_by_hand(frame, turning, heads, block_size, order, kernels):
+    (head_dim, turning), bases = TURNINGS[turning], ORDERS[order]
     given = spec(*heads, head_dim, torch.float64)
     q, kv, batch = problem(given, block_size, LENGTHS)
     batch = placed(batch, bases(batch, block_size), block_size)
