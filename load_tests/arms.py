@@ -43,9 +43,8 @@ async def arms_from(
 
 async def _running(args: argparse.Namespace) -> list[Arm]:
     arms: list[Arm] = []
-    urls = args.base_url or [DEFAULT_URL]
-    for url in urls:
-        host, port = split_base_url(url)
+    addresses = dict.fromkeys(map(split_base_url, args.base_url or [DEFAULT_URL]))
+    for host, port in addresses:
         server = Server(
             host,
             port,
@@ -56,7 +55,7 @@ async def _running(args: argparse.Namespace) -> list[Arm]:
             idle_s=args.idle_timeout,
         )
         arms += await arms_of(server, args.models)
-    if len(urls) == 1:
+    if len(addresses) == 1:
         return arms
     return [replace(arm, label=f"{arm.label}@{arm.server.host}:{arm.server.port}") for arm in arms]
 

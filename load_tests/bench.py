@@ -152,6 +152,8 @@ def _complaint(args: argparse.Namespace) -> str | None:
     """What is wrong with options that are each fine alone."""
     if args.serve is not None and (args.base_url or args.models):
         return "--serve starts servers of its own: drop --base-url and --models, or --serve"
+    if args.serve is not None and (args.dialect != "openai" or not args.ignore_eos):
+        return "--dialect and --no-ignore-eos are for servers that run: drop them, or --serve"
     if args.serve is None and (args.encodings or args.arms or args.context):
         return "--encodings, --arms and --context need --serve, such as --serve shape:smollm2"
     if args.prompt_form == "ids" and not DIALECTS[args.dialect].token_ids:

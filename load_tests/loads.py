@@ -50,7 +50,8 @@ async def under_profiles(
 ) -> list[Load]:
     """Each of `loads` under each profile, or its workload's own; a sweep's are found by measuring.
 
-    `throughput` measures requests per second.
+    `throughput` measures requests per second. What is named twice (2k and 2048, or sync beside a
+    sweep, which has it) is one load: two would be runs of one arm in one block.
     """
     found: list[Load] = []
     for load in loads:
@@ -63,4 +64,4 @@ async def under_profiles(
                 found += [replace(load, profile=each) for each in await find_sweep(measured)]
             else:
                 found.append(replace(load, profile=profile))
-    return found
+    return list(dict.fromkeys(found))

@@ -84,6 +84,14 @@ def test_servers_are_told_apart(capsys, tmp_path):
     assert len(measured_bodies(first)) == len(measured_bodies(second)) == 4
 
 
+def test_a_server_named_twice_is_one(capsys, tmp_path):
+    with serving() as running:
+        url = f"http://127.0.0.1:{running.port}"
+        options = ("--base-url", url, "--base-url", f"{url}/v1", *SMALL, "--runs", "1")
+        assert main([*options, "--out", str(tmp_path)]) == 0
+    assert list(read(tmp_path / "result.json").arms) == ["tiny"]
+
+
 def test_several_workloads_and_profiles(capsys, tmp_path):
     options = ("--workload", "stream,cancel", "--profile", "closed:2,poisson:200")
     status, _, _, _ = measure(capsys, tmp_path, *options)
@@ -218,6 +226,8 @@ def test_compare_is_handed_on(monkeypatch):
     [
         (["--base-url", "https://x"], "is not a base URL"),
         (["--serve", "shape:tiny", "--models", "x"], "drop --base-url and --models"),
+        (["--serve", "shape:tiny", "--no-ignore-eos"], "drop them, or --serve"),
+        (["--serve", "shape:tiny", "--dialect", "transformers"], "drop them, or --serve"),
         (["--encodings", "rope"], "need --serve"),
         (["--dialect", "transformers", "--prompt-form", "ids"], "text prompts only"),
     ],

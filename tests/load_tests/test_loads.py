@@ -42,6 +42,16 @@ def test_each_load_under_each_profile(profiles):
     ]  # fmt: skip
 
 
+def test_a_load_named_twice_is_one():
+    async def throughput(load) -> float:
+        return 8.0
+
+    loads = points([STREAM], SIZES) + points([LONG], Sizes(contexts=(2048, 2048)))
+    found = asyncio.run(under_profiles(loads, (Profile("sync"), "sweep"), throughput))
+    labels = [load.label for load in found]
+    assert len(labels) == len(set(labels)) == 2 * 6
+
+
 def test_a_sweep_is_found_for_each_load_by_itself():
     async def throughput(load) -> float:
         return 1.0 if load.point.context == 512 else 8.0
