@@ -28,26 +28,21 @@ class Cell:
     point: Point
     profile: Profile
     runs: Mapping[str, tuple[Run, ...]]
-    figures: Mapping[str, tuple[Figures, ...]]
+    figures: Mapping[str, Mapping[int, Figures]]  # of each arm, by block
 
     def spread(self, arm: str, metric: str) -> Spread | None:
         """Of one of statistics.METRICS; None where no run of this arm has it."""
-        found = self.figures.get(arm, ())
+        found = self.figures.get(arm, {}).values()
         return spread([one.values[metric] for one in found if metric in one.values])
 
     def against(self, base: str | None, arms: Iterable[str], metric: str) -> dict[str, Difference]:
         """Each of `arms` that was measured, compared with `base`; their verdicts corrected."""
         if base is None or base not in self.figures:
             return {}
-        zero = self.by_block(base)
         others = [arm for arm in arms if arm != base and arm in self.figures]
-        found = corrected([paired(zero, self.by_block(arm), metric) for arm in others])
+        zero = self.figures[base]
+        found = corrected([paired(zero, self.figures[arm], metric) for arm in others])
         return dict(zip(others, found, strict=True))
-
-    def by_block(self, arm: str) -> dict[int, Figures]:
-        """The figures of one arm."""
-        pairs = zip(self.runs[arm], self.figures[arm], strict=True)
-        return {run.block: one for run, one in pairs}
 
     @property
     def label(self) -> str:
@@ -80,14 +75,7 @@ def cells(result: Result) -> list[Cell]:
     found: dict[tuple[Point, Profile], dict[str, list[Run]]] = {}
     for run in result.runs:
         found.setdefault((run.point, run.profile), {}).setdefault(run.arm, []).append(run)
-    sorted_runs = [
-        (point, profile, {arm: tuple(runs[arm]) for arm in result.arms if arm in runs})
-        for (point, profile), runs in found.items()
-    ]
-    built = [
-        Cell(point, profile, runs, {arm: tuple(map(figures, own)) for arm, own in runs.items()})
-        for point, profile, runs in sorted_runs
-    ]
+    built = [_cell(*key, runs, result.arms) for key, runs in found.items()]
     workloads = list(dict.fromkeys(cell.point.workload for cell in built))
     return sorted(
         built,
@@ -98,3 +86,11 @@ def cells(result: Result) -> list[Cell]:
             cell.load,
         ),
     )
+
+
+def _cell(
+    point: Point, profile: Profile, runs: Mapping[str, Sequence[Run]], arms: Iterable[str]
+) -> Cell:
+    ordered = {arm: tuple(runs[arm]) for arm in arms if arm in runs}
+    by_block = {arm: {run.block: figures(run) for run in own} for arm, own in ordered.items()}
+    return Cell(point, profile, ordered, by_block)

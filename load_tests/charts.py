@@ -121,13 +121,7 @@ def lines(
     for i, one in enumerate(series):
         shift = aside * (i - (len(series) - 1) / 2)
         places = [(x(mark.x) + shift, y(mark.y)) for mark in one.marks]
-        drawn = [polyline(places, one.look.dash)]
-        for (left, height), mark in zip(places, one.marks, strict=True):
-            inside = [told(f"{one.label}: {mark.told}")]
-            inside.append(line("interval", left, y(max(mark.low, y.low)), left, y(mark.high)))
-            inside.append(marker(one.look.marker, left, height, hollow=mark.hollow))
-            drawn.append(f"<g>{''.join(inside)}</g>")
-        parts.append(colored(one.look, drawn))
+        parts.append(_curve(one, places, y))
         ends.append(places[-1])
     return svg(title, HEIGHT, [*parts, *_names(series, ends, right)])
 
@@ -258,6 +252,16 @@ def _around(low: float, high: float, start: float, end: float) -> tuple[Scale, l
     bent = high - low > _BENT
     ticks = bent_ticks(low, high) if bent else nice(low, high, 4)
     return Scale(ticks[0], ticks[-1], start, end, "bent" if bent else "linear"), ticks
+
+
+def _curve(series: Series, places: Sequence[tuple[float, float]], y: Scale) -> str:
+    drawn = [polyline(places, series.look.dash)]
+    for (x, height), mark in zip(places, series.marks, strict=True):
+        inside = [told(f"{series.label}: {mark.told}")]
+        inside.append(line("interval", x, y(max(mark.low, y.low)), x, y(mark.high)))
+        inside.append(marker(series.look.marker, x, height, hollow=mark.hollow))
+        drawn.append(f"<g>{''.join(inside)}</g>")
+    return colored(series.look, drawn)
 
 
 def _names(

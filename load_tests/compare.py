@@ -15,9 +15,9 @@ from load_tests.cells import Cell, Spread, cells
 from load_tests.differences import (
     Difference,
     Floats,
-    between,
     client_late,
     corrected,
+    difference,
     log_ratios,
 )
 from load_tests.result import BadResult, read
@@ -172,12 +172,11 @@ def _rows(before: Cell, after: Cell, metrics: Sequence[str], zero: str | None) -
 def _change(before: Cell, after: Cell, arm: str, over: str | None, metric: str) -> Difference:
     samples: list[Floats] = []
     for cell in (before, after):
-        mine = cell.by_block(arm)
-        its = {} if over is None or over not in cell.runs else cell.by_block(over)
+        mine, its = cell.figures[arm], cell.figures.get(over or "", {})
         if late := client_late((*mine.values(), *its.values())):
             return late
         samples.append(_logs(mine, metric) if over is None else log_ratios(its, mine, metric))
-    return between(samples[0], samples[1], metric)
+    return difference(samples, metric)
 
 
 def _logs(found: Mapping[int, Figures], metric: str) -> Floats:

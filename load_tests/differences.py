@@ -40,17 +40,33 @@ class Difference:
 def paired(zero: Mapping[int, Figures], arm: Mapping[int, Figures], metric: str) -> Difference:
     """`arm` over `zero`, figures of one cell by block. The interval is 95 % by itself."""
     late = client_late((*zero.values(), *arm.values()))
-    return late or within(log_ratios(zero, arm, metric), metric)
+    return late or difference([log_ratios(zero, arm, metric)], metric)
 
 
-def within(ratios: Floats, metric: str) -> Difference:
-    """From log(arm / zero) of every block."""
-    return _difference([ratios], metric)
+def difference(samples: Sequence[Floats], metric: str) -> Difference:
+    """What one sample of log(arm / zero), a number for each block, says: arm over zero.
 
-
-def between(before: Floats, after: Floats, metric: str) -> Difference:
-    """`after` over `before`: logarithms of figures, or of ratios, that share no blocks."""
-    return _difference([before, after], metric)
+    Of two samples, of figures or ratios that share no blocks, the second over the first.
+    """
+    blocks = min(len(sample) for sample in samples)
+    if blocks < MIN_BLOCKS:
+        return unknown(f"{blocks} blocks have this figure, an interval needs {MIN_BLOCKS}: --runs")
+    log = float(samples[-1].mean() - (samples[0].mean() if len(samples) > 1 else 0.0))
+    error = math.sqrt(sum(sample.var(ddof=1) / len(sample) for sample in samples))
+    error = max(error, 1e-9)  # equal to the last digit: a clock's step, not certainty
+    replicates = np.sort(_studentised(samples))
+    reach = error * float(np.quantile(replicates, 1 - LEVEL))
+    above = _REPLICATES - int(np.searchsorted(replicates, abs(log) / error))
+    verdict: Verdict = "no difference"
+    if abs(log) > reach:
+        verdict = "slower" if (log < 0) == (metric in RATES) else "faster"
+    return Difference(
+        math.exp(log),
+        math.exp(log - reach),
+        math.exp(log + reach),
+        (1 + above) / (1 + _REPLICATES),
+        verdict,
+    )
 
 
 def log_ratios(zero: Mapping[int, Figures], arm: Mapping[int, Figures], metric: str) -> Floats:
@@ -85,29 +101,6 @@ def client_late(found: Sequence[Figures]) -> Difference | None:
     if not any(one.client_late for one in found):
         return None
     return unknown("the client sent late (p99 above 5 % of the TTFT): lower the load")
-
-
-def _difference(samples: Sequence[Floats], metric: str) -> Difference:
-    """The last sample's mean less the first's, if there are two, of logarithms."""
-    blocks = min(len(sample) for sample in samples)
-    if blocks < MIN_BLOCKS:
-        return unknown(f"{blocks} blocks have this figure, an interval needs {MIN_BLOCKS}: --runs")
-    log = float(samples[-1].mean() - (samples[0].mean() if len(samples) > 1 else 0.0))
-    error = math.sqrt(sum(sample.var(ddof=1) / len(sample) for sample in samples))
-    error = max(error, 1e-9)  # equal to the last digit: a clock's step, not certainty
-    replicates = np.sort(_studentised(samples))
-    reach = error * float(np.quantile(replicates, 1 - LEVEL))
-    above = _REPLICATES - int(np.searchsorted(replicates, abs(log) / error))
-    verdict: Verdict = "no difference"
-    if abs(log) > reach:
-        verdict = "slower" if (log < 0) == (metric in RATES) else "faster"
-    return Difference(
-        math.exp(log),
-        math.exp(log - reach),
-        math.exp(log + reach),
-        (1 + above) / (1 + _REPLICATES),
-        verdict,
-    )
 
 
 def _studentised(samples: Sequence[Floats]) -> Floats:

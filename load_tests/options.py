@@ -221,7 +221,10 @@ def _arms(text: str) -> tuple[str, ...]:
 
 
 def _workloads(text: str) -> tuple[Workload, ...]:
-    return tuple(workload_from(name) for name in _names(text))
+    found = tuple(workload_from(name) for name in _names(text))
+    if len({each.name for each in found}) < len(found):
+        raise ValueError(f"{text!r} has two files of one name, which labels their runs: rename one")
+    return found
 
 
 def _profiles(text: str) -> tuple[Profile | Literal["sweep"], ...]:

@@ -100,7 +100,7 @@ def _runs(subject: Subject, arm: str) -> list[Run]:
 def _lag(subject: Subject, arm: str) -> Spread | None:
     """Milliseconds."""
     return spread(
-        [one.lag_p99 * 1e3 for cell in subject.cells for one in cell.figures.get(arm, ())]
+        [one.lag_p99 * 1e3 for cell in subject.cells for one in cell.figures.get(arm, {}).values()]
     )
 
 
@@ -133,14 +133,14 @@ def _drift(subject: Subject) -> list[Row]:
     """For each block, how much slower its runs were than the median of their arm and cell."""
     off: dict[int, list[float]] = {}
     for cell in subject.cells:
-        for arm, runs in cell.runs.items():
-            metric = next((name for name in _DRIFT_METRICS if cell.spread(arm, name)), None)
-            middle = None if metric is None else cell.spread(arm, metric)
-            if metric is None or middle is None or len(runs) < 2:
+        for arm, by_block in cell.figures.items():
+            metric = next((name for name in _DRIFT_METRICS if cell.spread(arm, name)), "")
+            middle = cell.spread(arm, metric)
+            if middle is None or len(by_block) < 2:
                 continue
-            for run, one in zip(runs, cell.figures[arm], strict=True):
+            for block, one in by_block.items():
                 if (value := one.values.get(metric)) is not None:
-                    off.setdefault(run.block, []).append((value / middle.median - 1) * 100)
+                    off.setdefault(block, []).append((value / middle.median - 1) * 100)
     return [
         Row(
             f"block {block}",

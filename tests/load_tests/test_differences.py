@@ -5,11 +5,10 @@ import pytest
 
 from load_tests.differences import (
     Difference,
-    between,
     corrected,
+    difference,
     paired,
     unknown,
-    within,
 )
 from load_tests.statistics import figures
 from load_tests.terms import Outcome, Point, Profile, Run
@@ -37,47 +36,47 @@ def runs_at(*seconds, arm="rope", **changes):
     return [run_at(value, block, arm, **changes) for block, value in enumerate(seconds)]
 
 
-def difference(zero, arm, metric):
+def compared(zero, arm, metric):
     return paired(*({run.block: figures(run) for run in runs} for runs in (zero, arm)), metric)
 
 
 def test_runs_are_compared_within_their_block():
     drift = (1.0, 1.6, 1.2, 0.9)  # a machine whose speed changes by more than the arms differ
     slow = runs_at(*(1.2 * each for each in drift))
-    found = difference(runs_at(*drift), slow, "ttft_p50")
+    found = compared(runs_at(*drift), slow, "ttft_p50")
     assert found.verdict == "slower"
     assert found.estimate == pytest.approx(1.2)
     assert found.low <= 1.2 <= found.high
-    shuffled = difference(runs_at(*drift), list(reversed(slow)), "ttft_p50")
+    shuffled = compared(runs_at(*drift), list(reversed(slow)), "ttft_p50")
     assert shuffled == found  # by block number, not by place
 
 
 def test_less_throughput_is_slower():
-    found = difference(runs_at(1, 1, 1), runs_at(2, 2.01, 1.99), "output_tokens_per_s")
+    found = compared(runs_at(1, 1, 1), runs_at(2, 2.01, 1.99), "output_tokens_per_s")
     assert found.verdict == "slower"
     assert found.estimate == pytest.approx(0.5, rel=0.02)
-    assert difference(runs_at(2, 2, 2), runs_at(1, 1, 1), "ttft_p50").verdict == "faster"
+    assert compared(runs_at(2, 2, 2), runs_at(1, 1, 1), "ttft_p50").verdict == "faster"
 
 
-def test_noise_as_large_as_the_difference_is_no_difference():
-    found = difference(runs_at(1, 1, 1), runs_at(1.3, 0.9, 1.1), "ttft_p50")
+def test_noise_as_large_as_the_difference_is_no_compared():
+    found = compared(runs_at(1, 1, 1), runs_at(1.3, 0.9, 1.1), "ttft_p50")
     assert found.verdict == "no difference"
     assert found.low < 1 < found.high
 
 
-def test_equal_figures_are_no_difference():
-    found = difference(runs_at(1, 1, 1), runs_at(1, 1, 1), "ttft_p50")
+def test_equal_figures_are_no_compared():
+    found = compared(runs_at(1, 1, 1), runs_at(1, 1, 1), "ttft_p50")
     assert (found.verdict, found.estimate) == ("no difference", 1.0)
 
 
 def test_what_cannot_be_concluded_is_said():
-    few = difference(runs_at(1, 1), runs_at(2, 2), "ttft_p50")
+    few = compared(runs_at(1, 1), runs_at(2, 2), "ttft_p50")
     assert (few.verdict, few.reason[:8]) == ("unknown", "2 blocks")
     other_blocks = [run_at(1, block) for block in (7, 8, 9)]
-    assert difference(runs_at(1, 1, 1), other_blocks, "ttft_p50").verdict == "unknown"
-    late = difference(runs_at(1, 1, 1), runs_at(2, 2, 2, lag=0.2), "ttft_p50")
+    assert compared(runs_at(1, 1, 1), other_blocks, "ttft_p50").verdict == "unknown"
+    late = compared(runs_at(1, 1, 1), runs_at(2, 2, 2, lag=0.2), "ttft_p50")
     assert (late.verdict, late.reason[:20]) == ("unknown", "the client sent late")
-    absent = difference(runs_at(1, 1, 1, gaps=()), runs_at(1, 1, 1), "itl_p50")
+    absent = compared(runs_at(1, 1, 1, gaps=()), runs_at(1, 1, 1), "itl_p50")
     assert absent.verdict == "unknown"
 
 
@@ -116,7 +115,7 @@ def logs(source, blocks, *, heavy):
 def alarms(blocks, *, heavy=False, effect=0.0):
     """Share of trials with a verdict other than no difference."""
     source = np.random.default_rng(blocks)
-    trials = [within(logs(source, blocks, heavy=heavy) + effect, "x") for _ in range(TRIALS)]
+    trials = [difference([logs(source, blocks, heavy=heavy) + effect], "x") for _ in range(TRIALS)]
     return sum(trial.verdict != "no difference" for trial in trials) / TRIALS
 
 
@@ -133,6 +132,6 @@ def test_a_tenth_more_is_found(blocks, at_least):
 
 def test_false_alarms_between_two_results():
     source = np.random.default_rng(4)
-    trials = [between(logs(source, 5, heavy=False), logs(source, 5, heavy=True), "x")
+    trials = [difference([logs(source, 5, heavy=False), logs(source, 5, heavy=True)], "x")
               for _ in range(TRIALS)]  # fmt: skip
     assert sum(trial.verdict != "no difference" for trial in trials) / TRIALS <= 0.1

@@ -55,6 +55,17 @@ def test_wrong_values_are_refused_with_their_reason(capsys, words, reason):
     assert reason in capsys.readouterr().err
 
 
+def test_two_files_of_one_name_would_share_their_runs(capsys, tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "prompts.jsonl").write_text('{"prompt": "once"}\n')
+    paths = [f"file:{tmp_path / folder / 'prompts.jsonl'}" for folder in ("a", "b")]
+    assert [each.name for each in parsed("--workload", paths[0]).workload] == ["file:prompts.jsonl"]
+    with pytest.raises(SystemExit):
+        parsed("--workload", ",".join(paths))
+    assert "two files of one name" in capsys.readouterr().err
+
+
 def test_help_explains_itself(capsys):
     with pytest.raises(SystemExit) as stopped:
         parsed("--help")
