@@ -129,7 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     conditions: Sequence[Condition] = args.fail_on
     metrics = tuple(dict.fromkeys((*_SHOWN, *(each.metric for each in conditions))))
     zero = before.zero if before.zero == after.zero and not args.plain else None
-    rows = compared(before, after, metrics, zero)
+    old, new = _by_label(before), _by_label(after)
+    rows = _compared(old, new, metrics, zero)
     if not rows:
         print(
             "ropewalk bench compare: no arm was measured at the same point in both; "
@@ -138,25 +139,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     print(_table(rows))
-    for note in (*_reasons(rows), *_notes(before, after)):
+    for note in (
+        *_reasons(rows),
+        *_left_out("first", before, after, [label for label in old if label not in new]),
+        *_left_out("second", after, before, [label for label in new if label not in old]),
+        *_machines(before, after),
+    ):
         print(note)
     return _conclude(rows, conditions)
 
 
-def compared(before: Result, after: Result, metrics: Sequence[str], zero: str | None) -> list[Row]:
+def _by_label(result: Result) -> dict[str, Cell]:
+    return {f"{cell.point.label} {cell.profile.label}": cell for cell in cells(result)}
+
+
+def _compared(
+    old: Mapping[str, Cell], new: Mapping[str, Cell], metrics: Sequence[str], zero: str | None
+) -> list[Row]:
     """Every figure that both have; the verdicts are corrected for their number."""
-    new = {_label(cell): cell for cell in cells(after)}
     rows = [
         row
-        for cell in cells(before)
-        if _label(cell) in new
-        for row in _rows(cell, new[_label(cell)], metrics, zero)
+        for label, cell in old.items()
+        if label in new
+        for row in _rows(label, cell, new[label], metrics, zero)
     ]
     verdicts = corrected([row.found for row in rows])
     return [replace(row, found=found) for row, found in zip(rows, verdicts, strict=True)]
 
 
-def _rows(before: Cell, after: Cell, metrics: Sequence[str], zero: str | None) -> Iterator[Row]:
+def _rows(
+    label: str, before: Cell, after: Cell, metrics: Sequence[str], zero: str | None
+) -> Iterator[Row]:
     for arm in before.runs:
         if arm not in after.runs:
             continue
@@ -166,7 +179,7 @@ def _rows(before: Cell, after: Cell, metrics: Sequence[str], zero: str | None) -
             if old is None and new is None:
                 continue
             found = _change(before, after, arm, over, metric)
-            yield Row(_label(before), arm, metric, old, new, over, found)
+            yield Row(label, arm, metric, old, new, over, found)
 
 
 def _change(before: Cell, after: Cell, arm: str, over: str | None, metric: str) -> Difference:
@@ -182,10 +195,6 @@ def _change(before: Cell, after: Cell, arm: str, over: str | None, metric: str) 
 def _logs(found: Mapping[int, Figures], metric: str) -> Floats:
     values = [one.values.get(metric) for one in found.values()]
     return np.array([math.log(value) for value in values if value])
-
-
-def _label(cell: Cell) -> str:
-    return f"{cell.point.label} {cell.profile.label}"
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -213,25 +222,22 @@ def _reasons(rows: Sequence[Row]) -> Iterator[str]:
         yield f"Unknown of {', '.join(dict.fromkeys(places))}: {reason}."
 
 
-def _notes(before: Result, after: Result) -> Iterator[str]:
-    """What was not compared, and what makes the comparison doubtful."""
-    for mine, its, name in ((before, after, "first"), (after, before, "second")):
-        if only := [arm for arm in mine.arms if arm not in its.arms]:
-            yield f"Only in the {name} result: {', '.join(only)}."
-        points = {_label(cell) for cell in cells(its)}
-        if missing := [_label(cell) for cell in cells(mine) if _label(cell) not in points]:
-            yield f"Measured only in the {name} result: {', '.join(missing)}."
-        for arm, failed in _failed(mine).items():
-            yield f"{failed} requests of {arm} failed in the {name} result."
+def _left_out(name: str, mine: Result, its: Result, missing: Sequence[str]) -> Iterator[str]:
+    """What of one result was not compared, and what failed in it."""
+    if only := [arm for arm in mine.arms if arm not in its.arms]:
+        yield f"Only in the {name} result: {', '.join(only)}."
+    if missing:
+        yield f"Measured only in the {name} result: {', '.join(missing)}."
+    failed = Counter(run.arm for run in mine.runs for o in run.outcomes if o.error is not None)
+    for arm, count in failed.items():
+        yield f"{count} requests of {arm} failed in the {name} result."
+
+
+def _machines(before: Result, after: Result) -> Iterator[str]:
     for name in _SAME:
         old, new = before.environment.get(name), after.environment.get(name)
         if old != new:
             yield f"The {name} differ: {old} and {new}; the results are of different machines."
-
-
-def _failed(result: Result) -> Counter[str]:
-    """How many requests of each arm."""
-    return Counter(run.arm for run in result.runs for o in run.outcomes if o.error is not None)
 
 
 def _conclude(rows: Sequence[Row], conditions: Sequence[Condition]) -> int:

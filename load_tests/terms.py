@@ -23,7 +23,7 @@ The modules, in the order of a load test (an arrow: uses):
 
 Programs of their own: self_test (is the client fast enough?), agreement (does aiperf say the
 same?), peers with systems and export_hf (beside another server), step_cost and scaling with
-in_process, rounds and measured (steps of the decoder, without a server).
+scaling_parts, in_process, rounds and measured (steps of the decoder, without a server).
 """
 
 from collections.abc import Mapping
