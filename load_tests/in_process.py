@@ -1,12 +1,12 @@
 """Decoders, caches and steps without a server, made as the server makes them: for costs.
 
-With `step_cost` and `scaling` alone in this package to import the program that is measured. All
-else here speaks HTTP.
+With `step_cost`, `scaling` and `profile_step` alone in this package to import the program that is
+measured. All else here speaks HTTP.
 """
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from model.attention.backends import all_backends
 from model.attention.base import AttentionSpec, choose
 from model.batch import ForwardBatch
 from model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
-from model.encodings.base import create
+from model.encodings.base import PositionalEncoding, create
 from model.kernels.build import Kernels
 from model.kernels.substitutes import substitute
 from model.loading import Checkpoint, load_decoder, load_encoding
@@ -30,14 +30,25 @@ from model.shapes import PREFIX, random_checkpoint
 from model.transformer import Decoder
 from server.auditing import Auditor
 from server.batching import build_batch
-from server.engine import Engine
+from server.engine import BuildBatch, Engine, Sample
 from server.position_meter import PositionMeter
 from server.request import Request
+from server.sampling import sample
 from server.scheduler import Limits, Scheduler, Work
 
 BLOCK_SIZE = 16  # tokens, as `serve` has it
 # What a name like t5:table says besides the encoding, and which of its options that is.
 VARIANTS: Mapping[str, str] = {"t5": "form", "rope": "frame"}
+
+
+@dataclass(frozen=True, slots=True)
+class Wired:
+    """An engine and what it was made of."""
+
+    engine: Engine
+    scheduler: Scheduler
+    auditor: Auditor
+    meter: PositionMeter
 
 
 class PackedOnce(Kernels):
@@ -138,6 +149,38 @@ def request(name: str, prompt: list[int], max_tokens: int = 1 << 30) -> Request:
     return Request(name, prompt, len(prompt), params, 0.0, random.Random(0))
 
 
+def wired(
+    forward: Callable[[ForwardBatch, KVCache], Tensor],
+    kv: KVCache,
+    rules: Sequence[PositionalEncoding],
+    meter: PositionMeter,
+    limits: Limits,
+    sampler: Sampler,
+    *,
+    sums: FoldSums = fold_sums,
+    build_batch: BuildBatch = build_batch,
+    sample: Sample = sample,
+) -> Wired:
+    """As the server wires it, over all of `kv`, with its default audit. `rules` of each layer."""
+    manager = CacheManager(kv.whole.keys.shape[1], kv.block_size)
+    ledger = Ledger(kv, Audit.SAMPLE, sums)
+    scheduler = Scheduler(manager, limits, Operations(manager, kv, rules, ledger))
+    auditor = Auditor("here", ledger, manager, scheduler)
+    engine = Engine(
+        forward,
+        kv,
+        manager,
+        scheduler,
+        auditor,
+        meter,
+        sampler,
+        device=kv.device,
+        build_batch=build_batch,
+        sample=sample,
+    )
+    return Wired(engine, scheduler, auditor, meter)
+
+
 def engine(
     config: ModelConfig,
     kv: KVCache,
@@ -151,22 +194,16 @@ def engine(
 
     The next token is always 0. `sums` are the checksums of the kernels, where there are any.
     """
-    manager = CacheManager(kv.whole.keys.shape[1], kv.block_size)
-    ledger = Ledger(kv, Audit.SAMPLE, sums)
     encoding = create(config.encoding, config, config.trained_context, kv.device)
-    limits = Limits(max_seqs, max_step_tokens, max_context, max_waiting=1 << 20)
-    operations = Operations(manager, kv, [encoding] * config.layers, ledger)
-    scheduler = Scheduler(manager, limits, operations)
-    return Engine(
+    return wired(
         _first_token,
         kv,
-        manager,
-        scheduler,
-        Auditor("here", ledger, manager, scheduler),
+        [encoding] * config.layers,
         PositionMeter(lambda context: encoding.work(config, context, kv.block_size)),
+        Limits(max_seqs, max_step_tokens, max_context, max_waiting=1 << 20),
         Sampler(),
-        device=kv.device,
-    )
+        sums=sums,
+    ).engine
 
 
 def _checkpoint(shape: str, arm: str, context: int) -> Checkpoint:

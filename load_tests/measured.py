@@ -1,4 +1,4 @@
-"""What `step_cost` and `scaling` have in common: options, files, and how figures are written."""
+"""What load tests in one process have in common: options, files, and how figures are written."""
 
 import argparse
 import asyncio
@@ -76,9 +76,9 @@ def write(
     words: Sequence[str],
     args: argparse.Namespace,
     content: Mapping[str, object],
-    charts: Sequence[str],
+    charts: Sequence[str] = (),
 ) -> None:
-    """NAME.json and NAME.svg. Raises OSError."""
+    """NAME.json, and NAME.svg where there are charts. Raises OSError."""
     module = kind.replace(" ", "_")
     found = {
         "schema": SCHEMA,
@@ -90,8 +90,9 @@ def write(
     }
     text = json.dumps(found, indent=1, allow_nan=False)
     _path(name, ".json").write_text(text + "\n", encoding="utf-8")
-    _path(name, ".svg").write_text(standalone(charts), encoding="utf-8")
-    print(f"wrote {name}.json and {name}.svg", file=sys.stderr)
+    if charts:
+        _path(name, ".svg").write_text(standalone(charts), encoding="utf-8")
+    print(f"wrote {name}.json{f' and {name}.svg' if charts else ''}", file=sys.stderr)
 
 
 def markdown(rows: Sequence[Sequence[str]], left: int = 1) -> str:

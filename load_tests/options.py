@@ -47,6 +47,8 @@ examples:
   ropewalk bench --serve shape:smollm2 --arms t5:window,t5:table,t5:materialised,rope:block
   ropewalk bench --profile sweep --arrivals 64
   ropewalk bench compare before/result.json after/result.json --fail-on 'tpot_p99>+10%'
+  ropewalk bench --profile-step --serve shape:smollm2
+                               where a step's time goes; --profile-step --help says more
 
 Tables go to standard output, progress to standard error. The folder of --out gets result.json,
 with every sample, and report.html, which needs nothing else.

@@ -174,8 +174,12 @@ def health(flags: argparse.Namespace) -> int:
 
 
 def bench(arguments: Sequence[str]) -> int:
-    """Hands its own arguments to the load generator."""
-    # Late: a server has no use for the load generator.
+    """Hands its own arguments to the load generator, or to what profiles a step in this process."""
+    # Late: a server has no use for either, and the load generator none for torch.
+    if "--profile-step" in arguments:
+        from load_tests.profile_step import main as profile_main
+
+        return profile_main(arguments)
     from load_tests.bench import main as bench_main
 
     return bench_main(arguments)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from cache.kv import KVCache
-from cache.manager import CacheManager
+from cache.manager import CacheManager, Table
 from model.batch import ForwardBatch
 from model.sampler import Sampler
 from server.auditing import Auditor
-from server.batching import build_batch
+from server.batching import StepBatch, build_batch
 from server.cache_view import CacheView, view
 from server.position_meter import PositionMeter
 from server.request import (
@@ -35,6 +35,9 @@ from server.scheduler import Plan, Sampled, Scheduler, Work
 
 log = getLogger(__name__)
 
+BuildBatch = Callable[[tuple[Work, ...], Callable[[str], Table], int, torch.device], StepBatch]
+Sample = Callable[[Tensor, StepBatch, Sampler], Mapping[str, Sampled]]
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -45,7 +48,8 @@ class Step:
 class Engine:
     """`forward` is a decoder, or in tests any function of a batch and a cache to logits.
 
-    `drain_times` tells of those of its passes that were timed.
+    `drain_times` tells of those of its passes that were timed. `build_batch` and `sample` are what
+    happens before and after it.
     """
 
     def __init__(
@@ -61,6 +65,8 @@ class Engine:
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
         drain_times: Callable[[], tuple[PassTimes, ...]] = tuple,
+        build_batch: BuildBatch = build_batch,
+        sample: Sample = sample,
     ) -> None:
         self._forward = forward
         self._kv = kv
@@ -72,6 +78,8 @@ class Engine:
         self._device = device
         self._clock = clock
         self._drain_times = drain_times
+        self._build_batch = build_batch
+        self._sample = sample
         self._last_token: dict[str, float] = {}
         self._flushed = 0  # blocks, since the last step
 
@@ -127,8 +135,8 @@ class Engine:
     def _compute(self, work: tuple[Work, ...]) -> Mapping[str, Sampled]:
         """Next tokens. When the batch fails, halve it until the failing request stands alone."""
         try:
-            batch = build_batch(work, self._manager.table, self._kv.block_size, self._device)
-            return sample(self._forward(batch.forward, self._kv), batch, self._sampler)
+            batch = self._build_batch(work, self._manager.table, self._kv.block_size, self._device)
+            return self._sample(self._forward(batch.forward, self._kv), batch, self._sampler)
         except torch.AcceleratorError:
             raise  # the device is lost: every later call would fail too
         except Exception as error:  # whatever it is, it must not reach the other requests

@@ -8,9 +8,9 @@ Other passes run no line of that.
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,12 @@ from model.kernels.block import KernelBlock, Part
 from server.request import PassTimes
 
 EVERY = 16  # passes, of which one is timed, at random: answers of equal length have a rhythm
+
+
+class Watch(Protocol):
+    def during(self, part: str) -> AbstractContextManager[None]:
+        """What happens within is that part."""
+        ...
 
 
 class TimedDecoder:
@@ -67,11 +73,11 @@ class TimedDecoder:
         watch = self._new_watch()
         with ExitStack() as seams:
             for attention in self._attentions:
-                seams.enter_context(_watched(attention, "attend", watch, "attention"))
+                seams.enter_context(watched(attention, "attend", watch, "attention"))
             for encoding in self._encodings if self.position_apart else ():
                 for name in ("embed", "rotate"):
-                    seams.enter_context(_watched(encoding, name, watch, "position"))
-            inside = seams.enter_context(_told_by(self._blocks))
+                    seams.enter_context(watched(encoding, name, watch, "position"))
+            inside = seams.enter_context(told_by(self._blocks))
             with watch.during("forward"):
                 logits: Tensor = self._decoder(batch, kv)
         seconds = watch.seconds()
@@ -87,7 +93,7 @@ class TimedDecoder:
 
 
 @contextmanager
-def _told_by(blocks: Sequence[KernelBlock]) -> Iterator[Tensor]:
+def told_by(blocks: Sequence[KernelBlock]) -> Iterator[Tensor]:
     """Seconds [Part] of all calls of these layers."""
     seconds = torch.zeros(len(Part), dtype=torch.float64)
     for block in blocks:
@@ -100,16 +106,16 @@ def _told_by(blocks: Sequence[KernelBlock]) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _watched(owner: nn.Module, name: str, watch: "_Watch", part: str) -> Iterator[None]:
+def watched(owner: object, name: str, watch: Watch, part: str) -> Iterator[None]:
     """`owner.name` with its calls watched. It is put back as it was: an attribute, or inherited."""
     act = getattr(owner, name)
     own = name in vars(owner)
 
-    def watched(*arguments: Any) -> Any:
+    def watching(*arguments: Any) -> Any:
         with watch.during(part):
             return act(*arguments)
 
-    setattr(owner, name, watched)
+    setattr(owner, name, watching)
     try:
         yield
     finally:

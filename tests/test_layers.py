@@ -17,9 +17,12 @@ ALLOWED = {  # what a package may import besides itself
     "cache": set(),
     "load_tests": set(),
 }
-IN_PROCESS = (  # load tests that send no requests and may import what they measure
+IN_PROCESS = (  # load tests in one process with what they measure, which they may import
     "load_tests/in_process.py",
     "load_tests/measured.py",
+    "load_tests/profile_engine.py",
+    "load_tests/profile_http.py",
+    "load_tests/profile_step.py",
     "load_tests/scaling.py",
     "load_tests/scaling_parts.py",
     "load_tests/step_cost.py",

@@ -182,18 +182,22 @@ def test_health_without_a_server(capsys) -> None:
     assert "no answer from http://127.0.0.1:" in sentence(capsys)
 
 
-def test_bench_gets_its_arguments_untouched(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("bench", ["--help", "--port", "x"]), ("profile_step", ["--out", "x", "--profile-step"])],
+)
+def test_bench_gets_its_arguments_untouched(name, arguments, monkeypatch) -> None:
     seen = []
 
     def main(arguments) -> int:
         seen.append(list(arguments))
         return 3
 
-    module = types.ModuleType("load_tests.bench")
+    module = types.ModuleType(f"load_tests.{name}")
     module.main = main
-    monkeypatch.setitem(sys.modules, "load_tests.bench", module)
-    assert cli.main(["bench", "--help", "--port", "x"]) == 3
-    assert seen == [["--help", "--port", "x"]]
+    monkeypatch.setitem(sys.modules, f"load_tests.{name}", module)
+    assert cli.main(["bench", *arguments]) == 3
+    assert seen == [arguments]
 
 
 def test_no_command_shows_the_help(capsys) -> None:

@@ -1,0 +1,229 @@
+"""Where the time of an engine's step goes: its parts are watched, and what is left is one too."""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from cache.kv import KVCache
+from cache.ledger import fold_sums
+from load_tests.in_process import BLOCK_SIZE, Wired, blocks_for, new_cache, request, wired
+from load_tests.stopwatch import Stopwatch
+from model.batch import ForwardBatch
+from model.encodings.base import PositionalEncoding
+from model.kernels.block import KernelBlock, Part
+from model.kernels.build import Kernels
+from model.kernels.modules import (
+    Int8PanelLinear,
+    KernelRMSNorm,
+    KernelSiluGate,
+    OneDnnLinear,
+    PanelLinear,
+)
+from model.kernels.sampler import KernelSampler
+from model.linear import Int8Linear, Linear
+from model.sampler import Sampler
+from model.transformer import Decoder, Gate, LayerNorm, RMSNorm
+from server.batching import build_batch
+from server.engine import Sample
+from server.metrics import Metrics
+from server.pass_timer import told_by, watched
+from server.position_meter import PositionMeter
+from server.sampling import sample
+from server.scheduler import Limits
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LINEAR, HEAD, ATTENTION, POSITION = "linear layers", "head", "attention", "position"
+NORM, GATE, STORE, RESIDUAL = "norm", "gate", "keys and values stored", "residual"
+EMBEDDING, DECODER = "embedding", "rest of the decoder"
+SAMPLING, SCHEDULER, BATCH = "sampling", "scheduler", "batch building"
+AUDIT, METRICS, REST = "audit", "metrics", "rest"
+PARTS = (
+    *(LINEAR, HEAD, ATTENTION, POSITION, NORM, GATE, STORE, RESIDUAL, EMBEDDING, DECODER),
+    *(SAMPLING, SCHEDULER, BATCH, AUDIT, METRICS, REST),
+)
+
+_TOLD: Mapping[Part, str] = {
+    Part.NORM: NORM,
+    Part.LINEAR: LINEAR,
+    Part.TURN: POSITION,
+    Part.STORE: STORE,
+    Part.ATTENTION: ATTENTION,
+    Part.GATE: GATE,
+    Part.RESIDUAL: RESIDUAL,
+}
+_MODULES: Mapping[type[nn.Module], str] = {
+    **dict.fromkeys((Linear, Int8Linear, PanelLinear, Int8PanelLinear, OneDnnLinear), LINEAR),
+    **dict.fromkeys((RMSNorm, LayerNorm, KernelRMSNorm), NORM),
+    **dict.fromkeys((Gate, KernelSiluGate), GATE),
+    nn.Embedding: EMBEDDING,
+}
+_NAME = "profiled"
+_WARM = 4  # steps before any is timed
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of a step by part, all of PARTS that there are; and of one that is not watched."""
+
+    parts: Mapping[str, float]
+    unwatched: float
+
+    @property
+    def step(self) -> float:
+        return sum(self.parts.values())
+
+
+def metrics_for(name: str, kv: KVCache, context: int) -> Metrics:
+    """The server's, with one model."""
+    metrics = Metrics()
+    blocks = kv.whole.keys.shape[1]
+    metrics.add_model(
+        name,
+        "",
+        {},
+        bytes_per_token=kv.bytes_per_token,
+        blocks=blocks,
+        block_size=kv.block_size,
+        max_context=context,
+    )
+    return metrics
+
+
+def told_by_kernels(decoder: Decoder) -> bool:
+    """Whether layers are one call each, which tells its times; else modules are watched."""
+    return all(isinstance(layer, KernelBlock) for layer in decoder.layers)
+
+
+def step_times(
+    decoder: Decoder,
+    requests: int,
+    context: int,
+    steps: int,
+    *,
+    kernels: Kernels | str,
+    sample: Sample = sample,
+    clock: Callable[[], float] | None = None,
+) -> StepTimes:
+    """Of `steps` that are watched, among as many that are not; each half's faster half.
+
+    Every step gives each of `requests` its next token. They begin with up to `context` tokens, of
+    different number, so that in every step about as many fill a block. `kernels` are those of the
+    CPU, for what is not in the decoder, or why there are none.
+    """
+    config, weight = decoder.config, decoder.embed.weight
+    longest = needed_context(context, steps)
+    kv = new_cache(config, blocks_for(requests, longest), dtype=weight.dtype, device=weight.device)
+    clock = clock or partial(_clock, weight.device)
+    watch = Stopwatch(clock)
+
+    def forward(batch: ForwardBatch, kv: KVCache) -> Tensor:
+        if batch.max_query > 1:  # a prompt is not computed: the cache is full of numbers anyway
+            return weight.new_zeros(len(batch.output_rows), config.vocab_size)
+        with watch.during(DECODER):
+            logits: Tensor = decoder(batch, kv)
+        return logits
+
+    made = wired(
+        forward,
+        kv,
+        [decoder.encoding.for_layer(layer) for layer in range(config.layers)],
+        PositionMeter(lambda length: decoder.encoding.work(config, length, BLOCK_SIZE)),
+        Limits(requests, max(512, requests), longest, max_waiting=requests),
+        KernelSampler(kernels) if isinstance(kernels, Kernels) else Sampler(),
+        sums=kernels.fold_sums if isinstance(kernels, Kernels) else fold_sums,
+        build_batch=_during(watch, BATCH, build_batch),
+        sample=_during(watch, SAMPLING, sample),
+    )
+    observe = _during(watch, METRICS, metrics_for(_NAME, kv, longest).observe_step)
+    draw = random.Random(0)
+    for index in range(requests):
+        length = max(context - index % BLOCK_SIZE, 1)
+        prompt = [draw.randrange(config.vocab_size) for _ in range(length)]
+        made.engine.submit(request(str(index), prompt))
+    while made.engine.step().stats.generated_tokens < requests:
+        pass
+    taken: list[dict[str, float]] = []
+    unwatched: list[float] = []
+    for watching in [True] * _WARM + draw.sample([True, False], 2 * steps, counts=[steps, steps]):
+        watch.drain()
+        began = clock()
+        seams = _seams(decoder, made, watch) if watching else nullcontext()
+        with seams, watch.during(REST):
+            observe(_NAME, made.engine.step().stats)
+        if watching:
+            taken.append(watch.drain())
+        else:
+            unwatched.append(clock() - began)
+    faster = _faster_half(taken[_WARM:], lambda each: sum(each.values()))
+    return StepTimes(
+        {part: fmean(each[part] for each in faster) for part in PARTS if part in faster[0]},
+        fmean(_faster_half(unwatched, float)),
+    )
+
+
+def needed_context(context: int, steps: int) -> int:
+    """The longest that a request gets."""
+    return context + _WARM + 2 * steps + 1
+
+
+@contextmanager
+def _seams(decoder: Decoder, made: Wired, watch: Stopwatch) -> Iterator[None]:
+    """Everything that is not a constructor's argument is watched."""
+    blocks = [each for each in decoder.modules() if isinstance(each, KernelBlock)]
+    with ExitStack() as seams:
+        for owner, name, part in _watched_in(decoder, made):
+            seams.enter_context(watched(owner, name, watch, part))
+        told = seams.enter_context(told_by(blocks))
+        yield
+    if blocks:
+        for kind in Part:
+            watch.move(float(told[kind]), DECODER, _TOLD[kind])
+
+
+def _watched_in(decoder: Decoder, made: Wired) -> Iterator[tuple[object, str, str]]:
+    """Owner and name of what is called, and which part it is."""
+    yield made.scheduler, "plan", SCHEDULER
+    yield made.scheduler, "record", SCHEDULER
+    yield made.auditor, "look", AUDIT
+    yield made.auditor, "sample", AUDIT
+    yield made.meter, "measure", METRICS
+    for module in decoder.modules():
+        if module is decoder.head:
+            yield module, "forward", HEAD
+        elif type(module) in _MODULES:
+            yield module, "forward", _MODULES[type(module)]
+        elif hasattr(module, "attend"):
+            yield module, "attend", ATTENTION
+        elif isinstance(module, PositionalEncoding):
+            yield module, "embed", POSITION
+            yield module, "rotate", POSITION
+
+
+def _during(watch: Stopwatch, part: str, act: Callable[P, T]) -> Callable[P, T]:
+    def acting(*arguments: P.args, **named: P.kwargs) -> T:
+        with watch.during(part):
+            return act(*arguments, **named)
+
+    return acting
+
+
+def _clock(device: torch.device) -> float:
+    """A GPU is waited for whenever the clock is read: else its work would count as later parts'."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _faster_half(values: Sequence[T], seconds: Callable[[T], float]) -> Sequence[T]:
+    """What other programs disturbed is in the other one."""
+    return sorted(values, key=seconds)[: max(len(values) // 2, 1)]

@@ -1,0 +1,171 @@
+"""What the server spends on the tokens of a step outside the engine: text, chunks, HTTP.
+
+The application itself serves streams over a socket, and its engine is the real one around a pass
+that computes nothing and takes as long as it is told. All of that is one thread, the event loop's,
+whose processor time is read, so neither the engine nor the client counts.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cache.kv import KVCache
+from load_tests.client import DIALECTS, Unreachable, fetch
+from load_tests.client import Server as Address
+from load_tests.in_process import blocks_for, new_cache, wired
+from load_tests.profile_engine import metrics_for
+from load_tests.stopwatch import Stopwatch
+from model.batch import ForwardBatch
+from model.encodings.base import PositionalEncoding
+from model.sampler import Sampler
+from model.shapes import SHAPES
+from model.tokenizers.numbers import NumberTokenizer
+from server import listen
+from server.app import HttpOptions, create_app
+from server.async_engine import AsyncEngine
+from server.completion import Choice
+from server.errors import CommandError
+from server.models import Models, Served
+from server.pass_timer import watched
+from server.position_meter import PositionMeter
+from server.protocol import Server, server_config
+from server.request import StepStats
+from server.scheduler import Limits
+from server.sse import DONE
+from server.wire import CompletionWire
+
+DETOKENISING, CHUNKS, HTTP = "detokenising", "chunks as JSON", "HTTP"
+PARTS = (DETOKENISING, CHUNKS, HTTP)
+
+_NAME = "profiled"
+_HOST = "127.0.0.1"
+_WARM = 4  # steps of all requests before any counts
+_SHAPE = replace(SHAPES["small"], layers=1, heads=1, kv_heads=1, vocab_size=2)
+_TOGETHER_S = 20.0  # until all requests have come
+
+
+def http_times(
+    requests: int, step_s: float, steps: int, *, clock: Callable[[], float] = time.thread_time
+) -> dict[str, float]:
+    """Seconds of PARTS for each step, of `steps` that take `step_s` and give `requests` a token.
+
+    `clock` is read on the event loop's thread. Raises CommandError where streams failed.
+    """
+    answer = 1 + _WARM + steps + 1  # the first may come before the last request
+    context = 2 + answer
+    kv = new_cache(
+        _SHAPE, blocks_for(requests, context), dtype=torch.float32, device=torch.device("cpu")
+    )
+    came = time.monotonic() + _TOGETHER_S
+
+    def forward(batch: ForwardBatch, kv: KVCache) -> Tensor:
+        while batch.max_query > 1 and engine.active() < requests and time.monotonic() < came:
+            time.sleep(0.001)
+        time.sleep(step_s)
+        return torch.tensor([[1.0, 0.0]]).expand(len(batch.output_rows), -1)
+
+    encoding = PositionalEncoding()
+    limits = Limits(requests, 2 * requests, context, max_waiting=requests)
+    made = wired(forward, kv, [encoding], PositionMeter(), limits, Sampler())
+    metrics = metrics_for(_NAME, kv, context)
+    steady = Steady(requests, steps, clock)
+
+    def observe(model: str, stats: StepStats) -> None:
+        metrics.observe_step(model, stats)
+        steady.observe(stats)
+
+    engine = AsyncEngine({_NAME: made.engine}, observe)
+    app = create_app(Models([_served(context)]), engine, metrics, HttpOptions())
+    server = Server(server_config(app, host=_HOST, port=0, log_config=None), app.state.drain, 5.0)
+    with (
+        watched(Choice, "take", steady.watch, DETOKENISING),
+        watched(CompletionWire, "chunk", steady.watch, CHUNKS),
+        _running(server, steady) as port,
+    ):
+        asyncio.run(_stream(port, requests, answer))
+    return steady.seconds()
+
+
+class Steady:
+    """The event loop's processor time while all requests get a token in every step."""
+
+    def __init__(self, requests: int, steps: int, clock: Callable[[], float]) -> None:
+        self.watch = Stopwatch(clock)
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._clock = clock
+        self._requests = requests
+        self._steps = steps
+        self._seen = 0
+        self._marks: list[tuple[float, Mapping[str, float]]] = []
+
+    def observe(self, stats: StepStats) -> None:
+        """On the engine's thread. The loop gets to the mark after the steps told before."""
+        self._seen += stats.generated_tokens == self._requests
+        if self._seen in (_WARM, _WARM + self._steps) and stats.generated_tokens:
+            assert self.loop is not None, "it runs the application that was asked"
+            self.loop.call_soon_threadsafe(self._mark)
+
+    def seconds(self) -> dict[str, float]:
+        """Of each part, for each step."""
+        if len(self._marks) != 2:
+            raise CommandError("the streams did not run side by side; lower --batch")
+        (began, _), (ended, parts) = self._marks
+        text, chunks = (parts.get(part, 0.0) for part in (DETOKENISING, CHUNKS))
+        found = {DETOKENISING: text, CHUNKS: chunks, HTTP: ended - began - text - chunks}
+        return {part: found[part] / self._steps for part in PARTS}
+
+    def _mark(self) -> None:
+        self._marks.append((self._clock(), self.watch.drain()))
+
+
+@contextmanager
+def _running(server: Server, steady: Steady) -> Iterator[int]:
+    """The port it answers on, until it has stopped."""
+
+    async def run() -> None:
+        steady.loop = asyncio.get_running_loop()
+        await server.serve(sockets=[listener])
+
+    with listen.bind(_HOST, 0) as listener:
+        listener.listen(1024)
+        thread = threading.Thread(target=lambda: asyncio.run(run()), name="event loop")
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+async def _stream(port: int, requests: int, tokens: int) -> None:
+    """Raises CommandError."""
+    body = {"prompt": [1, 1], "max_tokens": tokens, "temperature": 0.0, "stream": True}
+    address = Address(_HOST, port, DIALECTS["openai"])
+    asked = (fetch(address, "POST", "/v1/completions", body) for _ in range(requests))
+    try:
+        streams = await asyncio.gather(*asked)
+    except Unreachable as error:
+        raise CommandError(f"a stream failed: {error}") from error
+    for stream in streams:
+        if not stream.endswith(DONE.encode()):
+            raise CommandError(f"a stream failed; it ended with {stream[-200:].decode()}")
+
+
+def _served(context: int) -> Served:
+    return Served(
+        name=_NAME,
+        encoding="",
+        tokenizer=NumberTokenizer(_SHAPE.vocab_size),
+        chat_template=None,
+        stop_ids=frozenset(),
+        vocab_size=_SHAPE.vocab_size,
+        max_context=context,
+        created=0,
+        details={},
+    )

@@ -1,0 +1,43 @@
+"""Adds up time by part. Knows nothing of what the parts are."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Stopwatch:
+    """Seconds by part. A part within another one interrupts it, so no second counts twice."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._open: list[str] = []  # the innermost last
+        self._since = 0.0  # what passed before has been counted
+
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """What happens within is that part."""
+        self._count()
+        self._open.append(part)
+        try:
+            yield
+        finally:
+            self._count()
+            self._open.pop()
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """So much of what was counted as `source` is known to have been `target`."""
+        self._seconds[source] -= seconds
+        self._seconds[target] += seconds
+
+    def drain(self) -> dict[str, float]:
+        """Since this was last asked."""
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return dict(seconds)
+
+    def _count(self) -> None:
+        now = self._clock()
+        if self._open:
+            self._seconds[self._open[-1]] += now - self._since
+        self._since = now

@@ -1,0 +1,163 @@
+"""Every second of a step is some part's, and of the part that it was spent on."""
+
+import pytest
+import torch
+
+from load_tests.profile_engine import (
+    ATTENTION,
+    AUDIT,
+    BATCH,
+    DECODER,
+    EMBEDDING,
+    GATE,
+    HEAD,
+    LINEAR,
+    METRICS,
+    NORM,
+    PARTS,
+    POSITION,
+    RESIDUAL,
+    REST,
+    SAMPLING,
+    SCHEDULER,
+    STORE,
+    step_times,
+    told_by_kernels,
+)
+from model.attention.cpu import CpuBackend
+from model.attention.reference import ReferenceAttention
+from model.kernels.build import load
+from model.kernels.substitutes import substitute
+from server.auditing import Auditor
+from server.engine import Engine
+from server.metrics import Metrics
+from server.position_meter import PositionMeter
+from server.pull import home
+from server.sampling import sample
+from server.scheduler import Scheduler
+from tests.model.tiny import CONFIG, tiny
+
+STEPS = 4
+OUTSIDE = {SAMPLING, SCHEDULER, BATCH, AUDIT, METRICS, REST}
+MODULES = {LINEAR, HEAD, ATTENTION, POSITION, NORM, GATE, EMBEDDING, DECODER}
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return load(home() / "kernels")
+
+
+def times(decoder, **more):
+    return step_times(decoder, 3, 20, STEPS, **{"kernels": "not asked for"} | more)
+
+
+class Clock:
+    """Stands still but for what is late."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def late(self, act):
+        """`act`, which takes a second more."""
+
+        def acting(*arguments):
+            self.now += 1
+            return act(*arguments)
+
+        return acting
+
+    def slow(self, decoder, **more):
+        """Seconds of the parts that took any, and of a step that is not watched."""
+        found = times(decoder, clock=lambda: self.now, **more)
+        assert found.unwatched == found.step
+        return {part: seconds for part, seconds in found.parts.items() if seconds}
+
+
+def state(decoder):
+    """What each module has of its own."""
+    return [{**vars(module)} for module in decoder.modules()]
+
+
+def test_modules_are_watched_one_by_one():
+    decoder = tiny("rope")
+    before = state(decoder)
+    found = times(decoder)
+    assert not told_by_kernels(decoder)
+    assert set(found.parts) == MODULES | OUTSIDE
+    assert all(seconds > 0 for seconds in found.parts.values())
+    assert found.step == pytest.approx(sum(found.parts.values())) and found.unwatched > 0
+    assert state(decoder) == before
+
+
+def test_layers_tell_their_own_times(kernels):
+    decoder = tiny("rope", CpuBackend(kernels), torch.float32)
+    substitute(decoder, kernels, torch.float32)
+    before = state(decoder)
+    found = times(decoder, kernels=kernels)
+    assert told_by_kernels(decoder)
+    assert list(found.parts) == list(PARTS) and set(PARTS) == MODULES | OUTSIDE | {STORE, RESIDUAL}
+    assert all(seconds > 0 for seconds in found.parts.values())
+    assert state(decoder) == before
+
+
+def test_norms_and_activations_of_other_models_are_watched():
+    found = times(tiny("learned", norm="layer", gated=False, activation="gelu"))
+    assert set(found.parts) == (MODULES | OUTSIDE) - {GATE}
+
+
+def test_a_slow_sampler_is_sampling():
+    clock = Clock()
+    assert clock.slow(tiny("rope"), sample=clock.late(sample)) == {SAMPLING: 1}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "found"),
+    [
+        (Scheduler, "plan", {SCHEDULER: 1}),
+        (Scheduler, "record", {SCHEDULER: 1}),
+        (Auditor, "look", {AUDIT: 3}),
+        (Auditor, "sample", {AUDIT: 1}),
+        (PositionMeter, "measure", {METRICS: 1}),
+        (Metrics, "observe_step", {METRICS: 1}),
+        (Engine, "step", {REST: 1}),
+    ],
+)
+def test_a_slow_part_of_the_engine_is_that_part(owner, name, found, monkeypatch):
+    clock, act = Clock(), getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, *rest: clock.late(act)(self, *rest))
+    assert clock.slow(tiny("rope")) == found
+
+
+def test_slow_attention_is_attention():
+    clock = Clock()
+
+    class Late(ReferenceAttention):
+        def __call__(self, *arguments):
+            return clock.late(super().__call__)(*arguments)
+
+    assert clock.slow(tiny("alibi", Late)) == {ATTENTION: CONFIG.layers}
+
+
+@pytest.mark.parametrize(
+    ("find", "part"),
+    [
+        (lambda decoder: decoder.head, HEAD),
+        (lambda decoder: decoder.layers[1].mlp.down, LINEAR),
+        (lambda decoder: decoder.norm, NORM),
+        (lambda decoder: decoder.layers[0].mlp.gate, GATE),
+        (lambda decoder: decoder.embed, EMBEDDING),
+        (lambda decoder: decoder.layers[2], DECODER),
+    ],
+)
+def test_a_slow_module_is_its_part(find, part):
+    clock, decoder = Clock(), tiny("rope")
+    module = find(decoder)
+    module.forward = clock.late(module.forward)
+    assert clock.slow(decoder) == {part: 1}
+
+
+@pytest.mark.parametrize(("encoding", "name"), [("learned", "embed"), ("rope", "rotate")])
+def test_slow_work_for_positions_is_position(encoding, name):
+    clock, decoder = Clock(), tiny(encoding)
+    setattr(decoder.encoding, name, clock.late(getattr(decoder.encoding, name)))
+    assert clock.slow(decoder) == {POSITION: 1 if name == "embed" else CONFIG.layers}
