@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 import torch
@@ -110,18 +110,20 @@ def _pack(
     tokens, positions, offsets, slots, starts, contexts, blocks, bases, wanted = _split(host, sizes)
     starts[1:] = ends
     wanted[:] = outputs
-    for row, (span, end) in enumerate(zip(spans, ends, strict=True)):
-        rows = slice(end - span.count, end)
-        stop = span.start + span.count
+    for row, span in enumerate(spans):
         here = slice(row * width, row * width + len(span.table.blocks))
         blocks[here] = span.table.blocks
         bases[here] = span.table.bases
-        contexts[row] = stop
-        tokens[rows] = span.tokens
-        index = np.arange(span.start, stop)
-        block, offsets[rows] = np.divmod(index, block_size)
-        positions[rows] = bases[here][block] + offsets[rows]
-        slots[rows] = blocks[here][block] * block_size + offsets[rows]
+    tokens[:] = list(chain.from_iterable(span.tokens for span in spans))
+    # All rows at once: most steps have one of each request, and many requests.
+    firsts = np.array([span.start for span in spans])
+    contexts[:] = firsts + counts
+    request = np.repeat(np.arange(requests), counts)
+    index = np.arange(total) + (firsts - starts[:-1])[request]
+    block, offsets[:] = np.divmod(index, block_size)
+    entry = request * width + block
+    positions[:] = bases[entry] + offsets
+    slots[:] = blocks[entry] * block_size + offsets
     on_device = torch.from_numpy(host).to(device)
     parts = [on_device[a:b] for a, b in pairwise([0, *accumulate(sizes)])]
     return ForwardBatch(
