@@ -4,6 +4,15 @@ import os
 
 import torch
 
+# Long, and late in the alphabet: begun first, so that no worker is left alone with one of them.
+FIRST = (
+    "server/test_end_to_end.py",
+    "server/test_overflow.py",
+    "server/test_provenance.py",
+    "server/test_seeded_bugs.py",
+    "tests/test_readme.py",
+)
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -22,6 +31,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: not str(item.path).endswith(FIRST))
     if config.getoption("--full"):
         return
     config.hook.pytest_deselected(items=[item for item in items if _only_in_full(item)])

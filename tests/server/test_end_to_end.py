@@ -144,15 +144,15 @@ async def one_client(port, i, rng, longest_wait):
         writer.close()
 
 
-async def two_hundred(port, longest_wait=0.6):
+async def clients(port, count, longest_wait=0.6):
     """All of them, started a hundredth of a second apart; the answers of those who stayed."""
 
     async def later(i):
         await asyncio.sleep(i * 0.01)
         return await one_client(port, i, random.Random(i), longest_wait)
 
-    answers = await asyncio.gather(*(later(i) for i in range(200)))
-    assert answers.count(None) > 10
+    answers = await asyncio.gather(*(later(i) for i in range(count)))
+    assert answers.count(None) > count // 20
     return [answer for i, answer in enumerate(answers) if i % 3]
 
 
@@ -165,7 +165,7 @@ def test_two_hundred_requests_of_which_a_third_leave(server):
     with socket.create_connection(("127.0.0.1", server.port)):
         eventually(lambda: server.footprint()[1] == before[1] + 1)  # it would see one left over
     assert server.settled() == before
-    assert set(asyncio.run(two_hundred(server.port))) == {b"HTTP/1.1 200 OK"}
+    assert set(asyncio.run(clients(server.port, 200))) == {b"HTTP/1.1 200 OK"}
     eventually(lambda: server.metric("ropewalk_requests_running") == 0)
     assert server.metric("ropewalk_requests_waiting") == 0
     assert server.metric("ropewalk_client_disconnects_total") > 10
@@ -203,7 +203,7 @@ def test_no_task_is_left_behind(caplog):
             await asyncio.sleep(0.01)
         tasks = asyncio.all_tasks()
         assert serving in tasks
-        answers = await two_hundred(listener.getsockname()[1], longest_wait=0.3)
+        answers = await clients(listener.getsockname()[1], 80, longest_wait=0.3)
         assert set(answers) == {b"HTTP/1.1 200 OK"}
         await settled(tasks)
         server.should_exit = True

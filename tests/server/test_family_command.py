@@ -110,7 +110,9 @@ class Kerple(PositionalEncoding):
 
 
 @pytest.fixture
-def corpus_there(own_home):
+def corpus_there(own_home, monkeypatch):
+    for where in ("model.family.recipe.CONTEXT", "server.family_command.CONTEXT"):
+        monkeypatch.setattr(where, 64)  # 512 tokens in a step
     folder = own_home / "family"
     folder.mkdir(parents=True)
     drawn = np.random.default_rng(0)
@@ -123,7 +125,7 @@ def test_an_encoding_of_ones_own_is_trained_and_served(
 ) -> None:
     (tmp_path / "kerple.py").write_text(KERPLE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    train = ["family", "train", "--encoding", "kerple:Kerple", "--tokens", "8192", "--no-compile"]
+    train = ["family", "train", "--encoding", "kerple:Kerple", "--tokens", "1024", "--no-compile"]
     assert cli.main(train) == 0
     folder = own_home / "family" / "runs" / "ropewalk-kerple" / "model"
     assert capsys.readouterr().out == f"{folder}\n"
@@ -153,7 +155,7 @@ def test_packed_models_are_served_by_name(capsys, monkeypatch, tmp_path, corpus_
     assert cli.main(["family", "pack"]) == 1
     assert "run ropewalk family train" in sentence(capsys)
     for encoding in ("rope", "learned"):
-        flags = ["--encoding", encoding, "--tokens", "4096", "--no-compile"]
+        flags = ["--encoding", encoding, "--tokens", "512", "--no-compile"]
         assert cli.main(["family", "train", *flags]) == 0
     capsys.readouterr()
     assert cli.main(["family", "pack"]) == 0

@@ -186,8 +186,12 @@ def test_a_fork_without_room_waits():
 ROPES = ["rope", "rope-scaled"]
 FREE = ["nope", "t5", "alibi", "rope-raw", "rope-block"]
 CASES = [
-    *((name, Overflow.SHIFT) for name in ROPES + FREE),
-    *combined(FREE, [Overflow.SLIDE], always=lambda name, _: name in ("t5", "rope-block")),
+    *((name, Overflow.SHIFT) for name in ROPES),
+    *combined(
+        FREE,
+        [Overflow.SHIFT, Overflow.SLIDE],
+        always=lambda name, how: (how is Overflow.SLIDE) == (name in ("t5", "rope-block")),
+    ),
 ]
 
 

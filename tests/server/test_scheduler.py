@@ -351,6 +351,19 @@ def test_abort_frees_at_once_and_is_idempotent():
     s.check()
 
 
+def test_an_abort_leaves_shared_blocks_to_the_others():
+    s = scheduler()
+    a = add(s, "a", range(9))
+    step(s)
+    b = add(s, "b", range(9))
+    step(s)
+    assert b.cached == 8
+    held = s._cache.table("b").blocks[:2]
+    s.abort(a.id)
+    assert [s._cache._pool.refs(block) for block in held] == [1, 1]
+    s.check()
+
+
 def test_a_request_aborted_during_its_step_is_skipped():
     s = scheduler()
     a, b = add(s, "a"), add(s, "b")

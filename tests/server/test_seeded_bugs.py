@@ -370,7 +370,9 @@ BUGS = [
     no_reference_for_a_hit,
     hit_stays_in_the_free_list,
     last_reference_leaks,
-    double_free_on_abort,
+    # Found late: test_scheduler.py and test_operations.py show by themselves what these two break.
+    pytest.param(double_free_on_abort, marks=pytest.mark.full),
+    pytest.param(fork_shares_the_block_that_both_write, marks=pytest.mark.full),
     reused_block_keeps_its_entry,
     continuations_outlive_their_prefix,
     continue_a_withdrawn_entry,
@@ -391,7 +393,6 @@ BUGS = [
     abort_forgets_the_queue,
     step_over_budget,
     one_token_too_many,
-    fork_shares_the_block_that_both_write,
     publish_after_an_eviction,
     eviction_keeps_the_bases,
     shift_drops_other_tokens_than_entries,
