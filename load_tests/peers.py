@@ -1,7 +1,7 @@
-"""Side by side with `transformers serve`: same machine, weights, prompts and client.
+"""Ropewalk beside other servers: same machine, weights, prompts and client.
 
 Systems take turns (A B C A B C …), each alone on the machine while measured. Prompts are text,
-because a peer takes nothing else, and end-of-text never ends an answer on either side.
+because not every peer takes anything else, and end-of-text never ends an answer.
 """
 
 import argparse
@@ -9,60 +9,76 @@ import asyncio
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar
 
 from load_tests.bench import COULD_NOT, Measured, as_result, complete_options, report
+from load_tests.client import Arm, complete
 from load_tests.environment import environment
 from load_tests.facts import Facts, arms_of
-from load_tests.loads import Load, points, under_profiles
-from load_tests.options import add_load_options, sizes_from
+from load_tests.footprint import resident_bytes
+from load_tests.peer_table import PROCESSES, ROWS, Lifetime, peer_table, rows_from, sizes
 from load_tests.progress import Progress
 from load_tests.prompts import PromptMaker
-from load_tests.runner import Runner
-from load_tests.systems import OURS, System, running, system_from
+from load_tests.runner import NoSuccess, Runner
+from load_tests.serving import terminated_as_interrupted
+from load_tests.systems import OURS, PEERS, System, peer_from, running, system_from
+from load_tests.terms import Request
+
+Parsed = TypeVar("Parsed")
 
 _DESCRIPTION = """\
-Compare Ropewalk with `transformers serve --continuous-batching` on this machine.
+Compare Ropewalk with other servers on this machine, each alone on it while it is measured.
+docs/load-testing-peers.md says how to install them, and what is compared.
 
-Prepare the peer once, in an environment of its own:
-  python3 -m venv PEER
-  PEER/bin/pip install torch==2.13.0
-  PEER/bin/pip install 'transformers[serving]==5.23.0' accelerate gguf
-  PEER/bin/python -m load_tests.export_hf MODEL.gguf MODEL_FOLDER
+work:
 """
 
 _EPILOG = """\
 example:
-  python -m load_tests.peers --peer-python PEER/bin/python --model MODEL_FOLDER \\
-      --profile closed:32 --runs 3 --out peers
+  python -m load_tests.peers --model MODEL_FOLDER --peer vllm=VLLM/bin/python \\
+      --peer transformers=TRANSFORMERS/bin/python --runs 5 --out peers
+
+The folder of --out gets result.json, with every sample, and report.html.
+Exit status: 0 when every request was served, 1 when some failed, 2 when nothing was measured.
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
+    work = "".join(f"  {row.name:<12} {row.title}\n" for row in ROWS.values())
     options = argparse.ArgumentParser(
         prog="load_tests.peers",
-        description=_DESCRIPTION,
+        description=_DESCRIPTION + work,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    options.add_argument(
-        "--peer-python", type=Path, required=True, help="the Python that has transformers[serving]"
+        allow_abbrev=False,
     )
     options.add_argument(
         "--model",
         type=Path,
         required=True,
-        help="the folder export_hf wrote: holds bf16/ and bf16-noeos/",
+        metavar="FOLDER",
+        help="holds the weights as each system takes them: bf16/, bf16-noeos/, openvino/, "
+        "bfloat16.gguf",
+    )
+    options.add_argument(
+        "--peer",
+        type=_checked(peer_from),
+        action="append",
+        default=[],
+        metavar="PEER=PROGRAM",
+        help="the Python that has a peer, or llamacpp's llama-server; again for more: "
+        f"{', '.join(PEERS)}",
     )
     options.add_argument(
         "--systems",
-        default="ropewalk:bfloat16,transformers:bfloat16,transformers:float32",
         metavar="A,B",
-        help="in the order they take turns; the others are compared with the first "
-        "(default: %(default)s)",
+        help="PROGRAM:DTYPE in the order they take turns; the others are compared with the first "
+        "(default: ropewalk and every --peer, in bfloat16)",
     )
     options.add_argument(
         "--ours",
@@ -70,74 +86,132 @@ def parser() -> argparse.ArgumentParser:
         metavar="COMMAND",
         help="how to start Ropewalk (default: %(default)s)",
     )
-    add_load_options(options)
+    options.add_argument(
+        "--work",
+        type=_checked(rows_from),
+        default=tuple(ROWS.values()),
+        metavar="NAME,...",
+        help="some of the above (default: all)",
+    )
+    for name, default, meaning in (
+        ("--runs", 5, "of every system, each with a start of its own"),
+        ("--requests-per-worker", sizes(4).requests_per_worker, "in a run, but for shared"),
+    ):
+        options.add_argument(
+            name,
+            type=_checked(_count),
+            default=default,
+            metavar="N",
+            help=f"{meaning} (default: %(default)s)",
+        )
+    options.add_argument(
+        "--timeout",
+        type=_checked(float),
+        default=600.0,
+        metavar="S",
+        help="seconds until an answer must be complete (default: %(default)g)",
+    )
+    options.add_argument("--seed", help="of prompts and order (default: new each time)")
+    options.add_argument("--out", metavar="FOLDER", help="(default: one named after the time)")
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: measured; 1: some requests failed; 2: a system could not be measured."""
+    """0: all were served; 1: some failed; 2: a system could not be measured; 130: interrupted."""
     words = sys.argv[1:] if argv is None else list(argv)
     options = parser()
     args = options.parse_args(words)
-    if args.prompt_form == "ids":
-        options.error("transformers serve takes text prompts only: drop --prompt-form ids")
+    peers = dict(args.peer)
+    specs = args.systems or ",".join(f"{name}:bfloat16" for name in ("ropewalk", *peers))
     try:
         systems = [
-            system_from(
-                spec,
-                ours=args.ours,
-                peer_python=args.peer_python,
-                model=args.model / "bf16",
-                noeos=args.model / "bf16-noeos",
-            )
-            for spec in args.systems.split(",")
+            system_from(spec, ours=args.ours, peers=peers, model=args.model)
+            for spec in specs.split(",")
         ]
     except ValueError as error:
         options.error(str(error))
     complete_options(args, "peers")
     measured = Measured()
     progress = Progress(sys.stderr)
+    status, reason = 0, ""
     try:
-        asyncio.run(_measure(systems, args, measured, progress))
+        with terminated_as_interrupted():
+            asyncio.run(_measure(systems, args, measured, progress))
     except COULD_NOT as error:
-        progress.clear()
-        print(f"load_tests.peers: {error}", file=sys.stderr)
-        return 2
+        status, reason = 2, str(error)
     except KeyboardInterrupt:
-        progress.clear()
-        print("load_tests.peers: interrupted, nothing to report", file=sys.stderr)
-        return 130
+        status, reason = 130, "interrupted"
     progress.clear()
-    command = shlex.join(["python", "-m", "load_tests.peers", *words])
-    return report(as_result(command, args, measured), Path(args.out))
+    if reason:
+        print(f"load_tests.peers: {reason}", file=sys.stderr)
+        measured.warnings.append(f"The comparison ended early ({reason}); this is what it has.")
+    if not measured.runs:
+        return status
+    args.work = [row.name for row in args.work]  # as result.json has it
+    args.peer = [f"{name}={program}" for name, program in args.peer]
+    result = as_result(shlex.join(["python", "-m", "load_tests.peers", *words]), args, measured)
+    served = report(result, Path(args.out))
+    print(f"\n{peer_table(result)}")
+    return status or served
 
 
 async def _measure(
     systems: Sequence[System], args: argparse.Namespace, measured: Measured, progress: Progress
 ) -> None:
-    sizes = sizes_from(args)
-    runner = Runner(lambda seed: PromptMaker(seed, "text"), sizes, args.seed, progress)
+    size = sizes(args.requests_per_worker)
+    loads = [row.load for row in args.work]
+    runner = Runner(lambda seed: PromptMaker(seed, "text"), size, args.seed, progress)
     measured.warnings = runner.warnings
-    measured.environment = await environment([])
-    loads = await under_profiles(points(args.workload, sizes), args.profile or (), _no_sweep)
+    lifetimes: dict[str, list[dict[str, object]]] = {system.name: [] for system in systems}
+    measured.environment = {**await environment([]), PROCESSES: lifetimes}
     progress.schedule(args.runs * len(systems) * len(loads))
     with tempfile.TemporaryDirectory(prefix="ropewalk-peers-") as logs:
         for block in range(args.runs):
-            for each in systems:
+            for system in systems:
                 title = f"block {block + 1} of {args.runs}"
-                progress.start(f"{title}, starting {each.name}")
-                async with running(each, Path(logs), args.timeout) as started:
-                    arm = replace((await arms_of(started.server, ()))[0], label=each.name)
+                progress.start(f"{title}, starting {system.name}")
+                async with running(system, Path(logs), args.timeout) as started:
+                    arm = replace((await arms_of(started.server, ()))[0], label=system.name)
+                    prompts = PromptMaker(f"{args.seed}/{block}/start", "text")
+                    await _answer(arm, prompts, prompt_tokens=16)
+                    start_s = time.monotonic() - started.began
+                    loaded = resident_bytes(started.pid)
                     if block == 0:
                         measured.arms.append(arm)
                         measured.facts[arm.label] = Facts()
                     await runner.warm_up([arm])
+                    # No run pays for what is made for a long prompt, either.
+                    await _answer(arm, prompts, prompt_tokens=size.prefill_tokens)
                     async for run in runner.block([arm], loads, block, title):
                         measured.runs.append(run)
+                    life = Lifetime(block, start_s, loaded, resident_bytes(started.pid))
+                    lifetimes[system.name].append(asdict(life))
 
 
-async def _no_sweep(load: Load) -> float:
-    raise ValueError("a sweep finds its rates on one server; name them: --profile poisson:2")
+async def _answer(arm: Arm, prompts: PromptMaker, prompt_tokens: int) -> None:
+    """One request, to its end. Raises NoSuccess when it fails."""
+    request = Request(prompts.prompt(prompt_tokens), prompt_tokens, output_tokens=4)
+    outcome = await complete(arm.server, request)
+    if outcome.error is not None:
+        raise NoSuccess(f"{arm.label} at {arm.server.url}: {outcome.error}")
+
+
+def _checked(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
+    """`parse` whose ValueError argparse prints as it is."""
+
+    def checked(text: str) -> Parsed:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return checked
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{text!r} is not a number from 1 up")
+    return int(text)
 
 
 if __name__ == "__main__":

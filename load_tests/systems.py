@@ -1,11 +1,13 @@
-"""Starts and stops the servers of a comparison: Ropewalk and `transformers serve`.
+"""Starts and stops the servers of a comparison: Ropewalk and its peers.
 
-A system runs alone while it is measured, with both cores, the same weights and the same precision
-options its own command line offers.
+A system runs alone while it is measured, with every core, the same weights and the same precision.
+How each peer is installed: docs/load-testing-peers.md.
 """
 
+import os
 import shlex
 import sys
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,12 +16,40 @@ from pathlib import Path
 from load_tests import process
 from load_tests.client import DIALECTS, Dialect, Server
 
-OURS = "{python} -m server serve {model} --host {host} --port {port} --dtype {dtype}"
-TRANSFORMERS = (
-    "{peer_python} -m transformers.cli.transformers serve {noeos} --continuous-batching "
-    "--device cpu --dtype {dtype} --attn-implementation sdpa --cb-max-batch-tokens 2048 "
-    "--cb-num-blocks 1024 --cb-block-size 32 --host {host} --port {port}"
-)
+OURS = "{python} -m server serve {model}/bf16 --host {host} --port {port} --dtype {dtype}"
+_OURS = "ropewalk"
+# Peer → its dialect, and the command with {program} for what `--peer` names.
+_PEERS: Mapping[str, tuple[str, str]] = {
+    # Without a copy that has no end-of-text its answers would end early: it takes no ignore_eos.
+    "transformers": (
+        "transformers",
+        "{program} -m transformers.cli.transformers serve {model}/bf16-noeos "
+        "--continuous-batching --device cpu --dtype {dtype} --attn-implementation sdpa "
+        "--cb-max-batch-tokens 2048 --cb-num-blocks 1024 --cb-block-size 32 "
+        "--host {host} --port {port}",
+    ),
+    # Unless told to compute on all cores it keeps one for itself. Both libraries are its own
+    # advice for a CPU.
+    "vllm": (
+        "openai",
+        "env LD_PRELOAD=libtcmalloc_minimal.so.4:{prefix}/lib/libiomp5.so "
+        "VLLM_CPU_KVCACHE_SPACE=2 VLLM_CPU_OMP_THREADS_BIND=0-{last_core} "
+        "{program} -m vllm.entrypoints.openai.api_server --model {model}/bf16 "
+        "--served-model-name m --dtype {dtype} --max-model-len 4096 --max-num-seqs 32 "
+        "--host {host} --port {port}",
+    ),
+    # Computes in the type of its file. Room for 1,280 tokens in each of 32 slots.
+    "llamacpp": (
+        "openai",
+        "{program} -m {model}/{dtype}.gguf -a m -t {cores} -tb {cores} -np 32 --no-kv-unified "
+        "-c 40960 -fa on --cache-ram 0 --host {host} --port {port}",
+    ),
+    "openvino": (
+        "openai",
+        "{program} -m load_tests.openvino_server {model}/openvino {dtype} {cores} {port}",
+    ),
+}
+PEERS = tuple(_PEERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +61,39 @@ class System:
     command: str
 
 
-def system_from(spec: str, *, ours: str, peer_python: Path, model: Path, noeos: Path) -> System:
-    """`ropewalk:DTYPE` or `transformers:DTYPE` → how to start it. Raises ValueError."""
-    program, _, dtype = spec.partition(":")
-    templates: Mapping[str, tuple[str, str]] = {
-        "ropewalk": (ours, "openai"),
-        "transformers": (TRANSFORMERS, "transformers"),
-    }
-    if program not in templates or not dtype:
-        raise ValueError(f"{spec!r} is not ropewalk:DTYPE or transformers:DTYPE")
-    template, dialect = templates[program]
+def peer_from(text: str) -> tuple[str, Path]:
+    """`vllm=/path/to/python` → the peer and the program to run it with. Raises ValueError."""
+    name, _, path = text.partition("=")
+    if name not in _PEERS or not path:
+        raise ValueError(f"{text!r} is not PEER=PROGRAM, with a peer of {', '.join(_PEERS)}")
+    if not Path(path).is_file():
+        raise ValueError(f"{name}: there is no file {path}; name its Python or server program")
+    return name, Path(path).absolute()  # a resolved link would leave the virtual environment
+
+
+def system_from(spec: str, *, ours: str, peers: Mapping[str, Path], model: Path) -> System:
+    """`PROGRAM:DTYPE` → how to start it. Raises ValueError.
+
+    `ours` is the command of Ropewalk with its blanks, `peers` the programs by peer, `model` the
+    folder with the weights in the form that each of them takes.
+    """
+    name, _, dtype = spec.partition(":")
+    if name not in (_OURS, *_PEERS) or not dtype:
+        known = ", ".join((_OURS, *_PEERS))
+        raise ValueError(f"{spec!r} is not PROGRAM:DTYPE, with a program of {known}")
+    if name != _OURS and name not in peers:
+        raise ValueError(f"{spec} needs its program: add --peer {name}=PATH")
+    dialect, template = ("openai", ours) if name == _OURS else _PEERS[name]
+    program = peers.get(name, Path(sys.executable))
+    cores = len(os.sched_getaffinity(0))
     command = template.format(
         python=shlex.quote(sys.executable),
-        peer_python=shlex.quote(str(peer_python)),
+        program=shlex.quote(str(program)),
+        prefix=shlex.quote(str(program.parent.parent)),
         model=shlex.quote(str(model)),
-        noeos=shlex.quote(str(noeos)),
         dtype=dtype,
+        cores=cores,
+        last_core=cores - 1,
         host=process.HOST,
         port="{port}",
     )
@@ -55,10 +102,11 @@ def system_from(spec: str, *, ours: str, peer_python: Path, model: Path, noeos: 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A server that answers, and the process whose CPU time is its own."""
+    """A server that answers."""
 
     server: Server
-    pid: int
+    pid: int  # of its process; all that it started is in the session of this number
+    began: float  # time.monotonic() when it was started
 
 
 @asynccontextmanager
@@ -69,10 +117,11 @@ async def running(system: System, logs: Path, timeout_s: float) -> AsyncIterator
     """
     port = process.free_port()
     words = shlex.split(system.command.format(port=port))
+    began = time.monotonic()
     started = process.start(system.name, words, logs / f"{system.name.replace(':', '-')}.log")
     try:
         server = Server(process.HOST, port, system.dialect, timeout_s=timeout_s)
         await started.answers(server)
-        yield Started(server, started.popen.pid)
+        yield Started(server, started.popen.pid, began)
     finally:
         started.stop()

@@ -6,44 +6,56 @@ import pytest
 from load_tests.peers import main
 
 FAKE = f"{sys.executable} -m tests.load_tests.sse_server {{port}}"
-REQUIRED = ["--peer-python", sys.executable, "--model", "weights"]
-SMALL = ["--prompt-tokens", "4", "--output-tokens", "3", "--requests-per-worker", "1"]
+BASE = ["--model", "weights", "--ours", FAKE]
 
 
 def test_two_systems_take_turns(capsys, tmp_path):
-    options = ["--systems", "ropewalk:a,ropewalk:b", "--ours", FAKE, "--runs", "2"]
-    load = ["--profile", "closed:2,sync", "--out", str(tmp_path / "out")]
-    assert main([*REQUIRED, *options, *SMALL, *load]) == 0
-    captured = capsys.readouterr()
-    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    options = ["--systems", "ropewalk:a,ropewalk:b", "--work", "one,eight", "--runs", "2"]
+    out = tmp_path / "out"
+    assert main([*BASE, *options, "--requests-per-worker", "2", "--out", str(out)]) == 0
+    result = json.loads((out / "result.json").read_text())
     assert (list(result["arms"]), result["zero"]) == (["ropewalk:a", "ropewalk:b"], "ropewalk:a")
     turns = [(run["block"], run["arm"][-1]) for run in result["runs"]]
     assert turns == [(block, arm) for block in (0, 1) for arm in "ab" for _ in range(2)]
-    assert "ropewalk:b" in captured.out
-    assert (tmp_path / "out" / "report.html").exists()
+    printed = capsys.readouterr().out
+    assert "ropewalk:a is better by" in printed
+    for title in ("one stream, 128 in", "8 concurrent", "start to first", "memory after the work"):
+        assert title in printed
+    assert "prefill of 1,024" not in printed
+    lives = result["environment"]["processes"]["ropewalk:b"]
+    assert [life["block"] for life in lives] == [0, 1]
+    assert all(life["start_s"] > 0 and life["loaded_bytes"] > 1 << 20 for life in lives)
+    assert (out / "report.html").exists()
 
 
 def test_a_system_that_does_not_start_is_status_2(capsys, tmp_path):
     command = f"{sys.executable} -c print('broken',{{port}})"
-    options = ["--systems", "ropewalk:a", "--ours", command, "--out", str(tmp_path)]
-    assert main([*REQUIRED, *options, *SMALL]) == 2
+    assert main(["--model", "weights", "--ours", command, "--out", str(tmp_path)]) == 2
     assert "ended at its start" in capsys.readouterr().err
+
+
+def test_what_was_measured_before_a_failure_is_reported(capsys, tmp_path):
+    missing = tmp_path / "python"
+    missing.write_text("not a program")
+    options = ["--peer", f"llamacpp={missing}", "--work", "one", "--out", str(tmp_path)]
+    assert main([*BASE, *options, "--requests-per-worker", "1"]) == 2
+    captured = capsys.readouterr()
+    assert "Permission denied" in captured.err
+    assert "warning: The comparison ended early" in captured.out
+    assert list(json.loads((tmp_path / "result.json").read_text())["arms"]) == ["ropewalk:bfloat16"]
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--systems", "vllm:x"], "is not ropewalk:DTYPE"),
-        (["--prompt-form", "ids"], "text prompts only"),
+        (["--systems", "sglang:x"], "is not PROGRAM:DTYPE"),
+        (["--systems", "vllm:bfloat16"], "add --peer vllm=PATH"),
+        (["--peer", "vllm=/no/such"], "there is no file /no/such"),
+        (["--work", "two"], "there is no work 'two'"),
+        (["--runs", "0"], "'0' is not a number from 1 up"),
     ],
 )
 def test_wrong_options(capsys, options, reason):
     with pytest.raises(SystemExit):
-        main([*REQUIRED, *options])
+        main([*BASE, *options])
     assert reason in capsys.readouterr().err
-
-
-def test_a_sweep_is_refused(capsys, tmp_path):
-    options = ["--systems", "ropewalk:a", "--ours", FAKE, "--out", str(tmp_path)]
-    assert main([*REQUIRED, *options, *SMALL, "--profile", "sweep"]) == 2
-    assert "name them: --profile poisson:2" in capsys.readouterr().err

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from load_tests.client import DIALECTS, get_json
+from load_tests.footprint import session_processes
 from load_tests.process import StartFailed
-from load_tests.systems import OURS, System, running, system_from
+from load_tests.systems import OURS, PEERS, System, peer_from, running, system_from
 
-PATHS = {"peer_python": Path("/p/python"), "model": Path("/m/bf16"), "noeos": Path("/m/noeos")}
+PROGRAMS = {name: Path(f"/p/{name}/bin/program") for name in PEERS}
 FAKE = f"{sys.executable} -m tests.load_tests.sse_server {{port}}"
 
 
@@ -18,21 +19,51 @@ def fake(command: str) -> System:
     return System("fake:1", DIALECTS["openai"], command)
 
 
+def made(spec: str, **programs) -> System:
+    return system_from(spec, ours=OURS, peers=programs or PROGRAMS, model=Path("/m"))
+
+
 def test_commands():
-    ours = system_from("ropewalk:float32", ours=OURS, **PATHS)
-    peer = system_from("transformers:bfloat16", ours=OURS, **PATHS)
+    ours, peer = made("ropewalk:float32"), made("transformers:bfloat16")
     assert ours.command.startswith(f"{sys.executable} -m server serve /m/bf16 ")
     assert ours.command.endswith("--port {port} --dtype float32")
-    assert peer.command.startswith("/p/python -m transformers.cli.transformers serve /m/noeos ")
+    assert peer.command.startswith(
+        "/p/transformers/bin/program -m transformers.cli.transformers serve /m/bf16-noeos "
+    )
     assert "--continuous-batching" in peer.command
     assert "--dtype bfloat16" in peer.command
     assert (ours.dialect.name, peer.dialect.name) == ("openai", "transformers")
 
 
-@pytest.mark.parametrize("spec", ["ropewalk", "vllm:bfloat16", ""])
+def test_commands_of_the_peers_that_need_more_than_their_options():
+    vllm = made("vllm:bfloat16").command
+    assert "LD_PRELOAD=libtcmalloc_minimal.so.4:/p/vllm/lib/libiomp5.so " in vllm
+    last = len(os.sched_getaffinity(0)) - 1
+    assert f"BIND=0-{last} /p/vllm/bin/program -m vllm.entrypoints" in vllm
+    assert " -m /m/float32.gguf " in made("llamacpp:float32").command
+    assert made("openvino:float32").command.endswith(f"/m/openvino float32 {last + 1} {{port}}")
+
+
+@pytest.mark.parametrize("spec", ["ropewalk", "sglang:bfloat16", ""])
 def test_other_systems_are_refused(spec):
-    with pytest.raises(ValueError, match="is not ropewalk:DTYPE"):
-        system_from(spec, ours=OURS, **PATHS)
+    with pytest.raises(ValueError, match="is not PROGRAM:DTYPE, with a program of ropewalk, "):
+        made(spec)
+
+
+def test_a_peer_without_a_program_is_refused():
+    with pytest.raises(ValueError, match="vllm:bfloat16 needs its program: add --peer vllm=PATH"):
+        made("vllm:bfloat16", openvino=Path("/p"))
+
+
+def test_a_peer_is_a_name_and_a_file(tmp_path):
+    link = tmp_path / "python"
+    link.symlink_to(sys.executable)
+    assert peer_from(f"vllm={link}") == ("vllm", link)  # the link itself: it is the environment
+    for text in ("vllm", "vllm=", f"sglang={link}"):
+        with pytest.raises(ValueError, match="is not PEER=PROGRAM"):
+            peer_from(text)
+    with pytest.raises(ValueError, match="vllm: there is no file /no/such"):
+        peer_from("vllm=/no/such")
 
 
 def alive(pid: int) -> bool:
@@ -86,8 +117,9 @@ def test_what_a_server_started_ends_with_it(tmp_path):
     command = f"{sys.executable} {script} {{port}} {child}"
 
     async def use() -> None:
-        async with running(fake(command), tmp_path, 5.0):
+        async with running(fake(command), tmp_path, 5.0) as started:
             assert alive(int(child.read_text()))
+            assert {started.pid, int(child.read_text())} <= set(session_processes(started.pid))
 
     asyncio.run(use())
     deadline = time.monotonic() + 5  # the orphan is reaped by somebody else

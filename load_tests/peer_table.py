@@ -1,0 +1,163 @@
+"""What servers are compared by: the work sent to each, one figure of it, and the table of all.
+
+A figure is better when there is more of it (tokens per second) or less (seconds, memory). The last
+column says how many times better the first system is than the best of the others, whichever that
+is for this row: 1.2 is a fifth more tokens per second, or the same work in 1/1.2 of the time.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from load_tests.differences import difference
+from load_tests.loads import Load
+from load_tests.statistics import figures, samples
+from load_tests.table import aligned
+from load_tests.terms import Profile, Result, Run
+from load_tests.words import digits
+from load_tests.workloads import WORKLOADS, Sizes
+
+PROCESSES = "processes"  # of Result.environment: system → one entry of `Lifetime` fields a block
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """What one start of a system showed beside the load."""
+
+    block: int
+    start_s: float  # until its first completion had ended
+    loaded_bytes: int  # memory held then
+    used_bytes: int  # and after the runs
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Some work and its figure; None where a run has none, because a request failed."""
+
+    name: str  # as --work takes it
+    title: str
+    unit: str
+    more_is_better: bool
+    workload: str
+    profile: Profile
+    figure: Callable[[Run], float | None]
+
+    @property
+    def load(self) -> Load:
+        workload = WORKLOADS[self.workload]
+        (point,) = workload.points(Sizes())
+        return Load(workload, point, self.profile)
+
+
+def _decode_rate(run: Run) -> float | None:
+    found = figures(run).values.get("tpot_p50")
+    return 1 / found if found else None
+
+
+def _prefill_rate(run: Run) -> float | None:
+    found = [outcome.prompt_tokens / samples("ttft", [outcome])[0] for outcome in run.outcomes]
+    return median(found) if found else None
+
+
+def _output_rate(run: Run) -> float | None:
+    return figures(run).values.get("output_tokens_per_s")
+
+
+def _seconds(run: Run) -> float | None:
+    return max(o.ended for o in run.outcomes) - min(o.sent for o in run.outcomes)
+
+
+def _closed(name: str, workers: int) -> Row:
+    profile = Profile("closed", concurrency=workers)
+    title = f"{workers} concurrent, 128 in, 128 out"
+    return Row(name, title, "tokens/s", True, "stream", profile, _output_rate)
+
+
+_SYNC = Profile("sync")
+_EIGHT = Profile("closed", concurrency=8)
+_ALL = (
+    Row("one", "one stream, 128 in, 128 out", "tokens/s", True, "stream", _SYNC, _decode_rate),
+    Row("prefill", "prefill of 1,024", "tokens/s", True, "prefill", _SYNC, _prefill_rate),
+    _closed("eight", 8),
+    _closed("thirty-two", 32),
+    Row("shared", "16 sharing 768 tokens", "s", False, "shared-prefix", _EIGHT, _seconds),
+)
+ROWS: Mapping[str, Row] = {row.name: row for row in _ALL}
+# Of `Lifetime`: title, unit, field, and how many of the field's units make one.
+_LIFETIME = (
+    ("start to first completion", "s", "start_s", 1),
+    ("memory when loaded", "MiB", "loaded_bytes", _MIB),
+    ("memory after the work", "MiB", "used_bytes", _MIB),
+)
+
+
+def sizes(requests_per_worker: int) -> Sizes:
+    """Of every row: 16 requests for the one shared prefix, and otherwise so many a worker."""
+    return Sizes(prefixes=1, requests_per_prefix=16, requests_per_worker=requests_per_worker)
+
+
+def rows_from(text: str) -> tuple[Row, ...]:
+    """`one,prefill` → those rows. Raises ValueError."""
+    for name in (names := text.split(",")):
+        if name not in ROWS:
+            raise ValueError(f"there is no work {name!r}; use some of {', '.join(ROWS)}")
+    return tuple(ROWS[name] for name in dict.fromkeys(names))
+
+
+def peer_table(result: Result) -> str:
+    """Every figure of every system, medians of the blocks, and the first against the best other."""
+    systems = list(result.arms)
+    lines = [["work", "unit", *systems, "best other", f"{systems[0]} is better by"]]
+    for row in ROWS.values():
+        found = {name: _by_block(result, name, row) for name in systems}
+        if any(found.values()):
+            lines.append([row.title, row.unit, *_cells(found, row.more_is_better)])
+    for title, unit, field, scale in _LIFETIME:
+        found = {name: _lived(result, name, field, scale) for name in systems}
+        if any(found.values()):
+            lines.append([title, unit, *_cells(found, more_is_better=False)])
+    return aligned(lines, left=2)
+
+
+def _by_block(result: Result, system: str, row: Row) -> dict[int, float]:
+    runs = [
+        run
+        for run in result.runs
+        if run.arm == system and (run.point.workload, run.profile) == (row.workload, row.profile)
+    ]
+    good = [run for run in runs if all(outcome.error is None for outcome in run.outcomes)]
+    return {run.block: value for run in good if (value := row.figure(run)) is not None}
+
+
+def _lived(result: Result, system: str, field: str, scale: int) -> dict[int, float]:
+    processes = result.environment.get(PROCESSES)
+    assert isinstance(processes, dict)
+    return {life["block"]: life[field] / scale for life in processes.get(system, ())}
+
+
+def _cells(found: Mapping[str, Mapping[int, float]], more_is_better: bool) -> list[str]:
+    first, *others = found
+    shown = [digits(median(one.values())) if one else "–" for one in found.values()]
+    measured = {name: median(found[name].values()) for name in others if found[name]}
+    if not found[first] or not measured:
+        return [*shown, "–", "–"]
+    best = (max if more_is_better else min)(measured, key=lambda name: measured[name])
+    ratios = [
+        found[first][block] / found[best][block] for block in found[first].keys() & found[best]
+    ]
+    return [*shown, best, _times([ratio if more_is_better else 1 / ratio for ratio in ratios])]
+
+
+def _times(ratios: Sequence[float]) -> str:
+    """Their mean and its 95 % interval; without one where there are too few."""
+    if not ratios:
+        return "–"
+    logs = np.log(np.array(ratios))
+    found = difference([logs], "output_tokens_per_s")
+    if found.verdict == "unknown":
+        return f"{math.exp(float(logs.mean())):.2f} (too few runs for an interval)"
+    return f"{found.estimate:.2f} ({found.low:.2f} to {found.high:.2f})"

@@ -1,0 +1,91 @@
+import pytest
+
+from load_tests.peer_table import PROCESSES, ROWS, peer_table, rows_from, sizes
+from load_tests.prompts import PromptMaker
+from load_tests.terms import Outcome, Result, Run
+
+STEP = {"ropewalk:a": 0.010, "quick:a": 0.012, "slow:a": 0.030}
+
+
+def run(arm: str, name: str, block: int, step: float, error: str | None = None) -> Run:
+    """Two requests of 101 tokens, one after the other; the first token takes ten steps."""
+    row = ROWS[name]
+    outcomes = []
+    for start in (0.0, 110 * step):
+        chunks = tuple((start + (10 + i) * step, i + 1) for i in range(101))
+        outcomes.append(Outcome(start, start, start + 110 * step, chunks, 64, 101, error=error))
+    return Run(arm, row.load.point, row.profile, block, tuple(outcomes), 0.0, 220 * step)
+
+
+def result(runs: list[Run], lives: dict[str, list[dict]] | None = None) -> Result:
+    arms = {arm: {} for arm in STEP}
+    return Result("", {}, {PROCESSES: lives or {}}, arms, "ropewalk:a", tuple(runs), ())
+
+
+def every(name: str, blocks: int) -> list[Run]:
+    return [
+        run(arm, name, block, step * (1 + block / 10))
+        for block in range(blocks)
+        for arm, step in STEP.items()
+    ]
+
+
+def line(text: str, title: str) -> str:
+    (found,) = [each for each in text.splitlines() if each.startswith(title)]
+    return " ".join(found.split())
+
+
+def test_a_rate_is_compared_with_the_best_of_the_others():
+    text = peer_table(result(every("one", 3)))
+    # Blocks drift alike, so their ratios are equal: 1.2 for the quicker of the others.
+    assert line(text, "one stream") == (
+        "one stream, 128 in, 128 out tokens/s 90.9 75.8 30.3 quick:a 1.20 (1.20 to 1.20)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("prefill", "prefill of 1,024 tokens/s 640 533 213"),
+        ("eight", "8 concurrent, 128 in, 128 out tokens/s 91.8 76.5 30.6"),
+        ("shared", "16 sharing 768 tokens s 2.20 2.64 6.60"),
+    ],
+)
+def test_figures_of_the_other_rows(name, shown):
+    text = peer_table(result(every(name, 1)))
+    title = shown.split(" tokens/s")[0].split(" s ")[0]
+    assert line(text, title) == f"{shown} quick:a 1.20 (too few runs for an interval)"
+
+
+def test_a_run_with_a_failure_has_no_figure():
+    runs = every("one", 1)
+    runs[1] = run("quick:a", "one", 0, 0.001, error="status 500")
+    assert line(peer_table(result(runs)), "one stream").endswith(
+        "100 – 33.3 slow:a 3.00 (too few runs for an interval)"
+    )
+
+
+def test_start_and_memory_are_better_when_less():
+    lives = {
+        arm: [{"block": 0, "start_s": step * 100, "loaded_bytes": 2**20, "used_bytes": 2**21}]
+        for arm, step in STEP.items()
+    }
+    text = peer_table(result([], lives))
+    few = "quick:a 1.20 (too few runs for an interval)"
+    assert line(text, "start to") == f"start to first completion s 1.00 1.20 3.00 {few}"
+    assert line(text, "memory when loaded").startswith("memory when loaded MiB 1.00 1.00 1.00 ")
+    assert line(text, "memory after").startswith("memory after the work MiB 2.00 2.00 2.00 ")
+
+
+def test_work_is_named():
+    assert [row.name for row in rows_from("shared,one,shared")] == ["shared", "one"]
+    with pytest.raises(ValueError, match="no work 'two'; use some of one, prefill, eight"):
+        rows_from("two")
+
+
+def test_sixteen_requests_share_one_prefix():
+    plan = ROWS["shared"].load.plan(PromptMaker("seed", "text"), sizes(2))
+    words = [request.prompt.split(" ") for request in plan.requests]
+    assert len(words) == 16
+    assert len({tuple(each[:768]) for each in words}) == 1
+    assert len({tuple(each) for each in words}) == 16
