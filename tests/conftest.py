@@ -2,6 +2,7 @@
 
 import os
 
+import hypothesis
 import torch
 
 # Long, and late in the alphabet: begun first, so that no worker is left alone with one of them.
@@ -28,6 +29,9 @@ def pytest_configure(config):
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if config.getoption("--full"):
         os.environ.setdefault("ROPEWALK_STATEFUL_EXAMPLES", "100")
+    else:
+        hypothesis.settings.register_profile("usual", max_examples=50)
+        hypothesis.settings.load_profile("usual")
 
 
 def pytest_collection_modifyitems(config, items):

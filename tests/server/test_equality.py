@@ -35,7 +35,7 @@ def family(rng):
 
 
 # Every encoding is taken along every path in tests/model/test_contract.py.
-USUAL = ("nope", "rope", "rope-raw", "rope-block", "t5", "t5-materialised", "alibi", "learned")
+USUAL = ("nope", "rope", "rope-block", "t5", "alibi", "learned")
 
 
 @pytest.mark.parametrize(
