@@ -20,7 +20,7 @@ from model.attention.backends import all_backends
 from model.attention.base import AttentionSpec, choose
 from model.batch import ForwardBatch
 from model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
-from model.encodings.base import PositionalEncoding, create
+from model.encodings.base import EncodingError, PositionalEncoding, create
 from model.kernels.build import Kernels
 from model.kernels.substitutes import substitute
 from model.loading import Checkpoint, load_decoder, load_encoding
@@ -211,6 +211,8 @@ def _checkpoint(shape: str, arm: str, context: int) -> Checkpoint:
     checkpoint = random_checkpoint(f"{PREFIX}{shape}", name, context)
     if not variant:
         return checkpoint
+    if name not in VARIANTS:
+        raise EncodingError(f"{arm}: {name} has no forms or frames; leave out {variant!r}.")
     spec = checkpoint.config.encoding
     spec = EncodingSpec(name, {**spec.options, VARIANTS[name]: variant})
     return replace(checkpoint, config=replace(checkpoint.config, encoding=spec))

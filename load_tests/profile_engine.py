@@ -44,12 +44,12 @@ T = TypeVar("T")
 
 LINEAR, HEAD, ATTENTION, POSITION = "linear layers", "head", "attention", "position"
 NORM, GATE, STORE, RESIDUAL = "norm", "gate", "keys and values stored", "residual"
-EMBEDDING, DECODER = "embedding", "rest of the decoder"
+CALLS, EMBEDDING, DECODER = "layer calls", "embedding", "rest of the decoder"
 SAMPLING, SCHEDULER, BATCH = "sampling", "scheduler", "batch building"
 AUDIT, METRICS, REST = "audit", "metrics", "rest"
 PARTS = (
-    *(LINEAR, HEAD, ATTENTION, POSITION, NORM, GATE, STORE, RESIDUAL, EMBEDDING, DECODER),
-    *(SAMPLING, SCHEDULER, BATCH, AUDIT, METRICS, REST),
+    *(LINEAR, HEAD, ATTENTION, POSITION, NORM, GATE, STORE, RESIDUAL, CALLS),
+    *(EMBEDDING, DECODER, SAMPLING, SCHEDULER, BATCH, AUDIT, METRICS, REST),
 )
 
 _TOLD: Mapping[Part, str] = {
@@ -187,7 +187,7 @@ def _seams(decoder: Decoder, made: Wired, watch: Stopwatch) -> Iterator[None]:
         yield
     if blocks:
         for kind in Part:
-            watch.move(float(told[kind]), DECODER, _TOLD[kind])
+            watch.move(float(told[kind]), CALLS, _TOLD[kind])
 
 
 def _watched_in(decoder: Decoder, made: Wired) -> Iterator[tuple[object, str, str]]:
@@ -204,6 +204,8 @@ def _watched_in(decoder: Decoder, made: Wired) -> Iterator[tuple[object, str, st
             yield module, "forward", _MODULES[type(module)]
         elif hasattr(module, "attend"):
             yield module, "attend", ATTENTION
+        elif isinstance(module, KernelBlock):
+            yield module, "forward", CALLS
         elif isinstance(module, PositionalEncoding):
             yield module, "embed", POSITION
             yield module, "rotate", POSITION

@@ -93,6 +93,8 @@ def test_forms_compute_the_same(every):
 def test_unknown_variants_are_refused():
     with pytest.raises(EncodingError, match="forms window, table, materialised, but got 'no'"):
         made("none", ("t5:no",))
+    with pytest.raises(EncodingError, match="alibi has no forms or frames; leave out 'no'"):
+        made("none", ("alibi:no",))
 
 
 def test_step_is_the_end_of_each_context():

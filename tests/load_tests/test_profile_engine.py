@@ -7,6 +7,7 @@ from load_tests.profile_engine import (
     ATTENTION,
     AUDIT,
     BATCH,
+    CALLS,
     DECODER,
     EMBEDDING,
     GATE,
@@ -95,7 +96,11 @@ def test_layers_tell_their_own_times(kernels):
     before = state(decoder)
     found = times(decoder, kernels=kernels)
     assert told_by_kernels(decoder)
-    assert list(found.parts) == list(PARTS) and set(PARTS) == MODULES | OUTSIDE | {STORE, RESIDUAL}
+    assert list(found.parts) == list(PARTS) and set(PARTS) == MODULES | OUTSIDE | {
+        STORE,
+        RESIDUAL,
+        CALLS,
+    }
     assert all(seconds > 0 for seconds in found.parts.values())
     assert state(decoder) == before
 
@@ -154,6 +159,16 @@ def test_a_slow_module_is_its_part(find, part):
     module = find(decoder)
     module.forward = clock.late(module.forward)
     assert clock.slow(decoder) == {part: 1}
+
+
+def test_what_a_layer_does_not_tell_of_is_its_call(kernels):
+    clock, decoder = Clock(), tiny("rope", CpuBackend(kernels), torch.float32)
+    substitute(decoder, kernels, torch.float32)
+    decoder.layers[0].forward = clock.late(decoder.layers[0].forward)
+    found = times(decoder, clock=lambda: clock.now, kernels=kernels).parts
+    told = (NORM, LINEAR, POSITION, STORE, ATTENTION, GATE, RESIDUAL)
+    assert sum(found[part] for part in (CALLS, *told)) == pytest.approx(1)
+    assert 0 < found[CALLS] < 1 and found[DECODER] == 0
 
 
 @pytest.mark.parametrize(("encoding", "name"), [("learned", "embed"), ("rope", "rotate")])
