@@ -1,6 +1,7 @@
 """What a run leaves out unless it is asked for everything: `scripts/test --full`."""
 
 import os
+import signal
 
 import hypothesis
 import torch
@@ -24,6 +25,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # A shell's background job ignores it, and so would every process that a test starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if not torch.cuda.is_available():
         # Triton reads it when it is first imported, by whomever.
         os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import time
 
 from load_tests.footprint import resident_bytes, session_processes
 
@@ -29,6 +30,9 @@ def test_memory_of_a_session_counts_the_children_too(tmp_path):
         assert len(session_processes(started.pid)) == 2
         assert 64 << 20 < resident_bytes(started.pid) < 160 << 20
         started.stdin.close()
+    deadline = time.monotonic() + 20
+    while session_processes(started.pid) and time.monotonic() < deadline:  # nobody waits for it
+        time.sleep(0.01)
     assert (session_processes(started.pid), resident_bytes(started.pid)) == ([], 0)
 
 
