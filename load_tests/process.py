@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from load_tests.client import Server, Unreachable, get_json
+from load_tests.client import Server, Unreachable, fetch
 
 HOST = "127.0.0.1"
 _POLL_S = 0.1  # the start of a server is measured, too
@@ -53,7 +53,7 @@ class ServerProcess:
                 raise self.failed("ended at its start")
             tell(f"starting {self.title}: {waited:.0f} s")
             try:
-                await get_json(probe, "/health")
+                await fetch(probe, "GET", "/health")  # a peer's answer is empty
             except Unreachable:
                 await asyncio.sleep(_POLL_S)
             else:

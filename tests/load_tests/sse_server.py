@@ -55,7 +55,10 @@ def stream(events: Sequence[bytes]) -> list[bytes]:
 
 
 def whole(status: str, body: object) -> list[bytes]:
-    content = json.dumps(body).encode()
+    return _answer(status, json.dumps(body).encode())
+
+
+def _answer(status: str, content: bytes) -> list[bytes]:
     return [b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n" % (status.encode(), len(content)), content]
 
 
@@ -69,7 +72,7 @@ def good(path: str, body: dict) -> Pieces:
     if path == "/v1/models":
         return whole("200 OK", MODELS)
     if path == "/health":
-        return whole("200 OK", {"status": "ok"})
+        return _answer("200 OK", b"")  # as vLLM does
     if path != "/v1/completions":
         return whole("404 Not Found", {"error": {"message": f"no {path}"}})
     count = body["max_tokens"]
