@@ -1,54 +1,38 @@
 """Decoders, caches and steps without a server, made as the server makes them: for costs.
 
-With `step_cost`, `scaling` and `profile_step` alone in this package to import the program that is
-measured. All else here speaks HTTP.
+With what builds on it alone in this package to import the program that is measured. All else here
+speaks HTTP.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from cache.kv import KVCache
-from cache.ledger import FoldSums, Ledger, fold_sums
 from cache.manager import CacheManager
-from cache.operations import Operations
-from cache.terms import Audit
+from load_tests.rounds import Call
 from model.attention.backends import all_backends
 from model.attention.base import AttentionSpec, choose
 from model.batch import ForwardBatch
 from model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
-from model.encodings.base import EncodingError, PositionalEncoding, create
+from model.encodings.base import EncodingError, create
 from model.kernels.build import Kernels
 from model.kernels.substitutes import substitute
 from model.loading import Checkpoint, load_decoder, load_encoding
-from model.sampler import Sampler
 from model.sampling import SamplingParams
 from model.shapes import PREFIX, random_checkpoint
 from model.transformer import Decoder
-from server.auditing import Auditor
 from server.batching import build_batch
-from server.engine import BuildBatch, Engine, Sample
-from server.position_meter import PositionMeter
 from server.request import Request
-from server.sampling import sample
-from server.scheduler import Limits, Scheduler, Work
+from server.scheduler import Work
 
 BLOCK_SIZE = 16  # tokens, as `serve` has it
 # What a name like t5:table says besides the encoding, and which of its options that is.
 VARIANTS: Mapping[str, str] = {"t5": "form", "rope": "frame"}
-
-
-@dataclass(frozen=True, slots=True)
-class Wired:
-    """An engine and what it was made of."""
-
-    engine: Engine
-    scheduler: Scheduler
-    auditor: Auditor
-    meter: PositionMeter
 
 
 class PackedOnce(Kernels):
@@ -143,67 +127,18 @@ def step(requests: int, context: int, rows: int, device: torch.device) -> Forwar
     return build_batch(tuple(work), manager.table, BLOCK_SIZE, device).forward
 
 
+def passes(
+    made: Mapping[str, Decoder], kv: KVCache, requests: int, context: int, rows: int
+) -> dict[str, Call]:
+    """Of each decoder over the same `step`."""
+    batch = step(requests, context, rows, kv.device)
+    return {arm: partial(decoder, batch, kv) for arm, decoder in made.items()}
+
+
 def request(name: str, prompt: list[int], max_tokens: int = 1 << 30) -> Request:
     """One that takes the most likely token and ends after `max_tokens`."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     return Request(name, prompt, len(prompt), params, 0.0, random.Random(0))
-
-
-def wired(
-    forward: Callable[[ForwardBatch, KVCache], Tensor],
-    kv: KVCache,
-    rules: Sequence[PositionalEncoding],
-    meter: PositionMeter,
-    limits: Limits,
-    sampler: Sampler,
-    *,
-    sums: FoldSums = fold_sums,
-    build_batch: BuildBatch = build_batch,
-    sample: Sample = sample,
-) -> Wired:
-    """As the server wires it, over all of `kv`, with its default audit. `rules` of each layer."""
-    manager = CacheManager(kv.whole.keys.shape[1], kv.block_size)
-    ledger = Ledger(kv, Audit.SAMPLE, sums)
-    scheduler = Scheduler(manager, limits, Operations(manager, kv, rules, ledger))
-    auditor = Auditor("here", ledger, manager, scheduler)
-    engine = Engine(
-        forward,
-        kv,
-        manager,
-        scheduler,
-        auditor,
-        meter,
-        sampler,
-        device=kv.device,
-        build_batch=build_batch,
-        sample=sample,
-    )
-    return Wired(engine, scheduler, auditor, meter)
-
-
-def engine(
-    config: ModelConfig,
-    kv: KVCache,
-    *,
-    max_seqs: int,
-    max_context: int,
-    max_step_tokens: int = 512,
-    sums: FoldSums = fold_sums,
-) -> Engine:
-    """As the server wires it, over all of `kv`, with its default audit; but it computes nothing.
-
-    The next token is always 0. `sums` are the checksums of the kernels, where there are any.
-    """
-    encoding = create(config.encoding, config, config.trained_context, kv.device)
-    return wired(
-        _first_token,
-        kv,
-        [encoding] * config.layers,
-        PositionMeter(lambda context: encoding.work(config, context, kv.block_size)),
-        Limits(max_seqs, max_step_tokens, max_context, max_waiting=1 << 20),
-        Sampler(),
-        sums=sums,
-    ).engine
 
 
 def _checkpoint(shape: str, arm: str, context: int) -> Checkpoint:
@@ -248,8 +183,3 @@ def _share(first: Decoder, decoder: Decoder) -> None:
         if "encoding" not in name.split("."):  # layers name it too
             owner, _, leaf = name.rpartition(".")
             setattr(decoder.get_submodule(owner), leaf, first.get_parameter(name))
-
-
-def _first_token(batch: ForwardBatch, kv: KVCache) -> Tensor:
-    """Logits of a vocabulary of two, the first of which is the likelier."""
-    return torch.tensor([[1.0, 0.0]], device=kv.device).expand(len(batch.output_rows), -1)

@@ -5,18 +5,42 @@ import asyncio
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from load_tests.charts import standalone
 from load_tests.environment import environment
 from load_tests.rounds import Clock, clock_of
+from model.encodings.base import EncodingError
 from model.shapes import SHAPES
+from model.weights.base import CheckpointError
 from server import placement
+from server.errors import CommandError
 
 SCHEMA = 1
+
+M = TypeVar("M")
+
+
+def run(
+    program: str,
+    options: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    measure: Callable[[argparse.Namespace], M],
+    report: Callable[[M, Sequence[str], argparse.Namespace], int],
+) -> int:
+    """The exit status: what `report` says of what was measured, or 2 after one sentence."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = options.parse_args(words)
+    try:
+        measured = measure(args)
+    except (CommandError, CheckpointError, EncodingError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    return report(measured, words, args)
 
 
 def add_options(options: argparse.ArgumentParser, *, shape: str) -> None:
@@ -24,14 +48,15 @@ def add_options(options: argparse.ArgumentParser, *, shape: str) -> None:
     options.add_argument(
         "--shape", default=shape, help=f"{', '.join(SHAPES)} (default: %(default)s)"
     )
+    add_place(options)
     options.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
+        "--out", metavar="NAME", help="write NAME.json, every sample in it, and NAME.svg"
     )
-    options.add_argument(
-        "--dtype",
-        choices=tuple(placement.DTYPES),
-        help="default: what `ropewalk serve` takes on the device",
-    )
+
+
+def add_place(options: argparse.ArgumentParser) -> None:
+    """Where, in which numbers and by which clock: what `place_of` reads, and the order."""
+    add_device(options)
     options.add_argument(
         "--threads", type=positive, default=1, help="of the CPU kernels (default: %(default)s)"
     )
@@ -44,8 +69,16 @@ def add_options(options: argparse.ArgumentParser, *, shape: str) -> None:
     options.add_argument(
         "--seed", default="0", help="of the order within each round (default: %(default)s)"
     )
+
+
+def add_device(options: argparse.ArgumentParser) -> None:
     options.add_argument(
-        "--out", metavar="NAME", help="write NAME.json, every sample in it, and NAME.svg"
+        "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
+    )
+    options.add_argument(
+        "--dtype",
+        choices=tuple(placement.DTYPES),
+        help="default: what `ropewalk serve` takes on the device",
     )
 
 
@@ -79,20 +112,30 @@ def write(
     charts: Sequence[str] = (),
 ) -> None:
     """NAME.json, and NAME.svg where there are charts. Raises OSError."""
+    save(name, {**heading(kind, words, args), **content})
+    if charts:
+        path_of(name, ".svg").write_text(standalone(charts), encoding="utf-8")
+    print(f"wrote {name}.json{f' and {name}.svg' if charts else ''}", file=sys.stderr)
+
+
+def heading(kind: str, words: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
+    """What a file begins with: what was run, and where."""
     module = kind.replace(" ", "_")
-    found = {
+    return {
         "schema": SCHEMA,
         "kind": f"ropewalk {kind}",
         "command": f"python -m load_tests.{module} {shlex.join(words)}".rstrip(),
         "arguments": vars(args),
         "environment": asyncio.run(_environment(args)),
-        **content,
     }
+
+
+def save(name: str, found: Mapping[str, object]) -> None:
+    """NAME.json, in place of one that is there. Raises OSError."""
     text = json.dumps(found, indent=1, allow_nan=False)
-    _path(name, ".json").write_text(text + "\n", encoding="utf-8")
-    if charts:
-        _path(name, ".svg").write_text(standalone(charts), encoding="utf-8")
-    print(f"wrote {name}.json{f' and {name}.svg' if charts else ''}", file=sys.stderr)
+    new = path_of(name, ".json.new")
+    new.write_text(text + "\n", encoding="utf-8")
+    new.replace(path_of(name, ".json"))  # a run that is cut short leaves a whole file
 
 
 def markdown(rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -102,7 +145,7 @@ def markdown(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     return "\n".join(f"|{'|'.join(row)}|" for row in (header, rule, *rest))
 
 
-def _path(name: str, suffix: str) -> Path:
+def path_of(name: str, suffix: str) -> Path:
     path = Path(name).expanduser()
     return path.with_name(path.name + suffix)
 

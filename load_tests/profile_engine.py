@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cache.kv import KVCache
-from cache.ledger import fold_sums
-from load_tests.in_process import BLOCK_SIZE, Wired, blocks_for, new_cache, request, wired
+from load_tests.engines import Wired, decoding
 from load_tests.stopwatch import Stopwatch
 from model.batch import ForwardBatch
 from model.encodings.base import PositionalEncoding
@@ -27,17 +26,13 @@ from model.kernels.modules import (
     OneDnnLinear,
     PanelLinear,
 )
-from model.kernels.sampler import KernelSampler
 from model.linear import Int8Linear, Linear
-from model.sampler import Sampler
 from model.transformer import Decoder, Gate, LayerNorm, RMSNorm
 from server.batching import build_batch
 from server.engine import Sample
 from server.metrics import Metrics
 from server.pass_timer import told_by, watched
-from server.position_meter import PositionMeter
 from server.sampling import sample
-from server.scheduler import Limits
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -116,42 +111,30 @@ def step_times(
 ) -> StepTimes:
     """Of `steps` that are watched, among as many that are not; each half's faster half.
 
-    Every step gives each of `requests` its next token. They begin with up to `context` tokens, of
-    different number, so that in every step about as many fill a block. `kernels` are those of the
-    CPU, for what is not in the decoder, or why there are none.
+    Every step gives each of `requests` its next token, as `decoding` has them. `kernels` are those
+    of the CPU, for what is not in the decoder, or why there are none.
     """
-    config, weight = decoder.config, decoder.embed.weight
-    longest = needed_context(context, steps)
-    kv = new_cache(config, blocks_for(requests, longest), dtype=weight.dtype, device=weight.device)
-    clock = clock or partial(_clock, weight.device)
+    clock = clock or partial(_clock, decoder.embed.weight.device)
     watch = Stopwatch(clock)
 
     def forward(batch: ForwardBatch, kv: KVCache) -> Tensor:
-        if batch.max_query > 1:  # a prompt is not computed: the cache is full of numbers anyway
-            return weight.new_zeros(len(batch.output_rows), config.vocab_size)
         with watch.during(DECODER):
             logits: Tensor = decoder(batch, kv)
         return logits
 
-    made = wired(
-        forward,
-        kv,
-        [decoder.encoding.for_layer(layer) for layer in range(config.layers)],
-        PositionMeter(lambda length: decoder.encoding.work(config, length, BLOCK_SIZE)),
-        Limits(requests, max(512, requests), longest, max_waiting=requests),
-        KernelSampler(kernels) if isinstance(kernels, Kernels) else Sampler(),
-        sums=kernels.fold_sums if isinstance(kernels, Kernels) else fold_sums,
+    made = decoding(
+        decoder,
+        requests,
+        context,
+        _WARM + 2 * steps,
+        kernels=kernels,
+        forward=forward,
         build_batch=_during(watch, BATCH, build_batch),
         sample=_during(watch, SAMPLING, sample),
     )
-    observe = _during(watch, METRICS, metrics_for(_NAME, kv, longest).observe_step)
+    longest = needed_context(context, steps)
+    observe = _during(watch, METRICS, metrics_for(_NAME, made.kv, longest).observe_step)
     draw = random.Random(0)
-    for index in range(requests):
-        length = max(context - index % BLOCK_SIZE, 1)
-        prompt = [draw.randrange(config.vocab_size) for _ in range(length)]
-        made.engine.submit(request(str(index), prompt))
-    while made.engine.step().stats.generated_tokens < requests:
-        pass
     taken: list[dict[str, float]] = []
     unwatched: list[float] = []
     for watching in [True] * _WARM + draw.sample([True, False], 2 * steps, counts=[steps, steps]):

@@ -18,7 +18,8 @@ from torch import Tensor
 from cache.kv import KVCache
 from load_tests.client import DIALECTS, Unreachable, fetch
 from load_tests.client import Server as Address
-from load_tests.in_process import blocks_for, new_cache, wired
+from load_tests.engines import wired
+from load_tests.in_process import blocks_for, new_cache
 from load_tests.profile_engine import metrics_for
 from load_tests.stopwatch import Stopwatch
 from model.batch import ForwardBatch

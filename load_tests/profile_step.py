@@ -7,17 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from load_tests.in_process import decoders
-from load_tests.measured import markdown, place_of, positive, several, write
+from load_tests.measured import add_device, markdown, place_of, positive, run, several, write
 from load_tests.profile_engine import StepTimes, needed_context, step_times, told_by_kernels
 from load_tests.profile_http import http_times
 from load_tests.progress import Progress
 from load_tests.serving import FAMILY, SHAPE, parse_serve
-from load_tests.words import milliseconds, percent
-from model.encodings.base import EncodingError
-from model.weights.base import CheckpointError
-from server import placement
+from load_tests.words import fine_milliseconds, percent
 from server.decoders import find_kernels
-from server.errors import CommandError
 
 _DESCRIPTION = """\
 Where the time of a step goes that gives each of --batch requests its next token.
@@ -65,13 +61,10 @@ class Profile:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else list(argv)
-    args = _parser().parse_args(words)
-    try:
-        measured = _measure(args)
-    except (CommandError, CheckpointError, EncodingError) as error:
-        print(f"ropewalk bench: {error}", file=sys.stderr)
-        return 2
+    return run("ropewalk bench", _parser(), argv, _measure, _report)
+
+
+def _report(measured: list[Profile], words: Sequence[str], args: argparse.Namespace) -> int:
     print("\n\n".join(table(profile, args.context) for profile in measured))
     if args.out:
         content = {"profiles": [asdict(profile) for profile in measured]}
@@ -113,14 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--steps", type=positive, default=48, metavar="N", help="watched (default: %(default)s)"
     )
-    options.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
-    )
-    options.add_argument(
-        "--dtype",
-        choices=tuple(placement.DTYPES),
-        help="default: what `ropewalk serve` takes on the device",
-    )
+    add_device(options)
     options.add_argument(
         "--threads",
         type=positive,
@@ -204,12 +190,7 @@ def table(profile: Profile, context: int) -> str:
 
 
 def _cells(seconds: float, step: float) -> list[str]:
-    return [_fine(seconds), f"{percent(seconds / step)} %"]
-
-
-def _fine(seconds: float) -> str:
-    """Milliseconds to the microsecond below one, to three digits above."""
-    return milliseconds(seconds) if seconds >= 1e-3 else f"{seconds * 1e3:.3f}"
+    return [fine_milliseconds(seconds), f"{percent(seconds / step)} %"]
 
 
 def _flat(cells: Sequence[Sequence[str]]) -> list[str]:

@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Literal
 
@@ -27,6 +27,12 @@ class Interval:
     median: float
     low: float
     high: float
+
+    def as_json(self) -> dict[str, float | None]:
+        """JSON knows no infinity."""
+        return {
+            name: value if math.isfinite(value) else None for name, value in asdict(self).items()
+        }
 
 
 def clock_of(wanted: str | None, device: torch.device) -> Clock:

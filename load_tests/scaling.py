@@ -12,16 +12,14 @@ import torch
 from cache.ledger import fold_sums
 from load_tests.charts import Mark, Series, lines
 from load_tests.in_process import decoders
-from load_tests.measured import add_options, markdown, place_of, several, write
+from load_tests.measured import add_options, markdown, place_of, run, several, write
 from load_tests.plot import plain_tick
 from load_tests.progress import Progress
 from load_tests.rounds import MIN_ROUNDS, Call, Clock, Interval, median_of, rounds
 from load_tests.scaling_parts import AHEAD, HELD, SIZES, Part, parts
 from load_tests.svg import looks
-from load_tests.words import digits
-from model.encodings.base import EncodingError
+from load_tests.words import fine_milliseconds
 from model.kernels.build import Kernels
-from model.weights.base import CheckpointError
 from server.decoders import find_kernels
 from server.errors import CommandError
 
@@ -87,13 +85,14 @@ class Growth:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else list(argv)
-    args = _parser().parse_args(words)
-    try:
-        measured = _measure(args)
-    except (CommandError, CheckpointError, EncodingError) as error:
-        print(f"scaling: {error}", file=sys.stderr)
-        return 2
+    return run("scaling", _parser(), argv, _measure, _report)
+
+
+def _report(
+    measured: list[tuple[Part, list[dict[int, float]]]],
+    words: Sequence[str],
+    args: argparse.Namespace,
+) -> int:
     growths = [growth_of(part, taken) for part, taken in measured]
     print(_table(growths))
     if args.out:
@@ -204,19 +203,13 @@ def _table(growths: Sequence[Growth]) -> str:
                     part.name if at == 0 else "",
                     SIZES[part.along] if at == 0 else "",
                     f"{size:,}",
-                    _fine(seconds.median),
+                    fine_milliseconds(seconds.median),
                     _exponent(growth.exponents[at - 1]) if at else "",
                     f"{part.power:g}" if last and at else "",
                     judged if last and at else "",
                 )
             )
     return markdown(rows, left=2)
-
-
-def _fine(seconds: float) -> str:
-    """Milliseconds; three digits of microseconds too."""
-    milliseconds = seconds * 1e3
-    return digits(milliseconds) if milliseconds >= 0.995 else f"{milliseconds:.3f}"
 
 
 def _exponent(found: Interval) -> str:
@@ -244,7 +237,8 @@ def _chart(along: str, growths: Sequence[Growth]) -> str:
             low, high = (
                 each * 1e3 if math.isfinite(each) else middle for each in (found.low, found.high)
             )
-            marks.append(Mark(size, middle, low, high, f"{size:,}: {_fine(found.median)} ms"))
+            text = f"{size:,}: {fine_milliseconds(found.median)} ms"
+            marks.append(Mark(size, middle, low, high, text))
         series.append(Series(growth.part.name, look[growth.part.name], tuple(marks)))
     return lines(f"ms by {SIZES[along]}", series, SIZES[along], plain_tick)
 

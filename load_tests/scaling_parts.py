@@ -11,10 +11,10 @@ import torch
 
 from cache.ledger import FoldSums
 from cache.manager import CacheManager
+from load_tests.engines import engine
 from load_tests.in_process import (
     BLOCK_SIZE,
     blocks_for,
-    engine,
     new_cache,
     request,
     step,

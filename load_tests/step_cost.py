@@ -5,19 +5,16 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Literal
 
 from load_tests.charts import Row, dots
-from load_tests.in_process import blocks_for, decoders, new_cache, step
-from load_tests.measured import add_options, markdown, place_of, positive, write
+from load_tests.in_process import blocks_for, decoders, new_cache, passes
+from load_tests.measured import add_options, markdown, place_of, positive, run, write
 from load_tests.plot import percent_tick
 from load_tests.progress import Progress
 from load_tests.rounds import MIN_ROUNDS, Interval, median_of, ratios, rounds
 from load_tests.svg import looks
 from load_tests.words import milliseconds, signed
-from model.encodings.base import EncodingError
-from model.weights.base import CheckpointError
 from server.decoders import find_kernels
 from server.errors import CommandError
 
@@ -86,20 +83,22 @@ class Cost:
     limit: float | None
     verdict: Verdict | None
 
+    def as_json(self) -> dict[str, object]:
+        return asdict(self) | {"ratio": self.ratio.as_json()}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else list(argv)
-    args = _parser().parse_args(words)
-    try:
-        samples = _measure(args)
-    except (CommandError, CheckpointError, EncodingError) as error:
-        print(f"step_cost: {error}", file=sys.stderr)
-        return 2
+    return run("step_cost", _parser(), argv, _measure, _report)
+
+
+def _report(
+    samples: dict[str, list[dict[str, float]]], words: Sequence[str], args: argparse.Namespace
+) -> int:
     costs = {work: costs_of(taken, LIMITS[work]) for work, taken in samples.items()}
-    print(_table(costs))
+    print(table(costs))
     if args.out:
         content = {
-            "costs": {work: [_finite(cost) for cost in each] for work, each in costs.items()},
+            "costs": {work: [cost.as_json() for cost in each] for work, each in costs.items()},
             "samples": samples,  # seconds, round by round
         }
         charts = [_chart(work, each) for work, each in costs.items()]
@@ -183,8 +182,7 @@ def _measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     for work, (requests, rows, count) in steps.items():
         if count < 1:
             continue
-        batch = step(requests, args.context, rows, device)
-        calls = {arm: partial(decoder, batch, kv) for arm, decoder in made.items()}
+        calls = passes(made, kv, requests, args.context, rows)
         progress.start(f"{work}: {count} rounds of {len(calls)} passes")
         samples[work] = []
         for taken in rounds(calls, count, clock, args.seed):
@@ -194,7 +192,8 @@ def _measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     return samples
 
 
-def _table(costs: Mapping[str, Sequence[Cost]]) -> str:
+def table(costs: Mapping[str, Sequence[Cost]]) -> str:
+    """By step and arm."""
     rows = [("step", "encoding", "ms", f"over {ZERO}, 95 % interval", "limit", "")]
     for work, each in costs.items():
         for cost in each:
@@ -231,15 +230,6 @@ def _chart(work: str, costs: Sequence[Cost]) -> str:
         text = f"{signed(ratio.median)} %"
         rows.append(Row(cost.arm, look[cost.arm], middle, low, high, text, low <= 0 <= high))
     return dots(f"{work}: time over {ZERO}", {"": rows}, "percent", percent_tick, centred=True)
-
-
-def _finite(cost: Cost) -> dict[str, object]:
-    """For JSON, which knows no infinity."""
-    fields = asdict(cost)
-    fields["ratio"] = {
-        name: value if math.isfinite(value) else None for name, value in fields["ratio"].items()
-    }
-    return fields
 
 
 if __name__ == "__main__":

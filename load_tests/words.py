@@ -43,6 +43,11 @@ def milliseconds(seconds: float) -> str:
     return digits(seconds * 1000)
 
 
+def fine_milliseconds(seconds: float) -> str:
+    """Milliseconds to the microsecond below one, to three digits above."""
+    return milliseconds(seconds) if seconds >= 0.9995e-3 else f"{seconds * 1e3:.3f}"
+
+
 def number(metric: str, value: float) -> str:
     """A figure in its `unit`."""
     return digits(value) if metric in RATES else milliseconds(value)

@@ -18,11 +18,17 @@ ALLOWED = {  # what a package may import besides itself
     "load_tests": set(),
 }
 IN_PROCESS = (  # load tests in one process with what they measure, which they may import
+    "load_tests/engines.py",
+    "load_tests/gpu_check.py",
+    "load_tests/gpu_parts.py",
+    "load_tests/gpu_peer.py",
+    "load_tests/gpu_table.py",
     "load_tests/in_process.py",
     "load_tests/measured.py",
     "load_tests/profile_engine.py",
     "load_tests/profile_http.py",
     "load_tests/profile_step.py",
+    "load_tests/roofline.py",
     "load_tests/scaling.py",
     "load_tests/scaling_parts.py",
     "load_tests/step_cost.py",

@@ -7,6 +7,7 @@ from load_tests.words import (
     compared,
     defined,
     digits,
+    fine_milliseconds,
     heading,
     interval,
     listed,
@@ -31,6 +32,14 @@ SAME = Difference(1.001, 0.994, 1.008, 0.7, "no difference")
 )
 def test_numbers_have_three_digits(value, text):
     assert digits(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0000123, "0.012"), (0.0009994, "0.999"), (0.0009996, "1.00"), (1.5, "1,500")],
+)
+def test_short_times_are_told_to_the_microsecond(seconds, text):
+    assert fine_milliseconds(seconds) == text
 
 
 def test_shares_are_percent():
