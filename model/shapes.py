@@ -48,6 +48,8 @@ def _llama(
 
 
 SHAPES: Mapping[str, ModelConfig] = {
+    # No model's: for trying out a program that measures.
+    "tiny": _llama(vocab_size=256, width=128, layers=2, heads=2, kv_heads=1, ffn_width=256),
     # That of the family of small models that Ropewalk trains.
     "small": _llama(vocab_size=4096, width=256, layers=4, heads=4, kv_heads=4, ffn_width=704),
     # SmolLM2-135M.

@@ -1,0 +1,276 @@
+"""Decoding on this device, over what its memory allows and beside `transformers`: see `--help`."""
+
+import argparse
+import gc
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from itertools import product
+from logging import getLogger
+from pathlib import Path
+
+import torch
+
+from load_tests import gpu_parts, gpu_peer
+from load_tests.gpu_parts import OWN, Budget, Cell, Found, LeftOut, Setting
+from load_tests.gpu_peer import PEER
+from load_tests.gpu_table import as_json, tables
+from load_tests.in_process import decoders
+from load_tests.measured import add_place, heading, place_of, positive, run, save, several
+from load_tests.progress import Progress
+from load_tests.roofline import Ceiling, ceiling, kv_bytes, weight_bytes
+from load_tests.step_cost import ARMS
+from load_tests.words import digits
+from model.shapes import SHAPES
+from server import placement
+from server.decoders import find_kernels
+
+log = getLogger(__name__)
+
+RESULTS = Path(__file__).parent / "results"
+VERSIONS = ("torch", "triton", "transformers")
+# Parts of a shape, and the share of its time in which each may begin things.
+SHARES = {
+    (OWN, "passes"): 0.2,
+    (OWN, "prompts"): 0.05,
+    (OWN, "encodings"): 0.2,
+    (OWN, "steps"): 0.15,
+    (PEER, "passes"): 0.2,
+    (PEER, "prompts"): 0.05,
+    (PEER, "steps"): 0.15,
+}
+Part = Callable[[Budget], Iterator[Found]]
+
+_DESCRIPTION = f"""\
+How fast this device decodes, over what its memory allows, and beside {PEER}.
+
+First the device itself: bytes per second of a large copy, read and written, and operations per
+second of a large product. Then for each shape, with random weights, in this order:
+
+  passes      of the decoder under rope, a token for each request, at each batch and context, over
+              the roofline: the bytes of all weights and of the keys and values that are read, at
+              the speed of the copy
+  prompts     one pass over --prefill tokens, over the products of its linear layers at that speed
+  encodings   each one's pass over that of none, in rounds, as load_tests.step_cost has it
+  steps       of the engine, with scheduling, sampling and audit, on the clock on the wall
+  {PEER}
+              the same: for one stream a pass over its static cache, compiled on a GPU and not on a
+              CPU; for several the steps of its continuous batching
+
+Passes are timed by events on a GPU, by the processor's clock on a CPU. A batch whose keys and
+values do not fit is left out and named, as is what there was no time for: each part has a share of
+--seconds in which it begins things, and ends what it began. NAME.json is written anew with each
+figure, so a run that is cut short leaves those that it had.
+"""
+
+_EPILOG = """\
+examples:
+  python -m load_tests.gpu_check
+  python -m load_tests.gpu_check --shapes llama-1b --batches 1,64 --contexts 4k --seconds 120
+  python -m load_tests.gpu_check --device cpu --shapes tiny --batches 1,2 --contexts 64
+
+Tables go to standard output, progress to standard error.
+Exit status: 0; 1 when something failed or the run was cut short; 2 when nothing was measured.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    ceiling: Ceiling
+    found: Sequence[Found]
+    cut_short: bool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else list(argv)
+    return run("gpu_check", parser(), words, partial(_measure, words), _report)
+
+
+def _report(report: Report, words: Sequence[str], args: argparse.Namespace) -> int:
+    print(tables(report.ceiling, report.found))
+    failed = any(isinstance(each, LeftOut) and each.failed for each in report.found)
+    return int(failed or report.cut_short)
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        prog="python -m load_tests.gpu_check",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_argument(
+        "--shapes",
+        type=_shapes,
+        default=("smollm2", "llama-1b"),
+        metavar="A,B",
+        help=f"of {', '.join(SHAPES)} (default: smollm2,llama-1b)",
+    )
+    options.add_argument(
+        "--batches", type=several, default=(1, 8, 64, 256), metavar="N,...", help="1,8,64,256"
+    )
+    options.add_argument(
+        "--contexts",
+        type=several,
+        default=(512, 4096, 16384),
+        metavar="N,...",
+        help="tokens of each request (default: 512,4k,16k)",
+    )
+    options.add_argument(
+        "--prefill", type=positive, default=1024, metavar="N", help="default: %(default)s tokens"
+    )
+    options.add_argument(
+        "--rounds", type=positive, default=40, help="samples of a pass (default: %(default)s)"
+    )
+    options.add_argument(
+        "--seconds", type=positive, default=400, help="for everything (default: %(default)s)"
+    )
+    add_place(options)
+    options.add_argument(
+        "--commit", help="that is measured, where the folder has no history to tell it"
+    )
+    options.add_argument(
+        "--out",
+        metavar="NAME",
+        help="write NAME.json (default: load_tests/results/gpu-DEVICE on a GPU, none on a CPU)",
+    )
+    return options
+
+
+def _shapes(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in SHAPES:
+            raise argparse.ArgumentTypeError(f"{name!r} is no shape; use {', '.join(SHAPES)}")
+    return names
+
+
+def _measure(words: Sequence[str], args: argparse.Namespace) -> Report:
+    device, dtype, clock = place_of(args)
+    name = args.out or (None if device.type == "cpu" else str(RESULTS / _named(device)))
+    head = heading("gpu check", words, args) | {"versions": _versions()}
+    if args.commit:
+        head["environment"]["commit"] = args.commit
+    progress = Progress(sys.stderr)
+    progress.schedule(len(SHARES) * len(args.shapes))
+    progress.start("copies and products")
+    best = ceiling(device, dtype, clock)
+    setting = Setting(device, dtype, clock, args.seed, args.rounds, best)
+    found: list[Found] = []
+    try:
+        for each in _Check(args, setting, progress).everything():
+            found.append(each)
+            if name:
+                save(name, {**head, **as_json(best, found)})
+    except KeyboardInterrupt:
+        return Report(best, found, cut_short=True)
+    finally:
+        progress.clear()
+    if name:
+        print(f"wrote {name}.json", file=sys.stderr)
+    return Report(best, found, cut_short=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """Every part of a shape, with the memory of one system at a time."""
+
+    args: argparse.Namespace
+    setting: Setting
+    progress: Progress
+
+    def everything(self) -> Iterator[Found]:
+        for shape in self.args.shapes:
+            config, setting = SHAPES[shape], self.setting
+            room = placement.free_memory(setting.device) - weight_bytes(config, setting.dtype)
+            cells = []
+            for cell in (Cell(*each) for each in product(self.args.batches, self.args.contexts)):
+                size = kv_bytes(config, setting.dtype, cell.batch, cell.context)
+                if size <= room:
+                    cells.append(cell)
+                    continue
+                needed, there = digits(size / 1e6), digits(max(room, 0) / 1e6)
+                reason = f"{needed} MB of keys and values, and room for {there}"
+                yield LeftOut("decoding", "all", shape, cell, reason)
+            for system in (self._own, self._peer) if cells else ():
+                yield from system(shape, cells)
+                _release(setting.device)
+
+    def _own(self, shape: str, cells: Sequence[Cell]) -> Iterator[Found]:
+        setting, kernels = self.setting, find_kernels(self.setting.device)
+        self.progress.start(f"{shape}: making the decoders")
+        made = decoders(
+            shape,
+            ARMS,
+            context=max(*self.args.contexts, self.args.prefill) + 2 * gpu_parts.STEPS + 1,
+            dtype=setting.dtype,
+            device=setting.device,
+            kernels=kernels,
+        )
+        told = (shape, made["rope"])
+        parts = {
+            "passes": partial(gpu_parts.passes_of, *told, cells, setting),
+            "prompts": partial(gpu_parts.prefill_of, *told, self.args.prefill, setting),
+            "encodings": partial(gpu_parts.encodings_of, shape, made, cells, setting),
+            "steps": partial(gpu_parts.steps_of, *told, cells, setting, kernels),
+        }
+        yield from self._each(OWN, shape, parts)
+
+    def _peer(self, shape: str, cells: Sequence[Cell]) -> Iterator[Found]:
+        if gpu_peer.missing():
+            yield LeftOut("everything", PEER, shape, None, gpu_peer.MISSING)
+            return
+        setting = self.setting
+        self.progress.start(f"{shape}: making the model of {PEER}")
+        model = gpu_peer.model_of(SHAPES[shape], setting)
+        parts = {
+            "passes": partial(gpu_peer.passes_of, shape, model, cells, setting),
+            "prompts": partial(gpu_peer.prefill_of, shape, model, self.args.prefill, setting),
+            "steps": partial(gpu_peer.steps_of, shape, model, cells, setting),
+        }
+        yield from self._each(PEER, shape, parts)
+
+    def _each(self, system: str, shape: str, parts: Mapping[str, Part]) -> Iterator[Found]:
+        """One that fails is left out, and the next begins."""
+        for name, part in parts.items():
+            self.progress.start(f"{shape}: {system}, {name}")
+            share = SHARES[system, name] / len(self.args.shapes)
+            try:
+                yield from part(Budget(share * self.args.seconds))
+            except Exception as error:  # of kernels, compilers, memory: others can be measured yet
+                log.exception("%s, %s of %s failed", system, name, shape)
+                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                yield LeftOut(name, system, shape, None, reason, failed=True)
+            self.progress.finish()
+            _release(self.setting.device)
+
+
+def _release(device: torch.device) -> None:
+    """Memory that nothing holds, to whoever asks the device how much is free."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _versions() -> dict[str, str | None]:
+    """Of the packages that decide the figures; None where one is missing."""
+    found: dict[str, str | None] = {"cuda": torch.version.cuda}
+    for name in VERSIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _named(device: torch.device) -> str:
+    """gpu-nvidia-h200."""
+    name = torch.cuda.get_device_name(device).lower()
+    return f"gpu-{re.sub('[^a-z0-9]+', '-', name).strip('-')}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""What a device can do at most, measured with plain torch, and the least time that a pass takes.
+
+A pass that decodes reads every weight once and every key and value that its requests see, so it
+takes at least as long as that many bytes at the speed of a copy, whose reads and writes both count
+(Williams, Waterman and Patterson, "Roofline", CACM 52(4)). A prompt's pass takes at least its
+multiplications, at the speed of one large product of matrices.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from load_tests.rounds import Clock, rounds
+from model.architectures.ropewalk import without_weights
+from model.config import ModelConfig
+from server.placement import kv_bytes_per_token
+
+COPIED = {"cuda": 1 << 30, "cpu": 1 << 28}  # bytes: many times what a cache holds
+SIDE = {"cuda": 8192, "cpu": 1024}  # of the matrices
+TRIALS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """What a device reaches with nothing else to do."""
+
+    bytes_per_s: float  # read and written
+    operations_per_s: float  # a multiplication and an addition are two
+
+    def decode_seconds(
+        self, config: ModelConfig, dtype: torch.dtype, requests: int, context: int
+    ) -> float:
+        """The least that a pass takes in which each request of that context gets its next token."""
+        read = weight_bytes(config, dtype) + kv_bytes(config, dtype, requests, context)
+        return read / self.bytes_per_s
+
+    def prefill_seconds(self, config: ModelConfig, tokens: int) -> float:
+        """The least that a pass over one prompt takes, by its linear layers alone."""
+        head = config.vocab_size * (config.embed_width or config.width)  # on the last row alone
+        products = (_weights(config) - head) * tokens + head
+        return 2 * products / self.operations_per_s
+
+
+def ceiling(device: torch.device, dtype: torch.dtype, clock: Clock) -> Ceiling:
+    """The best of some trials. Factors are random: zeros are multiplied faster."""
+    generator = torch.Generator(device).manual_seed(0)
+    size, side = COPIED[device.type] // dtype.itemsize, SIDE[device.type]
+    source = torch.ones(size, dtype=dtype, device=device)
+    target = torch.empty_like(source)
+    left, right = (
+        torch.empty(side, side, dtype=dtype, device=device).normal_(generator=generator)
+        for _ in range(2)
+    )
+    calls = {"copy": partial(target.copy_, source), "product": partial(torch.mm, left, right)}
+    taken = list(rounds(calls, TRIALS, clock, "0"))
+    copy, product = (min(each[name] for each in taken) for name in calls)
+    return Ceiling(2 * size * dtype.itemsize / copy, 2 * side**3 / product)
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What every pass reads, whatever its batch."""
+    return _weights(config) * dtype.itemsize
+
+
+def kv_bytes(config: ModelConfig, dtype: torch.dtype, requests: int, context: int) -> int:
+    """Keys and values of all layers."""
+    return kv_bytes_per_token(config, dtype) * requests * context
+
+
+def _weights(config: ModelConfig) -> int:
+    """Without tables of which a token takes one row: embeddings, unless the head is the same."""
+    decoder = without_weights(config)
+    found = {
+        name: parameter.numel()
+        for name, parameter in decoder.named_parameters()
+        if "encoding" not in name.split(".")
+    }
+    if not config.tied_embeddings:
+        del found["embed.weight"]
+    return sum(found.values())

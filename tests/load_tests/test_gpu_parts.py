@@ -1,0 +1,72 @@
+import pytest
+import torch
+
+from load_tests.gpu_parts import (
+    NO_TIME,
+    Budget,
+    Cell,
+    Encodings,
+    LeftOut,
+    Setting,
+    encodings_of,
+    passes_of,
+    steps_of,
+)
+from load_tests.gpu_peer import steady_steps
+from load_tests.in_process import decoders
+from load_tests.roofline import Ceiling
+
+CPU = torch.device("cpu")
+SETTING = Setting(CPU, torch.float32, "processor", "0", 2, Ceiling(1e9, 1e9))
+CELLS = [Cell(2, 48), Cell(1, 16)]
+
+
+@pytest.fixture(scope="module")
+def made():
+    words = {"context": 256, "dtype": torch.float32, "device": CPU, "kernels": "not asked for"}
+    return decoders("tiny", ("nope", "rope"), **words)
+
+
+def test_budget():
+    now = [5.0]
+    budget = Budget(2, clock=lambda: now[0])
+    assert not budget.over
+    now[0] = 7.0
+    assert budget.over
+
+
+def test_cells_go_from_few_tokens_to_many(made):
+    found = list(passes_of("tiny", made["rope"], CELLS, SETTING, Budget(60)))
+    assert [each.cell for each in found] == CELLS[::-1]
+    assert all(len(each.samples) == 2 for each in found)
+    assert found[0].least == SETTING.ceiling.decode_seconds(
+        made["rope"].config, torch.float32, 1, 16
+    )
+
+
+def test_what_there_is_no_time_for_is_named(made):
+    over = Budget(0)
+    left = [
+        *passes_of("tiny", made["rope"], CELLS, SETTING, over),
+        *steps_of("tiny", made["rope"], CELLS, SETTING, "none", over),
+        *encodings_of("tiny", made, CELLS, SETTING, over),
+    ]
+    assert {type(each) for each in left} == {LeftOut}
+    assert {each.reason for each in left} == {NO_TIME} and len(left) == 6
+
+
+def test_encodings_are_compared_at_the_largest_cell_that_is_not_too_large(made):
+    def cell(cells):
+        found = list(encodings_of("tiny", made, cells, SETTING, Budget(60)))
+        assert {type(each) for each in found} == {Encodings}
+        return found[0].cell
+
+    assert cell([Cell(1, 16), Cell(8, 16), Cell(4, 16), Cell(9, 16)]) == Cell(8, 16)
+    assert cell([Cell(10, 16), Cell(9, 16)]) == Cell(9, 16)
+
+
+def test_steps_are_those_of_all_requests_together():
+    """The second begins at 3 and the first ends at 6; before and after, steps are others'."""
+    times = [[0, 1, 3, 4, 6], [3, 4, 6, 9]]
+    assert steady_steps(times) == [1, 2]
+    assert steady_steps([[0, 1], [2, 3]]) == []
