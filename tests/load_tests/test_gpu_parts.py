@@ -55,6 +55,18 @@ def test_what_there_is_no_time_for_is_named(made):
     assert {each.reason for each in left} == {NO_TIME} and len(left) == 6
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_steps_that_fail_are_no_figures(made, monkeypatch):
+    """An engine ends the requests that fail and goes on, faster than before."""
+
+    def fails(*_):
+        raise ValueError("no kernel")
+
+    monkeypatch.setattr(type(made["rope"]), "forward", fails)
+    with pytest.raises(RuntimeError, match="a step gave 0 tokens; the log has the reason"):
+        list(steps_of("tiny", made["rope"], CELLS, SETTING, "none", Budget(60)))
+
+
 def test_encodings_are_compared_at_the_largest_cell_that_is_not_too_large(made):
     def cell(cells):
         found = list(encodings_of("tiny", made, cells, SETTING, Budget(60)))
