@@ -70,7 +70,8 @@ class AttendTask {
 
   struct Chunk {
     int64_t count, places[kKeys], positions[kKeys], bases[kKeys];
-    int64_t latest;  // of the positions
+    int64_t latest;         // of the positions
+    int32_t behind[kKeys];  // that one
   };
 
  public:
@@ -199,6 +200,7 @@ class AttendTask {
       chunk.latest = std::max(chunk.latest, chunk.positions[n]);
       if (++offset == a_.block_size) ++block, offset = 0;
     }
+    for (int64_t n = 0; n < count; ++n) chunk.behind[n] = int32_t(chunk.latest - chunk.positions[n]);
   }
 
   // keys_ [panel of keys, head_dim, kPanel], values_ [panel of coordinates, kKeys, kPanel].
@@ -330,22 +332,25 @@ class AttendTask {
   void add_bias(int64_t query, int64_t chunk, int64_t keys, Real *scores) const {
     const int64_t row = a_.query_starts[request_] + row_of(query);
     const int64_t position = a_.positions[row];
+    const int32_t nearest = int32_t(position - chunk_.latest);  // distance
     if (a_.slopes) {
       const float slope = a_.slopes[head_of(query)];
+#pragma omp simd
       for (int64_t n = 0; n < keys; ++n)
-        scores[n] -= Real(slope * float(position - chunk_.positions[n]));
+        scores[n] -= Real(slope * float(nearest + chunk_.behind[n]));
     }
     if (a_.bias_table) {
       const float *values = a_.bias_table + head_of(query) * a_.bias_span;
       // Far keys share the last column, and under T5 it is zero: nothing to add.
-      if (!a_.bias_by_key && values[a_.bias_span - 1] == 0.0f &&
-          position - chunk_.latest + a_.bias_zero >= a_.bias_span - 1)
-        return;
-      for (int64_t n = 0; n < keys; ++n) {
-        const int64_t column =
-            a_.bias_by_key ? chunk_.positions[n] : position - chunk_.positions[n] + a_.bias_zero;
-        scores[n] += Real(values[std::clamp<int64_t>(column, 0, a_.bias_span - 1)]);
-      }
+      const int32_t last = int32_t(a_.bias_span - 1);
+      if (!a_.bias_by_key && values[last] == 0.0f && nearest + a_.bias_zero >= last) return;
+      // Column of the latest key, and which way earlier ones lie.
+      const int32_t first =
+          int32_t(a_.bias_by_key ? chunk_.latest : nearest + a_.bias_zero);
+      const int32_t way = a_.bias_by_key ? -1 : 1;
+#pragma omp simd
+      for (int64_t n = 0; n < keys; ++n)
+        scores[n] += Real(values[std::clamp(first + way * chunk_.behind[n], 0, last)]);
     }
     if (a_.dense_bias) {
       const int64_t rows = a_.query_starts[a_.requests];
