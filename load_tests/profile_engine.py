@@ -17,8 +17,8 @@ from load_tests.engines import Wired, decoding
 from load_tests.stopwatch import Stopwatch
 from model.batch import ForwardBatch
 from model.encodings.base import PositionalEncoding
-from model.kernels.block import KernelBlock, Part
 from model.kernels.build import Kernels
+from model.kernels.layers import KernelLayers, Part
 from model.kernels.modules import (
     Int8PanelLinear,
     KernelRMSNorm,
@@ -96,7 +96,7 @@ def metrics_for(name: str, kv: KVCache, context: int) -> Metrics:
 
 def told_by_kernels(decoder: Decoder) -> bool:
     """Whether layers are one call each, which tells its times; else modules are watched."""
-    return all(isinstance(layer, KernelBlock) for layer in decoder.layers)
+    return isinstance(decoder.layers, KernelLayers)
 
 
 def step_times(
@@ -162,13 +162,13 @@ def needed_context(context: int, steps: int) -> int:
 @contextmanager
 def _seams(decoder: Decoder, made: Wired, watch: Stopwatch) -> Iterator[None]:
     """Everything that is not a constructor's argument is watched."""
-    blocks = [each for each in decoder.modules() if isinstance(each, KernelBlock)]
+    stacks = [each for each in decoder.modules() if isinstance(each, KernelLayers)]
     with ExitStack() as seams:
         for owner, name, part in _watched_in(decoder, made):
             seams.enter_context(watched(owner, name, watch, part))
-        told = seams.enter_context(told_by(blocks))
+        told = seams.enter_context(told_by(stacks))
         yield
-    if blocks:
+    if stacks:
         for kind in Part:
             watch.move(float(told[kind]), CALLS, _TOLD[kind])
 
@@ -187,7 +187,7 @@ def _watched_in(decoder: Decoder, made: Wired) -> Iterator[tuple[object, str, st
             yield module, "forward", _MODULES[type(module)]
         elif hasattr(module, "attend"):
             yield module, "attend", ATTENTION
-        elif isinstance(module, KernelBlock):
+        elif isinstance(module, KernelLayers):
             yield module, "forward", CALLS
         elif isinstance(module, PositionalEncoding):
             yield module, "embed", POSITION

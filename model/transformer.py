@@ -4,7 +4,7 @@ Knows no request and no sampling. The positional encoding enters through its thr
 kernels through one attention backend and one linear layer; both are handed in.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -292,6 +292,23 @@ class ParallelOneNormBlock(nn.Module):
         return y
 
 
+class Layers(nn.ModuleList):
+    """Blocks, one after another; the last one gives `rows` alone."""
+
+    def forward(
+        self,
+        x: Tensor,
+        batch: ForwardBatch,
+        kv: KVCache,
+        biases: Iterable[StepBias | None],
+        rows: Tensor,
+    ) -> Tensor:
+        last = len(self) - 1
+        for index, (block, bias) in enumerate(zip(self, biases, strict=True)):
+            x = block(x, batch, kv.layer(index), bias, rows if index == last else None)
+        return x
+
+
 BLOCKS: dict[BlockKind, type[Block] | type[ParallelOneNormBlock]] = {
     "pre_norm": Block,
     "post_norm": PostNormBlock,
@@ -337,7 +354,7 @@ class Decoder(nn.Module):
             self.project_in = Linear(width, config.width, dtype=dtype, device=device)
             self.project_out = Linear(config.width, width, dtype=dtype, device=device)
         self.embed_norm = make_norm(config, dtype, device) if config.embed_norm else None
-        self.layers = nn.ModuleList(
+        self.layers = Layers(
             BLOCKS[config.block](config, layer, encoding, backend, dtype, device)
             for layer in range(config.layers)
         )
@@ -357,9 +374,7 @@ class Decoder(nn.Module):
         """`forward` where gradients are kept, for training."""
         x = self._embedded(batch)
         biases = step_biases(self.encoding, len(self.layers), batch, kv.block_size)
-        for index, (block, bias) in enumerate(zip(self.layers, biases, strict=True)):
-            last = index == len(self.layers) - 1
-            x = block(x, batch, kv.layer(index), bias, batch.output_rows if last else None)
+        x = self.layers(x, batch, kv, biases, batch.output_rows)
         if self.norm is not None:
             x = self.norm(x)
         if self.project_out is not None:

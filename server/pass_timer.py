@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cache.kv import KVCache
 from model.batch import ForwardBatch
 from model.encodings.base import PositionalEncoding
-from model.kernels.block import KernelBlock, Part
+from model.kernels.layers import KernelLayers, Part
 from server.request import PassTimes
 
 EVERY = 16  # passes, of which one is timed, at random: answers of equal length have a rhythm
@@ -51,7 +51,7 @@ class TimedDecoder:
         self._encodings = [
             each for each in decoder.modules() if isinstance(each, PositionalEncoding)
         ]
-        self._blocks = [each for each in decoder.modules() if isinstance(each, KernelBlock)]
+        self._stacks = [each for each in decoder.modules() if isinstance(each, KernelLayers)]
         # Whether all work for positions is outside attention, which can then be told from it.
         self.position_apart = all(
             each.score_bias() is None and each.rotation() is None for each in self._encodings
@@ -77,7 +77,7 @@ class TimedDecoder:
             for encoding in self._encodings if self.position_apart else ():
                 for name in ("embed", "rotate"):
                     seams.enter_context(watched(encoding, name, watch, "position"))
-            inside = seams.enter_context(told_by(self._blocks))
+            inside = seams.enter_context(told_by(self._stacks))
             with watch.during("forward"):
                 logits: Tensor = self._decoder(batch, kv)
         seconds = watch.seconds()
@@ -93,16 +93,16 @@ class TimedDecoder:
 
 
 @contextmanager
-def told_by(blocks: Sequence[KernelBlock]) -> Iterator[Tensor]:
+def told_by(stacks: Sequence[KernelLayers]) -> Iterator[Tensor]:
     """Seconds [Part] of all calls of these layers."""
     seconds = torch.zeros(len(Part), dtype=torch.float64)
-    for block in blocks:
-        block.seconds = seconds
+    for layers in stacks:
+        layers.seconds = seconds
     try:
         yield seconds
     finally:
-        for block in blocks:
-            block.seconds = None
+        for layers in stacks:
+            layers.seconds = None
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def step_biases(
 ) -> Iterator[StepBias | None]:
     """What each layer in turn adds to its scores; a layer shares what the one before it had.
 
-    One at a time, so that no more than one layer's dense bias is needed at once.
+    One at a time, so that no more than two layers' dense biases are there at once.
     """
     bias: StepBias | None = None
     built_for: PositionalEncoding | None = None

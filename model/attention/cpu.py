@@ -64,8 +64,6 @@ class CpuAttention:
         """All but queries and output; and tensors that they point into and nobody else holds."""
         spec = self.spec
         arguments = AttendArguments(
-            keys=kv.keys.data_ptr(),
-            values=kv.values.data_ptr(),
             positions=batch.positions.data_ptr(),
             query_starts=batch.query_starts.data_ptr(),
             context_lens=batch.context_lens.data_ptr(),
@@ -81,6 +79,7 @@ class CpuAttention:
             causal=int(spec.causal),
             scale=spec.scale,
         )
+        point_at(arguments, kv)
         tensors: tuple[Tensor, ...] = ()
         if isinstance(bias, LinearBias):
             slopes = _per_head(bias.slopes, spec.heads)
@@ -110,6 +109,11 @@ class CpuAttention:
             arguments.magnitude = rotation.magnitude
             tensors += (cosines, sines)
         return arguments, tensors
+
+
+def point_at(arguments: AttendArguments, kv: LayerKV) -> None:
+    """Keys and values are these."""
+    arguments.keys, arguments.values = kv.keys.data_ptr(), kv.values.data_ptr()
 
 
 def _per_head(values: Tensor, heads: int) -> Tensor:

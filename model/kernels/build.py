@@ -71,19 +71,25 @@ class LinearArguments(ctypes.Structure):
     )
 
 
-class BlockArguments(ctypes.Structure):
+class LayerArguments(ctypes.Structure):
     """Mirrors the struct of the same name in layer.hpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "y", "scratch")),
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, LinearArguments) for name in ("qkv", "out", "gate_up", "down")),
-        ("attend", ctypes.POINTER(AttendArguments)),
-        *((name, c_void_p) for name in ("cosines", "sines", "q_positions", "k_positions")),
-        *((name, c_int64) for name in ("pairs", "interleaved")),
-        *((name, c_void_p) for name in ("slots", "kept")),
-        *((name, c_int64) for name in ("rows", "kept_rows")),
+        ("attend", AttendArguments),
+        *((name, c_void_p) for name in ("cosines", "sines")),
+        *((name, c_int64) for name in ("pairs", "interleaved", "turned")),
         ("eps", c_double),
+    )
+
+
+class StepArguments(ctypes.Structure):
+    """Mirrors the struct of the same name in layer.hpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "y", "scratch", "offsets", "slots", "kept")),
+        *((name, c_int64) for name in ("rows", "kept_rows")),
         ("seconds", c_void_p),
     )
 
@@ -189,8 +195,11 @@ class Kernels:
     def attend(self, dtype: torch.dtype, arguments: AttendArguments) -> None:
         getattr(self._library, f"attend_{ATTENTION_SUFFIXES[dtype]}")(ctypes.byref(arguments))
 
-    def block(self, dtype: torch.dtype, arguments: BlockArguments) -> None:
-        self._function("block", dtype)(ctypes.byref(arguments))
+    def layers(
+        self, dtype: torch.dtype, layers: "ctypes.Array[LayerArguments]", step: StepArguments
+    ) -> None:
+        """One after another."""
+        self._function("layers", dtype)(layers, c_int64(len(layers)), ctypes.byref(step))
 
     def _call(self, name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> None:
         self._function(name, dtype)(*map(_as_c, arguments))

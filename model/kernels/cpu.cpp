@@ -51,7 +51,9 @@ int64_t panel_columns() { return kPanel<float>; }
     (interleaved ? rotate<true, T> : rotate<false, T>)(x, y, cosines, sines, positions, rows,    \
                                                        stride, heads, dim, half);                \
   }                                                                                              \
-  void block_##SUFFIX(const BlockArguments *a) { block<T>(*a); }                                 \
+  void layers_##SUFFIX(const LayerArguments *each, int64_t count, const StepArguments *step) {   \
+    layers<T>(each, count, *step);                                                               \
+  }                                                                                              \
   void largest_##SUFFIX(const T *logits, float *values, int64_t *tokens, int64_t rows,            \
                         int64_t vocab) {                                                         \
     largest(logits, values, tokens, rows, vocab);                                                \

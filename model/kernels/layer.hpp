@@ -23,7 +23,7 @@ inline void rms_norm_row(const T *x, const T *weight, T *y, int64_t width, float
 }
 template <class T>
 void rms_norm(const T *x, const T *weight, T *y, int64_t rows, int64_t width, float eps) {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (rows > 1)
   for (int64_t r = 0; r < rows; ++r)
     rms_norm_row(x + r * width, weight, y + r * width, width, eps);
 }
@@ -31,7 +31,7 @@ void rms_norm(const T *x, const T *weight, T *y, int64_t rows, int64_t width, fl
 // y = silu(gate) * up; x [rows, 2 width] holds gate, then up.
 template <class T>
 void gated(const T *x, T *y, int64_t rows, int64_t width) {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (rows > 1)
   for (int64_t r = 0; r < rows; ++r) {
     const T *gate = x + r * 2 * width, *up = gate + width;
 #pragma omp simd
@@ -66,21 +66,27 @@ extern "C" struct LinearArguments {
   int64_t inputs, outputs;
 };
 
-extern "C" struct BlockArguments {
-  const void *x;             // [rows, width]
-  void *y;                   // [kept rows, width]
-  void *scratch;             // kernels/block.py knows how many numbers
+// What does not change from step to step, but for what `attend` says of the step.
+extern "C" struct LayerArguments {
   const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // [width] twice, [head_dim] or null
   LinearArguments qkv, out, gate_up, down;
-  const AttendArguments *attend;           // whose q and out lie in `scratch`
-  const float *cosines, *sines;            // [positions, pairs]
-  const int64_t *q_positions, *k_positions;  // [rows], or null: not turned
-  int64_t pairs, interleaved;
-  const int64_t *slots;      // [rows]
-  const int64_t *kept;       // rows of x that y is of, or null: all
-  int64_t rows, kept_rows;
+  AttendArguments attend;          // its q and out lie in the step's scratch
+  const float *cosines, *sines;    // [positions, pairs]
+  int64_t pairs, interleaved, turned;
   double eps;
-  double *seconds;           // [parts] to add to, or null
+};
+// By what queries and keys are turned before keys are stored.
+constexpr int64_t kByNothing = 0, kByPosition = 1, kKeysByOffset = 2;
+
+extern "C" struct StepArguments {
+  const void *x;           // [rows, width]
+  void *y;                 // [kept rows, width]
+  void *scratch;           // kernels/layers.py knows how many numbers
+  const int64_t *offsets;  // [rows] slots within their blocks
+  const int64_t *slots;    // [rows]
+  const int64_t *kept;     // rows of x that y is of, or null: all
+  int64_t rows, kept_rows;
+  double *seconds;         // [parts] to add to, or null
 };
 enum Part { kNorm, kLinear, kTurn, kStore, kAttention, kGate, kResidual };
 
@@ -95,28 +101,28 @@ void linear(const T *x, const LinearArguments &a, T *y, int64_t rows) {
 
 // `act` on every head of queries or keys, count of them from the first-th on, in place.
 template <class T, class Act>
-void each_head(const BlockArguments &a, T *qkv, int64_t first, int64_t count, Act act) {
-  const int64_t dim = a.attend->head_dim;
-#pragma omp parallel for schedule(static)
-  for (int64_t r = 0; r < a.rows; ++r)
-    for (int64_t h = first; h < first + count; ++h)
-      act(r, qkv + r * a.qkv.outputs + h * dim);
+void each_head(const LayerArguments &a, int64_t rows, T *qkv, int64_t first, int64_t count,
+               Act act) {
+  const int64_t dim = a.attend.head_dim;
+#pragma omp parallel for schedule(static) if (rows > 1)
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t h = first; h < first + count; ++h) act(r, qkv + r * a.qkv.outputs + h * dim);
 }
 
 template <class T>
-void norm_heads(const BlockArguments &a, T *qkv) {
-  const int64_t heads = a.attend->heads, dim = a.attend->head_dim;
+void norm_heads(const LayerArguments &a, int64_t rows, T *qkv) {
+  const int64_t heads = a.attend.heads, dim = a.attend.head_dim;
   const auto by = [&](const void *weight) {
     return [&a, dim, weight](int64_t, T *head) {
       rms_norm_row(head, static_cast<const T *>(weight), head, dim, float(a.eps));
     };
   };
-  if (a.q_norm) each_head(a, qkv, 0, heads, by(a.q_norm));
-  if (a.k_norm) each_head(a, qkv, heads, a.attend->kv_heads, by(a.k_norm));
+  if (a.q_norm) each_head(a, rows, qkv, 0, heads, by(a.q_norm));
+  if (a.k_norm) each_head(a, rows, qkv, heads, a.attend.kv_heads, by(a.k_norm));
 }
 
 template <class T>
-void turn_heads(const BlockArguments &a, T *qkv) {
+void turn_heads(const LayerArguments &a, const StepArguments &step, T *qkv) {
   const auto by = [&](const int64_t *positions) {
     return [&a, positions](int64_t r, T *head) {
       const int64_t at = positions[r] * a.pairs;
@@ -124,31 +130,33 @@ void turn_heads(const BlockArguments &a, T *qkv) {
           head, head, a.cosines + at, a.sines + at, 1.0f, a.pairs);
     };
   };
-  const int64_t heads = a.attend->heads;
-  if (a.q_positions) each_head(a, qkv, 0, heads, by(a.q_positions));
-  if (a.k_positions) each_head(a, qkv, heads, a.attend->kv_heads, by(a.k_positions));
+  const int64_t heads = a.attend.heads, kv_heads = a.attend.kv_heads;
+  if (a.turned == kByPosition)  // keys follow queries
+    each_head(a, step.rows, qkv, 0, heads + kv_heads, by(a.attend.positions));
+  else if (a.turned == kKeysByOffset)
+    each_head(a, step.rows, qkv, heads, kv_heads, by(step.offsets));
 }
 
 // Keys and values into the cache, queries side by side.
 template <class T>
-void store_heads(const BlockArguments &a, const T *qkv, T *q) {
-  const int64_t queries = a.attend->heads * a.attend->head_dim;
-  const int64_t stored = a.attend->kv_heads * a.attend->head_dim;
-  T *keys = static_cast<T *>(const_cast<void *>(a.attend->keys));
-  T *values = static_cast<T *>(const_cast<void *>(a.attend->values));
-#pragma omp parallel for schedule(static)
-  for (int64_t r = 0; r < a.rows; ++r) {
+void store_heads(const LayerArguments &a, const StepArguments &step, const T *qkv, T *q) {
+  const int64_t queries = a.attend.heads * a.attend.head_dim;
+  const int64_t stored = a.attend.kv_heads * a.attend.head_dim;
+  T *keys = static_cast<T *>(const_cast<void *>(a.attend.keys));
+  T *values = static_cast<T *>(const_cast<void *>(a.attend.values));
+#pragma omp parallel for schedule(static) if (step.rows > 1)
+  for (int64_t r = 0; r < step.rows; ++r) {
     const T *from = qkv + r * a.qkv.outputs, *key = from + queries, *value = key + stored;
     std::copy(from, key, q + r * queries);
-    std::copy(key, value, keys + a.slots[r] * stored);
-    std::copy(value, value + stored, values + a.slots[r] * stored);
+    std::copy(key, value, keys + step.slots[r] * stored);
+    std::copy(value, value + stored, values + step.slots[r] * stored);
   }
 }
 
-// y = x + d, of those rows of x that are kept.
+// y = x + d, of those rows of x that are kept; x and y may be the same where all are.
 template <class T>
 void add_rows(const T *x, const int64_t *kept, const T *d, T *y, int64_t rows, int64_t width) {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (rows > 1)
   for (int64_t r = 0; r < rows; ++r) {
     const T *from = x + (kept ? kept[r] : r) * width;
 #pragma omp simd
@@ -157,58 +165,85 @@ void add_rows(const T *x, const int64_t *kept, const T *d, T *y, int64_t rows, i
   }
 }
 
-// One layer of a decoder: x + attention(norm(x)), then x + mlp(norm(x)).
-template <class T>
-void block(const BlockArguments &a) {
-  const int64_t width = a.down.outputs, attended = a.out.inputs;
-  const T *x = static_cast<const T *>(a.x);
-  T *y = static_cast<T *>(a.y);
-  T *small = static_cast<T *>(a.scratch);  // [rows, width], as often as it is needed
-  T *qkv = small + a.rows * width, *q = qkv + a.rows * a.qkv.outputs;
-  T *heads = q + a.rows * attended, *kept = heads + a.rows * attended;
-  T *gate_up = kept + a.kept_rows * attended;
-  T *gate = gate_up + a.kept_rows * a.gate_up.outputs;
-  auto before = std::chrono::steady_clock::now();
-  const auto spent = [&](Part part) {
-    if (!a.seconds) return;
-    const auto now = std::chrono::steady_clock::now();
-    a.seconds[part] += std::chrono::duration<double>(now - before).count();
-    before = now;
-  };
+class PartTimes {
+ public:
+  explicit PartTimes(double *seconds) : seconds_(seconds), before_(Clock::now()) {}
 
-  rms_norm(x, static_cast<const T *>(a.attention_norm), small, a.rows, width, float(a.eps));
-  spent(kNorm);
-  linear(small, a.qkv, qkv, a.rows);
-  spent(kLinear);
-  norm_heads(a, qkv);
-  spent(kNorm);
-  turn_heads(a, qkv);
-  spent(kTurn);
-  store_heads(a, qkv, q);
-  spent(kStore);
-  AttendArguments attend_arguments = *a.attend;
+  // All since the last time was spent on this.
+  void spent(Part part) {
+    if (!seconds_) return;
+    const auto now = Clock::now();
+    seconds_[part] += std::chrono::duration<double>(now - before_).count();
+    before_ = now;
+  }
+
+ private:
+  typedef std::chrono::steady_clock Clock;
+  double *seconds_;
+  Clock::time_point before_;
+};
+
+// One layer of a decoder: x + attention(norm(x)), then x + mlp(norm(x)). Of the step it is one
+// layer's x and y that count, which may be the same.
+template <class T>
+void layer(const LayerArguments &a, const StepArguments &step, T *scratch, PartTimes &times) {
+  const int64_t width = a.down.outputs, attended = a.out.inputs;
+  const int64_t rows = step.rows, kept_rows = step.kept_rows;
+  const T *x = static_cast<const T *>(step.x);
+  T *y = static_cast<T *>(step.y);
+  T *small = scratch;  // [rows, width], as often as it is needed
+  T *qkv = small + rows * width, *q = qkv + rows * a.qkv.outputs;
+  T *heads = q + rows * attended, *kept = heads + rows * attended;
+  T *gate_up = kept + kept_rows * attended;
+  T *gate = gate_up + kept_rows * a.gate_up.outputs;
+
+  rms_norm(x, static_cast<const T *>(a.attention_norm), small, rows, width, float(a.eps));
+  times.spent(kNorm);
+  linear(small, a.qkv, qkv, rows);
+  times.spent(kLinear);
+  norm_heads(a, rows, qkv);
+  times.spent(kNorm);
+  turn_heads(a, step, qkv);
+  times.spent(kTurn);
+  store_heads(a, step, qkv, q);
+  times.spent(kStore);
+  AttendArguments attend_arguments = a.attend;
   attend_arguments.q = q;
   attend_arguments.out = heads;
   attend<T>(attend_arguments);
-  spent(kAttention);
-  if (a.kept)
-    for (int64_t r = 0; r < a.kept_rows; ++r)
-      std::copy(heads + a.kept[r] * attended, heads + (a.kept[r] + 1) * attended,
+  times.spent(kAttention);
+  if (step.kept)
+    for (int64_t r = 0; r < kept_rows; ++r)
+      std::copy(heads + step.kept[r] * attended, heads + (step.kept[r] + 1) * attended,
                 kept + r * attended);
-  linear(a.kept ? kept : heads, a.out, small, a.kept_rows);
-  spent(kLinear);
-  add_rows(x, a.kept, small, y, a.kept_rows, width);
-  spent(kResidual);
-  rms_norm(y, static_cast<const T *>(a.mlp_norm), small, a.kept_rows, width, float(a.eps));
-  spent(kNorm);
-  linear(small, a.gate_up, gate_up, a.kept_rows);
-  spent(kLinear);
-  gated(gate_up, gate, a.kept_rows, a.down.inputs);
-  spent(kGate);
-  linear(gate, a.down, small, a.kept_rows);
-  spent(kLinear);
-  add_rows<T>(y, nullptr, small, y, a.kept_rows, width);
-  spent(kResidual);
+  linear(step.kept ? kept : heads, a.out, small, kept_rows);
+  times.spent(kLinear);
+  add_rows(x, step.kept, small, y, kept_rows, width);
+  times.spent(kResidual);
+  rms_norm(y, static_cast<const T *>(a.mlp_norm), small, kept_rows, width, float(a.eps));
+  times.spent(kNorm);
+  linear(small, a.gate_up, gate_up, kept_rows);
+  times.spent(kLinear);
+  gated(gate_up, gate, kept_rows, a.down.inputs);
+  times.spent(kGate);
+  linear(gate, a.down, small, kept_rows);
+  times.spent(kLinear);
+  add_rows<T>(y, nullptr, small, y, kept_rows, width);
+  times.spent(kResidual);
+}
+
+// `count` layers, one after another; rows are kept of the last one.
+template <class T>
+void layers(const LayerArguments *each, int64_t count, const StepArguments &step) {
+  PartTimes times(step.seconds);
+  T *stream = static_cast<T *>(step.scratch);  // [rows, width]
+  T *scratch = stream + step.rows * each->down.outputs;
+  for (int64_t i = 0; i < count; ++i) {
+    StepArguments now = step;
+    if (i > 0) now.x = stream;
+    if (i < count - 1) now.y = stream, now.kept = nullptr, now.kept_rows = step.rows;
+    layer(each[i], now, scratch, times);
+  }
 }
 
 }  // namespace

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from model.encodings.rope import RoPE
-from model.kernels.block import KernelBlock, parts_of
 from model.kernels.build import SUFFIXES, Kernels
+from model.kernels.layers import KernelLayers, parts_of
 from model.kernels.modules import (
     Int8PanelLinear,
     KernelRMSNorm,
@@ -15,7 +15,7 @@ from model.kernels.modules import (
     PanelLinear,
 )
 from model.linear import Int8Linear, Linear
-from model.transformer import Gate, RMSNorm
+from model.transformer import Gate, Layers, RMSNorm
 
 
 def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
@@ -27,9 +27,10 @@ def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
         if faster is not None:
             setattr(parent, name, faster)
     for parent, name, child in _children(model):
-        parts = parts_of(child)
-        if parts is not None:
-            setattr(parent, name, KernelBlock(child, parts, kernels))
+        if isinstance(child, Layers):
+            parts = [found for layer in child if (found := parts_of(layer)) is not None]
+            if len(parts) == len(child):
+                setattr(parent, name, KernelLayers(child, parts, kernels))
 
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:

@@ -161,10 +161,10 @@ def test_a_slow_module_is_its_part(find, part):
     assert clock.slow(decoder) == {part: 1}
 
 
-def test_what_a_layer_does_not_tell_of_is_its_call(kernels):
+def test_what_layers_do_not_tell_of_is_their_call(kernels):
     clock, decoder = Clock(), tiny("rope", CpuBackend(kernels), torch.float32)
     substitute(decoder, kernels, torch.float32)
-    decoder.layers[0].forward = clock.late(decoder.layers[0].forward)
+    decoder.layers.forward = clock.late(decoder.layers.forward)
     found = times(decoder, clock=lambda: clock.now, kernels=kernels).parts
     told = (NORM, LINEAR, POSITION, STORE, ATTENTION, GATE, RESIDUAL)
     assert sum(found[part] for part in (CALLS, *told)) == pytest.approx(1)

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from model.attention.cpu import CpuBackend
-from model.kernels.block import KernelBlock
+from model.kernels.layers import KernelLayers
 from model.kernels.substitutes import substitute
 from model.loading import open_checkpoint
 from tests.model import checkpoints
@@ -210,7 +210,7 @@ def decoder(request, smollm2):
     kernels = request.getfixturevalue("kernels")
     decoder = loaded(checkpoint, context=1024, backend=CpuBackend(kernels))
     substitute(decoder, kernels, torch.float32)
-    assert isinstance(decoder.layers[0], KernelBlock)
+    assert isinstance(decoder.layers, KernelLayers)
     return decoder
 
 

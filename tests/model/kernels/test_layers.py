@@ -1,21 +1,22 @@
-"""A layer in one call gives, bit by bit, what its parts give one after another."""
+"""Layers in one call give, bit by bit, what their parts give one after another."""
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 import torch
 
-from cache.kv import LayerKV
 from model.attention.bias import step_biases
 from model.attention.cpu import CpuBackend
 from model.attention.sdpa import SdpaAttention
 from model.config import EncodingSpec
 from model.encodings.rope import RoPE
-from model.kernels.block import KernelBlock, Part
+from model.kernels.layers import KernelLayers, Part
 from model.kernels.modules import KernelRoPE
 from model.kernels.substitutes import substitute
 from model.linear import quantize
+from model.transformer import Layers
 from server.pass_timer import TimedDecoder
 from tests.model.running import CPU, Running, make_batch, new_cache
 from tests.model.tiny import ENCODINGS, WIDE_ROPE, tiny
@@ -42,20 +43,22 @@ def ragged(lengths=LENGTHS):
     return make_batch(requests, BLOCK)
 
 
-def both(decoder, layer, rows=None):
-    """Output and cache of the one call, and of the parts."""
-    fused, batch = decoder.layers[layer], ragged()
-    assert isinstance(fused, KernelBlock)
-    made = new_cache(decoder, 12, BLOCK)
+def both(decoder, rows=None):
+    """Output and cache of the one call, and of the parts; of all rows, or of these."""
+    fused, batch = decoder.layers, ragged()
+    assert isinstance(fused, KernelLayers)
+    rows = torch.arange(len(batch.tokens)) if rows is None else rows
     generator = torch.Generator().manual_seed(4)
-    for part in made.whole:
-        part.copy_(torch.randn(part.shape, generator=generator))
+    made = new_cache(decoder, 12, BLOCK)
+    noise = [torch.randn(part.shape, generator=generator) for part in made.whole]
     x = torch.randn(len(batch.tokens), 24, generator=generator).to(made.dtype)
-    bias = list(step_biases(decoder.encoding, len(decoder.layers), batch, BLOCK))[layer]
     found = []
-    for way in (fused, fused.block):
-        kv = LayerKV(*(part.clone() for part in made.layer(layer)))
-        found.append((way(x.clone(), batch, kv, bias, rows), kv.keys, kv.values))
+    for way in (fused, partial(Layers.forward, fused)):
+        kv = new_cache(decoder, 12, BLOCK)
+        for part, numbers in zip(kv.whole, noise, strict=True):
+            part.copy_(numbers)
+        biases = step_biases(decoder.encoding, len(fused), batch, BLOCK)
+        found.append((way(x.clone(), batch, kv, biases, rows), *kv.whole))
     return found
 
 
@@ -70,21 +73,26 @@ def test_every_encoding(encoding, dtype, kernels):
     if ENCODINGS[encoding].name == WIDE_ROPE:  # its tables are too wide for the kernels
         encoding, options = "rope", ENCODINGS[encoding].options
     decoder = substituted(encoding, kernels, dtype, options=options)
-    assert equal(both(decoder, 1))
-    assert equal(both(decoder, 2, rows=torch.tensor([36, 37, 42])))
+    assert equal(both(decoder))
+    assert equal(both(decoder, rows=torch.tensor([36, 37, 42])))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(
     "changes",
-    [{"qk_norm": True, "qkv_bias": True}, {"out_bias": True, "mlp_bias": True}, {"kv_heads": 6}],
-    ids=["norms", "biases", "no-groups"],
+    [
+        {"qk_norm": True, "qkv_bias": True},
+        {"out_bias": True, "mlp_bias": True},
+        {"kv_heads": 6},
+        {"windows": (7, None, 7)},
+    ],
+    ids=["norms", "biases", "no-groups", "windows"],
 )
 def test_every_shape(changes, int8, dtype, kernels):
     decoder = substituted("rope-interleaved", kernels, dtype, int8=int8, **changes)
-    assert equal(both(decoder, 0))
-    assert equal(both(decoder, 0, rows=torch.tensor([0, 42])))
+    assert equal(both(decoder))
+    assert equal(both(decoder, rows=torch.tensor([0, 42])))
 
 
 class Unlike(RoPE):
@@ -108,7 +116,7 @@ class Unlike(RoPE):
 )
 def test_layers_that_compute_something_else_are_left_alone(changes, kernels):
     decoder = substituted("rope", kernels, **changes)
-    assert not any(isinstance(each, KernelBlock) for each in decoder.modules())
+    assert not any(isinstance(each, KernelLayers) for each in decoder.modules())
 
 
 @pytest.mark.parametrize("encoding", ["rope-block", "unlike"])
@@ -116,13 +124,13 @@ def test_encodings_that_the_kernels_do_not_know_are_left_alone(encoding, kernels
     spec = EncodingSpec(f"{__name__}:Unlike", ENCODINGS["rope"].options)
     monkeypatch.setitem(ENCODINGS, "unlike", spec)
     decoder = substituted(encoding, kernels)
-    assert not any(isinstance(each, KernelBlock | KernelRoPE) for each in decoder.modules())
+    assert not any(isinstance(each, KernelLayers | KernelRoPE) for each in decoder.modules())
 
 
 def test_other_attention_is_left_alone(kernels):
     decoder = tiny("rope", SdpaAttention, torch.float32)
     substitute(decoder, kernels, torch.float32)
-    assert not any(isinstance(each, KernelBlock) for each in decoder.modules())
+    assert not any(isinstance(each, KernelLayers) for each in decoder.modules())
 
 
 @pytest.mark.parametrize(("encoding", "apart"), [("rope", True), ("nope", True), ("alibi", False)])
@@ -135,14 +143,13 @@ def test_a_timed_pass_hears_from_inside(encoding, apart, kernels):
     (times,) = timed.drain()
     assert 0 < times.attention < times.forward
     assert (times.position is not None) == apart
-    assert all(layer.seconds is None for layer in decoder.layers)
+    assert decoder.layers.seconds is None
 
 
 def test_the_parts_of_the_time_are_added_up(kernels):
     decoder = substituted("rope", kernels)
     seconds = torch.zeros(len(Part), dtype=torch.float64)
-    for layer in decoder.layers:
-        layer.seconds = seconds
+    decoder.layers.seconds = seconds
     for _ in range(2):
         before = seconds.clone()
         decoder(ragged(), new_cache(decoder, 12, BLOCK))

@@ -1,22 +1,29 @@
-"""A whole layer of the decoder in one call of the CPU kernels.
+"""All layers of a decoder in one call of the CPU kernels.
 
 Python takes as long to go from kernel to kernel as a small model's kernels take. Here it hands
-over the arguments of a layer once.
+over what a step brings, and the rest was handed over when the decoder was made.
 """
 
-import ctypes
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import groupby
 
 from torch import Tensor, nn
 
-from cache.kv import LayerKV
+from cache.kv import KVCache
 from cache.terms import KeyFrame
 from model.attention.bias import StepBias
-from model.attention.cpu import CpuAttention
+from model.attention.cpu import CpuAttention, point_at
 from model.batch import ForwardBatch
 from model.encodings.base import PositionalEncoding
-from model.kernels.build import BlockArguments, Kernels, LinearArguments
+from model.kernels.build import (
+    AttendArguments,
+    Kernels,
+    LayerArguments,
+    LinearArguments,
+    StepArguments,
+)
 from model.kernels.modules import (
     Int8PanelLinear,
     KernelRMSNorm,
@@ -24,7 +31,7 @@ from model.kernels.modules import (
     KernelSiluGate,
     PanelLinear,
 )
-from model.transformer import Block, GatedMLP
+from model.transformer import Block, GatedMLP, Layers
 
 
 class Part(IntEnum):
@@ -37,6 +44,10 @@ class Part(IntEnum):
     ATTENTION = 4  # with the bias, and with the turning that a key frame leaves to attention
     GATE = 5
     RESIDUAL = 6
+
+
+# What layer.hpp turns before keys are stored, by their frame.
+_TURNED = {KeyFrame.ABSOLUTE: 1, KeyFrame.RAW: 0, KeyFrame.BLOCK: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,70 +98,102 @@ def parts_of(block: nn.Module) -> Parts | None:
     return Parts(kernel_norms, panels, attention.attend, encoding)
 
 
-class KernelBlock(nn.Module):
-    """Computes what `block` does; `parts` are its own.
+class KernelLayers(Layers):
+    """Computes what `layers` do; `parts` are theirs.
 
     seconds: float64 [Part] that each call adds its times to, or None.
     """
 
-    def __init__(self, block: nn.Module, parts: Parts, kernels: Kernels) -> None:
-        super().__init__()
-        self.block = block
+    def __init__(self, layers: Layers, parts: Sequence[Parts], kernels: Kernels) -> None:
+        super().__init__(layers)
         self.seconds: Tensor | None = None
         self._parts = parts
         self._kernels = kernels
-        self._norms = {name: norm.weight.data_ptr() for name, norm in parts.norms.items()}
-        self._eps = parts.norms["mlp_norm"].eps  # one for all norms of a model
-        self._linears = {name: _linear_arguments(each) for name, each in parts.linears.items()}
-        attended, self._width = self._linears["out"].inputs, self._linears["down"].outputs
+        self._arguments = [_layer_arguments(each) for each in parts]
+        # For each layer the first one that attends as it does: most models have one or two kinds.
+        kinds = [(each.attend.spec, id(each.encoding)) for each in parts]
+        self._like = [kinds.index(kind) for kind in kinds]
+        of_one = self._arguments[0]
+        attended, self._width = of_one.out.inputs, of_one.down.outputs
         # Numbers of scratch for each row, and for each row that is kept.
-        self._per_row = self._width + self._linears["qkv"].outputs + 2 * attended
-        self._per_kept = attended + self._linears["gate_up"].outputs + self._linears["down"].inputs
+        self._per_row = 2 * self._width + of_one.qkv.outputs + 2 * attended
+        self._per_kept = attended + of_one.gate_up.outputs + of_one.down.inputs
 
     def forward(
         self,
         x: Tensor,
         batch: ForwardBatch,
-        kv: LayerKV,
-        bias: StepBias | None,
-        rows: Tensor | None = None,
+        kv: KVCache,
+        biases: Iterable[StepBias | None],
+        rows: Tensor,
     ) -> Tensor:
+        for run, bias in _runs(biases):
+            last = run.stop == len(self)
+            x = self._compute(x, batch, kv, run, bias, rows if last else None)
+        return x
+
+    def _compute(
+        self,
+        x: Tensor,
+        batch: ForwardBatch,
+        kv: KVCache,
+        run: range,
+        bias: StepBias | None,
+        rows: Tensor | None,
+    ) -> Tensor:
+        """These layers, which share a bias."""
+        x = x.contiguous()
         count = len(x)
         kept = count if rows is None else len(rows)
-        x = x.contiguous()
         y = x.new_empty(kept, self._width)
-        scratch = x.new_empty(count * self._per_row + kept * self._per_kept)
-        encoding = self._parts.encoding
-        attend, _tensors = self._parts.attend.arguments(kv, batch, bias, encoding.rotation())
-        arguments = BlockArguments(
+        scratch = x.new_empty(count * (self._per_row + self._per_kept))
+        step = StepArguments(
             x=x.data_ptr(),
             y=y.data_ptr(),
             scratch=scratch.data_ptr(),
-            attend=ctypes.pointer(attend),
+            offsets=batch.offsets.data_ptr(),
             slots=batch.slots.data_ptr(),
             kept=None if rows is None else rows.data_ptr(),
             rows=count,
             kept_rows=kept,
-            eps=self._eps,
             seconds=None if self.seconds is None else self.seconds.data_ptr(),
-            **self._norms,
-            **self._linears,
         )
-        if isinstance(encoding, KernelRoPE):
-            _add_turn(arguments, encoding, batch)
-        self._kernels.block(x.dtype, arguments)
+        layers = (LayerArguments * len(run))(*self._arguments[run.start : run.stop])
+        made: dict[int, tuple[AttendArguments, tuple[Tensor, ...]]] = {}
+        for index, layer in zip(run, layers, strict=True):
+            of_layer, like = kv.layer(index), self._like[index]
+            if like not in made:
+                parts = self._parts[like]
+                rotation = parts.encoding.rotation()
+                made[like] = parts.attend.arguments(of_layer, batch, bias, rotation)
+            layer.attend = made[like][0]
+            point_at(layer.attend, of_layer)
+        self._kernels.layers(x.dtype, layers, step)
         return y
 
 
-def _add_turn(arguments: BlockArguments, rope: KernelRoPE, batch: ForwardBatch) -> None:
-    """What `rope.rotate` would turn."""
-    arguments.cosines, arguments.sines = rope.cos.data_ptr(), rope.sin.data_ptr()
-    arguments.pairs, arguments.interleaved = rope.cos.shape[1], int(rope.interleaved)
-    match rope.key_frame:
-        case KeyFrame.ABSOLUTE:
-            arguments.q_positions = arguments.k_positions = batch.positions.data_ptr()
-        case KeyFrame.BLOCK:
-            arguments.k_positions = batch.offsets.data_ptr()
+def _runs(biases: Iterable[StepBias | None]) -> Iterator[tuple[range, StepBias | None]]:
+    """Layers after one another that share a bias."""
+    first = 0
+    for _, run in groupby(biases, key=id):
+        same = list(run)
+        yield range(first, first + len(same)), same[0]
+        first += len(same)
+
+
+def _layer_arguments(parts: Parts) -> LayerArguments:
+    """All but what changes from step to step."""
+    arguments = LayerArguments(
+        **{name: norm.weight.data_ptr() for name, norm in parts.norms.items()},
+        **{name: _linear_arguments(each) for name, each in parts.linears.items()},
+        eps=parts.norms["mlp_norm"].eps,  # one for all norms of a model
+    )
+    rope = parts.encoding
+    if isinstance(rope, KernelRoPE):
+        arguments.cosines, arguments.sines = rope.cos.data_ptr(), rope.sin.data_ptr()
+        arguments.pairs, arguments.interleaved = rope.cos.shape[1], int(rope.interleaved)
+        arguments.turned = _TURNED[rope.key_frame]
+    return arguments
 
 
 def _linear_arguments(linear: PanelLinear | Int8PanelLinear) -> LinearArguments:
