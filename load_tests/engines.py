@@ -21,10 +21,9 @@ from model.kernels.sampler import KernelSampler
 from model.sampler import Sampler
 from model.transformer import Decoder
 from server.auditing import Auditor
-from server.batching import build_batch
-from server.engine import BuildBatch, Engine, Sample
+from server.engine import Engine
 from server.position_meter import PositionMeter
-from server.sampling import sample
+from server.runner import Runner
 from server.scheduler import Limits, Scheduler
 
 Forward = Callable[[ForwardBatch, KVCache], Tensor]
@@ -35,6 +34,7 @@ class Wired:
     """An engine and what it was made of."""
 
     engine: Engine
+    runner: Runner
     kv: KVCache
     scheduler: Scheduler
     auditor: Auditor
@@ -49,8 +49,6 @@ def decoding(
     *,
     kernels: Kernels | str,
     forward: Forward | None = None,
-    build_batch: BuildBatch = build_batch,
-    sample: Sample = sample,
 ) -> Wired:
     """An engine whose `requests` are past their prompts, with room for `steps` steps more.
 
@@ -78,8 +76,6 @@ def decoding(
         Limits(requests, requests * longest, longest, max_waiting=requests),
         KernelSampler(kernels) if isinstance(kernels, Kernels) else Sampler(),
         sums=kernels.fold_sums if isinstance(kernels, Kernels) else fold_sums,
-        build_batch=build_batch,
-        sample=sample,
     )
     draw = random.Random(0)
     for index in range(requests):
@@ -99,27 +95,15 @@ def wired(
     sampler: Sampler,
     *,
     sums: FoldSums = fold_sums,
-    build_batch: BuildBatch = build_batch,
-    sample: Sample = sample,
 ) -> Wired:
     """As the server wires it, over all of `kv`, with its default audit. `rules` of each layer."""
     manager = CacheManager(kv.whole.keys.shape[1], kv.block_size)
     ledger = Ledger(kv, Audit.SAMPLE, sums)
     scheduler = Scheduler(manager, limits, Operations(manager, kv, rules, ledger))
     auditor = Auditor("here", ledger, manager, scheduler)
-    engine = Engine(
-        forward,
-        kv,
-        manager,
-        scheduler,
-        auditor,
-        meter,
-        sampler,
-        device=kv.device,
-        build_batch=build_batch,
-        sample=sample,
-    )
-    return Wired(engine, kv, scheduler, auditor, meter)
+    runner = Runner(forward, kv, manager, sampler)
+    engine = Engine(runner, kv, manager, scheduler, auditor, meter)
+    return Wired(engine, runner, kv, scheduler, auditor, meter)
 
 
 def engine(

@@ -124,7 +124,7 @@ def step(requests: int, context: int, rows: int, device: torch.device) -> Forwar
         made = request(str(index), [7] * context)
         manager.reserve(made.id, made.tokens, context)
         work.append(Work(made, context - rows, rows))
-    return build_batch(tuple(work), manager.table, BLOCK_SIZE, device).forward
+    return build_batch(tuple(work), manager.table, BLOCK_SIZE).forward.to(device)
 
 
 def passes(

@@ -28,11 +28,8 @@ from model.kernels.modules import (
 )
 from model.linear import Int8Linear, Linear
 from model.transformer import Decoder, Gate, LayerNorm, RMSNorm
-from server.batching import build_batch
-from server.engine import Sample
 from server.metrics import Metrics
 from server.pass_timer import told_by, watched
-from server.sampling import sample
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -106,7 +103,6 @@ def step_times(
     steps: int,
     *,
     kernels: Kernels | str,
-    sample: Sample = sample,
     clock: Callable[[], float] | None = None,
 ) -> StepTimes:
     """Of `steps` that are watched, among as many that are not; each half's faster half.
@@ -129,8 +125,6 @@ def step_times(
         _WARM + 2 * steps,
         kernels=kernels,
         forward=forward,
-        build_batch=_during(watch, BATCH, build_batch),
-        sample=_during(watch, SAMPLING, sample),
     )
     longest = needed_context(context, steps)
     observe = _during(watch, METRICS, metrics_for(_NAME, made.kv, longest).observe_step)
@@ -175,6 +169,8 @@ def _seams(decoder: Decoder, made: Wired, watch: Stopwatch) -> Iterator[None]:
 
 def _watched_in(decoder: Decoder, made: Wired) -> Iterator[tuple[object, str, str]]:
     """Owner and name of what is called, and which part it is."""
+    yield made.runner, "build", BATCH
+    yield made.runner, "sample", SAMPLING
     yield made.scheduler, "plan", SCHEDULER
     yield made.scheduler, "record", SCHEDULER
     yield made.auditor, "look", AUDIT

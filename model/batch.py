@@ -1,6 +1,8 @@
 """ForwardBatch: one step's tokens of all requests, packed, with where each one is and goes."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +12,8 @@ from torch import Tensor
 class ForwardBatch:
     """T tokens of R requests; request r owns rows query_starts[r]:query_starts[r+1].
 
-    All tensors are int64, on one device. Block table entries past a request's context are 0.
+    All tensors are int64, on one device: they are made on the host, and a model moves them to its
+    own. Block table entries past a request's context are 0.
     """
 
     tokens: Tensor  # [T]
@@ -26,6 +29,22 @@ class ForwardBatch:
     max_context: int
     cross: "Cross | None" = None  # encoder-decoders only
 
+    def to(self, device: torch.device) -> "ForwardBatch":
+        """On that device: itself if it is there, else in one copy, and as many again of `cross`."""
+        if self.tokens.device.type == device.type:
+            return self
+        names = [each.name for each in fields(self) if isinstance(getattr(self, each.name), Tensor)]
+        moved = in_one_copy([getattr(self, name) for name in names], device)
+        changes: dict[str, Any] = dict(zip(names, moved, strict=True))
+        if self.cross is not None:
+            changes["cross"] = self.cross.to(device)
+        return replace(self, **changes)
+
+    def row_requests(self) -> Tensor:
+        """[T]: the request that each row belongs to."""
+        # Told how many there are, a device need not be asked.
+        return torch.repeat_interleave(self.query_starts.diff(), output_size=len(self.tokens))
+
     def key_positions(self, block_size: int) -> Tensor:
         """[R, max_context], by key index. Past a request's own context they mean nothing."""
         used = -(-self.max_context // block_size)
@@ -40,3 +59,18 @@ class Cross:
 
     new: ForwardBatch | None  # whole prompts to encode first; their slots are then filled
     seen: ForwardBatch  # the step's own rows, over the blocks of their requests' encoded prompts
+
+    def to(self, device: torch.device) -> "Cross":
+        """As ForwardBatch.to."""
+        new = None if self.new is None else self.new.to(device)
+        return Cross(new, self.seen.to(device))
+
+
+def in_one_copy(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The same on a device, of one dtype; nobody waits for it, and what is left may be changed."""
+    flat = torch.cat([each.flatten() for each in tensors])
+    if device.type == "cuda":
+        flat = flat.pin_memory()  # and given back by torch when the copy is done
+    there = flat.to(device, non_blocking=True)
+    parts = torch.split(there, [each.numel() for each in tensors])
+    return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]

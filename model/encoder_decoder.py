@@ -158,8 +158,10 @@ class EncoderDecoder(nn.Module):
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Logits [S, vocab] of `batch.output_rows`; keys and values of all rows are stored.
 
-        New prompts are encoded first, and their keys and values stored for all later steps.
+        New prompts are encoded first, and their keys and values stored for all later steps. The
+        batch may still lie on the host.
         """
+        batch = batch.to(kv.device)
         assert batch.cross is not None, "an encoder-decoder needs encoded prompts"
         if batch.cross.new is not None:
             self._encode(batch.cross.new, kv)

@@ -367,8 +367,11 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """Logits [S, vocab] of `batch.output_rows`; keys and values of all rows are stored."""
-        return self.compute(batch, kv)
+        """Logits [S, vocab] of `batch.output_rows`; keys and values of all rows are stored.
+
+        The batch may still lie on the host.
+        """
+        return self.compute(batch.to(kv.device), kv)
 
     def compute(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """`forward` where gradients are kept, for training."""

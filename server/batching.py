@@ -1,4 +1,4 @@
-"""From a plan to the tensors of one step, over one host buffer and one copy to the device."""
+"""From a plan to the tensors of one step, which lie on the host."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +48,6 @@ def build_batch(
     work: tuple[Work, ...],
     table_of: Callable[[str], Table],
     block_size: int,
-    device: torch.device,
 ) -> StepBatch:
     """Pack `work` in order. All requests are of one model: with a source or none."""
     spans = [
@@ -61,9 +60,9 @@ def build_batch(
     ]
     starts = [0, *accumulate(item.count for item in work)]
     outputs, samples, prompts = _outputs(work, starts)
-    forward = _pack(spans, outputs, block_size, device)
+    forward = _pack(spans, outputs, block_size)
     if work[0].request.source:
-        cross = _cross(forward, work, table_of, block_size, device)
+        cross = _cross(forward, work, table_of, block_size)
         forward = replace(forward, cross=cross)
     return StepBatch(forward, tuple(samples), tuple(prompts))
 
@@ -73,7 +72,6 @@ def _cross(
     work: tuple[Work, ...],
     table_of: Callable[[str], Table],
     block_size: int,
-    device: torch.device,
 ) -> Cross:
     """What is to be encoded now, and what the rows of `forward` see of what has been encoded."""
     tables = [table_of(item.request.encoded) for item in work]
@@ -84,9 +82,9 @@ def _cross(
         if item.encodes
     ]
     done = [_Span((), len(source), table) for source, table in zip(sources, tables, strict=True)]
-    whole = _pack(done, [], block_size, device)
+    whole = _pack(done, [], block_size)
     return Cross(
-        new=_pack(new, [], block_size, device) if new else None,
+        new=_pack(new, [], block_size) if new else None,
         seen=replace(
             forward,
             context_lens=whole.context_lens,
@@ -97,10 +95,8 @@ def _cross(
     )
 
 
-def _pack(
-    spans: Sequence[_Span], outputs: Sequence[int], block_size: int, device: torch.device
-) -> ForwardBatch:
-    """All tensors are views of one int64 buffer on the device."""
+def _pack(spans: Sequence[_Span], outputs: Sequence[int], block_size: int) -> ForwardBatch:
+    """All tensors are views of one buffer."""
     counts = [span.count for span in spans]
     ends = list(accumulate(counts))
     total, requests = ends[-1], len(spans)
@@ -124,8 +120,7 @@ def _pack(
     entry = request * width + block
     positions[:] = bases[entry] + offsets
     slots[:] = blocks[entry] * block_size + offsets
-    on_device = torch.from_numpy(host).to(device)
-    parts = [on_device[a:b] for a, b in pairwise([0, *accumulate(sizes)])]
+    parts = torch.split(torch.from_numpy(host), sizes)
     return ForwardBatch(
         tokens=parts[0],
         positions=parts[1],

@@ -34,6 +34,7 @@ from server.config import ServerConfig
 from server.decoders import Prepared, find_kernels, prepare
 from server.engine import Engine
 from server.errors import CommandError
+from server.graphs import replayed
 from server.metrics import Metrics
 from server.metrics_compat import ALIASES
 from server.models import EncoderDecoderTokens, Models, Served
@@ -41,6 +42,7 @@ from server.parity import check_parity
 from server.pass_timer import TimedDecoder
 from server.position_meter import PositionMeter, no_cost
 from server.protocol import Server, server_config
+from server.runner import Runner
 from server.scheduler import Limits, Scheduler
 from server.warm_up import warm_up
 
@@ -174,17 +176,10 @@ def _complete(
     auditor = Auditor(name, ledger, manager, scheduler)
     meter = _meter(model.decoder, shape, block_size)
     decoder = TimedDecoder(model.decoder, device)
-    engine = Engine(
-        decoder,
-        kv,
-        manager,
-        scheduler,
-        auditor,
-        meter,
-        KernelSampler(kernels) if isinstance(kernels, Kernels) else Sampler(),
-        device=device,
-        drain_times=decoder.drain,
-    )
+    sampler = KernelSampler(kernels) if isinstance(kernels, Kernels) else Sampler()
+    forward = replayed(model.decoder, model.backend, kv, limits, name, otherwise=decoder)
+    run = Runner(forward, kv, manager, sampler)
+    engine = Engine(run, kv, manager, scheduler, auditor, meter, drain_times=decoder.drain)
     rotation = model.decoder.encoding.rotation()
     facts = ModelFacts(
         name=name,

@@ -10,14 +10,10 @@ from dataclasses import dataclass, replace
 from logging import getLogger
 
 import torch
-from torch import Tensor
 
 from cache.kv import KVCache
-from cache.manager import CacheManager, Table
-from model.batch import ForwardBatch
-from model.sampler import Sampler
+from cache.manager import CacheManager
 from server.auditing import Auditor
-from server.batching import StepBatch, build_batch
 from server.cache_view import CacheView, view
 from server.position_meter import PositionMeter
 from server.request import (
@@ -30,13 +26,10 @@ from server.request import (
     StepStats,
     TokenEvent,
 )
-from server.sampling import sample
+from server.runner import Run
 from server.scheduler import Plan, Sampled, Scheduler, Work
 
 log = getLogger(__name__)
-
-BuildBatch = Callable[[tuple[Work, ...], Callable[[str], Table], int, torch.device], StepBatch]
-Sample = Callable[[Tensor, StepBatch, Sampler], Mapping[str, Sampled]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,40 +39,28 @@ class Step:
 
 
 class Engine:
-    """`forward` is a decoder, or in tests any function of a batch and a cache to logits.
-
-    `drain_times` tells of those of its passes that were timed. `build_batch` and `sample` are what
-    happens before and after it.
-    """
+    """`run` turns work into tokens; `drain_times` tells of those of its passes that were timed."""
 
     def __init__(
         self,
-        forward: Callable[[ForwardBatch, KVCache], Tensor],
+        run: Run,
         kv: KVCache,
         manager: CacheManager,
         scheduler: Scheduler,
         auditor: Auditor,
         meter: PositionMeter,
-        sampler: Sampler,
         *,
-        device: torch.device,
         clock: Callable[[], float] = time.monotonic,
         drain_times: Callable[[], tuple[PassTimes, ...]] = tuple,
-        build_batch: BuildBatch = build_batch,
-        sample: Sample = sample,
     ) -> None:
-        self._forward = forward
+        self._run = run
         self._kv = kv
         self._manager = manager
         self._scheduler = scheduler
         self._auditor = auditor
         self._meter = meter
-        self._sampler = sampler
-        self._device = device
         self._clock = clock
         self._drain_times = drain_times
-        self._build_batch = build_batch
-        self._sample = sample
         self._last_token: dict[str, float] = {}
         self._flushed = 0  # blocks, since the last step
 
@@ -135,8 +116,7 @@ class Engine:
     def _compute(self, work: tuple[Work, ...]) -> Mapping[str, Sampled]:
         """Next tokens. When the batch fails, halve it until the failing request stands alone."""
         try:
-            batch = self._build_batch(work, self._manager.table, self._kv.block_size, self._device)
-            return self._sample(self._forward(batch.forward, self._kv), batch, self._sampler)
+            return self._run(work)
         except torch.AcceleratorError:
             raise  # the device is lost: every later call would fail too
         except Exception as error:  # whatever it is, it must not reach the other requests

@@ -144,8 +144,8 @@ class _Bench:
             self._manager.reserve(request.id, request.tokens, stop)
             if item.encodes:
                 self._manager.reserve(request.encoded, request.source, len(request.source))
-        batch = build_batch(work, self._manager.table, self._kv.block_size, self._kv.device).forward
-        every = torch.arange(len(batch.tokens), device=self._kv.device)
+        batch = build_batch(work, self._manager.table, self._kv.block_size).forward
+        every = torch.arange(len(batch.tokens))
         logits: Tensor = self._decoder(replace(batch, output_rows=every), self._kv)
         for item in work:
             request, stop = item.request, item.start + item.count

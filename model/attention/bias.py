@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from model.batch import ForwardBatch
@@ -46,7 +45,5 @@ def step_biases(
 
 
 def _dense(bias: MaterialisedBias, batch: ForwardBatch, block_size: int) -> DenseBias:
-    counts = batch.query_starts.diff()
-    request = torch.repeat_interleave(counts, output_size=len(batch.tokens))  # [T]
-    keys = batch.key_positions(block_size)[request]
+    keys = batch.key_positions(block_size)[batch.row_requests()]
     return DenseBias(bias.at(batch.positions[:, None] - keys))

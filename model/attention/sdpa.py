@@ -39,7 +39,7 @@ class SdpaAttention:
         if rotation is not None:
             q = rotation.queries(q, batch.positions)
             keys = self._turned(keys, batch, kv.keys.shape[1], rotation)
-        rows, valid = self._padded_rows(batch)  # [R, max_query] each
+        rows = self._padded_rows(batch)  # [R, max_query]
         index = self._query_index(batch)
         gap = index[:, :, None] - torch.arange(keys.shape[2], device=q.device)
         used = torch.arange(keys.shape[2], device=q.device) < batch.context_lens[:, None]
@@ -64,7 +64,10 @@ class SdpaAttention:
             scale=self.spec.scale,
             enable_gqa=self.spec.heads != self.spec.kv_heads,
         )
-        return out.transpose(1, 2)[valid]
+        # Not by a mask, whose true values a device would have to be asked for.
+        request = batch.row_requests()
+        column = torch.arange(len(request), device=q.device) - batch.query_starts[request]
+        return out.transpose(1, 2)[request, column]
 
     def _gather(self, kv: LayerKV, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Keys and values, [R, kv_heads, max_context, head_dim] each."""
@@ -89,12 +92,12 @@ class SdpaAttention:
         return turned.view(rows.shape).transpose(1, 2)
 
     @staticmethod
-    def _padded_rows(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+    def _padded_rows(batch: ForwardBatch) -> Tensor:
+        """Each request's rows, its first one again where it has no more."""
         starts = batch.query_starts
         column = torch.arange(batch.max_query, device=starts.device)
         valid = column < (starts[1:] - starts[:-1])[:, None]
-        rows = torch.where(valid, starts[:-1, None] + column, starts[:-1, None])
-        return rows, valid
+        return torch.where(valid, starts[:-1, None] + column, starts[:-1, None])
 
     @staticmethod
     def _query_index(batch: ForwardBatch) -> Tensor:

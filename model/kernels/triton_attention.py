@@ -12,8 +12,14 @@ leave out what is not theirs, so that no host needs to know which requests have 
 import triton
 import triton.language as tl
 
+# Whose addresses follow from a step's sizes: they are not compiled for, or serving would wait.
+STEP = ["positions", "query_starts", "context_lens", "block_tables", "block_bases"]
 
-@triton.jit(do_not_specialize=["table_width", "bias_row", "bias_span"])
+
+@triton.jit(
+    do_not_specialize=["table_width", "bias_row", "bias_span"],
+    do_not_specialize_on_alignment=STEP,
+)
 def attend(
     q,  # [T, HEADS, HEAD_DIM], of any strides
     keys,  # [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM], contiguous; values alike
@@ -194,7 +200,10 @@ def attend(
         tl.store(place, found.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(
+    do_not_specialize=["splits"],
+    do_not_specialize_on_alignment=["query_starts", "context_lens"],
+)
 def merge(
     parts,  # [R, HEADS, splits, HEAD_DIM] float32
     maxima,  # [R, HEADS, splits] float32; sums alike

@@ -34,7 +34,7 @@ from server.engine import Engine
 from server.metrics import Metrics
 from server.position_meter import PositionMeter
 from server.pull import home
-from server.sampling import sample
+from server.runner import Runner
 from server.scheduler import Scheduler
 from tests.model.tiny import CONFIG, tiny
 
@@ -110,14 +110,11 @@ def test_norms_and_activations_of_other_models_are_watched():
     assert set(found.parts) == (MODULES | OUTSIDE) - {GATE}
 
 
-def test_a_slow_sampler_is_sampling():
-    clock = Clock()
-    assert clock.slow(tiny("rope"), sample=clock.late(sample)) == {SAMPLING: 1}
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "found"),
     [
+        (Runner, "build", {BATCH: 1}),
+        (Runner, "sample", {SAMPLING: 1}),
         (Scheduler, "plan", {SCHEDULER: 1}),
         (Scheduler, "record", {SCHEDULER: 1}),
         (Auditor, "look", {AUDIT: 3}),

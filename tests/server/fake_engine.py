@@ -22,6 +22,7 @@ from server.engine import Engine
 from server.options import add_options, read_options
 from server.position_meter import PositionMeter
 from server.request import Request
+from server.runner import Runner
 from server.scheduler import Limits, Scheduler
 from server.warm_up import Speed
 from tests.cache.bookkeeping import Bookkeeping
@@ -60,7 +61,8 @@ def make_engine(forward=counting, *, blocks=40, clock=None, meter=None, **limits
     more = {} if clock is None else {"clock": clock}
     auditor = auditor_of(kv, manager, scheduler)
     meter = meter or PositionMeter()
-    made = Engine(forward, kv, manager, scheduler, auditor, meter, Sampler(), device=CPU, **more)
+    run = Runner(forward, kv, manager, Sampler())
+    made = Engine(run, kv, manager, scheduler, auditor, meter, **more)
     return made, manager
 
 

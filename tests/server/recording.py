@@ -14,8 +14,9 @@ from model.sampling import SamplingParams
 from server.engine import Engine
 from server.position_meter import PositionMeter
 from server.request import Request
+from server.runner import Runner
 from server.scheduler import Limits, Scheduler
-from tests.model.running import CPU, new_cache
+from tests.model.running import new_cache
 from tests.model.tiny import CONTEXT
 from tests.server.fake_engine import auditor_of
 
@@ -46,7 +47,8 @@ def engine(forward, decoder, blocks, limits=LIMITS):
     ledger = Ledger(kv, Audit.FULL)
     scheduler = Scheduler(manager, limits, Operations(manager, kv, rules, ledger))
     auditor = auditor_of(kv, manager, scheduler, ledger)
-    made = Engine(forward, kv, manager, scheduler, auditor, PositionMeter(), Sampler(), device=CPU)
+    run = Runner(forward, kv, manager, Sampler())
+    made = Engine(run, kv, manager, scheduler, auditor, PositionMeter())
     return made, manager, scheduler
 
 

@@ -19,11 +19,12 @@ from server.metrics import Metrics
 from server.models import Models
 from server.position_meter import PositionMeter
 from server.request import CacheChanged, FinishReason
+from server.runner import Runner
 from server.scheduler import Limits, Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model.running import new_cache
 from tests.model.tiny import tiny
-from tests.server.fake_engine import BLOCK, CPU, VOCAB, counting, make_request
+from tests.server.fake_engine import BLOCK, VOCAB, counting, make_request
 from tests.server.toy import running, sample, toy
 
 ENTRIES = BLOCK  # of one layer and part of a block, with the one key/value head used here
@@ -49,16 +50,8 @@ class Watched:
             self.forwards += 1
             return forward(batch, kv)
 
-        self.engine = Engine(
-            counted,
-            self.kv,
-            self.manager,
-            self.scheduler,
-            auditor,
-            PositionMeter(),
-            Sampler(),
-            device=CPU,
-        )
+        run = Runner(counted, self.kv, self.manager, Sampler())
+        self.engine = Engine(run, self.kv, self.manager, self.scheduler, auditor, PositionMeter())
         self.events, self.stats = [], []
 
     def step(self):

@@ -26,6 +26,7 @@ from server.metrics import Metrics
 from server.models import Models
 from server.position_meter import PositionMeter
 from server.request import InvalidField, PromptTooLong, Request, TokenEvent
+from server.runner import Runner
 from server.scheduler import Limits, Sampled, Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model import encoder_decoders as tiny
@@ -297,7 +298,8 @@ def engine_of(forward, decoder, blocks, **limits):
     manager = CacheManager(blocks, BLOCK, prefix_sharing=False)
     scheduler = Scheduler(manager, Limits(**chosen | limits), Bookkeeping(manager))
     auditor = auditor_of(kv, manager, scheduler)
-    made = Engine(forward, kv, manager, scheduler, auditor, PositionMeter(), Sampler(), device=CPU)
+    run = Runner(forward, kv, manager, Sampler())
+    made = Engine(run, kv, manager, scheduler, auditor, PositionMeter())
     return made, manager, scheduler
 
 

@@ -10,7 +10,7 @@ from model.sampler import Sampler
 from server.batching import PromptRows, build_batch
 from server.sampling import sample
 from server.scheduler import Work
-from tests.model.running import CPU, run_uncached
+from tests.model.running import run_uncached
 from tests.model.tiny import tiny
 from tests.server.fake_engine import make_request
 from tests.server.test_equality import engine
@@ -92,7 +92,7 @@ def test_a_mixed_plan_becomes_exact_tensors():
         "scored": ([8], [0]),
     }
     work = (Work(chunk, 3, 4), Work(single, 3, 1), Work(scored, 0, 3))
-    batch = build_batch(work, lambda name: Table(*tables[name]), 4, CPU)
+    batch = build_batch(work, lambda name: Table(*tables[name]), 4)
     made = batch.forward
     assert made.tokens.tolist() == [13, 14, 15, 16, 4, 7, 8, 9]
     assert made.positions.tolist() == [3, 4, 5, 6, 103, 0, 1, 2]
@@ -111,4 +111,4 @@ def test_a_mixed_plan_becomes_exact_tensors():
 def batch_of(*requests):
     """Every request's last token."""
     work = tuple(Work(each, len(each.tokens) - 1, 1) for each in requests)
-    return build_batch(work, lambda name: Table([1], [0]), 4, CPU)
+    return build_batch(work, lambda name: Table([1], [0]), 4)

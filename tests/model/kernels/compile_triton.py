@@ -40,7 +40,11 @@ class Compiling:
             self.kernel,
             signature,
             {(self.kernel.arg_names.index(name),): given[name] for name in constant},
-            {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if "*" in t},
+            {
+                (p.num,): [["tt.divisibility", 16]]
+                for p in self.kernel.params
+                if "*" in signature[p.name] and not p.do_not_specialize_on_alignment
+            },
         )
         found = compile(source, target=self.target, options={"num_warps": num_warps})
         assert found.asm["cubin"]

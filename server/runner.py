@@ -1,0 +1,42 @@
+"""Turns the work of a step into tokens: build batch, forward, sample."""
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from cache.kv import KVCache
+from cache.manager import CacheManager
+from model.batch import ForwardBatch
+from model.sampler import Sampler
+from server.batching import StepBatch, build_batch
+from server.sampling import sample
+from server.scheduler import Sampled, Work
+
+Run = Callable[[tuple[Work, ...]], Mapping[str, Sampled]]  # by request id
+
+
+class Runner:
+    """`forward` is a decoder, or in tests any function of a batch and a cache to logits."""
+
+    def __init__(
+        self,
+        forward: Callable[[ForwardBatch, KVCache], Tensor],
+        kv: KVCache,
+        manager: CacheManager,
+        sampler: Sampler,
+    ) -> None:
+        self._forward = forward
+        self._kv = kv
+        self._manager = manager
+        self._sampler = sampler
+
+    def __call__(self, work: tuple[Work, ...]) -> Mapping[str, Sampled]:
+        """Of every request whose last known token is computed now."""
+        batch = self.build(work)
+        return self.sample(self._forward(batch.forward, self._kv), batch)
+
+    def build(self, work: tuple[Work, ...]) -> StepBatch:
+        return build_batch(work, self._manager.table, self._kv.block_size)
+
+    def sample(self, logits: Tensor, batch: StepBatch) -> Mapping[str, Sampled]:
+        return sample(logits, batch, self._sampler)

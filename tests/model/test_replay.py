@@ -1,0 +1,332 @@
+"""Decode steps over fixed buffers equal those that are computed as they come."""
+
+import random
+from dataclasses import fields, replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cache.kv import KVCache
+from model.attention import triton
+from model.attention.reference import ReferenceAttention
+from model.attention.sdpa import SdpaAttention
+from model.attention.triton import TritonAttention
+from model.batch import Cross
+from model.cuda_graph import CudaGraphs
+from model.encodings.base import create
+from model.replay import SHORTEST, Bucket, ReplayedDecoder, buckets
+from model.transformer import Decoder
+from tests.model.attention.triton_here import TritonHere
+from tests.model.paths import BLOCK, VOCABULARY, tokens
+from tests.model.running import Running, make_batch, new_cache
+from tests.model.test_contract import EXACT, KINDS, ROUNDED, WINDOWS, check_path, even, exactly
+from tests.model.tiny import CONFIG, CONTEXT, ENCODINGS, freeze, tiny
+from tests.products import combined
+
+BACKENDS = {"reference": ReferenceAttention, "sdpa": SdpaAttention}
+META = torch.device("meta")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """So small a model only waits for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Replaying:
+    """A decoder that replays what it can, over whichever cache it is called with.
+
+    To replay is here to call the decoder on a bucket's buffers.
+    """
+
+    def __init__(self, decoder, sizes=((1, 20), (2, 20), (2, CONTEXT), (4, CONTEXT))):
+        self.decoder = decoder
+        self.config, self.encoding, self.embed = decoder.config, decoder.encoding, decoder.embed
+        self.sizes = sizes
+        self.replays, self.others = [], []  # requests of the buckets, and batches
+        self.kv = self.over = None
+
+    def __call__(self, batch, kv):
+        if self.kv is not kv:
+            made = [Bucket(*size, kv) for size in reversed(self.sizes)]
+            self.over = ReplayedDecoder(self.decoder, kv, self._other, made, self._record)
+            self.kv = kv
+        return self.over(batch, kv).clone()
+
+    def _record(self, compute):
+        def replay():
+            logits = compute()
+            self.replays.append(len(logits))
+            return logits
+
+        compute()  # as a graph would have it: the first one that is recorded is the largest
+        return replay
+
+    def _other(self, batch, kv):
+        self.others.append(batch)
+        return self.decoder(batch, kv)
+
+
+# ---------------------------------------------------------------------- on what is right
+
+
+@pytest.mark.parametrize(
+    ("encoding", "backend"),
+    combined(
+        ENCODINGS,
+        BACKENDS,
+        always=lambda encoding, backend: (backend == "sdpa") == even(encoding) or encoding in KINDS,
+    ),
+)
+def test_every_row_equals_one_uncached_pass(encoding, backend):
+    """While requests end, so that rows and buckets that were in use no longer are."""
+    replaying = Replaying(tiny(encoding, BACKENDS[backend], windows=WINDOWS))
+    check_path(replaying, exactly(encoding), "decode")
+    assert set(replaying.replays) == {2, 4}
+    assert len(replaying.others) == 1
+
+
+def ragged(lengths):
+    """Sequences in shuffled blocks, at different bases."""
+    rng = random.Random(0)
+    needed = [-(-length // BLOCK) for length in lengths]
+    ids = rng.sample(range(1, sum(needed) + 1), sum(needed))
+    return [
+        Running(tokens(rng, length), [ids.pop() for _ in range(count)], base=3 * row)
+        for row, (length, count) in enumerate(zip(lengths, needed, strict=True))
+    ]
+
+
+def prefilled(decoder, sequences):
+    """A cache that is NaN but for all tokens of the sequences except the last of each."""
+    kv = new_cache(decoder, 1 + sum(len(each.blocks) for each in sequences), BLOCK)
+    for part in kv.whole:
+        part.fill_(torch.nan)
+    for each in sequences:
+        each.computed = 0
+    if work := [(each, len(each.tokens) - 1) for each in sequences if len(each.tokens) > 1]:
+        decoder(make_batch(work, BLOCK), kv)
+    for each in sequences:
+        each.computed = len(each.tokens) - 1
+    return kv
+
+
+def check_one_step(decoder, lengths, size, tolerance, prefill=None):
+    """Computed as it comes and replayed, logits agree, and all of the cache but block 0."""
+    sequences = ragged(lengths)
+    kept, used = (prefilled(prefill or decoder, sequences) for _ in range(2))
+    batch = make_batch([(each, 1) for each in sequences], BLOCK)
+    replaying = Replaying(decoder, [size])
+    plain, replayed = decoder(batch, kept), replaying(batch, used)
+    assert len(replaying.replays) == 1 and not replaying.others
+    assert replayed.shape == plain.shape
+    close = partial(torch.testing.assert_close, rtol=0, atol=tolerance, equal_nan=True)
+    close(replayed, plain)
+    for part, given in zip(used.whole, kept.whole, strict=True):
+        close(part[:, 1:], given[:, 1:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("requests", range(1, 9))
+def test_every_number_of_requests_in_a_bucket(requests, backend):
+    decoder = tiny("t5-materialised-per-layer", BACKENDS[backend], windows=WINDOWS)
+    lengths = [17, 1, 40, 4, 5, 9, 8, 30][:requests]
+    check_one_step(decoder, lengths, (8, 64), EXACT)
+
+
+# Triton's interpreter needs milliseconds for a program.
+@pytest.mark.parametrize(
+    "encoding", combined(KINDS, always=lambda encoding: encoding in ("table", "rope-raw-scaled"))
+)
+def test_programs_for_splits_that_nobody_has_end(encoding, monkeypatch):
+    """A grid is its bucket's: here for four splits of keys, of which requests have up to three."""
+    monkeypatch.setattr(triton, "SPLIT", 32)
+    decoder, prefill = (
+        tiny(encoding, backend, torch.float32, windows=WINDOWS, heads=3, kv_heads=1)
+        for backend in (TritonHere, SdpaAttention)
+    )
+    check_one_step(decoder, [70, 1, 33], (4, 128), ROUNDED["float32"], prefill)
+
+
+# ---------------------------------------------------------------------- which steps, and where
+
+
+def step(counts, computed=5):
+    """Each request's next tokens, so many."""
+    sequences = [
+        Running([1] * (computed + count), list(range(1, 8)), computed=computed) for count in counts
+    ]
+    return make_batch(list(zip(sequences, counts, strict=True)), BLOCK)
+
+
+OTHERS = {
+    "a chunk": replace(step([1, 2]), output_rows=torch.tensor([0, 2])),
+    "chunks": step([3, 3]),
+    "too many requests": step([1] * 5),
+    "too long a context": step([1, 1], computed=10),
+    "a row that is not wanted": replace(step([1, 1]), output_rows=torch.tensor([1])),
+    "an encoded prompt": replace(step([1, 1]), cross=Cross(None, step([1, 1]))),
+}
+
+
+@pytest.mark.parametrize("batch", OTHERS.values(), ids=OTHERS)
+def test_other_steps_are_computed_as_they_come(batch):
+    replaying = Replaying(tiny("nope"), [(4, 10)])
+    logits = replaying(batch, new_cache(replaying, 8, BLOCK))
+    assert logits.shape == (len(batch.output_rows), VOCABULARY)
+    assert replaying.others == [batch] and not replaying.replays
+
+
+def test_the_smallest_bucket_that_holds_a_step_is_replayed():
+    replaying = Replaying(tiny("nope"), [(1, 8), (1, 28), (2, 8), (4, 8), (4, 28)])
+    kv = new_cache(replaying, 8, BLOCK)
+    for requests, computed in ((1, 7), (1, 8), (2, 7), (2, 8), (3, 7), (4, 8)):
+        replaying(step([1] * requests, computed), kv)
+    assert replaying.replays == [1, 1, 2, 4, 4, 4]
+    assert not replaying.others
+
+
+def test_only_over_the_cache_it_was_recorded_with():
+    decoder = tiny("nope")
+    kv, another = (new_cache(decoder, 8, BLOCK) for _ in range(2))
+    over = ReplayedDecoder(decoder, kv, decoder, [Bucket(2, 20, kv)], lambda compute: compute)
+    with pytest.raises(AssertionError, match="one cache"):
+        over(step([1]), another)
+
+
+def tensors(batch):
+    made = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    return {name: each for name, each in made.items() if isinstance(each, torch.Tensor)}
+
+
+def test_buffers_stay_where_they_are():
+    """What a graph has recorded are addresses. Nothing of the step before is left in them."""
+    bucket = Bucket(4, 28, new_cache(tiny("nope"), 8, BLOCK))
+    batch = bucket.batch
+    before = {name: each.data_ptr() for name, each in tensors(batch).items()}
+    whole = Running([7] * 20, list(range(1, 8)), computed=19, base=5)
+    bucket.fill(make_batch([(whole, 1)] * 4, BLOCK))
+    assert batch.block_tables.tolist() == [[1, 2, 3, 4, 5, 0, 0]] * 4
+    assert batch.positions.tolist() == [24] * 4
+    bucket.fill(step([1, 1]))
+    assert batch.tokens.tolist() == [1, 1, 0, 0]
+    assert batch.positions.tolist() == [5, 5, 0, 0]
+    assert batch.offsets.tolist() == [1, 1, 0, 0]
+    assert batch.slots.tolist() == [9, 9, 0, 0]
+    assert batch.context_lens.tolist() == [6, 6, 0, 0]
+    assert batch.block_tables.tolist() == [[1, 2, 0, 0, 0, 0, 0]] * 2 + [[0] * 7] * 2
+    assert batch.block_bases.tolist() == [[0, 4, 0, 0, 0, 0, 0]] * 2 + [[0] * 7] * 2
+    assert batch.query_starts.tolist() == [0, 1, 2, 3, 4]
+    assert batch.output_rows.tolist() == [0, 1, 2, 3]
+    assert (batch.max_query, batch.max_context) == (1, 28)
+    assert {name: each.data_ptr() for name, each in tensors(batch).items()} == before
+
+
+def sizes(*, blocks, max_seqs, max_context):
+    kv = KVCache(
+        layers=1,
+        blocks=blocks,
+        block_size=16,
+        kv_heads=1,
+        head_dim=1,
+        dtype=torch.uint8,
+        device=META,
+    )
+    return [(each.requests, each.context) for each in buckets(kv, max_seqs, max_context)]
+
+
+def test_sizes_of_buckets():
+    """The largest first, and as large as a step may be."""
+    found = sizes(blocks=100_000, max_seqs=6, max_context=5000)
+    assert found == [(r, c) for r in (6, 4, 2, 1) for c in (5000, 4096, SHORTEST)]
+    assert sizes(blocks=100, max_seqs=1, max_context=70) == [(1, 70)]
+
+
+def test_no_bucket_of_long_contexts_is_larger_than_the_cache():
+    assert sizes(blocks=1024, max_seqs=16, max_context=8193) == [
+        *[(16, 1024), (8, 1024), (4, 4096), (4, 1024), (2, 4096), (2, 1024)],
+        *[(1, 8193), (1, 4096), (1, 1024)],
+    ]
+    assert sizes(blocks=64, max_seqs=2, max_context=1024) == [(2, 1024), (1, 1024)]
+
+
+# ----------------------------------------------------------------- what cannot be recorded
+
+
+class NoKernel:
+    """In the place of a Triton kernel, which takes no tensors without values."""
+
+    def __getitem__(self, grid):
+        assert all(type(each) is int for each in grid)
+        return lambda *given, **named: None
+
+
+def on(device, encoding, backend):
+    """A decoder with uninitialised weights and a cache for it."""
+    config = replace(CONFIG, encoding=ENCODINGS[encoding], windows=WINDOWS)
+    made = create(config.encoding, config, CONTEXT, device)
+    kv = KVCache(
+        layers=config.layers,
+        blocks=40,
+        block_size=BLOCK,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=torch.float32,
+        device=device,
+    )
+    return Decoder(config, made, backend, dtype=torch.float32, device=device), kv
+
+
+def replayed_without_values(encoding, backend):
+    """On a device that has none, whatever asks for a value raises."""
+    decoder, kv = on(META, encoding, backend)
+    over = ReplayedDecoder(decoder, kv, decoder, [Bucket(4, 28, kv)], lambda compute: compute)
+    return over(step([1, 1]), kv)
+
+
+# "table" has its tensors on the CPU, wherever the model is.
+@pytest.mark.parametrize("backend", [SdpaAttention, TritonAttention])
+@pytest.mark.parametrize("encoding", [name for name in ENCODINGS if name != "table"])
+def test_a_replayed_step_asks_the_device_for_nothing(encoding, backend, monkeypatch):
+    none = SimpleNamespace(attend=NoKernel(), merge=NoKernel())
+    monkeypatch.setattr(triton, "import_module", lambda name: none)
+    assert replayed_without_values(encoding, backend).shape == (2, VOCABULARY)
+
+
+def test_what_asks_the_device_shows():
+    with pytest.raises(NotImplementedError, match="meta"):
+        replayed_without_values("rope", ReferenceAttention)
+
+
+# ------------------------------------------------------------------------ on a GPU only
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize(
+    "encoding", ["alibi", "t5", "t5-materialised", "rope", "rope-block-scaled"]
+)
+def test_cuda_graphs_compute_what_the_decoder_does(encoding):
+    """In any order, though all work in the same memory."""
+    device = torch.device("cuda")
+    decoder, kv = on(device, encoding, TritonAttention)
+    decoder.load_state_dict(tiny(encoding, dtype=torch.float32, windows=WINDOWS).state_dict())
+    freeze(decoder)
+    _, other = on(device, encoding, TritonAttention)
+    replaying = ReplayedDecoder(decoder, kv, None, buckets(kv, 4, 200), CudaGraphs(device))
+    sequences = ragged([60, 9, 33, 20])
+    decoder(whole := make_batch([(each, len(each.tokens) - 6) for each in sequences], BLOCK), kv)
+    decoder(whole, other)
+    for each in sequences:
+        each.computed = len(each.tokens) - 6
+    for count in (4, 1, 3, 2, 4):
+        batch = make_batch([(each, 1) for each in sequences[:count]], BLOCK)
+        plain, replayed = decoder(batch, other), replaying(batch, kv)
+        assert (replayed - plain).abs().max() < 1e-4
+        for each in sequences[:count]:
+            each.computed += 1

@@ -1,0 +1,101 @@
+"""Decode steps that are replayed: where, and that answers are the same."""
+
+import random
+
+import pytest
+import torch
+
+from model.attention.reference import ReferenceAttention
+from model.attention.sdpa import SdpaAttention
+from model.attention.triton import TritonAttention
+from model.replay import ReplayedDecoder
+from server import graphs
+from server.scheduler import Limits
+from tests.model.running import new_cache
+from tests.model.test_replay import Replaying
+from tests.model.tiny import tiny
+from tests.server.recording import engine, request
+
+LIMITS = Limits(max_seqs=4, max_step_tokens=16, max_context=200, max_waiting=100)
+
+
+def answers(forward, decoder):
+    """Of more requests than there is room for, drawn from, some beginning while others go on."""
+    running, manager, _ = engine(forward, decoder, blocks=30, limits=LIMITS)
+    rng = random.Random(3)
+    requests = [
+        request(
+            f"r{i}",
+            [rng.randrange(61) for _ in range(rng.randrange(1, 12))],
+            max_tokens=rng.randrange(4, 25),
+            seed=i,
+        )
+        for i in range(8)
+    ]
+    for each in requests:
+        running.submit(each)
+        running.step()
+    while running.busy:
+        running.step()
+        manager.check()
+    return [each.tokens for each in requests]
+
+
+@pytest.mark.parametrize("encoding", ["rope-block", "t5", "learned"])
+def test_answers_are_the_same(encoding):
+    decoder = tiny(encoding)
+    replaying = Replaying(decoder, [(1, 200), (2, 200), (4, 20), (4, 200)])
+    assert answers(replaying, decoder) == answers(decoder, decoder)
+    assert len(replaying.replays) > 20 and set(replaying.replays) == {1, 2, 4}
+    assert replaying.others
+
+
+class Recorded(list):
+    """In the place of CUDA graphs: which sizes were recorded."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def __call__(self, compute):
+        self.append(len(compute()))
+        return compute
+
+
+def test_steps_are_recorded_where_they_can_be(monkeypatch, capsys):
+    monkeypatch.setattr(graphs, "CudaGraphs", Recorded)
+    decoder = tiny("nope", SdpaAttention)
+    kv = new_cache(decoder, 60)
+
+    def made(decoder, backend):
+        return graphs.replayed(decoder, backend, kv, LIMITS, "m", otherwise=decoder)
+
+    assert isinstance(made(decoder, TritonAttention), ReplayedDecoder)
+    assert "recording m:" in capsys.readouterr().err
+    for backend in (SdpaAttention, ReferenceAttention):
+        assert made(decoder, backend) is decoder
+    other = torch.nn.Identity()
+    assert made(other, TritonAttention) is other
+
+
+def test_a_device_that_records_nothing_serves_all_the_same(monkeypatch, caplog):
+    def full(device):
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(graphs, "CudaGraphs", full)
+    decoder = tiny("nope")
+    kv = new_cache(decoder, 60)
+    made = graphs.replayed(decoder, TritonAttention, kv, LIMITS, "m", otherwise=decoder)
+    assert made is decoder
+    assert "serving m without CUDA graphs" in caplog.text and "no memory" in caplog.text
+
+
+def test_recording_leaves_the_cache_alone(monkeypatch):
+    """But for the block that no request has."""
+    monkeypatch.setattr(graphs, "CudaGraphs", Recorded)
+    decoder = tiny("nope")
+    kv = new_cache(decoder, 60)
+    for part in kv.whole:
+        part.fill_(7)
+    graphs.replayed(decoder, TritonAttention, kv, LIMITS, "m", otherwise=decoder)
+    for part in kv.whole:
+        assert (part[:, 1:] == 7).all() and not (part[:, 0, 0] == 7).any()
