@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from load_tests import gpu_parts, gpu_peer
-from load_tests.gpu_parts import OWN, Budget, Cell, Found, LeftOut, Setting
+from load_tests.gpu_parts import OWN, Budget, Cell, Found, LeftOut, Purse, Setting
 from load_tests.gpu_peer import PEER
 from load_tests.gpu_table import as_json, tables
 from load_tests.in_process import decoders
@@ -32,15 +32,14 @@ log = getLogger(__name__)
 
 RESULTS = Path(__file__).parent / "results"
 VERSIONS = ("torch", "triton", "transformers")
-# Parts of a shape, and the share of its time in which each may begin things.
-SHARES = {
-    (OWN, "passes"): 0.2,
-    (OWN, "prompts"): 0.05,
-    (OWN, "encodings"): 0.2,
-    (OWN, "steps"): 0.15,
-    (PEER, "passes"): 0.2,
-    (PEER, "prompts"): 0.05,
-    (PEER, "steps"): 0.15,
+WEIGHTS = {  # of a shape's parts, which share the time by them
+    (OWN, "passes"): 15,
+    (OWN, "prompts"): 2,
+    (OWN, "encodings"): 15,
+    (OWN, "steps"): 13,
+    (PEER, "passes"): 35,  # a compilation each
+    (PEER, "prompts"): 2,
+    (PEER, "steps"): 18,
 }
 Part = Callable[[Budget], Iterator[Found]]
 
@@ -61,9 +60,9 @@ second of a large product. Then for each shape, with random weights, in this ord
               CPU; for several the steps of its continuous batching
 
 Passes are timed by events on a GPU, by the processor's clock on a CPU. A batch whose keys and
-values do not fit is left out and named, as is what there was no time for: each part has a share of
---seconds in which it begins things, and ends what it began. NAME.json is written anew with each
-figure, so a run that is cut short leaves those that it had.
+values do not fit is left out and named, as is what there was no time for: each part begins things
+for its share of what is left of --seconds, and ends what it began. NAME.json is written anew with
+each figure, so a run that is cut short leaves those that it had.
 """
 
 _EPILOG = """\
@@ -155,13 +154,14 @@ def _measure(words: Sequence[str], args: argparse.Namespace) -> Report:
     if args.commit:
         head["environment"]["commit"] = args.commit
     progress = Progress(sys.stderr)
-    progress.schedule(len(SHARES) * len(args.shapes))
+    progress.schedule(len(WEIGHTS) * len(args.shapes))
+    purse = Purse(args.seconds, sum(WEIGHTS.values()) * len(args.shapes))
     progress.start("copies and products")
     best = ceiling(device, dtype, clock)
     setting = Setting(device, dtype, clock, args.seed, args.rounds, best)
     found: list[Found] = []
     try:
-        for each in _Check(args, setting, progress).everything():
+        for each in _Check(args, setting, purse, progress).everything():
             found.append(each)
             if name:
                 save(name, {**head, **as_json(best, found)})
@@ -180,6 +180,7 @@ class _Check:
 
     args: argparse.Namespace
     setting: Setting
+    purse: Purse
     progress: Progress
 
     def everything(self) -> Iterator[Found]:
@@ -237,9 +238,8 @@ class _Check:
         """One that fails is left out, and the next begins."""
         for name, part in parts.items():
             self.progress.start(f"{shape}: {system}, {name}")
-            share = SHARES[system, name] / len(self.args.shapes)
             try:
-                yield from part(Budget(share * self.args.seconds))
+                yield from part(self.purse.budget(WEIGHTS[system, name]))
             except Exception as error:  # of kernels, compilers, memory: others can be measured yet
                 log.exception("%s, %s of %s failed", system, name, shape)
                 reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

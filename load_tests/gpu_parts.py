@@ -103,6 +103,24 @@ class Budget:
         return self._clock() >= self._end
 
 
+class Purse:
+    """Seconds for parts by their weights. What one leaves is shared by those after it."""
+
+    def __init__(
+        self, seconds: float, weights: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`weights` of all parts together."""
+        self._clock = clock
+        self._end = clock() + seconds
+        self._weights = weights
+
+    def budget(self, weight: float) -> Budget:
+        """For the next part."""
+        share = weight / self._weights
+        self._weights -= weight
+        return Budget(share * (self._end - self._clock()), self._clock)
+
+
 def passes_of(
     shape: str, decoder: Decoder, cells: Sequence[Cell], setting: Setting, budget: Budget
 ) -> Iterator[Found]:

@@ -7,6 +7,7 @@ from load_tests.gpu_parts import (
     Cell,
     Encodings,
     LeftOut,
+    Purse,
     Setting,
     encodings_of,
     passes_of,
@@ -33,6 +34,25 @@ def test_budget():
     assert not budget.over
     now[0] = 7.0
     assert budget.over
+
+
+def test_what_a_part_leaves_is_for_those_after_it():
+    now = [0.0]
+    purse = Purse(100, weights=10, clock=lambda: now[0])
+
+    def lasts(weight, seconds):
+        """Whether a part of that weight is over then and not before."""
+        began, budget = now[0], purse.budget(weight)
+        now[0] = began + seconds - 1
+        early = budget.over
+        now[0] = began + seconds
+        return budget.over and not early
+
+    assert lasts(2, 20)  # of 100 seconds, 2 of 10 parts
+    now[0] = 4  # it took 4 of them
+    assert lasts(4, 48)  # of 96, 4 of 8
+    now[0] = 200
+    assert purse.budget(4).over
 
 
 def test_cells_go_from_few_tokens_to_many(made):
