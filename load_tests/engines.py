@@ -1,7 +1,7 @@
 """Engines without a server, wired as the server wires them: for costs."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +12,13 @@ from cache.ledger import FoldSums, Ledger, fold_sums
 from cache.manager import CacheManager
 from cache.operations import Operations
 from cache.terms import Audit
-from load_tests.in_process import BLOCK_SIZE, blocks_for, new_cache, request
+from load_tests.in_process import BLOCK_SIZE, blocks_for, new_cache, replayed, request
 from model.batch import ForwardBatch
 from model.config import ModelConfig
 from model.encodings.base import PositionalEncoding, create
 from model.kernels.build import Kernels
 from model.kernels.sampler import KernelSampler
+from model.replay import Forward
 from model.sampler import Sampler
 from model.transformer import Decoder
 from server.auditing import Auditor
@@ -25,8 +26,6 @@ from server.engine import Engine
 from server.position_meter import PositionMeter
 from server.runner import Runner
 from server.scheduler import Limits, Scheduler
-
-Forward = Callable[[ForwardBatch, KVCache], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +52,13 @@ def decoding(
     """An engine whose `requests` are past their prompts, with room for `steps` steps more.
 
     They begin with up to `context` tokens, of different number, so that in every step about as
-    many fill a block. `forward` is the decoder unless it is told. `kernels` are those of the CPU,
-    for what is not in the decoder, or why there are none.
+    many fill a block. `forward` is the decoder, `replayed`, unless it is told. `kernels` are those
+    of the CPU, for what is not in the decoder, or why there are none.
     """
     config, weight = decoder.config, decoder.embed.weight
     longest = context + steps + 1
     kv = new_cache(config, blocks_for(requests, longest), dtype=weight.dtype, device=weight.device)
-    compute = forward or decoder
+    compute = forward or replayed(decoder, kv, requests, longest)
 
     def past_prompts(batch: ForwardBatch, kv: KVCache) -> Tensor:
         if batch.max_query > 1:  # a prompt is not computed: the cache is full of numbers anyway

@@ -51,7 +51,7 @@ second of a large product. Then for each shape, with random weights, in this ord
 
   passes      of the decoder under rope, a token for each request, at each batch and context, over
               the roofline: the bytes of all weights and of the keys and values that are read, at
-              the speed of the copy
+              the speed of the copy. Replayed as CUDA graphs where the server does that
   prompts     one pass over --prefill tokens, over the products of its linear layers at that speed
   encodings   each one's pass over that of none, in rounds, as load_tests.step_cost has it
   steps       of the engine, with scheduling, sampling and audit, on the clock on the wall

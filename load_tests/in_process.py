@@ -8,6 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from logging import getLogger
 
 import torch
 from torch import Tensor
@@ -17,18 +18,23 @@ from cache.manager import CacheManager
 from load_tests.rounds import Call
 from model.attention.backends import all_backends
 from model.attention.base import AttentionSpec, choose
+from model.attention.triton import TritonAttention
 from model.batch import ForwardBatch
 from model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
+from model.cuda_graph import CudaGraphs
 from model.encodings.base import EncodingError, create
 from model.kernels.build import Kernels
 from model.kernels.substitutes import substitute
 from model.loading import Checkpoint, load_decoder, load_encoding
+from model.replay import Bucket, Forward, Record, ReplayedDecoder
 from model.sampling import SamplingParams
 from model.shapes import PREFIX, random_checkpoint
 from model.transformer import Decoder
 from server.batching import build_batch
 from server.request import Request
 from server.scheduler import Work
+
+log = getLogger(__name__)
 
 BLOCK_SIZE = 16  # tokens, as `serve` has it
 # What a name like t5:table says besides the encoding, and which of its options that is.
@@ -130,9 +136,32 @@ def step(requests: int, context: int, rows: int, device: torch.device) -> Forwar
 def passes(
     made: Mapping[str, Decoder], kv: KVCache, requests: int, context: int, rows: int
 ) -> dict[str, Call]:
-    """Of each decoder over the same `step`."""
-    batch = step(requests, context, rows, kv.device)
-    return {arm: partial(decoder, batch, kv) for arm, decoder in made.items()}
+    """Of each decoder over the same `step`, which lies on the host before."""
+    batch = step(requests, context, rows, torch.device("cpu"))
+    forwards: Mapping[str, Forward] = made
+    if rows == 1:
+        forwards = {arm: replayed(decoder, kv, requests, context) for arm, decoder in made.items()}
+    return {arm: partial(forward, batch, kv) for arm, forward in forwards.items()}
+
+
+def replayed(decoder: Decoder, kv: KVCache, requests: int, context: int) -> Forward:
+    """The decoder, with such decode steps recorded where the server records them."""
+    record = recorder(decoder)
+    if record is None:
+        return decoder
+    try:
+        return ReplayedDecoder(decoder, kv, decoder, [Bucket(requests, context, kv)], record)
+    except RuntimeError as error:  # as the server does, for want of memory or whatever else
+        log.warning("batch %d, context %d without CUDA graphs: %s", requests, context, error)
+        return decoder
+
+
+def recorder(decoder: Decoder) -> Record | None:
+    """A GPU's, where Triton attends; see server/graphs.py."""
+    attending = [each.attend for each in decoder.modules() if hasattr(each, "attend")]
+    if not any(isinstance(attend, TritonAttention) for attend in attending):
+        return None
+    return CudaGraphs(decoder.embed.weight.device)
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 1 << 30) -> Request:

@@ -3,14 +3,18 @@
 import pytest
 import torch
 
+from load_tests import in_process
 from load_tests.in_process import (
     BLOCK_SIZE,
     blocks_for,
     decoders,
     new_cache,
+    passes,
+    recorder,
     step,
 )
 from load_tests.step_cost import ARMS
+from model.attention.triton import TritonAttention
 from model.encodings.alibi import ALiBi
 from model.encodings.base import EncodingError, MaterialisedBias, TableBias
 from model.kernels.build import load
@@ -88,6 +92,45 @@ def test_forms_compute_the_same(every):
     window, table, dense = (every[arm](batch, kv) for arm in ("t5", "t5:table", "t5:materialised"))
     torch.testing.assert_close(window, table)
     torch.testing.assert_close(window, dense)
+
+
+def test_decode_steps_are_replayed_where_there_is_a_recorder(plain, monkeypatch):
+    """As on a GPU, but that replaying is here to compute once more."""
+    recorded = []
+
+    def record(compute):
+        recorded.append(compute)
+        return compute
+
+    kv = new_cache(plain["rope"].config, blocks_for(2, 40), dtype=torch.float32, device=CPU)
+    arms = {arm: plain[arm] for arm in ("nope", "rope")}
+    asked = [call() for call in passes(arms, kv, 2, 40, rows=1).values()]
+    assert recorded == []
+    monkeypatch.setattr(in_process, "recorder", lambda decoder: record)
+    found = [call() for call in passes(arms, kv, 2, 40, rows=1).values()]
+    assert len(recorded) == 2
+    torch.testing.assert_close(found, asked)
+    passes(arms, kv, 1, 40, rows=8)
+    assert len(recorded) == 2  # a prompt's pass is computed as it comes
+
+
+def test_what_cannot_be_recorded_is_computed_as_it_comes(plain, monkeypatch, caplog):
+    def record(compute):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(in_process, "recorder", lambda decoder: record)
+    kv = new_cache(plain["rope"].config, blocks_for(1, 40), dtype=torch.float32, device=CPU)
+    (call,) = passes({"rope": plain["rope"]}, kv, 1, 40, rows=1).values()
+    assert call().isfinite().all()
+    assert "batch 1, context 40 without CUDA graphs: no memory" in caplog.text
+
+
+def test_only_triton_is_recorded(plain, every, monkeypatch):
+    assert recorder(plain["rope"]) is None and recorder(every["rope"]) is None
+    monkeypatch.setattr(in_process, "CudaGraphs", lambda device: device)
+    for block in plain["rope"].layers:
+        monkeypatch.setattr(block.attention, "attend", object.__new__(TritonAttention))
+    assert recorder(plain["rope"]) == CPU
 
 
 def test_unknown_variants_are_refused():
