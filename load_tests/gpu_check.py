@@ -155,7 +155,7 @@ def _measure(words: Sequence[str], args: argparse.Namespace) -> Report:
         head["environment"]["commit"] = args.commit
     progress = Progress(sys.stderr)
     progress.schedule(len(WEIGHTS) * len(args.shapes))
-    purse = Purse(args.seconds, sum(WEIGHTS.values()) * len(args.shapes))
+    purse = Purse(Budget(args.seconds), sum(WEIGHTS.values()) * len(args.shapes))
     progress.start("copies and products")
     best = ceiling(device, dtype, clock)
     setting = Setting(device, dtype, clock, args.seed, args.rounds, best)

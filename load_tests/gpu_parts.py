@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Literal
 
 import torch
@@ -102,23 +101,24 @@ class Budget:
     def over(self) -> bool:
         return self._clock() >= self._end
 
+    def share(self, part: float) -> "Budget":
+        """That part of what is left, from 0 to 1."""
+        return Budget(part * (self._end - self._clock()), self._clock)
+
 
 class Purse:
-    """Seconds for parts by their weights. What one leaves is shared by those after it."""
+    """A budget that parts share by their weights. What one leaves is there for those after it."""
 
-    def __init__(
-        self, seconds: float, weights: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, whole: Budget, weights: float) -> None:
         """`weights` of all parts together."""
-        self._clock = clock
-        self._end = clock() + seconds
+        self._whole = whole
         self._weights = weights
 
     def budget(self, weight: float) -> Budget:
         """For the next part."""
-        share = weight / self._weights
+        part = weight / self._weights
         self._weights -= weight
-        return Budget(share * (self._end - self._clock()), self._clock)
+        return self._whole.share(part)
 
 
 def passes_of(
@@ -197,22 +197,27 @@ def encodings_of(
     blocks = blocks_for(cell.batch, cell.context)
     kv = new_cache(decoder.config, blocks, dtype=setting.dtype, device=setting.device)
     arms = {**made, AGAIN: decoder}
+    purse = Purse(budget, weights=2)
     rows = {"decode": (cell.batch, 1), "prefill": (1, min(CHUNK, cell.context))}
     for work, (requests, computed) in rows.items():
-        calls = passes(arms, kv, requests, cell.context, computed)
-        turns = rounds(calls, setting.rounds, setting.clock, setting.seed)
-        taken = list(takewhile(lambda _: not budget.over, turns))
-        if taken:
-            yield Encodings(shape, cell, work, costs_of(taken, LIMITS[work]), taken)
-        else:
+        own = purse.budget(1)
+        if own.over:
             yield LeftOut(f"encodings, {work}", OWN, shape, cell, NO_TIME)
+            continue
+        taken = _rounds(passes(arms, kv, requests, cell.context, computed), setting, own)
+        yield Encodings(shape, cell, work, costs_of(taken, LIMITS[work]), taken)
 
 
 def sampled(call: Call, setting: Setting, budget: Budget) -> list[float]:
-    """Seconds of each of some calls after one that is not told of; of the first in any case."""
+    """Seconds of each of some calls, after one that is not told of."""
+    return [each[""] for each in _rounds({"": call}, setting, budget)]
+
+
+def _rounds(calls: Mapping[str, Call], setting: Setting, budget: Budget) -> list[dict[str, float]]:
+    """Those that begin in time, and the first in any case."""
     taken = []
-    for each in rounds({"": call}, setting.rounds, setting.clock, setting.seed):
-        taken.append(each[""])
+    for each in rounds(calls, setting.rounds, setting.clock, setting.seed):
+        taken.append(each)
         if budget.over:
             break
     return taken

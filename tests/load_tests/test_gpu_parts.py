@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from load_tests import gpu_parts
 from load_tests.gpu_parts import (
     NO_TIME,
     Budget,
@@ -38,7 +39,7 @@ def test_budget():
 
 def test_what_a_part_leaves_is_for_those_after_it():
     now = [0.0]
-    purse = Purse(100, weights=10, clock=lambda: now[0])
+    purse = Purse(Budget(100, lambda: now[0]), weights=10)
 
     def lasts(weight, seconds):
         """Whether a part of that weight is over then and not before."""
@@ -85,6 +86,20 @@ def test_steps_that_fail_are_no_figures(made, monkeypatch):
     monkeypatch.setattr(type(made["rope"]), "forward", fails)
     with pytest.raises(RuntimeError, match="a step gave 0 tokens; the log has the reason"):
         list(steps_of("tiny", made["rope"], CELLS, SETTING, "none", Budget(60)))
+
+
+def test_prefill_has_half_of_the_time_for_encodings(made, monkeypatch):
+    """Of 8 seconds, where each round takes one."""
+    now = [0.0]
+
+    def rounds(calls, count, clock, seed):
+        for _ in range(100):
+            now[0] += 1
+            yield dict.fromkeys(calls, 1.0)
+
+    monkeypatch.setattr(gpu_parts, "rounds", rounds)
+    found = encodings_of("tiny", made, CELLS, SETTING, Budget(8, lambda: now[0]))
+    assert [len(each.samples) for each in found] == [4, 4]
 
 
 def test_encodings_are_compared_at_the_largest_cell_that_is_not_too_large(made):
