@@ -20,8 +20,7 @@ Work = Literal["pass", "step", "prefill"]
 
 OWN = "ropewalk"
 NO_TIME = "its part's time was over"
-CHUNK = 512  # tokens of a prompt's last pass there
-STEPS = 32  # of an engine in one sample
+STEPS = 32  # of an engine that are timed, after as many that are not
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class Encodings:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Why there is no figure; without a cell of a whole part."""
+    """Why there is no figure: of a cell, or without one of a whole part."""
 
     work: str
     system: str
@@ -73,7 +72,8 @@ class LeftOut:
     failed: bool = False  # it was tried
 
 
-COMPARED = Cell(8, 4096)  # where encodings are compared
+COMPARED = Cell(8, 4096)  # where encodings are compared, and
+CHUNK = 512  # how many of a prompt's tokens are its last pass there
 
 Found = Figure | Encodings | LeftOut
 
