@@ -1,11 +1,17 @@
-"""From a row of logits to a token: biases, penalties, truncation, one draw. Never sorts a row.
+"""From rows of logits to tokens: biases, penalties, truncation, one draw. Never sorts a row.
 
 Order: logit bias, repetition, presence and frequency penalties, forbidden tokens, temperature,
 top_k, top_p, min_p. Log-probabilities are the model's own, before all of these.
+
+On a device all rows are worked on together, and nothing of it is asked for until all is under
+way: one copy brings everything back. What a row gets does not depend on the others.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,99 +19,269 @@ from torch import Tensor
 from model.sampling import SamplingParams
 
 FIRST_CANDIDATES = 64
+WIDER = 8  # times as many candidates, where those did not hold all that top_p and min_p keep
+
+K = TypeVar("K", bound=Hashable)
 
 
-def changes_logits(params: SamplingParams, generated: int) -> bool:
-    """Whether `adjust` would do anything after `generated` tokens."""
-    return bool(
-        params.logit_bias
-        or params.repetition_penalty != 1
-        or params.presence_penalty
-        or params.frequency_penalty
-        or (generated < params.min_tokens and params.stop_ids)
-    )
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is wanted after a row of logits."""
+
+    params: SamplingParams
+    tokens: Sequence[int]  # the prompt, and what has been generated
+    num_prompt: int
+    uniform: float  # in [0, 1): which token is drawn; unread by greedy
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything is to be adjusted before a token is picked."""
+        params = self.params
+        return bool(
+            params.logit_bias
+            or params.repetition_penalty != 1
+            or params.presence_penalty
+            or params.frequency_penalty
+            or (self._generated < params.min_tokens and params.stop_ids)
+        )
+
+    @property
+    def _generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    def changes(self) -> Mapping[int, tuple[float, float, float]]:
+        """By token: a bias that is added, the repetition penalty, and what is then subtracted.
+
+        The repetition penalty looks at prompt and answer, the other two at the answer alone.
+        Stop tokens are forbidden while the answer is shorter than min_tokens.
+        """
+        params, changes = self.params, defaultdict[int, list[float]](lambda: [0.0, 1.0, 0.0])
+        for token, bias in params.logit_bias.items():
+            changes[token][0] = bias
+        if params.repetition_penalty != 1:
+            for token in set(self.tokens):
+                changes[token][1] = params.repetition_penalty
+        if params.presence_penalty or params.frequency_penalty:
+            for token, count in Counter(self.tokens[self.num_prompt :]).items():
+                changes[token][2] = params.presence_penalty + params.frequency_penalty * count
+        if self._generated < params.min_tokens:
+            for token in params.stop_ids:
+                changes[token][2] = torch.inf
+        return {token: (bias, penalty, less) for token, (bias, penalty, less) in changes.items()}
 
 
-def adjust(
-    row: Tensor, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int]
-) -> Tensor:
-    """row [vocab] float32 → the same with bias, penalties and forbidden tokens applied.
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """A token, or nothing of use where the row is not finite."""
 
-    The repetition penalty looks at prompt and answer, the other two at the answer alone. Stop
-    tokens are forbidden while the answer is shorter than min_tokens.
-    """
-    row = row.clone()
-    if params.logit_bias:
-        row[list(params.logit_bias)] += row.new_tensor(list(params.logit_bias.values()))
-    if params.repetition_penalty != 1:
-        seen = list({*prompt, *generated})
-        values = row[seen]
-        penalty = params.repetition_penalty
-        row[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if generated and (params.presence_penalty or params.frequency_penalty):
-        counts = Counter(generated)
-        often = row.new_tensor(list(counts.values()))
-        row[list(counts)] -= params.presence_penalty + params.frequency_penalty * often
-    if len(generated) < params.min_tokens and params.stop_ids:
-        row[list(params.stop_ids)] = -torch.inf
-    return row
-
-
-def draw(row: Tensor, params: SamplingParams, uniform: float) -> int:
-    """The token at `uniform` in [0, 1) of the truncated distribution of row [vocab]."""
-    scaled = row.double() / params.temperature
-    if params.top_k == 0 and params.top_p == 1 and params.min_p == 0:
-        return _pick(torch.softmax(scaled, dim=-1), uniform)
-    values, tokens = _candidates(scaled, params)
-    weights = torch.exp(values - values[0])
-    if params.top_k == 0:
-        # What stands outside the candidates counts towards the total that top_p cuts.
-        total = torch.exp(torch.logsumexp(scaled, dim=-1) - values[0])
-    else:
-        total = weights.sum()
-    before = weights.cumsum(dim=-1) - weights
-    keep = before < params.top_p * total
-    keep &= weights >= params.min_p * weights[0]
-    keep[0] = True
-    return int(tokens[_pick(weights[keep], uniform)])
-
-
-def _candidates(scaled: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Enough of the most likely tokens to hold every one that truncation keeps, best first."""
-    vocab = scaled.shape[-1]
-    if params.top_k:
-        return scaled.topk(min(params.top_k, vocab))
-    log_total = torch.logsumexp(scaled, dim=-1)
-    count = min(FIRST_CANDIDATES, vocab)
-    while True:
-        values, tokens = scaled.topk(count)
-        mass = torch.exp(values - log_total).sum()
-        too_unlikely = torch.exp(values[-1] - values[0]) < params.min_p
-        if count == vocab or mass >= params.top_p or too_unlikely:
-            return values, tokens
-        count = min(count * 8, vocab)
-
-
-def _pick(weights: Tensor, uniform: float) -> int:
-    edges = weights.cumsum(dim=-1)
-    index = int(torch.searchsorted(edges, edges[-1] * uniform, right=True))
-    return min(index, len(weights) - 1)
-
-
-def top_logprobs(row: Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` most likely tokens of a row of log-probabilities, best first."""
-    values, tokens = row.topk(count)
-    return tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+    token: int
+    finite: bool
+    logprob: float | None = None  # of the token, where log-probabilities are asked for
+    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens and theirs, best first
 
 
 class Sampler:
     """What tokens are picked with, on any device. Faster on a CPU: model/kernels/sampler.py."""
+
+    def pick(
+        self, rows: Tensor, asks: Sequence[Ask], candidates: int = FIRST_CANDIDATES
+    ) -> list[Picked]:
+        """One token for each of the logits' rows [S, vocab].
+
+        candidates: how many of the most likely tokens are looked at first where top_p or min_p
+        truncates; more where they do not suffice.
+        """
+        largest, tokens = self.largest(rows)
+        enough = torch.ones_like(tokens, dtype=torch.bool)
+        drawing = [i for i, ask in enumerate(asks) if not ask.params.greedy or ask.changes_logits]
+        if drawing:
+            at = tensor_on(rows.device, drawing)
+            asked = [asks[i] for i in drawing]
+            wide = adjusted(_taken(rows, drawing), asked)
+            tokens[at], enough[at] = self.draw(wide, asked, candidates)
+        scores = list(_scores(rows, tokens, asks))
+        picked, held = _read(largest.isfinite(), tokens, enough, scores)
+        short = [i for i, holds in enumerate(held) if picked[i].finite and not holds]
+        if short:
+            again = [asks[i] for i in short]
+            more = self.pick(_taken(rows, short), again, candidates * WIDER)
+            for i, each in zip(short, more, strict=True):
+                picked[i] = each
+        return picked
 
     def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Of each row of logits [S, vocab]: the largest [S], NaN if one is, and its token [S]."""
         values, tokens = rows.max(dim=-1)
         return values, tokens
 
-    def draw(self, row: Tensor, params: SamplingParams, uniform: float) -> int:
-        """As `draw` does."""
-        return draw(row, params, uniform)
+    def draw(self, rows: Tensor, asks: Sequence[Ask], candidates: int) -> tuple[Tensor, Tensor]:
+        """Tokens of adjusted rows [S, vocab], and whether candidates sufficed to be exact [S]."""
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
+        enough = torch.ones_like(tokens, dtype=torch.bool)
+        for (top_k, truncated), members in _grouped(asks, _truncation):
+            at, some = tensor_on(rows.device, members), _taken(rows, members)
+            rule = _Rule.of([asks[i] for i in members], rows.device)
+            if truncated:
+                count = min(top_k or candidates, rows.shape[-1])
+                tokens[at], enough[at] = _among_best(some, rule, count, top_k > 0)
+            else:
+                tokens[at] = _among_all(some, rule)
+        return tokens, enough
+
+
+def adjusted(rows: Tensor, asks: Sequence[Ask]) -> Tensor:
+    """Rows [S, vocab] as float32 or wider, with biases, penalties and forbidden tokens applied."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    changes = [
+        (index, token, *how)
+        for index, ask in enumerate(asks)
+        if ask.changes_logits
+        for token, how in ask.changes().items()
+        if token < rows.shape[-1]  # what has no logit is never picked
+    ]
+    if not changes:
+        return rows.to(wide)
+    rows = rows.to(wide, copy=True)
+    row, token, bias, penalty, less = tensor_on(rows.device, changes, torch.float64).unbind(1)
+    place = row.long(), token.long()
+    values = rows[place] + bias.to(wide)
+    values = torch.where(values > 0, values / penalty.to(wide), values * penalty.to(wide))
+    rows[place] = values - less.to(wide)
+    return rows
+
+
+def _truncation(ask: Ask) -> tuple[int, bool]:
+    """top_k, and whether only the most likely tokens are to be drawn from. Greedy takes the one."""
+    params = ask.params
+    if params.greedy:
+        return 1, True
+    return params.top_k, bool(params.top_k or params.top_p < 1 or params.min_p)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How rows are truncated and what is drawn of them, a column [S, 1] each, in float64."""
+
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    uniform: Tensor
+
+    @classmethod
+    def of(cls, asks: Sequence[Ask], device: torch.device) -> "_Rule":
+        rows = [
+            (
+                1.0 if ask.params.greedy else ask.params.temperature,
+                ask.params.top_p,
+                ask.params.min_p,
+                ask.uniform,
+            )
+            for ask in asks
+        ]
+        return cls(*torch.split(tensor_on(device, rows, torch.float64), 1, dim=1))
+
+
+def _among_all(rows: Tensor, rule: _Rule) -> Tensor:
+    scaled = rows.double() / rule.temperature
+    return _at(torch.exp(scaled - scaled.amax(dim=-1, keepdim=True)), rule.uniform)
+
+
+def _among_best(rows: Tensor, rule: _Rule, count: int, whole: bool) -> tuple[Tensor, Tensor]:
+    """Tokens among the `count` most likely ones, and whether these hold all that is kept, [S] each.
+
+    whole: they are all there is to draw from. Else what stands outside counts towards the total
+    that top_p cuts.
+    """
+    values, tokens = rows.topk(count)
+    best = values.double() / rule.temperature
+    weights = torch.exp(best - best[:, :1])
+    sums = weights.cumsum(dim=-1)
+    total = sums[:, -1:]
+    if not whole:
+        scaled = rows.double() / rule.temperature
+        total = torch.exp(scaled.logsumexp(dim=-1, keepdim=True) - best[:, :1])
+    keep = (sums - weights < rule.top_p * total) & (weights >= rule.min_p * weights[:, :1])
+    keep[:, 0] = True
+    drawn = _at(weights * keep, rule.uniform)
+    beyond = weights[:, -1:] < rule.min_p * weights[:, :1]  # all others are too unlikely
+    enough = (sums[:, -1:] >= rule.top_p * total) | beyond
+    if whole or count == rows.shape[-1]:
+        enough = torch.ones_like(enough)
+    return tokens.gather(1, drawn[:, None])[:, 0], enough[:, 0]
+
+
+def _at(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Where `uniform` [S, 1] falls if the weights [S, n] of each row are laid end to end, [S]."""
+    edges = weights.cumsum(dim=-1)
+    index = torch.searchsorted(edges, edges[:, -1:] * uniform, right=True)
+    return index[:, 0].clamp(max=weights.shape[-1] - 1)
+
+
+def _scores(
+    rows: Tensor, tokens: Tensor, asks: Sequence[Ask]
+) -> Iterator[tuple[list[int], Tensor]]:
+    """By how many are wanted: which rows, and for each the log-probability of its token, then the
+    most likely tokens, then theirs.
+    """
+    for count, members in _grouped(asks, lambda ask: ask.params.logprobs):
+        if count is not None:
+            yield members, token_scores(_taken(rows, members), _taken(tokens, members), count)
+
+
+def token_scores(rows: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """Rows of logits [S, vocab], tokens [S] → [S, 1 + 2 · count] float64.
+
+    The token's log-probability, the `count` most likely tokens, best first, and theirs.
+    """
+    logprobs = rows.float().log_softmax(dim=-1)
+    values, best = logprobs.topk(count)
+    own = logprobs.gather(1, tokens[:, None])
+    return torch.cat((own.double(), best.double(), values.double()), dim=1)
+
+
+def _read(
+    finite: Tensor, tokens: Tensor, enough: Tensor, scores: Sequence[tuple[list[int], Tensor]]
+) -> tuple[list[Picked], list[float]]:
+    """What was picked, and `enough`, [S] each: all that lies on the device, in one copy."""
+    flat = [finite, tokens, enough, *(each.flatten() for _, each in scores)]
+    numbers = iter(_back(torch.cat([each.double() for each in flat])))
+    good, found, held = (list(islice(numbers, len(tokens))) for _ in range(3))
+    picked = [Picked(int(token), bool(one)) for token, one in zip(found, good, strict=True)]
+    for members, score in scores:
+        for i in members:
+            own, *top = islice(numbers, score.shape[1])
+            picked[i] = replace(picked[i], logprob=own, top=ranked(top))
+    return picked, held
+
+
+def ranked(numbers: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    """A row of `token_scores` after its first → tokens and log-probabilities, best first."""
+    count = len(numbers) // 2
+    return tuple(zip(map(int, numbers[:count]), numbers[count:], strict=True))
+
+
+def _grouped(asks: Sequence[Ask], key: Callable[[Ask], K]) -> list[tuple[K, list[int]]]:
+    """Indices by what the asks have in common: so that others do not change how one is served."""
+    groups: dict[K, list[int]] = {}
+    for index, ask in enumerate(asks):
+        groups.setdefault(key(ask), []).append(index)
+    return list(groups.items())
+
+
+def _taken(rows: Tensor, members: list[int]) -> Tensor:
+    """Those rows; without a copy where it is all."""
+    return rows if len(members) == len(rows) else rows[tensor_on(rows.device, members)]
+
+
+def tensor_on(
+    device: torch.device, values: Sequence[object], dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """A tensor of the values, in a copy that is not awaited."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def _back(numbers: Tensor) -> list[float]:
+    """The one place where a device is waited for."""
+    found: list[float] = numbers.tolist()
+    return found

@@ -6,7 +6,7 @@ from logging import getLogger
 import torch
 from torch import Tensor
 
-from model.sampler import Sampler, adjust, changes_logits, top_logprobs
+from model.sampler import Ask, Picked, Sampler, ranked, tensor_on, token_scores
 from server.batching import PromptRows, StepBatch
 from server.request import NumericalError, Request, RequestFailed, TokenLogprob
 from server.scheduler import Sampled
@@ -32,16 +32,44 @@ def sample(logits: Tensor, batch: StepBatch, sampler: Sampler) -> Mapping[str, S
 def _sample_rows(logits: Tensor, batch: StepBatch, sampler: Sampler) -> dict[str, Sampled]:
     if not batch.samples:
         return {}
-    chosen = torch.tensor([row for _, row in batch.samples], device=logits.device)
-    rows = logits if len(chosen) == len(logits) else logits[chosen]
-    largest, tokens = sampler.largest(rows)
-    finite, greedy = largest.isfinite().tolist(), tokens.tolist()
-    return {
-        request.id: _sample_alone(request, rows[i], greedy[i], sampler)
-        if finite[i]
-        else _not_finite()
-        for i, (request, _) in enumerate(batch.samples)
-    }
+    requests, chosen = zip(*batch.samples, strict=True)
+    rows = logits if len(chosen) == len(logits) else logits[tensor_on(logits.device, chosen)]
+    asks = [_ask(request) for request in requests]
+    try:
+        sampled = [_sampled(each) for each in sampler.pick(rows, asks)]
+    except torch.AcceleratorError:
+        raise  # the device is lost, for all
+    except Exception:  # whose fault it is shows when each is picked alone, with the same draw
+        sampled = [
+            _sampled_alone(request, row, ask, sampler)
+            for request, row, ask in zip(requests, rows, asks, strict=True)
+        ]
+    return {request.id: each for request, each in zip(requests, sampled, strict=True)}
+
+
+def _ask(request: Request) -> Ask:
+    params = request.params
+    uniform = 0.0 if params.greedy else request.rng.random()
+    return Ask(params, request.tokens, request.num_prompt, uniform)
+
+
+def _sampled_alone(request: Request, row: Tensor, ask: Ask, sampler: Sampler) -> Sampled:
+    try:
+        return _sampled(sampler.pick(row[None], [ask])[0])
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:
+        log.exception("sampling failed", extra={"request": request.id})
+        reason = f"Sampling failed on this request ({type(error).__name__})."
+        return Sampled(0, error=RequestFailed(reason))
+
+
+def _sampled(picked: Picked) -> Sampled:
+    if not picked.finite:
+        return _not_finite()
+    if picked.logprob is None:
+        return Sampled(picked.token)
+    return Sampled(picked.token, TokenLogprob(picked.token, picked.logprob, picked.top))
 
 
 def _not_finite() -> Sampled:
@@ -49,48 +77,19 @@ def _not_finite() -> Sampled:
     return Sampled(0, error=NumericalError(reason))
 
 
-def _sample_alone(request: Request, row: Tensor, most_likely: int, sampler: Sampler) -> Sampled:
-    try:
-        return _sample_one(request, row, most_likely, sampler)
-    except torch.AcceleratorError:
-        raise  # the device is lost, for all
-    except Exception as error:
-        # Raised, it would have the others sampled again, with another draw of their generators.
-        log.exception("sampling failed", extra={"request": request.id})
-        reason = f"Sampling failed on this request ({type(error).__name__})."
-        return Sampled(0, error=RequestFailed(reason))
-
-
-def _sample_one(request: Request, row: Tensor, most_likely: int, sampler: Sampler) -> Sampled:
-    params = request.params
-    token = most_likely
-    if not params.greedy or changes_logits(params, request.num_generated):
-        prompt = request.tokens[: request.num_prompt]
-        generated = request.tokens[request.num_prompt :]
-        adjusted = adjust(row.float(), params, prompt, generated)
-        if params.greedy:
-            token = int(adjusted.argmax())
-        else:
-            token = sampler.draw(adjusted, params, request.rng.random())
-    if params.logprobs is None:
-        return Sampled(token)
-    logprobs = row.float().log_softmax(dim=-1)
-    return Sampled(token, _logprob(logprobs, token, params.logprobs))
-
-
 def _note_prompt(rows: Tensor, prompt: PromptRows) -> bool:
     """Whether all rows are finite; only then they are noted."""
-    if not rows.amax(dim=-1).isfinite().all():
-        return False
     request, first = prompt.request, prompt.first
     count = request.params.prompt_logprobs
     assert count is not None, "only requests that want prompt log-probabilities have such rows"
+    tokens = request.tokens[first : first + len(rows)]
+    scores = token_scores(rows, tensor_on(rows.device, tokens), count)
+    finite = rows.amax(dim=-1, keepdim=True).isfinite()
+    numbers = torch.cat((finite, scores), dim=1).tolist()
+    if not all(good for good, *_ in numbers):
+        return False
     # A preempted request computes its prompt again: keep one entry per token.
     del request.prompt_logprobs[first:]
-    for i, row in enumerate(rows.float().log_softmax(dim=-1)):
-        request.prompt_logprobs.append(_logprob(row, request.tokens[first + i], count))
+    for token, (_, own, *top) in zip(tokens, numbers, strict=True):
+        request.prompt_logprobs.append(TokenLogprob(token, own, ranked(top)))
     return True
-
-
-def _logprob(row: Tensor, token: int, count: int) -> TokenLogprob:
-    return TokenLogprob(token, float(row[token]), top_logprobs(row, count))

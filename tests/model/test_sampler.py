@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from model import sampler
 from model.kernels.sampler import KernelSampler
-from model.sampler import FIRST_CANDIDATES, Sampler, adjust, changes_logits, top_logprobs
+from model.sampler import FIRST_CANDIDATES, Ask, Sampler, adjusted, ranked, token_scores
 from model.sampling import SamplingParams
 
 
@@ -23,12 +23,18 @@ def sampling(request):
 
 
 @pytest.fixture(scope="module")
-def draw(sampling):
-    return sampling.draw
+def draws(sampling):
+    return lambda *asked: drawn(sampling, *asked)
 
 
 def params(**chosen):
     return SamplingParams(max_tokens=8, **chosen)
+
+
+def drawn(sampling, row, chosen, uniforms):
+    """The token of a row [vocab] for each of the uniforms."""
+    asks = [Ask(chosen, [], 0, uniform) for uniform in uniforms]
+    return [each.token for each in sampling.pick(row.expand(len(asks), -1), asks)]
 
 
 def kept(row, temperature, top_k, top_p, min_p):
@@ -59,7 +65,7 @@ GRID = [
     ("vocab", "spread"),
     [(7, 1.0), (900, 3.0), (900, 0.01), pytest.param(3000, 0.5, marks=pytest.mark.full)],
 )
-def test_draws_follow_the_truncated_distribution(vocab, spread, draw):
+def test_draws_follow_the_truncated_distribution(vocab, spread, draws):
     """`uniform` walks the distribution: equal steps must hit each token as often as is its due.
 
     A nearly flat row keeps far more tokens than the first candidates hold.
@@ -70,8 +76,7 @@ def test_draws_follow_the_truncated_distribution(vocab, spread, draw):
         chosen = params(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         expected = kept(row, temperature, top_k, top_p, min_p)
         counts = dict.fromkeys(expected, 0)
-        for i in range(steps):
-            token = draw(row, chosen, (i + 0.5) / steps)
+        for token in draws(row, chosen, [(i + 0.5) / steps for i in range(steps)]):
             assert token in expected, (chosen, token)
             counts[token] += 1
         for token, count in counts.items():
@@ -99,11 +104,11 @@ LOGITS = st.one_of(st.sampled_from([-math.inf, -1.0, 0.0, 0.5]), st.floats(-30, 
     chosen=truncations(),
     uniform=UNIFORMS,
 )
-def test_a_draw_is_never_less_likely_than_all_that_is_kept(row, chosen, uniform, draw):
+def test_a_draw_is_never_less_likely_than_all_that_is_kept(row, chosen, uniform, draws):
     """Among ties any may be kept, so it is probabilities that are compared."""
     row = torch.tensor(row)
     expected = kept(row, chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p)
-    token = draw(row, chosen, uniform)
+    (token,) = draws(row, chosen, [uniform])
     assert row[token] > -torch.inf
     scaled = row.double() / chosen.temperature
     assert scaled[token] >= min(scaled[other] for other in expected) - 1e-6
@@ -113,63 +118,79 @@ def test_a_draw_is_never_less_likely_than_all_that_is_kept(row, chosen, uniform,
 @pytest.mark.parametrize("top_p", [0.0099, 0.899, 0.9999])
 def test_a_flat_row_keeps_as_many_tokens_as_their_mass_asks_for(vocab, top_p):
     """Just not flat: token i is the i-th likely one, and the last one kept is drawn at the end."""
-    row = -torch.arange(vocab, dtype=torch.float64) * 1e-9
-    draw = sampler.draw  # the kernels' rows are float32
-    last = draw(row, params(top_p=top_p), 1 - 2**-53)
+    row = -torch.arange(vocab, dtype=torch.float64) * 1e-9  # the kernels' rows are float32
+    first, last = drawn(Sampler(), row, params(top_p=top_p), [0.0, 1 - 2**-53])
+    assert first == 0
     assert last == math.ceil(top_p * vocab) - 1
-    assert draw(row, params(top_p=top_p), 0.0) == 0
+
+
+def looked_at(monkeypatch):
+    """How many rows are asked for how many of their most likely tokens, from now on."""
+    seen = []
+    among_best = sampler._among_best
+
+    def noted(rows, rule, count, whole):
+        seen.append((len(rows), count))
+        return among_best(rows, rule, count, whole)
+
+    monkeypatch.setattr(sampler, "_among_best", noted)
+    return seen
 
 
 def test_a_peaked_row_looks_at_the_first_candidates_alone(monkeypatch):
     """The reason there are candidates: no step may sort a whole vocabulary."""
-    seen = []
-    true_candidates = sampler._candidates
-
-    def noted(*arguments):
-        values, tokens = true_candidates(*arguments)
-        seen.append(len(values))
-        return values, tokens
-
-    monkeypatch.setattr(sampler, "_candidates", noted)
+    seen = looked_at(monkeypatch)
     row = -torch.arange(5000.0)
     for chosen in (params(top_p=0.99), params(min_p=0.01), params(top_p=0.9, min_p=0.1)):
-        sampler.draw(row, chosen, 0.5)
-    sampler.draw(row, params(top_k=7, top_p=0.9), 0.5)
-    assert seen == [FIRST_CANDIDATES] * 3 + [7]
+        drawn(Sampler(), row, chosen, [0.5])
+    drawn(Sampler(), row, params(top_k=7, top_p=0.9), [0.5])
+    drawn(Sampler(), row, params(), [0.5])
+    assert seen == [(1, FIRST_CANDIDATES)] * 3 + [(1, 7)]
 
 
-def test_a_temperature_just_above_greedy_draws_the_most_likely(draw):
+def test_only_rows_that_need_more_candidates_get_them(monkeypatch):
+    seen = looked_at(monkeypatch)
+    rows = torch.stack((-torch.arange(700.0), torch.zeros(700), torch.full((700,), torch.nan)))
+    asks = [Ask(params(top_p=0.99), [], 0, 0.999)] * 3
+    picked = Sampler().pick(rows, asks)
+    assert seen == [(3, 64), (1, 512), (1, 700)]
+    assert [each.finite for each in picked] == [True, True, False]
+    assert picked[0].token < 5
+
+
+def test_a_temperature_just_above_greedy_draws_the_most_likely(draws):
     row = torch.tensor([80.0, 80.5, -80.0])
     for chosen in (params(temperature=1e-5), params(temperature=1e-5, top_p=0.5)):
         assert not chosen.greedy
-        assert {draw(row, chosen, i / 10) for i in range(10)} == {1}
+        assert set(draws(row, chosen, [i / 10 for i in range(10)])) == {1}
     assert params(temperature=9e-6).greedy
 
 
-def test_the_whole_range_of_uniform_is_served(draw):
+def test_the_whole_range_of_uniform_is_served(draws):
     row = torch.tensor([0.0, 1.0, 2.0, -torch.inf])
     for chosen in (params(), params(top_p=0.9999), params(top_k=4)):
-        first, last = draw(row, chosen, 0.0), draw(row, chosen, 1 - 2**-53)
+        first, last = draws(row, chosen, [0.0, 1 - 2**-53])
         assert {first, last} <= {0, 1, 2}
         assert first != last
 
 
-def test_impossible_tokens_are_never_drawn(draw):
+def test_impossible_tokens_are_never_drawn(draws):
     row = torch.full((200,), -torch.inf)
     row[[3, 150]] = 0.0
     rng = random.Random(0)
     for chosen in (params(), params(top_p=0.9), params(top_k=50), params(min_p=0.1)):
-        assert {draw(row, chosen, rng.random()) for _ in range(200)} <= {3, 150}
+        assert set(draws(row, chosen, [rng.random() for _ in range(200)])) <= {3, 150}
 
 
-def test_frequencies_over_many_draws(draw):
+def test_frequencies_over_many_draws(draws):
     row = torch.tensor([2.0, 1.0, 0.0, -1.0, -5.0])
     rng = random.Random(42)
     count = 6000
-    drawn = [draw(row, params(temperature=0.8, top_p=0.97), rng.random()) for _ in range(count)]
+    uniforms = [rng.random() for _ in range(count)]
+    found = draws(row, params(temperature=0.8, top_p=0.97), uniforms)
     for token, probability in kept(row, 0.8, 0, 0.97, 0.0).items():
         deviation = (probability * (1 - probability) / count) ** 0.5
-        assert abs(drawn.count(token) / count - probability) < 5 * deviation
+        assert abs(found.count(token) / count - probability) < 5 * deviation
 
 
 def test_the_kernels_draw_what_the_definition_draws(kernels):
@@ -178,16 +199,17 @@ def test_the_kernels_draw_what_the_definition_draws(kernels):
     rng = random.Random(3)
     for temperature, top_k, top_p, min_p in GRID:
         chosen = params(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        for uniform in (rng.random() for _ in range(5)):
-            drawn = KernelSampler(kernels).draw(row, chosen, uniform)
-            assert drawn == sampler.draw(row, chosen, uniform), chosen
+        uniforms = [rng.random() for _ in range(5)]
+        both = [drawn(each, row, chosen, uniforms) for each in (KernelSampler(kernels), Sampler())]
+        assert both[0] == both[1], chosen
 
 
 @pytest.mark.parametrize("value", [-math.inf, math.nan])
 def test_a_row_of_no_numbers_does_no_harm_in_the_kernels(value, kernels):
     row = torch.full((300,), value)
     for chosen in (params(), params(top_p=0.9), params(top_k=5), params(min_p=0.1)):
-        assert 0 <= KernelSampler(kernels).draw(row, chosen, 0.5) < 300
+        (token,) = drawn(KernelSampler(kernels), row, chosen, [0.5])
+        assert 0 <= token < 300
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -204,6 +226,15 @@ def test_the_largest_of_each_row(dtype, sampling):
         assert values[row] == rows[row].max() == rows[row, tokens[row]]
 
 
+def adjusted_row(row, chosen, prompt, answer):
+    (found,) = adjusted(row[None], [Ask(chosen, [*prompt, *answer], len(prompt), 0.0)])
+    return found
+
+
+def changes_logits(chosen, generated):
+    return Ask(chosen, [0] * generated, 0, 0.0).changes_logits
+
+
 def test_adjustments_one_by_one():
     row = torch.tensor([2.0, -2.0, 1.0, 0.5])
     prompt, answer = [0, 1], [2, 2]
@@ -217,7 +248,7 @@ def test_adjustments_one_by_one():
         ({"min_tokens": 2, "stop_ids": frozenset({0})}, [2.0, -2.0, 1.0, 0.5]),
     ]
     for chosen, expected in cases:
-        assert adjust(row, params(**chosen), prompt, answer).tolist() == expected
+        assert adjusted_row(row, params(**chosen), prompt, answer).tolist() == expected
         assert changes_logits(params(**chosen), len(answer)) == (row.tolist() != expected)
     assert row.tolist() == [2.0, -2.0, 1.0, 0.5]
     assert not changes_logits(params(), 0)
@@ -234,17 +265,106 @@ def test_all_adjustments_together_come_in_order():
         min_tokens=4,
         stop_ids=frozenset({3}),
     )
-    assert adjust(row, chosen, [0], [2, 1, 2]).tolist() == [-2.0, -4.75, 0.0, -torch.inf]
+    assert adjusted_row(row, chosen, [0], [2, 1, 2]).tolist() == [-2.0, -4.75, 0.0, -torch.inf]
 
 
 def test_the_repetition_penalty_counts_no_token_twice():
-    row = torch.tensor([4.0, -1.0])
-    assert adjust(row, params(repetition_penalty=2.0), [0, 0, 1], [0, 1]).tolist() == [2.0, -2.0]
+    row, chosen = torch.tensor([4.0, -1.0]), params(repetition_penalty=2.0)
+    assert adjusted_row(row, chosen, [0, 0, 1], [0, 1]).tolist() == [2.0, -2.0]
+
+
+def test_a_stop_token_without_a_logit_forbids_nothing():
+    row, chosen = torch.tensor([1.0, 2.0]), params(min_tokens=1, stop_ids=frozenset({1, 2}))
+    assert adjusted_row(row, chosen, [], []).tolist() == [1.0, -torch.inf]
 
 
 def test_top_logprobs_are_ordered():
     row = torch.tensor([0.1, 0.5, 0.4]).log()
-    (first, second) = top_logprobs(row, 2)
+    ((own, *top),) = token_scores(row[None], torch.tensor([0]), 2).tolist()
+    (first, second) = ranked(top)
     assert (first[0], second[0]) == (1, 2)
     assert first[1] == pytest.approx(torch.tensor(0.5).log().item())
-    assert top_logprobs(row, 0) == ()
+    assert own == pytest.approx(torch.tensor(0.1).log().item())
+    assert token_scores(row[None], torch.tensor([0]), 0).tolist() == [[own]]
+    assert ranked([]) == ()
+
+
+# ---------------------------------------------------------------------- many rows at once
+
+
+def everything(vocab, count):
+    """Rows and what is asked after each, as different as they come."""
+    rng = random.Random(count)
+    rows = torch.randn(count, vocab, generator=torch.Generator().manual_seed(count)) * 3
+    asks = []
+    for _ in range(count):
+        tokens = [rng.randrange(vocab) for _ in range(9)]
+        chosen = params(
+            temperature=rng.choice([0.0, 0.5, 1.0, 2.0]),
+            top_k=rng.choice([0, 0, 3, 100]),
+            top_p=rng.choice([1.0, 0.9, 0.3]),
+            min_p=rng.choice([0.0, 0.0, 0.05]),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.5]),
+            presence_penalty=rng.choice([0.0, 0.5]),
+            logit_bias=rng.choice([{}, {rng.randrange(vocab): 9.0}]),
+            logprobs=rng.choice([None, None, 0, 4]),
+        )
+        asks.append(Ask(chosen, tokens, 4, rng.random()))
+    return rows, asks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_gets_what_it_gets_alone(dtype, sampling):
+    """Ties included: rounded to 8 bits, many tokens are as likely as others."""
+    rows, asks = everything(2000, 60)
+    rows = rows.to(dtype)
+    together = sampling.pick(rows, asks)
+    alone = [sampling.pick(row[None], [ask])[0] for row, ask in zip(rows, asks, strict=True)]
+    assert together == alone
+    assert len({each.token for each in together}) > 20
+    order = random.Random(1).sample(range(60), 45)
+    assert sampling.pick(rows[order], [asks[i] for i in order]) == [alone[i] for i in order]
+
+
+def test_greedy_takes_the_largest_after_what_changes_it(sampling):
+    """And nothing else of what is asked for matters to it."""
+    row = torch.tensor([1.0, 4.0, 3.0, -1.0])
+    for changes, token in (
+        ({}, 1),
+        ({"logit_bias": {3: 6.0}}, 3),
+        ({"repetition_penalty": 2.0}, 2),
+        ({"presence_penalty": 1.5}, 2),
+    ):
+        chosen = params(temperature=0.0, top_k=2, **changes)
+        for uniform in (0.0, 0.999):
+            (picked,) = sampling.pick(row[None], [Ask(chosen, [0, 1], 1, uniform)])
+            assert picked.token == token
+
+
+def test_scores_are_of_the_token_and_its_row(sampling):
+    rows, asks = everything(300, 40)
+    for row, ask, found in zip(rows, asks, sampling.pick(rows, asks), strict=True):
+        count = ask.params.logprobs
+        if count is None:
+            assert found.logprob is None and found.top == ()
+            continue
+        exact = row.double().log_softmax(-1)
+        assert found.logprob == pytest.approx(float(exact[found.token]), abs=1e-5)
+        assert [token for token, _ in found.top] == exact.topk(count).indices.tolist()
+        assert [score for _, score in found.top] == pytest.approx(
+            exact.topk(count).values.tolist(), abs=1e-5
+        )
+
+
+def test_a_device_is_asked_once(monkeypatch):
+    """On one that has no values, whatever else asks for one raises."""
+    rows, asks = everything(300, 40)
+    asked = []
+
+    def answer(numbers):
+        asked.append(numbers)
+        return [1.0] * len(numbers)
+
+    monkeypatch.setattr(sampler, "_back", answer)
+    assert len(Sampler().pick(rows.to("meta"), asks)) == 40
+    assert len(asked) == 1

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from server import sampling
+from model.sampler import Sampler
 from server.request import FinishReason, NumericalError, Phase, PromptTooLong, RequestFailed
 from tests.server.fake_engine import VOCAB, counting, make_engine, make_request
 
@@ -110,7 +110,7 @@ def test_a_lost_device_is_no_requests_fault(place, monkeypatch):
         raise torch.AcceleratorError("device-side assert")
 
     if place == "sampling":
-        monkeypatch.setattr(sampling, "_sample_one", lost)
+        monkeypatch.setattr(Sampler, "pick", lost)
     engine, _ = make_engine(lost if place == "forward" else counting)
     engine.submit(make_request("a", [1]))
     with pytest.raises(torch.AcceleratorError):

@@ -48,6 +48,17 @@ def test_nobody_disturbs_anothers_draws():
     assert drawn("cab") == together
 
 
+def test_a_seed_decides_and_nothing_else():
+    requests = [make_request(f"r{i}", [1], temperature=1.0) for i in range(12)]
+    for i, each in enumerate(requests):
+        each.rng = random.Random(i % 6)
+    found = [
+        each.token for each in sample(torch.zeros(12, 40), batch_of(*requests), Sampler()).values()
+    ]
+    assert found[:6] == found[6:]
+    assert len(set(found)) > 3
+
+
 @pytest.mark.parametrize("blocks", [60, 18])
 def test_prompt_scores_survive_chunks_and_preemption(blocks):
     """One entry per prompt token, each the model's own, however often it was computed."""
