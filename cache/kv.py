@@ -1,9 +1,14 @@
 """The tensors of the paged KV cache. Which block belongs to whom is cache/manager.py's affair."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from cache.rounding import SCALE, restored, rounded
+
+Change = Callable[[Tensor], Tensor]  # entries → entries of the same shape and dtype
 
 
 class LayerKV(NamedTuple):
@@ -12,14 +17,62 @@ class LayerKV(NamedTuple):
     keys: Tensor
     values: Tensor
 
+    @property
+    def parts(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """All that keys are stored in, and all that values are."""
+        return (self.keys,), (self.values,)
+
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Store k and v, [T, kv_heads, head_dim], at slots [T] = block · block_size + offset."""
-        self.keys.view(-1, *self.keys.shape[2:]).index_copy_(0, slots, k)
-        self.values.view(-1, *self.values.shape[2:]).index_copy_(0, slots, v)
+        _at_slots(self.keys, slots, k)
+        _at_slots(self.values, slots, v)
+
+    def read(self, *index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of blocks [...], or at blocks and offsets [...], in a dtype."""
+        return self.keys[index].to(dtype), self.values[index].to(dtype)
+
+    def change_keys(self, blocks: Tensor, change: Change) -> None:
+        """Those of blocks [N] become what `change` makes of them."""
+        self.keys[blocks] = change(self.keys[blocks])
+
+
+class Int8LayerKV(NamedTuple):
+    """The same with entries in 8 bits: each is its int8 numbers times a scale of its own."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor  # [blocks, block_size, kv_heads] float32
+    value_scales: Tensor
+
+    @property
+    def parts(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """As LayerKV's."""
+        return (self.keys, self.key_scales), (self.values, self.value_scales)
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """As LayerKV's; what is attended to from then on is what was stored, not k and v."""
+        numbers, scales = rounded(torch.stack((k, v)))
+        for stored, new in zip(self, (*numbers, *scales), strict=True):
+            _at_slots(stored, slots, new)
+
+    def read(self, *index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """As LayerKV's."""
+        return (
+            restored(self.keys[index], self.key_scales[index], dtype),
+            restored(self.values[index], self.value_scales[index], dtype),
+        )
+
+    def change_keys(self, blocks: Tensor, change: Change) -> None:
+        """As LayerKV's, in float32; and rounded again."""
+        keys = restored(self.keys[blocks], self.key_scales[blocks], torch.float32)
+        self.keys[blocks], self.key_scales[blocks] = rounded(change(keys))
+
+
+PagedKV = LayerKV | Int8LayerKV
 
 
 class KVCache:
-    """One LayerKV per layer, allocated once."""
+    """One PagedKV per layer, allocated once. dtype: of what is stored, int8 with scales."""
 
     def __init__(
         self,
@@ -37,19 +90,26 @@ class KVCache:
         self.kv_heads = kv_heads
         self.dtype = dtype
         self.device = device
+        shape = (layers, blocks, block_size, kv_heads)
         # Not cleared: a slot is written before it is read, and untouched memory costs nothing.
-        self._keys = torch.empty(
-            layers, blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device
-        )
+        self._keys = torch.empty(*shape, head_dim, dtype=dtype, device=device)
         self._values = torch.empty_like(self._keys)
+        self._scales: Tensor | None = None  # of keys and of values
+        if dtype is torch.int8:
+            self._scales = torch.empty(2, *shape, dtype=SCALE, device=device)
 
-    def layer(self, index: int) -> LayerKV:
-        return LayerKV(self._keys[index], self._values[index])
+    def layer(self, index: int) -> PagedKV:
+        keys, values = self._keys[index], self._values[index]
+        if self._scales is None:
+            return LayerKV(keys, values)
+        return Int8LayerKV(keys, values, self._scales[0, index], self._scales[1, index])
 
     @property
-    def whole(self) -> LayerKV:
-        """All layers at once: [layers, blocks, block_size, kv_heads, head_dim] each."""
-        return LayerKV(self._keys, self._values)
+    def whole(self) -> PagedKV:
+        """All layers at once: of every tensor [layers, blocks, ...]."""
+        if self._scales is None:
+            return LayerKV(self._keys, self._values)
+        return Int8LayerKV(self._keys, self._values, self._scales[0], self._scales[1])
 
     @property
     def entries_per_token(self) -> int:
@@ -58,8 +118,17 @@ class KVCache:
 
     @property
     def bytes_per_entry(self) -> int:
-        return self._keys.shape[-1] * self._keys.element_size()
+        return bytes_per_entry(self._keys.shape[-1], self.dtype)
 
     @property
     def bytes_per_token(self) -> int:
         return self.entries_per_token * self.bytes_per_entry
+
+
+def bytes_per_entry(head_dim: int, dtype: torch.dtype) -> int:
+    """Of one stored key or value, with its scale if it has one."""
+    return head_dim * dtype.itemsize + (SCALE.itemsize if dtype is torch.int8 else 0)
+
+
+def _at_slots(stored: Tensor, slots: Tensor, new: Tensor) -> None:
+    stored.view(-1, *stored.shape[2:]).index_copy_(0, slots, new)

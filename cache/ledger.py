@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ FoldSums = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Part(StrEnum):
+    """Scales count as part of the keys or values that they are of."""
+
     KEYS = "keys"
     VALUES = "values"
 
@@ -87,7 +90,8 @@ def _sums_of_few(stored: Tensor, blocks: Tensor, multipliers: Tensor) -> Tensor:
 class Checksums:
     """64 bits for each block, layer and part: sum of multiplier[i] · fold(word[i]) modulo 2^64.
 
-    The words are the block's bytes, eight at a time, zeros added to fill the last one. `fold` is
+    The words are the block's bytes, eight at a time, zeros added to fill the last one; where keys
+    or values have scales, then those of the scales, with multipliers of their own. `fold` is
     an exclusive or of a word's low half with its high half shifted, which doing it again undoes:
     different words stay different. A multiplier is odd and so has an inverse modulo 2^64. Hence
     whatever changes within one word, a single bit included, changes the sum, and changes in
@@ -98,20 +102,29 @@ class Checksums:
     """
 
     def __init__(self, kv: KVCache, sums: FoldSums = fold_sums) -> None:
-        self._parts = [_integers(part) for part in kv.whole]  # [layers, blocks, integers] each
+        # By part [layers, blocks, integers] of each of its tensors.
+        self._parts = [[_integers(tensor) for tensor in part] for part in kv.whole.parts]
         self._sums = sums
-        stored = self._parts[0]
-        words = -(-stored.shape[2] * stored.element_size() // 8)
+        self._device = kv.device
+        words = [-(-each.shape[2] * each.element_size() // 8) for each in self._parts[0]]
         generator = torch.Generator().manual_seed(0)
         limits = torch.iinfo(torch.int64)
-        random = torch.randint(limits.min, limits.max, (words,), generator=generator)
-        self._multipliers = (random | 1).to(stored.device)
+        random = torch.randint(limits.min, limits.max, (sum(words),), generator=generator)
+        self._multipliers = torch.split((random | 1).to(kv.device), words)
 
     def of(self, blocks: Sequence[int]) -> Tensor:
-        """[blocks, parts, layers] int64, in the order of LayerKV's parts."""
-        index = torch.tensor(blocks, device=self._multipliers.device)
-        return torch.stack(
-            [self._sums(part, index, self._multipliers) for part in self._parts], dim=1
+        """[blocks, parts, layers] int64, in the order of a PagedKV's parts."""
+        index = torch.tensor(blocks, device=self._device)
+        return torch.stack([self._of_part(part, index) for part in self._parts], dim=1)
+
+    def _of_part(self, part: Sequence[Tensor], index: Tensor) -> Tensor:
+        """[blocks, layers]."""
+        return reduce(
+            torch.add,
+            (
+                self._sums(tensor, index, multipliers)
+                for tensor, multipliers in zip(part, self._multipliers, strict=True)
+            ),
         )
 
 

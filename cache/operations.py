@@ -5,6 +5,7 @@ here. Appending is no operation of this file: it is `reserve`, `write` and `comm
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -198,8 +199,7 @@ class Operations:
                 blocks = self._index(some)
                 for layer, rules in enumerate(self._rules):
                     if rules.capability(op, self._kv.dtype) in REWRITES:
-                        keys = self._kv.layer(layer).keys
-                        keys[blocks] = rules.shift(keys[blocks], delta)
+                        self._kv.layer(layer).change_keys(blocks, partial(rules.shift, delta=delta))
 
     def _index(self, blocks: Sequence[int]) -> Tensor:
         return torch.tensor(blocks, device=self._kv.device)

@@ -22,7 +22,7 @@ class Op(StrEnum):
 class Capability(StrEnum):
     FREE = "free"  # no stored entry changes
     REWRITE = "rewrite"  # every moved key is rewritten, exactly but for float32's rounding
-    APPROXIMATE = "approximate"  # as rewrite, and rounded to half precision each time
+    APPROXIMATE = "approximate"  # as rewrite, and rounded to half precision or 8 bits each time
     IMPOSSIBLE = "impossible"
 
 

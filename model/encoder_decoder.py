@@ -7,7 +7,7 @@ their own. Knows no request: which blocks those are comes with the batch.
 import torch
 from torch import Tensor, nn
 
-from cache.kv import KVCache, LayerKV
+from cache.kv import KVCache, PagedKV
 from model.attention.base import AttentionBackend, AttentionSpec
 from model.attention.bias import StepBias, step_biases
 from model.batch import ForwardBatch
@@ -47,12 +47,12 @@ class CrossAttention(nn.Module):
             )
         )
 
-    def store(self, encoded: Tensor, slots: Tensor, kv: LayerKV) -> None:
+    def store(self, encoded: Tensor, slots: Tensor, kv: PagedKV) -> None:
         """Keys and values of encoded prompts [T, width], at slots [T]."""
         k, v = self.kv(encoded).view(len(encoded), -1, self.head_dim).chunk(2, dim=1)
         kv.write(k, v, slots)
 
-    def forward(self, x: Tensor, seen: ForwardBatch, kv: LayerKV) -> Tensor:
+    def forward(self, x: Tensor, seen: ForwardBatch, kv: PagedKV) -> Tensor:
         """x [T, width], of the rows of `seen`, which sees all of its encoded prompt."""
         q = self.q(x).view(len(x), -1, self.head_dim)
         y: Tensor = self.out(self.attend(q, kv, seen, None, None).flatten(1))
@@ -79,7 +79,7 @@ class CrossBlock(Block):
         self,
         x: Tensor,
         batch: ForwardBatch,
-        kv: LayerKV,
+        kv: PagedKV,
         bias: StepBias | None,
         rows: Tensor | None = None,
     ) -> Tensor:
@@ -110,7 +110,7 @@ class Encoder(nn.Module):
         )
         self.norm = make_norm(config, dtype, device)
 
-    def forward(self, x: Tensor, prompts: ForwardBatch, scratch: LayerKV) -> Tensor:
+    def forward(self, x: Tensor, prompts: ForwardBatch, scratch: PagedKV) -> Tensor:
         """x: embedded whole prompts [T, width]; `scratch` holds one layer's keys at a time."""
         x = self.encoding.embed(x, prompts.positions)
         biases = step_biases(self.encoding, len(self.layers), prompts, scratch.keys.shape[1])

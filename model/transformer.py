@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cache.kv import KVCache, LayerKV
+from cache.kv import KVCache, PagedKV
 from model.attention.base import AttentionBackend, AttentionSpec
 from model.attention.bias import StepBias, step_biases
 from model.batch import ForwardBatch
@@ -138,7 +138,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         batch: ForwardBatch,
-        kv: LayerKV,
+        kv: PagedKV,
         bias: StepBias | None,
         rows: Tensor | None = None,
     ) -> Tensor:
@@ -219,7 +219,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         batch: ForwardBatch,
-        kv: LayerKV,
+        kv: PagedKV,
         bias: StepBias | None,
         rows: Tensor | None = None,
     ) -> Tensor:
@@ -235,7 +235,7 @@ class PostNormBlock(Block):
         self,
         x: Tensor,
         batch: ForwardBatch,
-        kv: LayerKV,
+        kv: PagedKV,
         bias: StepBias | None,
         rows: Tensor | None = None,
     ) -> Tensor:
@@ -251,7 +251,7 @@ class ParallelBlock(Block):
         self,
         x: Tensor,
         batch: ForwardBatch,
-        kv: LayerKV,
+        kv: PagedKV,
         bias: StepBias | None,
         rows: Tensor | None = None,
     ) -> Tensor:
@@ -282,7 +282,7 @@ class ParallelOneNormBlock(nn.Module):
         self,
         x: Tensor,
         batch: ForwardBatch,
-        kv: LayerKV,
+        kv: PagedKV,
         bias: StepBias | None,
         rows: Tensor | None = None,
     ) -> Tensor:

@@ -20,6 +20,7 @@ class ModelFacts:
     device: str  # "cpu", "cuda (NVIDIA ...)"
     dtype: str
     attention: str
+    kv_dtype: str  # of keys and values
     kv_bytes_per_token: int
     blocks: int
     block_size: int  # tokens
@@ -63,7 +64,7 @@ def _model_rows(model: ModelFacts) -> list[tuple[str, str]]:
         ("encoding", model.encoding + frame),
         ("context", f"{model.max_context:,} tokens{each}{beyond}, trained on {trained}"),
         ("device", f"{model.device}, {model.dtype}, {model.attention} attention"),
-        ("keys and values", f"{model.kv_bytes_per_token:,} bytes per token"),
+        ("keys and values", f"{model.kv_dtype}, {model.kv_bytes_per_token:,} bytes per token"),
         ("cache", f"{model.blocks:,} blocks of {model.block_size} tokens, {pool}"),
         ("at full length", f"{tokens / (model.sides * model.max_context):.1f} requests together"),
     ]

@@ -146,16 +146,17 @@ def _complete(
     budget, sharers = config.cache.kv_memory, len(config.models)
     # An encoder-decoder keeps prompt and answer apart, each in blocks of its own.
     sides = 2 if isinstance(shape, EncoderDecoderConfig) else 1
+    kv_dtype = torch.int8 if config.cache.kv_dtype == "int8" else model.dtype
     blocks = placement.num_blocks(
         shape,
-        model.dtype,
+        kv_dtype,
         budget=None if budget is None else budget // sharers,
         free_memory=free_memory // sharers,
         block_size=block_size,
         max_seqs=config.limits.max_seqs * sides,
         context=model.context,
     )
-    kv = _allocate(shape, model.dtype, device, blocks, block_size)
+    kv = _allocate(shape, kv_dtype, device, blocks, block_size)
     # What a decoder stores follows from its encoder's output, so beginnings are never alike.
     sharing = config.cache.prefix_sharing and sides == 1
     manager = CacheManager(blocks, block_size, prefix_sharing=sharing)
@@ -190,6 +191,7 @@ def _complete(
         device=placement.device_name(device),
         dtype=_dtype_name(model.dtype),
         attention=model.backend.name,
+        kv_dtype=_dtype_name(kv_dtype),
         kv_bytes_per_token=kv.bytes_per_token,
         blocks=blocks - 1,
         block_size=block_size,
@@ -199,13 +201,13 @@ def _complete(
     )
     _register(metrics, facts, shape, position_apart=decoder.position_apart)
     metrics.compared(name, parity.error, parity.tolerance)
-    defect = parity.defect(name, facts.dtype)
+    defect = parity.defect(name, facts.kv_dtype)
     if defect is not None:
         log.error("%s", defect)
     planner = CachePlanner(
         shape,
         model.decoder.encoding,
-        dtype=model.dtype,
+        dtype=kv_dtype,
         block_size=block_size,
         max_context=context,
         speed=speed,
@@ -255,7 +257,7 @@ def _register(
         facts.name,
         facts.encoding,
         {
-            "kv_dtype": facts.dtype,
+            "kv_dtype": facts.kv_dtype,
             "layers": str(shape.layers),
             "kv_heads": str(shape.kv_heads),
             "head_dim": str(shape.head_dim),

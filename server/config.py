@@ -50,6 +50,7 @@ class CacheOptions:
     """The pool of blocks, per model but for `kv_memory`."""
 
     kv_memory: int | None  # bytes for all models together
+    kv_dtype: str | None  # None: the model's
     block_size: int  # tokens
     prefix_sharing: bool
     audit: str  # off, sample or full
@@ -216,6 +217,15 @@ SERVE_OPTIONS = (
         shown="auto",
         metavar="BYTES",
     ),
+    Option(
+        "--kv-dtype",
+        "cache",
+        "int8: keys and values in 8 bits with a scale for each, so that the same memory holds "
+        "about twice the tokens of bfloat16; answers change a little",
+        auto(choice("int8")),
+        shown="auto, as the model computes",
+        metavar="TYPE",
+    ),
     Option("--block-size", "cache", "tokens per block", count(1, 1024), 16, metavar="TOKENS"),
     Option("--prefix-sharing", "cache", "compute equal beginnings of prompts once", switch, True),
     Option(
@@ -342,6 +352,7 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
         ),
         cache=CacheOptions(
             kv_memory=values["kv_memory"],
+            kv_dtype=values["kv_dtype"],
             block_size=values["block_size"],
             prefix_sharing=values["prefix_sharing"],
             audit=values["audit"],

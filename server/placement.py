@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from cache.kv import bytes_per_entry
 from model.config import ModelConfig
 from model.kernels.substitutes import has_bf16_arithmetic
 from server.errors import CommandError
@@ -55,8 +56,8 @@ def device_name(device: torch.device) -> str:
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Of keys and values, over all layers."""
-    return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+    """Of keys and values stored in `dtype`, over all layers."""
+    return 2 * config.layers * config.kv_heads * bytes_per_entry(config.head_dim, dtype)
 
 
 def num_blocks(

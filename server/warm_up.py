@@ -6,6 +6,7 @@ What is broken shows before a client does. What is measured is for estimates alo
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -82,8 +83,7 @@ def _turn(kv: KVCache, shape: ModelConfig) -> Callable[[], None]:
 
     def act() -> None:
         for layer in range(kv.layers):
-            keys = kv.layer(layer).keys
-            keys[blocks] = rope.shift(keys[blocks], DISTANCE)
+            kv.layer(layer).change_keys(blocks, partial(rope.shift, delta=DISTANCE))
 
     return act
 

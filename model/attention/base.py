@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cache.kv import LayerKV
+from cache.kv import PagedKV
 from cache.terms import KeyFrame
 from model.attention.bias import StepBias
 from model.batch import ForwardBatch
@@ -41,7 +41,7 @@ class Attend(Protocol):
     def __call__(
         self,
         q: Tensor,
-        kv: LayerKV,
+        kv: PagedKV,
         batch: ForwardBatch,
         bias: StepBias | None,
         rotation: Rotation | None,

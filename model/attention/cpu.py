@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from cache.kv import LayerKV
+from cache.kv import Int8LayerKV, PagedKV
 from cache.terms import KeyFrame
 from model.attention.base import AttentionSpec
 from model.attention.bias import DenseBias, StepBias
@@ -46,7 +46,7 @@ class CpuAttention:
     def __call__(
         self,
         q: Tensor,
-        kv: LayerKV,
+        kv: PagedKV,
         batch: ForwardBatch,
         bias: StepBias | None,
         rotation: Rotation | None,
@@ -59,7 +59,7 @@ class CpuAttention:
         return out
 
     def arguments(
-        self, kv: LayerKV, batch: ForwardBatch, bias: StepBias | None, rotation: Rotation | None
+        self, kv: PagedKV, batch: ForwardBatch, bias: StepBias | None, rotation: Rotation | None
     ) -> tuple[AttendArguments, tuple[Tensor, ...]]:
         """All but queries and output; and tensors that they point into and nobody else holds."""
         spec = self.spec
@@ -111,9 +111,12 @@ class CpuAttention:
         return arguments, tensors
 
 
-def point_at(arguments: AttendArguments, kv: LayerKV) -> None:
+def point_at(arguments: AttendArguments, kv: PagedKV) -> None:
     """Keys and values are these."""
     arguments.keys, arguments.values = kv.keys.data_ptr(), kv.values.data_ptr()
+    if isinstance(kv, Int8LayerKV):
+        arguments.key_scales = kv.key_scales.data_ptr()
+        arguments.value_scales = kv.value_scales.data_ptr()
 
 
 def _per_head(values: Tensor, heads: int) -> Tensor:

@@ -6,7 +6,7 @@ Slow on purpose: nothing but indexing, products and a softmax, in float32 or wid
 import torch
 from torch import Tensor
 
-from cache.kv import LayerKV
+from cache.kv import PagedKV
 from model.attention.base import AttentionSpec
 from model.attention.bias import DenseBias, StepBias
 from model.batch import ForwardBatch
@@ -29,7 +29,7 @@ class ReferenceAttention:
     def __call__(
         self,
         q: Tensor,
-        kv: LayerKV,
+        kv: PagedKV,
         batch: ForwardBatch,
         bias: StepBias | None,
         rotation: Rotation | None,
@@ -60,7 +60,7 @@ class ReferenceAttention:
         return out
 
     def _gather(
-        self, kv: LayerKV, batch: ForwardBatch, r: int, context: int
+        self, kv: PagedKV, batch: ForwardBatch, r: int, context: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [context, heads, head_dim] and key positions [context] of request r."""
         block_size = kv.keys.shape[1]
@@ -68,7 +68,9 @@ class ReferenceAttention:
         blocks = batch.block_tables[r][index // block_size]
         offsets = index % block_size
         repeat = self.spec.heads // self.spec.kv_heads
-        keys = kv.keys[blocks, offsets].to(self.dtype).repeat_interleave(repeat, dim=1)
-        values = kv.values[blocks, offsets].to(self.dtype).repeat_interleave(repeat, dim=1)
+        keys, values = (
+            each.repeat_interleave(repeat, dim=1)
+            for each in kv.read(blocks, offsets, dtype=self.dtype)
+        )
         positions = batch.block_bases[r][index // block_size] + offsets
         return keys, values, positions

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache.kv import LayerKV
+from cache.kv import PagedKV
 from model.attention.base import AttentionSpec
 from model.attention.bias import DenseBias, StepBias
 from model.batch import ForwardBatch
@@ -30,12 +30,12 @@ class SdpaAttention:
     def __call__(
         self,
         q: Tensor,
-        kv: LayerKV,
+        kv: PagedKV,
         batch: ForwardBatch,
         bias: StepBias | None,
         rotation: Rotation | None,
     ) -> Tensor:
-        keys, values = self._gather(kv, batch)
+        keys, values = self._gather(kv, batch, q.dtype)
         if rotation is not None:
             q = rotation.queries(q, batch.positions)
             keys = self._turned(keys, batch, kv.keys.shape[1], rotation)
@@ -69,14 +69,16 @@ class SdpaAttention:
         column = torch.arange(len(request), device=q.device) - batch.query_starts[request]
         return out.transpose(1, 2)[request, column]
 
-    def _gather(self, kv: LayerKV, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+    def _gather(
+        self, kv: PagedKV, batch: ForwardBatch, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values, [R, kv_heads, max_context, head_dim] each."""
         longest = batch.max_context
         tables = batch.block_tables[:, : -(-longest // kv.keys.shape[1])]
         # Unwritten slots may hold anything, NaN included, and 0 · NaN is NaN.
         unused = torch.arange(longest, device=tables.device)
         unused = (unused >= batch.context_lens[:, None])[:, :, None, None]
-        keys, values = (cache[tables].flatten(1, 2)[:, :longest] for cache in kv)
+        keys, values = (each.flatten(1, 2)[:, :longest] for each in kv.read(tables, dtype=dtype))
         keys, values = keys.masked_fill(unused, 0), values.masked_fill(unused, 0)
         return keys.transpose(1, 2), values.transpose(1, 2)
 

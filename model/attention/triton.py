@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache.kv import LayerKV
+from cache.kv import Int8LayerKV, PagedKV
 from model.attention.base import AttentionSpec
 from model.attention.bias import DenseBias, StepBias
 from model.batch import ForwardBatch
@@ -52,7 +52,7 @@ class TritonAttention:
     def __call__(
         self,
         q: Tensor,
-        kv: LayerKV,
+        kv: PagedKV,
         batch: ForwardBatch,
         bias: StepBias | None,
         rotation: Rotation | None,
@@ -66,7 +66,7 @@ class TritonAttention:
         return out
 
     def _single_rows(
-        self, q: Tensor, kv: LayerKV, out: Tensor, batch: ForwardBatch, given: dict[str, Any]
+        self, q: Tensor, kv: PagedKV, out: Tensor, batch: ForwardBatch, given: dict[str, Any]
     ) -> None:
         """The requests of one row: every split of their keys by itself, then all joined."""
         spec, requests = self.spec, len(batch.context_lens)
@@ -77,7 +77,10 @@ class TritonAttention:
         sums = torch.empty_like(maxima)
         tiles = -(-spec.heads // (spec.kv_heads * LEAST))
         self.kernels.attend[tiles * spec.kv_heads, requests, splits](
-            q, *kv, parts, maxima, sums, *_where(batch), **given, SPLIT=SPLIT, QUERIES=LEAST
+            *(q, *_of_cache(kv), parts, maxima, sums, *_where(batch)),
+            **given,
+            SPLIT=SPLIT,
+            QUERIES=LEAST,
         )
         self.kernels.merge[requests, spec.heads](
             *(parts, maxima, sums, out, batch.query_starts, batch.context_lens, splits),
@@ -90,7 +93,7 @@ class TritonAttention:
         )
 
     def _chunks(
-        self, q: Tensor, kv: LayerKV, out: Tensor, batch: ForwardBatch, given: dict[str, Any]
+        self, q: Tensor, kv: PagedKV, out: Tensor, batch: ForwardBatch, given: dict[str, Any]
     ) -> None:
         """The requests of several rows: every tile of rows sweeps over all keys that it sees."""
         spec = self.spec
@@ -98,14 +101,14 @@ class TritonAttention:
         rows = 2 * LEAST if spec.dtype is torch.float32 else 4 * LEAST
         tiles = -(-batch.max_query * (spec.heads // spec.kv_heads) // rows)
         self.kernels.attend[tiles * spec.kv_heads, len(batch.context_lens)](
-            *(q, *kv, out, out, out, *_where(batch)),
+            *(q, *_of_cache(kv), out, out, out, *_where(batch)),
             **given,
             SPLIT=0,
             QUERIES=rows,
             num_warps=8 if spec.head_dim > 64 else 4,
         )
 
-    def _constant(self, kv: LayerKV, q: Tensor) -> dict[str, Any]:
+    def _constant(self, kv: PagedKV, q: Tensor) -> dict[str, Any]:
         """What the kernel is told of the spec, the cache and the queries."""
         spec = self.spec
         row, head, dim = q.stride()
@@ -121,6 +124,7 @@ class TritonAttention:
             "BLOCK_SIZE": kv.keys.shape[1],
             "WINDOW": spec.window or 0,
             "CAUSAL": spec.causal,
+            "SCALED": isinstance(kv, Int8LayerKV),
             "KEYS": max(LEAST, min(MOST_KEYS, TILE_BYTES // (width * q.element_size()))),
             "DIMS": width,
             "WIDE": q.device.type == "cpu",
@@ -137,6 +141,11 @@ def _lacking() -> str | None:
     if not Path(headers, "Python.h").exists():
         return f"Triton needs Python.h, which is not in {headers}; install python3-dev"
     return None
+
+
+def _of_cache(kv: PagedKV) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, values and their scales; without scales, addresses that the kernel does not read."""
+    return kv if isinstance(kv, Int8LayerKV) else (*kv, *kv)
 
 
 def _where(batch: ForwardBatch) -> tuple[Any, ...]:

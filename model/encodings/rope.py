@@ -177,8 +177,7 @@ class RoPE(PositionalEncoding):
         """A key that carries its position's rotation must be turned further to be moved."""
         if self.key_frame is not KeyFrame.ABSOLUTE or op not in (Op.EVICT_RENUMBER, Op.MOVE_SPAN):
             return Capability.FREE
-        wide = torch.finfo(dtype).bits >= 32
-        return Capability.REWRITE if wide else Capability.APPROXIMATE
+        return Capability.REWRITE if dtype.itemsize >= 4 else Capability.APPROXIMATE
 
     def shift(self, keys: Tensor, delta: int) -> Tensor:
         """Turned by the whole distance at once, in float32 or wider: a pure rotation.

@@ -7,7 +7,7 @@ request has one block, as long as its window; only the memory and the attention 
 import torch
 from torch import Tensor
 
-from cache.kv import KVCache, LayerKV
+from cache.kv import KVCache, LayerKV, PagedKV
 from model.attention.base import AttentionSpec
 from model.attention.bias import DenseBias, StepBias
 from model.batch import ForwardBatch
@@ -66,7 +66,7 @@ class DenseAttention:
     def __call__(
         self,
         q: Tensor,
-        kv: LayerKV,
+        kv: PagedKV,
         batch: ForwardBatch,
         bias: StepBias | None,
         rotation: Rotation | None,

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <type_traits>
 #include <vector>
 
 #include "linear.hpp"
@@ -16,6 +17,7 @@ namespace {
 
 extern "C" struct AttendArguments {
   const void *q, *keys, *values;
+  const float *key_scales, *value_scales;  // [blocks, block_size, kv_heads] of int8, or null
   void *out;
   const int64_t *positions;                                     // [T]
   const int64_t *query_starts, *context_lens, *tables, *bases;  // [R + 1] [R] [R, width] twice
@@ -61,17 +63,21 @@ constexpr int64_t kFew = 4;  // so few queries take their products without turni
 
 // Some rows of one request and the query heads that share one key/value head: "queries", in
 // tiles of kRows. Keys come kKeys at a time; a running maximum and total per query make the
-// softmax exact without a second pass (arXiv 2205.14135, algorithm 1).
-template <class T>
+// softmax exact without a second pass (arXiv 2205.14135, algorithm 1). T: of queries and outputs;
+// S: of stored keys and values. In 8 bits these are times a scale each, which the score of the key
+// takes and the weight of the value.
+template <class T, class S>
 class AttendTask {
   typedef typename RealOf<T>::type Real;
   static constexpr int kLanes = ::kLanes<Real>, kPanel = ::kPanel<Real>;
+  static constexpr bool kScaled = std::is_same_v<S, int8_t>;
   static_assert(kKeys % kPanel == 0);
 
   struct Chunk {
     int64_t count, places[kKeys], positions[kKeys], bases[kKeys];
     int64_t latest;         // of the positions
     int32_t behind[kKeys];  // that one
+    int64_t entries[kScaled ? kKeys : 1];  // whose scales they are
   };
 
  public:
@@ -104,7 +110,7 @@ class AttendTask {
     // Chunks start at multiples of kKeys whatever the rows: a row's sums have one order.
     const int64_t start = begin / kKeys * kKeys;
     find_chunk(start, std::min(kKeys, end - start), chunk_);
-    for (int64_t n = 0; n < chunk_.count; ++n) prefetch(chunk_.places[n]);
+    for (int64_t n = 0; n < chunk_.count; ++n) prefetch(chunk_, n);
     for (int64_t first = start; first < end; first += kKeys) {
       find_chunk(first + kKeys, std::clamp<int64_t>(end - first - kKeys, 0, kKeys), next_);
       widen_chunk(chunk_, next_);
@@ -168,7 +174,7 @@ class AttendTask {
 
   // turned_ [key of the chunk, head_dim].
   void turn_key(const Chunk &chunk, int64_t n) {
-    turn_head(static_cast<const T *>(a_.keys) + chunk.places[n], turned_ + n * a_.head_dim,
+    turn_head(stored(chunk, n), turned_ + n * a_.head_dim,
               a_.frame == kPosition ? chunk.positions[n] : chunk.bases[n]);
   }
 
@@ -195,6 +201,8 @@ class AttendTask {
     chunk.latest = INT64_MIN;
     for (int64_t n = 0; n < count; ++n) {
       chunk.places[n] = (table[block] * a_.block_size + offset) * stride + kv_head_ * a_.head_dim;
+      if constexpr (kScaled)
+        chunk.entries[n] = (table[block] * a_.block_size + offset) * a_.kv_heads + kv_head_;
       chunk.positions[n] = bases[block] + offset;
       chunk.bases[n] = bases[block];
       chunk.latest = std::max(chunk.latest, chunk.positions[n]);
@@ -209,7 +217,7 @@ class AttendTask {
     if (by_block_) turn_queries(chunk);
     for (int64_t n = 0; n < chunk.count; n += kLanes) {
       for (int64_t i = n; i < std::min<int64_t>(next.count, n + kLanes); ++i)
-        prefetch(next.places[i]);
+        prefetch(next, i);
       const int64_t count = std::min<int64_t>(kLanes, chunk.count - n);
       if (turn_keys_)
         for (int64_t i = 0; i < count; ++i) turn_key(chunk, n + i);
@@ -221,16 +229,26 @@ class AttendTask {
         widen_keys([&](int64_t i) { return stored(chunk, n + i); }, count, to);
     }
     for (int64_t n = 0; n < chunk.count; ++n) widen_value(chunk.places[n], values_ + n * kPanel);
+    if constexpr (kScaled)
+      for (int64_t n = 0; n < chunk.count; ++n) {
+        key_scales_[n] = a_.key_scales[chunk.entries[n]];
+        value_scales_[n] = a_.value_scales[chunk.entries[n]];
+      }
   }
 
-  const T *stored(const Chunk &chunk, int64_t n) const {
-    return static_cast<const T *>(a_.keys) + chunk.places[n];
+  const S *stored(const Chunk &chunk, int64_t n) const {
+    return static_cast<const S *>(a_.keys) + chunk.places[n];
   }
 
-  void prefetch(int64_t place) const {
-    for (int64_t d = 0; d < a_.head_dim; d += 64 / int64_t(sizeof(T))) {
-      __builtin_prefetch(static_cast<const T *>(a_.keys) + place + d);
-      __builtin_prefetch(static_cast<const T *>(a_.values) + place + d);
+  void prefetch(const Chunk &chunk, int64_t n) const {
+    const S *key = stored(chunk, n), *value = static_cast<const S *>(a_.values) + chunk.places[n];
+    for (int64_t d = 0; d < a_.head_dim; d += 64 / int64_t(sizeof(S))) {
+      __builtin_prefetch(key + d);
+      __builtin_prefetch(value + d);
+    }
+    if constexpr (kScaled) {
+      __builtin_prefetch(a_.key_scales + chunk.entries[n]);
+      __builtin_prefetch(a_.value_scales + chunk.entries[n]);
     }
   }
 
@@ -241,9 +259,9 @@ class AttendTask {
     for (; d + kLanes <= a_.head_dim; d += kLanes) {
       Vec<Real> rows[kLanes] = {};
       if (count == kLanes)
-        for (int n = 0; n < kLanes; ++n) rows[n] = load_wide(key(n) + d);
+        for (int n = 0; n < kLanes; ++n) rows[n] = load_as<Real>(key(n) + d);
       else
-        for (int n = 0; n < count; ++n) rows[n] = load_wide(key(n) + d);
+        for (int n = 0; n < count; ++n) rows[n] = load_as<Real>(key(n) + d);
       transpose<Real>(rows);
       for (int i = 0; i < kLanes; ++i) store(rows[i], to + (d + i) * kPanel);
     }
@@ -253,12 +271,12 @@ class AttendTask {
   }
 
   void widen_value(int64_t place, Real *to) const {
-    const T *value = static_cast<const T *>(a_.values) + place;
+    const S *value = static_cast<const S *>(a_.values) + place;
     for (int64_t d = 0; d < a_.head_dim; d += kPanel, to += kKeys * kPanel) {
       const int64_t columns = std::min<int64_t>(kPanel, a_.head_dim - d);
       if (columns == kPanel) {
-        store(load_wide(value + d), to);
-        store(load_wide(value + d + kLanes), to + kLanes);
+        store(load_as<Real>(value + d), to);
+        store(load_as<Real>(value + d + kLanes), to + kLanes);
       } else {
         for (int64_t j = 0; j < columns; ++j) to[j] = widen(value[d + j]);
       }
@@ -273,8 +291,10 @@ class AttendTask {
     else
       for (int64_t n = 0; n < keys; n += kPanel) multiply_panel(at, queries, n, scores + n);
     for (int64_t r = 0; r < queries; ++r) {
+      if constexpr (kScaled) scale(keys, key_scales_, scores + r * kKeys);
       add_bias(at + r, chunk, keys, scores + r * kKeys);
       weigh(at, queries, r, chunk, keys, scores + r * kKeys);
+      if constexpr (kScaled) scale(keys, value_scales_, scores + r * kKeys);
     }
     for (int64_t p = 0; p < panels_; ++p)
       multiply<kRows, 1, kKeys>(queries, scores, keys, values_ + p * kKeys * kPanel,
@@ -316,12 +336,17 @@ class AttendTask {
       const Real *q = facing(i);
       Vec<Real> product[QUERIES] = {};
       for (int64_t d = 0; d < a_.head_dim; d += kLanes) {
-        const Vec<Real> part = load_wide(key + d);
+        const Vec<Real> part = load_as<Real>(key + d);
         for (int r = 0; r < QUERIES; ++r) product[r] += load(q + r * a_.head_dim + d) * part;
       }
       for (int r = 0; r < QUERIES; ++r) products[r][i] = product[r];
     }
     for (int r = 0; r < QUERIES; ++r) store(sum_rows<Real>(products[r]), scores + r * kKeys);
+  }
+
+  static void scale(int64_t keys, const Real *scales, Real *scores) {
+#pragma omp simd
+    for (int64_t n = 0; n < keys; ++n) scores[n] *= scales[n];
   }
 
   // sums_ [tile, panel of coordinates, queries of the tile, kPanel].
@@ -406,11 +431,12 @@ class AttendTask {
   Real *q_, *sums_, *keys_, *values_, *row_, *turned_;
   const Real *facing_[kKeys];
   Real largest_[kQueries], total_[kQueries];
+  Real key_scales_[kKeys], value_scales_[kKeys];  // of the chunk, where they have some
   Chunk chunk_, next_;
 };
 
-template <class T>
-void attend(const AttendArguments &a) {
+template <class T, class S>
+void attend_stored(const AttendArguments &a) {
   struct Piece {
     int64_t request, first_query, count;
   };
@@ -424,13 +450,21 @@ void attend(const AttendArguments &a) {
   const int64_t tasks = int64_t(pieces.size()) * a.kv_heads;
 #pragma omp parallel
   {
-    AttendTask<T> task(a);
+    AttendTask<T, S> task(a);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < tasks; ++i) {
       const Piece &piece = pieces[i / a.kv_heads];
       task.run(piece.request, i % a.kv_heads, piece.first_query, piece.count);
     }
   }
+}
+
+template <class T>
+void attend(const AttendArguments &a) {
+  if (a.key_scales)
+    attend_stored<T, int8_t>(a);
+  else
+    attend_stored<T, T>(a);
 }
 
 }  // namespace

@@ -50,7 +50,8 @@ class AttendArguments(ctypes.Structure):
     """Mirrors the struct of the same name in attention.hpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("q", "keys", "values", "out", "positions")),
+        *((name, c_void_p) for name in ("q", "keys", "values", "key_scales", "value_scales")),
+        *((name, c_void_p) for name in ("out", "positions")),
         *((name, c_void_p) for name in ("query_starts", "context_lens", "tables", "bases")),
         *((name, c_void_p) for name in ("slopes", "bias_table", "dense_bias")),
         *((name, c_int64) for name in ("bias_span", "bias_zero", "bias_by_key", "requests")),

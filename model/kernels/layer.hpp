@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "attention.hpp"
 
@@ -137,19 +138,53 @@ void turn_heads(const LayerArguments &a, const StepArguments &step, T *qkv) {
     each_head(a, step.rows, qkv, heads, kv_heads, by(step.offsets));
 }
 
+// cache/rounding.py defines it, and both store the same bits: one key or value in 8 bits.
+template <class T>
+inline void round_entry(const T *x, int8_t *numbers, float *scale, int64_t dim) {
+  int32_t most = 0;  // of the magnitudes' bits: they are ordered alike, and NaN comes last
+#pragma omp simd reduction(max : most)
+  for (int64_t d = 0; d < dim; ++d) {
+    const float value = widen(x[d]);
+    int32_t bits;
+    std::memcpy(&bits, &value, 4);
+    bits &= 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  float largest;
+  std::memcpy(&largest, &most, 4);
+  if (largest < 1e-30f) largest = 1e-30f;
+  const float steps = 127.0f / largest;
+#pragma omp simd
+  for (int64_t d = 0; d < dim; ++d)
+    numbers[d] = int8_t(int32_t(std::nearbyint(widen(x[d]) * steps)));
+  *scale = largest * (1.0f / 127.0f);
+}
+
+// Keys, or values, of one token into the cache. scales: of all tokens, or null.
+template <class T>
+inline void store_token(const T *from, const void *cache, const float *scales, int64_t slot,
+                        int64_t heads, int64_t dim) {
+  void *stored = const_cast<void *>(cache);
+  if (!scales) {
+    std::copy(from, from + heads * dim, static_cast<T *>(stored) + slot * heads * dim);
+    return;
+  }
+  for (int64_t h = 0; h < heads; ++h)
+    round_entry(from + h * dim, static_cast<int8_t *>(stored) + (slot * heads + h) * dim,
+                const_cast<float *>(scales) + slot * heads + h, dim);
+}
+
 // Keys and values into the cache, queries side by side.
 template <class T>
 void store_heads(const LayerArguments &a, const StepArguments &step, const T *qkv, T *q) {
-  const int64_t queries = a.attend.heads * a.attend.head_dim;
-  const int64_t stored = a.attend.kv_heads * a.attend.head_dim;
-  T *keys = static_cast<T *>(const_cast<void *>(a.attend.keys));
-  T *values = static_cast<T *>(const_cast<void *>(a.attend.values));
+  const AttendArguments &to = a.attend;
+  const int64_t heads = to.kv_heads, dim = to.head_dim, queries = to.heads * dim;
 #pragma omp parallel for schedule(static) if (step.rows > 1)
   for (int64_t r = 0; r < step.rows; ++r) {
-    const T *from = qkv + r * a.qkv.outputs, *key = from + queries, *value = key + stored;
+    const T *from = qkv + r * a.qkv.outputs, *key = from + queries;
     std::copy(from, key, q + r * queries);
-    std::copy(key, value, keys + step.slots[r] * stored);
-    std::copy(value, value + stored, values + step.slots[r] * stored);
+    store_token(key, to.keys, to.key_scales, step.slots[r], heads, dim);
+    store_token(key + heads * dim, to.values, to.value_scales, step.slots[r], heads, dim);
   }
 }
 

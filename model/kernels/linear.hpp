@@ -22,18 +22,6 @@ inline void load_columns(const bf16 *panel, Vec<float> &left, Vec<float> &right)
   left = (Vec<float>)(words << 16);
   right = (Vec<float>)(words & 0xffff0000u);
 }
-// Written out, because compilers turn the generic conversion into one instruction per number.
-inline Vec<float> widen_bytes(const int8_t *x) {
-#if defined(__AVX512F__)
-  return (Vec<float>)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)));
-#elif defined(__AVX2__)
-  return (Vec<float>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x)));
-#else
-  Vec<float> y;
-  for (int i = 0; i < kLanes<float>; ++i) y[i] = x[i];
-  return y;
-#endif
-}
 inline void load_columns(const int8_t *panel, Vec<float> &left, Vec<float> &right) {
   left = widen_bytes(panel);
   right = widen_bytes(panel + kLanes<float>);

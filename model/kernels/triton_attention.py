@@ -24,6 +24,8 @@ def attend(
     q,  # [T, HEADS, HEAD_DIM], of any strides
     keys,  # [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM], contiguous; values alike
     values,
+    key_scales,  # [blocks, BLOCK_SIZE, KV_HEADS] if SCALED; of values alike
+    value_scales,
     out,  # [T, HEADS, HEAD_DIM]; with splits [R, HEADS, splits, HEAD_DIM] float32, not divided
     maxima,  # with splits [R, HEADS, splits] float32; sums alike
     sums,
@@ -51,6 +53,7 @@ def attend(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     CAUSAL: tl.constexpr,
+    SCALED: tl.constexpr,  # keys and values are in 8 bits, each to be multiplied by its scale
     BIAS: tl.constexpr,  # none, linear, table, key or dense
     FRAME: tl.constexpr,  # none, raw or block: where stored keys still lack turning
     PAIRS: tl.constexpr,  # of coordinates that turn here
@@ -124,7 +127,8 @@ def attend(
         column, offset = key // BLOCK_SIZE, key % BLOCK_SIZE
         block = tl.load(block_tables + request * table_width + column, mask=used, other=0)
         base = tl.load(block_bases + request * table_width + column, mask=used, other=0)
-        entry = ((block * BLOCK_SIZE + offset) * KV_HEADS + kv_head) * HEAD_DIM
+        number = (block * BLOCK_SIZE + offset) * KV_HEADS + kv_head
+        entry = number * HEAD_DIM
         key_at = base.to(tl.int32) + offset
 
         stored = keys + entry[None, :]
@@ -152,6 +156,8 @@ def attend(
                 )
                 scores += tl.dot(rest, columns.to(FACTOR), input_precision="ieee")
         scores *= scale
+        if SCALED:
+            scores *= tl.load(key_scales + number, mask=used, other=0.0)[None, :]
 
         seen = live[:, None] & used[None, :]
         gap = index[:, None] - key[None, :]
@@ -183,6 +189,10 @@ def attend(
             other=0.0,
         )
         found *= kept[:, None]
+        if SCALED:
+            # Not the weights instead: their product may be too small for float16.
+            scales = tl.load(value_scales + number, mask=used, other=0.0)
+            rows_of_values = rows_of_values.to(tl.float32) * scales[:, None]
         found += tl.dot(weights.to(FACTOR), rows_of_values.to(FACTOR), input_precision="ieee")
         total = total * kept + tl.sum(weights, axis=1)
         maximum = higher

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #if defined(__AVX2__)
@@ -50,6 +51,7 @@ struct RealOf<bf16> {
 
 inline double widen(double x) { return x; }
 inline float widen(float x) { return x; }
+inline float widen(int8_t x) { return x; }
 inline float widen(bf16 x) {
   uint32_t bits = uint32_t(x.bits) << 16;
   float y;
@@ -83,6 +85,31 @@ inline Vec<float> load_wide(const bf16 *x) {
   typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2), aligned(2)));
   const Halves halves = *reinterpret_cast<const Halves *>(x);
   return (Vec<float>)(__builtin_convertvector(halves, VecBits) << 16);
+}
+// Written out, because compilers turn the generic conversion into one instruction per number.
+inline Vec<float> widen_bytes(const int8_t *x) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)));
+#elif defined(__AVX2__)
+  return (Vec<float>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x)));
+#else
+  Vec<float> y;
+  for (int i = 0; i < kLanes<float>; ++i) y[i] = x[i];
+  return y;
+#endif
+}
+// The same where one type is stored in 8 bits, whatever it is computed with.
+template <class Real, class T>
+inline Vec<Real> load_as(const T *x) {
+  if constexpr (!std::is_same_v<T, int8_t>) {
+    return load_wide(x);
+  } else if constexpr (std::is_same_v<Real, float>) {
+    return widen_bytes(x);
+  } else {
+    Vec<Real> y;
+    for (int i = 0; i < kLanes<Real>; ++i) y[i] = x[i];
+    return y;
+  }
 }
 
 // Lane i of row j becomes lane j of row i, by swapping ever smaller blocks off the diagonal.

@@ -259,3 +259,25 @@ def test_a_managers_events_seal_what_is_full_and_nothing_else():
     # Two given up and found again; the third was never full.
     assert ledger.drain() == LedgerCounts(sealed=2, verified=2)
     assert ledger.sealed == {1, 2}
+
+
+def test_any_flipped_bit_in_8_bits_is_found_in_numbers_and_in_scales():
+    kv = cache(torch.int8)
+    ledger = Ledger(kv, Audit.SAMPLE)
+    for part, tensors in zip(Part, kv.layer(2).parts, strict=True):
+        for tensor in tensors:
+            stored = tensor[4].view(-1).view(torch.uint8)
+            for bit in range(8 * len(stored)):
+                ledger.seal([4])
+                stored[bit // 8] ^= 1 << bit % 8
+                assert found(ledger, [4]) == [Fault(4, ((2, part),))], bit
+
+
+def test_entries_whose_numbers_and_scales_changed_are_counted_once():
+    kv = cache(torch.int8)
+    ledger = Ledger(kv, Audit.SAMPLE)
+    ledger.seal([4])
+    for tensor in kv.layer(0).parts[1]:
+        tensor[4] += 1
+    ledger.verify([4])
+    assert ledger.drain().mutated == ENTRIES

@@ -48,19 +48,19 @@ class Witness:
 class World:
     """Two layers; every entry is its own random number, the same in no two."""
 
-    def __init__(self, *moved, blocks=BLOCKS):
+    def __init__(self, *moved, blocks=BLOCKS, dtype=torch.float64):
         self.kv = KVCache(
             layers=2,
             blocks=blocks,
             block_size=BLOCK,
             kv_heads=HEADS,
             head_dim=5,
-            dtype=torch.float64,
+            dtype=dtype,
             device=torch.device("cpu"),
         )
         generator = torch.Generator().manual_seed(3)
-        self.kv._keys.copy_(torch.randn(self.kv._keys.shape, generator=generator))
-        self.kv._values.copy_(torch.randn(self.kv._values.shape, generator=generator))
+        for part in self.kv.whole:
+            part.copy_(torch.randn(part.shape, generator=generator))
         self.manager = CacheManager(blocks, BLOCK)
         self.witness = Witness()
         self.operations = Operations(self.manager, self.kv, [Rules(m) for m in moved], self.witness)
@@ -263,3 +263,35 @@ def test_the_hardest_layer_decides():
     assert world.operations.capability(Op.MOVE_SPAN) is Capability.APPROXIMATE
     assert world.operations.capability(Op.APPEND) is FREE
     assert world.operations.why_not(Op.MOVE_SPAN) is None
+
+
+def in_8_bits(world, blocks):
+    """Bytes of numbers and scales of some blocks, all layers."""
+    where = torch.tensor(blocks)
+    return [part[:, where].clone().view(torch.uint8) for part in world.kv.whole]
+
+
+def test_in_8_bits_copies_take_the_scales_with_the_numbers():
+    world = World(FREE, FREE, dtype=torch.int8)
+    world.store("a", 10)
+    report = world.apply(Fork("a", "b", 9))
+    assert (report.copied, report.bytes_moved) == (ENTRIES, 2 * ENTRIES * (5 + 4))
+    copies = [world.manager.table(seq).blocks[-1] for seq in "ab"]
+    for part in in_8_bits(world, copies):
+        assert torch.equal(part[:, 0], part[:, 1])
+
+
+def test_in_8_bits_moved_keys_are_rounded_again():
+    """Of one layer; of those that stay, nothing changes."""
+    world = World(FREE, Capability.APPROXIMATE, dtype=torch.int8)
+    world.store("a", 14)
+    (survivor, _) = world.manager.table("a").blocks[2:4]
+    keys, values = world.kv.layer(1).read(torch.tensor([survivor]), dtype=torch.float64)
+    before = in_8_bits(world, range(BLOCKS))
+    world.apply(Evict("a", 1, 1, renumber=True))
+    moved, same = world.kv.layer(1).read(torch.tensor([survivor]), dtype=torch.float64)
+    assert torch.equal(same, values)
+    error = (moved - (keys - 4)).abs()
+    assert 0 < error.max() <= (keys - 4).abs().max() / 127 / 2 * 1.001
+    for old, new in zip(before, in_8_bits(world, range(BLOCKS)), strict=True):
+        assert torch.equal(old[0], new[0])  # the layer whose moves are free

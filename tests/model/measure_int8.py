@@ -7,7 +7,9 @@ median and quartiles of rounds in which each precision runs once.
 """
 
 import time
-from statistics import median, quantiles
+from collections.abc import Sequence
+from functools import partial
+from statistics import mean, median, quantiles
 
 import sentencepiece
 import torch
@@ -26,16 +28,16 @@ from server.pull import home
 from tests.model.running import CPU, Running, make_batch, new_cache, run_uncached
 from tests.smollm2 import smollm2_path
 
-WINDOWS, LENGTH = 24, 512  # of text
+COUNT, LENGTH = 24, 512  # windows of text, and tokens of each
 BATCHES, KEYS, ROUNDS, BLOCK = (1, 8, 32), 128, 40, 16
 PRECISIONS = ("float32", "bfloat16", "bfloat16 int8")
 
 
-def decoders(kernels: Kernels) -> dict[str, Decoder]:
+def decoders(kernels: Kernels, precisions: Sequence[str] = PRECISIONS) -> dict[str, Decoder]:
     checkpoint = open_checkpoint(smollm2_path())
     config = checkpoint.config
     made = {}
-    for precision in PRECISIONS:
+    for precision in precisions:
         dtype = torch.float32 if precision == "float32" else torch.bfloat16
         encoding = create(config.encoding, config, 1024, CPU)
         decoder = Decoder(config, encoding, CpuBackend(kernels), dtype=dtype, device=CPU)
@@ -47,22 +49,26 @@ def decoders(kernels: Kernels) -> dict[str, Decoder]:
     return made
 
 
-def windows() -> list[list[int]]:
+def windows(count: int = COUNT) -> list[list[int]]:
     """Evenly from the held-out documents, in SmolLM2's tokens."""
     split = corpus.load(home() / "family" / "corpus.npz").held_out
     spoken = sentencepiece.SentencePieceProcessor(str(SHIPPED_TOKENIZER))
     tokenizer = open_checkpoint(smollm2_path()).tokenizer
-    step = len(split.tokens) // WINDOWS
-    texts = [spoken.decode(split.tokens[i * step :][: 2 * LENGTH].tolist()) for i in range(WINDOWS)]
+    step = len(split.tokens) // count
+    texts = [spoken.decode(split.tokens[i * step :][: 2 * LENGTH].tolist()) for i in range(count)]
     return [tokenizer.encode(text, bos=False)[: LENGTH + 1] for text in texts]
 
 
-def loss(decoder: Decoder, texts: list[list[int]]) -> float:
-    losses = [
-        F.cross_entropy(run_uncached(decoder, text[:-1]).float(), torch.tensor(text[1:]))
-        for text in texts
-    ]
-    return float(torch.stack(losses).mean())
+def losses(
+    decoder: Decoder, texts: list[list[int]], stored: torch.dtype | None = None
+) -> list[float]:
+    """Nats per token of each text; stored: of keys and values, if not the decoder's dtype."""
+    make_cache = partial(new_cache, stored=stored)
+    found = []
+    for text in texts:
+        logits = run_uncached(decoder, text[:-1], make_cache=make_cache)
+        found.append(float(F.cross_entropy(logits.float(), torch.tensor(text[1:]))))
+    return found
 
 
 def step_times(made: dict[str, Decoder], batch_size: int) -> dict[str, list[float]]:
@@ -91,7 +97,7 @@ def main() -> None:
     texts = windows()
     print(f"|precision|nats per token, {len(texts)} windows of {LENGTH}|\n|---|---:|")
     for precision, decoder in made.items():
-        print(f"|{precision}|{loss(decoder, texts):.4f}|", flush=True)
+        print(f"|{precision}|{mean(losses(decoder, texts)):.4f}|", flush=True)
     print("\n|batch|" + "|".join(f"{precision}, ms" for precision in made) + "|int8 is faster by|")
     print("|---:|" + "---:|" * (len(made) + 1))
     for batch_size in BATCHES:

@@ -17,6 +17,7 @@ from cache.kv import KVCache
 from cache.ledger import Ledger
 from cache.manager import CacheManager
 from cache.operations import Operations
+from cache.rounding import restored, rounded
 from cache.terms import Audit, Evict
 from model.attention.cpu import CpuBackend
 from model.batch import ForwardBatch
@@ -43,16 +44,23 @@ def drift() -> None:
     keys = torch.randn(256, 4, 128, generator=torch.Generator().manual_seed(0)).double()
     rope = RoPE(base=10000.0, width=128, layout="half", context=4097, device=CPU)
     print("|dtype|" + "|".join(f"{count} of {BLOCK}" for count in COUNTS) + "|one of 1,600|")
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int8):
         cells = []
         for count, delta in [*((count, BLOCK) for count in COUNTS), (1, BLOCK * COUNTS[-1])]:
-            stored = rope.shift(keys, 4096).to(dtype)
+            stored = kept(rope.shift(keys, 4096), dtype)
             for _ in range(count):
-                stored = rope.shift(stored, -delta)
+                stored = kept(rope.shift(stored, -delta), dtype)
             right = rope.shift(keys, 4096 - count * delta)
             error = (stored.double() - right).norm() / right.norm()
             cells.append(f"{float(error):.1e}")
         print(f"|{str(dtype).removeprefix('torch.')}|{'|'.join(cells)}|")
+
+
+def kept(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As a cache of that dtype gives them back."""
+    if dtype is torch.int8:
+        return restored(*rounded(keys), torch.float32)
+    return keys.to(dtype)
 
 
 class Stream:

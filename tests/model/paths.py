@@ -1,14 +1,14 @@
 """The ways a token's logits come about: at once, in chunks, one by one, beside others, from blocks
 that another request filled, and again after its own were taken away.
 
-Each path yields what it computed, to be compared with one uncached pass.
+Each path yields what it computed, to be compared with one uncached pass. `stored`: as new_cache's.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from tests.model.running import Running, make_batch, new_cache
+from tests.model.running import Running, full_of_nan, make_batch, new_cache
 from tests.server.recording import BLOCK, Recording, request
 
 LENGTHS = (29, 9, 1, 18)
@@ -39,12 +39,11 @@ def four_ragged(rng, bases=(0, 0, 0, 0)):
     ]
 
 
-def advanced(decoder, rng, choose):
+def advanced(decoder, rng, choose, stored):
     """Four requests that advance as `choose` says: unfinished ones → [(request, tokens)]."""
     sequences = four_ragged(rng, BASES)
-    kv = new_cache(decoder, 1 + sum(len(s.blocks) for s in sequences), BLOCK)
-    kv._keys.fill_(torch.nan)
-    kv._values.fill_(torch.nan)
+    blocks = 1 + sum(len(s.blocks) for s in sequences)
+    kv = full_of_nan(new_cache(decoder, blocks, BLOCK, stored))
     parts = {id(s): [] for s in sequences}
     while pending := [s for s in sequences if s.computed < len(s.tokens)]:
         work = [(s, min(count, len(s.tokens) - s.computed)) for s, count in choose(pending)]
@@ -55,38 +54,38 @@ def advanced(decoder, rng, choose):
     return [Computed(s.tokens, s.base, 0, parts[id(s)]) for s in sequences]
 
 
-def prefill(decoder, rng):
+def prefill(decoder, rng, stored=None):
     """All of each request in one step."""
-    return advanced(decoder, rng, lambda pending: [(s, len(s.tokens)) for s in pending])
+    return advanced(decoder, rng, lambda pending: [(s, len(s.tokens)) for s in pending], stored)
 
 
-def chunked(decoder, rng):
+def chunked(decoder, rng, stored=None):
     """Chunks that begin and end within blocks."""
-    return advanced(decoder, rng, lambda pending: [(s, 7) for s in pending])
+    return advanced(decoder, rng, lambda pending: [(s, 7) for s in pending], stored)
 
 
-def decode(decoder, rng):
+def decode(decoder, rng, stored=None):
     """After half of its tokens, one of every request in a step."""
 
     def choose(pending):
         return [(s, 1 if s.computed else (len(s.tokens) + 1) // 2) for s in pending]
 
-    return advanced(decoder, rng, choose)
+    return advanced(decoder, rng, choose, stored)
 
 
-def ragged(decoder, rng):
+def ragged(decoder, rng, stored=None):
     """Random requests by random chunks, so that short and long ones share a step."""
 
     def choose(pending):
         chosen = rng.sample(pending, rng.randint(1, len(pending)))
         return [(s, rng.choice([1, rng.randint(1, len(s.tokens))])) for s in chosen]
 
-    return advanced(decoder, rng, choose)
+    return advanced(decoder, rng, choose, stored)
 
 
-def prefix_hit(decoder, rng):
+def prefix_hit(decoder, rng, stored=None):
     """Prompts that begin as an earlier one, on and off a block's border."""
-    recording = Recording(decoder, blocks=40)
+    recording = Recording(decoder, blocks=40, stored=stored)
     stem = tokens(rng, 23)
     requests = [
         request("first", stem, max_tokens=6),
@@ -100,9 +99,9 @@ def prefix_hit(decoder, rng):
     return computed
 
 
-def preempted(decoder, rng):
+def preempted(decoder, rng, stored=None):
     """Blocks for one of two requests, so that the second loses its own and starts again."""
-    recording = Recording(decoder, blocks=8)
+    recording = Recording(decoder, blocks=8, stored=stored)
     requests = [request(name, tokens(rng, 9), max_tokens=12) for name in "ab"]
     recording.finish(*requests)
     assert recording.preempted > 0

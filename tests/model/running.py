@@ -1,6 +1,6 @@
 """Runs a Decoder over hand-made batches, without scheduler or manager."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,10 @@ from model.transformer import Decoder
 CPU = torch.device("cpu")
 
 
-def new_cache(decoder: Decoder, blocks: int, block_size: int = 16) -> KVCache:
+def new_cache(
+    decoder: Decoder, blocks: int, block_size: int = 16, stored: torch.dtype | None = None
+) -> KVCache:
+    """stored: what it keeps, if not numbers of the decoder's own dtype."""
     config = decoder.config
     return KVCache(
         layers=config.layers,
@@ -20,9 +23,17 @@ def new_cache(decoder: Decoder, blocks: int, block_size: int = 16) -> KVCache:
         block_size=block_size,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        dtype=decoder.embed.weight.dtype,
+        dtype=stored or decoder.embed.weight.dtype,
         device=CPU,
     )
+
+
+def full_of_nan(kv: KVCache) -> KVCache:
+    """As memory may be that nobody has written: whatever is read of it shows."""
+    for tensor in kv.whole:
+        if tensor.is_floating_point():  # in 8 bits the scales
+            tensor.fill_(torch.nan)
+    return kv
 
 
 @dataclass
@@ -72,10 +83,15 @@ def make_batch(
 
 
 def run_uncached(
-    decoder: Decoder, tokens: Sequence[int], *, base: int = 0, block_size: int = 16
+    decoder: Decoder,
+    tokens: Sequence[int],
+    *,
+    base: int = 0,
+    block_size: int = 16,
+    make_cache: Callable[[Decoder, int, int], KVCache] = new_cache,
 ) -> torch.Tensor:
     """One pass over all tokens: logits [T, vocab]."""
     needed = -(-len(tokens) // block_size)
     sequence = Running(list(tokens), list(range(1, needed + 1)), base=base)
-    kv = new_cache(decoder, needed + 1, block_size)
+    kv = make_cache(decoder, needed + 1, block_size)
     return decoder(make_batch([(sequence, len(tokens))], block_size), kv)

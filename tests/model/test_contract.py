@@ -16,6 +16,7 @@ from model.attention.sdpa import SdpaAttention
 from model.kernels.substitutes import substitute
 from tests.model import oracle
 from tests.model.attention.triton_here import TritonHere
+from tests.model.in_8_bits import cache_by_hand
 from tests.model.paths import BLOCK, PATHS, four_ragged
 from tests.model.running import make_batch, new_cache, run_uncached
 from tests.model.tiny import ABSOLUTE, ENCODINGS, freeze, tiny
@@ -23,6 +24,7 @@ from tests.products import combined, thirds
 
 WINDOWS = (None, 5, None)  # the second layer's is longer than a block, and no multiple of it
 EXACT = 1e-10
+IN_8_BITS = 1e-6  # where the rounded numbers are the same; one that is not changes 1e-3
 # The formulas in float64 against sines and cosines of float32 angles at positions up to 230.
 FLOAT32_ANGLES = 1e-4
 # On average over logits whose deviation is 1.8: rounding to 24 and to 8 bits, in three layers.
@@ -68,9 +70,9 @@ def check_oracle(decoder, *, base=0, length=140, tolerance=EXACT, tables=torch.f
     assert (found - expected).abs().max() <= tolerance
 
 
-def check_path(decoder, uncached, path, tolerance=EXACT):
+def check_path(decoder, uncached, path, tolerance=EXACT, stored=None):
     """Every row of logits that a path computes equals that of one `uncached` pass."""
-    for tokens, base, shared, parts in PATHS[path](decoder, random.Random(path)):
+    for tokens, base, shared, parts in PATHS[path](decoder, random.Random(path), stored):
         expected = uncached(tuple(tokens), base=base)
         computed = set()
         for first, rows in parts:
@@ -100,6 +102,13 @@ def exactly(encoding, weights=torch.float64):
     return cache(partial(run_uncached, decoder))
 
 
+@cache
+def exactly_in_8_bits(encoding):
+    """The same with keys and values rounded by hand; in the paths' blocks, as frames go by them."""
+    decoder = tiny(encoding, windows=WINDOWS)
+    return cache(partial(run_uncached, decoder, block_size=BLOCK, make_cache=cache_by_hand))
+
+
 # ---------------------------------------------------------------------- on what is right
 
 
@@ -108,6 +117,25 @@ def exactly(encoding, weights=torch.float64):
 def test_every_path_equals_one_uncached_pass(encoding, path, backend, backends):
     decoder = tiny(encoding, backends[backend], windows=WINDOWS)
     check_path(decoder, exactly(encoding), path)
+
+
+# Each encoding on each backend, by turns on one of the paths.
+@pytest.mark.parametrize(
+    ("encoding", "path", "backend"),
+    combined(
+        ENCODINGS,
+        PATHS,
+        BACKENDS,
+        always=lambda encoding, path, backend: (
+            (list(ENCODINGS).index(encoding) + 2 * BACKENDS.index(backend)) % len(PATHS)
+            == list(PATHS).index(path)
+        ),
+    ),
+)
+def test_every_path_in_8_bits_equals_one_uncached_pass(encoding, path, backend, backends):
+    """What is attended to is what was stored, of the same chunk too: hits and preemptions agree."""
+    decoder = tiny(encoding, backends[backend], windows=WINDOWS)
+    check_path(decoder, exactly_in_8_bits(encoding), path, IN_8_BITS, torch.int8)
 
 
 @pytest.mark.parametrize(

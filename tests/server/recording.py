@@ -16,7 +16,7 @@ from server.position_meter import PositionMeter
 from server.request import Request
 from server.runner import Runner
 from server.scheduler import Limits, Scheduler
-from tests.model.running import new_cache
+from tests.model.running import full_of_nan, new_cache
 from tests.model.tiny import CONTEXT
 from tests.server.fake_engine import auditor_of
 
@@ -37,11 +37,9 @@ def request(name, prompt, *, max_tokens, seed=None, **more):
     )
 
 
-def engine(forward, decoder, blocks, limits=LIMITS):
+def engine(forward, decoder, blocks, limits=LIMITS, stored=None):
     """Over a cache that is full of NaN."""
-    kv = new_cache(decoder, blocks, BLOCK)
-    kv._keys.fill_(torch.nan)
-    kv._values.fill_(torch.nan)
+    kv = full_of_nan(new_cache(decoder, blocks, BLOCK, stored))
     manager = CacheManager(blocks, BLOCK)
     rules = [decoder.encoding.for_layer(layer) for layer in range(decoder.config.layers)]
     ledger = Ledger(kv, Audit.FULL)
@@ -55,9 +53,10 @@ def engine(forward, decoder, blocks, limits=LIMITS):
 class Recording:
     """An engine that keeps what it computed: rows of (request, first row, logits)."""
 
-    def __init__(self, decoder, blocks, limits=LIMITS):
+    def __init__(self, decoder, blocks, limits=LIMITS, stored=None):
         self.decoder = decoder
-        self.engine, self.manager, self.scheduler = engine(self._forward, decoder, blocks, limits)
+        made = engine(self._forward, decoder, blocks, limits, stored)
+        self.engine, self.manager, self.scheduler = made
         self.rows = []
         self.preempted = self.hits = self.chunks = 0
         self._plan = self.scheduler.plan

@@ -87,6 +87,23 @@ def test_int8_models_are_served(attention) -> None:
     assert len(generated(loaded, prompt)) == len(generated(plain, prompt)) == 8
 
 
+@pytest.mark.parametrize("attention", ["cpu", "sdpa", "reference"])
+def test_keys_and_values_in_8_bits_take_less_and_say_so(folder, attention) -> None:
+    flags = (str(folder), *SMALL, "--dtype", "float32", "--attention", attention)
+    (loaded,) = load(*flags, "--kv-dtype", "int8")
+    (plain,) = load(*flags)
+    assert (loaded.facts.dtype, loaded.facts.kv_dtype) == ("float32", "int8")
+    assert plain.facts.kv_dtype == "float32"
+    # 2 · 3 layers · 2 heads · (10 bytes and a scale)
+    assert loaded.facts.kv_bytes_per_token == loaded.planner.bytes_per_token == 168
+    assert loaded.facts.blocks == (1 << 20) // (168 * 16) - 1
+    assert loaded.defect is None
+    prompt = list(range(1, 40))
+    answer = generated(loaded, prompt)
+    assert generated(loaded, prompt) == answer  # the prompt is found this time
+    assert len(answer) == len(generated(plain, prompt)) == 8
+
+
 def test_a_shape_takes_the_options_of_its_encoding():
     (loaded,) = load("shape:small", "--encoding", "t5", "--bias-form", "table", *SMALL)
     assert loaded.served.encoding == "t5"

@@ -47,7 +47,7 @@ def test_defaults() -> None:
     assert (plain.limits.max_seqs, plain.limits.max_step_tokens) == (64, 512)
     assert plain.cache.block_size == 16
     assert plain.cache.prefix_sharing
-    assert plain.cache.kv_memory is None
+    assert plain.cache.kv_memory is plain.cache.kv_dtype is None
     assert (plain.cache.audit, plain.cache.max_mutated_blocks) == ("sample", 3)
     assert set(dataclasses.astuple(plain.loading)) == {None}
     assert plain.log_level == "info"
@@ -59,7 +59,7 @@ def test_every_flag_reaches_the_config() -> None:
         "b=y",
         *("--dtype", "float32", "--device", "cpu", "--encoding", "nope", "--attention", "sdpa"),
         *("--bias-form", "table", "--rope-frame", "block", "--audit", "full"),
-        *("--quantize", "int8"),
+        *("--quantize", "int8", "--kv-dtype", "int8"),
         *("--max-mutated-blocks", "9"),
         *("--max-model-len", "8k", "--threads", "2", "--kv-memory", "1GiB", "--block-size", "32"),
         *("--no-prefix-sharing", "--max-seqs", "3", "--max-step-tokens", "7", "--max-queue", "1"),
@@ -72,7 +72,7 @@ def test_every_flag_reaches_the_config() -> None:
     assert dataclasses.astuple(given.loading) == (
         *("float32", "int8", "cpu", "nope", "table", "block", "sdpa", 8192, 2),
     )
-    assert dataclasses.astuple(given.cache) == (1 << 30, 32, False, "full", 9)
+    assert dataclasses.astuple(given.cache) == (1 << 30, "int8", 32, False, "full", 9)
     assert dataclasses.astuple(given.limits) == (3, 7, 1)
     assert given.http == HttpConfig(
         host="::1",
@@ -99,6 +99,7 @@ def test_variable_equals_flag(option) -> None:
         "audit": "full",
         "attention": "cpu",
         "kv_memory": "512M",
+        "kv_dtype": "int8",
         "host": "0.0.0.0",
         "api_key": "secret",
         "log_level": "error",

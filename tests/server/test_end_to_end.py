@@ -228,7 +228,9 @@ def test_a_lost_device_ends_the_process_with_status_70(monkeypatch, capsys, capl
     port = listener.getsockname()[1]
 
     def load_models(config, metrics):
-        facts = ModelFacts("m", "fake", "rope", 100, 100, "cpu", "float32", "none", 8, 39, 4, False)
+        facts = ModelFacts(
+            *("m", "fake", "rope", 100, 100, "cpu", "float32", "none", "float32", 8, 39, 4, False)
+        )
         build._register(metrics, facts, CONFIG, position_apart=True)
         place = Place([ReferenceAttention], torch.float32, torch.device("cpu"))
         served = toy("m", max_context=100)

@@ -25,8 +25,9 @@ from tests.server.toy import ask, sample
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def defect(decoder, block_size=16, context=CONTEXT):
-    found = check_parity(decoder, decoder.config, new_cache(decoder, 2, block_size), context)
+def defect(decoder, block_size=16, context=CONTEXT, stored=None):
+    kv = new_cache(decoder, 2, block_size, stored)
+    found = check_parity(decoder, decoder.config, kv, context)
     return found.defect("m", "this dtype")
 
 
@@ -36,6 +37,7 @@ def defect(decoder, block_size=16, context=CONTEXT):
 )
 def test_a_model_that_is_right(encoding, backend, dtype):
     assert defect(tiny(encoding, backend, dtype)) is None
+    assert defect(tiny(encoding, backend, dtype), stored=torch.int8) is None
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 256])

@@ -57,6 +57,8 @@ def test_the_device_has_a_name_for_people():
 def test_bytes_per_token():
     assert placement.kv_bytes_per_token(CONFIG, torch.float32) == TOKEN_BYTES
     assert placement.kv_bytes_per_token(CONFIG, torch.bfloat16) == TOKEN_BYTES // 2
+    # With a float32 scale for each of the heads.
+    assert placement.kv_bytes_per_token(CONFIG, torch.int8) == TOKEN_BYTES // 4 + 2 * 3 * 2 * 4
     deeper = replace(CONFIG, layers=6)
     assert placement.kv_bytes_per_token(deeper, torch.float32) == 2 * TOKEN_BYTES
 

@@ -232,6 +232,8 @@ def test_what_moves_cost_by_frame():
         free = frame is not KeyFrame.ABSOLUTE
         for op in (Op.EVICT_RENUMBER, Op.MOVE_SPAN):
             assert (rope.capability(op, torch.float32) is Capability.FREE) == free
+            rounds = Capability.FREE if free else Capability.APPROXIMATE
+            assert rope.capability(op, torch.int8) is rope.capability(op, torch.bfloat16) is rounds
         assert (rope.rotation() is None) == (not free)
         assert rope.for_layer(0) is rope
     mixed = create(EncodingSpec("rope", ROPE | {"frame": "raw", "layers": [0]}), CONFIG, 16, CPU)

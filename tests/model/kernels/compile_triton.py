@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for a GPU that need not be there, as the backend launches them.
 
 Run by test_triton_attention.py, because the interpreter and the compiler are not for one process:
-python -m tests.model.kernels.compile_triton CAPABILITY DTYPE HEAD_DIM BIAS FRAME
+python -m tests.model.kernels.compile_triton CAPABILITY DTYPE HEAD_DIM BIAS FRAME [int8]
 """
 
 import sys
@@ -16,8 +16,10 @@ from model.attention.triton import TritonAttention
 from model.kernels import triton_attention
 from tests.model.attention.test_cpu import biases, problem, spec
 from tests.model.attention.test_rotation import made
+from tests.model.in_8_bits import in_8_bits
 
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64"}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TYPES |= {torch.int8: "i8", torch.int64: "i64"}
 
 
 class Compiling:
@@ -59,7 +61,7 @@ def _type(value, constant):
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def main(capability, dtype, head_dim, bias, frame):
+def main(capability, dtype, head_dim, bias, frame, stored=""):
     given = spec(32, 8, int(head_dim), getattr(torch, dtype))
     attend = TritonAttention(given)
     names = ("attend", "merge")
@@ -67,6 +69,7 @@ def main(capability, dtype, head_dim, bias, frame):
     attend.kernels = SimpleNamespace(**kernels)
     q, kv, batch = problem(given, 16, [(30, 1), (0, 9)])
     rope = made(KeyFrame(frame), given.dtype, width=int(head_dim))
+    kv = in_8_bits(kv) if stored == "int8" else kv
     attend(q, kv, batch, biases(32, batch)[int(bias)], rope.rotation())
 
 

@@ -9,7 +9,7 @@ from cache.ledger import Checksums
 BLOCKS = 7
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 @pytest.mark.parametrize(
     ("layers", "block_size", "heads", "width"),
     [(1, 1, 1, 1), (2, 1, 1, 3), (3, 3, 1, 1), (2, 1, 5, 9), (4, 16, 4, 64)],

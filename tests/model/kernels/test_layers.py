@@ -43,18 +43,18 @@ def ragged(lengths=LENGTHS):
     return make_batch(requests, BLOCK)
 
 
-def both(decoder, rows=None):
+def both(decoder, rows=None, stored=None):
     """Output and cache of the one call, and of the parts; of all rows, or of these."""
     fused, batch = decoder.layers, ragged()
     assert isinstance(fused, KernelLayers)
     rows = torch.arange(len(batch.tokens)) if rows is None else rows
     generator = torch.Generator().manual_seed(4)
-    made = new_cache(decoder, 12, BLOCK)
+    made = new_cache(decoder, 12, BLOCK, stored)
     noise = [torch.randn(part.shape, generator=generator) for part in made.whole]
-    x = torch.randn(len(batch.tokens), 24, generator=generator).to(made.dtype)
+    x = torch.randn(len(batch.tokens), 24, generator=generator).to(decoder.embed.weight.dtype)
     found = []
     for way in (fused, partial(Layers.forward, fused)):
-        kv = new_cache(decoder, 12, BLOCK)
+        kv = new_cache(decoder, 12, BLOCK, stored)
         for part, numbers in zip(kv.whole, noise, strict=True):
             part.copy_(numbers)
         biases = step_biases(decoder.encoding, len(fused), batch, BLOCK)
@@ -75,6 +75,15 @@ def test_every_encoding(encoding, dtype, kernels):
     decoder = substituted(encoding, kernels, dtype, options=options)
     assert equal(both(decoder))
     assert equal(both(decoder, rows=torch.tensor([36, 37, 42])))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("encoding", ["rope", "rope-raw", "alibi"])
+def test_keys_and_values_in_8_bits(encoding, dtype, kernels):
+    """The numbers and scales that the kernel stores are those of cache/rounding.py."""
+    decoder = substituted(encoding, kernels, dtype)
+    assert equal(both(decoder, stored=torch.int8))
+    assert equal(both(decoder, rows=torch.tensor([36, 37, 42]), stored=torch.int8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

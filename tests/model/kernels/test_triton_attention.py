@@ -24,11 +24,29 @@ SHARED = {80: 166912, 90: 232448}  # bytes that a block of threads may have, by 
     ),
 )
 def test_kernels_compile_for_a_gpu(capability, dtype, head_dim, bias, frame, tmp_path):
+    compiled(tmp_path, capability, dtype, head_dim, bias, frame)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim"),
+    combined(
+        SHARED,
+        ("bfloat16", "float16", "float32"),
+        (64, 128, 256),
+        always=lambda *each: each == (90, "bfloat16", 64),
+    ),
+)
+def test_they_compile_for_keys_and_values_in_8_bits(capability, dtype, head_dim, tmp_path):
+    compiled(tmp_path, capability, dtype, head_dim, 2, "absolute", "int8")
+
+
+def compiled(tmp_path, capability, *told):
+    """Compiles what a process of its own is told to, and looks at the memory it takes."""
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     made = subprocess.run(
         [sys.executable, "-m", "tests.model.kernels.compile_triton"]
-        + [str(each) for each in (capability, dtype, head_dim, bias, frame)],
+        + [str(each) for each in (capability, *told)],
         env=environment,
         cwd=Path(__file__).parents[3],
         capture_output=True,

@@ -1,0 +1,50 @@
+"""Keys and values in 8 bits a second time, as cache/rounding.py defines them: the oracle.
+
+What is rounded here is kept in float64, and so the float reference attends to it as it is.
+"""
+
+import numpy as np
+import torch
+
+from cache.kv import Int8LayerKV, KVCache, LayerKV
+from cache.rounding import rounded
+from tests.model.running import CPU
+
+
+def by_hand(entries):
+    """[..., head_dim] as 8 bits give it back, in float64."""
+    wide = entries.float().numpy()
+    largest = np.abs(wide).max(axis=-1, keepdims=True)
+    numbers = np.rint(wide * (np.float32(127) / largest)).astype(np.float64)
+    return torch.from_numpy(numbers * (largest * np.float32(1 / 127)).astype(np.float64))
+
+
+class ByHand(LayerKV):
+    """One layer's, rounded when it is written."""
+
+    def write(self, k, v, slots):
+        super().write(by_hand(k), by_hand(v), slots)
+
+
+class CacheByHand(KVCache):
+    def layer(self, index):
+        return ByHand(self._keys[index], self._values[index])
+
+
+def cache_by_hand(decoder, blocks, block_size):
+    config = decoder.config
+    return CacheByHand(
+        layers=config.layers,
+        blocks=blocks,
+        block_size=block_size,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=torch.float64,
+        device=CPU,
+    )
+
+
+def in_8_bits(kv):
+    """What a LayerKV holds, as the code under test stores it."""
+    (keys, key_scales), (values, value_scales) = (rounded(part) for part in kv)
+    return Int8LayerKV(keys, values, key_scales, value_scales)
