@@ -3,9 +3,6 @@
 import os
 import signal
 
-import hypothesis
-import torch
-
 # Long, and late in the alphabet: begun first, so that no worker is left alone with one of them.
 FIRST = (
     "server/test_end_to_end.py",
@@ -27,12 +24,21 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # A shell's background job ignores it, and so would every process that a test starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("--full"):
+        os.environ.setdefault("ROPEWALK_STATEFUL_EXAMPLES", "100")
+    if config.getoption("dist", "no") == "no":  # it does not only hand out work to others
+        _prepare(full=config.getoption("--full"))
+
+
+def _prepare(full):
+    """What takes seconds, for a process that runs tests."""
+    import hypothesis
+    import torch
+
     if not torch.cuda.is_available():
         # Triton reads it when it is first imported, by whomever.
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    if config.getoption("--full"):
-        os.environ.setdefault("ROPEWALK_STATEFUL_EXAMPLES", "100")
-    else:
+    if not full:
         hypothesis.settings.register_profile("usual", max_examples=50)
         hypothesis.settings.load_profile("usual")
 
