@@ -87,7 +87,7 @@ def test_a_free_block_leaves_at_once():
     assert cache.counts() == BlockCounts(free=2, active=0, cached=0, quarantined=1)
     assert cache.reserve("a", TOKENS[:5], 5) is None
     cache.reserve("a", TOKENS[:4], 4)
-    assert cache.table("a").blocks == [1, 3]
+    assert list(cache.table("a").blocks) == [1, 3]
 
 
 def test_a_held_block_leaves_with_its_last_holder():

@@ -4,7 +4,7 @@ import pytest
 
 from cache.manager import BlockCounts, CacheManager, Copy
 from cache.terms import EventKind
-from tests.cache.test_manager import LONG, blocks, store
+from tests.cache.test_manager import LONG, blocks, store, table
 
 
 def kinds(cache: CacheManager) -> list[tuple[EventKind, int]]:
@@ -16,7 +16,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_rest():
     store(cache, "a", LONG[:10])
     cache.drain_events()
     assert cache.fork("a", "b", 10) == [Copy(3, 4)]
-    assert cache.table("b") == ([1, 2, 4], [0, 4, 8])
+    assert table(cache, "b") == ([1, 2, 4], [0, 4, 8])
     assert kinds(cache) == [
         (EventKind.REUSED, 1),
         (EventKind.REUSED, 2),
@@ -103,7 +103,7 @@ def test_evicting_drops_a_span(renumber, bases):
     store(cache, "a", LONG[:18])
     assert cache.evict("a", 1, 2, renumber=renumber, rewrite=False) == []
     cache.reserve("a", LONG, 13)
-    assert cache.table("a") == ([1, 4, 5, 6], bases)
+    assert table(cache, "a") == ([1, 4, 5, 6], bases)
     assert cache.computed("a") == 10
     assert cache.counts() == BlockCounts(free=3, active=4, cached=2)
     cache.check()
@@ -137,7 +137,7 @@ def test_an_eviction_without_room_for_its_copies_changes_nothing():
     cache.fork("a", "b", 16)
     cache.drain_events()
     assert cache.evict("a", 1, 1, renumber=True, rewrite=True) is None
-    assert cache.table("a") == ([1, 2, 3, 4], [0, 4, 8, 12])
+    assert table(cache, "a") == ([1, 2, 3, 4], [0, 4, 8, 12])
     assert kinds(cache) == []
     cache.check()
 
@@ -155,7 +155,7 @@ def test_a_span_is_shared_at_another_offset():
     store(cache, "a", LONG[:12])
     store(cache, "b", [1, 2, 3, 4])
     assert cache.move("a", 1, 2, "b", rewrite=False) == []
-    assert cache.table("b") == ([4, 2, 3], [0, 4, 8])
+    assert table(cache, "b") == ([4, 2, 3], [0, 4, 8])
     assert cache.computed("b") == 12
     cache.check()
     cache.release("a")

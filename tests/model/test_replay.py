@@ -266,8 +266,8 @@ class NoKernel:
         return lambda *given, **named: None
 
 
-def on(device, encoding, backend):
-    """A decoder with uninitialised weights and a cache for it."""
+def on(device, encoding, backend, stored=torch.float32):
+    """A decoder with uninitialised weights and a cache for it, of what is `stored`."""
     config = replace(CONFIG, encoding=ENCODINGS[encoding], windows=WINDOWS)
     made = create(config.encoding, config, CONTEXT, device)
     kv = KVCache(
@@ -276,26 +276,27 @@ def on(device, encoding, backend):
         block_size=BLOCK,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        dtype=torch.float32,
+        dtype=stored,
         device=device,
     )
     return Decoder(config, made, backend, dtype=torch.float32, device=device), kv
 
 
-def replayed_without_values(encoding, backend):
+def replayed_without_values(encoding, backend, stored=torch.float32):
     """On a device that has none, whatever asks for a value raises."""
-    decoder, kv = on(META, encoding, backend)
+    decoder, kv = on(META, encoding, backend, stored)
     over = ReplayedDecoder(decoder, kv, decoder, [Bucket(4, 28, kv)], lambda compute: compute)
     return over(step([1, 1]), kv)
 
 
 # "table" has its tensors on the CPU, wherever the model is.
+@pytest.mark.parametrize("stored", [torch.float32, torch.int8])
 @pytest.mark.parametrize("backend", [SdpaAttention, TritonAttention])
 @pytest.mark.parametrize("encoding", [name for name in ENCODINGS if name != "table"])
-def test_a_replayed_step_asks_the_device_for_nothing(encoding, backend, monkeypatch):
+def test_a_replayed_step_asks_the_device_for_nothing(encoding, backend, stored, monkeypatch):
     none = SimpleNamespace(attend=NoKernel(), merge=NoKernel())
     monkeypatch.setattr(triton, "import_module", lambda name: none)
-    assert replayed_without_values(encoding, backend).shape == (2, VOCABULARY)
+    assert replayed_without_values(encoding, backend, stored).shape == (2, VOCABULARY)
 
 
 def test_what_asks_the_device_shows():
