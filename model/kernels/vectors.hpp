@@ -81,12 +81,20 @@ inline void store(Vec<Real> x, Real *y) {
 // One vector of stored numbers, widened.
 inline Vec<double> load_wide(const double *x) { return load(x); }
 inline Vec<float> load_wide(const float *x) { return load(x); }
+// Written out, here and below, because compilers need more instructions for generic conversions.
 inline Vec<float> load_wide(const bf16 *x) {
-  typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2), aligned(2)));
-  const Halves halves = *reinterpret_cast<const Halves *>(x);
-  return (Vec<float>)(__builtin_convertvector(halves, VecBits) << 16);
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_slli_epi32(
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16);
+#elif defined(__AVX2__)
+  return (Vec<float>)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x)),
+                                       16);
+#else
+  Vec<float> y;
+  for (int i = 0; i < kLanes<float>; ++i) y[i] = widen(x[i]);
+  return y;
+#endif
 }
-// Written out, because compilers turn the generic conversion into one instruction per number.
 inline Vec<float> widen_bytes(const int8_t *x) {
 #if defined(__AVX512F__)
   return (Vec<float>)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)));
@@ -153,6 +161,14 @@ template <class Real>
 inline Vec<Real> sum_rows(Vec<Real> *rows) {
   return sum_blocks<kLanes<Real> / 2, Real>(rows,
                                             std::make_integer_sequence<int, kLanes<Real>>());
+}
+
+template <class Real>
+inline Real largest_lane(Vec<Real> x) {
+  Real largest = x[0];
+#pragma GCC unroll 16
+  for (int i = 1; i < kLanes<Real>; ++i) largest = x[i] > largest ? x[i] : largest;
+  return largest;
 }
 
 inline double exponential(double x) { return std::exp(x); }

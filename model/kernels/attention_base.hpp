@@ -1,0 +1,279 @@
+// What a task of attention does, whatever the number of its queries: where keys lie, biases, and
+// the softmax.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <type_traits>
+
+#include "vectors.hpp"
+
+namespace {
+
+extern "C" struct AttendArguments {
+  const void *q, *keys, *values;
+  const float *key_scales, *value_scales;  // [blocks, block_size, kv_heads] of int8, or null
+  void *out;
+  const int64_t *positions;                                     // [T]
+  const int64_t *query_starts, *context_lens, *tables, *bases;  // [R + 1] [R] [R, width] twice
+  const float *slopes;                                          // [heads] or null
+  const float *bias_table;                                      // [heads, bias_span] or null
+  const float *dense_bias;  // [heads, T, bias_span] or null: by row and key index
+  int64_t bias_span, bias_zero;
+  int64_t bias_by_key;  // the table's columns are key positions instead of distances + bias_zero
+  int64_t requests, table_width, heads, kv_heads, head_dim, block_size;
+  int64_t window;  // keys a query sees; 0: all before it
+  int64_t causal;
+  const void *cosines, *sines;  // [positions, pairs], in the type of the arithmetic
+  int64_t pairs, frame, interleaved;
+  double scale, magnitude;
+};
+// What stored keys still lack, when queries come unturned.
+constexpr int64_t kNothing = 0, kPosition = 1, kBase = 2;
+
+// Floats that start on a cache line: vectors that straddle two lines cost twice.
+template <class Real>
+class Buffer {
+ public:
+  Real *grow(int64_t size) {
+    if (size > size_) {
+      size_ = size;
+      reals_.reset(static_cast<Real *>(::operator new(size * sizeof(Real), kLine)));
+    }
+    return reals_.get();
+  }
+
+ private:
+  static constexpr std::align_val_t kLine{64};
+  struct Free {
+    void operator()(Real *reals) const { ::operator delete(reals, kLine); }
+  };
+  int64_t size_ = 0;
+  std::unique_ptr<Real, Free> reals_;
+};
+
+
+constexpr int64_t kKeys = 64;  // that are attended to at a time
+
+// What one task computes: queries [first_query, first_query + count) of a request, row by row and
+// in each row those that share a key/value head, under each of `heads` key/value heads.
+struct Piece {
+  int64_t request, first_head, heads, first_query, count;
+};
+
+// Keys come kKeys at a time; a running maximum and total per query make the softmax exact without
+// a second pass (arXiv 2205.14135, algorithm 1). T: of queries and outputs; S: of stored keys and
+// values. In 8 bits these are times a scale each, which the score of the key takes and the weight
+// of the value.
+template <class T, class S>
+class Attending {
+ protected:
+  typedef typename RealOf<T>::type Real;
+  static constexpr int kLanes = ::kLanes<Real>, kPanel = ::kPanel<Real>;
+  static constexpr bool kScaled = std::is_same_v<S, int8_t>;
+  static_assert(kKeys % kPanel == 0);
+
+  struct Chunk {
+    int64_t count, bases[kKeys], positions[kKeys];
+    int64_t entries[kKeys];  // of the first key/value head: its place in [.., kv_heads]
+    int64_t latest;          // of the positions
+    int32_t behind[kKeys];   // that one
+  };
+  // Of one query so far: its largest score, and its weights relative to that, added lane by lane.
+  struct Softmax {
+    Real largest, totals[kLanes];
+  };
+
+  explicit Attending(const AttendArguments &a) : a_(a), group_(a.heads / a.kv_heads) {}
+
+  void begin(const Piece &piece) {
+    piece_ = piece;
+    const int64_t rows = a_.query_starts[piece.request + 1] - a_.query_starts[piece.request];
+    context_ = a_.context_lens[piece.request];
+    first_index_ = context_ - rows;
+  }
+
+  int64_t row_of(int64_t query) const { return (piece_.first_query + query) / group_; }
+  int64_t batch_row(int64_t query) const {
+    return a_.query_starts[piece_.request] + row_of(query);
+  }
+  // `head`: of the piece.
+  int64_t head_of(int64_t head, int64_t query) const {
+    return (piece_.first_head + head) * group_ + (piece_.first_query + query) % group_;
+  }
+  int64_t last_key(int64_t query) const {
+    return a_.causal ? first_index_ + row_of(query) : context_ - 1;
+  }
+  int64_t first_key(int64_t query) const {
+    return a_.window ? std::max<int64_t>(0, first_index_ + row_of(query) - a_.window + 1) : 0;
+  }
+  int64_t place(int64_t head, int64_t query) const {  // in q and out
+    return (batch_row(query) * a_.heads + head_of(head, query)) * a_.head_dim;
+  }
+  int64_t position(int64_t query) const { return a_.positions[batch_row(query)]; }
+
+  // Scaled, and turned where keys are.
+  void load_query(int64_t head, int64_t query, bool turned, Real *to) const {
+    const T *from = static_cast<const T *>(a_.q) + place(head, query);
+    for (int64_t d = 0; d < a_.head_dim; ++d) to[d] = widen(from[d]) * Real(a_.scale);
+    if (a_.frame != kNothing)
+      for (int64_t d = 0; d < 2 * a_.pairs; ++d) to[d] *= Real(a_.magnitude);
+    if (turned) turn_head(to, to, position(query));
+  }
+
+  // By the angle of so many positions, which may be negative.
+  template <class From>
+  void turn_head(const From *from, Real *to, int64_t positions) const {
+    const int64_t row = std::abs(positions) * a_.pairs;
+    const Real *cosine = static_cast<const Real *>(a_.cosines) + row;
+    const Real *sine = static_cast<const Real *>(a_.sines) + row;
+    const Real way = positions < 0 ? -1 : 1;
+    (a_.interleaved ? turn<true, From, Real, Real>
+                    : turn<false, From, Real, Real>)(from, to, cosine, sine, way, a_.pairs);
+    for (int64_t d = 2 * a_.pairs; d < a_.head_dim; ++d) to[d] = widen(from[d]);
+  }
+
+  void turn_key(const Chunk &chunk, int64_t head, int64_t n, Real *to) const {
+    turn_head(key(chunk, head, n), to,
+              a_.frame == kPosition ? chunk.positions[n] : chunk.bases[n]);
+  }
+
+  // Where `count` keys from index `first` on are stored, and at which positions they stand.
+  void find_chunk(int64_t first, int64_t count, Chunk &chunk) const {
+    const int64_t *table = a_.tables + piece_.request * a_.table_width;
+    const int64_t *bases = a_.bases + piece_.request * a_.table_width;
+    chunk.count = count;
+    chunk.latest = INT64_MIN;
+    int64_t block = first / a_.block_size, offset = first % a_.block_size;
+    for (int64_t n = 0; n < count; ++block, offset = 0) {
+      const int64_t here = std::min(a_.block_size - offset, count - n);
+      const int64_t slot = table[block] * a_.block_size + offset;
+#pragma omp simd
+      for (int64_t i = 0; i < here; ++i) {
+        chunk.entries[n + i] = (slot + i) * a_.kv_heads + piece_.first_head;
+        chunk.positions[n + i] = bases[block] + offset + i;
+        chunk.bases[n + i] = bases[block];
+      }
+      n += here;
+      chunk.latest = std::max(chunk.latest, chunk.positions[n - 1]);
+    }
+    for (int64_t n = 0; n < count; ++n)
+      chunk.behind[n] = int32_t(chunk.latest - chunk.positions[n]);
+  }
+
+  const S *key(const Chunk &chunk, int64_t head, int64_t n) const {
+    return static_cast<const S *>(a_.keys) + (chunk.entries[n] + head) * a_.head_dim;
+  }
+  const S *value(const Chunk &chunk, int64_t head, int64_t n) const {
+    return static_cast<const S *>(a_.values) + (chunk.entries[n] + head) * a_.head_dim;
+  }
+
+  // Keys and values [from, to) of the chunk, of all heads of the piece: these lie side by side.
+  void prefetch(const Chunk &chunk, int64_t from, int64_t to) const {
+    for (int64_t n = from; n < std::min(to, chunk.count); ++n) {
+      const S *k = key(chunk, 0, n), *v = value(chunk, 0, n);
+      for (int64_t d = 0; d < piece_.heads * a_.head_dim; d += 64 / int64_t(sizeof(S))) {
+        __builtin_prefetch(k + d);
+        __builtin_prefetch(v + d);
+      }
+      if constexpr (kScaled) {
+        __builtin_prefetch(a_.key_scales + chunk.entries[n]);
+        __builtin_prefetch(a_.value_scales + chunk.entries[n]);
+      }
+    }
+  }
+
+  void scale(const Chunk &chunk, int64_t head, const float *scales, int64_t keys,
+             Real *scores) const {
+#pragma omp simd
+    for (int64_t n = 0; n < keys; ++n) scores[n] *= scales[chunk.entries[n] + head];
+  }
+
+  // first: index of the chunk's first key.
+  void add_bias(const Chunk &chunk, int64_t head, int64_t query, int64_t first, int64_t keys,
+                Real *scores) const {
+    const int64_t row = batch_row(query), query_head = head_of(head, query);
+    const int32_t nearest = int32_t(a_.positions[row] - chunk.latest);  // distance
+    if (a_.slopes) {
+      const float slope = a_.slopes[query_head];
+#pragma omp simd
+      for (int64_t n = 0; n < keys; ++n)
+        scores[n] -= Real(slope * float(nearest + chunk.behind[n]));
+    }
+    if (a_.bias_table) {
+      const float *values = a_.bias_table + query_head * a_.bias_span;
+      // Far keys share the last column, and under T5 it is zero: nothing to add.
+      const int32_t last = int32_t(a_.bias_span - 1);
+      if (!a_.bias_by_key && values[last] == 0.0f && nearest + a_.bias_zero >= last) return;
+      // Column of the latest key, and which way earlier ones lie.
+      const int32_t latest = int32_t(a_.bias_by_key ? chunk.latest : nearest + a_.bias_zero);
+      const int32_t way = a_.bias_by_key ? -1 : 1;
+#pragma omp simd
+      for (int64_t n = 0; n < keys; ++n)
+        scores[n] += Real(values[std::clamp(latest + way * chunk.behind[n], 0, last)]);
+    }
+    if (a_.dense_bias) {
+      const int64_t rows = a_.query_starts[a_.requests];
+      const float *values = a_.dense_bias + (query_head * rows + row) * a_.bias_span + first;
+      for (int64_t n = 0; n < keys; ++n) scores[n] += Real(values[n]);
+    }
+  }
+
+  // scores [kKeys] of the chunk's first `keys` keys become weights relative to the largest score
+  // so far. Returns what the query's sums must be multiplied by.
+  Real weigh(int64_t query, int64_t first, int64_t keys, Real *scores, Softmax &softmax) const {
+    const int64_t begin = std::clamp<int64_t>(first_key(query) - first, 0, keys);
+    const int64_t end = std::clamp<int64_t>(last_key(query) + 1 - first, begin, keys);
+    const int64_t padded = (keys + kLanes - 1) / kLanes * kLanes;
+    if (begin == end) {
+      std::fill(scores, scores + keys, Real(0));
+      return 1;
+    }
+    // Weights of zero, in whole vectors.
+    std::fill(scores, scores + begin, Real(-INFINITY));
+    std::fill(scores + end, scores + padded, Real(-INFINITY));
+    Vec<Real> most = load(scores);
+    for (int64_t n = kLanes; n < padded; n += kLanes) {
+      const Vec<Real> next = load(scores + n);
+      most = next > most ? next : most;
+    }
+    const Real largest = largest_lane<Real>(most);
+    Real factor = 1;
+    Vec<Real> totals = load(softmax.totals);
+    if (largest > softmax.largest) {
+      factor = exponential(softmax.largest - largest);
+      softmax.largest = largest;
+      totals *= factor;
+    }
+    const Real base = softmax.largest;
+    for (int64_t n = 0; n < padded; n += kLanes) {
+#pragma omp simd
+      for (int i = 0; i < kLanes; ++i) scores[n + i] = exponential(scores[n + i] - base);
+      totals += load(scores + n);
+    }
+    store(totals, softmax.totals);
+    return factor;
+  }
+
+  static void clear(Softmax &softmax) {
+    softmax.largest = -INFINITY;
+    std::fill(softmax.totals, softmax.totals + kLanes, Real(0));
+  }
+
+  static Real inverse_total(const Softmax &softmax) {
+    Real total = 0;
+    for (int i = 0; i < kLanes; ++i) total += softmax.totals[i];
+    return 1 / total;
+  }
+
+  const AttendArguments &a_;
+  const int64_t group_;
+  Piece piece_;
+  int64_t context_, first_index_;
+};
+
+}  // namespace

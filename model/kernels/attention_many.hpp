@@ -1,0 +1,171 @@
+// Attention of many queries, as in prefill: keys and values of a chunk are widened once for all.
+
+#pragma once
+
+#include "attention_base.hpp"
+#include "linear.hpp"
+
+namespace {
+
+constexpr int64_t kQueries = 8 * kRows;  // of one task, in tiles of kRows
+
+// Under one key/value head.
+template <class T, class S>
+class ManyQueries : Attending<T, S> {
+  typedef Attending<T, S> Base;
+  typedef typename Base::Real Real;
+  typedef typename Base::Chunk Chunk;
+  using Base::a_, Base::piece_, Base::kLanes, Base::kPanel, Base::kScaled;
+
+ public:
+  explicit ManyQueries(const AttendArguments &a)
+      : Base(a), panels_((a.head_dim + kPanel - 1) / kPanel) {}
+
+  void run(const Piece &piece) {
+    this->begin(piece);
+    make_room();
+    load_queries();
+    std::fill(sums_, sums_ + piece.count * panels_ * kPanel, Real(0));
+    for (int64_t r = 0; r < piece.count; ++r) this->clear(softmaxes_[r]);
+    const int64_t begin = this->first_key(0), end = this->last_key(piece.count - 1) + 1;
+    // Chunks start at multiples of kKeys whatever the rows: a row's sums have one order.
+    const int64_t start = begin / kKeys * kKeys;
+    this->find_chunk(start, std::min(kKeys, end - start), *chunk_);
+    this->prefetch(*chunk_, 0, kKeys);
+    for (int64_t first = start; first < end; first += kKeys) {
+      this->find_chunk(first + kKeys, std::clamp<int64_t>(end - first - kKeys, 0, kKeys), *next_);
+      widen_chunk();
+      for (int64_t at = 0; at < piece.count; at += kRows) {
+        const int64_t queries = std::min<int64_t>(kRows, piece.count - at);
+        const int64_t keys = std::min(chunk_->count, this->last_key(at + queries - 1) + 1 - first);
+        if (keys > 0 && this->first_key(at) < first + keys) attend_tile(at, queries, first, keys);
+      }
+      std::swap(chunk_, next_);
+    }
+    store_queries();
+  }
+
+ private:
+  void make_room() {
+    if (q_) return;
+    q_ = q_buffer_.grow(kQueries * a_.head_dim);
+    sums_ = sums_buffer_.grow(kQueries * panels_ * kPanel);
+    keys_ = keys_buffer_.grow(kKeys * a_.head_dim);
+    values_ = values_buffer_.grow(kKeys * panels_ * kPanel);
+    std::fill(values_, values_ + kKeys * panels_ * kPanel, Real(0));
+    row_ = row_buffer_.grow(a_.head_dim);
+    turned_ = a_.frame == kNothing ? nullptr : turned_buffer_.grow(kLanes * a_.head_dim);
+  }
+
+  // q_ [tile, head_dim, queries of the tile].
+  void load_queries() {
+    for (int64_t at = 0; at < piece_.count; at += kRows) {
+      const int64_t queries = std::min<int64_t>(kRows, piece_.count - at);
+      for (int64_t r = 0; r < queries; ++r) {
+        this->load_query(0, at + r, a_.frame != kNothing, row_);
+        for (int64_t d = 0; d < a_.head_dim; ++d)
+          q_[at * a_.head_dim + d * queries + r] = row_[d];
+      }
+    }
+  }
+
+  // keys_ [panel of keys, head_dim, kPanel], values_ [panel of coordinates, kKeys, kPanel].
+  // Entries of one head lie apart, so the processor does not foresee the next chunk by itself.
+  void widen_chunk() {
+    for (int64_t n = 0; n < chunk_->count; n += kLanes) {
+      this->prefetch(*next_, n, n + kLanes);
+      const int64_t count = std::min<int64_t>(kLanes, chunk_->count - n);
+      Real *to = keys_ + n / kPanel * a_.head_dim * kPanel + n % kPanel;
+      if (a_.frame == kNothing) {
+        widen_keys([&](int64_t i) { return this->key(*chunk_, 0, n + i); }, count, to);
+      } else {
+        for (int64_t i = 0; i < count; ++i)
+          this->turn_key(*chunk_, 0, n + i, turned_ + i * a_.head_dim);
+        widen_keys([&](int64_t i) { return turned_ + i * a_.head_dim; }, count, to);
+      }
+    }
+    for (int64_t n = 0; n < chunk_->count; ++n)
+      widen_value(this->value(*chunk_, 0, n), values_ + n * kPanel);
+  }
+
+  // kLanes keys, key(0) and on, become columns; past the last one is zero, as it must not be NaN.
+  template <class Key>
+  void widen_keys(Key key, int64_t count, Real *to) const {
+    int64_t d = 0;
+    for (; d + kLanes <= a_.head_dim; d += kLanes) {
+      Vec<Real> rows[kLanes] = {};
+      if (count == kLanes)
+        for (int n = 0; n < kLanes; ++n) rows[n] = load_as<Real>(key(n) + d);
+      else
+        for (int n = 0; n < count; ++n) rows[n] = load_as<Real>(key(n) + d);
+      transpose<Real>(rows);
+      for (int i = 0; i < kLanes; ++i) store(rows[i], to + (d + i) * kPanel);
+    }
+    for (; d < a_.head_dim; ++d)
+      for (int n = 0; n < kLanes; ++n)
+        to[d * kPanel + n] = n < count ? Real(widen(key(n)[d])) : Real(0);
+  }
+
+  void widen_value(const S *value, Real *to) const {
+    for (int64_t d = 0; d < a_.head_dim; d += kPanel, to += kKeys * kPanel) {
+      const int64_t columns = std::min<int64_t>(kPanel, a_.head_dim - d);
+      if (columns == kPanel) {
+        store(load_as<Real>(value + d), to);
+        store(load_as<Real>(value + d + kLanes), to + kLanes);
+      } else {
+        for (int64_t j = 0; j < columns; ++j) to[j] = widen(value[d + j]);
+      }
+    }
+  }
+
+  void attend_tile(int64_t at, int64_t queries, int64_t first, int64_t keys) {
+    alignas(64) Real scores[kRows * kKeys];
+    for (int64_t n = 0; n < keys; n += kPanel) multiply_panel(at, queries, n, scores + n);
+    for (int64_t r = 0; r < queries; ++r) {
+      Real *own = scores + r * kKeys;
+      if constexpr (kScaled) this->scale(*chunk_, 0, a_.key_scales, keys, own);
+      this->add_bias(*chunk_, 0, at + r, first, keys, own);
+      const Real factor = this->weigh(at + r, first, keys, own, softmaxes_[at + r]);
+      if constexpr (kScaled) this->scale(*chunk_, 0, a_.value_scales, keys, own);
+      if (factor != 1)
+        for (int64_t p = 0; p < panels_; ++p)
+          for (int64_t j = 0; j < kPanel; ++j) sums_of(at, queries, p)[r * kPanel + j] *= factor;
+    }
+    for (int64_t p = 0; p < panels_; ++p)
+      multiply<kRows, 1, kKeys>(queries, scores, keys, values_ + p * kKeys * kPanel,
+                                sums_of(at, queries, p));
+  }
+
+  // scores [queries, kKeys] of kPanel keys.
+  void multiply_panel(int64_t at, int64_t queries, int64_t n, Real *scores) const {
+    alignas(64) Real products[kRows * kPanel] = {};
+    multiply<kRows>(queries, q_ + at * a_.head_dim, a_.head_dim, keys_ + n * a_.head_dim, products);
+    for (int64_t r = 0; r < queries; ++r)
+      std::memcpy(scores + r * kKeys, products + r * kPanel, sizeof(Real) * kPanel);
+  }
+
+  // sums_ [tile, panel of coordinates, queries of the tile, kPanel].
+  Real *sums_of(int64_t at, int64_t queries, int64_t panel) const {
+    return sums_ + (at * panels_ + panel * queries) * kPanel;
+  }
+
+  void store_queries() const {
+    for (int64_t at = 0; at < piece_.count; at += kRows) {
+      const int64_t queries = std::min<int64_t>(kRows, piece_.count - at);
+      for (int64_t r = 0; r < queries; ++r) {
+        const Real inverse = this->inverse_total(softmaxes_[at + r]);
+        T *to = static_cast<T *>(a_.out) + this->place(0, at + r);
+        for (int64_t d = 0; d < a_.head_dim; ++d)
+          narrow(sums_of(at, queries, d / kPanel)[r * kPanel + d % kPanel] * inverse, to + d);
+      }
+    }
+  }
+
+  const int64_t panels_;
+  Buffer<Real> q_buffer_, sums_buffer_, keys_buffer_, values_buffer_, row_buffer_, turned_buffer_;
+  Real *q_ = nullptr, *sums_, *keys_, *values_, *row_, *turned_;
+  typename Base::Softmax softmaxes_[kQueries];
+  Chunk chunks_[2], *chunk_ = chunks_, *next_ = chunks_ + 1;
+};
+
+}  // namespace
