@@ -18,19 +18,18 @@ from cache.manager import CacheManager
 from load_tests.rounds import Call
 from model.attention.backends import all_backends
 from model.attention.base import AttentionSpec, choose
-from model.attention.triton import TritonAttention
 from model.batch import ForwardBatch
 from model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
-from model.cuda_graph import CudaGraphs
 from model.encodings.base import EncodingError, create
 from model.kernels.build import Kernels
 from model.kernels.substitutes import substitute
 from model.loading import Checkpoint, load_decoder, load_encoding
-from model.replay import Bucket, Forward, Record, ReplayedDecoder
+from model.replay import Bucket, Forward, ReplayedDecoder
 from model.sampling import SamplingParams
 from model.shapes import PREFIX, random_checkpoint
 from model.transformer import Decoder
 from server.batching import build_batch
+from server.graphs import recorder
 from server.request import Request
 from server.scheduler import Work
 
@@ -154,14 +153,6 @@ def replayed(decoder: Decoder, kv: KVCache, requests: int, context: int) -> Forw
     except RuntimeError as error:  # as the server does, for want of memory or whatever else
         log.warning("batch %d, context %d without CUDA graphs: %s", requests, context, error)
         return decoder
-
-
-def recorder(decoder: Decoder) -> Record | None:
-    """A GPU's, where Triton attends; see server/graphs.py."""
-    attending = [each.attend for each in decoder.modules() if hasattr(each, "attend")]
-    if not any(isinstance(attend, TritonAttention) for attend in attending):
-        return None
-    return CudaGraphs(decoder.embed.weight.device)
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 1 << 30) -> Request:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cache.kv import KVCache
 from model.batch import ForwardBatch
-from model.transformer import Decoder
 
 SHORTEST = 1024  # tokens: shorter contexts have no buckets of their own
 ROWS = 5  # integers of each request, besides its blocks and their bases
@@ -115,7 +114,7 @@ class ReplayedDecoder:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Forward,
         kv: KVCache,
         otherwise: Forward,
         buckets: Iterable[Bucket],
@@ -137,7 +136,7 @@ class ReplayedDecoder:
         return self._otherwise(batch, kv)
 
     def _compute(self, bucket: Bucket) -> Tensor:
-        logits: Tensor = self._decoder(bucket.batch, self._kv)
+        logits = self._decoder(bucket.batch, self._kv)
         if self._logits is None:  # buckets with the most requests come first
             self._logits = torch.empty_like(logits)
         return self._logits[: bucket.requests].copy_(logits)

@@ -178,7 +178,7 @@ def _complete(
     meter = _meter(model.decoder, shape, block_size)
     decoder = TimedDecoder(model.decoder, device)
     sampler = KernelSampler(kernels) if isinstance(kernels, Kernels) else Sampler()
-    forward = replayed(model.decoder, model.backend, kv, limits, name, otherwise=decoder)
+    forward = replayed(model.decoder, kv, limits, name, otherwise=decoder)
     run = Runner(forward, kv, manager, sampler)
     engine = Engine(run, kv, manager, scheduler, auditor, meter, drain_times=decoder.drain)
     rotation = model.decoder.encoding.rotation()

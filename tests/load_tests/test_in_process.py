@@ -10,11 +10,9 @@ from load_tests.in_process import (
     decoders,
     new_cache,
     passes,
-    recorder,
     step,
 )
 from load_tests.step_cost import ARMS
-from model.attention.triton import TritonAttention
 from model.encodings.alibi import ALiBi
 from model.encodings.base import EncodingError, MaterialisedBias, TableBias
 from model.kernels.build import load
@@ -123,14 +121,6 @@ def test_what_cannot_be_recorded_is_computed_as_it_comes(plain, monkeypatch, cap
     (call,) = passes({"rope": plain["rope"]}, kv, 1, 40, rows=1).values()
     assert call().isfinite().all()
     assert "batch 1, context 40 without CUDA graphs: no memory" in caplog.text
-
-
-def test_only_triton_is_recorded(plain, every, monkeypatch):
-    assert recorder(plain["rope"]) is None and recorder(every["rope"]) is None
-    monkeypatch.setattr(in_process, "CudaGraphs", lambda device: device)
-    for block in plain["rope"].layers:
-        monkeypatch.setattr(block.attention, "attend", object.__new__(TritonAttention))
-    assert recorder(plain["rope"]) == CPU
 
 
 def test_unknown_variants_are_refused():

@@ -368,3 +368,15 @@ def test_a_device_is_asked_once(monkeypatch):
     monkeypatch.setattr(sampler, "_back", answer)
     assert len(Sampler().pick(rows.to("meta"), asks)) == 40
     assert len(asked) == 1
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_gpu_picks_what_a_cpu_picks():
+    """Nothing is waited for before all is under way: the host's list is the first to wait."""
+    rows, asks = everything(50_000, 60)
+    expected = Sampler().pick(rows, asks)
+    for found, wanted in zip(Sampler().pick(rows.cuda(), asks), expected, strict=True):
+        assert found.token == wanted.token
+        assert found.logprob == pytest.approx(wanted.logprob, abs=1e-5)
+        assert [token for token, _ in found.top] == [token for token, _ in wanted.top]

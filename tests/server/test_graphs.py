@@ -5,9 +5,7 @@ import random
 import pytest
 import torch
 
-from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
-from model.attention.triton import TritonAttention
 from model.replay import ReplayedDecoder
 from server import graphs
 from server.scheduler import Limits
@@ -61,41 +59,50 @@ class Recorded(list):
         return compute
 
 
-def test_steps_are_recorded_where_they_can_be(monkeypatch, capsys):
+def on_triton(decoder, monkeypatch):
+    """As if Triton attended in it, and a GPU could record that."""
+    monkeypatch.setattr(graphs, "TritonAttention", type(decoder.layers[0].attention.attend))
     monkeypatch.setattr(graphs, "CudaGraphs", Recorded)
+    return decoder
+
+
+def made(decoder, kv):
+    return graphs.replayed(decoder, kv, LIMITS, "m", otherwise=decoder)
+
+
+def test_steps_are_recorded_where_triton_attends(monkeypatch, capsys):
     decoder = tiny("nope", SdpaAttention)
     kv = new_cache(decoder, 60)
-
-    def made(decoder, backend):
-        return graphs.replayed(decoder, backend, kv, LIMITS, "m", otherwise=decoder)
-
-    assert isinstance(made(decoder, TritonAttention), ReplayedDecoder)
+    assert made(decoder, kv) is decoder
+    assert graphs.recorder(decoder) is None
+    assert isinstance(made(on_triton(decoder, monkeypatch), kv), ReplayedDecoder)
     assert "recording m:" in capsys.readouterr().err
-    for backend in (SdpaAttention, ReferenceAttention):
-        assert made(decoder, backend) is decoder
-    other = torch.nn.Identity()
-    assert made(other, TritonAttention) is other
+    assert graphs.recorder(decoder).device == decoder.embed.weight.device
+
+
+def test_no_steps_of_an_encoder_decoder_are_recorded(monkeypatch):
+    decoder = on_triton(tiny("nope"), monkeypatch)
+    other = torch.nn.Module()
+    other.layers = decoder.layers
+    assert made(other, None) is other
 
 
 def test_a_device_that_records_nothing_serves_all_the_same(monkeypatch, caplog):
-    def full(device):
+    def full(graphs, compute):
         raise torch.OutOfMemoryError("no memory is left")
 
-    monkeypatch.setattr(graphs, "CudaGraphs", full)
-    decoder = tiny("nope")
-    kv = new_cache(decoder, 60)
-    made = graphs.replayed(decoder, TritonAttention, kv, LIMITS, "m", otherwise=decoder)
-    assert made is decoder
+    decoder = on_triton(tiny("nope"), monkeypatch)
+    monkeypatch.setattr(Recorded, "__call__", full)
+    assert made(decoder, new_cache(decoder, 60)) is decoder
     assert "serving m without CUDA graphs" in caplog.text and "no memory" in caplog.text
 
 
 def test_recording_leaves_the_cache_alone(monkeypatch):
     """But for the block that no request has."""
-    monkeypatch.setattr(graphs, "CudaGraphs", Recorded)
-    decoder = tiny("nope")
+    decoder = on_triton(tiny("nope"), monkeypatch)
     kv = new_cache(decoder, 60)
     for part in kv.whole:
         part.fill_(7)
-    graphs.replayed(decoder, TritonAttention, kv, LIMITS, "m", otherwise=decoder)
+    assert made(decoder, kv) is not decoder
     for part in kv.whole:
         assert (part[:, 1:] == 7).all() and not (part[:, 0, 0] == 7).any()
