@@ -3,14 +3,17 @@
 import sys
 from logging import getLogger
 
+import torch
 from tqdm import tqdm
 
 from cache.kv import KVCache
 from model.attention.triton import TritonAttention
+from model.batch import ForwardBatch
 from model.cuda_graph import CudaGraphs
 from model.encoder_decoder import EncoderDecoder
-from model.replay import Forward, Record, ReplayedDecoder, buckets
+from model.replay import Bucket, Forward, Record, ReplayedDecoder, buckets
 from model.transformer import Decoder
+from server.parity import TOLERANCES
 from server.scheduler import Limits
 
 log = getLogger(__name__)
@@ -24,7 +27,10 @@ def replayed(
     *,
     otherwise: Forward,
 ) -> Forward:
-    """What computes a model's steps: `otherwise`, but for those that are recorded now."""
+    """What computes a model's steps: `otherwise`, but for those that are recorded now.
+
+    In the reserved block 0 of the cache, which `warm_up` has filled.
+    """
     record = recorder(decoder)
     if record is None:
         return otherwise
@@ -32,7 +38,11 @@ def replayed(
         made = buckets(kv, limits.max_seqs, limits.max_context)
         told = f"recording {name}"
         with tqdm(made, desc=told, unit="graph", leave=False, file=sys.stderr) as bar:
-            return ReplayedDecoder(decoder, kv, otherwise, bar, record)
+            over = ReplayedDecoder(decoder, kv, otherwise, bar, record)
+        if all(_agrees(over, decoder, kv, bucket) for bucket in made):
+            return over
+        log.error("CUDA graphs of %s compute other logits than its decoder: served without", name)
+        return otherwise
     except RuntimeError as error:  # what torch raises when there is no memory, and for much else
         log.warning("serving %s without CUDA graphs, slower where steps are short: %s", name, error)
         return otherwise
@@ -48,3 +58,32 @@ def recorder(decoder: Decoder | EncoderDecoder) -> Record | None:
     if not triton or not isinstance(decoder, Decoder):
         return None
     return CudaGraphs(decoder.embed.weight.device)
+
+
+def _agrees(
+    over: ReplayedDecoder, decoder: Decoder | EncoderDecoder, kv: KVCache, bucket: Bucket
+) -> bool:
+    """Whether a full bucket gives what the decoder gives, but for rounding."""
+    batch = _within_block_0(bucket, kv.block_size, decoder.config.vocab_size)
+    replayed, plain = over(batch, kv), decoder(batch, kv)
+    return bool((replayed - plain).abs().max() <= TOLERANCES[kv.dtype] * plain.abs().max())
+
+
+def _within_block_0(bucket: Bucket, block_size: int, vocab: int) -> ForwardBatch:
+    """A step of as many requests as a bucket has, each at one of the block's slots."""
+    requests, size = bucket.requests, min(block_size, bucket.context)
+    slots = size - 1 - torch.arange(requests) % size
+    tables = torch.zeros(requests, -(-bucket.context // block_size), dtype=torch.int64)
+    return ForwardBatch(
+        tokens=slots % vocab,
+        positions=slots,
+        offsets=slots,
+        slots=slots,
+        query_starts=torch.arange(requests + 1),
+        context_lens=slots + 1,
+        block_tables=tables,
+        block_bases=tables,
+        output_rows=torch.arange(requests),
+        max_query=1,
+        max_context=bucket.context,  # or a smaller bucket would be replayed
+    )

@@ -1,6 +1,7 @@
 """Decode steps that are replayed: where, and that answers are the same."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,13 +67,20 @@ def on_triton(decoder, monkeypatch):
     return decoder
 
 
+def warm_cache(decoder):
+    kv = new_cache(decoder, 60)
+    for part in kv.whole:
+        part.fill_(0.5)
+    return kv
+
+
 def made(decoder, kv):
     return graphs.replayed(decoder, kv, LIMITS, "m", otherwise=decoder)
 
 
 def test_steps_are_recorded_where_triton_attends(monkeypatch, capsys):
     decoder = tiny("nope", SdpaAttention)
-    kv = new_cache(decoder, 60)
+    kv = warm_cache(decoder)
     assert made(decoder, kv) is decoder
     assert graphs.recorder(decoder) is None
     assert isinstance(made(on_triton(decoder, monkeypatch), kv), ReplayedDecoder)
@@ -97,12 +105,29 @@ def test_a_device_that_records_nothing_serves_all_the_same(monkeypatch, caplog):
     assert "serving m without CUDA graphs" in caplog.text and "no memory" in caplog.text
 
 
+@pytest.mark.parametrize("wrong", [1.0, torch.nan])
+@pytest.mark.parametrize("bucket", range(4))
+def test_graphs_that_compute_something_else_are_not_used(bucket, wrong, monkeypatch, caplog):
+    """Whichever bucket it is: of requests 4, 2, 1, 1, the first of the single ones longer."""
+
+    def changed(graphs, compute):
+        graphs.append(len(compute()))
+        if len(graphs) - 1 != bucket:
+            return compute
+        return lambda: compute().index_fill(0, torch.tensor([graphs[bucket] - 1]), wrong)
+
+    decoder = on_triton(tiny("rope"), monkeypatch)
+    monkeypatch.setattr(Recorded, "__call__", changed)
+    long = replace(LIMITS, max_context=3000)
+    kv = warm_cache(decoder)
+    assert graphs.replayed(decoder, kv, long, "m", otherwise=decoder) is decoder
+    assert "CUDA graphs of m compute other logits than its decoder" in caplog.text
+
+
 def test_recording_leaves_the_cache_alone(monkeypatch):
     """But for the block that no request has."""
     decoder = on_triton(tiny("nope"), monkeypatch)
-    kv = new_cache(decoder, 60)
-    for part in kv.whole:
-        part.fill_(7)
+    kv = warm_cache(decoder)
     assert made(decoder, kv) is not decoder
     for part in kv.whole:
-        assert (part[:, 1:] == 7).all() and not (part[:, 0, 0] == 7).any()
+        assert (part[:, 1:] == 0.5).all() and not (part[:, 0, 0] == 0.5).any()
