@@ -1,5 +1,6 @@
 """What a run leaves out unless it is asked for everything: `scripts/test --full`."""
 
+import gc
 import os
 import signal
 
@@ -34,6 +35,9 @@ def _prepare(full):
     """What takes seconds, for a process that runs tests."""
     import hypothesis
     import torch
+    from hypothesis.internal.conjecture import providers
+
+    gc.disable()  # until all tests are there: what is imported stays
 
     if not torch.cuda.is_available():
         # Triton reads it when it is first imported, by whomever.
@@ -41,6 +45,13 @@ def _prepare(full):
     if not full:
         hypothesis.settings.register_profile("usual", max_examples=50)
         hypothesis.settings.load_profile("usual")
+        # Constants of all modules that are loaded: seconds to read, and another order of tests
+        # would draw other examples.
+        providers._get_local_constants = lambda: providers._local_constants
+
+
+def pytest_collection_finish():
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config, items):

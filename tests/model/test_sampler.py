@@ -2,6 +2,7 @@
 
 import math
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from model import sampler
 from model.kernels.sampler import KernelSampler
 from model.sampler import FIRST_CANDIDATES, Ask, Sampler, adjusted, ranked, token_scores
 from model.sampling import SamplingParams
+from tests.products import combined
 
 
 @pytest.fixture(scope="module", params=["torch", "kernels"])
@@ -52,27 +54,33 @@ def kept(row, temperature, top_k, top_p, min_p):
     return dict(zip(tokens.tolist(), (ordered / ordered.sum()).tolist(), strict=True))
 
 
-GRID = [
-    (temperature, top_k, top_p, min_p)
-    for temperature in (0.3, 1.0, 2.0)
-    for top_k in (0, 1, 5, 5000)
-    for top_p in (1e-6, 0.4, 0.95, 1.0)
-    for min_p in (0.0, 0.05, 1.0)
+TRUNCATIONS = ((0.3, 1.0, 2.0), (0, 1, 5, 5000), (1e-6, 0.4, 0.95, 1.0), (0.0, 0.05, 1.0))
+GRID = list(product(*TRUNCATIONS))
+# Any two values of different lists are together in each.
+THIRDS = [
+    [
+        case
+        for case in GRID
+        if sum(of.index(value) for of, value in zip(TRUNCATIONS, case, strict=True)) % 3 == third
+    ]
+    for third in range(3)
 ]
+ROWS = ((7, 1.0), (900, 3.0), (900, 0.01), (3000, 0.5))  # vocabulary, spread
 
 
 @pytest.mark.parametrize(
-    ("vocab", "spread"),
-    [(7, 1.0), (900, 3.0), (900, 0.01), pytest.param(3000, 0.5, marks=pytest.mark.full)],
+    ("shape", "third"),
+    combined(ROWS, range(3), always=lambda shape, third: ROWS.index(shape) == third),
 )
-def test_draws_follow_the_truncated_distribution(vocab, spread, draws):
+def test_draws_follow_the_truncated_distribution(shape, third, draws):
     """`uniform` walks the distribution: equal steps must hit each token as often as is its due.
 
     A nearly flat row keeps far more tokens than the first candidates hold.
     """
+    vocab, spread = shape
     row = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * spread
     steps = 40
-    for temperature, top_k, top_p, min_p in GRID:
+    for temperature, top_k, top_p, min_p in THIRDS[third]:
         chosen = params(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         expected = kept(row, temperature, top_k, top_p, min_p)
         counts = dict.fromkeys(expected, 0)
@@ -185,7 +193,7 @@ def test_impossible_tokens_are_never_drawn(draws):
 def test_frequencies_over_many_draws(draws):
     row = torch.tensor([2.0, 1.0, 0.0, -1.0, -5.0])
     rng = random.Random(42)
-    count = 6000
+    count = 3000
     uniforms = [rng.random() for _ in range(count)]
     found = draws(row, params(temperature=0.8, top_p=0.97), uniforms)
     for token, probability in kept(row, 0.8, 0, 0.97, 0.0).items():

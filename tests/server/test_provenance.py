@@ -18,7 +18,7 @@ LONG = os.environ.get("ROPEWALK_STATEFUL_EXAMPLES")
 
 TestProvenance = ProvenanceMachine.TestCase
 TestProvenance.settings = settings(
-    max_examples=max(300, int(LONG)) if LONG else 200,
+    max_examples=max(300, int(LONG)) if LONG else 100,
     stateful_step_count=40,
     derandomize=LONG is None,
     database=None,
