@@ -290,7 +290,7 @@ def test_kernels(name, tmp_path, kernels):
     substitute(decoder, kernels, torch.float32)
     turning = decoder.config.encoding.options.get("layers", range(9))
     for index, original in enumerate(before):
-        encoding = decoder.layers[index].block.attention.encoding
+        encoding = decoder.layers[index].attention.encoding
         kinds = isinstance(original, RoPE), isinstance(encoding, KernelRoPE)
         assert kinds == (index in turning,) * 2
         assert type(decoder.encoding.for_layer(index)) is type(encoding)
