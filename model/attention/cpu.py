@@ -63,6 +63,8 @@ class CpuAttention:
     ) -> tuple[AttendArguments, tuple[Tensor, ...]]:
         """All but queries and output; and tensors that they point into and nobody else holds."""
         spec = self.spec
+        in_8_bits = isinstance(kv, Int8LayerKV)
+        assert not (in_8_bits and spec.dtype is torch.float64), "float64 is for tests of the rest"
         arguments = AttendArguments(
             positions=batch.positions.data_ptr(),
             query_starts=batch.query_starts.data_ptr(),

@@ -66,13 +66,12 @@ struct Piece {
 };
 
 // Keys come kKeys at a time; a running maximum and total per query make the softmax exact without
-// a second pass (arXiv 2205.14135, algorithm 1). T: of queries and outputs; S: of stored keys and
+// a second pass (arXiv 2205.14135, algorithm 1). Real: of the arithmetic; S: of stored keys and
 // values. In 8 bits these are times a scale each, which the score of the key takes and the weight
-// of the value.
-template <class T, class S>
+// of the value. T: of queries and outputs, which only their loading and storing are compiled for.
+template <class Real, class S>
 class Attending {
  protected:
-  typedef typename RealOf<T>::type Real;
   static constexpr int kLanes = ::kLanes<Real>, kPanel = ::kPanel<Real>;
   static constexpr bool kScaled = std::is_same_v<S, int8_t>;
   static_assert(kKeys % kPanel == 0);
@@ -117,6 +116,7 @@ class Attending {
   int64_t position(int64_t query) const { return a_.positions[batch_row(query)]; }
 
   // Scaled, and turned where keys are.
+  template <class T>
   void load_query(int64_t head, int64_t query, bool turned, Real *to) const {
     const T *from = static_cast<const T *>(a_.q) + place(head, query);
     for (int64_t d = 0; d < a_.head_dim; ++d) to[d] = widen(from[d]) * Real(a_.scale);

@@ -10,16 +10,16 @@ constexpr int64_t kFew = 4;  // queries under one key/value head
 
 // All heads of the piece meet a chunk before the next chunk comes: their keys and values lie side
 // by side, and memory is read from one end to the other. Head dimensions are whole vectors.
-template <class T, class S>
-class FewQueries : Attending<T, S> {
-  typedef Attending<T, S> Base;
-  typedef typename Base::Real Real;
+template <class Real, class S>
+class FewQueries : Attending<Real, S> {
+  typedef Attending<Real, S> Base;
   typedef typename Base::Chunk Chunk;
   using Base::a_, Base::piece_, Base::kLanes, Base::kScaled;
 
  public:
   explicit FewQueries(const AttendArguments &a) : Base(a) {}
 
+  template <class T>
   void run(const Piece &piece) {
     this->begin(piece);
     const int64_t dim = a_.head_dim, queries = piece.heads * piece.count;
@@ -29,28 +29,34 @@ class FewQueries : Attending<T, S> {
     turned_ = a_.frame == kNothing ? nullptr : turned_buffer_.grow(kKeys * kFew * dim);
     for (int64_t h = 0; h < piece.heads; ++h)
       for (int64_t r = 0; r < piece.count; ++r) {
-        this->load_query(h, r, a_.frame == kPosition, query(h, r));
+        this->template load_query<T>(h, r, a_.frame == kPosition, query(h, r));
         this->clear(softmax(h, r));
       }
     std::fill(sums_, sums_ + queries * dim, Real(0));
-    const int64_t begin = this->first_key(0), end = this->last_key(piece.count - 1) + 1;
+    sweep();
+    for (int64_t h = 0; h < piece.heads; ++h)
+      for (int64_t r = 0; r < piece.count; ++r) store_query<T>(h, r);
+  }
+
+ private:
+  // Over all keys that the queries see.
+  __attribute__((noinline)) void sweep() {
+    const int64_t heads = piece_.heads;
+    const int64_t begin = this->first_key(0), end = this->last_key(piece_.count - 1) + 1;
     // Chunks start at multiples of kKeys whatever the rows: a row's sums have one order.
     const int64_t start = begin / kKeys * kKeys;
     this->find_chunk(start, std::min(kKeys, end - start), *chunk_);
     this->prefetch(*chunk_, 0, kKeys);
     for (int64_t first = start; first < end; first += kKeys) {
       this->find_chunk(first + kKeys, std::clamp<int64_t>(end - first - kKeys, 0, kKeys), *next_);
-      for (int64_t h = 0; h < piece.heads; ++h) {
-        this->prefetch(*next_, kKeys * h / piece.heads, kKeys * (h + 1) / piece.heads);
+      for (int64_t h = 0; h < heads; ++h) {
+        this->prefetch(*next_, kKeys * h / heads, kKeys * (h + 1) / heads);
         attend_head(h, first);
       }
       std::swap(chunk_, next_);
     }
-    for (int64_t h = 0; h < piece.heads; ++h)
-      for (int64_t r = 0; r < piece.count; ++r) store_query(h, r);
   }
 
- private:
   Real *query(int64_t head, int64_t r) const {
     return q_ + (head * piece_.count + r) * a_.head_dim;
   }
@@ -125,7 +131,7 @@ class FewQueries : Attending<T, S> {
       const Real *q = facing(i);
       Vec<Real> product[QUERIES] = {};
       for (int64_t d = 0; d < a_.head_dim; d += kLanes) {
-        const Vec<Real> part = load_as<Real>(key + d);
+        const Vec<Real> part = load_wide(key + d);
         for (int r = 0; r < QUERIES; ++r) product[r] += load(q + r * a_.head_dim + d) * part;
       }
       for (int r = 0; r < QUERIES; ++r) products[r][i] = product[r];
@@ -144,7 +150,7 @@ class FewQueries : Attending<T, S> {
     for (int64_t n = 0; n < chunk_->count; ++n) {
       const S *from = this->value(*chunk_, head, n) + d;
       for (int v = 0; v < VECTORS; ++v) {
-        const Vec<Real> part = load_as<Real>(from + v * kLanes);
+        const Vec<Real> part = load_wide(from + v * kLanes);
         for (int r = 0; r < QUERIES; ++r) sums[r][v] += weights[r * kKeys + n] * part;
       }
     }
@@ -152,6 +158,7 @@ class FewQueries : Attending<T, S> {
       for (int v = 0; v < VECTORS; ++v) store(sums[r][v], sum(head, r) + d + v * kLanes);
   }
 
+  template <class T>
   void store_query(int64_t head, int64_t r) const {
     const Real inverse = this->inverse_total(softmax(head, r));
     T *to = static_cast<T *>(a_.out) + this->place(head, r);

@@ -10,10 +10,9 @@ namespace {
 constexpr int64_t kQueries = 8 * kRows;  // of one task, in tiles of kRows
 
 // Under one key/value head.
-template <class T, class S>
-class ManyQueries : Attending<T, S> {
-  typedef Attending<T, S> Base;
-  typedef typename Base::Real Real;
+template <class Real, class S>
+class ManyQueries : Attending<Real, S> {
+  typedef Attending<Real, S> Base;
   typedef typename Base::Chunk Chunk;
   using Base::a_, Base::piece_, Base::kLanes, Base::kPanel, Base::kScaled;
 
@@ -21,13 +20,22 @@ class ManyQueries : Attending<T, S> {
   explicit ManyQueries(const AttendArguments &a)
       : Base(a), panels_((a.head_dim + kPanel - 1) / kPanel) {}
 
+  template <class T>
   void run(const Piece &piece) {
     this->begin(piece);
     make_room();
-    load_queries();
+    load_queries<T>();
     std::fill(sums_, sums_ + piece.count * panels_ * kPanel, Real(0));
     for (int64_t r = 0; r < piece.count; ++r) this->clear(softmaxes_[r]);
-    const int64_t begin = this->first_key(0), end = this->last_key(piece.count - 1) + 1;
+    sweep();
+    store_queries<T>();
+  }
+
+ private:
+  // Over all keys that the queries see.
+  __attribute__((noinline)) void sweep() {
+    const int64_t count = piece_.count;
+    const int64_t begin = this->first_key(0), end = this->last_key(count - 1) + 1;
     // Chunks start at multiples of kKeys whatever the rows: a row's sums have one order.
     const int64_t start = begin / kKeys * kKeys;
     this->find_chunk(start, std::min(kKeys, end - start), *chunk_);
@@ -35,17 +43,15 @@ class ManyQueries : Attending<T, S> {
     for (int64_t first = start; first < end; first += kKeys) {
       this->find_chunk(first + kKeys, std::clamp<int64_t>(end - first - kKeys, 0, kKeys), *next_);
       widen_chunk();
-      for (int64_t at = 0; at < piece.count; at += kRows) {
-        const int64_t queries = std::min<int64_t>(kRows, piece.count - at);
+      for (int64_t at = 0; at < count; at += kRows) {
+        const int64_t queries = std::min<int64_t>(kRows, count - at);
         const int64_t keys = std::min(chunk_->count, this->last_key(at + queries - 1) + 1 - first);
         if (keys > 0 && this->first_key(at) < first + keys) attend_tile(at, queries, first, keys);
       }
       std::swap(chunk_, next_);
     }
-    store_queries();
   }
 
- private:
   void make_room() {
     if (q_) return;
     q_ = q_buffer_.grow(kQueries * a_.head_dim);
@@ -58,11 +64,12 @@ class ManyQueries : Attending<T, S> {
   }
 
   // q_ [tile, head_dim, queries of the tile].
+  template <class T>
   void load_queries() {
     for (int64_t at = 0; at < piece_.count; at += kRows) {
       const int64_t queries = std::min<int64_t>(kRows, piece_.count - at);
       for (int64_t r = 0; r < queries; ++r) {
-        this->load_query(0, at + r, a_.frame != kNothing, row_);
+        this->template load_query<T>(0, at + r, a_.frame != kNothing, row_);
         for (int64_t d = 0; d < a_.head_dim; ++d)
           q_[at * a_.head_dim + d * queries + r] = row_[d];
       }
@@ -95,9 +102,9 @@ class ManyQueries : Attending<T, S> {
     for (; d + kLanes <= a_.head_dim; d += kLanes) {
       Vec<Real> rows[kLanes] = {};
       if (count == kLanes)
-        for (int n = 0; n < kLanes; ++n) rows[n] = load_as<Real>(key(n) + d);
+        for (int n = 0; n < kLanes; ++n) rows[n] = load_wide(key(n) + d);
       else
-        for (int n = 0; n < count; ++n) rows[n] = load_as<Real>(key(n) + d);
+        for (int n = 0; n < count; ++n) rows[n] = load_wide(key(n) + d);
       transpose<Real>(rows);
       for (int i = 0; i < kLanes; ++i) store(rows[i], to + (d + i) * kPanel);
     }
@@ -110,8 +117,8 @@ class ManyQueries : Attending<T, S> {
     for (int64_t d = 0; d < a_.head_dim; d += kPanel, to += kKeys * kPanel) {
       const int64_t columns = std::min<int64_t>(kPanel, a_.head_dim - d);
       if (columns == kPanel) {
-        store(load_as<Real>(value + d), to);
-        store(load_as<Real>(value + d + kLanes), to + kLanes);
+        store(load_wide(value + d), to);
+        store(load_wide(value + d + kLanes), to + kLanes);
       } else {
         for (int64_t j = 0; j < columns; ++j) to[j] = widen(value[d + j]);
       }
@@ -149,6 +156,7 @@ class ManyQueries : Attending<T, S> {
     return sums_ + (at * panels_ + panel * queries) * kPanel;
   }
 
+  template <class T>
   void store_queries() const {
     for (int64_t at = 0; at < piece_.count; at += kRows) {
       const int64_t queries = std::min<int64_t>(kRows, piece_.count - at);

@@ -23,8 +23,8 @@ inline void load_columns(const bf16 *panel, Vec<float> &left, Vec<float> &right)
   right = (Vec<float>)(words & 0xffff0000u);
 }
 inline void load_columns(const int8_t *panel, Vec<float> &left, Vec<float> &right) {
-  left = widen_bytes(panel);
-  right = widen_bytes(panel + kLanes<float>);
+  left = load_wide(panel);
+  right = load_wide(panel + kLanes<float>);
 }
 template <class W>
 inline int64_t place_in_panel(const W *, int64_t column) {

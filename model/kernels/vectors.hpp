@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 #include <utility>
 
 #if defined(__AVX2__)
@@ -95,7 +94,7 @@ inline Vec<float> load_wide(const bf16 *x) {
   return y;
 #endif
 }
-inline Vec<float> widen_bytes(const int8_t *x) {
+inline Vec<float> load_wide(const int8_t *x) {
 #if defined(__AVX512F__)
   return (Vec<float>)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)));
 #elif defined(__AVX2__)
@@ -105,19 +104,6 @@ inline Vec<float> widen_bytes(const int8_t *x) {
   for (int i = 0; i < kLanes<float>; ++i) y[i] = x[i];
   return y;
 #endif
-}
-// The same where one type is stored in 8 bits, whatever it is computed with.
-template <class Real, class T>
-inline Vec<Real> load_as(const T *x) {
-  if constexpr (!std::is_same_v<T, int8_t>) {
-    return load_wide(x);
-  } else if constexpr (std::is_same_v<Real, float>) {
-    return widen_bytes(x);
-  } else {
-    Vec<Real> y;
-    for (int i = 0; i < kLanes<Real>; ++i) y[i] = x[i];
-    return y;
-  }
 }
 
 // Lane i of row j becomes lane j of row i, by swapping ever smaller blocks off the diagonal.

@@ -24,7 +24,9 @@ from tests.products import combined, thirds
 
 WINDOWS = (None, 5, None)  # the second layer's is longer than a block, and no multiple of it
 EXACT = 1e-10
-IN_8_BITS = 1e-6  # where the rounded numbers are the same; one that is not changes 1e-3
+# With keys and values in 8 bits: the same numbers in float64, and in float32 a few in thousands
+# are rounded the other way.
+IN_8_BITS = {torch.float64: 1e-6, torch.float32: 0.02}
 # The formulas in float64 against sines and cosines of float32 angles at positions up to 230.
 FLOAT32_ANGLES = 1e-4
 # On average over logits whose deviation is 1.8: rounding to 24 and to 8 bits, in three layers.
@@ -134,8 +136,9 @@ def test_every_path_equals_one_uncached_pass(encoding, path, backend, backends):
 )
 def test_every_path_in_8_bits_equals_one_uncached_pass(encoding, path, backend, backends):
     """What is attended to is what was stored, of the same chunk too: hits and preemptions agree."""
-    decoder = tiny(encoding, backends[backend], windows=WINDOWS)
-    check_path(decoder, exactly_in_8_bits(encoding), path, IN_8_BITS, torch.int8)
+    dtype = torch.float32 if backend == "cpu" else torch.float64  # which the kernel has not
+    decoder = tiny(encoding, backends[backend], dtype, windows=WINDOWS)
+    check_path(decoder, exactly_in_8_bits(encoding), path, IN_8_BITS[dtype], torch.int8)
 
 
 @pytest.mark.parametrize(
