@@ -187,10 +187,17 @@ class Attending {
     }
   }
 
-  void scale(const Chunk &chunk, int64_t head, const float *scales, int64_t keys,
-             Real *scores) const {
+  // Side by side, for all queries under the head.
+  void load_scales(const Chunk &chunk, int64_t head) {
+    for (int64_t n = 0; n < chunk.count; ++n) {
+      key_scales_[n] = a_.key_scales[chunk.entries[n] + head];
+      value_scales_[n] = a_.value_scales[chunk.entries[n] + head];
+    }
+  }
+
+  static void scale(const Real *scales, int64_t keys, Real *scores) {
 #pragma omp simd
-    for (int64_t n = 0; n < keys; ++n) scores[n] *= scales[chunk.entries[n] + head];
+    for (int64_t n = 0; n < keys; ++n) scores[n] *= scales[n];
   }
 
   // first: index of the chunk's first key.
@@ -274,6 +281,7 @@ class Attending {
   const int64_t group_;
   Piece piece_;
   int64_t context_, first_index_;
+  Real key_scales_[kKeys], value_scales_[kKeys];  // of a chunk in 8 bits
 };
 
 }  // namespace

@@ -70,15 +70,16 @@ class FewQueries : Attending<Real, S> {
   void attend_head(int64_t head, int64_t first) {
     alignas(64) Real scores[kFew * kKeys];
     turn(head);
+    if constexpr (kScaled) this->load_scales(*chunk_, head);
     const int64_t keys = chunk_->count;
     for (int64_t n = 0; n < keys; n += kLanes)
       score(head, n, std::min<int64_t>(kLanes, keys - n), scores + n);
     for (int64_t r = 0; r < piece_.count; ++r) {
       Real *own = scores + r * kKeys;
-      if constexpr (kScaled) this->scale(*chunk_, head, a_.key_scales, keys, own);
+      if constexpr (kScaled) this->scale(this->key_scales_, keys, own);
       this->add_bias(*chunk_, head, r, first, keys, own);
       const Real factor = this->weigh(r, first, keys, own, softmax(head, r));
-      if constexpr (kScaled) this->scale(*chunk_, head, a_.value_scales, keys, own);
+      if constexpr (kScaled) this->scale(this->value_scales_, keys, own);
       if (factor != 1)
         for (int64_t d = 0; d < a_.head_dim; ++d) sum(head, r)[d] *= factor;
     }

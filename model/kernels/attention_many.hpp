@@ -93,6 +93,7 @@ class ManyQueries : Attending<Real, S> {
     }
     for (int64_t n = 0; n < chunk_->count; ++n)
       widen_value(this->value(*chunk_, 0, n), values_ + n * kPanel);
+    if constexpr (kScaled) this->load_scales(*chunk_, 0);
   }
 
   // kLanes keys, key(0) and on, become columns; past the last one is zero, as it must not be NaN.
@@ -130,10 +131,10 @@ class ManyQueries : Attending<Real, S> {
     for (int64_t n = 0; n < keys; n += kPanel) multiply_panel(at, queries, n, scores + n);
     for (int64_t r = 0; r < queries; ++r) {
       Real *own = scores + r * kKeys;
-      if constexpr (kScaled) this->scale(*chunk_, 0, a_.key_scales, keys, own);
+      if constexpr (kScaled) this->scale(this->key_scales_, keys, own);
       this->add_bias(*chunk_, 0, at + r, first, keys, own);
       const Real factor = this->weigh(at + r, first, keys, own, softmaxes_[at + r]);
-      if constexpr (kScaled) this->scale(*chunk_, 0, a_.value_scales, keys, own);
+      if constexpr (kScaled) this->scale(this->value_scales_, keys, own);
       if (factor != 1)
         for (int64_t p = 0; p < panels_; ++p)
           for (int64_t j = 0; j < kPanel; ++j) sums_of(at, queries, p)[r * kPanel + j] *= factor;
