@@ -265,7 +265,7 @@ def test_chat_streams_from_the_running_server(address: str) -> None:
     port = address.rsplit(":", 1)[1]
     question = next(shlex.split(line)[-1] for line in OTHERS if "chat --stats" in line)
     command = [sys.executable, "-m", "server", "chat", "--stats", question]
-    variables = {**os.environ, "ROPEWALK_PORT": port, "ROPEWALK_CHAT_MAX_TOKENS": "24"}
+    variables = {**os.environ, "ROPEWALK_PORT": port, "ROPEWALK_CHAT_MAX_TOKENS": "12"}
     done = subprocess.run(
         command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60
     )

@@ -36,7 +36,7 @@ def part_of(kv: KVCache, place: Place) -> torch.Tensor:
 
 def flip(kv: KVCache, block: int, place: Place, bit: int) -> None:
     """One bit of the block's bytes in one layer and part."""
-    stored = part_of(kv, place)[block].view(-1).view(torch.uint8)
+    stored = part_of(kv, place)[block].view(-1).view(torch.uint8).numpy()
     stored[bit // 8] ^= 1 << bit % 8
 
 

@@ -74,7 +74,8 @@ def check_oracle(decoder, *, base=0, length=140, tolerance=EXACT, tables=torch.f
 
 def check_path(decoder, uncached, path, tolerance=EXACT, stored=None):
     """Every row of logits that a path computes equals that of one `uncached` pass."""
-    for tokens, base, shared, parts in PATHS[path](decoder, random.Random(path), stored):
+    # One seed: paths that share requests share what is expected.
+    for tokens, base, shared, parts in PATHS[path](decoder, random.Random(0), stored):
         expected = uncached(tuple(tokens), base=base)
         computed = set()
         for first, rows in parts:
@@ -86,7 +87,7 @@ def check_path(decoder, uncached, path, tolerance=EXACT, stored=None):
 def check_rounding(decoder, uncached, path, tolerance):
     """What a narrower dtype makes of its own weights is right but for rounding: on average."""
     errors = []
-    for tokens, base, _, parts in PATHS[path](decoder, random.Random(path)):
+    for tokens, base, _, parts in PATHS[path](decoder, random.Random(0)):
         expected = uncached(tuple(tokens), base=base)
         errors += [rows - expected[first : first + len(rows)] for first, rows in parts]
     assert torch.cat(errors).square().mean().sqrt() <= tolerance

@@ -13,7 +13,7 @@ from model.attention.cpu import CpuBackend
 from model.loading import CheckpointError, open_checkpoint
 from tests.model import checkpoints, plain
 from tests.model.checkpoints import END, TOKENS
-from tests.model.test_parity import greedy, prompts, ragged_logits, reference_greedy
+from tests.model.test_parity import check_greedy, prompts, ragged_logits
 
 TRAINED = 40
 CONTEXT = 4 * TRAINED + 8  # what is served
@@ -81,7 +81,7 @@ def check(decoder, model, lengths=LENGTHS, count=12):
         assert theirs.std() > 0.3  # flat logits would agree whatever the weights
         assert (ours - theirs).abs().max() <= TOLERANCE
     (prompt,) = prompts(model.config.vocab_size, TRAINED - 7)
-    assert greedy(decoder, prompt, count) == reference_greedy(model, prompt, count)
+    check_greedy(decoder, model, prompt, count)
 
 
 # --------------------------------------------------------------------------- safetensors

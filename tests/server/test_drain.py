@@ -101,9 +101,8 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
-)
+@pytest.mark.full  # test_end_to_end.py shows it of a server with a model
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_process_with_0_after_its_last_stream(number, free_port):
     url = f"http://127.0.0.1:{free_port}"
     process = subprocess.Popen(

@@ -203,7 +203,7 @@ def test_no_task_is_left_behind(caplog):
             await asyncio.sleep(0.01)
         tasks = asyncio.all_tasks()
         assert serving in tasks
-        answers = await clients(listener.getsockname()[1], 80, longest_wait=0.3)
+        answers = await clients(listener.getsockname()[1], 50, longest_wait=0.3)
         assert set(answers) == {b"HTTP/1.1 200 OK"}
         await settled(tasks)
         server.should_exit = True
@@ -281,7 +281,7 @@ def test_chat_is_served(server):
 
 def test_sigterm_lets_running_streams_finish(server):
     """Stops the server of this file: the last test that uses it."""
-    body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+    body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
     _, calm = server.post("/v1/completions", body | {"stream": True})
     with ThreadPoolExecutor(4) as pool:
         running = [
