@@ -57,7 +57,8 @@ class Buffer {
 };
 
 
-constexpr int64_t kKeys = 64;  // that are attended to at a time
+constexpr int64_t kKeys = 64;            // that are attended to at a time
+constexpr int64_t kQueries = 8 * kRows;  // of one task, at most
 
 // What one task computes: queries [first_query, first_query + count) of a request, row by row and
 // in each row those that share a key/value head, under each of `heads` key/value heads.
@@ -94,21 +95,22 @@ class Attending {
     const int64_t rows = a_.query_starts[piece.request + 1] - a_.query_starts[piece.request];
     context_ = a_.context_lens[piece.request];
     first_index_ = context_ - rows;
+    for (int64_t q = 0; q < piece.count; ++q) {
+      rows_[q] = (piece.first_query + q) / group_;
+      heads_[q] = (piece.first_query + q) % group_;
+    }
   }
 
-  int64_t row_of(int64_t query) const { return (piece_.first_query + query) / group_; }
-  int64_t batch_row(int64_t query) const {
-    return a_.query_starts[piece_.request] + row_of(query);
-  }
+  int64_t batch_row(int64_t query) const { return a_.query_starts[piece_.request] + rows_[query]; }
   // `head`: of the piece.
   int64_t head_of(int64_t head, int64_t query) const {
-    return (piece_.first_head + head) * group_ + (piece_.first_query + query) % group_;
+    return (piece_.first_head + head) * group_ + heads_[query];
   }
   int64_t last_key(int64_t query) const {
-    return a_.causal ? first_index_ + row_of(query) : context_ - 1;
+    return a_.causal ? first_index_ + rows_[query] : context_ - 1;
   }
   int64_t first_key(int64_t query) const {
-    return a_.window ? std::max<int64_t>(0, first_index_ + row_of(query) - a_.window + 1) : 0;
+    return a_.window ? std::max<int64_t>(0, first_index_ + rows_[query] - a_.window + 1) : 0;
   }
   int64_t place(int64_t head, int64_t query) const {  // in q and out
     return (batch_row(query) * a_.heads + head_of(head, query)) * a_.head_dim;
@@ -163,6 +165,7 @@ class Attending {
     }
     for (int64_t n = 0; n < count; ++n)
       chunk.behind[n] = int32_t(chunk.latest - chunk.positions[n]);
+    std::fill(chunk.behind + count, chunk.behind + kKeys, 0);
   }
 
   const S *key(const Chunk &chunk, int64_t head, int64_t n) const {
@@ -200,16 +203,18 @@ class Attending {
     for (int64_t n = 0; n < keys; ++n) scores[n] *= scales[n];
   }
 
-  // first: index of the chunk's first key.
+  // first: index of the chunk's first key. What lies past the last one may change, too.
   void add_bias(const Chunk &chunk, int64_t head, int64_t query, int64_t first, int64_t keys,
                 Real *scores) const {
     const int64_t row = batch_row(query), query_head = head_of(head, query);
     const int32_t nearest = int32_t(a_.positions[row] - chunk.latest);  // distance
+    const int64_t padded = whole_vectors(keys);
     if (a_.slopes) {
       const float slope = a_.slopes[query_head];
+      for (int64_t n = 0; n < padded; n += kLanes)
 #pragma omp simd
-      for (int64_t n = 0; n < keys; ++n)
-        scores[n] -= Real(slope * float(nearest + chunk.behind[n]));
+        for (int64_t i = n; i < n + kLanes; ++i)
+          scores[i] -= Real(slope * float(nearest + chunk.behind[i]));
     }
     if (a_.bias_table) {
       const float *values = a_.bias_table + query_head * a_.bias_span;
@@ -219,9 +224,10 @@ class Attending {
       // Column of the latest key, and which way earlier ones lie.
       const int32_t latest = int32_t(a_.bias_by_key ? chunk.latest : nearest + a_.bias_zero);
       const int32_t way = a_.bias_by_key ? -1 : 1;
+      for (int64_t n = 0; n < padded; n += kLanes)
 #pragma omp simd
-      for (int64_t n = 0; n < keys; ++n)
-        scores[n] += Real(values[std::clamp(latest + way * chunk.behind[n], 0, last)]);
+        for (int64_t i = n; i < n + kLanes; ++i)
+          scores[i] += Real(values[std::clamp(latest + way * chunk.behind[i], 0, last)]);
     }
     if (a_.dense_bias) {
       const int64_t rows = a_.query_starts[a_.requests];
@@ -235,7 +241,7 @@ class Attending {
   Real weigh(int64_t query, int64_t first, int64_t keys, Real *scores, Softmax &softmax) const {
     const int64_t begin = std::clamp<int64_t>(first_key(query) - first, 0, keys);
     const int64_t end = std::clamp<int64_t>(last_key(query) + 1 - first, begin, keys);
-    const int64_t padded = (keys + kLanes - 1) / kLanes * kLanes;
+    const int64_t padded = whole_vectors(keys);
     if (begin == end) {
       std::fill(scores, scores + keys, Real(0));
       return 1;
@@ -266,6 +272,9 @@ class Attending {
     return factor;
   }
 
+  // At least so many numbers, in vectors.
+  static int64_t whole_vectors(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
   static void clear(Softmax &softmax) {
     softmax.largest = -INFINITY;
     std::fill(softmax.totals, softmax.totals + kLanes, Real(0));
@@ -282,6 +291,7 @@ class Attending {
   Piece piece_;
   int64_t context_, first_index_;
   Real key_scales_[kKeys], value_scales_[kKeys];  // of a chunk in 8 bits
+  int64_t rows_[kQueries], heads_[kQueries];  // of the request's, of the group's
 };
 
 }  // namespace

@@ -7,9 +7,7 @@
 
 namespace {
 
-constexpr int64_t kQueries = 8 * kRows;  // of one task, in tiles of kRows
-
-// Under one key/value head.
+// Under one key/value head, in tiles of kRows.
 template <class Real, class S>
 class ManyQueries : Attending<Real, S> {
   typedef Attending<Real, S> Base;
@@ -36,12 +34,13 @@ class ManyQueries : Attending<Real, S> {
   __attribute__((noinline)) void sweep() {
     const int64_t count = piece_.count;
     const int64_t begin = this->first_key(0), end = this->last_key(count - 1) + 1;
-    // Chunks start at multiples of kKeys whatever the rows: a row's sums have one order.
-    const int64_t start = begin / kKeys * kKeys;
-    this->find_chunk(start, std::min(kKeys, end - start), *chunk_);
+    // Latest keys first: few later scores are then larger. Chunks start at multiples of kKeys
+    // whatever the rows: a row's sums have one order.
+    const int64_t start = begin / kKeys * kKeys, last = (end - 1) / kKeys * kKeys;
+    this->find_chunk(last, end - last, *chunk_);
     this->prefetch(*chunk_, 0, kKeys);
-    for (int64_t first = start; first < end; first += kKeys) {
-      this->find_chunk(first + kKeys, std::clamp<int64_t>(end - first - kKeys, 0, kKeys), *next_);
+    for (int64_t first = last; first >= start; first -= kKeys) {
+      this->find_chunk(first - kKeys, first > start ? kKeys : 0, *next_);
       widen_chunk();
       for (int64_t at = 0; at < count; at += kRows) {
         const int64_t queries = std::min<int64_t>(kRows, count - at);
@@ -128,7 +127,11 @@ class ManyQueries : Attending<Real, S> {
 
   void attend_tile(int64_t at, int64_t queries, int64_t first, int64_t keys) {
     alignas(64) Real scores[kRows * kKeys];
-    for (int64_t n = 0; n < keys; n += kPanel) multiply_panel(at, queries, n, scores + n);
+    for (int64_t r = 0; r < queries; ++r)
+      std::fill(scores + r * kKeys, scores + (r + 1) * kKeys, Real(0));
+    for (int64_t n = 0; n < keys; n += kPanel)
+      multiply<kRows, 0, 1, kKeys>(queries, q_ + at * a_.head_dim, a_.head_dim,
+                                   keys_ + n * a_.head_dim, scores + n);
     for (int64_t r = 0; r < queries; ++r) {
       Real *own = scores + r * kKeys;
       if constexpr (kScaled) this->scale(this->key_scales_, keys, own);
@@ -140,16 +143,8 @@ class ManyQueries : Attending<Real, S> {
           for (int64_t j = 0; j < kPanel; ++j) sums_of(at, queries, p)[r * kPanel + j] *= factor;
     }
     for (int64_t p = 0; p < panels_; ++p)
-      multiply<kRows, 1, kKeys>(queries, scores, keys, values_ + p * kKeys * kPanel,
+      multiply<kRows, 1, kKeys, kPanel>(queries, scores, keys, values_ + p * kKeys * kPanel,
                                 sums_of(at, queries, p));
-  }
-
-  // scores [queries, kKeys] of kPanel keys.
-  void multiply_panel(int64_t at, int64_t queries, int64_t n, Real *scores) const {
-    alignas(64) Real products[kRows * kPanel] = {};
-    multiply<kRows>(queries, q_ + at * a_.head_dim, a_.head_dim, keys_ + n * a_.head_dim, products);
-    for (int64_t r = 0; r < queries; ++r)
-      std::memcpy(scores + r * kKeys, products + r * kPanel, sizeof(Real) * kPanel);
   }
 
   // sums_ [tile, panel of coordinates, queries of the tile, kPanel].

@@ -51,17 +51,17 @@ void pack_panels(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
       }
 }
 
-// Adds ROWS rows times one panel to sum [ROWS, panel]. Number k of row r is x[k * K + r * R]:
-// with K = 0, the rows lie side by side, as [inputs, ROWS].
-template <int ROWS, int K, int R, class Real, class W>
+// Adds ROWS rows times one panel to sum, of which rows are SUM apart. Number k of row r is
+// x[k * K + r * R]: with K = 0, the rows lie side by side, as [inputs, ROWS].
+template <int ROWS, int K, int R, int SUM, class Real, class W>
 void multiply_tile(const Real *x, int64_t inputs, const W *panel, Real *sum) {
-  constexpr int kLanes = ::kLanes<Real>, kPanel = ::kPanel<Real>;
+  constexpr int kLanes = ::kLanes<Real>, kPanel = 2 * kLanes;
   constexpr int input_step = K ? K : ROWS;
   constexpr int kAhead = sizeof(W) == 1 ? 64 : 24;  // inputs
   Vec<Real> left_sum[ROWS], right_sum[ROWS];
   for (int r = 0; r < ROWS; ++r) {
-    left_sum[r] = load(sum + r * kPanel);
-    right_sum[r] = load(sum + r * kPanel + kLanes);
+    left_sum[r] = load(sum + r * SUM);
+    right_sum[r] = load(sum + r * SUM + kLanes);
   }
   for (int64_t k = 0; k < inputs; ++k) {
     Vec<Real> left, right;
@@ -76,16 +76,16 @@ void multiply_tile(const Real *x, int64_t inputs, const W *panel, Real *sum) {
     }
   }
   for (int r = 0; r < ROWS; ++r) {
-    store(left_sum[r], sum + r * kPanel);
-    store(right_sum[r], sum + r * kPanel + kLanes);
+    store(left_sum[r], sum + r * SUM);
+    store(right_sum[r], sum + r * SUM + kLanes);
   }
 }
 
-template <int ROWS, int K = 0, int R = 1, class Real, class W>
+template <int ROWS, int K, int R, int SUM, class Real, class W>
 void multiply(int64_t rows, const Real *x, int64_t inputs, const W *panel, Real *sum) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return multiply<ROWS - 1, K, R>(rows, x, inputs, panel, sum);
-  multiply_tile<ROWS, K, R>(x, inputs, panel, sum);
+    if (rows < ROWS) return multiply<ROWS - 1, K, R, SUM>(rows, x, inputs, panel, sum);
+  multiply_tile<ROWS, K, R, SUM>(x, inputs, panel, sum);
 }
 
 // scale [outputs] or null: what each output's weights are to be multiplied by.
@@ -93,7 +93,7 @@ template <class T, class W>
 void linear(const T *x, const W *packed, const float *scale, const float *bias, T *y,
             int64_t rows, int64_t inputs, int64_t outputs) {
   constexpr int64_t kPanel = ::kPanel<float>;
-  constexpr int64_t kChunk = 8 * kRows;                   // rows per pass over the panels
+  constexpr int64_t kChunk = 4 * kRows;                   // rows per pass over the panels
   constexpr int64_t kDepth = 16384 / kPanel / sizeof(W);  // inputs: 16 KiB of a panel stay in L1
   const int64_t panels = (outputs + kPanel - 1) / kPanel, tiles = (rows + kRows - 1) / kRows;
   // Tile by tile of kRows rows, [inputs, rows of the tile], so that a tile reads one stream.
@@ -118,8 +118,9 @@ void linear(const T *x, const W *packed, const float *scale, const float *bias, 
           const int64_t depth = std::min(kDepth, inputs - k);
           for (int64_t m = 0; m < chunk_rows; m += kRows) {
             const int64_t count = std::min<int64_t>(kRows, chunk_rows - m);
-            multiply<kRows>(count, wide.get() + (chunk + m) * inputs + k * count, depth,
-                            packed + (p * inputs + k) * kPanel, sums + m * kPanel);
+            multiply<kRows, 0, 1, kPanel>(
+                count, wide.get() + (chunk + m) * inputs + k * count, depth,
+                packed + (p * inputs + k) * kPanel, sums + m * kPanel);
           }
         }
         const int64_t first = p * kPanel, columns = std::min<int64_t>(kPanel, outputs - first);

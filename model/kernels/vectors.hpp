@@ -149,12 +149,20 @@ inline Vec<Real> sum_rows(Vec<Real> *rows) {
                                             std::make_integer_sequence<int, kLanes<Real>>());
 }
 
+// Every lane becomes the largest of all.
+template <int STEP, class Real, int... LANE>
+inline Vec<Real> largest_lanes(Vec<Real> x, std::integer_sequence<int, LANE...> lanes) {
+  typedef decltype(x < x) Order;
+  const Order others = {(LANE ^ STEP)...};
+  const Vec<Real> other = __builtin_shuffle(x, others);
+  const Vec<Real> larger = other > x ? other : x;
+  if constexpr (STEP > 1) return largest_lanes<STEP / 2, Real>(larger, lanes);
+  return larger;
+}
 template <class Real>
 inline Real largest_lane(Vec<Real> x) {
-  Real largest = x[0];
-#pragma GCC unroll 16
-  for (int i = 1; i < kLanes<Real>; ++i) largest = x[i] > largest ? x[i] : largest;
-  return largest;
+  return largest_lanes<kLanes<Real> / 2, Real>(
+      x, std::make_integer_sequence<int, kLanes<Real>>())[0];
 }
 
 inline double exponential(double x) { return std::exp(x); }
