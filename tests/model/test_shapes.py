@@ -108,8 +108,8 @@ def test_an_encoding_from_outside() -> None:
 @pytest.mark.parametrize(
     ("source", "error", "words"),
     [
-        ("shape:large", CheckpointError, "use small, smollm2, llama-1b or the path"),
-        ("shape:", CheckpointError, "use small, smollm2, llama-1b or the path"),
+        ("shape:large", CheckpointError, "use tiny, small, smollm2, llama-1b or the path"),
+        ("shape:", CheckpointError, "use tiny, small, smollm2, llama-1b or the path"),
         ("shape:small:t6", EncodingError, "There is no encoding 't6'"),
     ],
 )
