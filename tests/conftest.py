@@ -4,6 +4,8 @@ import gc
 import os
 import signal
 
+import pytest
+
 # Long, and late in the alphabet: begun first, so that no worker is left alone with one of them.
 FIRST = (
     "server/test_end_to_end.py",
@@ -48,6 +50,24 @@ def _prepare(full):
         # Constants of all modules that are loaded: seconds to read, and another order of tests
         # would draw other examples.
         providers._get_local_constants = lambda: providers._local_constants
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Files that are done are forgotten: after each test xdist counts what is left of every one."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Forgetful(LoadFileScheduling):
+        def mark_test_complete(self, node, item_index, duration=0):
+            super().mark_test_complete(node, item_index, duration)
+            work = self.assigned_work[node]
+            file = self._split_scope(self.registered_collections[node][item_index])
+            if all(work[file].values()):
+                del work[file]
+
+    return Forgetful(config, log)
 
 
 def pytest_collection_finish():
