@@ -88,12 +88,37 @@ void multiply(int64_t rows, const Real *x, int64_t inputs, const W *panel, Real 
   multiply_tile<ROWS, K, R, SUM>(x, inputs, panel, sum);
 }
 
+// One row times PANELS panels, to sum [panel, kPanel]. A single panel's sums would wait for each
+// other; every number is summed in the same order as above.
+template <int PANELS, class W>
+void multiply_row(const float *x, int64_t inputs, const W *panels, float *sum) {
+  constexpr int kLanes = ::kLanes<float>, kPanel = 2 * kLanes;
+  constexpr int kAhead = sizeof(W) == 1 ? 64 : 24;  // inputs
+  Vec<float> left_sum[PANELS] = {}, right_sum[PANELS] = {};
+  for (int64_t k = 0; k < inputs; ++k)
+#pragma GCC unroll 16
+    for (int p = 0; p < PANELS; ++p) {
+      const W *weights = panels + (p * inputs + k) * kPanel;
+      Vec<float> left, right;
+      load_columns(weights, left, right);
+      for (int64_t i = 0; i < kPanel; i += 64 / int64_t(sizeof(W)))
+        __builtin_prefetch(weights + kAhead * kPanel + i);
+      left_sum[p] += x[k] * left;
+      right_sum[p] += x[k] * right;
+    }
+  for (int p = 0; p < PANELS; ++p) {
+    store(left_sum[p], sum + p * kPanel);
+    store(right_sum[p], sum + p * kPanel + kLanes);
+  }
+}
+
 // scale [outputs] or null: what each output's weights are to be multiplied by.
 template <class T, class W>
 void linear(const T *x, const W *packed, const float *scale, const float *bias, T *y,
             int64_t rows, int64_t inputs, int64_t outputs) {
   constexpr int64_t kPanel = ::kPanel<float>;
   constexpr int64_t kChunk = 4 * kRows;                   // rows per pass over the panels
+  constexpr int64_t kTogether = 2;                        // panels that a single row meets
   constexpr int64_t kDepth = 16384 / kPanel / sizeof(W);  // inputs: 16 KiB of a panel stay in L1
   const int64_t panels = (outputs + kPanel - 1) / kPanel, tiles = (rows + kRows - 1) / kRows;
   // Tile by tile of kRows rows, [inputs, rows of the tile], so that a tile reads one stream.
@@ -109,10 +134,25 @@ void linear(const T *x, const W *packed, const float *scale, const float *bias, 
           tile[k * count + r] = widen(x[(first + r) * inputs + k]);
     }
     alignas(64) float sums[kChunk * kPanel];
+    const auto finish = [&](int64_t p, int64_t chunk, int64_t chunk_rows, const float *from) {
+      const int64_t first = p * kPanel, columns = std::min<int64_t>(kPanel, outputs - first);
+      for (int64_t m = 0; m < chunk_rows; ++m)
+        for (int64_t j = 0; j < columns; ++j)
+          narrow(from[m * kPanel + j] * (scale ? scale[first + j] : 1.0f) +
+                     (bias ? bias[first + j] : 0.0f),
+                 y + (chunk + m) * outputs + first + j);
+    };
+    const int64_t groups = rows == 1 ? panels / kTogether : 0;
+#pragma omp for schedule(static) nowait
+    for (int64_t g = 0; g < groups; ++g) {
+      multiply_row<kTogether>(wide.get(), inputs, packed + g * kTogether * inputs * kPanel, sums);
+      for (int64_t p = 0; p < kTogether; ++p)
+        finish(g * kTogether + p, 0, 1, sums + p * kPanel);
+    }
     for (int64_t chunk = 0; chunk < rows; chunk += kChunk) {
       const int64_t chunk_rows = std::min(kChunk, rows - chunk);
 #pragma omp for schedule(static) nowait
-      for (int64_t p = 0; p < panels; ++p) {
+      for (int64_t p = groups * kTogether; p < panels; ++p) {
         std::fill(sums, sums + chunk_rows * kPanel, 0.0f);
         for (int64_t k = 0; k < inputs; k += kDepth) {
           const int64_t depth = std::min(kDepth, inputs - k);
@@ -123,12 +163,7 @@ void linear(const T *x, const W *packed, const float *scale, const float *bias, 
                 packed + (p * inputs + k) * kPanel, sums + m * kPanel);
           }
         }
-        const int64_t first = p * kPanel, columns = std::min<int64_t>(kPanel, outputs - first);
-        for (int64_t m = 0; m < chunk_rows; ++m)
-          for (int64_t j = 0; j < columns; ++j)
-            narrow(sums[m * kPanel + j] * (scale ? scale[first + j] : 1.0f) +
-                       (bias ? bias[first + j] : 0.0f),
-                   y + (chunk + m) * outputs + first + j);
+        finish(p, chunk, chunk_rows, sums);
       }
     }
   }
