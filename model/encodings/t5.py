@@ -110,12 +110,13 @@ class T5(PositionalEncoding):
         self.weight = nn.Parameter(
             torch.empty(buckets, heads, dtype=torch.float32, device=device), requires_grad=False
         )
-        distances = torch.arange(-self.far if bidirectional else 0, self.far + 1, device=device)
+        # Not on the device: on "meta", searchsorted has torch import seconds of modules.
+        distances = torch.arange(-self.far if bidirectional else 0, self.far + 1)
         # side="right": the last bucket that starts at or before the distance.
-        edges = torch.tensor(starts, device=device)
-        self.bucket = torch.searchsorted(edges, distances.abs(), side="right") - 1
+        bucket = torch.searchsorted(torch.tensor(starts), distances.abs(), side="right") - 1
         if bidirectional:
-            self.bucket[: self.far] += one_way
+            bucket[: self.far] += one_way
+        self.bucket = bucket.to(device)
         self.table = torch.empty(heads, len(distances), dtype=torch.float32, device=device)
 
     @classmethod
