@@ -91,9 +91,10 @@ class KVCache:
         self.dtype = dtype
         self.device = device
         shape = (layers, blocks, block_size, kv_heads)
-        # Not cleared: a slot is written before it is read, and untouched memory costs nothing.
+        # Not cleared: a slot is written before it is read, and untouched memory costs nothing. Nor
+        # is empty_like used: on "meta" it has torch import seconds of modules.
         self._keys = torch.empty(*shape, head_dim, dtype=dtype, device=device)
-        self._values = torch.empty_like(self._keys)
+        self._values = torch.empty(*shape, head_dim, dtype=dtype, device=device)
         self._scales: Tensor | None = None  # of keys and of values
         if dtype is torch.int8:
             self._scales = torch.empty(2, *shape, dtype=SCALE, device=device)

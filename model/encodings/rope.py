@@ -75,8 +75,10 @@ class RoPE(PositionalEncoding):
         # that is turned further must not be multiplied by it again.
         self.magnitude = 1.0 if scaling is None else scaling.norm_factor()
         # Plain attributes, so that casting the model leaves them alone.
-        cos, sin = (table.to(device) for table in self.tables(context))
-        self.cos, self.sin = cos * self.magnitude, sin * self.magnitude
+        tables = self.tables(context)
+        cos, sin = (table.to(device) for table in tables)
+        # Not on the device: on "meta", products have torch import seconds of modules.
+        self.cos, self.sin = ((table * self.magnitude).to(device) for table in tables)
         self.left: Rotation | None = None  # to attention
         if frame is KeyFrame.RAW:
             self.left = Rotation(self.cos, self.sin, layout, frame)

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from load_tests import profile_http
 from load_tests.profile_http import CHUNKS, DETOKENISING, HTTP, PARTS, Steady, http_times
 from server.completion import Choice
 from server.errors import CommandError
@@ -53,6 +54,7 @@ def test_streams_that_fail_are_told_of(good, monkeypatch):
         return act(self, *arguments)
 
     monkeypatch.setattr(CompletionWire, "chunk", broken)
+    monkeypatch.setattr(profile_http, "_TOGETHER_S", 1.0)  # those that failed early never come
     with pytest.raises(CommandError, match="a stream failed"):
         http_times(REQUESTS, 0.002, STEPS)
 

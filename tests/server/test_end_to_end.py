@@ -37,8 +37,10 @@ class Served:
     def __init__(self, model: Path, folder: Path, *flags: str) -> None:
         self.log = folder / "server.log"
         command = [sys.executable, "-m", "server", "serve", f"m={model}", "--port", "0", *flags]
+        # What it imports is logged, too.
+        env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
         self.port = self._wait()
 
     def _wait(self) -> int:
@@ -277,6 +279,13 @@ def test_chat_is_served(server):
     deltas = [choice["delta"] for chunk in streamed(chunks) for choice in chunk["choices"]]
     joined = "".join(delta.get("content") or "" for delta in deltas)
     assert joined == json.loads(whole)["choices"][0]["message"]["content"] != ""
+
+
+def test_what_only_compiling_needs_is_not_imported(server):
+    """Some operations on "meta" have torch import it: seconds of each start, and memory."""
+    log = server.log.read_text()
+    assert "server.build" in log
+    assert not {"sympy", "torch._dynamo"} & {line.split()[-1] for line in log.splitlines() if line}
 
 
 def test_sigterm_lets_running_streams_finish(server):
