@@ -128,6 +128,7 @@ def load_models(config: ServerConfig, metrics: Metrics) -> list[Loaded]:
         prepared = [prepare(config.loading, source, device, kernels) for source in config.models]
     except (CheckpointError, EncodingError, NoBackend) as error:
         raise CommandError(str(error)) from error
+    placement.return_freed_memory()
     # Only now is it known what the weights of all models leave.
     free = placement.free_memory(device)
     return [_complete(config, model, device, free, metrics, kernels) for model in prepared]

@@ -3,6 +3,7 @@
 Decides from the configuration and the hardware; loads nothing.
 """
 
+import ctypes
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -87,6 +88,16 @@ def num_blocks(
             f"but there is room for {blocks}; raise --kv-memory or lower --block-size"
         )
     return int(blocks)
+
+
+def return_freed_memory() -> None:
+    """To the system, what loading needed for a while and the C library has kept for later.
+
+    Does nothing where the library is not glibc.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def free_memory(device: torch.device) -> int:

@@ -1,6 +1,9 @@
 """Where a model computes, in which numbers, and how many blocks its cache gets."""
 
+import os
+import platform
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,3 +114,18 @@ def test_the_cache_takes_a_share_of_the_free_memory(monkeypatch):
     assert placement.free_memory(CPU) == 1000 * 4096 // 4
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100_000, 200_000))
     assert placement.free_memory(CUDA) == 85_000
+
+
+def resident() -> int:
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_freed_memory_goes_back_to_the_system():
+    pieces = [b"x" * 20_000 for _ in range(3_000)]  # 60 MB, too small to be mapped one by one
+    pieces = pieces[::100]  # what lies between is free, and stays with the library
+    before = resident()
+    placement.return_freed_memory()
+    assert before - resident() > 40_000_000
+    assert len(pieces) == 30
