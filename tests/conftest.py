@@ -1,6 +1,7 @@
 """What a run leaves out unless it is asked for everything: `scripts/test --full`."""
 
 import gc
+import logging
 import os
 import signal
 
@@ -40,6 +41,10 @@ def _prepare(full):
     from hypothesis.internal.conjecture import providers
 
     gc.disable()  # until all tests are there: what is imported stays
+    # For each step of each test pytest visits every logger that does not: torch has forty.
+    for logger in logging.Logger.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
     if not torch.cuda.is_available():
         # Triton reads it when it is first imported, by whomever.
@@ -71,6 +76,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_finish():
+    gc.freeze()  # a million objects that no collection need look at again
     gc.enable()
 
 
