@@ -72,6 +72,7 @@ def train(flags: argparse.Namespace) -> int:
         device,
         autocast=placement.pick_dtype(None, device) is torch.bfloat16,
         compile=not flags.no_compile,
+        at_once=1 if device.type == "cpu" else None,
     )
     recipe = Recipe(tokens=flags.tokens, seed=flags.seed)
     try:

@@ -42,6 +42,7 @@ class Pace:
     device: torch.device
     autocast: bool = False  # bfloat16 where the hardware has it
     compile: bool = False
+    at_once: int | None = None  # windows in one pass, so that a processor's cache holds it; all
     save_every_s: float = 120.0
     look_every: int = 250  # steps between looks at held-out text
 
@@ -123,9 +124,7 @@ class Training:
         begun = time.perf_counter()
         share = self._recipe.rate(self.step)
         tokens = torch.from_numpy(self._windows.step(self.step, self._recipe.windows))
-        refreeze(self.decoder)
-        loss = self._loss(tokens.to(self._pace.device))
-        torch.autograd.backward(loss)
+        value = self._gather_gradients(tokens.to(self._pace.device))
         torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._recipe.clip)
         gradients = {
             name: _parts(name, _gradient(self._parameters[name])) for name in self._muon.momenta
@@ -135,7 +134,6 @@ class Training:
         self._adam.step()
         for parameter in self._parameters.values():
             parameter.grad = None
-        value = float(loss.detach())
         if not np.isfinite(value):
             raise FamilyError(
                 f"the loss is {value} at step {self.step}; lower the rates and begin anew"
@@ -149,6 +147,18 @@ class Training:
             "loss": round(value, 5),
             "rate": round(share, 6),
         }
+
+    def _gather_gradients(self, tokens: Tensor) -> float:
+        """Of the mean loss over windows [windows, length + 1], which it returns."""
+        total = 0.0
+        at_once = self._pace.at_once or len(tokens)
+        for first in range(0, len(tokens), at_once):
+            part = tokens[first : first + at_once]
+            refreeze(self.decoder)
+            loss = self._loss(part) * (len(part) / len(tokens))
+            torch.autograd.backward(loss)
+            total += float(loss.detach())
+        return total
 
     def _mean_loss(self, tokens: Tensor) -> Tensor:
         return token_losses(self.decoder, tokens, self._pace.autocast).mean()

@@ -69,6 +69,7 @@ class FewQueries : Attending<Real, S> {
 
   void attend_head(int64_t head, int64_t first) {
     alignas(64) Real scores[kFew * kKeys];
+    Real factors[kFew];  // of the sums so far
     turn(head);
     if constexpr (kScaled) this->load_scales(*chunk_, head);
     const int64_t keys = chunk_->count;
@@ -78,14 +79,13 @@ class FewQueries : Attending<Real, S> {
       Real *own = scores + r * kKeys;
       if constexpr (kScaled) this->scale(this->key_scales_, keys, own);
       this->add_bias(*chunk_, head, r, first, keys, own);
-      const Real factor = this->weigh(r, first, keys, own, softmax(head, r));
+      factors[r] = this->weigh(r, first, keys, own, softmax(head, r));
       if constexpr (kScaled) this->scale(this->value_scales_, keys, own);
-      if (factor != 1)
-        for (int64_t d = 0; d < a_.head_dim; ++d) sum(head, r)[d] *= factor;
     }
     int64_t d = 0;
-    for (; d + 4 * kLanes <= a_.head_dim; d += 4 * kLanes) add_values<kFew, 4>(head, d, scores);
-    for (; d < a_.head_dim; d += kLanes) add_values<kFew, 1>(head, d, scores);
+    for (; d + 4 * kLanes <= a_.head_dim; d += 4 * kLanes)
+      add_values<kFew, 4>(head, d, scores, factors);
+    for (; d < a_.head_dim; d += kLanes) add_values<kFew, 1>(head, d, scores, factors);
   }
 
   // Keys of the chunk, or queries once for each of its blocks: these are fewer.
@@ -140,14 +140,17 @@ class FewQueries : Attending<Real, S> {
     for (int r = 0; r < QUERIES; ++r) store(sum_rows<Real>(products[r]), scores + r * kKeys);
   }
 
-  // Adds the chunk's weighted values to the sums: coordinates from d on, so many vectors of them.
+  // Adds the chunk's weighted values to the sums times their factors: coordinates from d on, so
+  // many vectors of them.
   template <int QUERIES, int VECTORS>
-  void add_values(int64_t head, int64_t d, const Real *weights) const {
+  void add_values(int64_t head, int64_t d, const Real *weights, const Real *factors) const {
     if constexpr (QUERIES > 1)
-      if (piece_.count < QUERIES) return add_values<QUERIES - 1, VECTORS>(head, d, weights);
+      if (piece_.count < QUERIES)
+        return add_values<QUERIES - 1, VECTORS>(head, d, weights, factors);
     Vec<Real> sums[QUERIES][VECTORS];
     for (int r = 0; r < QUERIES; ++r)
-      for (int v = 0; v < VECTORS; ++v) sums[r][v] = load(sum(head, r) + d + v * kLanes);
+      for (int v = 0; v < VECTORS; ++v)
+        sums[r][v] = load(sum(head, r) + d + v * kLanes) * factors[r];
     for (int64_t n = 0; n < chunk_->count; ++n) {
       const S *from = this->value(*chunk_, head, n) + d;
       for (int v = 0; v < VECTORS; ++v) {

@@ -102,6 +102,17 @@ def test_more_tokens_go_on_from_before_the_decay(tmp_path) -> None:
     assert [line["step"] for line in log(tmp_path / "twice")] == list(range(1, 17))
 
 
+def test_windows_by_two_teach_what_all_together_do(tmp_path) -> None:
+    recipe = replace(RECIPE, windows=5)
+    paces = {"together": CPU, "by_two": replace(CPU, at_once=2)}
+    losses = []
+    for name, pace in paces.items():
+        training = Training(small("rope"), recipe, CORPUS, tmp_path / name, pace)
+        training.train(lambda tokens, loss: None)
+        losses.append([line["loss"] for line in log(tmp_path / name)])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
 def test_a_log_cut_off_in_a_line_is_mended(tmp_path) -> None:
     train(tmp_path, until=7)
     with (tmp_path / "log.jsonl").open("a") as file:
