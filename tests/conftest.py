@@ -6,6 +6,7 @@ import os
 import signal
 
 import pytest
+from _pytest.logging import catching_logs
 
 # Long, and late in the alphabet: begun first, so that no worker is left alone with one of them.
 FIRST = (
@@ -41,10 +42,7 @@ def _prepare(full):
     from hypothesis.internal.conjecture import providers
 
     gc.disable()  # until all tests are there: what is imported stays
-    # For each step of each test pytest visits every logger that does not: torch has forty.
-    for logger in logging.Logger.manager.loggerDict.values():
-        if isinstance(logger, logging.Logger):
-            logger.propagate = True
+    _hear_the_root_alone()
 
     if not torch.cuda.is_available():
         # Triton reads it when it is first imported, by whomever.
@@ -55,6 +53,20 @@ def _prepare(full):
         # Constants of all modules that are loaded: seconds to read, and another order of tests
         # would draw other examples.
         providers._get_local_constants = lambda: providers._local_constants
+
+
+def _hear_the_root_alone():
+    """What is logged arrives there; pytest asks all loggers, a thousand, six times for each test."""
+    ask_all = catching_logs.__enter__
+
+    def enter(catching):
+        if catching.level is not None:
+            return ask_all(catching)
+        logging.root.addHandler(catching.handler)
+        catching.attached_loggers.append(logging.root)
+        return catching.handler
+
+    catching_logs.__enter__ = enter
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,6 +1,5 @@
 """Which pictures an encoding has, what their captions say, and what the files hold."""
 
-import ast
 import io
 import re
 from functools import cache
@@ -19,7 +18,7 @@ from model.explain.pictures import pictures
 from model.explain.subject import from_checkpoint, from_name, shape
 from model.loading import open_checkpoint
 from tests.model.checkpoints import random_model, save
-from tests.test_layers import SOURCES, imports
+from tests.test_layers import SOURCES, imports, parsed
 
 CONFIG = shape(heads=3, head_dim=16, context=300)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -252,7 +251,7 @@ def test_no_module_of_the_server_reaches_matplotlib() -> None:
         seen, todo = set(), [start]
         while todo:
             path = todo.pop()
-            for name, late in imports(ast.parse(SOURCES[path])):
+            for name, late in imports(parsed(SOURCES[path])):
                 if late:
                     continue
                 seen.add(name.split(".")[0])
