@@ -56,7 +56,7 @@ def _prepare(full):
 
 
 def _hear_the_root_alone():
-    """What is logged arrives there; pytest asks all loggers, a thousand, six times for each test."""
+    """What is logged arrives there; pytest would ask a thousand loggers, six times for a test."""
     ask_all = catching_logs.__enter__
 
     def enter(catching):

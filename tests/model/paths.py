@@ -65,10 +65,10 @@ def chunked(decoder, rng, stored=None):
 
 
 def decode(decoder, rng, stored=None):
-    """After half of its tokens, one of every request in a step."""
+    """After two thirds of its tokens, one of every request in a step."""
 
     def choose(pending):
-        return [(s, 1 if s.computed else (len(s.tokens) + 1) // 2) for s in pending]
+        return [(s, 1 if s.computed else -(-2 * len(s.tokens) // 3)) for s in pending]
 
     return advanced(decoder, rng, choose, stored)
 
@@ -88,9 +88,9 @@ def prefix_hit(decoder, rng, stored=None):
     recording = Recording(decoder, blocks=40, stored=stored)
     stem = tokens(rng, 23)
     requests = [
-        request("first", stem, max_tokens=6),
-        request("same", stem, max_tokens=6),
-        request("longer", [*stem[:21], *tokens(rng, 9)], max_tokens=3),
+        request("first", stem, max_tokens=3),
+        request("same", stem, max_tokens=3),
+        request("longer", [*stem[:21], *tokens(rng, 9)], max_tokens=2),
     ]
     for each in requests:
         recording.finish(each)
@@ -101,8 +101,8 @@ def prefix_hit(decoder, rng, stored=None):
 
 def preempted(decoder, rng, stored=None):
     """Blocks for one of two requests, so that the second loses its own and starts again."""
-    recording = Recording(decoder, blocks=8, stored=stored)
-    requests = [request(name, tokens(rng, 9), max_tokens=12) for name in "ab"]
+    recording = Recording(decoder, blocks=7, stored=stored)
+    requests = [request(name, tokens(rng, 9), max_tokens=7) for name in "ab"]
     recording.finish(*requests)
     assert recording.preempted > 0
     again = sum(len(rows) for _, rows in recording.parts(requests[1]))

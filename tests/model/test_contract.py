@@ -60,6 +60,16 @@ def backends(kernels):
     )
 
 
+@pytest.fixture(scope="module")
+def made(backends):
+    """A decoder with WINDOWS of (encoding, name of a backend, dtype), each made once."""
+    return cache(
+        lambda encoding, backend, dtype=torch.float64: tiny(
+            encoding, backends[backend], dtype, windows=WINDOWS
+        )
+    )
+
+
 # ------------------------------------------------------------------------------ the checks
 
 
@@ -117,9 +127,8 @@ def exactly_in_8_bits(encoding):
 
 # A backend sees how many rows of each request are in a step, not which path the step is of.
 @pytest.mark.parametrize(("encoding", "path", "backend"), thirds(ENCODINGS, PATHS, BACKENDS))
-def test_every_path_equals_one_uncached_pass(encoding, path, backend, backends):
-    decoder = tiny(encoding, backends[backend], windows=WINDOWS)
-    check_path(decoder, exactly(encoding), path)
+def test_every_path_equals_one_uncached_pass(encoding, path, backend, made):
+    check_path(made(encoding, backend), exactly(encoding), path)
 
 
 # Each encoding on each backend, by turns on one of the paths.
@@ -135,10 +144,10 @@ def test_every_path_equals_one_uncached_pass(encoding, path, backend, backends):
         ),
     ),
 )
-def test_every_path_in_8_bits_equals_one_uncached_pass(encoding, path, backend, backends):
+def test_every_path_in_8_bits_equals_one_uncached_pass(encoding, path, backend, made):
     """What is attended to is what was stored, of the same chunk too: hits and preemptions agree."""
     dtype = torch.float32 if backend == "cpu" else torch.float64  # which the kernel has not
-    decoder = tiny(encoding, backends[backend], dtype, windows=WINDOWS)
+    decoder = made(encoding, backend, dtype)
     check_path(decoder, exactly_in_8_bits(encoding), path, IN_8_BITS[dtype], torch.int8)
 
 
@@ -154,12 +163,12 @@ def test_every_path_in_8_bits_equals_one_uncached_pass(encoding, path, backend, 
         ),
     ),
 )
-def test_narrower_numbers_are_only_rounded(encoding, dtype, backend, backends):
+def test_narrower_numbers_are_only_rounded(encoding, dtype, backend, made):
     narrow = getattr(torch, dtype)
-    decoder = tiny(encoding, backends[backend], narrow, windows=WINDOWS)
     # Triton's interpreter needs milliseconds for a program: the path with one step.
     path = "prefill" if backend == "triton" else "ragged"
-    check_rounding(decoder, exactly(encoding, narrow), path, ROUNDED[dtype])
+    uncached = exactly(encoding, narrow)
+    check_rounding(made(encoding, backend, narrow), uncached, path, ROUNDED[dtype])
 
 
 @pytest.mark.parametrize("encoding", [name for name in ENCODINGS if name != "table"])
