@@ -1,5 +1,7 @@
 """Tiny random checkpoints as transformers writes them, and the same weights as GGUF."""
 
+import math
+
 import gguf
 import numpy as np
 import tokenizers
@@ -134,7 +136,10 @@ def fill_from_gguf(model, reader):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             tensor = stored.pop(gguf_name(name))
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            rows = tensor.data.reshape(-1, tensor.data.shape[-1])
+            # Long ones: the package works through a few at a time.
+            rows = rows.reshape(len(rows) // math.gcd(len(rows), 256), -1)
+            values = gguf.quants.dequantize(rows, tensor.tensor_type).reshape(parameter.shape)
             if heads := paired_heads(name, model.config):
                 pairs = values.reshape(heads, -1, 2, *values.shape[1:])
                 values = pairs.swapaxes(1, 2).reshape(values.shape)

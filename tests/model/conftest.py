@@ -17,10 +17,15 @@ def kernels():
 def smollm2_reader():
     """The weights as the gguf package reads them: slow, and independent of our reader.
 
-    Not through a memmap: it takes several slices for each of 100,000 strings, and a slice of a
-    memmap ten times as long as one of an array.
+    It cuts several arrays for each of 100,000 strings, which are made here by the shortest way:
+    no slice of a memmap, and no look at the order of its bytes.
     """
+
+    def cut(reader, offset, dtype, count=1, override_order=None):
+        return np.frombuffer(reader.data, dtype, int(count), offset)
+
     path = smollm2_path()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8))
+        patch.setattr(gguf.GGUFReader, "_get", cut)
         return gguf.GGUFReader(path)

@@ -206,7 +206,7 @@ def smollm2(smollm2_reader):
     with pytest.MonkeyPatch.context() as patch:  # seconds of random numbers, replaced below
         for drawn in (torch.nn.Linear, torch.nn.Embedding):
             patch.setattr(drawn, "reset_parameters", lambda module: None)
-        patch.setattr(transformers.LlamaForCausalLM, "_init_weights", lambda model, module: None)
+        patch.setattr(transformers.PreTrainedModel, "_init_weights", lambda model, module: None)
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMOLLM2)).eval()
     checkpoints.fill_from_gguf(model, smollm2_reader)
     tokens = checkpoint.tokenizer.encode(ENGLISH, bos=False)[:512]
