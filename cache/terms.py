@@ -55,7 +55,7 @@ class Audit(StrEnum):
     """How many of the sealed blocks are verified besides those shared and given up."""
 
     OFF = "off"  # nothing is sealed or verified at all
-    SAMPLE = "sample"  # one each step, in turn
+    SAMPLE = "sample"  # one for each step, in turn
     FULL = "full"  # all of them each step
 
 

@@ -46,6 +46,11 @@ class Ask:
         )
 
     @property
+    def takes_largest(self) -> bool:
+        """Whether it is the row's largest number that is wanted."""
+        return self.params.greedy and not self.changes_logits
+
+    @property
     def _generated(self) -> int:
         return len(self.tokens) - self.num_prompt
 
@@ -93,18 +98,18 @@ class Sampler:
         """
         largest, tokens = self.largest(rows)
         enough = torch.ones_like(tokens, dtype=torch.bool)
-        drawing = [i for i, ask in enumerate(asks) if not ask.params.greedy or ask.changes_logits]
+        drawing = [i for i, ask in enumerate(asks) if not ask.takes_largest]
         if drawing:
             at = tensor_on(rows.device, drawing)
             asked = [asks[i] for i in drawing]
-            wide = adjusted(_taken(rows, drawing), asked)
+            wide = adjusted(taken(rows, drawing), asked)
             tokens[at], enough[at] = self.draw(wide, asked, candidates)
-        scores = list(_scores(rows, tokens, asks))
+        scores = list(scores_of(rows, tokens, asks))
         picked, held = _read(largest.isfinite(), tokens, enough, scores)
         short = [i for i, holds in enumerate(held) if picked[i].finite and not holds]
         if short:
             again = [asks[i] for i in short]
-            more = self.pick(_taken(rows, short), again, candidates * WIDER)
+            more = self.pick(taken(rows, short), again, candidates * WIDER)
             for i, each in zip(short, more, strict=True):
                 picked[i] = each
         return picked
@@ -119,7 +124,7 @@ class Sampler:
         tokens = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
         enough = torch.ones_like(tokens, dtype=torch.bool)
         for (top_k, truncated), members in _grouped(asks, _truncation):
-            at, some = tensor_on(rows.device, members), _taken(rows, members)
+            at, some = tensor_on(rows.device, members), taken(rows, members)
             rule = _Rule.of([asks[i] for i in members], rows.device)
             if truncated:
                 count = min(top_k or candidates, rows.shape[-1])
@@ -217,7 +222,7 @@ def _at(weights: Tensor, uniform: Tensor) -> Tensor:
     return index[:, 0].clamp(max=weights.shape[-1] - 1)
 
 
-def _scores(
+def scores_of(
     rows: Tensor, tokens: Tensor, asks: Sequence[Ask]
 ) -> Iterator[tuple[list[int], Tensor]]:
     """By how many are wanted: which rows, and for each the log-probability of its token, then the
@@ -225,7 +230,7 @@ def _scores(
     """
     for count, members in _grouped(asks, lambda ask: ask.params.logprobs):
         if count is not None:
-            yield members, token_scores(_taken(rows, members), _taken(tokens, members), count)
+            yield members, token_scores(taken(rows, members), taken(tokens, members), count)
 
 
 def token_scores(rows: Tensor, tokens: Tensor, count: int) -> Tensor:
@@ -248,10 +253,14 @@ def _read(
     good, found, held = (list(islice(numbers, len(tokens))) for _ in range(3))
     picked = [Picked(int(token), bool(one)) for token, one in zip(found, good, strict=True)]
     for members, score in scores:
-        for i in members:
-            own, *top = islice(numbers, score.shape[1])
-            picked[i] = replace(picked[i], logprob=own, top=ranked(top))
+        note(picked, members, [list(islice(numbers, score.shape[1])) for _ in members])
     return picked, held
+
+
+def note(picked: list[Picked], members: list[int], scores: Sequence[Sequence[float]]) -> None:
+    """Rows of `token_scores` with those that they are of."""
+    for i, (own, *top) in zip(members, scores, strict=True):
+        picked[i] = replace(picked[i], logprob=own, top=ranked(top))
 
 
 def ranked(numbers: Sequence[float]) -> tuple[tuple[int, float], ...]:
@@ -268,7 +277,7 @@ def _grouped(asks: Sequence[Ask], key: Callable[[Ask], K]) -> list[tuple[K, list
     return list(groups.items())
 
 
-def _taken(rows: Tensor, members: list[int]) -> Tensor:
+def taken(rows: Tensor, members: list[int]) -> Tensor:
     """Those rows; without a copy where it is all."""
     return rows if len(members) == len(rows) else rows[tensor_on(rows.device, members)]
 

@@ -232,7 +232,7 @@ SERVE_OPTIONS = (
         "--audit",
         "cache",
         "check that cached blocks do not change: off; sample: when shared or given up, and one "
-        "each step; full: all each step, slowly",
+        "for each step; full: all each step, slowly",
         choice("off", "sample", "full"),
         "sample",
         metavar="HOW",

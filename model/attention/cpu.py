@@ -63,8 +63,9 @@ class CpuAttention:
     ) -> tuple[AttendArguments, tuple[Tensor, ...]]:
         """All but queries and output; and tensors that they point into and nobody else holds."""
         spec = self.spec
-        in_8_bits = isinstance(kv, Int8LayerKV)
-        assert not (in_8_bits and spec.dtype is torch.float64), "float64 is for tests of the rest"
+        assert not (isinstance(kv, Int8LayerKV) and spec.dtype is torch.float64), (
+            "float64 is for tests of the rest"
+        )
         arguments = AttendArguments(
             positions=batch.positions.data_ptr(),
             query_starts=batch.query_starts.data_ptr(),
@@ -81,7 +82,10 @@ class CpuAttention:
             causal=int(spec.causal),
             scale=spec.scale,
         )
-        point_at(arguments, kv)
+        arguments.keys, arguments.values = kv.keys.data_ptr(), kv.values.data_ptr()
+        if isinstance(kv, Int8LayerKV):
+            arguments.key_scales = kv.key_scales.data_ptr()
+            arguments.value_scales = kv.value_scales.data_ptr()
         tensors: tuple[Tensor, ...] = ()
         if isinstance(bias, LinearBias):
             slopes = _per_head(bias.slopes, spec.heads)
@@ -111,14 +115,6 @@ class CpuAttention:
             arguments.magnitude = rotation.magnitude
             tensors += (cosines, sines)
         return arguments, tensors
-
-
-def point_at(arguments: AttendArguments, kv: PagedKV) -> None:
-    """Keys and values are these."""
-    arguments.keys, arguments.values = kv.keys.data_ptr(), kv.values.data_ptr()
-    if isinstance(kv, Int8LayerKV):
-        arguments.key_scales = kv.key_scales.data_ptr()
-        arguments.value_scales = kv.value_scales.data_ptr()
 
 
 def _per_head(values: Tensor, heads: int) -> Tensor:

@@ -11,7 +11,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from ctypes import c_double, c_float, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -78,9 +78,8 @@ class LayerArguments(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, LinearArguments) for name in ("qkv", "out", "gate_up", "down")),
-        ("attend", AttendArguments),
         *((name, c_void_p) for name in ("cosines", "sines")),
-        *((name, c_int64) for name in ("pairs", "interleaved", "turned")),
+        *((name, c_int64) for name in ("pairs", "interleaved", "turned", "index", "kind")),
         ("eps", c_double),
     )
 
@@ -91,6 +90,8 @@ class StepArguments(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "y", "scratch", "offsets", "slots", "kept")),
         *((name, c_int64) for name in ("rows", "kept_rows")),
+        ("attends", POINTER(AttendArguments)),
+        *((name, c_int64) for name in ("layer_bytes", "layer_scales")),
         ("seconds", c_void_p),
     )
 
@@ -197,10 +198,15 @@ class Kernels:
         getattr(self._library, f"attend_{ATTENTION_SUFFIXES[dtype]}")(ctypes.byref(arguments))
 
     def layers(
-        self, dtype: torch.dtype, layers: "ctypes.Array[LayerArguments]", step: StepArguments
+        self,
+        dtype: torch.dtype,
+        layers: "ctypes.Array[LayerArguments]",
+        run: range,
+        step: StepArguments,
     ) -> None:
-        """One after another."""
-        self._function("layers", dtype)(layers, c_int64(len(layers)), ctypes.byref(step))
+        """Those of `run`, one after another."""
+        first = ctypes.byref(layers, run.start * ctypes.sizeof(LayerArguments))
+        self._function("layers", dtype)(first, c_int64(len(run)), ctypes.byref(step))
 
     def _call(self, name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> None:
         self._function(name, dtype)(*map(_as_c, arguments))

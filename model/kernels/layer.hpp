@@ -67,13 +67,14 @@ extern "C" struct LinearArguments {
   int64_t inputs, outputs;
 };
 
-// What does not change from step to step, but for what `attend` says of the step.
+// What does not change from step to step.
 extern "C" struct LayerArguments {
   const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // [width] twice, [head_dim] or null
   LinearArguments qkv, out, gate_up, down;
-  AttendArguments attend;          // its q and out lie in the step's scratch
-  const float *cosines, *sines;    // [positions, pairs]
+  const float *cosines, *sines;  // [positions, pairs]
   int64_t pairs, interleaved, turned;
+  int64_t index;  // of its keys and values in the cache
+  int64_t kind;   // of its attention among the step's
   double eps;
 };
 // By what queries and keys are turned before keys are stored.
@@ -87,7 +88,11 @@ extern "C" struct StepArguments {
   const int64_t *slots;    // [rows]
   const int64_t *kept;     // rows of x that y is of, or null: all
   int64_t rows, kept_rows;
-  double *seconds;         // [parts] to add to, or null
+  // Of each kind of attention: keys, values and scales of the cache's first layer. Queries and
+  // output lie in the scratch.
+  const AttendArguments *attends;
+  int64_t layer_bytes, layer_scales;  // from a layer's keys to the next one's, and its scales
+  double *seconds;                    // [parts] to add to, or null
 };
 enum Part { kNorm, kLinear, kTurn, kStore, kAttention, kGate, kResidual };
 
@@ -102,40 +107,40 @@ void linear(const T *x, const LinearArguments &a, T *y, int64_t rows) {
 
 // `act` on every head of queries or keys, count of them from the first-th on, in place.
 template <class T, class Act>
-void each_head(const LayerArguments &a, int64_t rows, T *qkv, int64_t first, int64_t count,
+void each_head(int64_t rows, int64_t stride, int64_t dim, T *qkv, int64_t first, int64_t count,
                Act act) {
-  const int64_t dim = a.attend.head_dim;
 #pragma omp parallel for schedule(static) if (rows > 1)
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t h = first; h < first + count; ++h) act(r, qkv + r * a.qkv.outputs + h * dim);
+    for (int64_t h = first; h < first + count; ++h) act(r, qkv + r * stride + h * dim);
 }
 
 template <class T>
-void norm_heads(const LayerArguments &a, int64_t rows, T *qkv) {
-  const int64_t heads = a.attend.heads, dim = a.attend.head_dim;
+void norm_heads(const LayerArguments &a, const AttendArguments &attend, int64_t rows, T *qkv) {
+  const int64_t heads = attend.heads, dim = attend.head_dim;
   const auto by = [&](const void *weight) {
     return [&a, dim, weight](int64_t, T *head) {
       rms_norm_row(head, static_cast<const T *>(weight), head, dim, float(a.eps));
     };
   };
-  if (a.q_norm) each_head(a, rows, qkv, 0, heads, by(a.q_norm));
-  if (a.k_norm) each_head(a, rows, qkv, heads, a.attend.kv_heads, by(a.k_norm));
+  if (a.q_norm) each_head(rows, a.qkv.outputs, dim, qkv, 0, heads, by(a.q_norm));
+  if (a.k_norm) each_head(rows, a.qkv.outputs, dim, qkv, heads, attend.kv_heads, by(a.k_norm));
 }
 
 template <class T>
-void turn_heads(const LayerArguments &a, const StepArguments &step, T *qkv) {
-  const auto by = [&](const int64_t *positions) {
-    return [&a, positions](int64_t r, T *head) {
+void turn_heads(const LayerArguments &a, const AttendArguments &attend, const StepArguments &step,
+                T *qkv) {
+  const auto turn_from = [&](const int64_t *positions, int64_t first, int64_t count) {
+    const auto by_position = [&a, positions](int64_t r, T *head) {
       const int64_t at = positions[r] * a.pairs;
       (a.interleaved ? turn<true, T, T, float> : turn<false, T, T, float>)(
           head, head, a.cosines + at, a.sines + at, 1.0f, a.pairs);
     };
+    each_head(step.rows, a.qkv.outputs, attend.head_dim, qkv, first, count, by_position);
   };
-  const int64_t heads = a.attend.heads, kv_heads = a.attend.kv_heads;
   if (a.turned == kByPosition)  // keys follow queries
-    each_head(a, step.rows, qkv, 0, heads + kv_heads, by(a.attend.positions));
+    turn_from(attend.positions, 0, attend.heads + attend.kv_heads);
   else if (a.turned == kKeysByOffset)
-    each_head(a, step.rows, qkv, heads, kv_heads, by(step.offsets));
+    turn_from(step.offsets, attend.heads, attend.kv_heads);
 }
 
 // cache/rounding.py defines it, and both store the same bits: one key or value in 8 bits.
@@ -176,12 +181,12 @@ inline void store_token(const T *from, const void *cache, const float *scales, i
 
 // Keys and values into the cache, queries side by side.
 template <class T>
-void store_heads(const LayerArguments &a, const StepArguments &step, const T *qkv, T *q) {
-  const AttendArguments &to = a.attend;
+void store_heads(const AttendArguments &to, const StepArguments &step, const T *qkv,
+                 int64_t stride, T *q) {
   const int64_t heads = to.kv_heads, dim = to.head_dim, queries = to.heads * dim;
 #pragma omp parallel for schedule(static) if (step.rows > 1)
   for (int64_t r = 0; r < step.rows; ++r) {
-    const T *from = qkv + r * a.qkv.outputs, *key = from + queries;
+    const T *from = qkv + r * stride, *key = from + queries;
     std::copy(from, key, q + r * queries);
     store_token(key, to.keys, to.key_scales, step.slots[r], heads, dim);
     store_token(key + heads * dim, to.values, to.value_scales, step.slots[r], heads, dim);
@@ -218,6 +223,16 @@ class PartTimes {
   Clock::time_point before_;
 };
 
+// What a layer attends to.
+inline AttendArguments attends_to(const LayerArguments &a, const StepArguments &step) {
+  AttendArguments attend = step.attends[a.kind];
+  const int64_t bytes = a.index * step.layer_bytes, scales = a.index * step.layer_scales;
+  attend.keys = static_cast<const char *>(attend.keys) + bytes;
+  attend.values = static_cast<const char *>(attend.values) + bytes;
+  if (attend.key_scales) attend.key_scales += scales, attend.value_scales += scales;
+  return attend;
+}
+
 // One layer of a decoder: x + attention(norm(x)), then x + mlp(norm(x)). Of the step it is one
 // layer's x and y that count, which may be the same.
 template <class T>
@@ -231,21 +246,21 @@ void layer(const LayerArguments &a, const StepArguments &step, T *scratch, PartT
   T *heads = q + rows * attended, *kept = heads + rows * attended;
   T *gate_up = kept + kept_rows * attended;
   T *gate = gate_up + kept_rows * a.gate_up.outputs;
+  AttendArguments attend = attends_to(a, step);
+  attend.q = q;
+  attend.out = heads;
 
   rms_norm(x, static_cast<const T *>(a.attention_norm), small, rows, width, float(a.eps));
   times.spent(kNorm);
   linear(small, a.qkv, qkv, rows);
   times.spent(kLinear);
-  norm_heads(a, rows, qkv);
+  norm_heads(a, attend, rows, qkv);
   times.spent(kNorm);
-  turn_heads(a, step, qkv);
+  turn_heads(a, attend, step, qkv);
   times.spent(kTurn);
-  store_heads(a, step, qkv, q);
+  store_heads(attend, step, qkv, a.qkv.outputs, q);
   times.spent(kStore);
-  AttendArguments attend_arguments = a.attend;
-  attend_arguments.q = q;
-  attend_arguments.out = heads;
-  attend<T>(attend_arguments);
+  ::attend<T>(attend);
   times.spent(kAttention);
   if (step.kept)
     for (int64_t r = 0; r < kept_rows; ++r)

@@ -5,16 +5,17 @@ over what a step brings, and the rest was handed over when the decoder was made.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from ctypes import Array
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import groupby
+from itertools import count, groupby
 
 from torch import Tensor, nn
 
-from cache.kv import KVCache
+from cache.kv import Int8LayerKV, KVCache
 from cache.terms import KeyFrame
 from model.attention.bias import StepBias
-from model.attention.cpu import CpuAttention, point_at
+from model.attention.cpu import CpuAttention
 from model.batch import ForwardBatch
 from model.encodings.base import PositionalEncoding
 from model.kernels.build import (
@@ -109,10 +110,13 @@ class KernelLayers(Layers):
         self.seconds: Tensor | None = None
         self._parts = parts
         self._kernels = kernels
-        self._arguments = [_layer_arguments(each) for each in parts]
-        # For each layer the first one that attends as it does: most models have one or two kinds.
-        kinds = [(each.attend.spec, id(each.encoding)) for each in parts]
-        self._like = [kinds.index(kind) for kind in kinds]
+        # Layers that attend alike are of one kind: most models have one or two.
+        specs = [(each.attend.spec, id(each.encoding)) for each in parts]
+        self._kinds = [specs.index(spec) for spec in dict.fromkeys(specs)]  # a layer of each
+        self._kind_of = [list(dict.fromkeys(specs)).index(spec) for spec in specs]
+        self._attends_type = AttendArguments * len(self._kinds)
+        arguments = map(_layer_arguments, parts, count(), self._kind_of)
+        self._arguments = (LayerArguments * len(parts))(*arguments)
         of_one = self._arguments[0]
         attended, self._width = of_one.out.inputs, of_one.down.outputs
         # Numbers of scratch for each row, and for each row that is kept.
@@ -143,10 +147,11 @@ class KernelLayers(Layers):
     ) -> Tensor:
         """These layers, which share a bias."""
         x = x.contiguous()
-        count = len(x)
-        kept = count if rows is None else len(rows)
+        kept = len(x) if rows is None else len(rows)
         y = x.new_empty(kept, self._width)
-        scratch = x.new_empty(count * (self._per_row + self._per_kept))
+        scratch = x.new_empty(len(x) * (self._per_row + self._per_kept))
+        attends, _tensors = self._attends(kv, batch, run, bias)
+        whole = kv.whole
         step = StepArguments(
             x=x.data_ptr(),
             y=y.data_ptr(),
@@ -154,22 +159,29 @@ class KernelLayers(Layers):
             offsets=batch.offsets.data_ptr(),
             slots=batch.slots.data_ptr(),
             kept=None if rows is None else rows.data_ptr(),
-            rows=count,
+            rows=len(x),
             kept_rows=kept,
+            attends=attends,
+            layer_bytes=whole.keys.stride(0) * whole.keys.element_size(),
+            layer_scales=whole.key_scales.stride(0) if isinstance(whole, Int8LayerKV) else 0,
             seconds=None if self.seconds is None else self.seconds.data_ptr(),
         )
-        layers = (LayerArguments * len(run))(*self._arguments[run.start : run.stop])
-        made: dict[int, tuple[AttendArguments, tuple[Tensor, ...]]] = {}
-        for index, layer in zip(run, layers, strict=True):
-            of_layer, like = kv.layer(index), self._like[index]
-            if like not in made:
-                parts = self._parts[like]
-                rotation = parts.encoding.rotation()
-                made[like] = parts.attend.arguments(of_layer, batch, bias, rotation)
-            layer.attend = made[like][0]
-            point_at(layer.attend, of_layer)
-        self._kernels.layers(x.dtype, layers, step)
+        self._kernels.layers(x.dtype, self._arguments, run, step)
         return y
+
+    def _attends(
+        self, kv: KVCache, batch: ForwardBatch, run: range, bias: StepBias | None
+    ) -> tuple["Array[AttendArguments]", list[Tensor]]:
+        """By kind, for the kinds of these layers; and tensors that nobody else holds."""
+        attends = self._attends_type()
+        held: list[Tensor] = []
+        first = kv.layer(0)
+        for kind in set(self._kind_of[run.start : run.stop]):
+            parts = self._parts[self._kinds[kind]]
+            rotation = parts.encoding.rotation()
+            attends[kind], tensors = parts.attend.arguments(first, batch, bias, rotation)
+            held += tensors
+        return attends, held
 
 
 def _runs(biases: Iterable[StepBias | None]) -> Iterator[tuple[range, StepBias | None]]:
@@ -181,11 +193,13 @@ def _runs(biases: Iterable[StepBias | None]) -> Iterator[tuple[range, StepBias |
         first += len(same)
 
 
-def _layer_arguments(parts: Parts) -> LayerArguments:
+def _layer_arguments(parts: Parts, index: int, kind: int) -> LayerArguments:
     """All but what changes from step to step."""
     arguments = LayerArguments(
         **{name: norm.weight.data_ptr() for name, norm in parts.norms.items()},
         **{name: _linear_arguments(each) for name, each in parts.linears.items()},
+        index=index,
+        kind=kind,
         eps=parts.norms["mlp_norm"].eps,  # one for all norms of a model
     )
     rope = parts.encoding

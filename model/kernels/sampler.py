@@ -1,12 +1,22 @@
 """Picks tokens with the CPU kernels, which differ from model/sampler.py by rounding only."""
 
 from collections.abc import Sequence
+from math import isfinite
 
 import torch
 from torch import Tensor
 
 from model.kernels.build import SUFFIXES, Kernels
-from model.sampler import Ask, Sampler
+from model.sampler import (
+    FIRST_CANDIDATES,
+    Ask,
+    Picked,
+    Sampler,
+    adjusted,
+    note,
+    scores_of,
+    taken,
+)
 
 
 class KernelSampler(Sampler):
@@ -15,15 +25,33 @@ class KernelSampler(Sampler):
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return self._kernels.largest(rows) if rows.dtype in SUFFIXES else super().largest(rows)
+    def pick(
+        self, rows: Tensor, asks: Sequence[Ask], candidates: int = FIRST_CANDIDATES
+    ) -> list[Picked]:
+        """As Sampler's, with numbers in Python as soon as can be.
 
-    def draw(self, rows: Tensor, asks: Sequence[Ask], candidates: int) -> tuple[Tensor, Tensor]:
-        rows = rows.float()
-        tokens = [
-            int(row.argmax())
-            if ask.params.greedy
-            else self._kernels.draw(row, ask.params, ask.uniform)
-            for row, ask in zip(rows, asks, strict=True)
+        After the weights of a step have passed through the processor's caches, an operation of
+        torch on a few numbers takes longer than a kernel on a row. Candidates always suffice.
+        """
+        if rows.dtype not in SUFFIXES:
+            return super().pick(rows, asks, candidates)
+        largest, tokens = (each.tolist() for each in self._kernels.largest(rows))
+        drawing = [i for i, ask in enumerate(asks) if not ask.takes_largest]
+        if drawing:
+            asked = [asks[i] for i in drawing]
+            for i, row, ask in zip(
+                drawing, adjusted(taken(rows, drawing), asked), asked, strict=True
+            ):
+                tokens[i] = self._drawn(row, ask)
+        picked = [
+            Picked(token, isfinite(value)) for token, value in zip(tokens, largest, strict=True)
         ]
-        return torch.tensor(tokens), torch.ones(len(tokens), dtype=torch.bool)
+        if any(ask.params.logprobs is not None for ask in asks):
+            for members, scores in scores_of(rows, torch.tensor(tokens), asks):
+                note(picked, members, scores.tolist())
+        return picked
+
+    def _drawn(self, row: Tensor, ask: Ask) -> int:
+        if ask.params.greedy:
+            return int(row.argmax())
+        return self._kernels.draw(row, ask.params, ask.uniform)

@@ -22,8 +22,11 @@ def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
     """Replace what can be, inside a model of this dtype on the CPU. Call once, after loading."""
     if dtype not in SUFFIXES:
         return
+    made: dict[nn.Module, nn.Module | None] = {}  # what several parents share stays shared
     for parent, name, child in _children(model):
-        faster = _faster(child, kernels)
+        if child not in made:
+            made[child] = _faster(child, kernels)
+        faster = made[child]
         if faster is not None:
             setattr(parent, name, faster)
     for parent, name, child in _children(model):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cache.kv import KVCache
-from cache.ledger import SAMPLED_BLOCKS, Checksums, Fault, Ledger, LedgerCounts, Part, Place
+from cache.ledger import SAMPLED_TOGETHER, Checksums, Fault, Ledger, LedgerCounts, Part, Place
 from cache.manager import CacheManager
 from cache.terms import Audit
 from tests.cache.events import filled, released, reused, taken
@@ -204,31 +204,36 @@ def test_a_fault_is_told_once_and_forgotten_blocks_never():
     assert found(ledger, [1, 2]) == []
 
 
-def test_sampling_goes_round():
+def test_sampling_goes_round(monkeypatch):
+    monkeypatch.setattr("cache.ledger.SAMPLED_TOGETHER", 4)
     kv = cache()
     ledger = Ledger(kv, Audit.SAMPLE)
     ledger.seal(range(1, BLOCKS))
     damaged = Place(1, Part.KEYS)
     for block in range(1, BLOCKS):
         flip(kv, block, damaged, block)
-    found = []
-    for _ in range((BLOCKS - 1) // SAMPLED_BLOCKS):
+    found, verified = [], []
+    for _ in range(BLOCKS - 1):
         ledger.sample()
         counts = ledger.drain()
-        assert counts.verified == SAMPLED_BLOCKS
+        verified.append(counts.verified)
         found += [fault.block for fault in counts.faults]
+    assert verified == [0, 0, 0, 4] * 2
     assert found == list(range(1, BLOCKS))
-    ledger.sample()
+    for _ in range(4):
+        ledger.sample()
     assert ledger.drain() == LedgerCounts()
 
 
-def test_the_longest_unseen_are_sampled_first():
+def test_the_longest_unseen_are_sampled_first(monkeypatch):
+    monkeypatch.setattr("cache.ledger.SAMPLED_TOGETHER", 2)
     kv = cache()
     ledger = Ledger(kv, Audit.SAMPLE)
     ledger.seal([1, 2, 3, 4, 5])
     ledger.verify([2])
-    ledger.sample()  # 1
-    flip(kv, 3, Place(0, Part.KEYS), 0)
+    for block in (2, 3, 4):
+        flip(kv, block, Place(0, Part.KEYS), 0)
+    ledger.sample()
     ledger.sample()
     assert [fault.block for fault in ledger.drain().faults] == [3]
 
@@ -249,7 +254,8 @@ def test_off_does_nothing():
     ledger.seal([1, 2])
     flip(kv, 1, Place(0, Part.KEYS), 0)
     ledger.observe([released(1, "a", 0)])
-    ledger.sample()
+    for _ in range(SAMPLED_TOGETHER):
+        ledger.sample()
     assert found(ledger, [1, 2]) == []
     assert ledger.drain() == LedgerCounts()
 

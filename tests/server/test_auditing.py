@@ -287,11 +287,11 @@ def test_off_looks_at_nothing():
 
 def test_every_full_block_is_sealed_once_and_nothing_is_found():
     world = Watched(Audit.SAMPLE)
-    world.engine.submit(make_request("a", range(9), max_tokens=4))  # 12 tokens are stored
+    world.engine.submit(make_request("a", range(9), max_tokens=12))  # 20 tokens are stored
     world.engine.submit(make_request("b", range(20, 25), max_tokens=2))
     world.run()
-    assert world.total("sealed_blocks") == 4
-    assert world.total("verified_blocks") >= 4
+    assert world.total("sealed_blocks") == 6
+    assert world.total("verified_blocks") >= 6
     assert world.total("mutated_entries") == 0
 
 
