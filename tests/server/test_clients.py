@@ -7,7 +7,6 @@ that client takes, and nothing else.
 import json
 
 import httpx
-import openai
 import pytest
 
 from server.request import QueueFull, RequestFailed
@@ -215,8 +214,16 @@ def test_the_gateway(url):
         assert f"\nropewalk_{name}{{" in page
 
 
+@pytest.fixture(scope="module")
+def openai():
+    """Here, since it takes a second: one worker of several needs it."""
+    import openai
+
+    return openai
+
+
 @pytest.fixture
-def client(url):
+def client(openai, url):
     with openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) as one:
         yield one
 
@@ -270,7 +277,7 @@ def test_openai_models(client):
     assert client.models.retrieve("toy").owned_by == "ropewalk"
 
 
-def test_openai_errors(client, engine):
+def test_openai_errors(openai, client, engine):
     def ask_for(**changes):
         return client.completions.create(**{"model": "toy", "prompt": "a", **changes})
 
@@ -294,7 +301,7 @@ def test_openai_errors(client, engine):
         ask_for()
 
 
-def test_openai_does_not_repeat_a_request_that_failed(url, engine):
+def test_openai_does_not_repeat_a_request_that_failed(openai, url, engine):
     engine.failure_at = (1, RequestFailed("logits are not finite"))
     with (
         openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=2) as client,
@@ -304,7 +311,7 @@ def test_openai_does_not_repeat_a_request_that_failed(url, engine):
     assert len(engine.requests) == 1
 
 
-def test_openai_sees_a_stream_that_failed(client, engine):
+def test_openai_sees_a_stream_that_failed(openai, client, engine):
     engine.failure_at = (4, RequestFailed("logits are not finite"))
     said = ""
     with pytest.raises(openai.APIError, match="not finite"):
@@ -313,7 +320,7 @@ def test_openai_sees_a_stream_that_failed(client, engine):
     assert said == "Hel"
 
 
-def test_openai_keys():
+def test_openai_keys(openai):
     with running(toy_app(api_keys=frozenset({"sesame"}))) as (url, _):
         for key in ("sesame", "wrong"):
             with openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0) as client:
