@@ -1,9 +1,11 @@
 """What a run leaves out unless it is asked for everything: `scripts/test --full`."""
 
+import functools
 import gc
 import logging
 import os
 import signal
+import ssl
 
 import pytest
 from _pytest.logging import catching_logs
@@ -42,6 +44,8 @@ def _prepare(full):
     from hypothesis.internal.conjecture import providers
 
     gc.disable()  # until all tests are there: what is imported stays
+    # Nobody speaks TLS here, but every HTTP client would read the certificates of all authorities.
+    ssl.create_default_context = functools.cache(ssl.create_default_context)
     _hear_the_root_alone()
 
     if not torch.cuda.is_available():
