@@ -115,7 +115,11 @@ def rewritten(folder, change):
 @torch.no_grad()
 def fresh_logits(model, tokens):
     """From a model that has seen no other sequence: frequencies remember the longest one."""
-    return copy.deepcopy(model)(torch.tensor([tokens])).logits[0]
+    unused = model.base_model.rotary_emb
+    model.base_model.rotary_emb = copy.deepcopy(unused)
+    logits = model(torch.tensor([tokens])).logits[0]
+    model.base_model.rotary_emb = unused
+    return logits
 
 
 def difference(decoder, model, *lengths):
