@@ -63,11 +63,20 @@ def decoder_of(encoding, frame, dtype):
     return tiny(encoding, dtype=dtype, options={} if frame is None else {"frame": frame})
 
 
+@cache
+def first_layer_of(encoding, frame, dtype):
+    """The same without the layers that what the first one stores does not depend on."""
+    decoder = tiny(encoding, dtype=dtype, options={} if frame is None else {"frame": frame})
+    del decoder.layers[1:]
+    return decoder
+
+
 class World:
     """A decoder, and a cache in which "a" and "b" are stored."""
 
     def __init__(self, encoding, frame, dtype):
         self.decoder = decoder_of(encoding, frame, dtype)
+        self.first_layer = first_layer_of(encoding, frame, dtype)
         self.kv = new_cache(self.decoder, BLOCKS, BLOCK)
         for part in self.kv.whole:
             part.zero_()
@@ -128,7 +137,7 @@ class World:
         kv = new_cache(self.decoder, len(tokens) + 1, BLOCK)
         for part in kv.whole:
             part.zero_()
-        self.decoder(make_batch([(each, 1) for each in alone], BLOCK), kv)
+        self.first_layer(make_batch([(each, 1) for each in alone], BLOCK), kv)
         rows = torch.arange(len(tokens))
         return torch.stack([part[rows + 1, rows % BLOCK] for part in kv.layer(0)])
 

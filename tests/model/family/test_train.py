@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -81,14 +82,25 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.fixture(scope="module")
+def not_stopped(tmp_path_factory):
+    """Of an encoding: weights and losses of a training in one go, which is done once."""
+
+    @cache
+    def trained(encoding: str):
+        run = tmp_path_factory.mktemp(encoding)
+        return weights(train(run, encoding)), [line["loss"] for line in log(run)]
+
+    return trained
+
+
 @pytest.mark.parametrize("encoding", ["t5", "learned"])
 @pytest.mark.parametrize("stop", [5, 11], ids=["stable", "decay"])
-def test_going_on_equals_not_having_stopped(encoding, stop, tmp_path) -> None:
-    at_once = weights(train(tmp_path / "once", encoding))
-    train(tmp_path / "twice", encoding, until=stop)
-    assert equal(weights(train(tmp_path / "twice", encoding)), at_once)
-    first, second = log(tmp_path / "once"), log(tmp_path / "twice")
-    assert [line["loss"] for line in first] == [line["loss"] for line in second]
+def test_going_on_equals_not_having_stopped(encoding, stop, not_stopped, tmp_path) -> None:
+    at_once, losses = not_stopped(encoding)
+    train(tmp_path, encoding, until=stop)
+    assert equal(weights(train(tmp_path, encoding)), at_once)
+    assert [line["loss"] for line in log(tmp_path)] == losses
 
 
 def test_more_tokens_go_on_from_before_the_decay(tmp_path) -> None:
@@ -103,7 +115,7 @@ def test_more_tokens_go_on_from_before_the_decay(tmp_path) -> None:
 
 
 def test_windows_by_two_teach_what_all_together_do(tmp_path) -> None:
-    recipe = replace(RECIPE, windows=5)
+    recipe = replace(RECIPE, windows=5, tokens=10 * 5 * 32)
     paces = {"together": CPU, "by_two": replace(CPU, at_once=2)}
     losses = []
     for name, pace in paces.items():
