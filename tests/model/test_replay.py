@@ -290,9 +290,18 @@ def replayed_without_values(encoding, backend, stored=torch.float32):
 
 
 # "table" has its tensors on the CPU, wherever the model is.
-@pytest.mark.parametrize("stored", [torch.float32, torch.int8])
-@pytest.mark.parametrize("backend", [SdpaAttention, TritonAttention])
-@pytest.mark.parametrize("encoding", [name for name in ENCODINGS if name != "table"])
+@pytest.mark.parametrize(
+    ("encoding", "backend", "stored"),
+    combined(
+        [name for name in ENCODINGS if name != "table"],
+        (SdpaAttention, TritonAttention),
+        (torch.float32, torch.int8),
+        # Each encoding with each backend and with each of what is stored.
+        always=lambda encoding, backend, stored: (
+            even(encoding) == ((backend is SdpaAttention) == (stored is torch.int8))
+        ),
+    ),
+)
 def test_a_replayed_step_asks_the_device_for_nothing(encoding, backend, stored, monkeypatch):
     none = SimpleNamespace(attend=NoKernel(), merge=NoKernel())
     monkeypatch.setattr(triton, "import_module", lambda name: none)
