@@ -54,13 +54,16 @@ def test_any_flipped_bit_is_found_and_placed(dtype, place):
     kv = cache(dtype)
     ledger = Ledger(kv, Audit.SAMPLE)
     ledger.seal(range(1, BLOCKS))
-    bits = 8 * ENTRIES * WIDTH * dtype.itemsize
-    for bit in range(bits):
-        block = 1 + bit % (BLOCKS - 1)
-        flip(kv, block, place, bit)
-        assert found(ledger, range(1, BLOCKS)) == [Fault(block, (place,))], bit
-        flip(kv, block, place, bit)
-        ledger.seal([block])
+    bits = range(8 * ENTRIES * WIDTH * dtype.itemsize)
+    for begin in bits[:: BLOCKS - 2]:  # a bit for each block but the first
+        flipped = dict(enumerate(bits[begin : begin + BLOCKS - 2], start=2))
+        for block, bit in flipped.items():
+            flip(kv, block, place, bit)
+        faults = [Fault(block, (place,)) for block in flipped]
+        assert found(ledger, range(1, BLOCKS)) == faults, flipped
+        for block, bit in flipped.items():
+            flip(kv, block, place, bit)
+        ledger.seal(flipped)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Ropewalk's own checkpoints: what is written is read back, whatever the shape and encoding."""
 
 import json
+import shutil
 import stat
 from dataclasses import MISSING, asdict, fields, replace
 
@@ -406,9 +407,21 @@ def encoding(name, **options):
     return {"encoding": {"name": name, "options": options}}
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A checkpoint, written once for those that change copies of it."""
+    tokenizer = tmp_path_factory.mktemp("of") / "tokenizer.json"
+    checkpoints.tiny_tokenizer().save(str(tokenizer))
+    decoder = decoder_of(replace(CONFIG, encoding=ENCODINGS["t5"]))
+    folder = tmp_path_factory.mktemp("written") / "saved"
+    state = dict(decoder.named_parameters())
+    save_checkpoint(state, decoder.config, folder, tokenizer=[tokenizer])
+    return folder
+
+
 @pytest.fixture
-def folder(save):
-    return save(decoder_of(replace(CONFIG, encoding=ENCODINGS["t5"])))
+def folder(written, tmp_path):
+    return shutil.copytree(written, tmp_path / "saved")
 
 
 def test_what_has_a_default_may_be_left_out(folder):
