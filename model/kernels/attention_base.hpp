@@ -166,6 +166,8 @@ class Attending {
     for (int64_t n = 0; n < count; ++n)
       chunk.behind[n] = int32_t(chunk.latest - chunk.positions[n]);
     std::fill(chunk.behind + count, chunk.behind + kKeys, 0);
+    // To be fetched as if they were there.
+    std::fill(chunk.entries + count, chunk.entries + kKeys, count ? chunk.entries[0] : 0);
   }
 
   const S *key(const Chunk &chunk, int64_t head, int64_t n) const {
@@ -173,21 +175,6 @@ class Attending {
   }
   const S *value(const Chunk &chunk, int64_t head, int64_t n) const {
     return static_cast<const S *>(a_.values) + (chunk.entries[n] + head) * a_.head_dim;
-  }
-
-  // Keys and values [from, to) of the chunk, of all heads of the piece: these lie side by side.
-  void prefetch(const Chunk &chunk, int64_t from, int64_t to) const {
-    for (int64_t n = from; n < std::min(to, chunk.count); ++n) {
-      const S *k = key(chunk, 0, n), *v = value(chunk, 0, n);
-      for (int64_t d = 0; d < piece_.heads * a_.head_dim; d += 64 / int64_t(sizeof(S))) {
-        __builtin_prefetch(k + d);
-        __builtin_prefetch(v + d);
-      }
-      if constexpr (kScaled) {
-        __builtin_prefetch(a_.key_scales + chunk.entries[n]);
-        __builtin_prefetch(a_.value_scales + chunk.entries[n]);
-      }
-    }
   }
 
   // Side by side, for all queries under the head.

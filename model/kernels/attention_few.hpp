@@ -9,12 +9,13 @@ namespace {
 constexpr int64_t kFew = 4;  // queries under one key/value head
 
 // All heads of the piece meet a chunk before the next chunk comes: their keys and values lie side
-// by side, and memory is read from one end to the other. Head dimensions are whole vectors.
+// by side, and memory is read from one end to the other. While a key is worked on, the one that
+// takes its place in the next chunk is fetched. Head dimensions are whole vectors.
 template <class Real, class S>
 class FewQueries : Attending<Real, S> {
   typedef Attending<Real, S> Base;
   typedef typename Base::Chunk Chunk;
-  using Base::a_, Base::piece_, Base::kLanes, Base::kScaled;
+  using Base::a_, Base::piece_, Base::kLanes, Base::kPanel, Base::kScaled;
 
  public:
   explicit FewQueries(const AttendArguments &a) : Base(a) {}
@@ -24,12 +25,17 @@ class FewQueries : Attending<Real, S> {
     this->begin(piece);
     const int64_t dim = a_.head_dim, queries = piece.heads * piece.count;
     q_ = q_buffer_.grow(queries * dim);
+    row_ = row_buffer_.grow(dim);
     sums_ = sums_buffer_.grow(queries * dim);
     softmaxes_ = softmax_buffer_.grow(queries);
     turned_ = a_.frame == kNothing ? nullptr : turned_buffer_.grow(kKeys * kFew * dim);
     for (int64_t h = 0; h < piece.heads; ++h)
       for (int64_t r = 0; r < piece.count; ++r) {
-        this->template load_query<T>(h, r, a_.frame == kPosition, query(h, r));
+        this->template load_query<T>(h, r, a_.frame == kPosition, row_);
+        if (a_.frame == kNothing)
+          lay_out(row_, query(h, r));
+        else
+          std::copy(row_, row_ + dim, query(h, r));
         this->clear(softmax(h, r));
       }
     std::fill(sums_, sums_ + queries * dim, Real(0));
@@ -41,20 +47,47 @@ class FewQueries : Attending<Real, S> {
  private:
   // Over all keys that the queries see.
   __attribute__((noinline)) void sweep() {
-    const int64_t heads = piece_.heads;
     const int64_t begin = this->first_key(0), end = this->last_key(piece_.count - 1) + 1;
     // Chunks start at multiples of kKeys whatever the rows: a row's sums have one order.
     const int64_t start = begin / kKeys * kKeys;
     this->find_chunk(start, std::min(kKeys, end - start), *chunk_);
-    this->prefetch(*chunk_, 0, kKeys);
+    for (int64_t n = 0; n < kKeys; ++n)
+      for (int64_t h = 0; h < piece_.heads; ++h) {
+        fetch(this->key(*chunk_, h, n), a_.head_dim);
+        fetch(this->value(*chunk_, h, n), a_.head_dim);
+      }
     for (int64_t first = start; first < end; first += kKeys) {
       this->find_chunk(first + kKeys, std::clamp<int64_t>(end - first - kKeys, 0, kKeys), *next_);
-      for (int64_t h = 0; h < heads; ++h) {
-        this->prefetch(*next_, kKeys * h / heads, kKeys * (h + 1) / heads);
-        attend_head(h, first);
-      }
+      for (int64_t h = 0; h < piece_.heads; ++h) attend_head(h, first);
       std::swap(chunk_, next_);
     }
+  }
+
+  // An entry into the second level of caches: a chunk of all heads is too much for the first. Of a
+  // function that does nothing else compilers think that its calls are superfluous.
+  __attribute__((always_inline)) static void fetch(const S *entry, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(S))) __builtin_prefetch(entry + d, 0, 2);
+  }
+
+  // `act` on every d and the coordinate that load_vectors puts there.
+  template <class Act>
+  void each_coordinate(Act act) const {
+    int64_t first = 0;
+    for (; first + kPanel <= a_.head_dim; first += kPanel)
+#pragma GCC unroll 64
+      for (int i = 0; i < kPanel; ++i) act(first + i, first + place_of_lane<S>(i));
+    for (; first < a_.head_dim; ++first) act(first, first);
+  }
+  void lay_out(const Real *from, Real *to) const {
+    each_coordinate([&](int64_t d, int64_t coordinate) { to[d] = from[coordinate]; });
+  }
+
+  template <int COUNT, class X>
+  static void load_vectors(const X *from, Vec<Real> *to) {
+    if constexpr (COUNT == 1)
+      to[0] = load_wide(from);
+    else
+      for (int v = 0; v < COUNT; v += 2) load_two(from + v * kLanes, to[v], to[v + 1]);
   }
 
   Real *query(int64_t head, int64_t r) const {
@@ -82,25 +115,29 @@ class FewQueries : Attending<Real, S> {
       factors[r] = this->weigh(r, first, keys, own, softmax(head, r));
       if constexpr (kScaled) this->scale(this->value_scales_, keys, own);
     }
+    const int64_t dim = a_.head_dim;
     int64_t d = 0;
-    for (; d + 4 * kLanes <= a_.head_dim; d += 4 * kLanes)
-      add_values<kFew, 4>(head, d, scores, factors);
-    for (; d < a_.head_dim; d += kLanes) add_values<kFew, 1>(head, d, scores, factors);
+    for (; d + 2 * kPanel <= dim; d += 2 * kPanel) add_values<kFew, 4>(head, d, scores, factors);
+    for (; d + kPanel <= dim; d += kPanel) add_values<kFew, 2>(head, d, scores, factors);
+    for (; d < dim; d += kLanes) add_values<kFew, 1>(head, d, scores, factors);
   }
 
   // Keys of the chunk, or queries once for each of its blocks: these are fewer.
   void turn(int64_t head) {
     if (a_.frame == kPosition)
-      for (int64_t n = 0; n < chunk_->count; ++n)
+      for (int64_t n = 0; n < chunk_->count; ++n) {
+        fetch(this->key(*next_, head, n), a_.head_dim);
         this->turn_key(*chunk_, head, n, turned_ + n * a_.head_dim);
+      }
     if (a_.frame != kBase) return;
     Real *to = turned_;  // [block of the chunk, kFew, head_dim]
     for (int64_t n = 0; n < chunk_->count; ++n) {
       if (n == 0 || chunk_->bases[n] != chunk_->bases[n - 1]) {
         if (n) to += kFew * a_.head_dim;
-        for (int64_t r = 0; r < piece_.count; ++r)
-          this->turn_head(query(head, r), to + r * a_.head_dim,
-                          this->position(r) - chunk_->bases[n]);
+        for (int64_t r = 0; r < piece_.count; ++r) {
+          this->turn_head(query(head, r), row_, this->position(r) - chunk_->bases[n]);
+          lay_out(row_, to + r * a_.head_dim);
+        }
       }
       facing_[n] = to;
     }
@@ -108,7 +145,12 @@ class FewQueries : Attending<Real, S> {
 
   // scores [queries, kKeys] of at most kLanes keys, the n-th and on.
   void score(int64_t head, int64_t n, int64_t count, Real *scores) const {
-    const auto as_stored = [&](int64_t i) { return this->key(*chunk_, head, n + i); };
+    const auto as_stored = [keys = static_cast<const S *>(a_.keys) + head * a_.head_dim,
+                            here = chunk_->entries + n, next = next_->entries + n,
+                            dim = a_.head_dim](int64_t i) {
+      fetch(keys + next[i] * dim, dim);
+      return keys + here[i] * dim;
+    };
     const auto all_alike = [q = query(head, 0)](int64_t) { return q; };
     if (a_.frame == kPosition)
       multiply<kFew>([&](int64_t i) { return turned_ + (n + i) * a_.head_dim; }, all_alike, count,
@@ -127,17 +169,30 @@ class FewQueries : Attending<Real, S> {
     Vec<Real> products[QUERIES][kLanes];
     for (int64_t i = count; i < kLanes; ++i)
       for (int r = 0; r < QUERIES; ++r) products[r][i] = Vec<Real>{};
+    const int64_t dim = a_.head_dim;
     for (int64_t i = 0; i < count; ++i) {
       const auto *key = key_at(i);
       const Real *q = facing(i);
       Vec<Real> product[QUERIES] = {};
-      for (int64_t d = 0; d < a_.head_dim; d += kLanes) {
-        const Vec<Real> part = load_wide(key + d);
-        for (int r = 0; r < QUERIES; ++r) product[r] += load(q + r * a_.head_dim + d) * part;
-      }
+      int64_t d = 0;
+      for (; d + 2 * kPanel <= dim; d += 2 * kPanel)
+        multiply_part<QUERIES, 4>(key, q, dim, d, product);
+      for (; d + kPanel <= dim; d += kPanel) multiply_part<QUERIES, 2>(key, q, dim, d, product);
+      for (; d < dim; d += kLanes) multiply_part<QUERIES, 1>(key, q, dim, d, product);
       for (int r = 0; r < QUERIES; ++r) products[r][i] = product[r];
     }
     for (int r = 0; r < QUERIES; ++r) store(sum_rows<Real>(products[r]), scores + r * kKeys);
+  }
+
+  // Coordinates from d on, so many vectors of them.
+  template <int QUERIES, int VECTORS, class K>
+  static void multiply_part(const K *key, const Real *q, int64_t dim, int64_t d,
+                            Vec<Real> *product) {
+    Vec<Real> parts[VECTORS];
+    load_vectors<VECTORS>(key + d, parts);
+    for (int v = 0; v < VECTORS; ++v)
+      for (int r = 0; r < QUERIES; ++r)
+        product[r] = plus_product(product[r], load(q + r * dim + d + v * kLanes), parts[v]);
   }
 
   // Adds the chunk's weighted values to the sums times their factors: coordinates from d on, so
@@ -151,12 +206,15 @@ class FewQueries : Attending<Real, S> {
     for (int r = 0; r < QUERIES; ++r)
       for (int v = 0; v < VECTORS; ++v)
         sums[r][v] = load(sum(head, r) + d + v * kLanes) * factors[r];
-    for (int64_t n = 0; n < chunk_->count; ++n) {
-      const S *from = this->value(*chunk_, head, n) + d;
-      for (int v = 0; v < VECTORS; ++v) {
-        const Vec<Real> part = load_wide(from + v * kLanes);
-        for (int r = 0; r < QUERIES; ++r) sums[r][v] += weights[r * kKeys + n] * part;
-      }
+    const int64_t dim = a_.head_dim, keys = chunk_->count;
+    const S *values = static_cast<const S *>(a_.values) + head * dim;
+    const int64_t *here = chunk_->entries, *next = next_->entries;
+    for (int64_t n = 0; n < keys; ++n) {
+      if (d == 0) fetch(values + next[n] * dim, dim);
+      Vec<Real> parts[VECTORS];
+      load_vectors<VECTORS>(values + here[n] * dim + d, parts);
+      for (int r = 0; r < QUERIES; ++r)
+        for (int v = 0; v < VECTORS; ++v) sums[r][v] += weights[r * kKeys + n] * parts[v];
     }
     for (int r = 0; r < QUERIES; ++r)
       for (int v = 0; v < VECTORS; ++v) store(sums[r][v], sum(head, r) + d + v * kLanes);
@@ -166,12 +224,14 @@ class FewQueries : Attending<Real, S> {
   void store_query(int64_t head, int64_t r) const {
     const Real inverse = this->inverse_total(softmax(head, r));
     T *to = static_cast<T *>(a_.out) + this->place(head, r);
-    for (int64_t d = 0; d < a_.head_dim; ++d) narrow(sum(head, r)[d] * inverse, to + d);
+    const Real *from = sum(head, r);
+    each_coordinate(
+        [&](int64_t d, int64_t coordinate) { narrow(from[d] * inverse, to + coordinate); });
   }
 
-  Buffer<Real> q_buffer_, sums_buffer_, turned_buffer_;
+  Buffer<Real> q_buffer_, row_buffer_, sums_buffer_, turned_buffer_;
   Buffer<typename Base::Softmax> softmax_buffer_;
-  Real *q_, *sums_, *turned_;  // q_, sums_ [head, query, head_dim]
+  Real *q_, *row_, *sums_, *turned_;  // q_, sums_ [head, query, head_dim]
   typename Base::Softmax *softmaxes_;
   const Real *facing_[kKeys];
   Chunk chunks_[2], *chunk_ = chunks_, *next_ = chunks_ + 1;

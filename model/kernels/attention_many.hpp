@@ -37,17 +37,14 @@ class ManyQueries : Attending<Real, S> {
     // Latest keys first: few later scores are then larger. Chunks start at multiples of kKeys
     // whatever the rows: a row's sums have one order.
     const int64_t start = begin / kKeys * kKeys, last = (end - 1) / kKeys * kKeys;
-    this->find_chunk(last, end - last, *chunk_);
-    this->prefetch(*chunk_, 0, kKeys);
     for (int64_t first = last; first >= start; first -= kKeys) {
-      this->find_chunk(first - kKeys, first > start ? kKeys : 0, *next_);
+      this->find_chunk(first, std::min(kKeys, end - first), chunk_);
       widen_chunk();
       for (int64_t at = 0; at < count; at += kRows) {
         const int64_t queries = std::min<int64_t>(kRows, count - at);
-        const int64_t keys = std::min(chunk_->count, this->last_key(at + queries - 1) + 1 - first);
+        const int64_t keys = std::min(chunk_.count, this->last_key(at + queries - 1) + 1 - first);
         if (keys > 0 && this->first_key(at) < first + keys) attend_tile(at, queries, first, keys);
       }
-      std::swap(chunk_, next_);
     }
   }
 
@@ -76,23 +73,21 @@ class ManyQueries : Attending<Real, S> {
   }
 
   // keys_ [panel of keys, head_dim, kPanel], values_ [panel of coordinates, kKeys, kPanel].
-  // Entries of one head lie apart, so the processor does not foresee the next chunk by itself.
   void widen_chunk() {
-    for (int64_t n = 0; n < chunk_->count; n += kLanes) {
-      this->prefetch(*next_, n, n + kLanes);
-      const int64_t count = std::min<int64_t>(kLanes, chunk_->count - n);
+    for (int64_t n = 0; n < chunk_.count; n += kLanes) {
+      const int64_t count = std::min<int64_t>(kLanes, chunk_.count - n);
       Real *to = keys_ + n / kPanel * a_.head_dim * kPanel + n % kPanel;
       if (a_.frame == kNothing) {
-        widen_keys([&](int64_t i) { return this->key(*chunk_, 0, n + i); }, count, to);
+        widen_keys([&](int64_t i) { return this->key(chunk_, 0, n + i); }, count, to);
       } else {
         for (int64_t i = 0; i < count; ++i)
-          this->turn_key(*chunk_, 0, n + i, turned_ + i * a_.head_dim);
+          this->turn_key(chunk_, 0, n + i, turned_ + i * a_.head_dim);
         widen_keys([&](int64_t i) { return turned_ + i * a_.head_dim; }, count, to);
       }
     }
-    for (int64_t n = 0; n < chunk_->count; ++n)
-      widen_value(this->value(*chunk_, 0, n), values_ + n * kPanel);
-    if constexpr (kScaled) this->load_scales(*chunk_, 0);
+    for (int64_t n = 0; n < chunk_.count; ++n)
+      widen_value(this->value(chunk_, 0, n), values_ + n * kPanel);
+    if constexpr (kScaled) this->load_scales(chunk_, 0);
   }
 
   // kLanes keys, key(0) and on, become columns; past the last one is zero, as it must not be NaN.
@@ -135,7 +130,7 @@ class ManyQueries : Attending<Real, S> {
     for (int64_t r = 0; r < queries; ++r) {
       Real *own = scores + r * kKeys;
       if constexpr (kScaled) this->scale(this->key_scales_, keys, own);
-      this->add_bias(*chunk_, 0, at + r, first, keys, own);
+      this->add_bias(chunk_, 0, at + r, first, keys, own);
       const Real factor = this->weigh(at + r, first, keys, own, softmaxes_[at + r]);
       if constexpr (kScaled) this->scale(this->value_scales_, keys, own);
       if (factor != 1)
@@ -169,7 +164,7 @@ class ManyQueries : Attending<Real, S> {
   Buffer<Real> q_buffer_, sums_buffer_, keys_buffer_, values_buffer_, row_buffer_, turned_buffer_;
   Real *q_ = nullptr, *sums_, *keys_, *values_, *row_, *turned_;
   typename Base::Softmax softmaxes_[kQueries];
-  Chunk chunks_[2], *chunk_ = chunks_, *next_ = chunks_ + 1;
+  Chunk chunk_;
 };
 
 }  // namespace

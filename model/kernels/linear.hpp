@@ -10,33 +10,8 @@
 
 namespace {
 
-// The two column vectors of one input in a panel. bfloat16 panels interleave them, column j in
-// the low and column j + lanes in the high half of a word: widening is then one operation each.
-template <class Real>
-inline void load_columns(const Real *panel, Vec<Real> &left, Vec<Real> &right) {
-  left = load(panel);
-  right = load(panel + kLanes<Real>);
-}
-inline void load_columns(const bf16 *panel, Vec<float> &left, Vec<float> &right) {
-  const VecBits words = *reinterpret_cast<const VecBits *>(panel);
-  left = (Vec<float>)(words << 16);
-  right = (Vec<float>)(words & 0xffff0000u);
-}
-inline void load_columns(const int8_t *panel, Vec<float> &left, Vec<float> &right) {
-  left = load_wide(panel);
-  right = load_wide(panel + kLanes<float>);
-}
-template <class W>
-inline int64_t place_in_panel(const W *, int64_t column) {
-  return column;
-}
-inline int64_t place_in_panel(const bf16 *, int64_t column) {
-  constexpr int64_t lanes = kLanes<float>;
-  return column < lanes ? 2 * column : 2 * (column - lanes) + 1;
-}
-
-
-// packed [panel, input, column]; columns past the last output are zero.
+// packed [panel, input, column], columns as load_two finds them; those past the last output are
+// zero.
 template <class T>
 void pack_panels(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
   constexpr int64_t kPanel = ::kPanel<float>;
@@ -46,7 +21,7 @@ void pack_panels(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
     for (int64_t k = 0; k < inputs; ++k)
       for (int64_t j = 0; j < kPanel; ++j) {
         const int64_t n = p * kPanel + j;
-        packed[(p * inputs + k) * kPanel + place_in_panel(weight, j)] =
+        packed[(p * inputs + k) * kPanel + place_of_lane<T>(j)] =
             n < outputs ? weight[n * inputs + k] : T{};
       }
 }
@@ -65,7 +40,7 @@ void multiply_tile(const Real *x, int64_t inputs, const W *panel, Real *sum) {
   }
   for (int64_t k = 0; k < inputs; ++k) {
     Vec<Real> left, right;
-    load_columns(panel + k * kPanel, left, right);
+    load_two(panel + k * kPanel, left, right);
     // Some steps ahead, past the end too: the next piece of the panel usually follows there.
     for (int64_t i = 0; i < kPanel; i += 64 / int64_t(sizeof(W)))
       __builtin_prefetch(panel + (k + kAhead) * kPanel + i);
@@ -100,7 +75,7 @@ void multiply_row(const float *x, int64_t inputs, const W *panels, float *sum) {
     for (int p = 0; p < PANELS; ++p) {
       const W *weights = panels + (p * inputs + k) * kPanel;
       Vec<float> left, right;
-      load_columns(weights, left, right);
+      load_two(weights, left, right);
       for (int64_t i = 0; i < kPanel; i += 64 / int64_t(sizeof(W)))
         __builtin_prefetch(weights + kAhead * kPanel + i);
       left_sum[p] += x[k] * left;

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #if defined(__AVX2__)
@@ -47,6 +48,10 @@ template <>
 struct RealOf<bf16> {
   typedef float type;
 };
+template <>
+struct RealOf<int8_t> {
+  typedef float type;
+};
 
 inline double widen(double x) { return x; }
 inline float widen(float x) { return x; }
@@ -77,6 +82,18 @@ inline void store(Vec<Real> x, Real *y) {
   *reinterpret_cast<Vec<Real> *>(y) = x;
 }
 
+// sum + a * b in one operation, where compilers would rather add up several products first.
+inline Vec<double> plus_product(Vec<double> sum, Vec<double> a, Vec<double> b) {
+  return sum + a * b;
+}
+inline Vec<float> plus_product(Vec<float> sum, Vec<float> a, Vec<float> b) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#else
+  return sum + a * b;
+#endif
+}
+
 // One vector of stored numbers, widened.
 inline Vec<double> load_wide(const double *x) { return load(x); }
 inline Vec<float> load_wide(const float *x) { return load(x); }
@@ -104,6 +121,27 @@ inline Vec<float> load_wide(const int8_t *x) {
   for (int i = 0; i < kLanes<float>; ++i) y[i] = x[i];
   return y;
 #endif
+}
+
+// Two vectors of stored numbers that lie side by side, widened. Of bfloat16 the first gets those
+// at even and the second those at odd places: widening is then one operation each.
+template <class S>
+inline void load_two(const S *x, Vec<typename RealOf<S>::type> &a,
+                     Vec<typename RealOf<S>::type> &b) {
+  a = load_wide(x);
+  b = load_wide(x + kLanes<typename RealOf<S>::type>);
+}
+inline void load_two(const bf16 *x, Vec<float> &a, Vec<float> &b) {
+  const VecBits words = *reinterpret_cast<const VecBits *>(x);
+  a = (Vec<float>)(words << 16);
+  b = (Vec<float>)(words & 0xffff0000u);
+}
+// Where the number lies that load_two puts into lane i, counted through both vectors.
+template <class S>
+inline int64_t place_of_lane(int64_t i) {
+  constexpr int64_t lanes = kLanes<float>;
+  if constexpr (!std::is_same_v<S, bf16>) return i;
+  return i < lanes ? 2 * i : 2 * (i - lanes) + 1;
 }
 
 // Lane i of row j becomes lane j of row i, by swapping ever smaller blocks off the diagonal.
