@@ -1,5 +1,5 @@
 // What a task of attention does, whatever the number of its queries: where keys lie, biases, and
-// the softmax.
+// the state.
 
 #pragma once
 
@@ -66,7 +66,7 @@ struct Piece {
   int64_t request, first_head, heads, first_query, count;
 };
 
-// Keys come kKeys at a time; a running maximum and total per query make the softmax exact without
+// Keys come kKeys at a time; a running base and total per query make the softmax exact without
 // a second pass (arXiv 2205.14135, algorithm 1). Real: of the arithmetic; S: of stored keys and
 // values. In 8 bits these are times a scale each, which the score of the key takes and the weight
 // of the value. T: of queries and outputs, which only their loading and storing are compiled for.
@@ -83,9 +83,16 @@ class Attending {
     int64_t latest;          // of the positions
     int32_t behind[kKeys];   // that one
   };
-  // Of one query so far: its largest score, and its weights relative to that, added lane by lane.
-  struct Softmax {
-    Real largest, totals[kLanes];
+  // A new base costs time, and a weight of e^16 is far from too large for a sum. Under ALiBi nearly
+  // every chunk has larger scores than the one before.
+  static constexpr Real kAbove = 16;
+  // Of one query: what is added to its scores, if anything; and so far a score that none is much
+  // above, and the weights relative to that, added lane by lane.
+  struct State {
+    int64_t position;
+    float slope;
+    const float *table, *dense;  // its row of them
+    Real base, totals[kLanes];
   };
 
   explicit Attending(const AttendArguments &a) : a_(a), group_(a.heads / a.kv_heads) {}
@@ -190,42 +197,48 @@ class Attending {
     for (int64_t n = 0; n < keys; ++n) scores[n] *= scales[n];
   }
 
-  // first: index of the chunk's first key. What lies past the last one may change, too.
-  void add_bias(const Chunk &chunk, int64_t head, int64_t query, int64_t first, int64_t keys,
-                Real *scores) const {
+  State state_of(int64_t head, int64_t query) const {
     const int64_t row = batch_row(query), query_head = head_of(head, query);
-    const int32_t nearest = int32_t(a_.positions[row] - chunk.latest);  // distance
+    const int64_t rows = a_.query_starts[a_.requests];
+    State state{};
+    state.position = a_.positions[row];
+    state.base = -INFINITY;
+    if (a_.slopes) state.slope = a_.slopes[query_head];
+    if (a_.bias_table) state.table = a_.bias_table + query_head * a_.bias_span;
+    if (a_.dense_bias) state.dense = a_.dense_bias + (query_head * rows + row) * a_.bias_span;
+    return state;
+  }
+
+  // first: index of the chunk's first key. What lies past the last one may change, too.
+  void add_bias(const Chunk &chunk, const State &state, int64_t first, int64_t keys,
+                Real *scores) const {
+    const int32_t nearest = int32_t(state.position - chunk.latest);  // distance
     const int64_t padded = whole_vectors(keys);
     if (a_.slopes) {
-      const float slope = a_.slopes[query_head];
       for (int64_t n = 0; n < padded; n += kLanes)
 #pragma omp simd
         for (int64_t i = n; i < n + kLanes; ++i)
-          scores[i] -= Real(slope * float(nearest + chunk.behind[i]));
+          scores[i] -= Real(state.slope * float(nearest + chunk.behind[i]));
     }
-    if (a_.bias_table) {
-      const float *values = a_.bias_table + query_head * a_.bias_span;
+    if (state.table) {
       // Far keys share the last column, and under T5 it is zero: nothing to add.
       const int32_t last = int32_t(a_.bias_span - 1);
-      if (!a_.bias_by_key && values[last] == 0.0f && nearest + a_.bias_zero >= last) return;
+      if (!a_.bias_by_key && state.table[last] == 0.0f && nearest + a_.bias_zero >= last) return;
       // Column of the latest key, and which way earlier ones lie.
       const int32_t latest = int32_t(a_.bias_by_key ? chunk.latest : nearest + a_.bias_zero);
       const int32_t way = a_.bias_by_key ? -1 : 1;
       for (int64_t n = 0; n < padded; n += kLanes)
 #pragma omp simd
         for (int64_t i = n; i < n + kLanes; ++i)
-          scores[i] += Real(values[std::clamp(latest + way * chunk.behind[i], 0, last)]);
+          scores[i] += Real(state.table[std::clamp(latest + way * chunk.behind[i], 0, last)]);
     }
-    if (a_.dense_bias) {
-      const int64_t rows = a_.query_starts[a_.requests];
-      const float *values = a_.dense_bias + (query_head * rows + row) * a_.bias_span + first;
-      for (int64_t n = 0; n < keys; ++n) scores[n] += Real(values[n]);
-    }
+    if (state.dense)
+      for (int64_t n = 0; n < keys; ++n) scores[n] += Real(state.dense[first + n]);
   }
 
-  // scores [kKeys] of the chunk's first `keys` keys become weights relative to the largest score
-  // so far. Returns what the query's sums must be multiplied by.
-  Real weigh(int64_t query, int64_t first, int64_t keys, Real *scores, Softmax &softmax) const {
+  // scores [kKeys] of the chunk's first `keys` keys become weights relative to the query's
+  // base. Returns what the query's sums must be multiplied by.
+  Real weigh(int64_t query, int64_t first, int64_t keys, Real *scores, State &state) const {
     const int64_t begin = std::clamp<int64_t>(first_key(query) - first, 0, keys);
     const int64_t end = std::clamp<int64_t>(last_key(query) + 1 - first, begin, keys);
     const int64_t padded = whole_vectors(keys);
@@ -243,33 +256,28 @@ class Attending {
     }
     const Real largest = largest_lane<Real>(most);
     Real factor = 1;
-    Vec<Real> totals = load(softmax.totals);
-    if (largest > softmax.largest) {
-      factor = exponential(softmax.largest - largest);
-      softmax.largest = largest;
+    Vec<Real> totals = load(state.totals);
+    if (largest > state.base + kAbove) {
+      factor = exponential(state.base - largest);
+      state.base = largest;
       totals *= factor;
     }
-    const Real base = softmax.largest;
+    const Real base = state.base;
     for (int64_t n = 0; n < padded; n += kLanes) {
 #pragma omp simd
       for (int i = 0; i < kLanes; ++i) scores[n + i] = exponential(scores[n + i] - base);
       totals += load(scores + n);
     }
-    store(totals, softmax.totals);
+    store(totals, state.totals);
     return factor;
   }
 
   // At least so many numbers, in vectors.
   static int64_t whole_vectors(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
-  static void clear(Softmax &softmax) {
-    softmax.largest = -INFINITY;
-    std::fill(softmax.totals, softmax.totals + kLanes, Real(0));
-  }
-
-  static Real inverse_total(const Softmax &softmax) {
+  static Real inverse_total(const State &state) {
     Real total = 0;
-    for (int i = 0; i < kLanes; ++i) total += softmax.totals[i];
+    for (int i = 0; i < kLanes; ++i) total += state.totals[i];
     return 1 / total;
   }
 

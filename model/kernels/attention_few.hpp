@@ -27,7 +27,7 @@ class FewQueries : Attending<Real, S> {
     q_ = q_buffer_.grow(queries * dim);
     row_ = row_buffer_.grow(dim);
     sums_ = sums_buffer_.grow(queries * dim);
-    softmaxes_ = softmax_buffer_.grow(queries);
+    states_ = state_buffer_.grow(queries);
     turned_ = a_.frame == kNothing ? nullptr : turned_buffer_.grow(kKeys * kFew * dim);
     for (int64_t h = 0; h < piece.heads; ++h)
       for (int64_t r = 0; r < piece.count; ++r) {
@@ -36,7 +36,7 @@ class FewQueries : Attending<Real, S> {
           lay_out(row_, query(h, r));
         else
           std::copy(row_, row_ + dim, query(h, r));
-        this->clear(softmax(h, r));
+        state(h, r) = this->state_of(h, r);
       }
     std::fill(sums_, sums_ + queries * dim, Real(0));
     sweep();
@@ -96,8 +96,8 @@ class FewQueries : Attending<Real, S> {
   Real *sum(int64_t head, int64_t r) const {
     return sums_ + (head * piece_.count + r) * a_.head_dim;
   }
-  typename Base::Softmax &softmax(int64_t head, int64_t r) const {
-    return softmaxes_[head * piece_.count + r];
+  typename Base::State &state(int64_t head, int64_t r) const {
+    return states_[head * piece_.count + r];
   }
 
   void attend_head(int64_t head, int64_t first) {
@@ -111,8 +111,8 @@ class FewQueries : Attending<Real, S> {
     for (int64_t r = 0; r < piece_.count; ++r) {
       Real *own = scores + r * kKeys;
       if constexpr (kScaled) this->scale(this->key_scales_, keys, own);
-      this->add_bias(*chunk_, head, r, first, keys, own);
-      factors[r] = this->weigh(r, first, keys, own, softmax(head, r));
+      this->add_bias(*chunk_, state(head, r), first, keys, own);
+      factors[r] = this->weigh(r, first, keys, own, state(head, r));
       if constexpr (kScaled) this->scale(this->value_scales_, keys, own);
     }
     const int64_t dim = a_.head_dim;
@@ -222,7 +222,7 @@ class FewQueries : Attending<Real, S> {
 
   template <class T>
   void store_query(int64_t head, int64_t r) const {
-    const Real inverse = this->inverse_total(softmax(head, r));
+    const Real inverse = this->inverse_total(state(head, r));
     T *to = static_cast<T *>(a_.out) + this->place(head, r);
     const Real *from = sum(head, r);
     each_coordinate(
@@ -230,9 +230,9 @@ class FewQueries : Attending<Real, S> {
   }
 
   Buffer<Real> q_buffer_, row_buffer_, sums_buffer_, turned_buffer_;
-  Buffer<typename Base::Softmax> softmax_buffer_;
+  Buffer<typename Base::State> state_buffer_;
   Real *q_, *row_, *sums_, *turned_;  // q_, sums_ [head, query, head_dim]
-  typename Base::Softmax *softmaxes_;
+  typename Base::State *states_;
   const Real *facing_[kKeys];
   Chunk chunks_[2], *chunk_ = chunks_, *next_ = chunks_ + 1;
 };

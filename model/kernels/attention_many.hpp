@@ -24,7 +24,7 @@ class ManyQueries : Attending<Real, S> {
     make_room();
     load_queries<T>();
     std::fill(sums_, sums_ + piece.count * panels_ * kPanel, Real(0));
-    for (int64_t r = 0; r < piece.count; ++r) this->clear(softmaxes_[r]);
+    for (int64_t r = 0; r < piece.count; ++r) states_[r] = this->state_of(0, r);
     sweep();
     store_queries<T>();
   }
@@ -130,8 +130,8 @@ class ManyQueries : Attending<Real, S> {
     for (int64_t r = 0; r < queries; ++r) {
       Real *own = scores + r * kKeys;
       if constexpr (kScaled) this->scale(this->key_scales_, keys, own);
-      this->add_bias(chunk_, 0, at + r, first, keys, own);
-      const Real factor = this->weigh(at + r, first, keys, own, softmaxes_[at + r]);
+      this->add_bias(chunk_, states_[at + r], first, keys, own);
+      const Real factor = this->weigh(at + r, first, keys, own, states_[at + r]);
       if constexpr (kScaled) this->scale(this->value_scales_, keys, own);
       if (factor != 1)
         for (int64_t p = 0; p < panels_; ++p)
@@ -152,7 +152,7 @@ class ManyQueries : Attending<Real, S> {
     for (int64_t at = 0; at < piece_.count; at += kRows) {
       const int64_t queries = std::min<int64_t>(kRows, piece_.count - at);
       for (int64_t r = 0; r < queries; ++r) {
-        const Real inverse = this->inverse_total(softmaxes_[at + r]);
+        const Real inverse = this->inverse_total(states_[at + r]);
         T *to = static_cast<T *>(a_.out) + this->place(0, at + r);
         for (int64_t d = 0; d < a_.head_dim; ++d)
           narrow(sums_of(at, queries, d / kPanel)[r * kPanel + d % kPanel] * inverse, to + d);
@@ -163,7 +163,7 @@ class ManyQueries : Attending<Real, S> {
   const int64_t panels_;
   Buffer<Real> q_buffer_, sums_buffer_, keys_buffer_, values_buffer_, row_buffer_, turned_buffer_;
   Real *q_ = nullptr, *sums_, *keys_, *values_, *row_, *turned_;
-  typename Base::Softmax softmaxes_[kQueries];
+  typename Base::State states_[kQueries];
   Chunk chunk_;
 };
 
