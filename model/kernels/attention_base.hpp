@@ -86,6 +86,8 @@ class Attending {
   // A new base costs time, and a weight of e^16 is far from too large for a sum. Under ALiBi nearly
   // every chunk has larger scores than the one before.
   static constexpr Real kAbove = 16;
+  // So far below the base a weight is 0.
+  static constexpr Real kGone = sizeof(Real) == 4 ? 87 : 746;
   // Of one query: what is added to its scores, if anything; and so far a score that none is much
   // above, and the weights relative to that, added lane by lane.
   struct State {
@@ -236,15 +238,18 @@ class Attending {
       for (int64_t n = 0; n < keys; ++n) scores[n] += Real(state.dense[first + n]);
   }
 
-  // scores [kKeys] of the chunk's first `keys` keys become weights relative to the query's
-  // base. Returns what the query's sums must be multiplied by.
-  Real weigh(int64_t query, int64_t first, int64_t keys, Real *scores, State &state) const {
+  // scores [kKeys] of the chunk's first `keys` keys become weights relative to the query's base.
+  // factor: what the query's sums must be multiplied by. Returns whether any weight is not 0: far
+  // keys under ALiBi have none.
+  bool weigh(int64_t query, int64_t first, int64_t keys, Real *scores, State &state,
+             Real &factor) const {
+    factor = 1;
     const int64_t begin = std::clamp<int64_t>(first_key(query) - first, 0, keys);
     const int64_t end = std::clamp<int64_t>(last_key(query) + 1 - first, begin, keys);
     const int64_t padded = whole_vectors(keys);
     if (begin == end) {
       std::fill(scores, scores + keys, Real(0));
-      return 1;
+      return false;
     }
     // Weights of zero, in whole vectors.
     std::fill(scores, scores + begin, Real(-INFINITY));
@@ -255,7 +260,10 @@ class Attending {
       most = next > most ? next : most;
     }
     const Real largest = largest_lane<Real>(most);
-    Real factor = 1;
+    if (largest - state.base < -kGone && !any_nan(scores, padded)) {
+      std::fill(scores, scores + keys, Real(0));
+      return false;
+    }
     Vec<Real> totals = load(state.totals);
     if (largest > state.base + kAbove) {
       factor = exponential(state.base - largest);
@@ -269,7 +277,14 @@ class Attending {
       totals += load(scores + n);
     }
     store(totals, state.totals);
-    return factor;
+    return true;
+  }
+
+  static bool any_nan(const Real *x, int64_t count) {
+    int nan = 0;
+#pragma omp simd reduction(| : nan)
+    for (int64_t i = 0; i < count; ++i) nan |= x[i] != x[i];
+    return nan;
   }
 
   // At least so many numbers, in vectors.

@@ -48,16 +48,17 @@ class FewQueries : Attending<Real, S> {
   // Over all keys that the queries see.
   __attribute__((noinline)) void sweep() {
     const int64_t begin = this->first_key(0), end = this->last_key(piece_.count - 1) + 1;
-    // Chunks start at multiples of kKeys whatever the rows: a row's sums have one order.
-    const int64_t start = begin / kKeys * kKeys;
-    this->find_chunk(start, std::min(kKeys, end - start), *chunk_);
+    // Latest keys first: few later scores are then larger. Chunks start at multiples of kKeys
+    // whatever the rows: a row's sums have one order.
+    const int64_t start = begin / kKeys * kKeys, last = (end - 1) / kKeys * kKeys;
+    this->find_chunk(last, end - last, *chunk_);
     for (int64_t n = 0; n < kKeys; ++n)
       for (int64_t h = 0; h < piece_.heads; ++h) {
         fetch(this->key(*chunk_, h, n), a_.head_dim);
         fetch(this->value(*chunk_, h, n), a_.head_dim);
       }
-    for (int64_t first = start; first < end; first += kKeys) {
-      this->find_chunk(first + kKeys, std::clamp<int64_t>(end - first - kKeys, 0, kKeys), *next_);
+    for (int64_t first = last; first >= start; first -= kKeys) {
+      this->find_chunk(first - kKeys, first > start ? kKeys : 0, *next_);
       for (int64_t h = 0; h < piece_.heads; ++h) attend_head(h, first);
       std::swap(chunk_, next_);
     }
@@ -108,13 +109,15 @@ class FewQueries : Attending<Real, S> {
     const int64_t keys = chunk_->count;
     for (int64_t n = 0; n < keys; n += kLanes)
       score(head, n, std::min<int64_t>(kLanes, keys - n), scores + n);
+    bool counts = false;
     for (int64_t r = 0; r < piece_.count; ++r) {
       Real *own = scores + r * kKeys;
       if constexpr (kScaled) this->scale(this->key_scales_, keys, own);
       this->add_bias(*chunk_, state(head, r), first, keys, own);
-      factors[r] = this->weigh(r, first, keys, own, state(head, r));
+      counts |= this->weigh(r, first, keys, own, state(head, r), factors[r]);
       if constexpr (kScaled) this->scale(this->value_scales_, keys, own);
     }
+    if (!counts) return;
     const int64_t dim = a_.head_dim;
     int64_t d = 0;
     for (; d + 2 * kPanel <= dim; d += 2 * kPanel) add_values<kFew, 4>(head, d, scores, factors);

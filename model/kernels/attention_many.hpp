@@ -127,16 +127,18 @@ class ManyQueries : Attending<Real, S> {
     for (int64_t n = 0; n < keys; n += kPanel)
       multiply<kRows, 0, 1, kKeys>(queries, q_ + at * a_.head_dim, a_.head_dim,
                                    keys_ + n * a_.head_dim, scores + n);
+    bool counts = false;
     for (int64_t r = 0; r < queries; ++r) {
-      Real *own = scores + r * kKeys;
+      Real *own = scores + r * kKeys, factor;
       if constexpr (kScaled) this->scale(this->key_scales_, keys, own);
       this->add_bias(chunk_, states_[at + r], first, keys, own);
-      const Real factor = this->weigh(at + r, first, keys, own, states_[at + r]);
+      counts |= this->weigh(at + r, first, keys, own, states_[at + r], factor);
       if constexpr (kScaled) this->scale(this->value_scales_, keys, own);
       if (factor != 1)
         for (int64_t p = 0; p < panels_; ++p)
           for (int64_t j = 0; j < kPanel; ++j) sums_of(at, queries, p)[r * kPanel + j] *= factor;
     }
+    if (!counts) return;
     for (int64_t p = 0; p < panels_; ++p)
       multiply<kRows, 1, kKeys, kPanel>(queries, scores, keys, values_ + p * kKeys * kPanel,
                                 sums_of(at, queries, p));

@@ -90,6 +90,25 @@ def test_a_key_that_is_not_a_number_shows(kernels):
     assert CpuBackend(kernels)(given)(q, kv, batch, None, None).isnan().all()
 
 
+FAR = LinearBias(torch.tensor([0.01, 2.0, 0.5, 1.0, 8.0, 0.3]))  # by head
+
+
+def test_keys_whose_weights_are_zero_are_passed_over(kernels):
+    """Under the steep heads of a group alone, and under all heads of the other group."""
+    given = spec(6, 2, 64)
+    q, kv, batch = problem(given, 16, [(900, 1), (0, 400), (500, 3)])
+    exact = ReferenceAttention(given)(q, kv, batch, FAR, None)
+    assert (CpuBackend(kernels)(given)(q, kv, batch, FAR, None) - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_far_key_that_is_not_a_number_shows_too(rows, kernels):
+    given = spec()
+    q, kv, batch = problem(given, 16, [(900, rows)])
+    kv.keys[batch.block_tables[0, 1], 3] = torch.nan
+    assert CpuBackend(kernels)(given)(q, kv, batch, FAR, None).isnan().all()
+
+
 def test_bfloat16_rounds_once(kernels):
     given = spec(dtype=torch.bfloat16)
     q, kv, batch = problem(given, 16, [(0, 40), (100, 1)])
