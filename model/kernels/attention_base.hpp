@@ -223,53 +223,88 @@ class Attending {
           scores[i] -= Real(state.slope * float(nearest + chunk.behind[i]));
     }
     if (state.table) {
-      // Far keys share the last column, and under T5 it is zero: nothing to add.
       const int32_t last = int32_t(a_.bias_span - 1);
-      if (!a_.bias_by_key && state.table[last] == 0.0f && nearest + a_.bias_zero >= last) return;
-      // Column of the latest key, and which way earlier ones lie.
-      const int32_t latest = int32_t(a_.bias_by_key ? chunk.latest : nearest + a_.bias_zero);
-      const int32_t way = a_.bias_by_key ? -1 : 1;
-      for (int64_t n = 0; n < padded; n += kLanes)
-#pragma omp simd
-        for (int64_t i = n; i < n + kLanes; ++i)
-          scores[i] += Real(state.table[std::clamp(latest + way * chunk.behind[i], 0, last)]);
+      if (!a_.bias_by_key && nearest + a_.bias_zero >= last)  // far keys share the last column
+        add_to_all(Real(state.table[last]), padded, scores);
+      else
+        add_columns(chunk, state, nearest, padded, scores);
     }
     if (state.dense)
       for (int64_t n = 0; n < keys; ++n) scores[n] += Real(state.dense[first + n]);
   }
 
-  // scores [kKeys] of the chunk's first `keys` keys become weights relative to the query's base.
-  // factor: what the query's sums must be multiplied by. Returns whether any weight is not 0: far
-  // keys under ALiBi have none.
-  bool weigh(int64_t query, int64_t first, int64_t keys, Real *scores, State &state,
-             Real &factor) const {
-    factor = 1;
+  static void add_to_all(Real value, int64_t count, Real *scores) {
+    if (value != 0)  // as T5's window form has it
+      for (int64_t i = 0; i < count; ++i) scores[i] += value;
+  }
+
+  void add_columns(const Chunk &chunk, const State &state, int32_t nearest, int64_t count,
+                   Real *scores) const {
+    const int32_t last = int32_t(a_.bias_span - 1);
+    // Column of the latest key, and which way earlier ones lie.
+    const int32_t latest = int32_t(a_.bias_by_key ? chunk.latest : nearest + a_.bias_zero);
+    const int32_t way = a_.bias_by_key ? -1 : 1;
+    for (int64_t n = 0; n < count; n += kLanes)
+#pragma omp simd
+      for (int64_t i = n; i < n + kLanes; ++i)
+        scores[i] += Real(state.table[std::clamp(latest + way * chunk.behind[i], 0, last)]);
+  }
+
+  // scores [count, kKeys] of the chunk's first `keys` keys, for queries from `query` on, become
+  // weights relative to each query's base. factors: what the queries' sums must be multiplied by.
+  // Returns whether any weight is not 0: far keys under ALiBi have none. Step by step for all
+  // queries, so that the processor does not wait for one query's largest score.
+  bool weigh(const Chunk &chunk, int64_t query, int64_t count, int64_t first, int64_t keys,
+             Real *scores, State *states, Real *factors) const {
+    const int64_t padded = whole_vectors(keys);
+    Vec<Real> most[kRows];
+    for (int64_t r = 0; r < count; ++r) {
+      Real *own = scores + r * kKeys;
+      if constexpr (kScaled) scale(key_scales_, keys, own);
+      add_bias(chunk, states[r], first, keys, own);
+      hide(query + r, first, keys, own);
+      most[r] = load(own);
+      for (int64_t n = kLanes; n < padded; n += kLanes) {
+        const Vec<Real> next = load(own + n);
+        most[r] = next > most[r] ? next : most[r];
+      }
+    }
+    for (int64_t r = 0; r < count; ++r) factors[r] = largest_lane<Real>(most[r]);
+    bool counts = false;
+    for (int64_t r = 0; r < count; ++r) {
+      Real *own = scores + r * kKeys;
+      const Real largest = factors[r];
+      factors[r] = 1;
+      if (!(largest - states[r].base >= -kGone) && !any_nan(own, padded)) {
+        std::fill(own, own + keys, Real(0));
+        continue;
+      }
+      counts = true;
+      if (largest > states[r].base + kAbove) factors[r] = rebase(states[r], largest);
+      add_weights(padded, own, states[r]);
+      if constexpr (kScaled) scale(value_scales_, keys, own);
+    }
+    return counts;
+  }
+
+  // Of keys that the query does not see, and up to a whole vector, the weights become 0.
+  void hide(int64_t query, int64_t first, int64_t keys, Real *scores) const {
     const int64_t begin = std::clamp<int64_t>(first_key(query) - first, 0, keys);
     const int64_t end = std::clamp<int64_t>(last_key(query) + 1 - first, begin, keys);
-    const int64_t padded = whole_vectors(keys);
-    if (begin == end) {
-      std::fill(scores, scores + keys, Real(0));
-      return false;
-    }
-    // Weights of zero, in whole vectors.
     std::fill(scores, scores + begin, Real(-INFINITY));
-    std::fill(scores + end, scores + padded, Real(-INFINITY));
-    Vec<Real> most = load(scores);
-    for (int64_t n = kLanes; n < padded; n += kLanes) {
-      const Vec<Real> next = load(scores + n);
-      most = next > most ? next : most;
-    }
-    const Real largest = largest_lane<Real>(most);
-    if (largest - state.base < -kGone && !any_nan(scores, padded)) {
-      std::fill(scores, scores + keys, Real(0));
-      return false;
-    }
+    std::fill(scores + end, scores + whole_vectors(keys), Real(-INFINITY));
+  }
+
+  // Returns what becomes of earlier weights.
+  static Real rebase(State &state, Real base) {
+    const Real factor = exponential(state.base - base);
+    state.base = base;
+    store(load(state.totals) * factor, state.totals);
+    return factor;
+  }
+
+  static void add_weights(int64_t padded, Real *scores, State &state) {
     Vec<Real> totals = load(state.totals);
-    if (largest > state.base + kAbove) {
-      factor = exponential(state.base - largest);
-      state.base = largest;
-      totals *= factor;
-    }
     const Real base = state.base;
     for (int64_t n = 0; n < padded; n += kLanes) {
 #pragma omp simd
@@ -277,7 +312,6 @@ class Attending {
       totals += load(scores + n);
     }
     store(totals, state.totals);
-    return true;
   }
 
   static bool any_nan(const Real *x, int64_t count) {

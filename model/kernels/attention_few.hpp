@@ -109,15 +109,8 @@ class FewQueries : Attending<Real, S> {
     const int64_t keys = chunk_->count;
     for (int64_t n = 0; n < keys; n += kLanes)
       score(head, n, std::min<int64_t>(kLanes, keys - n), scores + n);
-    bool counts = false;
-    for (int64_t r = 0; r < piece_.count; ++r) {
-      Real *own = scores + r * kKeys;
-      if constexpr (kScaled) this->scale(this->key_scales_, keys, own);
-      this->add_bias(*chunk_, state(head, r), first, keys, own);
-      counts |= this->weigh(r, first, keys, own, state(head, r), factors[r]);
-      if constexpr (kScaled) this->scale(this->value_scales_, keys, own);
-    }
-    if (!counts) return;
+    if (!this->weigh(*chunk_, 0, piece_.count, first, keys, scores, &state(head, 0), factors))
+      return;
     const int64_t dim = a_.head_dim;
     int64_t d = 0;
     for (; d + 2 * kPanel <= dim; d += 2 * kPanel) add_values<kFew, 4>(head, d, scores, factors);

@@ -127,18 +127,13 @@ class ManyQueries : Attending<Real, S> {
     for (int64_t n = 0; n < keys; n += kPanel)
       multiply<kRows, 0, 1, kKeys>(queries, q_ + at * a_.head_dim, a_.head_dim,
                                    keys_ + n * a_.head_dim, scores + n);
-    bool counts = false;
-    for (int64_t r = 0; r < queries; ++r) {
-      Real *own = scores + r * kKeys, factor;
-      if constexpr (kScaled) this->scale(this->key_scales_, keys, own);
-      this->add_bias(chunk_, states_[at + r], first, keys, own);
-      counts |= this->weigh(at + r, first, keys, own, states_[at + r], factor);
-      if constexpr (kScaled) this->scale(this->value_scales_, keys, own);
-      if (factor != 1)
+    Real factors[kRows];
+    if (!this->weigh(chunk_, at, queries, first, keys, scores, states_ + at, factors)) return;
+    for (int64_t r = 0; r < queries; ++r)
+      if (factors[r] != 1)
         for (int64_t p = 0; p < panels_; ++p)
-          for (int64_t j = 0; j < kPanel; ++j) sums_of(at, queries, p)[r * kPanel + j] *= factor;
-    }
-    if (!counts) return;
+          for (int64_t j = 0; j < kPanel; ++j)
+            sums_of(at, queries, p)[r * kPanel + j] *= factors[r];
     for (int64_t p = 0; p < panels_; ++p)
       multiply<kRows, 1, kKeys, kPanel>(queries, scores, keys, values_ + p * kKeys * kPanel,
                                 sums_of(at, queries, p));
@@ -156,8 +151,11 @@ class ManyQueries : Attending<Real, S> {
       for (int64_t r = 0; r < queries; ++r) {
         const Real inverse = this->inverse_total(states_[at + r]);
         T *to = static_cast<T *>(a_.out) + this->place(0, at + r);
-        for (int64_t d = 0; d < a_.head_dim; ++d)
-          narrow(sums_of(at, queries, d / kPanel)[r * kPanel + d % kPanel] * inverse, to + d);
+        for (int64_t p = 0; p < panels_; ++p, to += kPanel) {
+          const Real *from = sums_of(at, queries, p) + r * kPanel;
+          const int64_t columns = std::min<int64_t>(kPanel, a_.head_dim - p * kPanel);
+          for (int64_t j = 0; j < columns; ++j) narrow(from[j] * inverse, to + j);
+        }
       }
     }
   }
