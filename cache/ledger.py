@@ -175,7 +175,7 @@ class Ledger:
         self.seal(filled)
 
     def sample(self) -> None:
-        """One sealed block for each call, the longest unseen, and several in the call that is due.
+        """Verify the sealed blocks that were longest unseen: one for each call, some together.
 
         In full mode all of them in each call.
         """

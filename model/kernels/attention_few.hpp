@@ -9,8 +9,8 @@ namespace {
 constexpr int64_t kFew = 4;  // queries under one key/value head
 
 // All heads of the piece meet a chunk before the next chunk comes: their keys and values lie side
-// by side, and memory is read from one end to the other. While a key is worked on, the one that
-// takes its place in the next chunk is fetched. Head dimensions are whole vectors.
+// by side, and memory is read in long runs. While a key is worked on, the one that takes its place
+// in the next chunk is fetched. Head dimensions are whole vectors.
 template <class Real, class S>
 class FewQueries : Attending<Real, S> {
   typedef Attending<Real, S> Base;

@@ -136,6 +136,14 @@ def test_encodings_that_the_kernels_do_not_know_are_left_alone(encoding, kernels
     assert not any(isinstance(each, KernelLayers | KernelRoPE) for each in decoder.modules())
 
 
+def test_what_layers_share_they_still_share(kernels):
+    """Or arguments of attention would be made for every layer in every step."""
+    layers = substituted("rope", kernels).layers
+    first, *others = (layer.attention.encoding for layer in layers)
+    assert isinstance(first, KernelRoPE)
+    assert all(each is first for each in others)
+
+
 def test_other_attention_is_left_alone(kernels):
     decoder = tiny("rope", SdpaAttention, torch.float32)
     substitute(decoder, kernels, torch.float32)
