@@ -16,6 +16,8 @@ from model.encodings.base import PositionalEncoding
 from model.rotation import Rotation
 from model.transformer import Decoder
 
+QUERIES = 128  # of a window whose scores are one product
+
 
 class DenseKV(KVCache):
     """New memory for every layer of every pass: what is written stays as the gradients need it."""
@@ -49,9 +51,10 @@ class DenseKV(KVCache):
 
 
 class DenseAttention:
-    """Every window's scores as one product, the softmax, and the values' product.
+    """Every window's scores as products, the softmax, and the values' products.
 
-    Under torch.compile scale, bias, mask and softmax become one loop.
+    Under torch.compile scale, bias, mask and softmax become one loop. Some queries at a time, so
+    that little is computed of what the mask hides.
     """
 
     name = "dense"
@@ -82,19 +85,24 @@ class DenseAttention:
         if repeat > 1:
             keys, values = (x.repeat_interleave(repeat, dim=2) for x in (keys, values))
         queries = q.view(windows, length, *q.shape[1:]).transpose(1, 2)
-        scores = queries @ keys.permute(0, 2, 3, 1) * self.spec.scale  # [windows, heads, L, L]
-        positions = batch.positions[:length]
-        if isinstance(bias, DenseBias):
-            dense = bias.values.view(-1, windows, length, length)  # [heads, windows, L, L]
-            scores = scores + dense.transpose(0, 1)
-        elif bias is not None:
-            scores = scores + bias.between(positions, positions)
-        weights = scores.masked_fill(self._hidden(positions), -torch.inf).softmax(dim=-1)
-        y = weights.to(values.dtype) @ values.transpose(1, 2)
-        return y.transpose(1, 2).flatten(0, 1)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [windows, heads, L, head_dim]
+        pieces = []
+        for first in range(0, length, QUERIES):
+            last = min(first + QUERIES, length)
+            end = last if self.spec.causal else length  # no query sees a key after its own
+            scores = queries[:, :, first:last] @ keys[:, :, :end].mT * self.spec.scale
+            rows, columns = batch.positions[first:last], batch.positions[:end]
+            if isinstance(bias, DenseBias):
+                dense = bias.values.view(-1, windows, length, length)
+                scores = scores + dense[:, :, first:last, :end].transpose(0, 1)
+            elif bias is not None:
+                scores = scores + bias.between(rows, columns)
+            weights = scores.masked_fill(self._hidden(rows, columns), -torch.inf).softmax(dim=-1)
+            pieces.append(weights.to(values.dtype) @ values[:, :, :end])
+        return torch.cat(pieces, dim=2).transpose(1, 2).flatten(0, 1)
 
-    def _hidden(self, positions: Tensor) -> Tensor:
-        gap = positions[:, None] - positions
+    def _hidden(self, rows: Tensor, columns: Tensor) -> Tensor:
+        gap = rows[:, None] - columns
         hidden = gap < 0 if self.spec.causal else torch.zeros_like(gap, dtype=torch.bool)
         return hidden if self.spec.window is None else hidden | (gap >= self.spec.window)
 

@@ -20,7 +20,7 @@ def orthogonal(x: Tensor) -> Tensor:
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(STEPS):
         square = x @ x.mT
-        x = a * x + (b * square + c * square @ square) @ x
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x
 
 

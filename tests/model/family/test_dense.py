@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from model.attention.reference import ReferenceAttention
+from model.family import dense
 from model.family.dense import DenseAttention, dense_logits, refreeze
 from model.transformer import Decoder
 from tests.model.running import run_uncached
@@ -12,6 +13,12 @@ from tests.model.tiny import ENCODINGS, tiny
 WINDOWS, LENGTH = 3, 40
 TOKENS = torch.randint(61, (WINDOWS, LENGTH), generator=torch.Generator().manual_seed(1))
 SHAPES = {"plain": {}, "windowed": {"windows": (None, 7, 20)}, "normed": {"qk_norm": True}}
+
+
+@pytest.fixture(autouse=True)
+def pieces(monkeypatch) -> None:
+    """A window has several, the last one shorter."""
+    monkeypatch.setattr(dense, "QUERIES", 16)
 
 
 def logits(decoder: Decoder) -> torch.Tensor:
