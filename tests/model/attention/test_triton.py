@@ -240,7 +240,22 @@ def test_what_a_machine_lacks(complete, monkeypatch):
     assert "Triton is not installed" in TritonAttention.why_not(on_cuda())
 
 
-# ---------------------------------------------------------------------------- on a GPU only
+# ------------------------------------------------------------------- all on one device
+
+
+def error_on_one_device(given, lengths, bias):
+    """As in a server, where nothing is moved to the backend and back."""
+    given = replace(given, device=DEVICE)
+    q, kv, batch = problem(given, 16, lengths)
+    some = biases(given.heads, batch)[bias]
+    there = [moved(each, DEVICE) for each in (q, kv, batch, some)]
+    exact = ReferenceAttention(given)(*there, None)
+    return (TritonAttention(given)(*there, None) - exact).abs().max()
+
+
+def test_on_one_device():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    assert error_on_one_device(spec(), LENGTHS, 4) < ROUNDING
 
 
 @pytest.mark.cuda
@@ -249,11 +264,7 @@ def test_what_a_machine_lacks(complete, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bias", range(5))
 def test_long_contexts_on_a_gpu(bias, dtype, head_dim):
-    given = replace(spec(32, 8, head_dim, dtype), device=DEVICE)
-    assert TritonAttention.why_not(given) is None
-    q, kv, batch = problem(given, 16, [(1500, 1), (700, 300), (4000, 1), (0, 70)])
-    some = biases(given.heads, batch)[bias]
-    given_it = moved((q, kv, batch, some, None), DEVICE)
-    exact = ReferenceAttention(given)(*given_it)
-    found = TritonAttention(given)(*given_it)
-    assert (found - exact).abs().max() < {torch.float32: 1e-4}.get(dtype, 0.02)
+    given = spec(32, 8, head_dim, dtype)
+    assert TritonAttention.why_not(replace(given, device=DEVICE)) is None
+    allowed = {torch.float32: 1e-4}.get(dtype, 0.02)
+    assert error_on_one_device(given, [(1500, 1), (700, 300), (4000, 1), (0, 70)], bias) < allowed
