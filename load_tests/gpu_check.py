@@ -165,7 +165,7 @@ def _measure(words: Sequence[str], args: argparse.Namespace) -> Report:
             found.append(each)
             if name:
                 save(name, {**head, **as_json(best, found)})
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, torch.AcceleratorError):  # cut off, or the device is lost
         return Report(best, found, cut_short=True)
     finally:
         progress.clear()
@@ -196,9 +196,9 @@ class _Check:
                 needed, there = digits(size / 1e6), digits(max(room, 0) / 1e6)
                 reason = f"{needed} MB of keys and values, and room for {there}"
                 yield LeftOut("decoding", "all", shape, cell, reason)
-            for system in (self._own, self._peer) if cells else ():
-                yield from system(shape, cells)
-                _release(setting.device)
+            systems = {OWN: self._own, PEER: self._peer}
+            for name, system in systems.items() if cells else ():
+                yield from self._tried("everything", name, shape, partial(system, shape, cells))
 
     def _own(self, shape: str, cells: Sequence[Cell]) -> Iterator[Found]:
         setting, kernels = self.setting, find_kernels(self.setting.device)
@@ -235,17 +235,23 @@ class _Check:
         yield from self._each(PEER, shape, parts)
 
     def _each(self, system: str, shape: str, parts: Mapping[str, Part]) -> Iterator[Found]:
-        """One that fails is left out, and the next begins."""
         for name, part in parts.items():
             self.progress.start(f"{shape}: {system}, {name}")
-            try:
-                yield from part(self.purse.budget(WEIGHTS[system, name]))
-            except Exception as error:  # of kernels, compilers, memory: others can be measured yet
-                log.exception("%s, %s of %s failed", system, name, shape)
-                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                yield LeftOut(name, system, shape, None, reason, failed=True)
+            budget = self.purse.budget(WEIGHTS[system, name])
+            yield from self._tried(name, system, shape, partial(part, budget))
             self.progress.finish()
-            _release(self.setting.device)
+
+    def _tried(
+        self, work: str, system: str, shape: str, find: Callable[[], Iterator[Found]]
+    ) -> Iterator[Found]:
+        """As far as it gets: what fails is left out, and the next begins."""
+        try:
+            yield from find()
+        except Exception as error:  # of packages, kernels, compilers, memory: others may do
+            log.exception("%s, %s of %s failed", system, work, shape)
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            yield LeftOut(work, system, shape, None, reason, failed=True)
+        _release(self.setting.device)
 
 
 def _release(device: torch.device) -> None:

@@ -96,7 +96,7 @@ def steps_of(
             continue
         try:
             times, attention = _continuous(model, cell, budget)
-        except (RuntimeError, ValueError) as error:  # memory, or what it makes of the sizes
+        except (RuntimeError, MemoryError, ValueError) as error:  # or what it makes of the sizes
             yield LeftOut("step", PEER, shape, cell, str(error).partition("\n")[0])
             continue
         if len(times) < cell.batch:

@@ -110,6 +110,28 @@ def test_a_part_that_fails_leaves_the_others(alone, monkeypatch, tmp_path, capsy
     assert [each["failed"] for each in found["left_out"]] == [True, False]
 
 
+def test_a_system_that_cannot_be_made_leaves_the_other(monkeypatch, tmp_path, capsys):
+    """Its package may be there and not fit what lies beside it."""
+
+    def fails(*_):
+        raise ImportError("huggingface-hub is too new")
+
+    monkeypatch.setattr(gpu_peer, "model_of", fails)
+    assert main([*TINY, "--out", str(tmp_path / "gpu")]) == 1
+    told = "- transformers, everything: tiny: ImportError: huggingface-hub is too new\n"
+    assert told in capsys.readouterr().out
+    assert len(found_in(tmp_path / "gpu.json")["figures"]) == 5
+
+
+def test_a_device_that_is_lost_ends_the_run_and_leaves_what_it_had(alone, monkeypatch, capsys):
+    def lost(device):
+        raise torch.AcceleratorError("an illegal memory access")
+
+    monkeypatch.setattr(gpu_check, "_release", lost)
+    assert main(TINY) == 1
+    assert "|tiny|2|64|" in capsys.readouterr().out
+
+
 def test_a_run_that_is_cut_short_leaves_what_it_had(alone, monkeypatch, tmp_path, capsys):
     def cut(*_):
         raise KeyboardInterrupt

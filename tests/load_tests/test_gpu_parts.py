@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from load_tests import gpu_parts
+from load_tests import gpu_parts, gpu_peer
 from load_tests.gpu_parts import (
     NO_TIME,
     Budget,
@@ -110,6 +110,19 @@ def test_encodings_are_compared_at_the_largest_cell_that_is_not_too_large(made):
 
     assert cell([Cell(1, 16), Cell(8, 16), Cell(4, 16), Cell(9, 16)]) == Cell(8, 16)
     assert cell([Cell(10, 16), Cell(9, 16)]) == Cell(9, 16)
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, ValueError])
+def test_a_cell_that_another_system_cannot_hold_leaves_the_others(error, monkeypatch):
+    def full(model, cell, budget):
+        if cell == CELLS[1]:
+            raise error("more than there is\nof memory")
+        return [[0.0, 1.0, 2.0]] * cell.batch, "sdpa"
+
+    monkeypatch.setattr(gpu_peer, "_continuous", full)
+    left, measured = gpu_peer.steps_of("tiny", None, CELLS, SETTING, Budget(60))
+    assert (left.cell, left.reason, left.failed) == (CELLS[1], "more than there is", False)
+    assert measured.samples == [1.0, 1.0]
 
 
 def test_steps_are_those_of_all_requests_together():
