@@ -41,9 +41,15 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.rounded, self.scale = rounded_rows(linear.weight)
         self.bias = linear.bias
+        # A power of two and what is left of the scale, from 1 to 2. The first goes into the
+        # product, where it rounds nothing and keeps sums as small as y: float16 would not hold
+        # those of whole numbers.
+        self.rest = 2 * self.scale.frexp().mantissa
+        self.power = self.scale / self.rest
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.rounded.to(x.dtype)).float() * self.scale
+        weight = self.rounded * self.power.to(x.dtype)[:, None]
+        y = F.linear(x, weight).float() * self.rest
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
 

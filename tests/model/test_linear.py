@@ -30,6 +30,15 @@ def test_the_rounded_weights_are_multiplied_exactly() -> None:
     assert (Int8Linear(layer)(x) - expected).abs().max() < 1e-5  # scales are float32
 
 
+def test_sums_fit_where_the_answer_fits() -> None:
+    """127 · 200 · 64 is more than float16 holds."""
+    layer = Linear(64, 3, dtype=torch.float16, device=CPU)
+    layer.weight.copy_(torch.tensor([[0.05], [-3.0], [1e-4]]).expand(3, 64))
+    x = torch.full((2, 64), 200.0, dtype=torch.float16)
+    exact = x.double() @ layer.weight.double().T
+    assert ((Int8Linear(layer)(x) - exact).abs() <= 2e-3 * exact.abs()).all()
+
+
 def test_every_linear_layer_is_rounded_and_the_model_computes_nearly_the_same() -> None:
     decoder = tiny("rope", ReferenceAttention, torch.float32)
     tokens = list(range(30))
