@@ -21,7 +21,9 @@ from cache.terms import Audit, BlockEvent, EventKind
 
 SAMPLED_TOGETHER = 8  # blocks: starting to look takes longer than looking at one
 FOLD = 15  # shifts bit 31, often a sign, into the middle, away from the sign of the low half
-BATCH = 4  # blocks copied at once: few enough to stay in a processor's cache while summed
+# Blocks copied at once: few enough to stay in a processor's cache while summed, and elsewhere so
+# many that starting kernels does not take longer than what they do.
+BATCH, BATCH_ELSEWHERE = 4, 64
 
 # Sums of blocks [N] of `stored` [layers, blocks, integers] with `multipliers` → [N, layers] int64.
 FoldSums = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -76,11 +78,11 @@ class LedgerCounts:
 
 def fold_sums(stored: Tensor, blocks: Tensor, multipliers: Tensor) -> Tensor:
     """What Checksums defines, on any device. Faster on a CPU: model/kernels."""
-    few_at_once = torch.split(blocks, BATCH)
-    return torch.cat([_sums_of_few(stored, few, multipliers) for few in few_at_once])
+    some_at_once = torch.split(blocks, BATCH if stored.device.type == "cpu" else BATCH_ELSEWHERE)
+    return torch.cat([_sums_of_some(stored, some, multipliers) for some in some_at_once])
 
 
-def _sums_of_few(stored: Tensor, blocks: Tensor, multipliers: Tensor) -> Tensor:
+def _sums_of_some(stored: Tensor, blocks: Tensor, multipliers: Tensor) -> Tensor:
     words = _words(stored.index_select(1, blocks))
     halves = words.view(torch.int32)
     halves[..., 0::2] ^= halves[..., 1::2] >> FOLD

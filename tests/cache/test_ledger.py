@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cache import ledger as ledgers
 from cache.kv import KVCache
 from cache.ledger import SAMPLED_TOGETHER, Checksums, Fault, Ledger, LedgerCounts, Part, Place
 from cache.manager import CacheManager
@@ -300,3 +301,19 @@ def test_entries_whose_numbers_and_scales_changed_are_counted_once():
         tensor[4] += 1
     ledger.verify([4])
     assert ledger.drain().mutated == ENTRIES
+
+
+def test_on_a_gpu_many_blocks_are_summed_at_once(monkeypatch):
+    """Each time starts some kernels, whatever the number of blocks."""
+    sizes = []
+
+    def sums(stored, blocks, multipliers):
+        sizes.append(len(blocks))
+        return blocks[:, None]
+
+    monkeypatch.setattr(ledgers, "_sums_of_some", sums)
+    blocks = torch.arange(70)
+    for device in ("cpu", "meta"):
+        stored = torch.empty(1, 70, 1, dtype=torch.int64, device=device)
+        assert torch.equal(ledgers.fold_sums(stored, blocks, blocks)[:, 0], blocks)
+    assert sizes == [*[4] * 17, 2, 64, 6]

@@ -129,3 +129,13 @@ def test_freed_memory_goes_back_to_the_system():
     placement.return_freed_memory()
     assert before - resident() > 40_000_000
     assert len(pieces) == 30
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_gpu_gets_freed_memory_back_if_it_is_in_use(monkeypatch, used):
+    """Weights from before they were rounded, say: what torch keeps is not free for a cache."""
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    placement.return_freed_memory()
+    assert len(emptied) == used
