@@ -29,11 +29,12 @@ void pack_panels(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
 // Adds ROWS rows times one panel to sum, of which rows are SUM apart. Number k of row r is
 // x[k * K + r * R]: with K = 0, the rows lie side by side, as [inputs, ROWS].
 template <int ROWS, int K, int R, int SUM, class Real, class W>
-void multiply_tile(const Real *x, int64_t inputs, const W *panel, Real *sum) {
+[[gnu::noinline]] void multiply_tile(const Real *x, int64_t inputs, const W *panel, Real *sum) {
   constexpr int kLanes = ::kLanes<Real>, kPanel = 2 * kLanes;
   constexpr int input_step = K ? K : ROWS;
   constexpr int kAhead = sizeof(W) == 1 ? 64 : 24;  // inputs
   Vec<Real> left_sum[ROWS], right_sum[ROWS];
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
     left_sum[r] = load(sum + r * SUM);
     right_sum[r] = load(sum + r * SUM + kLanes);
@@ -50,6 +51,7 @@ void multiply_tile(const Real *x, int64_t inputs, const W *panel, Real *sum) {
       right_sum[r] += x[k * input_step + r * R] * right;
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
     store(left_sum[r], sum + r * SUM);
     store(right_sum[r], sum + r * SUM + kLanes);
@@ -66,7 +68,7 @@ void multiply(int64_t rows, const Real *x, int64_t inputs, const W *panel, Real 
 // One row times PANELS panels, to sum [panel, kPanel]. A single panel's sums would wait for each
 // other; every number is summed in the same order as above.
 template <int PANELS, class W>
-void multiply_row(const float *x, int64_t inputs, const W *panels, float *sum) {
+[[gnu::noinline]] void multiply_row(const float *x, int64_t inputs, const W *panels, float *sum) {
   constexpr int kLanes = ::kLanes<float>, kPanel = 2 * kLanes;
   constexpr int kAhead = sizeof(W) == 1 ? 64 : 24;  // inputs
   Vec<float> left_sum[PANELS] = {}, right_sum[PANELS] = {};
@@ -87,6 +89,34 @@ void multiply_row(const float *x, int64_t inputs, const W *panels, float *sum) {
   }
 }
 
+// x [rows, inputs] → tile [inputs, rows], of at most kRows rows. Writes up to a vector more.
+template <class T>
+void fill_tile(const T *x, int64_t inputs, int64_t rows, float *tile) {
+  constexpr int64_t kLanes = ::kLanes<float>;
+  int64_t k = 0;
+  for (; rows > 2 && k + kLanes <= inputs; k += kLanes) {
+    Vec<float> square[kLanes] = {};
+    for (int64_t r = 0; r < rows; ++r) square[r] = load_wide(x + r * inputs + k);
+    transpose<float>(square);
+    for (int64_t i = 0; i < kLanes; ++i) store(square[i], tile + (k + i) * rows);
+  }
+  for (; k < inputs; ++k)
+    for (int64_t r = 0; r < rows; ++r) tile[k * rows + r] = widen(x[r * inputs + k]);
+}
+
+// Of 8-bit weights, whose widening costs too much to be repeated for every tile of rows.
+template <class W>
+void widen_panel(const W *panel, int64_t inputs, float *widened) {
+  constexpr int64_t kLanes = ::kLanes<float>, kPanel = 2 * kLanes;
+  for (int64_t k = 0; k < inputs; ++k) {
+    Vec<float> left, right;
+    load_two(panel + k * kPanel, left, right);
+    __builtin_prefetch(panel + (k + 24) * kPanel);
+    store(left, widened + k * kPanel);
+    store(right, widened + k * kPanel + kLanes);
+  }
+}
+
 // scale [outputs] or null: what each output's weights are to be multiplied by.
 template <class T, class W>
 void linear(const T *x, const W *packed, const float *scale, const float *bias, T *y,
@@ -95,20 +125,18 @@ void linear(const T *x, const W *packed, const float *scale, const float *bias, 
   constexpr int64_t kChunk = 4 * kRows;                   // rows per pass over the panels
   constexpr int64_t kTogether = 2;                        // panels that a single row meets
   constexpr int64_t kDepth = 16384 / kPanel / sizeof(W);  // inputs: 16 KiB of a panel stay in L1
+  constexpr int64_t kWidened = sizeof(W) == 1 ? 64 : 0;   // inputs that tiles share, widened
   const int64_t panels = (outputs + kPanel - 1) / kPanel, tiles = (rows + kRows - 1) / kRows;
   // Tile by tile of kRows rows, [inputs, rows of the tile], so that a tile reads one stream.
-  const std::unique_ptr<float[]> wide(new float[rows * inputs]);
+  const int64_t tile_size = kRows * inputs + kLanes<float>;  // fill_tile writes past the end
+  const std::unique_ptr<float[]> wide(new float[tiles * tile_size]);
 #pragma omp parallel
   {
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < tiles; ++t) {
-      const int64_t first = t * kRows, count = std::min<int64_t>(kRows, rows - first);
-      float *tile = wide.get() + first * inputs;
-      for (int64_t k = 0; k < inputs; ++k)
-        for (int64_t r = 0; r < count; ++r)
-          tile[k * count + r] = widen(x[(first + r) * inputs + k]);
-    }
-    alignas(64) float sums[kChunk * kPanel];
+    for (int64_t t = 0; t < tiles; ++t)
+      fill_tile(x + t * kRows * inputs, inputs, std::min<int64_t>(kRows, rows - t * kRows),
+                wide.get() + t * tile_size);
+    alignas(64) float sums[kChunk * kPanel], widened[(kWidened + 1) * kPanel];
     const auto finish = [&](int64_t p, int64_t chunk, int64_t chunk_rows, const float *from) {
       const int64_t first = p * kPanel, columns = std::min<int64_t>(kPanel, outputs - first);
       for (int64_t m = 0; m < chunk_rows; ++m)
@@ -129,13 +157,20 @@ void linear(const T *x, const W *packed, const float *scale, const float *bias, 
 #pragma omp for schedule(static) nowait
       for (int64_t p = groups * kTogether; p < panels; ++p) {
         std::fill(sums, sums + chunk_rows * kPanel, 0.0f);
-        for (int64_t k = 0; k < inputs; k += kDepth) {
-          const int64_t depth = std::min(kDepth, inputs - k);
+        const bool shared = kWidened && chunk_rows > kRows;
+        const int64_t step = shared ? kWidened : kDepth;
+        for (int64_t k = 0; k < inputs; k += step) {
+          const int64_t depth = std::min(step, inputs - k);
+          const W *piece = packed + (p * inputs + k) * kPanel;
+          if (shared) widen_panel(piece, depth, widened);
           for (int64_t m = 0; m < chunk_rows; m += kRows) {
             const int64_t count = std::min<int64_t>(kRows, chunk_rows - m);
-            multiply<kRows, 0, 1, kPanel>(
-                count, wide.get() + (chunk + m) * inputs + k * count, depth,
-                packed + (p * inputs + k) * kPanel, sums + m * kPanel);
+            const float *tile = wide.get() + (chunk + m) / kRows * tile_size + k * count;
+            float *sum = sums + m * kPanel;
+            if (shared)
+              multiply<kRows, 0, 1, kPanel>(count, tile, depth, widened, sum);
+            else
+              multiply<kRows, 0, 1, kPanel>(count, tile, depth, piece, sum);
           }
         }
         finish(p, chunk, chunk_rows, sums);
