@@ -140,6 +140,7 @@ def test_every_number_of_requests_in_a_bucket(requests, backend):
 
 
 # Triton's interpreter needs milliseconds for a program.
+@pytest.mark.triton
 @pytest.mark.parametrize(
     "encoding", combined(KINDS, always=lambda encoding: encoding in ("table", "rope-raw-scaled"))
 )

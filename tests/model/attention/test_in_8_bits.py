@@ -77,6 +77,7 @@ def turned(given, frame, lengths):
     return q, stored(kv, batch, 5, rope), batch, rope
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("frame", KeyFrame)
 def test_triton(frame, dtype):
@@ -90,6 +91,7 @@ def test_triton(frame, dtype):
     assert ((found - exact).abs() <= allowed).all()
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("bias", range(5))
 def test_triton_with_every_bias(bias):
     given = spec(3, 1, 10, window=7)

@@ -27,6 +27,8 @@ from tests.model.attention.test_rotation import (
 from tests.model.attention.triton_here import DEVICE, TritonHere, moved
 from tests.model.tiny import YARN
 
+pytestmark = pytest.mark.triton
+
 ROUNDING = 1e-5
 # (keys in the cache, new rows): of one row and of several, and in the first of no block's length.
 LENGTHS = [(30, 1), (17, 2), (0, 9)]
