@@ -123,10 +123,12 @@ def _training(members: Sequence[Measured], image: str) -> str:
         trained = f"the served models and seeds {', '.join(map(str, seeds))}"
     return (
         f"Muon on the matrices inside the layers, AdamW on the rest (model/family/recipe.py): "
-        f"{recipe}. Trained were {trained}; bands reach from the lowest to the highest seed.\n\n"
+        f"{recipe}. Trained were {trained}; bands reach from the lowest to the highest seed, as "
+        "far as rates are the same.\n\n"
         f"{image}\n\n{tables.training(members)}\n\n"
-        f"Does RoPE converge faster? {about_speed(members)} Seconds are those of one machine, and "
-        "compare implementations of the encodings in training, not the encodings."
+        "Does RoPE converge faster? Compared are training losses before the rates fall. "
+        f"{about_speed(members)} Seconds are those of one machine, and compare implementations of "
+        "the encodings in training, not the encodings."
     )
 
 

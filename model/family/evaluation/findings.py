@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from model.family.evaluation.curves import Point, reached
+from model.family.evaluation.curves import Point, before_decay, reached
 from model.family.evaluation.losses import LossBin
 from model.family.evaluation.results import Measured
 from model.family.evaluation.words import interval, listed, millions, signed
@@ -133,14 +133,15 @@ class Speed:
 
 
 def speeds(members: Sequence[Measured]) -> tuple[float, list[Speed]]:
-    """The lowest training loss that every training came to, and when each first had it.
+    """The lowest training loss that every training came to before its rates fell, and when
+    each first had it.
 
     Fastest first; empty when there are no curves.
     """
-    curves = [(one.label, one.curve) for one in members if one.curve and one.curve.trained]
+    curves = [(one.label, one.curve) for one in members if one.curve and before_decay(one.curve)]
     if not curves:
         return math.nan, []
-    lowest = max(min(point.loss for point in curve.trained) for _, curve in curves)
+    lowest = max(min(point.loss for point in before_decay(curve)) for _, curve in curves)
     loss = math.ceil(lowest / STEP) * STEP
     found: dict[str, list[Point]] = {}
     for label, curve in curves:

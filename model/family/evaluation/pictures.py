@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
 from model.explain.figure import GREY, INK, Picture, axes_row, count_axis, label_ends
-from model.family.evaluation.curves import Curve, Point
+from model.family.evaluation.curves import Curve, band
 from model.family.evaluation.findings import shipped
 from model.family.evaluation.losses import Losses
 from model.family.evaluation.recalled import Recalls
@@ -162,42 +162,28 @@ def _draw_recalls(
 def _draw_training(
     figure: Figure | SubFigure, curves: Sequence[tuple[str, Curve]], labels: Sequence[str]
 ) -> None:
-    """Loss by tokens and by minutes; bands reach from the lowest to the highest seed."""
+    """Loss by tokens and by minutes: the longest training, and a band from seed to seed."""
     by_tokens, by_time = axes_row(figure, 2)
     by_label: dict[str, list[Curve]] = {}
     for label, curve in curves:
         by_label.setdefault(label, []).append(curve)
     shown = [curve.trained[int(len(curve.trained) * SKIPPED) :] for _, curve in curves]
     highest = max(points[0].loss for points in shown)
-    for axes, unit in ((by_tokens, "tokens"), (by_time, "minutes")):
+    for axes, unit, along in (
+        (by_tokens, "tokens", lambda point: point.tokens / 1e6),
+        (by_time, "minutes", lambda point: point.seconds / 60),
+    ):
         ends = []
         for label, own in by_label.items():
             color, _ = look(label, labels)
-            x, low, middle, high = _band(own, unit)
-            axes.plot(x, middle, color=color, linewidth=1.2)
+            x, low, line, high = band(own, along)
+            axes.plot(x, line, color=color, linewidth=1.2)
             axes.fill_between(x, low, high, color=color, alpha=BAND, lw=0)
-            ends.append((float(middle[-1]), label, color))
+            ends.append((float(line[-1]), label, color))
         axes.set_ylim(top=highest)
         axes.set_xlabel("million tokens" if unit == "tokens" else "minutes")
         axes.set_title(f"Training loss by {unit}, nats per token")
         label_ends(axes, ends)
-
-
-def _band(curves: Sequence[Curve], unit: str) -> tuple[np.ndarray, ...]:
-    """Where, and the lowest, mean and highest loss of the seeds there."""
-
-    def at(point: Point) -> float:
-        return point.tokens / 1e6 if unit == "tokens" else point.seconds / 60
-
-    longest = min((curve.trained for curve in curves), key=lambda points: at(points[-1]))
-    x = np.array([at(point) for point in longest])
-    losses = np.stack(
-        [
-            np.interp(x, [at(p) for p in one.trained], [p.loss for p in one.trained])
-            for one in curves
-        ]
-    )
-    return x, losses.min(axis=0), losses.mean(axis=0), losses.max(axis=0)
 
 
 def _draw_operations(

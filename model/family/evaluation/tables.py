@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from model.family.evaluation.curves import reached
+from model.family.evaluation.curves import before_decay, reached
 from model.family.evaluation.findings import shipped, speeds
 from model.family.evaluation.losses import LossBin
 from model.family.evaluation.results import Measured
@@ -76,14 +76,20 @@ def _loss(one: Measured, edges: tuple[int, int]) -> str:
 
 
 def _seeds(one: Measured, members: Sequence[Measured]) -> str:
+    """Their losses in the last bin; with the tokens of a training that had others."""
     last = [
-        each.loss.value
+        f"{each.loss.value:.2f}" + ("" if _tokens(own) == _tokens(one) else f" at {_tokens(own)}")
         for own in members
         if own.label == one.label and own.seed is not None and own.losses is not None
         for each in own.losses.bins
         if each.stop == own.losses.trained
     ]
-    return ", ".join(f"{value:.2f}" for value in last) or MISSING
+    return ", ".join(last) or MISSING
+
+
+def _tokens(one: Measured) -> str:
+    """That it was trained with."""
+    return millions(one.curve.trained[-1].tokens) if one.curve and one.curve.trained else MISSING
 
 
 def recalls(members: Sequence[Measured], kind: str) -> str:
@@ -122,7 +128,7 @@ def recalls(members: Sequence[Measured], kind: str) -> str:
 
 def training(members: Sequence[Measured]) -> str:
     """Every training: how long, and where it came to."""
-    known = [one for one in members if one.curve is not None and one.curve.trained]
+    known = [one for one in members if one.curve is not None and before_decay(one.curve)]
     if not known:
         return MISSING
     loss, _ = speeds(members)

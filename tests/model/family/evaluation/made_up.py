@@ -59,7 +59,7 @@ def curve(pace: float, end: float = 3.4, minutes: float = 40) -> Curve:
         tokens = 200_000 * n
         loss = end + (8.2 - end) * math.exp(-((tokens / 1e6) ** 0.6) / pace)
         points.append(Point(tokens, minutes * 60 * n / 200, loss))
-    return Curve(4882, tuple(points), tuple(points[9::50]))
+    return Curve(4882, 30_000_000, tuple(points), tuple(points[9::50]))
 
 
 def divergences(size: float | None) -> tuple[Divergence, ...]:

@@ -6,7 +6,7 @@ import pytest
 
 from model.family.errors import FamilyError
 from model.family.evaluation import curves
-from model.family.evaluation.curves import Point
+from model.family.evaluation.curves import Curve, Point
 
 
 def written(folder, rows):
@@ -16,7 +16,7 @@ def written(folder, rows):
 
 
 def test_points_are_means_of_steps_and_held_out_ones_stay(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(curves, "POINTS", 3)
+    monkeypatch.setattr(curves, "STEPS", 3)
     rows = [{"step": n, "tokens": 10 * n, "seconds": n / 2, "loss": 10.0 - n} for n in range(1, 9)]
     rows[3]["held_out_loss"] = 6.5
     found = curves.read(written(tmp_path, rows))
@@ -25,6 +25,33 @@ def test_points_are_means_of_steps_and_held_out_ones_stay(tmp_path, monkeypatch)
     assert found.steps == 8
     assert curves.reached(found, 5.0) == Point(60, 3.0, 5.0)
     assert curves.reached(found, 2.0) is None
+
+
+def test_what_falling_rates_bring_is_left_out_of_comparisons(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(curves, "STEPS", 2)
+    rates = (0.5, 1, 1, 1, 0.6, 0.2)  # warm-up, level, decay
+    rows = [
+        {"step": n, "tokens": 10 * n, "seconds": n, "loss": 10.0 - n, "rate": rate}
+        for n, rate in enumerate(rates, start=1)
+    ]
+    found = curves.read(written(tmp_path, rows))
+    assert found.level == 40 and len(found.trained) == 3
+    assert [point.tokens for point in curves.before_decay(found)] == [20, 40]
+    assert curves.reached(found, 6.5) == Point(40, 4, 6.5)
+    assert curves.reached(found, 4.5) is None
+
+
+def test_a_band_reaches_as_far_as_its_seeds() -> None:
+    def line(losses, level) -> Curve:
+        points = tuple(Point(10 * n, n, loss) for n, loss in enumerate(losses, start=1))
+        return Curve(len(points), level, points, ())
+
+    long, short = line([8, 6, 5, 4], 30), line([8, 7, 1], 20)  # whose rates fell after 20
+    x, low, middle, high = curves.band([short, long], lambda point: point.tokens)
+    assert x.tolist() == [10, 20, 30, 40] and middle.tolist() == [8, 6, 5, 4]
+    assert low.tolist() == [8, 6, 5, 4] and high.tolist() == [8, 7, 5, 4]
+    equal = line([8, 5, 4, 3], 30)
+    assert curves.band([long, equal], lambda point: point.tokens)[1].tolist() == [8, 5, 4, 3]
 
 
 def test_a_line_that_is_no_step_is_named(tmp_path) -> None:

@@ -9,6 +9,7 @@ from model.family.evaluation.curves import Curve, Point
 from model.family.evaluation.findings import Beyond, about_length, about_speed, differing, verdict
 from model.family.evaluation.pictures import LOOKS, look, pictures
 from model.family.evaluation.results import Evaluation, Measured
+from model.family.evaluation.tables import losses as losses_table
 from model.family.recipe import ENCODINGS
 from tests.model.family.evaluation.made_up import family, losses, measured
 
@@ -53,7 +54,7 @@ def straight(label, tokens, seed=None, pace=60.0):
     points = tuple(
         Point(10**6 * step, pace * step, 6 - 3 * min(step / tokens, 1)) for step in range(1, 101)
     )
-    return replace(measured(label, [0.0], seed=seed), curve=Curve(100, points, ()))
+    return replace(measured(label, [0.0], seed=seed), curve=Curve(100, 10**8, points, ()))
 
 
 def test_who_converges_first_is_told_by_the_seeds() -> None:
@@ -75,8 +76,15 @@ def test_who_converges_first_is_told_by_the_seeds() -> None:
 
 
 def test_speed_is_compared_at_a_loss_that_all_came_to() -> None:
-    slow = replace(straight("nope", 60), curve=Curve(9, (Point(10, 5.0, 4.02),), ()))
+    slow = replace(straight("nope", 60), curve=Curve(9, 10, (Point(10, 5.0, 4.02),), ()))
     assert "training loss of 4.05 nats" in about_speed([straight("rope", 40), slow])
+
+
+def test_a_seed_that_was_trained_for_less_says_so() -> None:
+    rope, other, *_ = family().members
+    short = replace(other, curve=Curve(9, 10**6, (Point(10**6, 5.0, 4.0),), ()))
+    assert " at 1.0 M |" in losses_table([rope, short])
+    assert " at " not in losses_table([rope, other])
 
 
 def test_a_card_without_figures_says_so() -> None:
