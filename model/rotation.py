@@ -29,7 +29,8 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     else:
         a, b = turning[..., 0::2], turning[..., 1::2]
         turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    return torch.cat((turned.to(x.dtype), rest), dim=-1)
+    turned = turned.to(x.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,11 @@ def _lacking() -> str | None:
         return "Triton is not installed; PyTorch's CUDA builds bring it"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton finds no C compiler; install gcc or set CC"
-    headers = sysconfig.get_config_var("INCLUDEPY")
+    # Where Triton looks itself: INCLUDEPY is a folder of whoever built a Python that was moved.
+    scheme = sysconfig.get_default_scheme()
+    if scheme == "posix_local":  # Debian's, for what people install themselves
+        scheme = "posix_prefix"
+    headers = sysconfig.get_path("include", scheme)
     if not Path(headers, "Python.h").exists():
         return f"Triton needs Python.h, which is not in {headers}; install python3-dev"
     return None

@@ -160,14 +160,12 @@ class RoPE(PositionalEncoding):
     ) -> tuple[Tensor, Tensor]:
         match self.key_frame:
             case KeyFrame.ABSOLUTE:
-                return self._turned(q, positions), self._turned(k, positions)
+                cos, sin = self.cos[positions], self.sin[positions]
+                return turn(q, cos, sin, self.layout), turn(k, cos, sin, self.layout)
             case KeyFrame.BLOCK:
-                return q, self._turned(k, offsets)
+                return q, turn(k, self.cos[offsets], self.sin[offsets], self.layout)
             case KeyFrame.RAW:
                 return q, k
-
-    def _turned(self, x: Tensor, at: Tensor) -> Tensor:
-        return turn(x, self.cos[at], self.sin[at], self.layout)
 
     def rotation(self) -> Rotation | None:
         return self.left

@@ -1,5 +1,6 @@
 """The Triton kernels against the reference; on a GPU if there is one, else in the interpreter."""
 
+import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
@@ -230,6 +231,15 @@ def test_it_comes_first_on_a_gpu_and_never_elsewhere(complete, monkeypatch):
 def test_what_it_does_not_serve(given, reason, complete):
     assert TritonAttention.why_not(on_cuda()) is None
     assert TritonAttention.why_not(given).startswith(reason)
+
+
+def test_headers_are_looked_for_where_triton_does(complete, monkeypatch):
+    """Not where they were when a Python was built that has been moved since."""
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: "/build/include")
+    monkeypatch.setattr(sysconfig, "get_default_scheme", lambda: "posix_local")
+    monkeypatch.setattr(Path, "exists", lambda path: path == there)
+    there = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    assert TritonAttention.why_not(on_cuda()) is None
 
 
 def test_what_a_machine_lacks(complete, monkeypatch):
