@@ -23,13 +23,13 @@ CONTEXT = 512  # tokens of a training window
 class Recipe:
     """How to train. The rates are those of the middle part: warm-up, stable, decay."""
 
-    tokens: int = 40_000_000
+    tokens: int = 20_000_000
     windows: int = 8  # of CONTEXT tokens, in one step
     matrix_rate: float = 6e-3  # Muon: every matrix inside the layers
     other_rate: float = 3e-3  # AdamW: the embedding, the norms, what an encoding learns
     weight_decay: float = 0.1  # of the matrices, times their rate
     warm_up: int = 100  # steps
-    decay: float = 0.25  # share of the steps
+    decay: float = 0.4  # share of the steps
     clip: float = 1.0  # limit of the gradients' norm, all together
     seed: int = 0
 
