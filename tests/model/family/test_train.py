@@ -169,7 +169,7 @@ def weights_of(encoding: str, seed: int) -> dict[str, torch.Tensor]:
 
 
 def test_the_rate_rises_stays_and_falls() -> None:
-    recipe = Recipe(tokens=1000 * 4 * 32, windows=4, warm_up=100)
+    recipe = Recipe(tokens=1000 * 4 * 32, windows=4, warm_up=100, decay=0.25)
     rates = [recipe.rate(step) for step in range(recipe.steps)]
     assert rates[0] == 0.01 and rates[99:751] == [1.0] * 652
     assert rates[875] == pytest.approx(0.5) and rates[999] == pytest.approx(0.004)
