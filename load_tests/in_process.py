@@ -22,7 +22,7 @@ from model.batch import ForwardBatch
 from model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
 from model.encodings.base import EncodingError, create
 from model.kernels.build import Kernels
-from model.kernels.substitutes import substitute
+from model.kernels.substitutes import substitute, substitute_on_gpu
 from model.loading import Checkpoint, load_decoder, load_encoding
 from model.replay import Bucket, Forward, ReplayedDecoder
 from model.sampling import SamplingParams
@@ -81,9 +81,10 @@ def decoders(
         else:
             load_decoder(checkpoint, decoder)
         made[arm] = decoder
-    if isinstance(kernels, Kernels):
-        for decoder in made.values():
+    for decoder in made.values():
+        if isinstance(kernels, Kernels):
             substitute(decoder, kernels, dtype)
+        substitute_on_gpu(decoder)
     return made
 
 

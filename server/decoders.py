@@ -19,7 +19,7 @@ from model.encoder_decoder import EncoderDecoder
 from model.encodings.base import PositionalEncoding, create, find
 from model.kernels.build import Kernels, NoKernels
 from model.kernels.build import load as load_kernels
-from model.kernels.substitutes import substitute
+from model.kernels.substitutes import substitute, substitute_on_gpu
 from model.linear import quantize
 from model.loading import Checkpoint, CheckpointError, load_decoder, open_checkpoint
 from model.shapes import PREFIX, random_checkpoint
@@ -89,6 +89,7 @@ def prepare(
         quantize(decoder)
     if isinstance(kernels, Kernels):
         substitute(decoder, kernels, dtype)
+    substitute_on_gpu(decoder)
     place = Place(all_backends(kernels), dtype, device)
     return Prepared(source.name, checkpoint, decoder, backend, dtype, context, place)
 

@@ -1,8 +1,10 @@
-"""Modules that compute what those of the decoder compute, faster, on the CPU.
+"""Modules that compute what those of the decoder compute, faster: on the CPU, and one on a GPU.
 
 The decoder's own modules stay the definition: each of these differs from its original by rounding
 only, and the tests hold both together. model/kernels/substitutes.py swaps them in.
 """
+
+from importlib import import_module
 
 import torch
 from torch import Tensor, nn
@@ -85,31 +87,16 @@ class KernelSiluGate(nn.Module):
         return self.kernels.gated(x)
 
 
-class KernelRoPE(PositionalEncoding):
+class SubstituteRoPE(PositionalEncoding):
     """Turns by the same tables, in the layers that turn; all else is the original's."""
 
-    def __init__(self, rope: RoPE, kernels: Kernels) -> None:
+    def __init__(self, rope: RoPE) -> None:
         super().__init__()
-        self.kernels = kernels
         self.max_positions = rope.max_positions
         self.key_frame = rope.key_frame
-        self.cos, self.sin = rope.cos, rope.sin
+        self.cos, self.sin = rope.cos.contiguous(), rope.sin.contiguous()
         self.interleaved = rope.layout == "interleaved"
         self.original = (rope,)  # in a tuple, so that it is no submodule
-
-    def rotate(
-        self, q: Tensor, k: Tensor, positions: Tensor, offsets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        match self.key_frame:
-            case KeyFrame.ABSOLUTE:
-                return self._turned(q, positions), self._turned(k, positions)
-            case KeyFrame.BLOCK:
-                return q, self._turned(k, offsets)
-            case KeyFrame.RAW:
-                return q, k
-
-    def _turned(self, x: Tensor, at: Tensor) -> Tensor:
-        return self.kernels.rotate(x, self.cos, self.sin, at, self.interleaved)
 
     def rotation(self) -> Rotation | None:
         (rope,) = self.original
@@ -130,3 +117,74 @@ class KernelRoPE(PositionalEncoding):
     def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
         (rope,) = self.original
         return rope.work(config, context, block_size)
+
+
+class KernelRoPE(SubstituteRoPE):
+    def __init__(self, rope: RoPE, kernels: Kernels) -> None:
+        super().__init__(rope)
+        self.kernels = kernels
+
+    def rotate(
+        self, q: Tensor, k: Tensor, positions: Tensor, offsets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        match self.key_frame:
+            case KeyFrame.ABSOLUTE:
+                return self._turned(q, positions), self._turned(k, positions)
+            case KeyFrame.BLOCK:
+                return q, self._turned(k, offsets)
+            case KeyFrame.RAW:
+                return q, k
+
+    def _turned(self, x: Tensor, at: Tensor) -> Tensor:
+        return self.kernels.rotate(x, self.cos, self.sin, at, self.interleaved)
+
+
+class TritonRoPE(SubstituteRoPE):
+    """On a GPU: the queries and keys of a layer in one launch, which asks the device for nothing.
+
+    Positions are not looked at: all must be below max_positions, as the server's are.
+    """
+
+    HEADS_AT_ONCE = 8  # by one program; which number is the fastest has not been measured
+
+    def __init__(self, rope: RoPE) -> None:
+        super().__init__(rope)
+        # By name and not before it is needed: machines without a GPU have no Triton.
+        self.kernels = import_module("model.kernels.triton_rope")
+
+    def rotate(
+        self, q: Tensor, k: Tensor, positions: Tensor, offsets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        match self.key_frame:
+            case KeyFrame.ABSOLUTE:
+                return self._turned(q, k, positions)
+            case KeyFrame.BLOCK:
+                _, turned = self._turned(q[:, :0], k, offsets)
+                return q, turned
+            case KeyFrame.RAW:
+                return q, k
+
+    def _turned(self, q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        turned_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        turned_k = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+        rows, heads, head_dim = q.shape
+        kv_heads, pairs = k.shape[1], self.cos.shape[1]
+        tiles = sum(-(-count // self.HEADS_AT_ONCE) for count in (heads, kv_heads))
+        self.kernels.turn[rows, tiles](
+            *(q, k, turned_q, turned_k, at, self.cos, self.sin, *q.stride(), *k.stride()),
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            HEAD_DIM=head_dim,
+            PAIRS=pairs,
+            INTERLEAVED=self.interleaved,
+            TILE=self.HEADS_AT_ONCE,
+            TURNED=_power_of_2(pairs),
+            REST=_power_of_2(head_dim - 2 * pairs),
+            enable_fp_fusion=False,  # every product rounded, as torch does, for the same bits
+        )
+        return turned_q, turned_k
+
+
+def _power_of_2(count: int) -> int:
+    """The least that is not below a count; 1 for 0."""
+    return 1 << max(count - 1, 0).bit_length()

@@ -1,8 +1,11 @@
-"""Swaps the CPU kernels into a decoder, once, after loading."""
+"""Swaps kernels into a decoder, once, after loading: those of the CPU, or Triton's on a GPU."""
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from model.attention.triton import TritonAttention
 from model.encodings.rope import RoPE
 from model.kernels.build import SUFFIXES, Kernels
 from model.kernels.layers import KernelLayers, parts_of
@@ -13,6 +16,7 @@ from model.kernels.modules import (
     KernelSiluGate,
     OneDnnLinear,
     PanelLinear,
+    TritonRoPE,
 )
 from model.linear import Int8Linear, Linear
 from model.transformer import Gate, Layers, RMSNorm
@@ -22,18 +26,30 @@ def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
     """Replace what can be, inside a model of this dtype on the CPU. Call once, after loading."""
     if dtype not in SUFFIXES:
         return
-    made: dict[nn.Module, nn.Module | None] = {}  # what several parents share stays shared
-    for parent, name, child in _children(model):
-        if child not in made:
-            made[child] = _faster(child, kernels)
-        faster = made[child]
-        if faster is not None:
-            setattr(parent, name, faster)
+    _replace(model, lambda module: _faster(module, kernels))
     for parent, name, child in _children(model):
         if isinstance(child, Layers):
             parts = [found for layer in child if (found := parts_of(layer)) is not None]
             if len(parts) == len(child):
                 setattr(parent, name, KernelLayers(child, parts, kernels))
+
+
+def substitute_on_gpu(model: nn.Module) -> None:
+    """Replace RoPE in a model that attends in Triton; any other stays. Call once, after loading."""
+    attending = [each.attend for each in model.modules() if hasattr(each, "attend")]
+    if any(isinstance(attend, TritonAttention) for attend in attending):
+        _replace(model, _in_triton)
+
+
+def _replace(model: nn.Module, faster: Callable[[nn.Module], nn.Module | None]) -> None:
+    """By what `faster` makes of a module, unless that is None."""
+    made: dict[nn.Module, nn.Module | None] = {}  # what several parents share stays shared
+    for parent, name, child in _children(model):
+        if child not in made:
+            made[child] = faster(child)
+        replacement = made[child]
+        if replacement is not None:
+            setattr(parent, name, replacement)
 
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
@@ -62,6 +78,12 @@ def _faster(module: nn.Module, kernels: Kernels) -> nn.Module | None:
         return KernelSiluGate(kernels)
     if isinstance(module, RoPE) and _turns_as_the_kernels_do(module):
         return KernelRoPE(module, kernels)
+    return None
+
+
+def _in_triton(module: nn.Module) -> nn.Module | None:
+    if isinstance(module, RoPE) and _turns_as_the_kernels_do(module):
+        return TritonRoPE(module)
     return None
 
 

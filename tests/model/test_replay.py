@@ -16,6 +16,8 @@ from model.attention.triton import TritonAttention
 from model.batch import Cross
 from model.cuda_graph import CudaGraphs
 from model.encodings.base import create
+from model.kernels import modules
+from model.kernels.substitutes import substitute_on_gpu
 from model.replay import SHORTEST, Bucket, ReplayedDecoder, buckets
 from model.transformer import Decoder
 from tests.model.attention.triton_here import TritonHere
@@ -286,6 +288,7 @@ def on(device, encoding, backend, stored=torch.float32):
 def replayed_without_values(encoding, backend, stored=torch.float32):
     """On a device that has none, whatever asks for a value raises."""
     decoder, kv = on(META, encoding, backend, stored)
+    substitute_on_gpu(decoder)
     over = ReplayedDecoder(decoder, kv, decoder, [Bucket(4, 28, kv)], lambda compute: compute)
     return over(step([1, 1]), kv)
 
@@ -304,8 +307,9 @@ def replayed_without_values(encoding, backend, stored=torch.float32):
     ),
 )
 def test_a_replayed_step_asks_the_device_for_nothing(encoding, backend, stored, monkeypatch):
-    none = SimpleNamespace(attend=NoKernel(), merge=NoKernel())
-    monkeypatch.setattr(triton, "import_module", lambda name: none)
+    none = SimpleNamespace(attend=NoKernel(), merge=NoKernel(), turn=NoKernel())
+    for using in (triton, modules):
+        monkeypatch.setattr(using, "import_module", lambda name: none)
     assert replayed_without_values(encoding, backend, stored).shape == (2, VOCABULARY)
 
 
@@ -329,6 +333,7 @@ def test_cuda_graphs_compute_what_the_decoder_does(encoding):
     decoder, kv = on(device, encoding, TritonAttention)
     decoder.load_state_dict(tiny(encoding, dtype=torch.float32, windows=WINDOWS).state_dict())
     freeze(decoder)
+    substitute_on_gpu(decoder)
     _, other = on(device, encoding, TritonAttention)
     replaying = ReplayedDecoder(decoder, kv, None, buckets(kv, 4, 200), CudaGraphs(device))
     sequences = ragged([60, 9, 33, 20])

@@ -6,6 +6,7 @@ python -m tests.model.kernels.compile_triton CAPABILITY DTYPE HEAD_DIM BIAS FRAM
 
 import sys
 from types import SimpleNamespace
+from typing import get_args
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -13,7 +14,9 @@ from triton.compiler import ASTSource, compile
 
 from cache.terms import KeyFrame
 from model.attention.triton import TritonAttention
-from model.kernels import triton_attention
+from model.kernels import triton_attention, triton_rope
+from model.kernels.modules import TritonRoPE
+from model.rotation import Layout
 from tests.model.attention.test_cpu import biases, problem, spec
 from tests.model.attention.test_rotation import made
 from tests.model.in_8_bits import in_8_bits
@@ -32,11 +35,11 @@ class Compiling:
     def __getitem__(self, grid):
         return self.compile
 
-    def compile(self, *given, num_warps=4, **named):
+    def compile(self, *given, num_warps=4, enable_fp_fusion=True, **named):
         given = dict(zip(self.kernel.arg_names, given, strict=False)) | named
         given |= {"WIDE": False} if "WIDE" in given else {}  # as on a GPU
         constant = {p.name for p in self.kernel.params if p.is_constexpr}
-        constant |= {name for name in given if name == "q_dim"}  # always 1
+        constant |= {name for name in given if name in ("q_dim", "k_dim")}  # always 1
         signature = {name: _type(given[name], name in constant) for name in self.kernel.arg_names}
         source = ASTSource(
             self.kernel,
@@ -48,7 +51,8 @@ class Compiling:
                 if "*" in signature[p.name] and not p.do_not_specialize_on_alignment
             },
         )
-        found = compile(source, target=self.target, options={"num_warps": num_warps})
+        options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
+        found = compile(source, target=self.target, options=options)
         assert found.asm["cubin"]
         print(self.kernel.__name__, found.metadata.shared, "bytes shared")
 
@@ -71,6 +75,11 @@ def main(capability, dtype, head_dim, bias, frame, stored=""):
     rope = made(KeyFrame(frame), given.dtype, width=int(head_dim))
     kv = in_8_bits(kv) if stored == "int8" else kv
     attend(q, kv, batch, biases(32, batch)[int(bias)], rope.rotation())
+    for layout in get_args(Layout):
+        turning = made(KeyFrame.ABSOLUTE, given.dtype, layout=layout, width=int(head_dim) // 2)
+        turning = TritonRoPE(turning)
+        turning.kernels = SimpleNamespace(turn=Compiling(triton_rope.turn, int(capability)))
+        turning.rotate(q, q[:, :8], batch.positions, batch.offsets)
 
 
 if __name__ == "__main__":

@@ -54,5 +54,5 @@ def compiled(tmp_path, capability, *told):
     )
     assert made.returncode == 0, made.stderr
     sizes = [int(line.split()[1]) for line in made.stdout.splitlines()]
-    assert len(sizes) == 3  # splits, their merge, chunks
+    assert len(sizes) == 5  # splits, their merge, chunks; queries and keys turned by both layouts
     assert max(sizes) <= SHARED[capability]
