@@ -27,7 +27,8 @@ void pack_panels(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
 }
 
 // Adds ROWS rows times one panel to sum, of which rows are SUM apart. Number k of row r is
-// x[k * K + r * R]: with K = 0, the rows lie side by side, as [inputs, ROWS].
+// x[k * K + r * R]: with K = 0, the rows lie side by side, as [inputs, ROWS]. Neither this nor
+// multiply_row is inlined: what surrounds them would change which registers they get.
 template <int ROWS, int K, int R, int SUM, class Real, class W>
 [[gnu::noinline]] void multiply_tile(const Real *x, int64_t inputs, const W *panel, Real *sum) {
   constexpr int kLanes = ::kLanes<Real>, kPanel = 2 * kLanes;

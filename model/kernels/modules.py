@@ -120,6 +120,8 @@ class SubstituteRoPE(PositionalEncoding):
 
 
 class KernelRoPE(SubstituteRoPE):
+    """On the CPU: queries and keys one after the other."""
+
     def __init__(self, rope: RoPE, kernels: Kernels) -> None:
         super().__init__(rope)
         self.kernels = kernels
