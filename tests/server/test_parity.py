@@ -165,7 +165,7 @@ def test_a_server_that_is_right_is_ready_and_shows_how_exactly(folder):
     app, metrics = started(folder)
     assert ask(app, "GET", "/health/ready").status_code == 200
     error, tolerance = shown(metrics)
-    assert 0 < error < tolerance < 0.01
+    assert 0 <= error < tolerance < 0.01  # some processors round both ways alike
 
 
 def test_a_server_whose_decoding_is_wrong_is_never_ready(folder, monkeypatch, caplog):
