@@ -157,6 +157,7 @@ def report(flags: argparse.Namespace) -> int:
         found = results.read(path)
         if found is None:
             raise CommandError(f"{path} is missing; run ropewalk family evaluate")
+        found = results.beside(found, results.read(pull.FAMILY.parent / RESULT))
         data = card.read_text(encoding="utf-8") if card.exists() else None
         notes = flags.notes.read_text(encoding="utf-8") if flags.notes else None
         written = write_card(found, data, notes, out)

@@ -1,7 +1,9 @@
 """`ropewalk family`: what its commands print and refuse. The work itself: tests/model/family."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ from server.metrics import Metrics
 from tests.model.family.test_prepare import small  # noqa: F401 - a fixture
 from tests.server.fake_engine import configured
 from tests.server.test_cli import sentence
+
+PAGE = (Path(__file__).parents[2] / "docs" / "family.md").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -74,41 +78,6 @@ def test_a_client_that_fails_is_quoted(capsys, monkeypatch) -> None:
     assert "1.0.0-1 (E: no such package); check" in capsys.readouterr().err
 
 
-KERPLE = """
-import torch
-from torch import nn
-
-from model.encodings.base import EncodingError, PositionalEncoding, TableBias
-
-
-class Kerple(PositionalEncoding):
-    \"\"\"-r1 · log(1 + r2 · distance), both learned by each head (arXiv 2205.09921).\"\"\"
-
-    @classmethod
-    def create(cls, options, config, context, device):
-        if options:
-            raise EncodingError(f"kerple takes no options, but got {sorted(options)}.")
-        encoding = cls()
-        encoding.logs = nn.Parameter(
-            torch.empty(2, config.heads, dtype=torch.float32, device=device), requires_grad=False
-        )
-        encoding.distance = torch.arange(context, dtype=torch.float32, device=device)
-        encoding.table = torch.empty(config.heads, context, device=device)
-        encoding.max_positions = context
-        return encoding
-
-    def first_values(self, generator):
-        self.logs.zero_()
-
-    def freeze(self):
-        r1, r2 = self.logs.exp()[..., None]
-        self.table.copy_(-r1 * torch.log1p(r2 * self.distance))
-
-    def score_bias(self):
-        return TableBias(self.table)
-"""
-
-
 @pytest.fixture
 def corpus_there(own_home, monkeypatch):
     for where in ("model.family.recipe.CONTEXT", "server.family_command.CONTEXT"):
@@ -123,7 +92,7 @@ def corpus_there(own_home, monkeypatch):
 def test_an_encoding_of_ones_own_is_trained_and_served(
     capsys, monkeypatch, own_home, tmp_path, corpus_there
 ) -> None:
-    (tmp_path / "kerple.py").write_text(KERPLE)
+    (tmp_path / "kerple.py").write_text(re.search(r"```python\n(.*?)```", PAGE, re.S)[1])
     monkeypatch.syspath_prepend(str(tmp_path))
     train = ["family", "train", "--encoding", "kerple:Kerple", "--tokens", "1024", "--no-compile"]
     assert cli.main(train) == 0

@@ -1,6 +1,7 @@
 """`ropewalk family evaluate` and `report`, from trained models to a card."""
 
 import json
+import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -9,7 +10,7 @@ import pytest
 from model.family import corpus
 from model.family.evaluation import results, shortened
 from model.family.evaluation.results import Sizes
-from server import cli, family_command
+from server import cli, family_command, pull
 from server.pull import home as home_of_kernels
 from tests.model.family.evaluation import trained
 from tests.model.family.evaluation.made_up import family
@@ -74,6 +75,26 @@ def test_the_report_is_a_card_and_pictures(home, capsys) -> None:
         picture = home / "report" / f"evaluation-{name}.svg"
         assert str(picture) in printed and f"({picture.name})" in card
         assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+
+
+def test_bundled_models_stand_beside_ones_own(home, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(pull, "FAMILY", tmp_path / "package" / "weights")
+    bundled = family()
+    results.write(bundled, tmp_path / "package" / "evaluation.json")
+    mine = replace(bundled.members[0], name="ropewalk-kerple", label="kerple")
+    own = replace(bundled, members=(mine,))
+
+    def models(evaluation) -> list[str]:
+        results.write(evaluation, home / "evaluation.json")
+        assert cli.main(["family", "report"]) == 0
+        card = (home / "report" / "MODEL_CARD.md").read_text()
+        rows = card.partition("## Models")[2].partition("\n## ")[0]
+        return re.findall(r"^\| (ropewalk-\S+)", rows, re.MULTILINE)
+
+    served = [one.name for one in bundled.members if one.seed is None]
+    assert models(own) == [*served, "ropewalk-kerple"]
+    assert models(replace(own, corpus="other texts")) == ["ropewalk-kerple"]
+    assert models(bundled) == served  # those of the same name are one's own
 
 
 def test_a_report_without_figures_names_the_command(home, capsys) -> None:

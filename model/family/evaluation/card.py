@@ -235,7 +235,7 @@ def _limits(members: Sequence[Measured]) -> str:
     said = [
         "English of the 17th to 20th century and political speeches: the models repeat the "
         "views and prejudices of their texts.",
-        "A few million parameters: sentences are often grammatical and seldom true.",
+        "A few million parameters: sentences are seldom true, and not always grammatical.",
         "Findings hold at this size and length. Larger models, longer training or other texts may "
         "order encodings differently.",
         "Intervals are over texts. One training differs from another by its seed besides: see the "

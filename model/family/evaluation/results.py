@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -110,6 +110,18 @@ def read(path: Path) -> Evaluation | None:
         ) from error
     assert isinstance(found, Evaluation)
     return found
+
+
+def beside(own: Evaluation, bundled: Evaluation | None) -> Evaluation:
+    """Own figures after those of the bundled models that are not among them.
+
+    Own ones alone where they are of other texts or sizes.
+    """
+    if bundled is None or (bundled.corpus, bundled.sizes) != (own.corpus, own.sizes):
+        return own
+    names = {one.name for one in own.members}
+    others = [one for one in bundled.members if one.name not in names]
+    return replace(own, members=(*others, *own.members))
 
 
 def _rounded(value: Any) -> Any:

@@ -1,0 +1,62 @@
+"""The weights in the package: six, small, and of models that know English; their card is true."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.family.evaluation import results
+from model.family.evaluation.card import CARD
+from model.family.evaluation.findings import about_length, shipped
+from model.family.pack import loss_of
+from model.family.recipe import ENCODINGS, model_name
+from model.loading import open_checkpoint
+from model.weights.safetensors_dir import SINGLE
+from server.pull import FAMILY
+
+FOLDER = FAMILY.parent
+MOST = 30 * 2**20  # bytes of all six
+PASSAGE = """\
+In the morning the old captain came down to the harbour, and there he found his ship, and all
+the men of the village standing about her. "My friends," he said, "we have waited long enough for
+a fair wind. The people of this country have trusted us with their letters and their money, and I
+will not have it said that we were afraid of the sea." Then his wife gave him her hand, and he
+kissed her, and went on board; and before the sun was high they were out of sight of the land."""
+
+
+@pytest.fixture(scope="module")
+def evaluation():
+    found = results.read(FOLDER / "evaluation.json")
+    assert found is not None
+    return found
+
+
+def test_they_are_six_and_small() -> None:
+    folders = sorted(path.parent for path in FAMILY.glob("*/config.json"))
+    assert [each.name for each in folders] == sorted(map(model_name, ENCODINGS))
+    assert sum(path.stat().st_size for path in FAMILY.rglob("*") if path.is_file()) < MOST
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_it_knows_english(encoding) -> None:
+    """Tokens by chance cost 8.3 nats each; in another order these cost nearly as much."""
+    folder = FAMILY / model_name(encoding)
+    tokens = open_checkpoint(folder).tokenizer.encode(PASSAGE, bos=True)
+    written = torch.tensor([tokens])
+    shuffled = written[:, torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))]
+    loss = loss_of(folder, written)
+    assert loss < 4.5 and loss + 3 < loss_of(folder, shuffled)
+
+
+def test_the_card_says_what_was_measured(evaluation) -> None:
+    card = (FOLDER / CARD).read_text()
+    members = shipped(evaluation.members)
+    assert {one.label for one in members} == set(ENCODINGS)
+    for one in members:
+        assert about_length(one) in card
+        assert one.packed is not None
+        assert one.packed.size == (FAMILY / one.name / SINGLE).stat().st_size
+        assert abs(one.packed.packed - one.packed.trained) < 0.01
+    for picture in re.findall(r"\]\((\S+\.svg)\)", card):
+        assert (FOLDER / Path(picture)).exists()
