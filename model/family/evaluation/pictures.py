@@ -27,6 +27,7 @@ LOOKS = {
 OTHERS = (("#3d9ad1", "P"), ("#7b7f87", "p"), ("#d1495b", "<"), ("#5b8c2a", ">"))
 BAND = 0.12  # opacity of an interval
 ASIDE = 0.035  # from one encoding's error bars to the next, in powers of e
+FAR = 1.5  # nats: costs up to there are drawn on a linear scale
 SKIPPED = 0.02  # of a training that is above the picture
 
 
@@ -98,10 +99,11 @@ def _draw_losses(
         cost.fill_between(middle, low, high, color=color, alpha=BAND, lw=0)
         ends.append((changes[-1].value, label, color))
     cost.axhline(0, color=GREY, linewidth=1)
-    cost.set_yscale("symlog", linthresh=0.1)
-    cost.yaxis.set_major_formatter("{x:g}")
     found = [one.change for own in losses.values() for one in own.bins if one.change is not None]
     reached = 1.5 * max(max(abs(each.low), abs(each.high)) for each in found)
+    if reached > FAR:
+        cost.set_yscale("symlog", linthresh=0.1)
+        cost.yaxis.set_major_formatter("{x:g}")
     cost.set_ylim(min(-0.1, *(1.5 * each.low for each in found)), max(reached, 0.1))
     _positions(cost, f"position, past the {trained:,} trained")
     label_ends(cost, ends)
