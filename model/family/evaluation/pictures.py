@@ -27,7 +27,7 @@ LOOKS = {
 OTHERS = (("#3d9ad1", "P"), ("#7b7f87", "p"), ("#d1495b", "<"), ("#5b8c2a", ">"))
 BAND = 0.12  # opacity of an interval
 ASIDE = 0.035  # from one encoding's error bars to the next, in powers of e
-FAR = 1.5  # nats: costs up to there are drawn on a linear scale
+FAR = 1.5  # nats: costs are drawn on a linear scale that reaches no further
 SKIPPED = 0.02  # of a training that is above the picture
 
 
