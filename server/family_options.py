@@ -50,8 +50,8 @@ Measures loss by position up to 4,096, recall by distance, the loss that a serve
 and what cache operations do to answers, and reads the training logs. Every folder with a model is
 measured, so one with an encoding of your own needs no more than to lie beside the others; of
 models that differ from another in their seed alone (NAME.seed1), loss and training. Figures are
-written after every part, and a part that is there is not measured again. About ten minutes a model
-on two cores.
+written after every part, and a part that is there is not measured again. About six minutes a model
+on one core.
 """
 
 REPORT_HELP = """\
