@@ -9,8 +9,8 @@ namespace {
 constexpr int64_t kFew = 4;  // queries under one key/value head
 
 // All heads of the piece meet a chunk before the next chunk comes: their keys and values lie side
-// by side, and memory is read in long runs. While a key is worked on, the one that takes its place
-// in the next chunk is fetched. Head dimensions are whole vectors.
+// by side. With every key that is worked on, one of the next chunk is fetched, in the order in which
+// they lie: memory is read in long runs. Head dimensions are whole vectors.
 template <class Real, class S>
 class FewQueries : Attending<Real, S> {
   typedef Attending<Real, S> Base;
@@ -59,6 +59,8 @@ class FewQueries : Attending<Real, S> {
       }
     for (int64_t first = last; first >= start; first -= kKeys) {
       this->find_chunk(first - kKeys, first > start ? kKeys : 0, *next_);
+      keys_ahead_ = {static_cast<const S *>(a_.keys), next_->entries};
+      values_ahead_ = {static_cast<const S *>(a_.values), next_->entries};
       for (int64_t h = 0; h < piece_.heads; ++h) attend_head(h, first);
       std::swap(chunk_, next_);
     }
@@ -68,6 +70,19 @@ class FewQueries : Attending<Real, S> {
   // function that does nothing else compilers think that its calls are superfluous.
   __attribute__((always_inline)) static void fetch(const S *entry, int64_t dim) {
     for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(S))) __builtin_prefetch(entry + d, 0, 2);
+  }
+
+  // What is fetched next: of an entry, which has all heads, the part of one.
+  struct Ahead {
+    const S *stored;
+    const int64_t *entry;
+    int64_t head;
+  };
+  void fetch_one(Ahead &ahead) {
+    fetch(ahead.stored + (*ahead.entry + ahead.head) * a_.head_dim, a_.head_dim);
+    if (++ahead.head < piece_.heads) return;
+    ahead.head = 0;
+    ++ahead.entry;
   }
 
   // `act` on every d and the coordinate that load_vectors puts there.
@@ -122,7 +137,7 @@ class FewQueries : Attending<Real, S> {
   void turn(int64_t head) {
     if (a_.frame == kPosition)
       for (int64_t n = 0; n < chunk_->count; ++n) {
-        fetch(this->key(*next_, head, n), a_.head_dim);
+        fetch_one(keys_ahead_);
         this->turn_key(*chunk_, head, n, turned_ + n * a_.head_dim);
       }
     if (a_.frame != kBase) return;
@@ -140,11 +155,10 @@ class FewQueries : Attending<Real, S> {
   }
 
   // scores [queries, kKeys] of at most kLanes keys, the n-th and on.
-  void score(int64_t head, int64_t n, int64_t count, Real *scores) const {
+  void score(int64_t head, int64_t n, int64_t count, Real *scores) {
     const auto as_stored = [keys = static_cast<const S *>(a_.keys) + head * a_.head_dim,
-                            here = chunk_->entries + n, next = next_->entries + n,
-                            dim = a_.head_dim](int64_t i) {
-      fetch(keys + next[i] * dim, dim);
+                            here = chunk_->entries + n, dim = a_.head_dim, this](int64_t i) {
+      fetch_one(keys_ahead_);
       return keys + here[i] * dim;
     };
     const auto all_alike = [q = query(head, 0)](int64_t) { return q; };
@@ -194,7 +208,7 @@ class FewQueries : Attending<Real, S> {
   // Adds the chunk's weighted values to the sums times their factors: coordinates from d on, so
   // many vectors of them.
   template <int QUERIES, int VECTORS>
-  void add_values(int64_t head, int64_t d, const Real *weights, const Real *factors) const {
+  void add_values(int64_t head, int64_t d, const Real *weights, const Real *factors) {
     if constexpr (QUERIES > 1)
       if (piece_.count < QUERIES)
         return add_values<QUERIES - 1, VECTORS>(head, d, weights, factors);
@@ -204,9 +218,9 @@ class FewQueries : Attending<Real, S> {
         sums[r][v] = load(sum(head, r) + d + v * kLanes) * factors[r];
     const int64_t dim = a_.head_dim, keys = chunk_->count;
     const S *values = static_cast<const S *>(a_.values) + head * dim;
-    const int64_t *here = chunk_->entries, *next = next_->entries;
+    const int64_t *here = chunk_->entries;
     for (int64_t n = 0; n < keys; ++n) {
-      if (d == 0) fetch(values + next[n] * dim, dim);
+      if (d == 0) fetch_one(values_ahead_);
       Vec<Real> parts[VECTORS];
       load_vectors<VECTORS>(values + here[n] * dim + d, parts);
       for (int r = 0; r < QUERIES; ++r)
@@ -231,6 +245,7 @@ class FewQueries : Attending<Real, S> {
   typename Base::State *states_;
   const Real *facing_[kKeys];
   Chunk chunks_[2], *chunk_ = chunks_, *next_ = chunks_ + 1;
+  Ahead keys_ahead_, values_ahead_;
 };
 
 }  // namespace
