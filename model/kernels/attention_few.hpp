@@ -9,8 +9,8 @@ namespace {
 constexpr int64_t kFew = 4;  // queries under one key/value head
 
 // All heads of the piece meet a chunk before the next chunk comes: their keys and values lie side
-// by side. With every key that is worked on, one of the next chunk is fetched, in the order in which
-// they lie: memory is read in long runs. Head dimensions are whole vectors.
+// by side. With every key that is worked on, one of the next chunk is fetched, in the order in
+// which they lie: memory is read in long runs. Head dimensions are whole vectors.
 template <class Real, class S>
 class FewQueries : Attending<Real, S> {
   typedef Attending<Real, S> Base;

@@ -89,7 +89,7 @@ inline Vec<double> plus_product(Vec<double> sum, Vec<double> a, Vec<double> b) {
 inline Vec<float> plus_product(Vec<float> sum, Vec<float> a, Vec<float> b) {
 #if defined(__AVX512F__)
   return (Vec<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
-#elif defined(__FMA__)
+#elif defined(__AVX2__) && defined(__FMA__)
   return (Vec<float>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
 #else
   return sum + a * b;
