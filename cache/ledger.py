@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 
 from cache.kv import KVCache
+from cache.tensors import tensor_on
 from cache.terms import Audit, BlockEvent, EventKind
 
-SAMPLED_TOGETHER = 8  # blocks: starting to look takes longer than looking at one
+# Blocks: starting to look takes longer than looking at one, and elsewhere than on the processor
+# what is found has to be waited for, with all that the device has been told.
+SAMPLED_TOGETHER, SAMPLED_TOGETHER_ELSEWHERE = 8, 64
 FOLD = 15  # shifts bit 31, often a sign, into the middle, away from the sign of the low half
 # Blocks copied at once: few enough to stay in a processor's cache while summed, and elsewhere so
 # many that starting kernels does not take longer than what they do.
@@ -117,7 +120,7 @@ class Checksums:
 
     def of(self, blocks: Sequence[int]) -> Tensor:
         """[blocks, parts, layers] int64, in the order of a PagedKV's parts."""
-        index = torch.tensor(blocks, device=self._device)
+        index = tensor_on(self._device, blocks)
         return torch.stack([self._of_part(part, index) for part in self._parts], dim=1)
 
     def _of_part(self, part: Sequence[Tensor], index: Tensor) -> Tensor:
@@ -145,6 +148,9 @@ class Ledger:
         self._sealed: OrderedDict[int, None] = OrderedDict()
         self._checksums = Checksums(kv, sums)
         keys = kv.whole.keys
+        self._together = (
+            SAMPLED_TOGETHER if keys.device.type == "cpu" else SAMPLED_TOGETHER_ELSEWHERE
+        )
         self._seals = torch.zeros(
             keys.shape[1], 2, kv.layers, dtype=torch.int64, device=keys.device
         )
@@ -185,7 +191,7 @@ class Ledger:
             self.verify(tuple(self._sealed))
             return
         self._owed += 1
-        if self._owed == SAMPLED_TOGETHER:
+        if self._owed == self._together:
             self.verify(tuple(islice(self._sealed, self._owed)))
             self._owed = 0
 
@@ -201,7 +207,7 @@ class Ledger:
         chosen = list(dict.fromkeys(blocks))
         if self.mode is Audit.OFF or not chosen:
             return
-        self._seals[chosen] = self._checksums.of(chosen)
+        self._seals[tensor_on(self._seals.device, chosen)] = self._checksums.of(chosen)
         self._seen(chosen)
         self._counts += LedgerCounts(sealed=len(chosen))
 

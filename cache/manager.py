@@ -103,12 +103,17 @@ class CacheManager:
         sequence = self._sequences.get(seq)
         if sequence is None:
             return self._open(seq, tokens, upto, salt, share)
+        return sequence.computed if self.grow(seq, upto) else None
+
+    def grow(self, seq: str, upto: int) -> bool:
+        """Room for `upto` tokens of a known `seq`; False, and nothing has changed, without it."""
+        sequence = self._sequences[seq]
         missing = -(-upto // self.block_size) - len(sequence.blocks)
+        if missing > self._pool.num_free:
+            return False
         if missing > 0:
-            if missing > self._pool.num_free:
-                return None
             self._extend(sequence, self._take(seq, missing))
-        return sequence.computed
+        return True
 
     def commit(self, seq: str, tokens: Sequence[int], computed: int) -> None:
         """tokens[:computed] are stored now; publishes the blocks that this filled."""

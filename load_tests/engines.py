@@ -75,6 +75,7 @@ def decoding(
         Limits(requests, requests * longest, longest, max_waiting=requests),
         KernelSampler(kernels) if isinstance(kernels, Kernels) else Sampler(),
         sums=kernels.fold_sums if isinstance(kernels, Kernels) else fold_sums,
+        ahead=forward is None and weight.device.type == "cuda",
     )
     draw = random.Random(0)
     for index in range(requests):
@@ -94,14 +95,19 @@ def wired(
     sampler: Sampler,
     *,
     sums: FoldSums = fold_sums,
+    ahead: bool = False,
 ) -> Wired:
-    """As the server wires it, over all of `kv`, with its default audit. `rules` of each layer."""
+    """As the server wires it, over all of `kv`, with its default audit. `rules` of each layer.
+
+    ahead: whether the device is told of a step before the one before it is waited for.
+    """
     manager = CacheManager(kv.whole.keys.shape[1], kv.block_size)
     ledger = Ledger(kv, Audit.SAMPLE, sums)
     scheduler = Scheduler(manager, limits, Operations(manager, kv, rules, ledger))
     auditor = Auditor("here", ledger, manager, scheduler)
     runner = Runner(forward, kv, manager, sampler)
-    engine = Engine(runner, kv, manager, scheduler, auditor, meter)
+    launch = runner.launch if ahead else None
+    engine = Engine(runner, kv, manager, scheduler, auditor, meter, launch=launch)
     return Wired(engine, runner, kv, scheduler, auditor, meter)
 
 

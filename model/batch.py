@@ -28,9 +28,15 @@ class ForwardBatch:
     max_query: int  # host copies, so that no kernel asks the device
     max_context: int
     cross: "Cross | None" = None  # encoder-decoders only
+    coming: Tensor | None = None  # [T]  on the device, for `tokens` that the host does not know yet
 
     def to(self, device: torch.device) -> "ForwardBatch":
-        """On that device: itself if it is there, else in one copy, and as many again of `cross`."""
+        """On that device: itself if it is there, else in one copy, and as many again of `cross`.
+
+        With all its tokens: those that were coming have come.
+        """
+        if self.coming is not None:
+            return replace(replace(self, coming=None).to(device), tokens=self.coming)
         if self.tokens.device.type == device.type:
             return self
         names = [each.name for each in fields(self) if isinstance(getattr(self, each.name), Tensor)]

@@ -64,7 +64,10 @@ class Bucket:
         )
 
     def fill(self, batch: ForwardBatch) -> None:
-        """With a batch that it holds and that lies on the host. Nobody waits for the one copy."""
+        """With a batch that it holds and that lies on the host. Nobody waits for the one copy.
+
+        Tokens that are coming follow it, from where they are on the device.
+        """
         pinned = self._memory.device.type == "cuda"
         host = torch.zeros(self._memory.shape, dtype=torch.int64, pin_memory=pinned)
         rows, tables = self._parts(host)
@@ -75,6 +78,8 @@ class Bucket:
         tables[0, :requests, :used] = batch.block_tables[:, :used]
         tables[1, :requests, :used] = batch.block_bases[:, :used]
         self._memory.copy_(host, non_blocking=True)
+        if batch.coming is not None:
+            self.batch.tokens[:requests] = batch.coming
 
     def _parts(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Views: [ROWS, requests], and blocks and their bases [2, requests, columns]."""

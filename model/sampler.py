@@ -4,7 +4,8 @@ Order: logit bias, repetition, presence and frequency penalties, forbidden token
 top_k, top_p, min_p. Log-probabilities are the model's own, before all of these.
 
 On a device all rows are worked on together, and nothing of it is asked for until all is under
-way: one copy brings everything back. What a row gets does not depend on the others.
+way: one copy brings everything back. Until then its tokens can be computed with where they are.
+What a row gets does not depend on the others.
 """
 
 from collections import Counter, defaultdict
@@ -16,6 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from cache.tensors import tensor_on
 from model.sampling import SamplingParams
 
 FIRST_CANDIDATES = 64
@@ -96,6 +98,19 @@ class Sampler:
         candidates: how many of the most likely tokens are looked at first where top_p or min_p
         truncates; more where they do not suffice.
         """
+        picked, held = self.begin(rows, asks, candidates).read()
+        short = [i for i, holds in enumerate(held) if picked[i].finite and not holds]
+        if short:
+            again = [asks[i] for i in short]
+            more = self.pick(taken(rows, short), again, candidates * WIDER)
+            for i, each in zip(short, more, strict=True):
+                picked[i] = each
+        return picked
+
+    def begin(
+        self, rows: Tensor, asks: Sequence[Ask], candidates: int = FIRST_CANDIDATES
+    ) -> "Picking":
+        """As `pick`, without a second look where candidates do not suffice. Waits for nothing."""
         largest, tokens = self.largest(rows)
         enough = torch.ones_like(tokens, dtype=torch.bool)
         drawing = [i for i, ask in enumerate(asks) if not ask.takes_largest]
@@ -105,14 +120,7 @@ class Sampler:
             wide = adjusted(taken(rows, drawing), asked)
             tokens[at], enough[at] = self.draw(wide, asked, candidates)
         scores = list(scores_of(rows, tokens, asks))
-        picked, held = _read(largest.isfinite(), tokens, enough, scores)
-        short = [i for i, holds in enumerate(held) if picked[i].finite and not holds]
-        if short:
-            again = [asks[i] for i in short]
-            more = self.pick(taken(rows, short), again, candidates * WIDER)
-            for i, each in zip(short, more, strict=True):
-                picked[i] = each
-        return picked
+        return Picking(largest.isfinite(), tokens, enough, scores)
 
     def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Of each row of logits [S, vocab]: the largest [S], NaN if one is, and its token [S]."""
@@ -244,17 +252,45 @@ def token_scores(rows: Tensor, tokens: Tensor, count: int) -> Tensor:
     return torch.cat((own.double(), best.double(), values.double()), dim=1)
 
 
-def _read(
-    finite: Tensor, tokens: Tensor, enough: Tensor, scores: Sequence[tuple[list[int], Tensor]]
-) -> tuple[list[Picked], list[float]]:
-    """What was picked, and `enough`, [S] each: all that lies on the device, in one copy."""
-    flat = [finite, tokens, enough, *(each.flatten() for _, each in scores)]
-    numbers = iter(_back(torch.cat([each.double() for each in flat])))
-    good, found, held = (list(islice(numbers, len(tokens))) for _ in range(3))
-    picked = [Picked(int(token), bool(one)) for token, one in zip(found, good, strict=True)]
-    for members, score in scores:
-        note(picked, members, [list(islice(numbers, score.shape[1])) for _ in members])
-    return picked, held
+class Picking:
+    """Tokens [S] that a device has been told to pick, and the one copy of what is known of them."""
+
+    def __init__(
+        self,
+        finite: Tensor,
+        tokens: Tensor,
+        enough: Tensor,
+        scores: Sequence[tuple[list[int], Tensor]],
+    ) -> None:
+        self.tokens = tokens  # on the device
+        self._scored = [(members, each.shape[1]) for members, each in scores]
+        flat = [finite, tokens, enough, *(each.flatten() for _, each in scores)]
+        self._numbers = _Numbers(torch.cat([each.double() for each in flat]))
+
+    def read(self) -> tuple[list[Picked], list[float]]:
+        """What was picked, and whether candidates sufficed, [S] each. Waits for the device."""
+        numbers = iter(self._numbers.read())
+        good, found, held = (list(islice(numbers, len(self.tokens))) for _ in range(3))
+        picked = [Picked(int(token), bool(one)) for token, one in zip(found, good, strict=True)]
+        for members, width in self._scored:
+            note(picked, members, [list(islice(numbers, width)) for _ in members])
+        return picked, held
+
+
+class _Numbers:
+    """On their way from a device; what it is told to do later is not waited for with them."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._host, self._arrived = numbers, None
+        if numbers.device.type == "cuda":
+            self._host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(numbers.device).record_event()
+
+    def read(self) -> list[float]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return _back(self._host)
 
 
 def note(picked: list[Picked], members: list[int], scores: Sequence[Sequence[float]]) -> None:
@@ -280,14 +316,6 @@ def _grouped(asks: Sequence[Ask], key: Callable[[Ask], K]) -> list[tuple[K, list
 def taken(rows: Tensor, members: list[int]) -> Tensor:
     """Those rows; without a copy where it is all."""
     return rows if len(members) == len(rows) else rows[tensor_on(rows.device, members)]
-
-
-def tensor_on(
-    device: torch.device, values: Sequence[object], dtype: torch.dtype = torch.int64
-) -> Tensor:
-    """A tensor of the values, in a copy that is not awaited."""
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
 
 
 def _back(numbers: Tensor) -> list[float]:

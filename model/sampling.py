@@ -33,3 +33,14 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host has a part in picking a token, or in what comes with it.
+
+        It knows the tokens before, which penalties look at, and looks again where candidates did
+        not hold all that top_p and min_p keep.
+        """
+        truncated = not (self.greedy or self.top_k) and (self.top_p < 1 or self.min_p > 0)
+        penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(truncated or penalised or self.min_tokens or self.prompt_logprobs is not None)

@@ -49,15 +49,11 @@ def build_batch(
     table_of: Callable[[str], Table],
     block_size: int,
 ) -> StepBatch:
-    """Pack `work` in order. All requests are of one model: with a source or none."""
-    spans = [
-        _Span(
-            item.request.context(item.start, item.start + item.count),
-            item.start,
-            table_of(item.request.id),
-        )
-        for item in work
-    ]
+    """Pack `work` in order. All requests are of one model: with a source or none.
+
+    A token that is not known yet stands as 0.
+    """
+    spans = [_Span(_tokens(item), item.start, table_of(item.request.id)) for item in work]
     starts = [0, *accumulate(item.count for item in work)]
     outputs, samples, prompts = _outputs(work, starts)
     forward = _pack(spans, outputs, block_size)
@@ -65,6 +61,12 @@ def build_batch(
         cross = _cross(forward, work, table_of, block_size)
         forward = replace(forward, cross=cross)
     return StepBatch(forward, tuple(samples), tuple(prompts))
+
+
+def _tokens(work: Work) -> list[int]:
+    """With 0 for a last one that only the device knows."""
+    known = work.request.context(work.start, work.start + work.count)
+    return known or [0] * work.count
 
 
 def _cross(

@@ -181,7 +181,16 @@ def _complete(
     sampler = KernelSampler(kernels) if isinstance(kernels, Kernels) else Sampler()
     forward = replayed(model.decoder, kv, limits, name, otherwise=decoder)
     run = Runner(forward, kv, manager, sampler)
-    engine = Engine(run, kv, manager, scheduler, auditor, meter, drain_times=decoder.drain)
+    engine = Engine(
+        run,
+        kv,
+        manager,
+        scheduler,
+        auditor,
+        meter,
+        drain_times=decoder.drain,
+        launch=run.launch if device.type == "cuda" else None,
+    )
     rotation = model.decoder.encoding.rotation()
     facts = ModelFacts(
         name=name,

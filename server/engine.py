@@ -26,10 +26,22 @@ from server.request import (
     StepStats,
     TokenEvent,
 )
-from server.runner import Run
+from server.runner import Launch, Run
+from server.sampling import Sampling
 from server.scheduler import Plan, Sampled, Scheduler, Work
 
 log = getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What a step computes, and what is known of it before it is recorded."""
+
+    plan: Plan
+    spent: tuple[PositionTotals, PositionTotals]
+    phase: Phase | None
+    decode_context: int | None
+    sampling: Sampling | None = None  # once it is launched
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +51,11 @@ class Step:
 
 
 class Engine:
-    """`run` turns work into tokens; `drain_times` tells of those of its passes that were timed."""
+    """`run` turns work into tokens; `drain_times` tells of those of its passes that were timed.
+
+    With `launch` a device is told of the next step before the tokens of this one are waited for,
+    wherever they make no difference to what it computes: so it does not wait for Python.
+    """
 
     def __init__(
         self,
@@ -52,8 +68,10 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         drain_times: Callable[[], tuple[PassTimes, ...]] = tuple,
+        launch: Launch | None = None,
     ) -> None:
         self._run = run
+        self._launch = launch
         self._kv = kv
         self._manager = manager
         self._scheduler = scheduler
@@ -63,6 +81,8 @@ class Engine:
         self._drain_times = drain_times
         self._last_token: dict[str, float] = {}
         self._flushed = 0  # blocks, since the last step
+        self._ahead: _Planned | None = None  # launched; to be recorded by the next step
+        self._ends: list[TokenEvent] = []  # of requests that the auditor ended in this step
 
     @property
     def busy(self) -> bool:
@@ -96,19 +116,51 @@ class Engine:
         """One forward pass, or nothing when idle; the counts are right either way."""
         began = self._clock()
         computed, evicted = self._totals()
-        plan = self._scheduler.plan()
+        now = self._ahead or self._planned(self._scheduler.plan())
+        now, self._ahead = self._launched(now)
+        events = self._scheduler.record(now.plan, self._sampled(now))
+        self._ends += self._auditor.look() + self._auditor.sample()
+        ends, self._ends = self._ends, []
+        events = _ending(events, ends)
+        if not self._scheduler.running:
+            self._ahead = None  # what it computes is nobody's
+        gaps = self._gaps(events)
+        return Step(events, self._stats(now, events, gaps, began, computed, evicted))
+
+    def _planned(self, plan: Plan) -> _Planned:
         ends = self._auditor.look()  # at what was shared and given up, before it is overwritten
+        self._ends += ends
         plan = _without(plan, ends)
         spent = self._meter.measure(plan.work)
-        phase, context = _phase(plan.work), _decode_context(plan.work)
-        sampled = self._compute(plan.work) if plan.work else {}
-        events = self._scheduler.record(plan, sampled)
-        ends += self._auditor.look() + self._auditor.sample()
-        events = _ending(events, ends)
-        gaps = self._gaps(events)
-        return Step(
-            events, self._stats(plan, spent, phase, context, events, gaps, began, computed, evicted)
-        )
+        return _Planned(plan, spent, _phase(plan.work), _decode_context(plan.work))
+
+    def _launched(self, now: _Planned) -> tuple[_Planned, _Planned | None]:
+        """`now` and what follows it, both launched where that can be foreseen."""
+        foreseen = self._scheduler.foresee(now.plan) if self._launch else None
+        if self._launch is None or foreseen is None:
+            return now, None
+        following = self._planned(foreseen)
+        try:
+            now = replace(now, sampling=now.sampling or self._launch(now.plan.work, None))
+            sampling = self._launch(following.plan.work, now.sampling)
+            return now, replace(following, sampling=sampling)
+        except torch.AcceleratorError:
+            raise
+        except Exception:  # whose fault it is shows when it is computed as everything else
+            log.warning("a step could not be launched ahead", exc_info=True)
+            return now, None
+
+    def _sampled(self, now: _Planned) -> Mapping[str, Sampled]:
+        if now.sampling is None:
+            return self._compute(now.plan.work) if now.plan.work else {}
+        try:
+            return now.sampling.result()
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            log.warning("the tokens of a step could not be read", exc_info=True)
+            self._ahead = None  # it goes on from tokens that nobody knows
+            return self._compute(now.plan.work)
 
     def _totals(self) -> tuple[int, int]:
         return self._scheduler.computed_prompt_tokens, self._manager.evicted_blocks
@@ -140,16 +192,14 @@ class Engine:
 
     def _stats(
         self,
-        plan: Plan,
-        spent: tuple[PositionTotals, PositionTotals],
-        phase: Phase | None,
-        decode_context: int | None,
+        now: _Planned,
         events: list[TokenEvent],
         gaps: tuple[float, ...],
         began: float,
         computed: int,
         evicted: int,
     ) -> StepStats:
+        plan = now.plan
         computed_after, evicted_after = self._totals()
         counts = self._manager.counts()
         written = sum(work.rows for work in plan.work)
@@ -183,10 +233,10 @@ class Engine:
             mutated_entries=audit.mutated,
             shifts=plan.shifts,
             forks=plan.forks,
-            prefill_work=spent[0],
-            decode_work=spent[1],
-            phase=phase,
-            decode_context=decode_context,
+            prefill_work=now.spent[0],
+            decode_work=now.spent[1],
+            phase=now.phase,
+            decode_context=now.decode_context,
             timed=self._drain_times(),
             extrapolated_tokens=self._meter.extrapolated(
                 work for work in plan.work if work.request.id in generated
@@ -198,7 +248,7 @@ class Engine:
 
 def _phase(plan: tuple[Work, ...]) -> Phase | None:
     """To be asked before the plan is recorded, as what follows."""
-    found = {bool(work.request.num_generated) for work in plan}
+    found = {work.decodes for work in plan}
     if len(found) == 2:
         return Phase.MIXED
     return {True: Phase.DECODE, False: Phase.PREFILL}[found.pop()] if found else None

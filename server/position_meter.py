@@ -47,7 +47,7 @@ class PositionMeter:
         after: tuple[list[Sum], list[Sum]] = ([], [])
         sources = [PositionTotals(), PositionTotals()]
         for work in plan:
-            phase = bool(work.request.num_generated)
+            phase = work.decodes
             before[phase].append(self._upto(work.start))
             after[phase].append(self._upto(work.start + work.count))
             if work.encodes:

@@ -1,6 +1,7 @@
 """Turns the work of a step into tokens: build batch, forward, sample."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -9,10 +10,11 @@ from cache.manager import CacheManager
 from model.batch import ForwardBatch
 from model.sampler import Sampler
 from server.batching import StepBatch, build_batch
-from server.sampling import sample
+from server.sampling import Sampling, sample
 from server.scheduler import Sampled, Work
 
 Run = Callable[[tuple[Work, ...]], Mapping[str, Sampled]]  # by request id
+Launch = Callable[[tuple[Work, ...], Sampling | None], Sampling]
 
 
 class Runner:
@@ -34,6 +36,17 @@ class Runner:
         """Of every request whose last known token is computed now."""
         batch = self.build(work)
         return self.sample(self._forward(batch.forward, self._kv), batch)
+
+    def launch(self, work: tuple[Work, ...], after: Sampling | None) -> Sampling:
+        """The same, not waited for where a device computes; every request is to get a token.
+
+        Work that goes on from tokens that are not known yet takes them from `after`.
+        """
+        batch = self.build(work)
+        forward = batch.forward
+        if after is not None:
+            forward = replace(forward, coming=after.tokens([each.request for each in work]))
+        return Sampling(self._forward(forward, self._kv), batch, self._sampler)
 
     def build(self, work: tuple[Work, ...]) -> StepBatch:
         return build_batch(work, self._manager.table, self._kv.block_size)

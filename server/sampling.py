@@ -1,12 +1,13 @@
 """Rows of logits to tokens of requests: who gets which row, and whose row is broken."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from logging import getLogger
 
 import torch
 from torch import Tensor
 
-from model.sampler import Ask, Picked, Sampler, ranked, tensor_on, token_scores
+from cache.tensors import tensor_on
+from model.sampler import Ask, Picked, Sampler, ranked, token_scores
 from server.batching import PromptRows, StepBatch
 from server.request import NumericalError, Request, RequestFailed, TokenLogprob
 from server.scheduler import Sampled
@@ -27,6 +28,32 @@ def sample(logits: Tensor, batch: StepBatch, sampler: Sampler) -> Mapping[str, S
         if not _note_prompt(logits[prompt.rows], prompt)
     }
     return _sample_rows(logits, batch, sampler) | broken
+
+
+class Sampling:
+    """Under way on the device for requests none of which `needs_host`; `result` is as `sample`'s.
+
+    logits [S, vocab]: one row of each request, in the order of `batch.samples`.
+    """
+
+    def __init__(self, logits: Tensor, batch: StepBatch, sampler: Sampler) -> None:
+        self._requests = [request for request, _ in batch.samples]
+        self._picking = sampler.begin(logits, [_ask(request) for request in self._requests])
+
+    def tokens(self, requests: Sequence[Request]) -> Tensor:
+        """Those of some of its requests, [S] on the device, which may still be picking them."""
+        if len(requests) == len(self._requests):
+            return self._picking.tokens
+        places = {request.id: place for place, request in enumerate(self._requests)}
+        chosen = [places[request.id] for request in requests]
+        return self._picking.tokens[tensor_on(self._picking.tokens.device, chosen)]
+
+    def result(self) -> Mapping[str, Sampled]:
+        """Waits for the device."""
+        picked, _ = self._picking.read()
+        return {
+            request.id: _sampled(each) for request, each in zip(self._requests, picked, strict=True)
+        }
 
 
 def _sample_rows(logits: Tensor, batch: StepBatch, sampler: Sampler) -> dict[str, Sampled]:

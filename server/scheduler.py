@@ -58,8 +58,16 @@ class Work:
 
     @property
     def samples(self) -> bool:
-        """Whether this reaches the last known token. Meaningful until the plan is recorded."""
-        return self.start + self.count == self.request.context_length
+        """Whether this reaches the last known token, or one that only the device knows.
+
+        Meaningful until the plan is recorded.
+        """
+        return self.start + self.count >= self.request.context_length
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its request has its first token before this."""
+        return self.request.num_generated > 0 or self.start >= self.request.num_prompt
 
     @property
     def encodes(self) -> bool:
@@ -209,6 +217,31 @@ class Scheduler:
             self._drain_forks(),
         )
 
+    def foresee(self, plan: Plan) -> Plan | None:
+        """What follows `plan`, which is not recorded yet, where its tokens make no difference.
+
+        None where they may: when not every request gets a token that a device can pick by itself,
+        another one may be admitted, or one needs room that there is not. A request that turns out
+        to have ended is passed over when what was foreseen is recorded.
+        """
+        admits = len(self._running) < self._limits.max_seqs and not self._no_room
+        going = [work for work in plan.work if self._runs(work.request)]
+        if (self._waiting and admits) or len(going) < len(self._running):
+            return None
+        following = []
+        for work in going:
+            request, known = work.request, work.start + work.count
+            if not work.samples or request.params.needs_host:
+                return None
+            if known + 1 - request.num_prompt + request.dropped >= request.params.max_tokens:
+                continue  # it ends with the token that it gets now
+            if known + 1 >= self._limits.max_context:
+                return None
+            if not self._cache.grow(request.id, known + 1):
+                return None
+            following.append(Work(request, known, 1))
+        return Plan(tuple(following), preempted=0, admitted=()) if following else None
+
     def record(self, plan: Plan, sampled: Mapping[str, Sampled]) -> list[TokenEvent]:
         """Take note of an executed plan: `sampled` by request id, for each work that samples.
 
@@ -219,7 +252,7 @@ class Scheduler:
         events = []
         for work in plan.work:
             request = work.request
-            if self._running.get(request.id) is not request:
+            if not self._runs(request):
                 continue
             samples = work.samples
             result = sampled[request.id] if samples else sampled.get(request.id)
@@ -254,6 +287,9 @@ class Scheduler:
             raise InvariantError("a waiting request has computed tokens")
         if not self._recompute.keys() <= self._running.keys() | self._waiting.keys():
             raise InvariantError("something is remembered of a request that ended")
+
+    def _runs(self, request: Request) -> bool:
+        return self._running.get(request.id) is request
 
     def _require_possible(self, request: Request) -> None:
         tokens, context = len(request.tokens), self._limits.max_context

@@ -24,7 +24,7 @@ def new_cache(
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         dtype=stored or decoder.embed.weight.dtype,
-        device=CPU,
+        device=decoder.embed.weight.device,
     )
 
 

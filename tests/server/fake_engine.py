@@ -36,6 +36,7 @@ SPEED = Speed(turn=0.25, copy=0.5, compute=8.0)
 
 def counting(batch, kv):
     """Logits [S, VOCAB] whose largest is the token after each wanted row's own."""
+    batch = batch.to(CPU)
     following = (batch.tokens[batch.output_rows] + 1) % VOCAB
     return torch.nn.functional.one_hot(following, VOCAB).float()
 
@@ -45,7 +46,7 @@ def auditor_of(kv, manager, scheduler, ledger=None):
     return Auditor("fake", ledger or Ledger(kv, Audit.FULL), manager, scheduler)
 
 
-def make_engine(forward=counting, *, blocks=40, clock=None, meter=None, **limits):
+def make_engine(forward=counting, *, blocks=40, clock=None, meter=None, ahead=False, **limits):
     chosen = {"max_seqs": 16, "max_step_tokens": 64, "max_context": 100, "max_waiting": 50}
     manager = CacheManager(blocks, BLOCK)
     kv = KVCache(
@@ -62,6 +63,8 @@ def make_engine(forward=counting, *, blocks=40, clock=None, meter=None, **limits
     auditor = auditor_of(kv, manager, scheduler)
     meter = meter or PositionMeter()
     run = Runner(forward, kv, manager, Sampler())
+    if ahead:
+        more["launch"] = run.launch
     made = Engine(run, kv, manager, scheduler, auditor, meter, **more)
     return made, manager
 

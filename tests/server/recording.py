@@ -37,30 +37,51 @@ def request(name, prompt, *, max_tokens, seed=None, **more):
     )
 
 
-def engine(forward, decoder, blocks, limits=LIMITS, stored=None):
-    """Over a cache that is full of NaN."""
+def engine(
+    forward,
+    decoder,
+    blocks,
+    limits=LIMITS,
+    stored=None,
+    *,
+    ahead=False,
+    runner=Runner,
+    audit=Audit.FULL,
+):
+    """Over a cache that is full of NaN; `ahead` as on a GPU, which is told of steps beforehand."""
     kv = full_of_nan(new_cache(decoder, blocks, BLOCK, stored))
     manager = CacheManager(blocks, BLOCK)
     rules = [decoder.encoding.for_layer(layer) for layer in range(decoder.config.layers)]
-    ledger = Ledger(kv, Audit.FULL)
+    ledger = Ledger(kv, audit)
     scheduler = Scheduler(manager, limits, Operations(manager, kv, rules, ledger))
     auditor = auditor_of(kv, manager, scheduler, ledger)
-    run = Runner(forward, kv, manager, Sampler())
-    made = Engine(run, kv, manager, scheduler, auditor, PositionMeter())
+    run = runner(forward, kv, manager, Sampler())
+    launch = run.launch if ahead else None
+    made = Engine(run, kv, manager, scheduler, auditor, PositionMeter(), launch=launch)
     return made, manager, scheduler
 
 
 class Recording:
     """An engine that keeps what it computed: rows of (request, first row, logits)."""
 
-    def __init__(self, decoder, blocks, limits=LIMITS, stored=None):
+    def __init__(self, decoder, blocks, limits=LIMITS, stored=None, *, ahead=False):
         self.decoder = decoder
-        made = engine(self._forward, decoder, blocks, limits, stored)
+        recording = self
+
+        class Building(Runner):
+            def build(self, work):
+                recording.work = work
+                return super().build(work)
+
+            def launch(self, work, after):
+                recording.ahead += after is not None
+                return super().launch(work, after)
+
+        made = engine(self._forward, decoder, blocks, limits, stored, ahead=ahead, runner=Building)
         self.engine, self.manager, self.scheduler = made
         self.rows = []
         self.preempted = self.hits = self.chunks = 0
-        self._plan = self.scheduler.plan
-        self.scheduler.plan = self._planned
+        self.ahead = 0  # steps that were begun before the one before them was read
 
     def step(self):
         stats = self.engine.step().stats
@@ -80,17 +101,12 @@ class Recording:
         """(first row, logits) of everything computed for a request."""
         return [(first, logits) for of, first, logits in self.rows if of is owner]
 
-    def _planned(self):
-        self.planned = self._plan()
-        # Those that end before their request's last known token.
-        self.chunks += sum(not work.samples for work in self.planned.work)
-        return self.planned
-
     def _forward(self, batch, kv):
         # Every row is wanted here, not only those that are sampled.
         everything = replace(batch, output_rows=torch.arange(len(batch.tokens)))
         logits = self.decoder(everything, kv)
-        work = self.planned.work
-        for each, rows in zip(work, logits.split([each.count for each in work]), strict=True):
+        rows_of = logits.split([each.count for each in self.work])
+        for each, rows in zip(self.work, rows_of, strict=True):
             self.rows.append((each.request, each.start, rows))
+            self.chunks += not each.samples  # it ends before the request's last known token
         return logits[batch.output_rows]

@@ -272,35 +272,39 @@ class Recorder:
 
     def __init__(self, decoder):
         self.decoder = decoder
-        self.scheduler = None
         self.rows = []  # (request id, first row, logits)
+        self.chunks = 0  # of more than one token
 
-    def watch(self, scheduler):
-        plan = scheduler.plan
+    def watch(self, run):
+        build = run.build
 
-        def planned():
-            self.plan = plan()
-            return self.plan
+        def building(work):
+            self.work = work
+            self.chunks += sum(each.count > 1 for each in work)
+            return build(work)
 
-        scheduler.plan = planned
+        run.build = building
 
     def __call__(self, batch, kv):
         everything = replace(batch, output_rows=torch.arange(len(batch.tokens)))
         logits = self.decoder(everything, kv)
-        counts = [work.count for work in self.plan.work]
-        for work, rows in zip(self.plan.work, logits.split(counts), strict=True):
+        counts = [work.count for work in self.work]
+        for work, rows in zip(self.work, logits.split(counts), strict=True):
             self.rows.append((work.request.id, work.start, rows))
         return logits[batch.output_rows]
 
 
-def engine_of(forward, decoder, blocks, **limits):
+def engine_of(forward, decoder, blocks, *, ahead=False, **limits):
     chosen = {"max_seqs": 8, "max_step_tokens": 16, "max_context": 200, "max_waiting": 50}
     kv = tiny.new_cache(decoder, blocks, BLOCK)
     manager = CacheManager(blocks, BLOCK, prefix_sharing=False)
     scheduler = Scheduler(manager, Limits(**chosen | limits), Bookkeeping(manager))
     auditor = auditor_of(kv, manager, scheduler)
     run = Runner(forward, kv, manager, Sampler())
-    made = Engine(run, kv, manager, scheduler, auditor, PositionMeter())
+    if isinstance(forward, Recorder):
+        forward.watch(run)
+    launch = run.launch if ahead else None
+    made = Engine(run, kv, manager, scheduler, auditor, PositionMeter(), launch=launch)
     return made, manager, scheduler
 
 
@@ -322,44 +326,46 @@ def alone(decoder, source, tokens):
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"),
+    ("name", "backend", "ahead"),
     combined(
         MODELS,
         (ReferenceAttention, SdpaAttention),
+        (False, True),
         # T5 and T5 v1.1 attend alike: each shows one backend.
-        always=lambda name, backend: (
-            name == "umt5" or (name == "t5") == (backend is ReferenceAttention)
+        always=lambda name, backend, ahead: (
+            (name == "umt5" or (name == "t5") == (backend is ReferenceAttention))
+            and ahead is (name == "t5")
         ),
     ),
 )
-def test_disturbed_answers_equal_one_undisturbed_pass(name, backend, models):
+def test_disturbed_answers_equal_one_undisturbed_pass(name, backend, ahead, models):
     """Prompts longer than a step, preempted answers computed again in chunks, one aborted."""
     checkpoint = open_checkpoint(models[name][0])
     exact = tiny.loaded(checkpoint, torch.float64, ReferenceAttention)
     decoder = tiny.loaded(checkpoint, torch.float64, backend)
     recorder = Recorder(decoder)
-    engine, manager, scheduler = engine_of(recorder, decoder, 28)
-    recorder.watch(scheduler)
+    engine, manager, scheduler = engine_of(recorder, decoder, 28, ahead=ahead)
     requests = [request(str(i), source) for i, source in enumerate(sources())]
     for each in requests:
         engine.submit(each)
-    chunks = steps = 0
+    steps = 0
     while engine.busy:
         engine.step()
         steps += 1
         if steps == 9:
             engine.abort("1")
-        chunks += sum(work.count > 1 for work in recorder.plan.work)
         scheduler.check()
         manager.check()
     assert manager.counts().active == 0
     assert not manager.sequences
     # At least one was preempted after some tokens, and caught up in more than one step.
     assert sum(each.preemptions for each in requests) >= 2
-    assert chunks >= 2
+    assert recorder.chunks >= 2
     oracle = {each.id: alone(exact, each.source, each.tokens) for each in requests}
     for name, start, rows in recorder.rows:
         expected = oracle[name][start : start + len(rows)]
+        if ahead and start == len(oracle[name]):  # computed of one that was aborted meanwhile
+            continue
         assert (rows - expected).abs().max() <= 1e-10
     for each in requests:
         if each.id != "1":

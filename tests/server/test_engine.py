@@ -5,11 +5,12 @@ import itertools
 import pytest
 import torch
 
-from model.sampler import Sampler
+from model.sampler import Picking, Sampler
 from server.request import FinishReason, NumericalError, Phase, PromptTooLong, RequestFailed
-from tests.server.fake_engine import VOCAB, counting, make_engine, make_request
+from tests.server.fake_engine import CPU, VOCAB, counting, make_engine, make_request
 
 POISON = 49
+both = pytest.mark.parametrize("ahead", [False, True])
 
 
 def run(engine):
@@ -35,14 +36,15 @@ def test_tokens_and_the_end_of_a_request():
 
 
 def poisoned(batch, kv):
-    if (batch.tokens == POISON).any():
+    if (batch.to(CPU).tokens == POISON).any():
         raise RuntimeError("the kernel gave up")
     return counting(batch, kv)
 
 
+@both
 @pytest.mark.parametrize("guilty", [0, 7, 15])
-def test_a_request_that_breaks_the_forward_fails_alone(guilty, caplog):
-    engine, manager = make_engine(poisoned)
+def test_a_request_that_breaks_the_forward_fails_alone(guilty, ahead, caplog):
+    engine, manager = make_engine(poisoned, ahead=ahead)
     for i in range(16):
         engine.submit(make_request(f"r{i}", [POISON if i == guilty else i, 20 + i]))
     events, stats = run(engine)
@@ -67,17 +69,34 @@ def test_a_failing_chunk_of_a_long_prompt_ends_its_request(caplog):
     assert "gave up" in caplog.text
 
 
-def test_a_row_that_is_not_finite_fails_its_request_alone():
+@both
+def test_a_generated_token_that_breaks_the_forward_ends_its_request_alone(ahead, caplog):
+    engine, manager = make_engine(poisoned, ahead=ahead)
+    for name, prompt in (("good", [1]), ("bad", [POISON - 3]), ("fine", [4, 5])):
+        engine.submit(make_request(name, prompt))
+    events, _ = run(engine)
+    assert tokens_of(events, "good") == [2, 3, 4, 5, 6]
+    assert tokens_of(events, "bad") == [POISON - 2, POISON - 1, POISON]
+    assert tokens_of(events, "fine") == [6, 7, 8, 9, 10]
+    assert [event.request_id for event in events if event.error is not None] == ["bad"]
+    assert ("launched ahead" in caplog.text) is ahead
+    assert manager.counts().active == 0
+
+
+@both
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_row_that_is_not_finite_fails_its_request_alone(before, ahead):
     def broken(batch, kv):
-        logits = counting(batch, kv)
+        logits, batch = counting(batch, kv), batch.to(CPU)
         logits[batch.tokens[batch.output_rows] == POISON, 3] = torch.nan
         return logits
 
-    engine, _ = make_engine(broken)
+    engine, _ = make_engine(broken, ahead=ahead)
     engine.submit(make_request("good", [1]))
-    engine.submit(make_request("bad", [POISON]))
+    engine.submit(make_request("bad", [POISON - before]))
     events, _ = run(engine)
     assert tokens_of(events, "good") == [2, 3, 4, 5, 6]
+    assert len(tokens_of(events, "bad")) == before
     (failure,) = [event for event in events if event.error is not None]
     assert failure.request_id == "bad"
     assert isinstance(failure.error, NumericalError)
@@ -104,17 +123,46 @@ def test_a_row_that_cannot_be_sampled_draws_for_nobody_twice(caplog):
     assert "sampling failed" in caplog.text
 
 
-@pytest.mark.parametrize("place", ["forward", "sampling"])
-def test_a_lost_device_is_no_requests_fault(place, monkeypatch):
+@both
+@pytest.mark.parametrize("place", ["forward", "sampling", "reading"])
+def test_a_lost_device_is_no_requests_fault(place, ahead, monkeypatch):
     def lost(*_):
         raise torch.AcceleratorError("device-side assert")
 
     if place == "sampling":
-        monkeypatch.setattr(Sampler, "pick", lost)
-    engine, _ = make_engine(lost if place == "forward" else counting)
+        monkeypatch.setattr(Sampler, "begin", lost)
+    if place == "reading":
+        monkeypatch.setattr(Picking, "read", lost)
+    engine, _ = make_engine(lost if place == "forward" else counting, ahead=ahead)
     engine.submit(make_request("a", [1]))
     with pytest.raises(torch.AcceleratorError):
         engine.step()
+
+
+def test_what_cannot_be_read_is_computed_again(monkeypatch):
+    """And what was launched after it with it, as other tokens may be drawn."""
+    read, fails = Picking.read, [False, False, True, False]
+    computed = {}
+
+    def noted(batch, kv):
+        there = batch.to(CPU)
+        computed.update(zip(there.positions.tolist(), there.tokens.tolist(), strict=True))
+        return counting(batch, kv)
+
+    def reading(picking):
+        if fails and fails.pop(0):
+            raise ValueError("nonsense")
+        return read(picking)
+
+    monkeypatch.setattr(Picking, "read", reading)
+    engine, manager = make_engine(noted, ahead=True)
+    request = make_request("a", [1, 2], max_tokens=8, temperature=5.0)
+    engine.submit(request)
+    events, _ = run(engine)
+    assert not fails
+    assert tokens_of(events, "a") == request.tokens[2:]
+    assert [computed[position] for position in range(9)] == request.tokens[:9]
+    assert manager.counts().active == 0
 
 
 def test_refusals_reach_the_caller_of_submit():
@@ -124,8 +172,9 @@ def test_refusals_reach_the_caller_of_submit():
     assert not engine.busy
 
 
-def test_abort_between_steps_frees_the_blocks():
-    engine, manager = make_engine()
+@both
+def test_abort_between_steps_frees_the_blocks(ahead):
+    engine, manager = make_engine(ahead=ahead)
     engine.submit(make_request("a", [1, 2, 3]))
     engine.step()
     assert manager.counts().active > 0
@@ -150,9 +199,10 @@ def test_a_request_that_was_cut_ends_as_its_caller_says():
     assert ended.finish is FinishReason.STOP
 
 
-def test_stats_add_up():
+@both
+def test_stats_add_up(ahead):
     ticks = itertools.count()
-    engine, _ = make_engine(clock=lambda: float(next(ticks)))
+    engine, _ = make_engine(clock=lambda: float(next(ticks)), ahead=ahead)
     prompt = list(range(9))
     engine.submit(make_request("first", prompt, max_tokens=3))
     _, first = run(engine)
@@ -175,8 +225,9 @@ def test_stats_add_up():
     assert (ended.prompt_tokens, ended.cached_tokens, ended.output_tokens) == (9, 8, 1)
 
 
-def test_block_counts_and_preemptions_are_told():
-    engine, _ = make_engine(blocks=9)
+@both
+def test_block_counts_and_preemptions_are_told(ahead):
+    engine, _ = make_engine(blocks=9, ahead=ahead)
     for i in range(4):
         engine.submit(make_request(f"r{i}", [i, i + 1, i + 2], max_tokens=12))
     events, stats = run(engine)
@@ -191,8 +242,10 @@ def test_block_counts_and_preemptions_are_told():
     assert sum(step.computed_prompt_tokens + step.cached_prompt_tokens for step in stats) == 12
 
 
-def test_a_step_says_what_it_computes_and_with_how_much_context():
-    engine, _ = make_engine(max_step_tokens=8)
+@both
+def test_a_step_says_what_it_computes_and_with_how_much_context(ahead):
+    """A step that was launched ahead comes before whatever was asked for since."""
+    engine, _ = make_engine(max_step_tokens=8, ahead=ahead)
     engine.submit(make_request("long", list(range(10)), max_tokens=3))
     engine.step()
     engine.submit(make_request("short", [1], max_tokens=3))
@@ -203,9 +256,11 @@ def test_a_step_says_what_it_computes_and_with_how_much_context():
         (Phase.DECODE, 11),
         (Phase.DECODE, 12),
     ]
-    engine.submit(make_request("first", [1, 2], max_tokens=3))
+    engine.submit(make_request("first", [1, 2], max_tokens=3 + ahead))
     engine.step()
     engine.submit(make_request("second", [1, 2, 3, 4], max_tokens=2))
+    if ahead:
+        assert engine.step().stats.phase is Phase.DECODE
     assert engine.step().stats.phase is Phase.MIXED
     assert engine.step().stats.decode_context == 5
     idle = engine.step().stats

@@ -39,15 +39,18 @@ USUAL = ("nope", "rope", "rope-block", "t5", "alibi", "learned")
 
 
 @pytest.mark.parametrize(
-    ("encoding", "backend"),
+    ("encoding", "backend", "ahead"),
     [
-        *combined(ENCODINGS, [ReferenceAttention], always=lambda encoding, _: encoding in USUAL),
-        ("rope", SdpaAttention),
+        *combined(
+            ENCODINGS, [ReferenceAttention], [False], always=lambda encoding, *_: encoding in USUAL
+        ),
+        ("rope", SdpaAttention, False),
+        *((encoding, ReferenceAttention, True) for encoding in USUAL),
     ],
 )
-def test_every_step_equals_one_uncached_pass(encoding, backend):
+def test_every_step_equals_one_uncached_pass(encoding, backend, ahead):
     rng = random.Random(encoding)
-    recording = Recording(tiny(encoding, backend), blocks=24)
+    recording = Recording(tiny(encoding, backend), blocks=24, ahead=ahead)
     requests = [
         request(f"r{i}", prompt, max_tokens=rng.randint(1, 24), seed=i if i % 3 == 0 else None)
         for i, prompt in enumerate(family(rng))
@@ -60,6 +63,7 @@ def test_every_step_equals_one_uncached_pass(encoding, backend):
     assert recording.preempted > 0
     assert recording.hits > 0
     assert recording.chunks > 3
+    assert recording.ahead > 10 if ahead else recording.ahead == 0
     reference = tiny(encoding)
     oracle = {each.id: run_uncached(reference, each.tokens) for each in requests}
     worst = 0.0

@@ -1,5 +1,6 @@
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -444,6 +445,90 @@ def test_a_part_of_a_plan_can_be_recorded():
     s.record(Plan(plan.work[1:], 0, ()), {"b": Sampled(7)})
     s.check()
     assert shape(s.plan()) == [("a", 0, 3), ("b", 3, 1)]
+
+
+def record(s, plan, token=7):
+    return s.record(plan, {work.request.id: Sampled(token) for work in plan.work})
+
+
+def test_what_follows_is_foreseen_until_answers_end():
+    s = scheduler(size=2)
+    add(s, "a", range(3), max_tokens=3, stop_ids=frozenset([9]))
+    add(s, "b", range(9), max_tokens=2)
+    first = s.plan()
+    second = s.foresee(first)
+    assert shape(second) == [("a", 3, 1), ("b", 9, 1)]
+    assert all(work.samples and work.decodes for work in second.work)
+    assert not any(work.decodes for work in first.work)
+    record(s, first)
+    third = s.foresee(second)
+    assert shape(third) == [("a", 4, 1)]  # b has its second token by then
+    ends = [event.finish for event in record(s, second, token=9)]
+    assert ends == [FinishReason.STOP, FinishReason.LENGTH]
+    assert s.foresee(third) is None
+    assert record(s, third) == []  # nobody's
+    s.check()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"min_tokens": 1},
+        {"prompt_logprobs": 0},
+    ],
+    ids=str,
+)
+def test_nothing_is_foreseen_where_tokens_make_a_difference(params):
+    s = scheduler()
+    add(s, "a")
+    add(s, "b", **params)
+    assert s.foresee(s.plan()) is None
+
+
+@pytest.mark.parametrize(
+    "params", [{"top_k": 3, "top_p": 0.9}, {"temperature": 0.0, "top_p": 0.9}, {"logprobs": 2}]
+)
+def test_what_a_device_picks_by_itself_is_foreseen(params):
+    s = scheduler()
+    add(s, "a", **params)
+    assert shape(s.foresee(s.plan())) == [("a", 3, 1)]
+
+
+def test_nothing_is_foreseen_of_some_requests_while_others_wait():
+    s = scheduler(seqs=2, tokens=8)
+    add(s, "a", range(4), max_tokens=9)
+    add(s, "b", range(20, 26), max_tokens=9)
+    first = s.plan()
+    assert s.foresee(first) is None  # b's prompt is not whole
+    s.record(first, {"a": Sampled(7)})
+    second = s.plan()
+    assert s.foresee(replace(second, work=second.work[:1])) is None
+    add(s, "c")
+    assert shape(s.foresee(second)) == [("a", 5, 1), ("b", 6, 1)]  # c finds no place
+    record(s, second)
+    s.abort("b")
+    assert s.foresee(replace(second, work=second.work[:1])) is None  # c does
+
+
+def test_nothing_is_foreseen_without_room_or_past_the_context():
+    s = scheduler(blocks=3, size=2, context=5)  # two blocks, and one that is reserved
+    add(s, "a", range(2), max_tokens=3)
+    first = s.plan()
+    assert shape(s.foresee(first)) == [("a", 2, 1)]
+    record(s, first)
+    s = scheduler(blocks=4, size=2)
+    add(s, "a", range(2), max_tokens=4)
+    add(s, "b", range(10, 12), max_tokens=4)
+    assert s.foresee(s.plan()) is None  # one block for two
+    s.check()
+    s = scheduler(context=5)
+    add(s, "a", range(4), max_tokens=3)
+    assert s.foresee(s.plan()) is None
 
 
 def test_times_come_from_the_given_clock():

@@ -1,0 +1,278 @@
+"""Steps that a device is told of before the tokens of the one before them are on the host.
+
+The device here computes nothing until it is waited for, and then all that it was told, in order:
+whatever the host does too early reads numbers that mean nothing.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cache.terms import Audit
+from model.attention.triton import TritonAttention
+from model.sampler import Sampler
+from model.sampling import SamplingParams
+from server.request import Overflow, Request
+from server.runner import Runner
+from server.scheduler import Limits
+from tests.model.test_contract import WINDOWS
+from tests.model.test_replay import Replaying, on
+from tests.model.tiny import freeze, tiny
+from tests.server.recording import engine
+
+LIMITS = Limits(max_seqs=4, max_step_tokens=16, max_context=40, max_waiting=100)
+NOTHING = -1  # a token that no embedding has
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """So small a model only waits for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Late(Runner):
+    """What is launched is computed when something is read, or computed as everything else."""
+
+    def __init__(self, forward, kv, manager, sampler):
+        self.told = []
+        self.ahead = 0  # steps
+        self._computing = forward
+        super().__init__(self._forward_later, kv, manager, LateSampler(self))
+        self._at_once = Runner(forward, kv, manager, sampler)
+
+    def __call__(self, work):
+        self.finish()
+        return self._at_once(work)
+
+    def launch(self, work, after):
+        self.ahead += after is not None
+        return super().launch(work, after)
+
+    def finish(self):
+        while self.told:
+            self.told.pop(0)()
+
+    def _forward_later(self, batch, kv):
+        logits = []
+
+        def compute():
+            of = batch if batch.coming is None else replace(batch, coming=batch.coming.there)
+            logits.append(self._computing(of, kv).clone())
+
+        self.told.append(compute)
+        return logits
+
+
+class LateSampler(Sampler):
+    def __init__(self, device):
+        self._device = device
+
+    def begin(self, rows, asks):
+        return LatePicking(self._device, lambda: Sampler().begin(rows[0], asks))
+
+
+class LatePicking:
+    def __init__(self, device, begin):
+        self.tokens = Coming(device)
+        self._device, self._begin = device, begin
+        device.told.append(self._compute)
+
+    def _compute(self):
+        self._picking = self._begin()
+        self.tokens.there = self._picking.tokens
+
+    def read(self):
+        self._device.finish()
+        return self._picking.read()
+
+
+class Coming:
+    """In the place of a tensor on the device."""
+
+    device = CPU
+
+    def __init__(self, late):
+        self._late, self.there = late, torch.tensor([NOTHING])
+
+    def __len__(self):
+        raise AssertionError("how many there are is known without it")
+
+    def __getitem__(self, places):
+        some = Coming(self._late)
+
+        def take():
+            some.there = self.there[places]
+
+        self._late.told.append(take)
+        return some
+
+
+def late(forward, decoder, blocks, **options):
+    """An engine over such a device, the device, and a check of what the engine accounts for.
+
+    Nothing audits the cache, as that would have to be told to the device as well.
+    """
+    made = []
+
+    def runner(*parts):
+        made.append(Late(*parts))
+        return made[0]
+
+    engine_, manager, scheduler = engine(
+        forward, decoder, blocks, LIMITS, ahead=True, runner=runner, audit=Audit.OFF, **options
+    )
+    device, plan = made[0], scheduler.plan
+
+    def planned():
+        device.finish()  # it copies and turns keys in order, too
+        return plan()
+
+    scheduler.plan = planned
+
+    def check():
+        manager.check()
+        scheduler.check()
+
+    return engine_, device, check
+
+
+WAYS = (
+    {"temperature": 0.0},
+    {},
+    {"top_k": 5, "top_p": 0.9},
+    {"logprobs": 2},
+    {"logit_bias": {3: 2.0, 4: 2.0}},
+    {"top_p": 0.6},
+    {"frequency_penalty": 1.5, "temperature": 0.0},
+    {"min_tokens": 4},
+    {"prompt_logprobs": 1},
+)
+
+
+def workload(ways, seed, count=14):
+    """Requests of all kinds; of every fifth its client leaves after some tokens."""
+    rng = random.Random(seed)
+    stem = [rng.randrange(61) for _ in range(9)]
+    requests = []
+    for i in range(count):
+        prompt = stem[: rng.choice([0, 4, 9])] + [
+            rng.randrange(61) for _ in range(rng.randint(1, 9))
+        ]
+        params = SamplingParams(
+            max_tokens=rng.choice([1, 2, 15, 30]),
+            stop_ids=frozenset(rng.sample(range(61), 3)),
+            **ways[i % len(ways)],
+        )
+        plain = params.prompt_logprobs is None
+        made = Request(
+            id=f"r{i}",
+            tokens=prompt,
+            num_prompt=len(prompt),
+            params=params,
+            arrival=0.0,
+            rng=random.Random(i),
+            overflow=rng.choice([Overflow.REFUSE, Overflow.SHIFT]) if plain else Overflow.REFUSE,
+        )
+        requests.append(made)
+        if plain and i % 4 == 0:
+            sibling = replace(made, id=f"s{i}", tokens=list(prompt), rng=random.Random(-i))
+            requests.append(replace(sibling, sibling=made.id))
+    return requests
+
+
+def answers(running, requests, check=lambda: None):
+    """All events of each, without their clocks; some are added while others run."""
+    rng = random.Random(0)
+    waiting = list(requests)
+    events = {each.id: [] for each in requests}
+    while waiting or running.busy:
+        for _ in range(min(len(waiting), rng.choice([0, 0, 1, 3]))):
+            running.submit(waiting.pop(0))
+        for event in running.step().events:
+            assert event.error is None
+            seen = events[event.request_id]
+            seen.append(replace(event, cached_tokens=0))  # depends on who came before
+            if event.request_id.endswith("1") and len(seen) == 6 and event.finish is None:
+                running.abort(event.request_id)
+        check()
+    return events
+
+
+def without_numbers(events):
+    """Log-probabilities differ by rounding with the company that a request has."""
+    return [
+        (event.token, event.finish, None if event.logprob is None else event.logprob.token)
+        for event in events
+    ]
+
+
+@pytest.mark.parametrize("encoding", ["rope", "t5", "learned"])
+@pytest.mark.parametrize(
+    ("ways", "often"), [(WAYS[:5], 10), (WAYS, 1)], ids=["a device can pick", "all kinds"]
+)
+@pytest.mark.parametrize("blocks", [30, 100])
+def test_answers_are_the_same(encoding, ways, often, blocks):
+    overflow = {Overflow.REFUSE} if encoding == "learned" else set(Overflow)
+    decoder = tiny(encoding)
+
+    def requests():
+        made = workload(ways, seed=blocks)
+        return [each if each.overflow in overflow else _refusing(each) for each in made]
+
+    plain, _, _ = engine(decoder, decoder, blocks, LIMITS)
+    running, device, check = late(decoder, decoder, blocks)
+    expected, found = answers(plain, requests()), answers(running, requests(), check)
+    for name, events in expected.items():
+        assert without_numbers(found[name]) == without_numbers(events)
+    assert device.ahead >= often
+
+
+def _refusing(request):
+    request.overflow = Overflow.REFUSE
+    return request
+
+
+def test_steps_that_are_replayed():
+    decoder = tiny("rope")
+    plain, _, _ = engine(decoder, decoder, 60, LIMITS)
+    replaying = Replaying(decoder, [(1, 40), (2, 40), (4, 40)])
+    running, device, check = late(replaying, decoder, 60)
+    expected = answers(plain, workload(WAYS[:5], seed=1))
+    found = answers(running, workload(WAYS[:5], seed=1), check)
+    for name, events in expected.items():
+        assert without_numbers(found[name]) == without_numbers(events)
+    assert device.ahead > 10 and len(replaying.replays) > device.ahead // 2
+
+
+class Unwaited(Runner):
+    """To launch is not to wait."""
+
+    def launch(self, work, after):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return super().launch(work, after)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")  # torch's, once
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("encoding", ["rope", "t5"])
+def test_a_gpu_gives_the_same_answers(encoding):
+    device = torch.device("cuda")
+    decoder, _ = on(device, encoding, TritonAttention)
+    decoder.load_state_dict(tiny(encoding, dtype=torch.float32, windows=WINDOWS).state_dict())
+    freeze(decoder)
+    plain, _, _ = engine(decoder, decoder, 60, LIMITS)
+    expected = answers(plain, workload(WAYS[:5], seed=2))
+    running, manager, _ = engine(decoder, decoder, 60, LIMITS, ahead=True, runner=Unwaited)
+    found = answers(running, workload(WAYS[:5], seed=2), manager.check)
+    for name, events in expected.items():
+        assert without_numbers(found[name]) == without_numbers(events)
