@@ -48,12 +48,14 @@ def decoding(
     *,
     kernels: Kernels | str,
     forward: Forward | None = None,
+    ahead: bool = False,
 ) -> Wired:
     """An engine whose `requests` are past their prompts, with room for `steps` steps more.
 
     They begin with up to `context` tokens, of different number, so that in every step about as
     many fill a block. `forward` is the decoder, `replayed`, unless it is told. `kernels` are those
-    of the CPU, for what is not in the decoder, or why there are none.
+    of the CPU, for what is not in the decoder, or why there are none. ahead: whether the device is
+    told of a step before the one before it is waited for.
     """
     config, weight = decoder.config, decoder.embed.weight
     longest = context + steps + 1
@@ -75,7 +77,7 @@ def decoding(
         Limits(requests, requests * longest, longest, max_waiting=requests),
         KernelSampler(kernels) if isinstance(kernels, Kernels) else Sampler(),
         sums=kernels.fold_sums if isinstance(kernels, Kernels) else fold_sums,
-        ahead=forward is None and weight.device.type == "cuda",
+        ahead=ahead,
     )
     draw = random.Random(0)
     for index in range(requests):
@@ -97,10 +99,7 @@ def wired(
     sums: FoldSums = fold_sums,
     ahead: bool = False,
 ) -> Wired:
-    """As the server wires it, over all of `kv`, with its default audit. `rules` of each layer.
-
-    ahead: whether the device is told of a step before the one before it is waited for.
-    """
+    """As the server wires it, over all of `kv`, with its default audit. `rules` of each layer."""
     manager = CacheManager(kv.whole.keys.shape[1], kv.block_size)
     ledger = Ledger(kv, Audit.SAMPLE, sums)
     scheduler = Scheduler(manager, limits, Operations(manager, kv, rules, ledger))

@@ -14,11 +14,13 @@ from load_tests.rounds import Call, Clock, Interval, median_of, rounds
 from load_tests.step_cost import AGAIN, LIMITS, ZERO, Cost, costs_of
 from model.kernels.build import Kernels
 from model.transformer import Decoder
+from server.engine import Engine
 
 # A pass is the decoder's alone, a step the engine's, with scheduling, sampling and bookkeeping.
 Work = Literal["pass", "step", "prefill"]
 
 OWN = "ropewalk"
+WAITED = "ropewalk, each step waited for"  # in service the next one is launched before
 NO_TIME = "its part's time was over"
 STEPS = 32  # of an engine that are timed, after as many that are not
 
@@ -161,21 +163,30 @@ def steps_of(
     kernels: Kernels | str,
     budget: Budget,
 ) -> Iterator[Found]:
-    """The engine's step in each cell, on the clock on the wall."""
+    """The engine's step in each cell, on the clock on the wall; on a GPU also if waited for."""
+    ways = {OWN: True, WAITED: False} if setting.device.type == "cuda" else {OWN: False}
     for cell in sorted(cells, key=lambda cell: cell.tokens):
         if budget.over:
             yield LeftOut("step", OWN, shape, cell, NO_TIME)
             continue
-        made = decoding(decoder, cell.batch, cell.context, 2 * STEPS, kernels=kernels)
-        taken = []
-        for _ in range(2 * STEPS):
-            began = time.perf_counter()
-            given = made.engine.step().stats.generated_tokens  # they are on the host then
-            taken.append(time.perf_counter() - began)
-            if given != cell.batch:  # an engine outlives what fails in it
-                raise RuntimeError(f"a step gave {given} tokens; the log has the reason")
-        yield figure("step", OWN, shape, cell, taken[STEPS:])
-        del made  # before the next cache is made
+        for system, ahead in ways.items():
+            made = decoding(
+                decoder, cell.batch, cell.context, 2 * STEPS, kernels=kernels, ahead=ahead
+            )
+            yield figure("step", system, shape, cell, _steps(made.engine, cell)[STEPS:])
+            del made  # before the next cache is made
+
+
+def _steps(engine: Engine, cell: Cell) -> list[float]:
+    """Seconds of each: on the wall, as its tokens are on the host then."""
+    taken = []
+    for _ in range(2 * STEPS):
+        began = time.perf_counter()
+        given = engine.step().stats.generated_tokens
+        taken.append(time.perf_counter() - began)
+        if given != cell.batch:  # an engine outlives what fails in it
+            raise RuntimeError(f"a step gave {given} tokens; the log has the reason")
+    return taken
 
 
 def encodings_of(

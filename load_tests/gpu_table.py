@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
-from load_tests.gpu_parts import OWN, Cell, Encodings, Figure, Found, LeftOut, Work
+from load_tests.gpu_parts import OWN, WAITED, Cell, Encodings, Figure, Found, LeftOut, Work
 from load_tests.gpu_peer import PEER
 from load_tests.measured import markdown
 from load_tests.roofline import Ceiling
@@ -53,18 +53,19 @@ def as_json(ceiling: Ceiling, found: Iterable[Found]) -> dict[str, object]:
 
 
 def _figures(work: Work, figures: Sequence[Figure]) -> str:
-    own, peer = (
+    own, waited, peer = (
         {(each.shape, each.cell): each for each in figures if (each.work, each.system) == key}
-        for key in ((work, OWN), (work, PEER))
+        for key in ((work, OWN), (work, WAITED), (work, PEER))
     )
-    bound = ("roofline, ms", "of it") if work != "step" else ()
-    rows = [["shape", "batch", "context", "ms", *bound, "tokens/s", f"{PEER}, ms", "times as fast"]]
+    beside = ("waited for, ms",) if work == "step" else ("roofline, ms", "of it")
+    head = ["shape", "batch", "context", "ms", *beside, "tokens/s", f"{PEER}, ms", "times as fast"]
+    rows = [head]
     for shape, cell in dict.fromkeys([*own, *peer]):
         ours, theirs = own.get((shape, cell)), peer.get((shape, cell))
         rows.append(
             [
                 *(shape, str(cell.batch), f"{cell.context:,}", _ms(ours)),
-                *(_bound(ours) if bound else ()),
+                *([_ms(waited.get((shape, cell)))] if work == "step" else _bound(ours)),
                 _speed(work, cell, ours),
                 _ms(theirs),
                 digits(theirs.seconds.median / ours.seconds.median) if ours and theirs else "",

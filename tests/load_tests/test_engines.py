@@ -13,9 +13,10 @@ def decoder():
     return decoders("tiny", ("rope",), **words, kernels="not asked for")["rope"]
 
 
-def test_every_request_gets_a_token_in_every_step(decoder):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_every_request_gets_a_token_in_every_step(ahead, decoder):
     """Also where the prompts are longer together than what one step of a server computes."""
-    made = decoding(decoder, 4, 400, STEPS, kernels="not asked for")
+    made = decoding(decoder, 4, 400, STEPS, kernels="not asked for", ahead=ahead)
     lengths = [request.context_length for request in made.scheduler.running]
     assert lengths == [401 - index for index in range(4)]
     for _ in range(STEPS):
