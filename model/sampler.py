@@ -265,11 +265,11 @@ class Picking:
         self.tokens = tokens  # on the device
         self._scored = [(members, each.shape[1]) for members, each in scores]
         flat = [finite, tokens, enough, *(each.flatten() for _, each in scores)]
-        self._numbers = _Numbers(torch.cat([each.double() for each in flat]))
+        self._numbers = _sent(torch.cat([each.double() for each in flat]))
 
     def read(self) -> tuple[list[Picked], list[float]]:
         """What was picked, and whether candidates sufficed, [S] each. Waits for the device."""
-        numbers = iter(self._numbers.read())
+        numbers = iter(_back(*self._numbers))
         good, found, held = (list(islice(numbers, len(self.tokens))) for _ in range(3))
         picked = [Picked(int(token), bool(one)) for token, one in zip(found, good, strict=True)]
         for members, width in self._scored:
@@ -277,20 +277,13 @@ class Picking:
         return picked, held
 
 
-class _Numbers:
-    """On their way from a device; what it is told to do later is not waited for with them."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._host, self._arrived = numbers, None
-        if numbers.device.type == "cuda":
-            self._host = torch.empty_like(numbers, device="cpu", pin_memory=True)
-            self._host.copy_(numbers, non_blocking=True)
-            self._arrived = torch.cuda.current_stream(numbers.device).record_event()
-
-    def read(self) -> list[float]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return _back(self._host)
+def _sent(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """On their way to the host, and when they have arrived if that is to be waited for."""
+    if numbers.device.type != "cuda":
+        return numbers, None
+    host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    return host, torch.cuda.current_stream(numbers.device).record_event()
 
 
 def note(picked: list[Picked], members: list[int], scores: Sequence[Sequence[float]]) -> None:
@@ -318,7 +311,9 @@ def taken(rows: Tensor, members: list[int]) -> Tensor:
     return rows if len(members) == len(rows) else rows[tensor_on(rows.device, members)]
 
 
-def _back(numbers: Tensor) -> list[float]:
-    """The one place where a device is waited for."""
+def _back(numbers: Tensor, arrived: torch.cuda.Event | None) -> list[float]:
+    """The one place where a sampler waits for a device, but not for what it was told later."""
+    if arrived is not None:
+        arrived.synchronize()
     found: list[float] = numbers.tolist()
     return found

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,12 +23,20 @@ class PromptRows:
     rows: slice
 
 
+class Sample(NamedTuple):
+    """A token to be picked."""
+
+    request: Request
+    row: int  # of the logits
+    place: int  # of the token in the answer
+
+
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """What the model computes, and whose each row of its logits is."""
 
     forward: ForwardBatch
-    samples: tuple[tuple[Request, int], ...]  # the request, and its row of the logits
+    samples: tuple[Sample, ...]
     prompts: tuple[PromptRows, ...]
 
 
@@ -144,10 +153,10 @@ def _split(host: np.ndarray, sizes: list[int]) -> Iterator[np.ndarray]:
 
 def _outputs(
     work: tuple[Work, ...], starts: Sequence[int]
-) -> tuple[list[int], list[tuple[Request, int]], list[PromptRows]]:
+) -> tuple[list[int], list[Sample], list[PromptRows]]:
     """Rows of the batch whose logits are wanted, and what each is wanted for."""
     rows: list[int] = []
-    samples: list[tuple[Request, int]] = []
+    samples: list[Sample] = []
     prompts: list[PromptRows] = []
     for item, start in zip(work, starts, strict=False):
         request = item.request
@@ -157,6 +166,7 @@ def _outputs(
             prompts.append(PromptRows(request, item.start + 1, logits))
             rows.extend(range(start, start + predicting))
         if item.samples:
-            samples.append((request, len(rows)))
+            known = item.start + item.count + request.dropped
+            samples.append(Sample(request, len(rows), known - request.num_prompt))
             rows.append(start + item.count - 1)
     return rows, samples, prompts

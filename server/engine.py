@@ -42,6 +42,7 @@ class _Planned:
     phase: Phase | None
     decode_context: int | None
     sampling: Sampling | None = None  # once it is launched
+    timed: tuple[PassTimes, ...] = ()  # of its launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +137,18 @@ class Engine:
 
     def _launched(self, now: _Planned) -> tuple[_Planned, _Planned | None]:
         """`now` and what follows it, both launched where that can be foreseen."""
-        foreseen = self._scheduler.foresee(now.plan) if self._launch else None
-        if self._launch is None or foreseen is None:
+        if self._launch is None:
             return now, None
-        following = self._planned(foreseen)
+        foreseen = self._scheduler.foresee(now.plan)
+        following = foreseen and self._planned(foreseen)
+        if not following or not following.plan.work:  # the auditor may have ended all
+            return now, None
         try:
-            now = replace(now, sampling=now.sampling or self._launch(now.plan.work, None))
+            if now.sampling is None:
+                sampling = self._launch(now.plan.work, None)
+                now = replace(now, sampling=sampling, timed=self._drain_times())
             sampling = self._launch(following.plan.work, now.sampling)
-            return now, replace(following, sampling=sampling)
+            return now, replace(following, sampling=sampling, timed=self._drain_times())
         except torch.AcceleratorError:
             raise
         except Exception:  # whose fault it is shows when it is computed as everything else
@@ -151,16 +156,17 @@ class Engine:
             return now, None
 
     def _sampled(self, now: _Planned) -> Mapping[str, Sampled]:
-        if now.sampling is None:
-            return self._compute(now.plan.work) if now.plan.work else {}
-        try:
-            return now.sampling.result()
-        except torch.AcceleratorError:
-            raise
-        except Exception:
-            log.warning("the tokens of a step could not be read", exc_info=True)
-            self._ahead = None  # it goes on from tokens that nobody knows
-            return self._compute(now.plan.work)
+        if now.sampling is not None:
+            try:
+                return now.sampling.result()
+            except torch.AcceleratorError:
+                raise
+            except Exception:
+                log.warning("the tokens of a step could not be read", exc_info=True)
+                self._ahead = None  # it goes on from tokens that nobody knows
+        # Who was aborted since this was planned has no blocks any more.
+        work = tuple(each for each in now.plan.work if self._scheduler.runs(each.request))
+        return self._compute(work) if work else {}
 
     def _totals(self) -> tuple[int, int]:
         return self._scheduler.computed_prompt_tokens, self._manager.evicted_blocks
@@ -237,7 +243,7 @@ class Engine:
             decode_work=now.spent[1],
             phase=now.phase,
             decode_context=now.decode_context,
-            timed=self._drain_times(),
+            timed=now.timed + self._drain_times(),
             extrapolated_tokens=self._meter.extrapolated(
                 work for work in plan.work if work.request.id in generated
             ),

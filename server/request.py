@@ -128,6 +128,7 @@ class Request:
     admitted: float | None = None  # monotonic time of the first admission
     first_token: float | None = None
     preemptions: int = 0
+    draws: list[float] = field(default_factory=list)  # of `rng`, by token of the answer
     abort_as: FinishReason = FinishReason.ABORT  # STOP once a stop string has ended the text
     # By position; nothing predicts the first token of a prompt.
     prompt_logprobs: list["TokenLogprob | None"] = field(default_factory=lambda: [None])
@@ -151,6 +152,12 @@ class Request:
             self.tokens[start : min(stop, self.front)]
             + self.tokens[self.front + self.dropped : after]
         )
+
+    def draw(self, place: int) -> float:
+        """A random number in [0, 1) for a token of the answer, the same each time it is drawn."""
+        while len(self.draws) <= place:
+            self.draws.append(self.rng.random())
+        return self.draws[place]
 
     @property
     def num_generated(self) -> int:
@@ -307,7 +314,7 @@ class StepStats:
     phase: Phase | None = None  # None: nothing was computed
     # Of the longest request of a step that computes one token each, after their first.
     decode_context: int | None = None
-    timed: tuple[PassTimes, ...] = ()  # of its passes, one unless a request failed; mostly none
+    timed: tuple[PassTimes, ...] = ()  # of its passes, one unless something failed; mostly none
     extrapolated_tokens: int = 0  # generated at positions past the trained context
     inter_token_seconds: tuple[float, ...] = ()
     ended: tuple[RequestSummary, ...] = ()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cache.tensors import tensor_on
 from model.sampler import Ask, Picked, Sampler, ranked, token_scores
-from server.batching import PromptRows, StepBatch
+from server.batching import PromptRows, Sample, StepBatch
 from server.request import NumericalError, Request, RequestFailed, TokenLogprob
 from server.scheduler import Sampled
 
@@ -37,8 +37,8 @@ class Sampling:
     """
 
     def __init__(self, logits: Tensor, batch: StepBatch, sampler: Sampler) -> None:
-        self._requests = [request for request, _ in batch.samples]
-        self._picking = sampler.begin(logits, [_ask(request) for request in self._requests])
+        self._requests = [each.request for each in batch.samples]
+        self._picking = sampler.begin(logits, [_ask(each) for each in batch.samples])
 
     def tokens(self, requests: Sequence[Request]) -> Tensor:
         """Those of some of its requests, [S] on the device, which may still be picking them."""
@@ -59,25 +59,25 @@ class Sampling:
 def _sample_rows(logits: Tensor, batch: StepBatch, sampler: Sampler) -> dict[str, Sampled]:
     if not batch.samples:
         return {}
-    requests, chosen = zip(*batch.samples, strict=True)
+    chosen = [each.row for each in batch.samples]
     rows = logits if len(chosen) == len(logits) else logits[tensor_on(logits.device, chosen)]
-    asks = [_ask(request) for request in requests]
+    asks = [_ask(each) for each in batch.samples]
     try:
         sampled = [_sampled(each) for each in sampler.pick(rows, asks)]
     except torch.AcceleratorError:
         raise  # the device is lost, for all
     except Exception:  # whose fault it is shows when each is picked alone, with the same draw
         sampled = [
-            _sampled_alone(request, row, ask, sampler)
-            for request, row, ask in zip(requests, rows, asks, strict=True)
+            _sampled_alone(each.request, row, ask, sampler)
+            for each, row, ask in zip(batch.samples, rows, asks, strict=True)
         ]
-    return {request.id: each for request, each in zip(requests, sampled, strict=True)}
+    return {of.request.id: each for of, each in zip(batch.samples, sampled, strict=True)}
 
 
-def _ask(request: Request) -> Ask:
-    params = request.params
-    uniform = 0.0 if params.greedy else request.rng.random()
-    return Ask(params, request.tokens, request.num_prompt, uniform)
+def _ask(sample: Sample) -> Ask:
+    request = sample.request
+    uniform = 0.0 if request.params.greedy else request.draw(sample.place)
+    return Ask(request.params, request.tokens, request.num_prompt, uniform)
 
 
 def _sampled_alone(request: Request, row: Tensor, ask: Ask, sampler: Sampler) -> Sampled:

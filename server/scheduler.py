@@ -181,6 +181,10 @@ class Scheduler:
                 )
         return None
 
+    def runs(self, request: Request) -> bool:
+        """Whether it holds blocks; another request may have its id."""
+        return self._running.get(request.id) is request
+
     def end_misfits(self) -> list[TokenEvent]:
         """End waiting requests that could not finish even with what is left of the cache."""
         if self._cache.capacity == self._all_fit:
@@ -221,11 +225,12 @@ class Scheduler:
         """What follows `plan`, which is not recorded yet, where its tokens make no difference.
 
         None where they may: when not every request gets a token that a device can pick by itself,
-        another one may be admitted, or one needs room that there is not. A request that turns out
-        to have ended is passed over when what was foreseen is recorded.
+        another one may be admitted, or one needs room that there is not. What was foreseen for a
+        request that turns out to have ended is passed over when it is recorded. Room is taken for
+        the others, which keep it in any case.
         """
         admits = len(self._running) < self._limits.max_seqs and not self._no_room
-        going = [work for work in plan.work if self._runs(work.request)]
+        going = [work for work in plan.work if self.runs(work.request)]
         if (self._waiting and admits) or len(going) < len(self._running):
             return None
         following = []
@@ -234,6 +239,8 @@ class Scheduler:
             if not work.samples or request.params.needs_host:
                 return None
             if known + 1 - request.num_prompt + request.dropped >= request.params.max_tokens:
+                if self._waiting:
+                    return None
                 continue  # it ends with the token that it gets now
             if known + 1 >= self._limits.max_context:
                 return None
@@ -252,7 +259,7 @@ class Scheduler:
         events = []
         for work in plan.work:
             request = work.request
-            if not self._runs(request):
+            if not self.runs(request):
                 continue
             samples = work.samples
             result = sampled[request.id] if samples else sampled.get(request.id)
@@ -287,9 +294,6 @@ class Scheduler:
             raise InvariantError("a waiting request has computed tokens")
         if not self._recompute.keys() <= self._running.keys() | self._waiting.keys():
             raise InvariantError("something is remembered of a request that ended")
-
-    def _runs(self, request: Request) -> bool:
-        return self._running.get(request.id) is request
 
     def _require_possible(self, request: Request) -> None:
         tokens, context = len(request.tokens), self._limits.max_context

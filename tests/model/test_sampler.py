@@ -369,7 +369,7 @@ def test_a_device_is_asked_once(monkeypatch):
     rows, asks = everything(300, 40)
     asked = []
 
-    def answer(numbers):
+    def answer(numbers, arrived):
         asked.append(numbers)
         return [1.0] * len(numbers)
 

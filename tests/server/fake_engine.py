@@ -46,7 +46,16 @@ def auditor_of(kv, manager, scheduler, ledger=None):
     return Auditor("fake", ledger or Ledger(kv, Audit.FULL), manager, scheduler)
 
 
-def make_engine(forward=counting, *, blocks=40, clock=None, meter=None, ahead=False, **limits):
+def make_engine(
+    forward=counting,
+    *,
+    blocks=40,
+    clock=None,
+    meter=None,
+    ahead=False,
+    drain_times=tuple,
+    **limits,
+):
     chosen = {"max_seqs": 16, "max_step_tokens": 64, "max_context": 100, "max_waiting": 50}
     manager = CacheManager(blocks, BLOCK)
     kv = KVCache(
@@ -59,7 +68,7 @@ def make_engine(forward=counting, *, blocks=40, clock=None, meter=None, ahead=Fa
         device=CPU,
     )
     scheduler = Scheduler(manager, Limits(**chosen | limits), Bookkeeping(manager))
-    more = {} if clock is None else {"clock": clock}
+    more = {"drain_times": drain_times} | ({} if clock is None else {"clock": clock})
     auditor = auditor_of(kv, manager, scheduler)
     meter = meter or PositionMeter()
     run = Runner(forward, kv, manager, Sampler())

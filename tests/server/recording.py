@@ -74,8 +74,9 @@ class Recording:
                 return super().build(work)
 
             def launch(self, work, after):
+                launched = super().launch(work, after)
                 recording.ahead += after is not None
-                return super().launch(work, after)
+                return launched
 
         made = engine(self._forward, decoder, blocks, limits, stored, ahead=ahead, runner=Building)
         self.engine, self.manager, self.scheduler = made

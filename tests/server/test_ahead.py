@@ -12,6 +12,8 @@ import torch
 
 from cache.terms import Audit
 from model.attention.triton import TritonAttention
+from model.cuda_graph import CudaGraphs
+from model.replay import ReplayedDecoder, buckets
 from model.sampler import Sampler
 from model.sampling import SamplingParams
 from server.request import Overflow, Request
@@ -51,8 +53,9 @@ class Late(Runner):
         return self._at_once(work)
 
     def launch(self, work, after):
+        launched = super().launch(work, after)
         self.ahead += after is not None
-        return super().launch(work, after)
+        return launched
 
     def finish(self):
         while self.told:
@@ -181,8 +184,8 @@ def workload(ways, seed, count=14):
         )
         requests.append(made)
         if plain and i % 4 == 0:
-            sibling = replace(made, id=f"s{i}", tokens=list(prompt), rng=random.Random(-i))
-            requests.append(replace(sibling, sibling=made.id))
+            own = {"tokens": list(prompt), "rng": random.Random(-i), "draws": []}
+            requests.append(replace(made, id=f"s{i}", sibling=made.id, **own))
     return requests
 
 
@@ -217,7 +220,7 @@ def without_numbers(events):
     ("ways", "often"), [(WAYS[:5], 10), (WAYS, 1)], ids=["a device can pick", "all kinds"]
 )
 @pytest.mark.parametrize("blocks", [30, 100])
-def test_answers_are_the_same(encoding, ways, often, blocks):
+def test_answers_are_the_same(encoding, ways, often, blocks, caplog):
     overflow = {Overflow.REFUSE} if encoding == "learned" else set(Overflow)
     decoder = tiny(encoding)
 
@@ -231,6 +234,7 @@ def test_answers_are_the_same(encoding, ways, often, blocks):
     for name, events in expected.items():
         assert without_numbers(found[name]) == without_numbers(events)
     assert device.ahead >= often
+    assert not caplog.messages
 
 
 def _refusing(request):
@@ -238,7 +242,7 @@ def _refusing(request):
     return request
 
 
-def test_steps_that_are_replayed():
+def test_steps_that_are_replayed(caplog):
     decoder = tiny("rope")
     plain, _, _ = engine(decoder, decoder, 60, LIMITS)
     replaying = Replaying(decoder, [(1, 40), (2, 40), (4, 40)])
@@ -248,31 +252,57 @@ def test_steps_that_are_replayed():
     for name, events in expected.items():
         assert without_numbers(found[name]) == without_numbers(events)
     assert device.ahead > 10 and len(replaying.replays) > device.ahead // 2
+    assert not caplog.messages
 
 
 class Unwaited(Runner):
     """To launch is not to wait."""
 
+    ahead = 0
+
     def launch(self, work, after):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return super().launch(work, after)
+            launched = super().launch(work, after)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        Unwaited.ahead += after is not None
+        return launched
+
+
+class Graphs:
+    """The decoder, and its steps as CUDA graphs once a cache is known."""
+
+    def __init__(self, decoder):
+        self.forward = decoder
+
+    def record(self, kv):
+        device = torch.device("cuda")
+        made = buckets(kv, LIMITS.max_seqs, LIMITS.max_context)
+        self.forward = ReplayedDecoder(self.forward, kv, self.forward, made, CudaGraphs(device))
+
+    def __call__(self, batch, kv):
+        return self.forward(batch, kv)
 
 
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")  # torch's, once
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("encoding", ["rope", "t5"])
-def test_a_gpu_gives_the_same_answers(encoding):
-    device = torch.device("cuda")
-    decoder, _ = on(device, encoding, TritonAttention)
+def test_a_gpu_gives_the_same_answers(encoding, graphs, caplog):
+    decoder, _ = on(torch.device("cuda"), encoding, TritonAttention)
     decoder.load_state_dict(tiny(encoding, dtype=torch.float32, windows=WINDOWS).state_dict())
     freeze(decoder)
     plain, _, _ = engine(decoder, decoder, 60, LIMITS)
     expected = answers(plain, workload(WAYS[:5], seed=2))
-    running, manager, _ = engine(decoder, decoder, 60, LIMITS, ahead=True, runner=Unwaited)
+    forward = Graphs(decoder)
+    running, manager, _ = engine(forward, decoder, 60, LIMITS, ahead=True, runner=Unwaited)
+    if graphs:
+        forward.record(running._kv)
+    Unwaited.ahead = 0
     found = answers(running, workload(WAYS[:5], seed=2), manager.check)
     for name, events in expected.items():
         assert without_numbers(found[name]) == without_numbers(events)
+    assert Unwaited.ahead > 10
+    assert not caplog.messages

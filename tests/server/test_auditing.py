@@ -5,6 +5,7 @@ import threading
 from itertools import pairwise
 
 import httpx
+import pytest
 import torch
 
 from cache.ledger import Ledger
@@ -33,7 +34,16 @@ ENTRIES = BLOCK  # of one layer and part of a block, with the one key/value head
 class Watched:
     """An engine over a fake model, whose cache tests may damage."""
 
-    def __init__(self, mode=Audit.FULL, *, forward=counting, blocks=40, sharing=True, **limits):
+    def __init__(
+        self,
+        mode=Audit.FULL,
+        *,
+        forward=counting,
+        blocks=40,
+        sharing=True,
+        ahead=False,
+        **limits,
+    ):
         chosen = {"max_seqs": 16, "max_step_tokens": 64, "max_context": 100, "max_waiting": 50}
         self.kv = new_cache(tiny("nope"), blocks, BLOCK)
         for part in self.kv.whole:
@@ -51,7 +61,15 @@ class Watched:
             return forward(batch, kv)
 
         run = Runner(counted, self.kv, self.manager, Sampler())
-        self.engine = Engine(run, self.kv, self.manager, self.scheduler, auditor, PositionMeter())
+        self.engine = Engine(
+            run,
+            self.kv,
+            self.manager,
+            self.scheduler,
+            auditor,
+            PositionMeter(),
+            launch=run.launch if ahead else None,
+        )
         self.events, self.stats = [], []
 
     def step(self):
@@ -120,6 +138,28 @@ def test_who_holds_the_block_ends_and_nobody_else(caplog):
         f"a cached block of fake changed: block {block}, layer 1 keys, positions 4 to 7; "
         "sequences first, second"
     )
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_who_is_under_way_when_the_change_is_found_ends_too(others, caplog):
+    """Given up by one that is aborted, the block is looked at before the next step is launched."""
+    world = Watched(Audit.SAMPLE, ahead=True)
+    shared = list(range(8))
+    world.engine.submit(make_request("leaves", [*shared, 20], max_tokens=30))
+    world.step()
+    world.engine.submit(make_request("stays", [*shared, 30], max_tokens=30))
+    for n in range(others):
+        world.engine.submit(make_request(f"other{n}", [5, 6], max_tokens=30))
+    for _ in range(3):
+        world.step()
+    world.damage(world.blocks("stays")[1])
+    world.engine.abort("leaves")
+    world.run()
+    assert world.failed() == ["stays"]
+    for n in range(others):
+        assert world.tokens(f"other{n}") == counted_from(7, 30)
+    assert [record.message[:24] for record in caplog.records] == ["a cached block of fake c"]
+    assert world.manager.counts().active == 0
 
 
 def test_the_block_never_comes_back():

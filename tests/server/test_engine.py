@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from model.sampler import Picking, Sampler
-from server.request import FinishReason, NumericalError, Phase, PromptTooLong, RequestFailed
+from server.request import (
+    FinishReason,
+    NumericalError,
+    PassTimes,
+    Phase,
+    PromptTooLong,
+    RequestFailed,
+)
 from tests.server.fake_engine import CPU, VOCAB, counting, make_engine, make_request
 
 POISON = 49
@@ -102,7 +109,8 @@ def test_a_row_that_is_not_finite_fails_its_request_alone(before, ahead):
     assert isinstance(failure.error, NumericalError)
 
 
-def test_a_row_that_cannot_be_sampled_draws_for_nobody_twice(caplog):
+@both
+def test_a_row_that_cannot_be_sampled_draws_for_nobody_twice(ahead, caplog):
     """The others keep their draws: none is sampled again because of it."""
 
     def seeded(name):
@@ -111,7 +119,7 @@ def test_a_row_that_cannot_be_sampled_draws_for_nobody_twice(caplog):
     alone, _ = make_engine()
     alone.submit(seeded("a"))
     expected = tokens_of(run(alone)[0], "a")
-    engine, _ = make_engine()
+    engine, _ = make_engine(ahead=ahead)
     engine.submit(seeded("a"))
     engine.submit(make_request("bad", [2], logprobs=VOCAB + 1))
     engine.submit(seeded("b"))
@@ -140,7 +148,7 @@ def test_a_lost_device_is_no_requests_fault(place, ahead, monkeypatch):
 
 
 def test_what_cannot_be_read_is_computed_again(monkeypatch):
-    """And what was launched after it with it, as other tokens may be drawn."""
+    """And what was launched after it with it, should another token be drawn."""
     read, fails = Picking.read, [False, False, True, False]
     computed = {}
 
@@ -151,6 +159,7 @@ def test_what_cannot_be_read_is_computed_again(monkeypatch):
 
     def reading(picking):
         if fails and fails.pop(0):
+            request.draws.clear()
             raise ValueError("nonsense")
         return read(picking)
 
@@ -163,6 +172,37 @@ def test_what_cannot_be_read_is_computed_again(monkeypatch):
     assert tokens_of(events, "a") == request.tokens[2:]
     assert [computed[position] for position in range(9)] == request.tokens[:9]
     assert manager.counts().active == 0
+
+
+def test_an_id_can_be_used_again_while_a_step_of_its_first_owner_is_under_way():
+    engine, manager = make_engine(ahead=True)
+    engine.submit(make_request("a", [1], max_tokens=9))
+    engine.submit(make_request("b", [20], max_tokens=9))
+    events = engine.step().events
+    engine.abort("a")
+    engine.submit(make_request("a", [31, 32], max_tokens=3))
+    events += run(engine)[0]
+    assert tokens_of(events, "a") == [2, 33, 34, 35]
+    assert tokens_of(events, "b") == [*range(21, 30)]
+    assert manager.counts().active == 0
+
+
+def test_passes_are_told_with_the_step_that_they_are_of():
+    times = []
+
+    def timed(batch, kv):
+        times.append(PassTimes(float(batch.max_query), 0.0, None))
+        return counting(batch, kv)
+
+    def drain():
+        drained = tuple(times)
+        times.clear()
+        return drained
+
+    engine, _ = make_engine(timed, ahead=True, drain_times=drain)
+    engine.submit(make_request("a", [1, 2, 3], max_tokens=3))
+    _, stats = run(engine)
+    assert [[each.forward for each in step.timed] for step in stats] == [[3.0], [1.0], [1.0]]
 
 
 def test_refusals_reach_the_caller_of_submit():

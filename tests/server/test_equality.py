@@ -48,7 +48,7 @@ USUAL = ("nope", "rope", "rope-block", "t5", "alibi", "learned")
         *((encoding, ReferenceAttention, True) for encoding in USUAL),
     ],
 )
-def test_every_step_equals_one_uncached_pass(encoding, backend, ahead):
+def test_every_step_equals_one_uncached_pass(encoding, backend, ahead, caplog):
     rng = random.Random(encoding)
     recording = Recording(tiny(encoding, backend), blocks=24, ahead=ahead)
     requests = [
@@ -64,6 +64,7 @@ def test_every_step_equals_one_uncached_pass(encoding, backend, ahead):
     assert recording.hits > 0
     assert recording.chunks > 3
     assert recording.ahead > 10 if ahead else recording.ahead == 0
+    assert not caplog.messages
     reference = tiny(encoding)
     oracle = {each.id: run_uncached(reference, each.tokens) for each in requests}
     worst = 0.0

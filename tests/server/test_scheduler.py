@@ -515,12 +515,21 @@ def test_nothing_is_foreseen_of_some_requests_while_others_wait():
     assert s.foresee(replace(second, work=second.work[:1])) is None  # c does
 
 
+def test_whose_place_somebody_waits_for_is_not_left_empty():
+    s = scheduler(seqs=2)
+    add(s, "a", max_tokens=9)
+    add(s, "b", max_tokens=1)
+    plan = s.plan()
+    assert shape(s.foresee(plan)) == [("a", 3, 1)]
+    add(s, "c")
+    assert s.foresee(plan) is None
+
+
 def test_nothing_is_foreseen_without_room_or_past_the_context():
     s = scheduler(blocks=3, size=2, context=5)  # two blocks, and one that is reserved
     add(s, "a", range(2), max_tokens=3)
     first = s.plan()
     assert shape(s.foresee(first)) == [("a", 2, 1)]
-    record(s, first)
     s = scheduler(blocks=4, size=2)
     add(s, "a", range(2), max_tokens=4)
     add(s, "b", range(10, 12), max_tokens=4)
