@@ -9,9 +9,10 @@ from cache.kv import KVCache
 from cache.manager import CacheManager
 from model.batch import ForwardBatch
 from model.sampler import Sampler
-from server.batching import StepBatch, build_batch
+from server.batching import StepBatch
 from server.sampling import Sampling, sample
 from server.scheduler import Sampled, Work
+from server.step_batches import StepBatches
 
 Run = Callable[[tuple[Work, ...]], Mapping[str, Sampled]]  # by request id
 Launch = Callable[[tuple[Work, ...], Sampling | None], Sampling]
@@ -29,8 +30,8 @@ class Runner:
     ) -> None:
         self._forward = forward
         self._kv = kv
-        self._manager = manager
         self._sampler = sampler
+        self._batches = StepBatches(manager.table, kv.block_size)
 
     def __call__(self, work: tuple[Work, ...]) -> Mapping[str, Sampled]:
         """Of every request whose last known token is computed now."""
@@ -49,7 +50,7 @@ class Runner:
         return Sampling(self._forward(forward, self._kv), batch, self._sampler)
 
     def build(self, work: tuple[Work, ...]) -> StepBatch:
-        return build_batch(work, self._manager.table, self._kv.block_size)
+        return self._batches.of(work)
 
     def sample(self, logits: Tensor, batch: StepBatch) -> Mapping[str, Sampled]:
         return sample(logits, batch, self._sampler)

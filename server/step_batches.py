@@ -1,0 +1,101 @@
+"""The batch of each step. While the same requests decode, the one before is changed in place."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from cache.manager import Table
+from server.batching import Sample, StepBatch, build_batch
+from server.scheduler import Work
+
+
+class StepBatches:
+    """Builds batches for work on one cache. A batch is good until the next one is asked for."""
+
+    def __init__(self, table_of: Callable[[str], Table], block_size: int) -> None:
+        self._table_of = table_of
+        self._block_size = block_size
+        self._decoding: _Decoding | None = None
+
+    def of(self, work: tuple[Work, ...]) -> StepBatch:
+        """As `build_batch`."""
+        if self._decoding is not None and self._decoding.advance(work):
+            return self._decoding.batch
+        batch = build_batch(work, self._table_of, self._block_size)
+        decoding = all(each.count == 1 and each.samples for each in work)
+        self._decoding = None
+        if decoding and batch.forward.cross is None:
+            self._decoding = _Decoding(batch, work, self._table_of, self._block_size)
+        return batch
+
+
+class _Decoding:
+    """A batch that gives each request one token, and those that follow it."""
+
+    def __init__(
+        self,
+        batch: StepBatch,
+        work: tuple[Work, ...],
+        table_of: Callable[[str], Table],
+        block_size: int,
+    ) -> None:
+        self.batch = batch
+        self._work = work
+        self._steps = 0  # since then
+        self._held = [table_of(each.request.id).blocks for each in work]
+        self._table_of = table_of
+        self._block_size = block_size
+        forward = batch.forward
+        self._tokens = forward.tokens.numpy()
+        self._positions = forward.positions.numpy()
+        self._offsets = forward.offsets.numpy()
+        self._slots = forward.slots.numpy()
+        self._contexts = forward.context_lens.numpy()
+        self._blocks = forward.block_tables.numpy()
+        self._bases = forward.block_bases.numpy()
+
+    def advance(self, work: tuple[Work, ...]) -> bool:
+        """To the next token of each. False, and of no use any more, where `work` is not that."""
+        self._steps += 1
+        if len(work) != len(self._work):
+            return False
+        if not all(map(self._follows, work, self._work, self._held)):
+            return False
+        for numbers in (self._positions, self._offsets, self._slots, self._contexts):
+            numbers += 1
+        for row in np.flatnonzero(self._offsets == self._block_size).tolist():
+            if not self._next_block(row, work[row]):
+                return False
+        for row, each in enumerate(work):
+            tokens, place = each.request.tokens, each.start + each.request.dropped
+            self._tokens[row] = tokens[place] if place < len(tokens) else 0
+        forward = self.batch.forward
+        self.batch = replace(
+            self.batch,
+            forward=replace(forward, max_context=forward.max_context + 1),
+            samples=tuple(
+                Sample(request, row, place + 1) for request, row, place in self.batch.samples
+            ),
+        )
+        return True
+
+    def _follows(self, work: Work, first: Work, blocks: object) -> bool:
+        """One token after the step before, in the same blocks and perhaps one more."""
+        return (
+            work.request is first.request
+            and work.start == first.start + self._steps
+            and work.count == 1
+            and self._table_of(work.request.id).blocks is blocks
+        )
+
+    def _next_block(self, row: int, work: Work) -> bool:
+        """Where a request begins one; False where the table has no column for it."""
+        index = work.start // self._block_size
+        if index == self._blocks.shape[1]:
+            return False
+        blocks, bases = self._table_of(work.request.id)
+        self._blocks[row, index], self._bases[row, index] = blocks[index], bases[index]
+        self._positions[row], self._offsets[row] = bases[index], 0
+        self._slots[row] = blocks[index] * self._block_size
+        return True

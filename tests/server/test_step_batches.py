@@ -1,0 +1,93 @@
+"""Batches that are changed from step to step equal those that are built anew."""
+
+from array import array
+from dataclasses import fields
+
+import pytest
+import torch
+
+from cache.manager import Table
+from server.batching import build_batch
+from server.runner import Runner
+from server.scheduler import Work
+from server.step_batches import StepBatches
+from tests.model.tiny import tiny
+from tests.server.fake_engine import make_request
+from tests.server.recording import engine
+from tests.server.test_ahead import LIMITS, WAYS, answers, workload
+
+
+def used_columns(batch, block_size):
+    """[R, columns] bool: where a block table says something."""
+    columns = torch.arange(batch.block_tables.shape[1])
+    return columns < -(-batch.context_lens[:, None] // block_size)
+
+
+def assert_same(batch, anew, block_size):
+    assert batch.samples == anew.samples and batch.prompts == anew.prompts
+    used = used_columns(anew.forward, block_size)
+    for each in fields(anew.forward):
+        ours, theirs = getattr(batch.forward, each.name), getattr(anew.forward, each.name)
+        if each.name in ("block_tables", "block_bases"):
+            columns = min(ours.shape[1], theirs.shape[1])
+            assert not used[:, columns:].any()
+            ours, theirs = (of[:, :columns] * used[:, :columns] for of in (ours, theirs))
+        assert torch.equal(ours, theirs) if torch.is_tensor(theirs) else ours == theirs, each.name
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("blocks", [30, 100])
+def test_every_batch_of_an_engine(blocks, ahead):
+    """With requests that begin, end, are preempted, forked, shortened and aborted."""
+    same, places = [], []
+
+    class Checked(Runner):
+        def build(self, work):
+            batch = super().build(work)
+            anew = build_batch(work, manager.table, self._kv.block_size)
+            assert_same(batch, anew, self._kv.block_size)
+            places.append(batch.forward.slots.data_ptr())
+            same.append(len(places) > 1 and places[-1] == places[-2])
+            return batch
+
+    decoder = tiny("rope")
+    running, manager, _ = engine(decoder, decoder, blocks, LIMITS, ahead=ahead, runner=Checked)
+    answers(running, workload(WAYS, seed=blocks, count=40))
+    assert sum(same) > len(same) // 5
+
+
+def test_a_request_that_came_back_in_other_blocks():
+    """Preempted and admitted again between two steps, all but its last token found in the cache."""
+    tables = {"r": Table(array("q", [3, 5]), array("q", [0, 4]))}
+    batches = StepBatches(tables.__getitem__, 4)
+    going = make_request("r", range(5))
+    first = batches.of((Work(going, 4, 1),))
+    assert first.forward.slots.tolist() == [20]
+    going.tokens.append(7)
+    tables["r"] = Table(array("q", [3, 6]), array("q", [0, 4]))
+    second = batches.of((Work(going, 5, 1),))
+    assert second.forward.slots.tolist() == [25]
+    assert second.forward.block_tables.tolist() == [[3, 6]]
+
+
+def test_a_step_that_is_computed_again():
+    tables = {"r": Table(array("q", [3, 5]), array("q", [0, 4]))}
+    batches = StepBatches(tables.__getitem__, 4)
+    work = (Work(make_request("r", range(6)), 5, 1),)
+    for _ in range(3):
+        batch = batches.of(work)
+        assert (batch.forward.slots.tolist(), batch.forward.tokens.tolist()) == ([21], [5])
+
+
+def test_a_context_that_became_shorter():
+    """In the blocks that stay, which keep their list."""
+    blocks, bases = array("q", [3, 5, 6]), array("q", [0, 4, 8])
+    batches = StepBatches(lambda name: Table(blocks, bases), 4)
+    going = make_request("r", range(10))
+    batches.of((Work(going, 9, 1),))
+    going.tokens.append(7)
+    going.front, going.dropped = 4, 4
+    del blocks[1], bases[2]
+    forward = batches.of((Work(going, 6, 1),)).forward
+    assert (forward.slots.tolist(), forward.tokens.tolist()) == ([26], [7])
+    assert forward.positions.tolist() == [6] and forward.block_tables.tolist() == [[3, 6]]
