@@ -44,6 +44,7 @@ from server.position_meter import PositionMeter, no_cost
 from server.protocol import Server, server_config
 from server.runner import Runner
 from server.scheduler import Limits, Scheduler
+from server.threads import end_idle_threads
 from server.warm_up import warm_up
 
 log = getLogger(__name__)
@@ -131,7 +132,9 @@ def load_models(config: ServerConfig, metrics: Metrics) -> list[Loaded]:
     placement.return_freed_memory()
     # Only now is it known what the weights of all models leave.
     free = placement.free_memory(device)
-    return [_complete(config, model, device, free, metrics, kernels) for model in prepared]
+    loaded = [_complete(config, model, device, free, metrics, kernels) for model in prepared]
+    end_idle_threads()  # from here on the engine's thread computes
+    return loaded
 
 
 def _complete(

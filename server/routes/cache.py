@@ -15,6 +15,7 @@ from server.http_errors import DeadlineExceeded
 from server.models import Served
 from server.routes.openai import Serving
 from server.schemas import CachePlanBody, read_body
+from server.threads import aside
 
 
 def cache_routes(serving: Serving, planners: Mapping[str, CachePlanner]) -> APIRouter:
@@ -45,7 +46,7 @@ def cache_routes(serving: Serving, planners: Mapping[str, CachePlanner]) -> APIR
         served = serving.find(request, body.model)
         planner = planners[served.name]
         question = planner.question(body)
-        answer = await asyncio.to_thread(planner.answer, question)
+        answer = await aside(planner.answer, question)
         return JSONResponse({"model": served.name, **answer})
 
     return router

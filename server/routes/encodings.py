@@ -1,12 +1,11 @@
 """Which positional encodings there are, what they do and cost, and what runs them here."""
 
-import asyncio
-
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
 from model.catalogue import EncodingFacts, Place, as_json, catalogue, measured_for
 from server.models import Models
+from server.threads import aside
 
 
 def encoding_routes(models: Models, place: Place) -> APIRouter:
@@ -18,7 +17,7 @@ def encoding_routes(models: Models, place: Place) -> APIRouter:
     async def encodings() -> Response:
         if not found:
             served = [one.encoding for one in models]
-            found[:] = await asyncio.to_thread(catalogue, place, served)
+            found[:] = await aside(catalogue, place, served)
         data = [{**as_json(entry), "models": _served_with(models, entry)} for entry in found]
         return JSONResponse(
             {

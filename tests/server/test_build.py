@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model.transformer import Decoder
-from server import decoders, placement
+from server import build, decoders, placement
 from server.build import load_models
 from server.errors import CommandError
 from server.metrics import Metrics
@@ -174,6 +174,15 @@ def test_memory_is_shared_out_once_all_weights_are_there(folder, monkeypatch):
     )
     load(f"a={folder}", f"b={folder}")
     assert order == ["weights", "weights", "free"]
+
+
+def test_threads_that_loading_needed_end_when_all_is_warm(folder, monkeypatch):
+    order = []
+    end, warm_up = build.end_idle_threads, build.warm_up
+    monkeypatch.setattr(build, "end_idle_threads", lambda: order.append("end") or end())
+    monkeypatch.setattr(build, "warm_up", lambda *of: order.append("warm") or warm_up(*of))
+    load(f"a={folder}", f"b={folder}")
+    assert order == ["warm", "warm", "end"]
 
 
 def test_numbers_that_are_not_finite_are_found_at_the_start(folder, monkeypatch):
