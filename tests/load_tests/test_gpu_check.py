@@ -9,10 +9,7 @@ import torch
 
 from load_tests import gpu_check, gpu_parts, gpu_peer, roofline
 from load_tests.gpu_check import main
-from load_tests.gpu_parts import OWN, WAITED, Cell
-from load_tests.gpu_peer import PEER
-from load_tests.gpu_table import tables
-from load_tests.roofline import Ceiling, weight_bytes
+from load_tests.roofline import weight_bytes
 from load_tests.step_cost import AGAIN, ARMS
 from model.shapes import SHAPES
 from server import placement
@@ -80,20 +77,6 @@ def test_measures_prints_and_writes(tmp_path, capsys):
     ]
     assert all(rows[at][-1] for at in (0, 2, 3, 4)) and not rows[1][-1]  # times as fast
     assert "Left out" not in out
-
-
-def test_a_step_stands_beside_one_that_is_waited_for():
-    """On a GPU alone; the words are those of its figures."""
-    cell = Cell(8, 512)
-    found = [
-        gpu_parts.figure("step", system, "tiny", cell, [seconds])
-        for system, seconds in ((OWN, 0.002), (WAITED, 0.003), (PEER, 0.008))
-    ]
-    out = tables(Ceiling(1e12, 1e15), found)
-    lines = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("|")]
-    cells = dict(zip(lines[0], lines[-1], strict=True))
-    told = [cells[name] for name in ("ms", "waited for, ms", "transformers, ms", "times as fast")]
-    assert told == ["2.00", "3.00", "8.00", "4.00"]
 
 
 def test_what_does_not_fit_is_named(alone, monkeypatch, capsys):
