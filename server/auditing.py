@@ -56,8 +56,9 @@ class Auditor:
     def _observe(self) -> tuple[Fault, ...]:
         self._ledger.observe(self._manager.drain_events())
         counts = self._ledger.drain()
-        self._counts += counts
-        self._ever += replace(counts, faults=())
+        if counts.sealed or counts.verified:  # in most steps neither
+            self._counts += counts
+            self._ever += replace(counts, faults=())
         return counts.faults
 
     def _isolate(self, fault: Fault) -> list[TokenEvent]:
