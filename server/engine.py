@@ -161,7 +161,7 @@ class Engine:
                 return now.sampling.result()
             except torch.AcceleratorError:
                 raise
-            except Exception:
+            except Exception:  # then each request is computed, and fails, by itself
                 log.warning("the tokens of a step could not be read", exc_info=True)
                 self._ahead = None  # it goes on from tokens that nobody knows
         # Who was aborted since this was planned has no blocks any more.
