@@ -23,9 +23,10 @@ from model.sampler import Sampler
 from model.transformer import Decoder
 from server.auditing import Auditor
 from server.engine import Engine
+from server.plan import Limits
 from server.position_meter import PositionMeter
 from server.runner import Runner
-from server.scheduler import Limits, Scheduler
+from server.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)

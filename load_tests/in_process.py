@@ -30,8 +30,8 @@ from model.shapes import PREFIX, random_checkpoint
 from model.transformer import Decoder
 from server.batching import build_batch
 from server.graphs import recorder
+from server.plan import Work
 from server.request import Request
-from server.scheduler import Work
 
 log = getLogger(__name__)
 

@@ -34,10 +34,10 @@ from server.completion import Choice
 from server.errors import CommandError
 from server.models import Models, Served
 from server.pass_timer import watched
+from server.plan import Limits
 from server.position_meter import PositionMeter
 from server.protocol import Server, server_config
 from server.request import StepStats
-from server.scheduler import Limits
 from server.sse import DONE
 from server.wire import CompletionWire
 

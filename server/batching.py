@@ -10,8 +10,8 @@ import torch
 
 from cache.manager import Table
 from model.batch import Cross, ForwardBatch
+from server.plan import Work
 from server.request import Request
-from server.scheduler import Work
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,10 +40,11 @@ from server.metrics_compat import ALIASES
 from server.models import EncoderDecoderTokens, Models, Served
 from server.parity import check_parity
 from server.pass_timer import TimedDecoder
+from server.plan import Limits
 from server.position_meter import PositionMeter, no_cost
 from server.protocol import Server, server_config
 from server.runner import Runner
-from server.scheduler import Limits, Scheduler
+from server.scheduler import Scheduler
 from server.threads import end_idle_threads
 from server.warm_up import warm_up
 

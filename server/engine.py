@@ -15,6 +15,7 @@ from cache.kv import KVCache
 from cache.manager import CacheManager
 from server.auditing import Auditor
 from server.cache_view import CacheView, view
+from server.plan import Plan, Sampled, Work
 from server.position_meter import PositionMeter
 from server.request import (
     PassTimes,
@@ -28,7 +29,7 @@ from server.request import (
 )
 from server.runner import Launch, Run
 from server.sampling import Sampling
-from server.scheduler import Plan, Sampled, Scheduler, Work
+from server.scheduler import Scheduler
 
 log = getLogger(__name__)
 

@@ -14,7 +14,7 @@ from model.encoder_decoder import EncoderDecoder
 from model.replay import Bucket, Forward, Record, ReplayedDecoder, buckets
 from model.transformer import Decoder
 from server.parity import TOLERANCES
-from server.scheduler import Limits
+from server.plan import Limits
 
 log = getLogger(__name__)
 

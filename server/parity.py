@@ -22,8 +22,8 @@ from model.encoder_decoder import EncoderDecoder
 from model.sampling import SamplingParams
 from model.transformer import Decoder
 from server.batching import build_batch
+from server.plan import Work
 from server.request import Request
-from server.scheduler import Work
 
 # Of the largest logit, what rounding may change. Measured at most: 4e-6, 6e-3 and 4e-2, over
 # SmolLM2 and tiny random models of every encoding and backend; planted mistakes change 0.5 to 2.

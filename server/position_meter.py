@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from operator import add
 
 from model.encodings.base import PositionalWork
+from server.plan import Work
 from server.request import PositionTotals
-from server.scheduler import Work
 
 Cost = Callable[[int], PositionalWork]  # of one token that sees so many keys
 Sum = tuple[int, ...]  # the values of PositionTotals

@@ -10,8 +10,8 @@ from cache.manager import CacheManager
 from model.batch import ForwardBatch
 from model.sampler import Sampler
 from server.batching import StepBatch
+from server.plan import Sampled, Work
 from server.sampling import Sampling, sample
-from server.scheduler import Sampled, Work
 from server.step_batches import StepBatches
 
 Run = Callable[[tuple[Work, ...]], Mapping[str, Sampled]]  # by request id

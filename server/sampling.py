@@ -9,8 +9,8 @@ from torch import Tensor
 from cache.tensors import tensor_on
 from model.sampler import Ask, Picked, Sampler, ranked, token_scores
 from server.batching import PromptRows, Sample, StepBatch
+from server.plan import Sampled
 from server.request import NumericalError, Request, RequestFailed, TokenLogprob
-from server.scheduler import Sampled
 
 log = getLogger(__name__)
 

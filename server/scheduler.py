@@ -7,15 +7,15 @@ computed ones catch up with the known ones, oldest request first, within a budge
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cache.block_pool import InvariantError
 from cache.manager import CacheManager
 from cache.terms import Fork, NoRoom, OpReport
 from server.overflow import CacheOperations, ContextShifter
+from server.plan import Limits, Plan, Sampled, Work
 from server.request import (
     CacheChanged,
-    ContextShift,
     FinishReason,
     InvalidField,
     Overflow,
@@ -25,7 +25,6 @@ from server.request import (
     RequestSummary,
     ServeError,
     TokenEvent,
-    TokenLogprob,
 )
 
 ANSWERED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CONTEXT)
@@ -33,69 +32,6 @@ SHRUNK = (
     "The cache has lost blocks that changed in memory, and this request no longer fits; send a "
     "shorter one, or restart the server."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    max_seqs: int  # requests in one step
-    max_step_tokens: int  # tokens in one step
-    max_context: int  # tokens of one request that the model sees, prompt and generated
-    max_waiting: int  # queued requests
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; use 1 or more")
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Compute tokens start .. start + count - 1 of the request's context in this step."""
-
-    request: Request
-    start: int
-    count: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether this reaches the last known token, or one that only the device knows.
-
-        Meaningful until the plan is recorded.
-        """
-        return self.start + self.count >= self.request.context_length
-
-    @property
-    def decodes(self) -> bool:
-        """Whether its request has its first token before this."""
-        return self.request.num_generated > 0 or self.start >= self.request.num_prompt
-
-    @property
-    def encodes(self) -> bool:
-        """Whether the request's source is encoded first, whole, as after every admission."""
-        return self.start == 0 and bool(self.request.source)
-
-    @property
-    def rows(self) -> int:
-        """Tokens that the step computes for it, on both sides of the model."""
-        return self.count + (len(self.request.source) if self.encodes else 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    work: tuple[Work, ...]
-    preempted: int
-    admitted: tuple[Request, ...]  # for the first time; their `cached` is set
-    shifts: tuple[ContextShift, ...] = ()
-    forks: tuple[OpReport, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What the sampler says of one request: its next token, or that this request alone failed."""
-
-    token: int
-    logprob: TokenLogprob | None = None
-    error: ServeError | None = None
 
 
 class Scheduler:

@@ -7,7 +7,7 @@ import numpy as np
 
 from cache.manager import Table
 from server.batching import Sample, StepBatch, build_batch
-from server.scheduler import Work
+from server.plan import Work
 
 
 class StepBatches:

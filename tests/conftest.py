@@ -1,4 +1,4 @@
-"""What a run leaves out unless it is asked for everything: `scripts/test --full`."""
+"""How tests run, and what is left out unless everything is asked for: `scripts/test --full`."""
 
 import functools
 import gc
@@ -35,6 +35,17 @@ def pytest_configure(config):
         os.environ.setdefault("ROPEWALK_STATEFUL_EXAMPLES", "100")
     if config.getoption("dist", "no") == "no":  # it does not only hand out work to others
         _prepare(full=config.getoption("--full"))
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """For models so small that a second thread only waits for more."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def _prepare(full):

@@ -51,6 +51,7 @@ NO_TORCH = (
     "server/errors.py",
     "server/listen.py",
     "server/options.py",
+    "server/plan.py",
     "server/pull.py",
     "server/request.py",
     "server/scheduler.py",

@@ -8,7 +8,6 @@ import subprocess
 
 import httpx
 import pytest
-import torch
 import yaml
 
 from server.app import HttpOptions, create_app
@@ -53,13 +52,7 @@ class Asking:
             return False
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """So small a model only waits for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

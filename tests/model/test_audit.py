@@ -15,13 +15,7 @@ LAYERS, KV_HEADS, HEADS = 2, 2, 4  # of audit_arms.tiny
 PROMPT = [random.Random(3).randrange(CONFIG.vocab_size) for _ in range(20)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """So small a model only waits for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def ran(name: str, prompt: int = 20, steps: int = STEPS, trained: int = 22) -> Audit:

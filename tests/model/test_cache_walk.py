@@ -32,6 +32,8 @@ from tests.model.running import new_cache, run_uncached
 from tests.model.shadow import Shadow, compute, moved, stored
 from tests.model.tiny import CONTEXT, tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXAMPLES = int(os.environ.get("ROPEWALK_STATEFUL_EXAMPLES", "4"))
 BLOCK, BLOCKS, NAMES = 4, 26, 4
 LAYERS = 2
@@ -312,15 +314,6 @@ def walk_once(machine):
     for name, arguments in EVERY_OPERATION:
         getattr(walk, name)(**arguments)
         walk.watch()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """So small a model only waits for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("walk", WALKS)

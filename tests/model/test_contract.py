@@ -33,13 +33,7 @@ FLOAT32_ANGLES = 1e-4
 ROUNDED = {"float32": 1e-5, "bfloat16": 0.1}  # at most 3e-6 and 0.06 when this was written
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """So small a model only waits for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 BACKENDS = ("reference", "sdpa", "cpu")

@@ -29,6 +29,8 @@ from tests.model.test_contract import (
 )
 from tests.model.tiny import ENCODINGS, tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GROSS = 0.001  # what every mistake exceeds, and no rounding
 CACHED = ("decode", "prefix hit", "preempted")  # paths with steps of one row for each request
 
@@ -393,15 +395,6 @@ def cases(which):
                 made.append(pytest.param(mistake.plant, encoding, check, id=case, marks=marks))
                 broken.add(encoding)
     return made
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """So small a model only waits for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("plant", "encoding", "name"), cases(lambda mistake: mistake.found_by))

@@ -31,13 +31,7 @@ BACKENDS = {"reference": ReferenceAttention, "sdpa": SdpaAttention}
 META = torch.device("meta")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """So small a model only waits for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Replaying:

@@ -20,10 +20,11 @@ from server.cache_plan import CachePlanner
 from server.config import SERVE_OPTIONS, server_config
 from server.engine import Engine
 from server.options import add_options, read_options
+from server.plan import Limits
 from server.position_meter import PositionMeter
 from server.request import Request
 from server.runner import Runner
-from server.scheduler import Limits, Scheduler
+from server.scheduler import Scheduler
 from server.warm_up import Speed
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model.tiny import CONFIG

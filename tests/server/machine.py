@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from model.sampling import SamplingParams
+from server.plan import Limits
 from server.request import InvalidField, Overflow, PromptTooLong, QueueFull
-from server.scheduler import Limits
 from tests.server.provenance import STOP, World, colliding_digest
 
 SALTS = ("", "", "a", "b")

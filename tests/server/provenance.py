@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 
 from cache.manager import CacheManager, Copy
 from model.sampling import SamplingParams
+from server.plan import Limits, Plan, Sampled, Work
 from server.request import FinishReason, Overflow, Request, RequestFailed, TokenEvent
-from server.scheduler import Limits, Plan, Sampled, Scheduler, Work
+from server.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 
 STOP = 1

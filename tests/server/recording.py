@@ -12,10 +12,11 @@ from cache.terms import Audit
 from model.sampler import Sampler
 from model.sampling import SamplingParams
 from server.engine import Engine
+from server.plan import Limits
 from server.position_meter import PositionMeter
 from server.request import Request
 from server.runner import Runner
-from server.scheduler import Limits, Scheduler
+from server.scheduler import Scheduler
 from tests.model.running import full_of_nan, new_cache
 from tests.model.tiny import CONTEXT
 from tests.server.fake_engine import auditor_of

@@ -17,9 +17,9 @@ from model.cuda_graph import CudaGraphs
 from model.replay import ReplayedDecoder, buckets
 from model.sampler import Sampler
 from model.sampling import SamplingParams
+from server.plan import Limits
 from server.request import Overflow, Request
 from server.runner import Runner
-from server.scheduler import Limits
 from tests.model.test_contract import WINDOWS
 from tests.model.test_replay import Replaying, on
 from tests.model.tiny import freeze, tiny
@@ -30,13 +30,7 @@ NOTHING = -1  # a token that no embedding has
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """So small a model only waits for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Late(Runner):

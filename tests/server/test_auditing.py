@@ -18,10 +18,11 @@ from server.auditing import Auditor
 from server.engine import Engine
 from server.metrics import Metrics
 from server.models import Models
+from server.plan import Limits
 from server.position_meter import PositionMeter
 from server.request import CacheChanged, FinishReason
 from server.runner import Runner
-from server.scheduler import Limits, Scheduler
+from server.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model.running import new_cache
 from tests.model.tiny import tiny

@@ -24,10 +24,11 @@ from server.engine import Engine
 from server.errors import CommandError
 from server.metrics import Metrics
 from server.models import Models
+from server.plan import Limits, Sampled
 from server.position_meter import PositionMeter
 from server.request import InvalidField, PromptTooLong, Request, TokenEvent
 from server.runner import Runner
-from server.scheduler import Limits, Sampled, Scheduler
+from server.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model import encoder_decoders as tiny
 from tests.model.encoder_decoders import CPU, START, STOP, Answering
@@ -41,13 +42,7 @@ PROMPT = list(b"translate this: the rope is long")
 BLOCK = 4
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """So small a model only waits for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

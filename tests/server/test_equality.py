@@ -8,7 +8,6 @@ finished sequence gives.
 import random
 
 import pytest
-import torch
 
 from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
@@ -17,14 +16,7 @@ from tests.model.tiny import ENCODINGS, tiny
 from tests.products import combined
 from tests.server.recording import Recording, engine, request
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """So small a model only waits for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def family(rng):

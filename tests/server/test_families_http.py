@@ -7,7 +7,6 @@ import contextlib
 
 import httpx
 import pytest
-import torch
 
 from model.architectures.base import architectures
 from model.loading import open_checkpoint
@@ -44,13 +43,7 @@ ELSEWHERE = {"t5", "mt5", "umt5", "ropewalk"}  # test_encoder_decoder.py, test_s
 PROMPTS = [list(b"To be"), list(b"the rope is long, and the walk is longer")]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """So small a model only waits for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

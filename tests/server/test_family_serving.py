@@ -1,7 +1,6 @@
 """The loss that a server tells is the loss that was computed without one."""
 
 import pytest
-import torch
 
 from model.family.evaluation import served
 from model.family.evaluation.members import Member, load, opened
@@ -14,13 +13,7 @@ from tests.model.family.evaluation.trained import CPU, ENCODINGS, TRAINED, corpu
 TEXTS = texts_of(corpus().held_out, 2 * TRAINED, 2)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """So small a model only waits for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(("encoding", "reach"), [("rope", 2 * TRAINED), ("learned", TRAINED)])

@@ -9,7 +9,7 @@ import torch
 from model.attention.sdpa import SdpaAttention
 from model.replay import ReplayedDecoder
 from server import graphs
-from server.scheduler import Limits
+from server.plan import Limits
 from tests.model.running import new_cache
 from tests.model.test_replay import Replaying
 from tests.model.tiny import tiny

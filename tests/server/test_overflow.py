@@ -7,8 +7,9 @@ import pytest
 from cache.manager import CacheManager
 from cache.terms import Capability
 from model.sampling import SamplingParams
+from server.plan import Limits, Sampled
 from server.request import FinishReason, InvalidField, Overflow, Request, UnsupportedField
-from server.scheduler import Limits, Sampled, Scheduler
+from server.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model.running import run_uncached
 from tests.model.tiny import tiny

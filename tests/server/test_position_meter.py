@@ -16,9 +16,9 @@ from server.async_engine import AsyncEngine
 from server.build import load_models
 from server.metrics import Metrics
 from server.models import Models
+from server.plan import Work
 from server.position_meter import PositionMeter
 from server.request import PositionTotals
-from server.scheduler import Work
 from tests.model import checkpoints
 from tests.model.tiny import ROPE, T5
 from tests.server.fake_engine import configured, make_engine, make_request

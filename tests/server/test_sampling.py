@@ -8,8 +8,8 @@ import torch
 from cache.manager import Table
 from model.sampler import Sampler
 from server.batching import PromptRows, build_batch
+from server.plan import Work
 from server.sampling import sample
-from server.scheduler import Work
 from tests.model.running import run_uncached
 from tests.model.tiny import tiny
 from tests.server.fake_engine import make_request

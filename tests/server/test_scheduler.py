@@ -7,6 +7,7 @@ import pytest
 from cache.block_pool import InvariantError
 from cache.manager import CacheManager
 from model.sampling import SamplingParams
+from server.plan import Limits, Plan, Sampled, Work
 from server.request import (
     FinishReason,
     InvalidField,
@@ -16,7 +17,7 @@ from server.request import (
     RequestFailed,
     TokenLogprob,
 )
-from server.scheduler import Limits, Plan, Sampled, Scheduler, Work
+from server.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 
 

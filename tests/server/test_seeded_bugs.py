@@ -15,8 +15,9 @@ from cache.block_pool import BlockPool
 from cache.manager import CacheManager
 from cache.prefix import PrefixIndex
 from server.overflow import ContextShifter
+from server.plan import Plan, Work
 from server.request import FinishReason
-from server.scheduler import Plan, Scheduler, Work
+from server.scheduler import Scheduler
 from tests.server.machine import ProvenanceMachine
 
 SEARCH = settings(

@@ -8,8 +8,8 @@ import torch
 
 from cache.manager import Table
 from server.batching import build_batch
+from server.plan import Work
 from server.runner import Runner
-from server.scheduler import Work
 from server.step_batches import StepBatches
 from tests.model.tiny import tiny
 from tests.server.fake_engine import make_request

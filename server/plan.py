@@ -1,0 +1,69 @@
+"""What a step computes: a plan of work within limits, and what was sampled from it."""
+
+from dataclasses import dataclass
+
+from cache.terms import OpReport
+from server.request import ContextShift, Request, ServeError, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_seqs: int  # requests in one step
+    max_step_tokens: int  # tokens in one step
+    max_context: int  # tokens of one request that the model sees, prompt and generated
+    max_waiting: int  # queued requests
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; use 1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Compute tokens start .. start + count - 1 of the request's context in this step."""
+
+    request: Request
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether this reaches the last known token, or one that only the device knows.
+
+        Meaningful until the plan is recorded.
+        """
+        return self.start + self.count >= self.request.context_length
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its request has its first token before this."""
+        return self.request.num_generated > 0 or self.start >= self.request.num_prompt
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the request's source is encoded first, whole, as after every admission."""
+        return self.start == 0 and bool(self.request.source)
+
+    @property
+    def rows(self) -> int:
+        """Tokens that the step computes for it, on both sides of the model."""
+        return self.count + (len(self.request.source) if self.encodes else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    work: tuple[Work, ...]
+    preempted: int
+    admitted: tuple[Request, ...]  # for the first time; their `cached` is set
+    shifts: tuple[ContextShift, ...] = ()
+    forks: tuple[OpReport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the sampler says of one request: its next token, or that this request alone failed."""
+
+    token: int
+    logprob: TokenLogprob | None = None
+    error: ServeError | None = None
