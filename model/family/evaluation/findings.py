@@ -97,12 +97,19 @@ def about_length(measured: Measured) -> str:
 
 
 def _compared(label: str, beyond: Beyond) -> str:
-    published = PUBLISHED.get(label)
-    if published is None:
+    agrees = _agrees(label, beyond)
+    if agrees is None:
         return ""
-    if beyond in published:
+    if agrees:
         return "That is as published."
-    return f"**This differs from the literature**, by which it {published[0].value}."
+    return f"**This differs from the literature**, by which it {PUBLISHED[label][0].value}."
+
+
+def _agrees(label: str, beyond: Beyond) -> bool | None:
+    """With what was published; None where nothing was, or nothing is decided."""
+    if label not in PUBLISHED or beyond is Beyond.OPEN:
+        return None
+    return beyond in PUBLISHED[label]
 
 
 def differing(members: Sequence[Measured]) -> list[str]:
@@ -111,7 +118,7 @@ def differing(members: Sequence[Measured]) -> list[str]:
     return [
         label
         for label, own in found.items()
-        if own is not None and own.beyond not in PUBLISHED.get(label, Beyond)
+        if own is not None and _agrees(label, own.beyond) is False
     ]
 
 
