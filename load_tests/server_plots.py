@@ -66,9 +66,6 @@ CACHE: Mapping[str, Figure] = {
 SHIFT: Mapping[str, Figure] = {
     "keys rewritten per shift": over("kv_rewritten_entries_total", "context_shifts_total"),
     "bytes moved per shift": over("kv_moved_bytes_total", "context_shifts_total"),
-    "tokens recomputed per shift": over(
-        "context_shift_tokens_total", "context_shifts_total", 'fate="recomputed"'
-    ),
 }
 _SHIFT_SECONDS = over("context_shift_seconds_sum", "context_shift_seconds_count")
 _CACHE_NOTE = (

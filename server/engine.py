@@ -180,7 +180,7 @@ class Engine:
             raise  # the device is lost: every later call would fail too
         except Exception as error:  # whatever it is, it must not reach the other requests
             if len(work) == 1:
-                log.exception("request failed alone", extra={"request": work[0].request.id})
+                log.exception("a request failed alone")
                 return {work[0].request.id: Sampled(0, error=_as_failure(error))}
             middle = len(work) // 2
             return {**self._compute(work[:middle]), **self._compute(work[middle:])}

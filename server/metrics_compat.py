@@ -16,8 +16,7 @@ class Alias:
 
 
 # By the names of our families. vLLM's meanings are the same but for its own labels: `engine` is
-# missing here, `encoding` is added, prompt tokens come apart by `source`, and requests that filled
-# the context end with `context` rather than `length`.
+# missing here, `encoding` is added, and prompt tokens come apart by `source`.
 _VLLM = {
     "ropewalk_requests_running": Alias("vllm:num_requests_running"),
     "ropewalk_requests_waiting": Alias("vllm:num_requests_waiting"),

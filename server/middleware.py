@@ -58,7 +58,7 @@ async def send_error(send: Send, error: ServeError) -> None:
 
 
 def request_state(scope: Scope) -> MutableMapping[str, Any]:
-    """What the middleware leaves for the routes: `salt`, and from the protocol `abort`."""
+    """What is left for the routes: `id` and `salt`, and from the protocol `abort`."""
     state: MutableMapping[str, Any] = scope.setdefault("state", {})
     return state
 
@@ -75,6 +75,7 @@ class RequestId:
         given = header(scope, b"x-request-id")
         own = uuid.uuid4().hex.encode()
         shown = given if given is not None and _REQUEST_ID.fullmatch(given) else own
+        request_state(scope)["id"] = shown.decode("ascii")
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -113,7 +114,7 @@ class Guard:
             if started:
                 raise
             if not isinstance(error, ServeError):
-                _log.exception("a request failed unexpectedly")
+                _log.exception("request %s failed unexpectedly", state_of(scope)["id"])
                 error = Fault("the server failed on this request; see its log")
             self._refused(error)
             await send_error(send, error)

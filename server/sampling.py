@@ -86,7 +86,7 @@ def _sampled_alone(request: Request, row: Tensor, ask: Ask, sampler: Sampler) ->
     except torch.AcceleratorError:
         raise
     except Exception as error:
-        log.exception("sampling failed", extra={"request": request.id})
+        log.exception("sampling failed for a request")
         reason = f"Sampling failed on this request ({type(error).__name__})."
         return Sampled(0, error=RequestFailed(reason))
 

@@ -32,7 +32,7 @@ def pytest_configure(config):
     # A shell's background job ignores it, and so would every process that a test starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--full"):
-        os.environ.setdefault("ROPEWALK_STATEFUL_EXAMPLES", "100")
+        os.environ.setdefault("STATEFUL_EXAMPLES", "100")
     if config.getoption("dist", "no") == "no":  # it does not only hand out work to others
         _prepare(full=config.getoption("--full"))
 

@@ -170,8 +170,8 @@ def configuration_page() -> str:
         "# Configuration",
         "A flag beats its environment variable, the variable beats the default. An empty variable "
         "counts as unset; a variable that begins with `ROPEWALK_` and is not listed here is an "
-        "error. Lists in variables are separated by commas. Numbers of tokens may be written `8k`, "
-        "amounts of memory `512M` or `1GiB`.",
+        "error, but for those that Kubernetes sets for a Service. Lists in variables are separated "
+        "by commas. Numbers of tokens may be written `8k`, amounts of memory `512M` or `1GiB`.",
         "`ROPEWALK_HOME` is where models and compiled kernels are kept: by default `ropewalk` in "
         "`XDG_CACHE_HOME`, or in the user's cache directory.",
     ]

@@ -102,9 +102,11 @@ class Generation(Response):
             error = _cut_short(ended.why)
         except ServeError as refused:
             error = refused
+            if isinstance(refused, RequestFailed):
+                _log.error("request %s failed: %s", state_of(scope)["id"], refused.message)
         except Exception:
             # A fault of ours must still end the stream with an error a client can see.
-            _log.exception("an answer failed unexpectedly")
+            _log.exception("request %s failed unexpectedly", state_of(scope)["id"])
             error = Fault("the server failed on this request; see its log")
         finally:
             out.close()

@@ -1,7 +1,7 @@
 """Random walks over the cache's operations with a real decoder, its ledger watching every byte.
 
 After each operation every stored entry is compared with its shadow, and every row of logits with
-one that is computed from the shadow alone. With ROPEWALK_STATEFUL_EXAMPLES=100 there are 100 walks
+one that is computed from the shadow alone. With STATEFUL_EXAMPLES=100 there are 100 walks
 for each encoding, at random, of 50 steps each: more than 20,000 operations that were not refused.
 """
 
@@ -34,7 +34,7 @@ from tests.model.tiny import CONTEXT, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-EXAMPLES = int(os.environ.get("ROPEWALK_STATEFUL_EXAMPLES", "4"))
+EXAMPLES = int(os.environ.get("STATEFUL_EXAMPLES", "4"))
 BLOCK, BLOCKS, NAMES = 4, 26, 4
 LAYERS = 2
 LONGEST = 40  # tokens of one sequence
@@ -330,7 +330,7 @@ def test_every_operation_equals_recomputation(walk):
         settings=settings(
             max_examples=EXAMPLES,
             stateful_step_count=50,
-            derandomize="ROPEWALK_STATEFUL_EXAMPLES" not in os.environ,
+            derandomize="STATEFUL_EXAMPLES" not in os.environ,
             database=None,
             deadline=None,
             suppress_health_check=list(HealthCheck),

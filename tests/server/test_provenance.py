@@ -1,6 +1,6 @@
 """The stateful search, and two large fixed runs: preemption identity and poison isolation.
 
-ROPEWALK_STATEFUL_EXAMPLES asks for a longer search, at random.
+STATEFUL_EXAMPLES asks for a longer search, at random.
 """
 
 import os
@@ -14,7 +14,7 @@ from server.request import FinishReason
 from tests.server.machine import ProvenanceMachine
 from tests.server.provenance import STOP, World, next_token, solo
 
-LONG = os.environ.get("ROPEWALK_STATEFUL_EXAMPLES")
+LONG = os.environ.get("STATEFUL_EXAMPLES")
 
 TestProvenance = ProvenanceMachine.TestCase
 TestProvenance.settings = settings(

@@ -1,6 +1,6 @@
 """The search must find known bugs: each is planted here and has to fail it.
 
-ROPEWALK_STATEFUL_EXAMPLES raises the number of examples each bug may take to be found.
+STATEFUL_EXAMPLES raises the number of examples each bug may take to be found.
 """
 
 import os
@@ -21,7 +21,7 @@ from server.scheduler import Scheduler
 from tests.server.machine import ProvenanceMachine
 
 SEARCH = settings(
-    max_examples=max(900, int(os.environ.get("ROPEWALK_STATEFUL_EXAMPLES", "0"))),
+    max_examples=max(900, int(os.environ.get("STATEFUL_EXAMPLES", "0"))),
     stateful_step_count=40,
     database=None,
     deadline=None,
