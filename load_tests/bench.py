@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if complaint := _complaint(args):
         options.error(complaint)
     complete_options(args, "bench")
-    command = _command(words, args.seed)
+    command = typed_again(("ropewalk", "bench"), words, args.seed)
     measured = Measured()
     progress = Progress(sys.stderr)
     try:
@@ -161,8 +161,8 @@ def _complaint(args: argparse.Namespace) -> str | None:
     return None
 
 
-def _command(words: Sequence[str], seed: str) -> str:
-    """To type again: with the seed, without the key."""
+def typed_again(program: Sequence[str], words: Sequence[str], seed: str) -> str:
+    """The command that repeats this: with the seed, without the key."""
     kept: list[str] = []
     skip = False
     for word in words:
@@ -171,7 +171,7 @@ def _command(words: Sequence[str], seed: str) -> str:
         skip = word == "--api-key"
     if not any(word.startswith("--seed") for word in words):
         kept += ["--seed", seed]
-    return shlex.join(["ropewalk", "bench", *kept])
+    return shlex.join([*program, *kept])
 
 
 def _about(arm: Arm, facts: Facts) -> dict[str, object]:

@@ -100,7 +100,7 @@ def steps_of(
             yield LeftOut("step", PEER, shape, cell, str(error).partition("\n")[0])
             continue
         if len(times) < cell.batch:
-            yield LeftOut("step", PEER, shape, cell, NO_TIME)
+            yield LeftOut("step", PEER, shape, cell, NO_TIME if budget.over else "it stopped")
         elif taken := steady_steps(times):
             how = f"continuous batching, {attention}"
             yield figure("step", PEER, shape, cell, taken, how=how)

@@ -1,8 +1,4 @@
-"""Decoders, caches and steps without a server, made as the server makes them: for costs.
-
-With what builds on it alone in this package to import the program that is measured. All else here
-speaks HTTP.
-"""
+"""Decoders, caches and steps without a server, made as the server makes them: for costs."""
 
 import random
 from collections.abc import Mapping, Sequence

@@ -128,7 +128,7 @@ def _add_server_options(options: argparse.ArgumentParser) -> None:
     server = options.add_argument_group("servers")
     server.add_argument(
         "--base-url",
-        type=_checked(_base_url),
+        type=checked(_base_url),
         action="append",
         metavar="URL",
         help=f"of a running server; again to compare several (default: {DEFAULT_URL})",
@@ -174,7 +174,7 @@ def _add(
 ) -> None:
     """An option whose text `parse` reads; argparse prints its ValueError or OSError as it is."""
     name, metavar = flag.split()
-    group.add_argument(name, type=_checked(parse), metavar=metavar, help=meaning, default=default)
+    group.add_argument(name, type=checked(parse), metavar=metavar, help=meaning, default=default)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -182,14 +182,16 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=28, width=100)
 
 
-def _checked(parse: Callable[[str], object]) -> Callable[[str], object]:
-    def checked(text: str) -> object:
+def checked(parse: Callable[[str], object]) -> Callable[[str], object]:
+    """`parse` whose ValueError or OSError argparse prints as it is."""
+
+    def parsed(text: str) -> object:
         try:
             return parse(text)
         except (ValueError, OSError) as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return checked
+    return parsed
 
 
 def _slo(text: str) -> str:

@@ -6,20 +6,19 @@ because not every peer takes anything else, and end-of-text never ends an answer
 
 import argparse
 import asyncio
-import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
 
-from load_tests.bench import COULD_NOT, Measured, as_result, complete_options, report
+from load_tests.bench import COULD_NOT, Measured, as_result, complete_options, report, typed_again
 from load_tests.client import Arm, complete
 from load_tests.environment import environment
 from load_tests.facts import Facts, arms_of
 from load_tests.footprint import resident_bytes
+from load_tests.options import checked
 from load_tests.peer_table import PROCESSES, ROWS, Lifetime, peer_table, rows_from, sizes
 from load_tests.progress import Progress
 from load_tests.prompts import PromptMaker
@@ -28,8 +27,7 @@ from load_tests.serving import terminated_as_interrupted
 from load_tests.systems import OURS, PEERS, System, peer_from, running, system_from
 from load_tests.terms import Request
 
-Parsed = TypeVar("Parsed")
-
+_PROGRAM = ("python", "-m", "load_tests.peers")
 _DESCRIPTION = """\
 Compare Ropewalk with other servers on this machine, each alone on it while it is measured.
 docs/load-testing-peers.md says how to install them, and what is compared.
@@ -67,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument(
         "--peer",
-        type=_checked(peer_from),
+        type=checked(peer_from),
         action="append",
         default=[],
         metavar="PEER=PROGRAM",
@@ -88,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument(
         "--work",
-        type=_checked(rows_from),
+        type=checked(rows_from),
         default=tuple(ROWS.values()),
         metavar="NAME,...",
         help="some of the above (default: all)",
@@ -99,14 +97,14 @@ def parser() -> argparse.ArgumentParser:
     ):
         options.add_argument(
             name,
-            type=_checked(_count),
+            type=checked(_count),
             default=default,
             metavar="N",
             help=f"{meaning} (default: %(default)s)",
         )
     options.add_argument(
         "--timeout",
-        type=_checked(float),
+        type=checked(float),
         default=600.0,
         metavar="S",
         help="seconds until an answer must be complete (default: %(default)g)",
@@ -149,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     args.work = [row.name for row in args.work]  # as result.json has it
     args.peer = [f"{name}={program}" for name, program in args.peer]
-    result = as_result(shlex.join(["python", "-m", "load_tests.peers", *words]), args, measured)
+    result = as_result(typed_again(_PROGRAM, words, args.seed), args, measured)
     served = report(result, Path(args.out))
     print(f"\n{peer_table(result)}")
     return status or served
@@ -194,18 +192,6 @@ async def _answer(arm: Arm, prompts: PromptMaker, prompt_tokens: int) -> None:
     outcome = await complete(arm.server, request)
     if outcome.error is not None:
         raise NoSuccess(f"{arm.label} at {arm.server.url}: {outcome.error}")
-
-
-def _checked(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
-    """`parse` whose ValueError argparse prints as it is."""
-
-    def checked(text: str) -> Parsed:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return checked
 
 
 def _count(text: str) -> int:

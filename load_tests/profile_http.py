@@ -36,7 +36,7 @@ from server.models import Models, Served
 from server.pass_timer import watched
 from server.plan import Limits
 from server.position_meter import PositionMeter
-from server.protocol import Server, server_config
+from server.protocol import Server, uvicorn_config
 from server.request import StepStats
 from server.sse import DONE
 from server.wire import CompletionWire
@@ -83,7 +83,7 @@ def http_times(
 
     engine = AsyncEngine({_NAME: made.engine}, observe)
     app = create_app(Models([_served(context)]), engine, metrics, HttpOptions())
-    server = Server(server_config(app, host=_HOST, port=0, log_config=None), app.state.drain, 5.0)
+    server = Server(uvicorn_config(app, host=_HOST, port=0, log_config=None), app.state.drain, 5.0)
     with (
         watched(Choice, "take", steady.watch, DETOKENISING),
         watched(CompletionWire, "chunk", steady.watch, CHUNKS),

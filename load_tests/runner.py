@@ -215,9 +215,9 @@ async def _watching(server: Server) -> AsyncIterator[View]:
             return None
         try:
             after = await scrape.settled(server, before, outcomes)
-        except Unreachable:
+            return scrape.view(before, during, after, server.model or "", outcomes)
+        except (Unreachable, ValueError):  # the second: these are no metrics
             return None
-        return scrape.view(before, during, after, server.model or "", outcomes)
 
     # A server without metrics is not asked again.
     watcher = None if before is None else asyncio.create_task(watch())

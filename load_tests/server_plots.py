@@ -37,12 +37,12 @@ def per_token(name: str) -> Figure:
     return figure
 
 
-def over(name: str, base: str, labels: str = "", factor: float = 1.0) -> Figure:
-    """One counter, its series with these labels, over another."""
+def over(name: str, base: str, factor: float = 1.0) -> Figure:
+    """One counter over another."""
 
     def figure(counters: Counters) -> float | None:
         below = counted(counters, base)
-        return counted(counters, name, labels) / below * factor if below else None
+        return counted(counters, name) / below * factor if below else None
 
     return figure
 

@@ -21,9 +21,14 @@ The modules, in the order of a load test (an arrow: uses):
     *_plots → plot → charts → svg       one plot: findings, charts, numbers; words has the sentences
     compare                             two results
 
-Programs of their own: self_test (is the client fast enough?), agreement (does aiperf say the
-same?), peers with systems and export_hf (beside another server), step_cost and scaling with
-scaling_parts, in_process, rounds and measured (steps of the decoder, without a server).
+Programs of their own, over HTTP: self_test (is the client fast enough?), agreement (does aiperf
+say the same?), peers with systems, peer_table, footprint, openvino_server and export_hf (beside
+another server). Without a server:
+
+    step_cost, scaling → scaling_parts       what encodings and sizes cost a step
+    gpu_check → gpu_parts, gpu_peer, gpu_table, roofline
+    profile_step → profile_engine, profile_http → stopwatch       where a step's time goes
+    all of them → in_process, engines, rounds, measured           decoders, steps, samples, files
 """
 
 from collections.abc import Mapping

@@ -37,11 +37,10 @@ def longrope_magnitude(factor: float, original_context: int) -> float:
 
 
 class Scaling(ABC):
-    """One way to stretch. `follows_length`: the frequencies depend on the sequence's length."""
+    """One way to stretch."""
 
     __slots__ = ()
     kind: ClassVar[str]
-    follows_length: ClassVar[bool] = False
 
     @abstractmethod
     def frequencies(self, base: float, width: int, length: int) -> Tensor:
@@ -72,7 +71,6 @@ class Dynamic(Scaling):
     """
 
     kind = "dynamic"
-    follows_length = True
     factor: float
     original_context: int
 
@@ -131,7 +129,6 @@ class LongRoPE(Scaling):
     """
 
     kind = "longrope"
-    follows_length = True
     short_factors: Sequence[float]  # [width / 2]
     long_factors: Sequence[float]
     original_context: int

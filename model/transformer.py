@@ -1,7 +1,7 @@
 """One decoder for every model and encoding: a packed ragged batch in, logits out.
 
-Knows no request and no sampling. The positional encoding enters through its three hooks, the
-kernels through one attention backend and one linear layer; both are handed in.
+Knows no request and no sampling. The positional encoding enters through its hooks, attention
+through a backend that is handed in; faster layers are put in place of these afterwards.
 """
 
 from collections.abc import Callable, Iterable
@@ -317,14 +317,11 @@ BLOCKS: dict[BlockKind, type[Block] | type[ParallelOneNormBlock]] = {
 }
 
 
-def make_norm(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, width: int | None = None
-) -> RMSNorm | LayerNorm:
-    """The config's kind of norm, over `width` or the residual's width."""
-    width = width or config.width
+def make_norm(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RMSNorm | LayerNorm:
+    """The config's kind of norm, over the residual's width."""
     if config.norm == "rms":
-        return RMSNorm(width, config.norm_eps, dtype, device)
-    return LayerNorm(width, config.norm_eps, config.norm_bias, dtype, device)
+        return RMSNorm(config.width, config.norm_eps, dtype, device)
+    return LayerNorm(config.width, config.norm_eps, config.norm_bias, dtype, device)
 
 
 class Decoder(nn.Module):

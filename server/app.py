@@ -60,7 +60,6 @@ class HttpOptions:
     ping_s: float = 15.0
     allowed_hosts: frozenset[str] = frozenset()
     share_prefixes: bool = False
-    docs: bool = False
 
 
 def create_app(
@@ -91,9 +90,9 @@ def create_app(
         title="Ropewalk",
         version=own_version(),
         lifespan=lifespan,
-        docs_url="/docs" if options.docs else None,
+        docs_url=None,
         redoc_url=None,
-        openapi_url="/openapi.json" if options.docs else None,
+        openapi_url=None,
         redirect_slashes=False,
     )
     app.state.drain = drain

@@ -42,7 +42,7 @@ from server.parity import check_parity
 from server.pass_timer import TimedDecoder
 from server.plan import Limits
 from server.position_meter import PositionMeter, no_cost
-from server.protocol import Server, server_config
+from server.protocol import Server, uvicorn_config
 from server.runner import Runner
 from server.scheduler import Scheduler
 from server.threads import end_idle_threads
@@ -90,7 +90,7 @@ def run(config: ServerConfig) -> int:
     planners = {model.served.name: model.planner for model in loaded}
     app = create_app(served, engine, metrics, options, loaded[0].place, planners)
     port = listener.getsockname()[1]
-    uvicorn_config = server_config(
+    listening = uvicorn_config(
         app,
         host=http.host,
         port=port,
@@ -98,7 +98,7 @@ def run(config: ServerConfig) -> int:
         access_log=False,
         log_config=None,
     )
-    server = Server(uvicorn_config, app.state.drain, http.drain_timeout_s)
+    server = Server(listening, app.state.drain, http.drain_timeout_s)
     text = banner(
         [model.facts for model in loaded],
         url=listen.local_url(http.host, port),

@@ -17,8 +17,6 @@ _ON_THE_WIRE = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.CONTEXT: "length",
-    FinishReason.ABORT: "abort",
-    FinishReason.ERROR: "error",
 }
 
 

@@ -25,6 +25,7 @@ from model.family.prepare import SHIPPED_TOKENIZER, Bar
 from model.family.prepare import prepare as prepare_texts
 from model.family.recipe import CONTEXT, ENCODINGS, Recipe, model_name, shape
 from model.family.train import Pace, Training
+from model.weights.base import CheckpointError
 from server import placement, pull
 from server.errors import CommandError
 from server.family_serving import served_logprobs
@@ -79,7 +80,7 @@ def train(flags: argparse.Namespace) -> int:
         texts = corpus.load(folder() / "corpus.npz")
         for encoding in flags.encoding or ENCODINGS:
             print(_train_one(encoding, recipe, texts, pace))
-    except (FamilyError, EncodingError) as error:
+    except (FamilyError, EncodingError, CheckpointError, OSError) as error:
         raise CommandError(str(error)) from error
     return 0
 
@@ -120,14 +121,14 @@ def pack(_: argparse.Namespace) -> int:
     try:
         texts = corpus.load(folder() / "corpus.npz")
         windows = windows_of(texts.held_out, CONTEXT, PACK_WINDOWS)
-    except FamilyError as error:
+        print(f"{'model':<20} {'trained':>9} {'packed':>9} {'cost':>9}   nats per token, held out")
+        for path in tqdm(shipped, desc="packing", disable=None, leave=False):
+            target = pull.FAMILY / path.parent.name
+            pack_weights(path, target)
+            before, after = loss_of(path, windows), loss_of(target, windows)
+            print(f"{target.name:<20} {before:>9.4f} {after:>9.4f} {after - before:>+9.4f}")
+    except (FamilyError, CheckpointError, OSError) as error:
         raise CommandError(str(error)) from error
-    print(f"{'model':<20} {'trained':>9} {'packed':>9} {'cost':>9}   nats per token, held out")
-    for path in tqdm(shipped, desc="packing", disable=None, leave=False):
-        target = pull.FAMILY / path.parent.name
-        pack_weights(path, target)
-        before, after = loss_of(path, windows), loss_of(target, windows)
-        print(f"{target.name:<20} {before:>9.4f} {after:>9.4f} {after - before:>+9.4f}")
     return 0
 
 
@@ -140,7 +141,7 @@ def evaluate(flags: argparse.Namespace) -> int:
         texts = corpus.load(folder() / "corpus.npz")
         task = Task(texts, sizes, device, served_logprobs, _bars, pull.FAMILY)
         evaluate_models(flags.models or folder() / "runs", path, task)
-    except FamilyError as error:
+    except (FamilyError, CheckpointError) as error:
         raise CommandError(str(error)) from error
     except OSError as error:
         raise CommandError(f"{path} cannot be written ({error.strerror}); use --result") from error

@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from server.encodings_options import whole
+
 HELP = """\
 examples:
   ropewalk family prepare                 fetch the texts and write the corpus file
@@ -134,27 +136,22 @@ def _add_train_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokens",
-        type=_positive,
+        type=whole(1, 1 << 40),
         default=20_000_000,
         metavar="N",
         help="per model (default: 20_000_000)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of first weights and order (default: 0)"
+        "--seed", type=whole(0, 1 << 32), default=0, help="of first weights and order (default: 0)"
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
     )
-    parser.add_argument("--threads", type=_positive, metavar="N", help="default: torch's choice")
+    parser.add_argument(
+        "--threads", type=whole(1, 1024), metavar="N", help="default: torch's choice"
+    )
     parser.add_argument(
         "--no-compile",
         action="store_true",
         help="leave torch.compile out: slower, but no minute of compiling and no compiler needed",
     )
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number

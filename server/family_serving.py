@@ -18,8 +18,7 @@ from server.errors import CommandError
 from server.metrics import Metrics
 from server.models import Models
 from server.options import add_options, read_options
-from server.protocol import Server
-from server.protocol import server_config as uvicorn_config
+from server.protocol import Server, uvicorn_config
 
 HOST, NAME = "127.0.0.1", "model"
 DRAIN_S = 5.0

@@ -148,9 +148,7 @@ def error_headers(error: ServeError, length: int) -> Headers:
         headers.append((b"allow", error.allow.encode()))
     if error.status in (429, 503):
         headers.append((b"retry-after", b"1"))
-    if error.status in (400, 408, 413, 431, 503) and not isinstance(error, InvalidField):
-        headers.append((b"connection", b"close"))
-    if isinstance(error, BadRequest):
+    if error.status in (408, 413, 431, 503) or isinstance(error, BadRequest):
         headers.append((b"connection", b"close"))
     if error.status == 500 and not isinstance(error, CacheChanged):
         # A request that broke once breaks again: clients otherwise send it three times.

@@ -115,7 +115,7 @@ class Metrics:
         self._models[model_name].parity_tolerance.set(tolerance)
 
     def reject(self, model_name: str | None, reason: str) -> None:
-        """A request refused before the engine had it, for one of REJECTION_REASONS.
+        """A request that is answered with an error alone, for one of REJECTION_REASONS.
 
         `model_name` is None when the model is not known.
         """

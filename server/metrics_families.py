@@ -82,7 +82,9 @@ class Families:
             "client_disconnects", "Clients that left before their answer was complete."
         )
         self.rejections = self._counter(
-            "request_rejections", "Requests refused before the engine had them.", "reason"
+            "request_rejections",
+            "Requests answered with an error alone; what the engine fails on ends there instead.",
+            "reason",
         )
         self.stream_errors = self._counter(
             "stream_errors", "Streams ended by an error after their headers."

@@ -9,7 +9,7 @@ import hmac
 import logging
 import re
 import uuid
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, MutableMapping
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -57,7 +57,7 @@ async def send_error(send: Send, error: ServeError) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def request_state(scope: Scope) -> MutableMapping[str, Any]:
+def state_of(scope: Scope) -> MutableMapping[str, Any]:
     """What is left for the routes: `id` and `salt`, and from the protocol `abort`."""
     state: MutableMapping[str, Any] = scope.setdefault("state", {})
     return state
@@ -75,7 +75,7 @@ class RequestId:
         given = header(scope, b"x-request-id")
         own = uuid.uuid4().hex.encode()
         shown = given if given is not None and _REQUEST_ID.fullmatch(given) else own
-        request_state(scope)["id"] = shown.decode("ascii")
+        state_of(scope)["id"] = shown.decode("ascii")
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -171,7 +171,7 @@ class Auth:
         # The path the router sees, never a URL built from headers.
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             digest = self._match(header(scope, b"authorization"))
-            request_state(scope)["salt"] = "" if self._shared else digest.hex()
+            state_of(scope)["salt"] = "" if self._shared else digest.hex()
         return await self._app(scope, receive, send)
 
     def _match(self, authorization: bytes | None) -> bytes:
@@ -224,8 +224,3 @@ def _check_media(scope: Scope) -> None:
     media = (header(scope, b"content-type") or b"").partition(b";")[0].strip().lower()
     if media != b"application/json":
         raise UnsupportedMedia("the body must be JSON; send Content-Type: application/json")
-
-
-def state_of(scope: Mapping[str, Any]) -> Mapping[str, Any]:
-    state: Mapping[str, Any] = scope.get("state", {})
-    return state

@@ -64,9 +64,6 @@ class Models:
     def __iter__(self) -> Iterator[Served]:
         return iter(self._served.values())
 
-    def __len__(self) -> int:
-        return len(self._served)
-
     def get(self, name: str | None) -> Served:
         """The model of that name; None means the only one. Raises ModelNotFound."""
         if name is None:

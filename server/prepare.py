@@ -154,11 +154,13 @@ def check_ids(ids: Collection[int], served: Served, param: str) -> None:
         )
 
 
-def sampling_params(body: GenerationBody, served: Served, num_prompt: int) -> SamplingParams:
+def sampling_params(
+    body: CompletionBody | ChatBody, served: Served, num_prompt: int
+) -> SamplingParams:
     """Raises InvalidField for ids outside the vocabulary, PromptTooLong for too many tokens."""
     check_ids(body.stop_token_ids, served, "stop_token_ids")
     check_ids(body.logit_bias, served, "logit_bias")
-    logprobs = body.wanted_logprobs if isinstance(body, CompletionBody | ChatBody) else None
+    logprobs = body.wanted_logprobs
     echoed = isinstance(body, CompletionBody) and body.echo
     model_stops = frozenset() if body.ignore_eos else served.stop_ids
     return SamplingParams(

@@ -215,7 +215,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
 
-def server_config(app: Any, *, host: str, port: int, **more: Any) -> uvicorn.Config:
+def uvicorn_config(app: Any, *, host: str, port: int, **more: Any) -> uvicorn.Config:
     """uvicorn's settings for this protocol. `more` is for uvicorn's logging options."""
     return uvicorn.Config(
         app,

@@ -1,15 +1,15 @@
 """Requests, what the engine says about them, and the errors a client can see. No torch.
 
 ServeError
-├── PromptTooLong      400
-├── UnsupportedField   400
-├── InvalidField       400
-├── ModelNotFound      404
-├── QueueFull          429
-├── RequestFailed      500
-│   ├── NumericalError 500
-│   └── CacheChanged   500
-└── ShuttingDown       503
+├── InvalidField         400
+│   ├── PromptTooLong    400
+│   └── UnsupportedField 400
+├── ModelNotFound        404
+├── QueueFull            429
+├── RequestFailed        500
+│   ├── NumericalError   500
+│   └── CacheChanged     500
+└── ShuttingDown         503
 """
 
 import random
@@ -187,7 +187,7 @@ class TokenLogprob:
 class TokenEvent:
     """One generated token of one request, or its end.
 
-    `token` is None when a request ends without one (abort, error). A token in
+    `token` is None when a request ends without one, by an error. A token in
     `params.stop_ids` arrives with `finish` STOP: it counts as usage and is not text.
     `prompt_logprobs` comes with the first token when asked for; its first entry is None.
     """

@@ -21,7 +21,6 @@ def sample(logits: Tensor, batch: StepBatch, sampler: Sampler) -> Mapping[str, S
     logits [S, vocab]. A row that is not finite, or cannot be sampled, fails its own request, also
     one that is not in `batch.samples`.
     """
-    # Prompts first: what fails there fails before anybody's generator has drawn.
     broken = {
         prompt.request.id: _not_finite()
         for prompt in batch.prompts

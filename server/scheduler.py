@@ -265,8 +265,10 @@ class Scheduler:
         return stored + -(-len(request.source) // size) * size
 
     def _grow(self, request: Request) -> bool:
-        if self._shifter.full(request) and not self._shifter.shorten(request):
-            return False
+        if self._shifter.full(request):
+            if not self._shifter.shorten(request):
+                return False
+            self._no_room = False
         known = _known(request)
         return self._cache.reserve(request.id, known, len(known)) is not None
 

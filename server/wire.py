@@ -16,8 +16,6 @@ LOWEST_LOGPROB = -9999.0
 
 
 class Wire(Protocol):
-    id: str
-
     def opening(self, choices: Sequence[Choice], usage: str) -> str:
         """Events before the first token of an answer."""
         ...
@@ -31,7 +29,6 @@ class _Frame:
     """What every chunk of an answer repeats."""
 
     def __init__(self, id_: str, kind: str, model: str, created: int) -> None:
-        self.id = id_
         self.common = {"id": id_, "created": created, "model": model}
         head = (
             f'data: {{"id":{dumps(id_)},"object":{dumps(kind)},"created":{created},'

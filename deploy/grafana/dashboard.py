@@ -252,7 +252,7 @@ SERVING = (
     ),
     Panel(
         "Refused and left",
-        "Requests refused before the engine had them, and clients that went away.",
+        "Requests answered with an error alone, and clients that went away.",
         "reqps",
         (
             # A request for no known model carries labels of its own, which no choice leaves out.

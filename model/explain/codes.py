@@ -3,6 +3,7 @@
 Two positions that share a number cannot be told apart by it. Numbers only, no pictures.
 """
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -20,13 +21,13 @@ FORMATS: Mapping[str, torch.dtype] = {
 Series = dict[str, list[int]]  # label: how many at each query position
 
 
-def query_positions(last: int, steps_per_octave: int = 2) -> list[int]:
+def query_positions(last: int) -> list[int]:
     """Positions to ask at: powers of two and between, from 63 or 127 on, the last included."""
     found = {NEAREST - 1, last}
     at = float(2 * NEAREST)
     while at <= last:
         found.add(int(at) - 1)
-        at *= 2 ** (1 / steps_per_octave)
+        at *= math.sqrt(2)
     return sorted(position for position in found if position <= last)
 
 

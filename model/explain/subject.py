@@ -41,22 +41,17 @@ class Subject:
         return type(self.encoding).rotate is not PositionalEncoding.rotate
 
     @property
-    def biases(self) -> bool:
-        """Whether something is added to this layer's scores."""
-        return self.encoding.score_bias() is not None
-
-    @property
     def embeds(self) -> bool:
         """Whether something is added to the embeddings."""
         return type(self.whole).embed is not PositionalEncoding.embed
 
 
-def shape(*, heads: int, head_dim: int, context: int, layers: int = 1) -> ModelConfig:
+def shape(*, heads: int, head_dim: int, context: int) -> ModelConfig:
     """A decoder of that shape; what an encoding does not ask for is of no account."""
     return ModelConfig(
         vocab_size=1,
         width=heads * head_dim,
-        layers=layers,
+        layers=1,
         heads=heads,
         kv_heads=heads,
         head_dim=head_dim,
@@ -64,7 +59,7 @@ def shape(*, heads: int, head_dim: int, context: int, layers: int = 1) -> ModelC
         norm_eps=1e-5,
         trained_context=context,
         encoding=EncodingSpec("nope", {}),
-        windows=(None,) * layers,
+        windows=(None,),
     )
 
 

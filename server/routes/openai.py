@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from server.body import parse_object
 from server.lifeline import Drain
 from server.metrics import Metrics
-from server.middleware import request_state
+from server.middleware import state_of
 from server.models import Models, Served
 from server.prepare import Prompt, chat_prompt, choices_for, combined_salt, completion_prompts
 from server.routes.generation import Answer, EngineLike, Generation, Timing
@@ -21,7 +21,7 @@ from server.wire import ChatWire, CompletionWire, Wire
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What every generating route needs."""
+    """What the routes of models need."""
 
     models: Models
     engine: EngineLike
@@ -32,7 +32,7 @@ class Serving:
     def find(self, request: Request, name: str | None) -> Served:
         """The model; from here on, refusals count as this model's."""
         served = self.models.get(name)
-        request_state(request.scope)["model"] = served.name
+        state_of(request.scope)["model"] = served.name
         return served
 
     def answer(
@@ -43,7 +43,7 @@ class Serving:
         prompts: Sequence[Prompt],
         wire: Wire,
     ) -> Generation:
-        salt = combined_salt(request_state(request.scope).get("salt", ""), body.cache_salt)
+        salt = combined_salt(state_of(request.scope).get("salt", ""), body.cache_salt)
         answer = Answer(
             model=served.name,
             choices=choices_for(body, prompts, served, salt),

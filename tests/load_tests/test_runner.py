@@ -4,7 +4,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from load_tests.client import DIALECTS, Arm, Server
+from load_tests import runner
+from load_tests.client import DIALECTS, Arm, Server, Unreachable
 from load_tests.loads import Load
 from load_tests.progress import Progress
 from load_tests.prompts import PromptMaker
@@ -206,3 +207,21 @@ def test_throughput_counts_served_requests_over_all_the_time():
         pytest.raises(NoSuccess, match="a under stream sync: status 401"),
     ):
         asyncio.run(runner.throughput(arms[0], load()))
+
+
+@pytest.mark.parametrize("failure", [Unreachable("gone"), ValueError("no metrics")])
+def test_metrics_that_cannot_be_read_end_no_run(monkeypatch, failure):
+    async def there(server):
+        return "ropewalk_requests_running 0"
+
+    async def settled(*_):
+        raise failure
+
+    monkeypatch.setattr(runner, "_snapshot", there)
+    monkeypatch.setattr(runner.scrape, "settled", settled)
+
+    async def watch():
+        async with runner._watching(Server("localhost", 1, DIALECTS["openai"])) as view:
+            return await view([])
+
+    assert asyncio.run(watch()) is None

@@ -30,7 +30,7 @@ def routes(app) -> list[tuple[str, str]]:
 
 
 def test_everything_but_health_needs_a_key():
-    app = toy_app(api_keys=KEYS, docs=True)
+    app = toy_app(api_keys=KEYS)
     for method, path in routes(app):
         response = ask(app, method, path)
         assert error_of(response, 401)["code"] == "invalid_api_key", path

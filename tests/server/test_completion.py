@@ -64,8 +64,6 @@ def test_a_stop_string_asks_for_a_cut_unless_the_engine_is_done():
         (FinishReason.STOP, "stop"),
         (FinishReason.LENGTH, "length"),
         (FinishReason.CONTEXT, "length"),
-        (FinishReason.ABORT, "abort"),
-        (FinishReason.ERROR, "error"),
     ],
 )
 def test_finish_reasons_on_the_wire(reason, wire):

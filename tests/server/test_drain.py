@@ -89,13 +89,13 @@ def test_a_second_signal_cuts_at_once():
 
 PROGRAM = """
     import sys
-    from server.protocol import Server, server_config
+    from server.protocol import Server, uvicorn_config
     from tests.server.toy import ScriptedEngine, toy_app
 
     engine = ScriptedEngine()
     engine.pause = 0.02
     app = toy_app(engine)
-    config = server_config(app, host="127.0.0.1", port=int(sys.argv[1]), access_log=False)
+    config = uvicorn_config(app, host="127.0.0.1", port=int(sys.argv[1]), access_log=False)
     Server(config, app.state.drain, 10.0).run()
     print("stopped cleanly", flush=True)
 """

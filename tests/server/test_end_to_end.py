@@ -197,7 +197,7 @@ def test_no_task_is_left_behind(caplog):
                 await asyncio.sleep(0.01)
 
     async def run():
-        config = protocol.server_config(app, host="127.0.0.1", port=0, log_config=None)
+        config = protocol.uvicorn_config(app, host="127.0.0.1", port=0, log_config=None)
         server = protocol.Server(config, app.state.drain, 5.0)
         listener = listen.bind("127.0.0.1", 0)
         serving = asyncio.create_task(server.serve(sockets=[listener]))

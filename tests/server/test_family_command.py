@@ -117,6 +117,31 @@ def test_an_encoding_nobody_knows_is_one_sentence(capsys, corpus_there) -> None:
     assert "kerpel" in sentence(capsys)
 
 
+@pytest.mark.parametrize("flags", [("--tokens", "0"), ("--seed", "-1"), ("--threads", "x")])
+def test_numbers_that_cannot_be_are_named(capsys, flags) -> None:
+    assert cli.main(["family", "train", *flags]) == 2
+    assert flags[0] in (said := sentence(capsys)) and flags[1] in said
+
+
+def test_what_cannot_be_written_or_read_is_one_sentence(
+    capsys, monkeypatch, tmp_path, own_home, corpus_there
+) -> None:
+    monkeypatch.setattr(pull, "FAMILY", tmp_path / "weights")
+    train = ["family", "train", "--encoding", "rope", "--tokens", "512", "--no-compile"]
+    runs = own_home / "family" / "runs"
+    runs.write_text("a file where a folder should be")
+    assert cli.main(train) == 1
+    assert str(runs) in sentence(capsys)
+    runs.unlink()
+    assert cli.main(train) == 0
+    capsys.readouterr()
+    (runs / "ropewalk-rope" / "model" / "config.json").write_text("{")
+    for command in ("pack", "evaluate"):
+        assert cli.main(["family", command]) == 1
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith("ropewalk: ") and "config.json" in said
+
+
 def test_packed_models_are_served_by_name(capsys, monkeypatch, tmp_path, corpus_there) -> None:
     monkeypatch.setattr(pull, "FAMILY", tmp_path / "weights")
     assert cli.main(["serve", "family"]) == 1

@@ -50,6 +50,20 @@ def run(scheduler):
     return shifts
 
 
+def test_what_a_shift_frees_is_for_those_who_wait():
+    scheduler, _ = scheduler_of(blocks=8)  # of which one holds nothing
+    add(scheduler, prompt=20)
+    step(scheduler)
+    waiting = add(scheduler, "w", prompt=9, overflow=Overflow.REFUSE, max_tokens=2)
+    waiting.salt = "shares nothing"
+    shifted = False
+    while not shifted:
+        assert waiting in scheduler.waiting
+        plan, _ = step(scheduler)
+        shifted = bool(plan.shifts)
+    assert waiting in scheduler.running
+
+
 @pytest.mark.parametrize(
     ("overflow", "dropped"), [(Overflow.SHIFT, 8), (Overflow.SLIDE, 4)], ids=str
 )

@@ -13,7 +13,7 @@ from model.tokenizers.chat import ChatTemplate
 from server.app import HttpOptions, create_app
 from server.metrics import Metrics
 from server.models import Models, Served
-from server.protocol import Server, server_config
+from server.protocol import Server, uvicorn_config
 from server.request import (
     FinishReason,
     PromptTooLong,
@@ -201,7 +201,7 @@ def chat(app, **body) -> httpx.Response:
 @contextlib.contextmanager
 def running(app, *, drain_seconds: float = 5.0, http=None) -> Iterator[tuple[str, Server]]:
     """The application behind a real socket, in a thread: (base URL, server)."""
-    config = server_config(app, host="127.0.0.1", port=0, log_config=None, access_log=False)
+    config = uvicorn_config(app, host="127.0.0.1", port=0, log_config=None, access_log=False)
     if http is not None:
         config.http = http
     server = Server(config, app.state.drain, drain_seconds)
