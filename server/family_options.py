@@ -26,7 +26,7 @@ Without one of the clients: put the archive it names into archives/ and run agai
 
 TRAIN_HELP = """\
 examples:
-  ropewalk family train                             all six, 20 million tokens each
+  ropewalk family train                             all six, 14 million tokens each
   ropewalk family train --encoding t5 --seed 1      one, with other first weights and order
   ropewalk family train --tokens 100_000_000        more: goes on from before the rates fell
   PYTHONPATH=. ropewalk family train --encoding kerple:Kerple
@@ -137,9 +137,9 @@ def _add_train_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens",
         type=whole(1, 1 << 40),
-        default=20_000_000,
+        default=14_000_000,
         metavar="N",
-        help="per model (default: 20_000_000)",
+        help="per model (default: 14_000_000)",
     )
     parser.add_argument(
         "--seed", type=whole(0, 1 << 32), default=0, help="of first weights and order (default: 0)"

@@ -23,7 +23,7 @@ CONTEXT = 512  # tokens of a training window
 class Recipe:
     """How to train. The rates are those of the middle part: warm-up, stable, decay."""
 
-    tokens: int = 20_000_000
+    tokens: int = 14_000_000
     windows: int = 8  # of CONTEXT tokens, in one step
     matrix_rate: float = 6e-3  # Muon: every matrix inside the layers
     other_rate: float = 3e-3  # AdamW: the embedding, the norms, what an encoding learns
