@@ -31,42 +31,52 @@ def computed():
 
 
 def threads():
-    return len(list(Path("/proc/self/task").iterdir()))
+    """Numbers of those of this process: one that has just been joined can still be among them."""
+    return {int(path.name) for path in Path("/proc/self/task").iterdir()}
 
 
-def become(count):
-    """Whether there are so many threads, soon: one that ends is counted until it has."""
+def soon(holds):
+    """Whether it does, within seconds: a thread that ends is listed until it has."""
     until = time.monotonic() + 5
-    while threads() != count and time.monotonic() < until:
+    while not holds() and time.monotonic() < until:
         time.sleep(0.01)
-    return threads() == count
+    return holds()
+
+
+def kept_after_computing():
+    before = threads()
+    computed()
+    kept = threads() - before
+    assert len(kept) == 2
+    return kept
 
 
 def test_idle_threads_end_and_come_back():
-    least = threads()
-    computed()
-    assert threads() == least + 2
+    kept = kept_after_computing()
     end_idle_threads()
-    assert become(least)
+    assert soon(lambda: not kept & threads())
     assert computed() == pytest.approx(math.e)
 
 
 def test_those_of_other_threads_stay():
-    least = threads()
-    computed()
+    kept = kept_after_computing()
     other = threading.Thread(target=end_idle_threads)
     other.start()
     other.join()
-    assert threads() == least + 2
+    assert soon(lambda: other.native_id not in threads())
+    assert kept <= threads()
 
 
 def test_what_is_computed_aside_leaves_none():
+    def only_asyncios():
+        return soon(lambda: len(threads() - before) == 1)
+
     async def both():
         assert await aside(computed) == pytest.approx(math.e)
-        assert become(least + 1)  # asyncio's own
+        assert only_asyncios()
         with pytest.raises(ZeroDivisionError):
             await aside(lambda: computed() / 0)
-        assert become(least + 1)
+        assert only_asyncios()
 
-    least = threads()
+    before = threads()
     asyncio.run(both())
