@@ -20,6 +20,7 @@ from load_tests.terms import Profile, Result, Run
 from load_tests.words import digits
 from load_tests.workloads import WORKLOADS, Sizes
 
+WEIGHT_BYTES = "weight_bytes"  # of Result.environment: in bfloat16; 0 where they are not known
 PROCESSES = "processes"  # of Result.environment: system → one entry of `Lifetime` fields a block
 _MIB = 2**20
 
@@ -32,6 +33,7 @@ class Lifetime:
     start_s: float  # until its first completion had ended
     loaded_bytes: int  # memory held then
     used_bytes: int  # and after the runs
+    read_bytes_per_s: float  # by all cores, just before and after it: what memory allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,10 @@ def peer_table(result: Result) -> str:
         found = {name: _by_block(result, name, row) for name in systems}
         if any(found.values()):
             lines.append([row.title, row.unit, *_cells(found, row.more_is_better)])
+    if result.environment.get(WEIGHT_BYTES):
+        found = {name: _of_bound(result, name) for name in systems}
+        if any(found.values()):
+            lines.append(["one stream, of the bound", "%", *_cells(found, more_is_better=True)])
     for title, unit, field, scale in _LIFETIME:
         found = {name: _lived(result, name, field, scale) for name in systems}
         if any(found.values()):
@@ -131,6 +137,15 @@ def _by_block(result: Result, system: str, row: Row) -> dict[int, float]:
     ]
     good = [run for run in runs if all(outcome.error is None for outcome in run.outcomes)]
     return {run.block: value for run in good if (value := row.figure(run)) is not None}
+
+
+def _of_bound(result: Result, system: str) -> dict[int, float]:
+    """Of the tokens per second at which weights in bfloat16 can be read, a hundredth each."""
+    weights = result.environment[WEIGHT_BYTES]
+    assert isinstance(weights, int)
+    rates = _by_block(result, system, ROWS["one"])
+    reading = _lived(result, system, "read_bytes_per_s", weights)
+    return {block: 100 * rates[block] / reading[block] for block in rates.keys() & reading}
 
 
 def _lived(result: Result, system: str, field: str, scale: int) -> dict[int, float]:

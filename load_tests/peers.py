@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 
 from load_tests.bench import COULD_NOT, Measured, as_result, complete_options, report, typed_again
 from load_tests.client import Arm, complete
@@ -19,9 +20,18 @@ from load_tests.environment import environment
 from load_tests.facts import Facts, arms_of
 from load_tests.footprint import resident_bytes
 from load_tests.options import checked
-from load_tests.peer_table import PROCESSES, ROWS, Lifetime, peer_table, rows_from, sizes
+from load_tests.peer_table import (
+    PROCESSES,
+    ROWS,
+    WEIGHT_BYTES,
+    Lifetime,
+    peer_table,
+    rows_from,
+    sizes,
+)
 from load_tests.progress import Progress
 from load_tests.prompts import PromptMaker
+from load_tests.roofline import read_rates
 from load_tests.runner import NoSuccess, Runner
 from load_tests.serving import terminated_as_interrupted
 from load_tests.systems import OURS, PEERS, System, peer_from, running, system_from
@@ -161,13 +171,19 @@ async def _measure(
     runner = Runner(lambda seed: PromptMaker(seed, "text"), size, args.seed, progress)
     measured.warnings = runner.warnings
     lifetimes: dict[str, list[dict[str, object]]] = {system.name: [] for system in systems}
-    measured.environment = {**await environment([]), PROCESSES: lifetimes}
+    weights = sum(file.stat().st_size for file in (args.model / "bf16").glob("*.safetensors"))
+    measured.environment = {
+        **await environment([]),
+        WEIGHT_BYTES: weights,
+        PROCESSES: lifetimes,
+    }
     progress.schedule(args.runs * len(systems) * len(loads))
     with tempfile.TemporaryDirectory(prefix="ropewalk-peers-") as logs:
         for block in range(args.runs):
             for system in systems:
                 title = f"block {block + 1} of {args.runs}"
                 progress.start(f"{title}, starting {system.name}")
+                reading = read_rates()
                 async with running(system, Path(logs), args.timeout) as started:
                     arm = replace((await arms_of(started.server, ()))[0], label=system.name)
                     prompts = PromptMaker(f"{args.seed}/{block}/start", "text")
@@ -182,8 +198,9 @@ async def _measure(
                     await _answer(arm, prompts, prompt_tokens=size.prefill_tokens)
                     async for run in runner.block([arm], loads, block, title):
                         measured.runs.append(run)
-                    life = Lifetime(block, start_s, loaded, resident_bytes(started.pid))
-                    lifetimes[system.name].append(asdict(life))
+                    used = resident_bytes(started.pid)
+                read = median(reading + read_rates())
+                lifetimes[system.name].append(asdict(Lifetime(block, start_s, loaded, used, read)))
 
 
 async def _answer(arm: Arm, prompts: PromptMaker, prompt_tokens: int) -> None:

@@ -16,7 +16,7 @@ from model.architectures.ropewalk import without_weights
 from model.config import ModelConfig
 from server.placement import kv_bytes_per_token
 
-COPIED = {"cuda": 1 << 30, "cpu": 1 << 28}  # bytes: many times what a cache holds
+COPIED = {"cuda": 1 << 30, "cpu": 1 << 28}  # bytes: many times what a cache holds; read, too
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the matrices
 TRIALS = 10
 
@@ -56,6 +56,13 @@ def ceiling(device: torch.device, dtype: torch.dtype, clock: Clock) -> Ceiling:
     taken = list(rounds(calls, TRIALS, clock, "0"))
     copy, product = (min(each[name] for each in taken) for name in calls)
     return Ceiling(2 * size * dtype.itemsize / copy, 2 * side**3 / product)
+
+
+def read_rates() -> list[float]:
+    """Bytes per second at which all cores together read what no cache holds, by trial."""
+    numbers = torch.ones(COPIED["cpu"] // torch.float32.itemsize)
+    trials = rounds({"read": numbers.sum}, TRIALS, "wall", "0")
+    return [COPIED["cpu"] / trial["read"] for trial in trials]
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

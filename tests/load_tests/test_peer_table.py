@@ -1,8 +1,16 @@
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from load_tests.peer_table import PROCESSES, ROWS, peer_table, rows_from, sizes
+from load_tests.peer_table import (
+    PROCESSES,
+    ROWS,
+    WEIGHT_BYTES,
+    Lifetime,
+    peer_table,
+    rows_from,
+    sizes,
+)
 from load_tests.prompts import PromptMaker
 from load_tests.terms import Outcome, Result, Run
 
@@ -21,7 +29,12 @@ def run(arm: str, name: str, block: int, step: float) -> Run:
 
 def result(runs: list[Run], lives: dict[str, list[dict]] | None = None) -> Result:
     arms = {arm: {} for arm in STEP}
-    return Result("", {}, {PROCESSES: lives or {}}, arms, "ropewalk:a", tuple(runs), ())
+    environment = {PROCESSES: lives or {}, WEIGHT_BYTES: 1000}
+    return Result("", {}, environment, arms, "ropewalk:a", tuple(runs), ())
+
+
+def life(**shown: float) -> dict[str, float]:
+    return asdict(Lifetime(0, 1.0, 1, 1, 1.0)) | shown
 
 
 def every(name: str, blocks: int) -> list[Run]:
@@ -68,9 +81,19 @@ def test_a_run_with_a_failure_has_no_figure():
     )
 
 
+def test_a_stream_is_told_as_a_share_of_what_memory_allows():
+    lives = {arm: [life(read_bytes_per_s=200_000)] for arm in STEP}
+    text = peer_table(result(every("one", 2), lives))  # of the second block there is no reading
+    assert line(text, "one stream, of the bound") == (
+        "one stream, of the bound % 50.0 41.7 16.7 quick:a 1.20 (too few runs for an interval)"
+    )
+    unknown = result(every("one", 1), lives)
+    assert "bound" not in peer_table(replace(unknown, environment={PROCESSES: lives}))
+
+
 def test_start_and_memory_are_better_when_less():
     lives = {
-        arm: [{"block": 0, "start_s": step * 100, "loaded_bytes": 2**20, "used_bytes": 2**21}]
+        arm: [life(start_s=step * 100, loaded_bytes=2**20, used_bytes=2**21)]
         for arm, step in STEP.items()
     }
     text = peer_table(result([], lives))

@@ -3,23 +3,29 @@ import sys
 
 import pytest
 
+from load_tests import roofline
 from load_tests.peers import main
 
 FAKE = f"{sys.executable} -m tests.load_tests.sse_server {{port}}"
 BASE = ["--model", "weights", "--ours", FAKE]
 
 
-def test_two_systems_take_turns(capsys, tmp_path):
+def test_two_systems_take_turns(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(roofline, "COPIED", {"cpu": 1 << 20})
+    weights = tmp_path / "bf16" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(bytes(1000))
     options = ["--systems", "ropewalk:a,ropewalk:b", "--work", "one,eight", "--runs", "2"]
     out = tmp_path / "out"
-    assert main([*BASE, *options, "--requests-per-worker", "2", "--out", str(out)]) == 0
+    options += ["--requests-per-worker", "2", "--model", str(tmp_path), "--out", str(out)]
+    assert main([*BASE, *options]) == 0
     result = json.loads((out / "result.json").read_text())
     assert (list(result["arms"]), result["zero"]) == (["ropewalk:a", "ropewalk:b"], "ropewalk:a")
     turns = [(run["block"], run["arm"][-1]) for run in result["runs"]]
     assert turns == [(block, arm) for block in (0, 1) for arm in "ab" for _ in range(2)]
     printed = capsys.readouterr().out
     assert "ropewalk:a is better by" in printed
-    for title in ("one stream, 128 in", "8 concurrent", "start to first", "memory after the work"):
+    for title in ("one stream, 128 in", "of the bound", "8 conc", "start to first", "memory after"):
         assert title in printed
     assert "prefill of 1,024" not in printed
     lives = result["environment"]["processes"]["ropewalk:b"]

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from load_tests import roofline
-from load_tests.roofline import Ceiling, ceiling, kv_bytes, weight_bytes
+from load_tests.roofline import Ceiling, ceiling, kv_bytes, read_rates, weight_bytes
 from model.shapes import SHAPES
 
 SLOW = Ceiling(bytes_per_s=1e9, operations_per_s=1e12)
@@ -46,3 +46,13 @@ def test_a_ceiling_is_of_the_fastest_trial(monkeypatch):
     trials = [{"copy": 2.0, "product": 0.5}, {"copy": 0.5, "product": 4.0}]
     monkeypatch.setattr(roofline, "rounds", lambda *_: iter(trials))
     assert ceiling(torch.device("cpu"), torch.float32, "wall") == Ceiling(16_000, 4_000)
+
+
+def test_reading_is_told_by_trial(monkeypatch):
+    monkeypatch.setattr(roofline, "COPIED", {"cpu": 4000})
+    monkeypatch.setattr(roofline, "rounds", lambda *_: iter([{"read": 2.0}, {"read": 0.5}]))
+    assert read_rates() == [2_000, 8_000]
+
+
+def test_reading_reads():
+    assert all(1e8 < rate < 1e13 for rate in read_rates())
