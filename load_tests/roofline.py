@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from cache.huge_pages import HugePages
 from load_tests.rounds import Clock, rounds
 from model.architectures.ropewalk import without_weights
 from model.config import ModelConfig
@@ -60,7 +61,8 @@ def ceiling(device: torch.device, dtype: torch.dtype, clock: Clock) -> Ceiling:
 
 def read_rates() -> list[float]:
     """Bytes per second at which all cores together read what no cache holds, by trial."""
-    numbers = torch.ones(COPIED["cpu"] // torch.float32.itemsize)
+    count = COPIED["cpu"] // torch.float32.itemsize
+    numbers = HugePages().empty(count, dtype=torch.float32).fill_(1)
     trials = rounds({"read": numbers.sum}, TRIALS, "wall", "0")
     return [COPIED["cpu"] / trial["read"] for trial in trials]
 

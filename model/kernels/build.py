@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cache.huge_pages import HugePages
 from model.sampling import SamplingParams
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -103,13 +104,15 @@ class Kernels:
         # torch is imported above: both then share one OpenMP runtime, and one pool of threads.
         self._library = ctypes.CDLL(str(library))
         self._panel = self._library.panel_columns()
+        self._pages = HugePages()
         self._draw = self._library.draw_token
         self._draw.restype = c_int64
 
     def pack(self, weight: Tensor) -> Tensor:
         """[outputs, inputs] → the panels that `linear` reads, of the same dtype."""
         outputs, inputs = weight.shape
-        packed = weight.new_empty(-(-outputs // self._panel), inputs, self._panel)
+        shape = (-(-outputs // self._panel), inputs, self._panel)
+        packed = self._pages.empty(*shape, dtype=weight.dtype)
         pack = getattr(self._library, f"pack_{PACKED_SUFFIXES[weight.dtype]}")
         arguments = (weight.contiguous(), packed, outputs, inputs)
         pack(*(_as_c(argument) for argument in arguments))

@@ -118,15 +118,59 @@ void widen_panel(const W *panel, int64_t inputs, float *widened) {
   }
 }
 
+// Where sums go: y, with a scale of each output's weights and a bias, if there are any.
+template <class T>
+struct Outputs {
+  const float *scale, *bias;  // [count] or null
+  T *y;                       // [rows, count]
+  int64_t count;
+
+  // Of panel p, rows from the first-th on: sums [rows, kPanel].
+  void finish(int64_t p, int64_t first, int64_t rows, const float *sums) const {
+    constexpr int64_t kPanel = ::kPanel<float>;
+    const int64_t column = p * kPanel, columns = std::min<int64_t>(kPanel, count - column);
+    for (int64_t m = 0; m < rows; ++m)
+      for (int64_t j = 0; j < columns; ++j)
+        narrow(sums[m * kPanel + j] * (scale ? scale[column + j] : 1.0f) +
+                   (bias ? bias[column + j] : 0.0f),
+               y + (first + m) * count + column + j);
+  }
+};
+
+// One row. Every thread widens it for itself, which takes less than waiting for another's.
+template <class T, class W>
+void linear_row(const T *x, const W *packed, int64_t inputs, const Outputs<T> &outputs) {
+  constexpr int64_t kPanel = ::kPanel<float>, kTogether = 3;  // panels
+  const int64_t panels = (outputs.count + kPanel - 1) / kPanel;
+#pragma omp parallel
+  {
+    const std::unique_ptr<float[]> wide(new float[inputs]);
+    for (int64_t k = 0; k < inputs; ++k) wide[k] = widen(x[k]);
+    alignas(64) float sums[kTogether * kPanel];
+#pragma omp for schedule(static) nowait
+    for (int64_t p = 0; p < panels; p += kTogether) {
+      const int64_t count = std::min(kTogether, panels - p);
+      const W *weights = packed + p * inputs * kPanel;
+      if (count == kTogether)
+        multiply_row<kTogether>(wide.get(), inputs, weights, sums);
+      else
+        for (int64_t i = 0; i < count; ++i)
+          multiply_row<1>(wide.get(), inputs, weights + i * inputs * kPanel, sums + i * kPanel);
+      for (int64_t i = 0; i < count; ++i) outputs.finish(p + i, 0, 1, sums + i * kPanel);
+    }
+  }
+}
+
 // scale [outputs] or null: what each output's weights are to be multiplied by.
 template <class T, class W>
 void linear(const T *x, const W *packed, const float *scale, const float *bias, T *y,
             int64_t rows, int64_t inputs, int64_t outputs) {
   constexpr int64_t kPanel = ::kPanel<float>;
   constexpr int64_t kChunk = 4 * kRows;                   // rows per pass over the panels
-  constexpr int64_t kTogether = 2;                        // panels that a single row meets
   constexpr int64_t kDepth = 16384 / kPanel / sizeof(W);  // inputs: 16 KiB of a panel stay in L1
   constexpr int64_t kWidened = sizeof(W) == 1 ? 64 : 0;   // inputs that tiles share, widened
+  const Outputs<T> to{scale, bias, y, outputs};
+  if (rows == 1) return linear_row(x, packed, inputs, to);
   const int64_t panels = (outputs + kPanel - 1) / kPanel, tiles = (rows + kRows - 1) / kRows;
   // Tile by tile of kRows rows, [inputs, rows of the tile], so that a tile reads one stream.
   const int64_t tile_size = kRows * inputs + kLanes<float>;  // fill_tile writes past the end
@@ -138,25 +182,10 @@ void linear(const T *x, const W *packed, const float *scale, const float *bias, 
       fill_tile(x + t * kRows * inputs, inputs, std::min<int64_t>(kRows, rows - t * kRows),
                 wide.get() + t * tile_size);
     alignas(64) float sums[kChunk * kPanel], widened[(kWidened + 1) * kPanel];
-    const auto finish = [&](int64_t p, int64_t chunk, int64_t chunk_rows, const float *from) {
-      const int64_t first = p * kPanel, columns = std::min<int64_t>(kPanel, outputs - first);
-      for (int64_t m = 0; m < chunk_rows; ++m)
-        for (int64_t j = 0; j < columns; ++j)
-          narrow(from[m * kPanel + j] * (scale ? scale[first + j] : 1.0f) +
-                     (bias ? bias[first + j] : 0.0f),
-                 y + (chunk + m) * outputs + first + j);
-    };
-    const int64_t groups = rows == 1 ? panels / kTogether : 0;
-#pragma omp for schedule(static) nowait
-    for (int64_t g = 0; g < groups; ++g) {
-      multiply_row<kTogether>(wide.get(), inputs, packed + g * kTogether * inputs * kPanel, sums);
-      for (int64_t p = 0; p < kTogether; ++p)
-        finish(g * kTogether + p, 0, 1, sums + p * kPanel);
-    }
     for (int64_t chunk = 0; chunk < rows; chunk += kChunk) {
       const int64_t chunk_rows = std::min(kChunk, rows - chunk);
 #pragma omp for schedule(static) nowait
-      for (int64_t p = groups * kTogether; p < panels; ++p) {
+      for (int64_t p = 0; p < panels; ++p) {
         std::fill(sums, sums + chunk_rows * kPanel, 0.0f);
         const bool shared = kWidened && chunk_rows > kRows;
         const int64_t step = shared ? kWidened : kDepth;
@@ -174,7 +203,7 @@ void linear(const T *x, const W *packed, const float *scale, const float *bias, 
               multiply<kRows, 0, 1, kPanel>(count, tile, depth, piece, sum);
           }
         }
-        finish(p, chunk, chunk_rows, sums);
+        to.finish(p, chunk, chunk_rows, sums);
       }
     }
   }
