@@ -120,7 +120,7 @@ def own_version() -> str:
 def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
-            error = _framework_error(request, error)
+            error = _framework_error(error)
         assert isinstance(error, ServeError)  # the only types registered below
         _count(metrics, error, state_of(request.scope).get("model"))
         body = error_bytes(error)
@@ -132,7 +132,7 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     app.add_exception_handler(HTTPException, refuse)
 
 
-def _framework_error(request: Request, error: HTTPException) -> ServeError:
+def _framework_error(error: HTTPException) -> ServeError:
     if error.status_code == 405:
         headers: Mapping[str, str] = error.headers or {}
         return MethodNotAllowed(

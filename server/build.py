@@ -203,9 +203,9 @@ def _complete(
         trained_context=shape.trained_context,
         max_context=context,
         device=placement.device_name(device),
-        dtype=_dtype_name(model.dtype),
+        dtype=placement.dtype_name(model.dtype),
         attention=model.backend.name,
-        kv_dtype=_dtype_name(kv_dtype),
+        kv_dtype=placement.dtype_name(kv_dtype),
         kv_bytes_per_token=kv.bytes_per_token,
         blocks=blocks - 1,
         block_size=block_size,
@@ -336,10 +336,6 @@ def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:
             "dtype": facts.dtype,
         },
     )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 async def _serve(server: Server, listener: socket.socket, text: str) -> None:

@@ -15,6 +15,7 @@ from model.config import ModelConfig
 from model.encodings.base import EncodingError, PositionalEncoding, find, names
 from model.trial import OTHER, SEQUENCE, Trial
 from server.http_errors import MissingField
+from server.placement import dtype_name
 from server.request import InvalidField
 from server.schemas import CachePlanBody
 from server.warm_up import Speed
@@ -119,7 +120,7 @@ class CachePlanner:
             **{name: getattr(question, name) for name in FIELDS[question.op]},
             "block_size": self.block_size,
             "bytes_per_token": self.bytes_per_token,
-            "dtype": str(self._dtype).removeprefix("torch."),
+            "dtype": dtype_name(self._dtype),
             "context_error": question.op in (Op.EVICT_KEEP, Op.EVICT_RENUMBER, Op.MOVE_SPAN),
             "measured": {**asdict(self._speed), "rests_on": RESTS_ON},
             "data": [

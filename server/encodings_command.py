@@ -98,7 +98,7 @@ def heading(place: Place) -> dict[str, object]:
     return {
         "object": "list",
         "device": place.device.type,
-        "dtype": str(place.dtype).removeprefix("torch."),
+        "dtype": placement.dtype_name(place.dtype),
         "work_of": measured_for(),
     }
 

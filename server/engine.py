@@ -210,7 +210,6 @@ class Engine:
         computed_after, evicted_after = self._totals()
         counts = self._manager.counts()
         written = sum(work.rows for work in plan.work)
-        cached = sum(request.cached for request in plan.admitted)
         generated = {event.request_id for event in events if event.token is not None}
         audit = self._auditor.drain()
         flushed, self._flushed = self._flushed, 0
@@ -220,7 +219,7 @@ class Engine:
             waiting=len(self._scheduler.waiting),
             batch_requests=len(plan.work),
             computed_prompt_tokens=computed_after - computed,
-            cached_prompt_tokens=cached,
+            cached_prompt_tokens=sum(request.cached for request in plan.admitted),
             generated_tokens=len(generated),
             written_entries=written * self._kv.entries_per_token,
             written_bytes=written * self._kv.bytes_per_token,
@@ -228,7 +227,6 @@ class Engine:
             prefix_queried_tokens=sum(
                 request.num_prompt for request in plan.admitted if not request.source
             ),
-            prefix_hit_tokens=cached,
             evicted_blocks=evicted_after - evicted,
             flushed_blocks=flushed,
             blocks_free=counts.free,

@@ -15,7 +15,7 @@ from model.family.corpus import Corpus
 from model.family.errors import FamilyError
 from model.family.evaluation import results
 from model.family.evaluation.card import write as write_card
-from model.family.evaluation.evaluate import Task
+from model.family.evaluation.evaluate import PACKED_WINDOWS, Task
 from model.family.evaluation.evaluate import evaluate as evaluate_models
 from model.family.evaluation.results import QUICK, Sizes
 from model.family.losses import windows_of
@@ -31,7 +31,6 @@ from server.errors import CommandError
 from server.family_serving import served_logprobs
 
 RESULT = "evaluation.json"
-PACK_WINDOWS = 64  # of held-out text, to tell what packing costs
 
 
 def folder() -> Path:
@@ -120,7 +119,7 @@ def pack(_: argparse.Namespace) -> int:
         )
     try:
         texts = corpus.load(folder() / "corpus.npz")
-        windows = windows_of(texts.held_out, CONTEXT, PACK_WINDOWS)
+        windows = windows_of(texts.held_out, CONTEXT, PACKED_WINDOWS)
         print(f"{'model':<20} {'trained':>9} {'packed':>9} {'cost':>9}   nats per token, held out")
         for path in tqdm(shipped, desc="packing", disable=None, leave=False):
             target = pull.FAMILY / path.parent.name

@@ -115,7 +115,7 @@ class ModelMetrics:
             (self._written_entries, stats.written_entries),
             (self._preemptions, stats.preemptions),
             (self._queried, stats.prefix_queried_tokens),
-            (self._hits, stats.prefix_hit_tokens),
+            (self._hits, stats.cached_prompt_tokens),
             (self._evicted, stats.evicted_blocks),
             (self._flushed, stats.flushed_blocks),
             (self._sealed, stats.sealed_blocks),

@@ -56,6 +56,11 @@ def device_name(device: torch.device) -> str:
     return f"cpu, {torch.get_num_threads()} threads"
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As --dtype takes it."""
+    return str(dtype).removeprefix("torch.")
+
+
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Of keys and values stored in `dtype`, over all layers."""
     return 2 * config.layers * config.kv_heads * bytes_per_entry(config.head_dim, dtype)

@@ -291,13 +291,12 @@ class StepStats:
     waiting: int = 0
     batch_requests: int = 0
     computed_prompt_tokens: int = 0  # once per request: recomputation after preemption excluded
-    cached_prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0  # found in the cache, of prefix_queried_tokens
     generated_tokens: int = 0
     written_entries: int = 0  # K and V vectors: 2 · layers · kv_heads per token
     written_bytes: int = 0
     preemptions: int = 0
     prefix_queried_tokens: int = 0  # once per request, at first admission
-    prefix_hit_tokens: int = 0
     evicted_blocks: int = 0  # cached content given up to make room
     flushed_blocks: int = 0  # cached content forgotten on demand
     blocks_free: int = 0

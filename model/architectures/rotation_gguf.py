@@ -12,7 +12,6 @@ from model.architectures.fields import Fields
 from model.architectures.rotation import positive_numbers, rope_spec
 from model.config import EncodingSpec
 from model.rope_scaling import yarn_magnitude
-from model.rotation import Layout
 from model.weights.base import WeightFile, shown
 
 # Tensors that are read into the description.
@@ -28,7 +27,6 @@ def rope_from_gguf(
     head_dim: int,
     context: int,
     *,
-    layout: Layout = "half",
     layers: Sequence[int] | None = None,
 ) -> EncodingSpec:
     """From the metadata under `own` ("llama.") and the tensors ROPE_TENSORS."""
@@ -42,7 +40,7 @@ def rope_from_gguf(
         scaling = _scaling_in_tensors(fields, own + "rope.scaling.", weights, width, context)
     elif fields.text(own + "rope.scaling.type") == "longrope":
         raise fields.error("rope_factors_long.weight is missing")
-    return rope_spec(fields, base, width, layout=layout, scaling=scaling, layers=layers)
+    return rope_spec(fields, base, width, scaling=scaling, layers=layers)
 
 
 def _scaling_in_gguf(fields: Fields, own: str, context: int) -> dict[str, Any] | None:

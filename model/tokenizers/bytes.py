@@ -18,7 +18,6 @@ def _alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _alphabet()
-CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
 
 
 def from_byte_level(piece: str) -> bytes:

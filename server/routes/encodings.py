@@ -5,6 +5,7 @@ from fastapi.responses import JSONResponse
 
 from model.catalogue import EncodingFacts, Place, as_json, catalogue, measured_for
 from server.models import Models
+from server.placement import dtype_name
 from server.threads import aside
 
 
@@ -23,7 +24,7 @@ def encoding_routes(models: Models, place: Place) -> APIRouter:
             {
                 "object": "list",
                 "device": place.device.type,
-                "dtype": str(place.dtype).removeprefix("torch."),
+                "dtype": dtype_name(place.dtype),
                 "work_of": measured_for(),
                 "data": data,
             }

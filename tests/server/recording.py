@@ -88,7 +88,7 @@ class Recording:
     def step(self):
         stats = self.engine.step().stats
         self.preempted += stats.preemptions
-        self.hits += stats.prefix_hit_tokens
+        self.hits += stats.cached_prompt_tokens
         self.manager.check()
         self.scheduler.check()
 

@@ -257,8 +257,7 @@ def test_stats_add_up(ahead):
     assert [step.inter_token_seconds for step in first] == [(), (3,), (3,)]
     # Two full blocks of four are shared; the ninth token is computed.
     assert [step.prefix_queried_tokens for step in first + again] == [9, 0, 0, 9]
-    assert [step.prefix_hit_tokens for step in first + again] == [0, 0, 0, 8]
-    assert [step.cached_prompt_tokens for step in again] == [8]
+    assert [step.cached_prompt_tokens for step in first + again] == [0, 0, 0, 8]
     assert [step.computed_prompt_tokens for step in again] == [1]
     assert events[0].cached_tokens == 8
     (ended,) = again[0].ended

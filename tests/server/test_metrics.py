@@ -133,7 +133,6 @@ def test_a_step_is_counted():
         written_bytes=1024,
         preemptions=1,
         prefix_queried_tokens=30,
-        prefix_hit_tokens=16,
         evicted_blocks=4,
         flushed_blocks=6,
         blocks_free=5,
@@ -234,7 +233,6 @@ def test_queried_tokens_are_the_admitted_prompt_tokens():
                 computed_prompt_tokens=tokens - hits,
                 cached_prompt_tokens=hits,
                 prefix_queried_tokens=tokens,
-                prefix_hit_tokens=hits,
             ),
         )
         metrics.observe_step("toy", StepStats(preemptions=1))  # recomputing queries nothing

@@ -36,7 +36,6 @@ def worked(choice: str) -> Metrics:
             cached_prompt_tokens=16,
             generated_tokens=7,
             prefix_queried_tokens=30,
-            prefix_hit_tokens=16,
             ended=(summary(),),
         ),
     )

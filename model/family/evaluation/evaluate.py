@@ -28,7 +28,7 @@ from model.family.pack import loss_of
 from model.family.prepare import Bar, Bars
 from model.weights.safetensors_dir import SINGLE
 
-PACKED_WINDOWS = 64
+PACKED_WINDOWS = 64  # of held-out text, to tell what packing costs
 
 
 @dataclass(frozen=True, slots=True)
