@@ -1,44 +1,23 @@
-"""Engines without a server, wired as the server wires them: for costs."""
+"""Engines without a server, wired as the server's, with its default audit: for costs."""
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cache.kv import KVCache
-from cache.ledger import FoldSums, Ledger, fold_sums
 from cache.manager import CacheManager
-from cache.operations import Operations
-from cache.terms import Audit
 from load_tests.in_process import BLOCK_SIZE, blocks_for, new_cache, replayed, request
 from model.batch import ForwardBatch
 from model.config import ModelConfig
-from model.encodings.base import PositionalEncoding, create
+from model.encodings.base import create
 from model.kernels.build import Kernels
-from model.kernels.sampler import KernelSampler
 from model.replay import Forward
-from model.sampler import Sampler
 from model.transformer import Decoder
-from server.auditing import Auditor
 from server.engine import Engine
 from server.plan import Limits
 from server.position_meter import PositionMeter
-from server.runner import Runner
-from server.scheduler import Scheduler
-
-
-@dataclass(frozen=True, slots=True)
-class Wired:
-    """An engine and what it was made of."""
-
-    engine: Engine
-    runner: Runner
-    kv: KVCache
-    scheduler: Scheduler
-    auditor: Auditor
-    meter: PositionMeter
+from server.wiring import Wired, wired
 
 
 def decoding(
@@ -70,14 +49,15 @@ def decoding(
         return logits
 
     made = wired(
+        "measured",
         past_prompts,
         kv,
+        manager_of(kv),
         [decoder.encoding.for_layer(layer) for layer in range(config.layers)],
-        PositionMeter(lambda length: decoder.encoding.work(config, length, BLOCK_SIZE)),
         # All prompts in one step: else the first requests would grow while the last wait.
         Limits(requests, requests * longest, longest, max_waiting=requests),
-        KernelSampler(kernels) if isinstance(kernels, Kernels) else Sampler(),
-        sums=kernels.fold_sums if isinstance(kernels, Kernels) else fold_sums,
+        PositionMeter(lambda length: decoder.encoding.work(config, length, BLOCK_SIZE)),
+        kernels,
         ahead=ahead,
     )
     draw = random.Random(0)
@@ -89,28 +69,6 @@ def decoding(
     return made
 
 
-def wired(
-    forward: Forward,
-    kv: KVCache,
-    rules: Sequence[PositionalEncoding],
-    meter: PositionMeter,
-    limits: Limits,
-    sampler: Sampler,
-    *,
-    sums: FoldSums = fold_sums,
-    ahead: bool = False,
-) -> Wired:
-    """As the server wires it, over all of `kv`, with its default audit. `rules` of each layer."""
-    manager = CacheManager(kv.whole.keys.shape[1], kv.block_size)
-    ledger = Ledger(kv, Audit.SAMPLE, sums)
-    scheduler = Scheduler(manager, limits, Operations(manager, kv, rules, ledger))
-    auditor = Auditor("here", ledger, manager, scheduler)
-    runner = Runner(forward, kv, manager, sampler)
-    launch = runner.launch if ahead else None
-    engine = Engine(runner, kv, manager, scheduler, auditor, meter, launch=launch)
-    return Wired(engine, runner, kv, scheduler, auditor, meter)
-
-
 def engine(
     config: ModelConfig,
     kv: KVCache,
@@ -118,22 +76,25 @@ def engine(
     max_seqs: int,
     max_context: int,
     max_step_tokens: int = 512,
-    sums: FoldSums = fold_sums,
+    kernels: Kernels | str,
 ) -> Engine:
-    """As the server wires it, over all of `kv`, with its default audit; but it computes nothing.
-
-    The next token is always 0. `sums` are the checksums of the kernels, where there are any.
-    """
+    """Over all of `kv`. It computes nothing: the next token is always 0."""
     encoding = create(config.encoding, config, config.trained_context, kv.device)
     return wired(
+        "measured",
         _first_token,
         kv,
+        manager_of(kv),
         [encoding] * config.layers,
-        PositionMeter(lambda context: encoding.work(config, context, kv.block_size)),
         Limits(max_seqs, max_step_tokens, max_context, max_waiting=1 << 20),
-        Sampler(),
-        sums=sums,
+        PositionMeter(lambda context: encoding.work(config, context, kv.block_size)),
+        kernels,
     ).engine
+
+
+def manager_of(kv: KVCache) -> CacheManager:
+    """Of all its blocks."""
+    return CacheManager(kv.whole.keys.shape[1], kv.block_size)
 
 
 def _first_token(batch: ForwardBatch, kv: KVCache) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cache.kv import KVCache
-from load_tests.engines import Wired, decoding
+from load_tests.engines import decoding
 from load_tests.stopwatch import Stopwatch
 from model.batch import ForwardBatch
 from model.encodings.base import PositionalEncoding
@@ -30,6 +30,7 @@ from model.linear import Int8Linear, Linear
 from model.transformer import Decoder, Gate, LayerNorm, RMSNorm
 from server.metrics import Metrics
 from server.pass_timer import told_by, watched
+from server.wiring import Wired
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -18,13 +18,12 @@ from torch import Tensor
 from cache.kv import KVCache
 from load_tests.client import DIALECTS, Unreachable, fetch
 from load_tests.client import Server as Address
-from load_tests.engines import wired
+from load_tests.engines import manager_of
 from load_tests.in_process import blocks_for, new_cache
 from load_tests.profile_engine import metrics_for
 from load_tests.stopwatch import Stopwatch
 from model.batch import ForwardBatch
 from model.encodings.base import PositionalEncoding
-from model.sampler import Sampler
 from model.shapes import SHAPES
 from model.tokenizers.numbers import NumberTokenizer
 from server import listen
@@ -40,6 +39,7 @@ from server.protocol import Server, uvicorn_config
 from server.request import StepStats
 from server.sse import DONE
 from server.wire import CompletionWire
+from server.wiring import wired
 
 DETOKENISING, CHUNKS, HTTP = "detokenising", "chunks as JSON", "HTTP"
 PARTS = (DETOKENISING, CHUNKS, HTTP)
@@ -73,7 +73,8 @@ def http_times(
 
     encoding = PositionalEncoding()
     limits = Limits(requests, 2 * requests, context, max_waiting=requests)
-    made = wired(forward, kv, [encoding], PositionMeter(), limits, Sampler())
+    manager, meter = manager_of(kv), PositionMeter()
+    made = wired(_NAME, forward, kv, manager, [encoding], limits, meter, "nothing is computed")
     metrics = metrics_for(_NAME, kv, context)
     steady = Steady(requests, steps, clock)
 

@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import torch
 
-from cache.ledger import fold_sums
 from load_tests.charts import Mark, Series, lines
 from load_tests.in_process import decoders
 from load_tests.measured import add_options, markdown, place_of, run, several, write
@@ -19,7 +18,6 @@ from load_tests.rounds import MIN_ROUNDS, Call, Clock, Interval, median_of, roun
 from load_tests.scaling_parts import AHEAD, HELD, SIZES, Part, parts
 from load_tests.svg import looks
 from load_tests.words import fine_milliseconds
-from model.kernels.build import Kernels
 from server.decoders import find_kernels
 from server.errors import CommandError
 
@@ -158,9 +156,8 @@ def _measure(args: argparse.Namespace) -> list[tuple[Part, list[dict[int, float]
     ).values()
     largest = {name: max(vars(args)[name]) for name in SIZES}
     only = args.only or list(SIZES)
-    on_cpu = find_kernels(torch.device("cpu"))
-    sums = on_cpu.fold_sums if isinstance(on_cpu, Kernels) else fold_sums
-    chosen = [part for part in parts(decoder, largest, sums) if part.along in only]
+    kernels = find_kernels(torch.device("cpu"))
+    chosen = [part for part in parts(decoder, largest, kernels) if part.along in only]
     measured = []
     progress.schedule(len(chosen))
     for part in chosen:

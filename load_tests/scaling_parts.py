@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cache.ledger import FoldSums
 from cache.manager import CacheManager
 from load_tests.engines import engine
 from load_tests.in_process import (
@@ -21,6 +20,7 @@ from load_tests.in_process import (
     untouched_cache,
 )
 from load_tests.rounds import Call
+from model.kernels.build import Kernels
 from model.shapes import SHAPES
 from model.transformer import Decoder
 from server.engine import Engine
@@ -53,17 +53,17 @@ class Part:
     on_device: bool = False
 
 
-def parts(decoder: Decoder, largest: Mapping[str, int], sums: FoldSums) -> list[Part]:
+def parts(decoder: Decoder, largest: Mapping[str, int], kernels: Kernels | str) -> list[Part]:
     """The decoder computes the passes, where it is; all else is on the CPU.
 
-    `largest` of SIZES that are to be measured; `sums` are the CPU's checksums.
+    `largest` of SIZES that are to be measured; `kernels` are the CPU's, or why there are none.
     """
-    return [*_passes(decoder, largest), *bookkeeping(sums)]
+    return [*_passes(decoder, largest), *bookkeeping(kernels)]
 
 
-def bookkeeping(sums: FoldSums) -> list[Part]:
+def bookkeeping(kernels: Kernels | str) -> list[Part]:
     """Everything but the passes."""
-    host = _Host(sums)
+    host = _Host(kernels)
     return [
         Part("rest", "batch", 1, host.decoding, 5),
         Part("rest", "context", 1, host.long, 5),
@@ -104,7 +104,7 @@ def _passes(decoder: Decoder, largest: Mapping[str, int]) -> list[Part]:
 class _Host:
     """Engines that schedule, build batches, sample and keep books, and compute nothing."""
 
-    sums: FoldSums
+    kernels: Kernels | str
 
     def decoding(self, requests: int) -> Call:
         """Every request of the batch gets its next token."""
@@ -195,7 +195,7 @@ class _Host:
             max_seqs=max_seqs,
             max_context=blocks * BLOCK_SIZE,
             max_step_tokens=max_step_tokens,
-            sums=self.sums,
+            kernels=self.kernels,
         )
 
 

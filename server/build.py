@@ -1,4 +1,4 @@
-"""The only wiring: from a configuration to models, caches, engines, the application, a server."""
+"""From a configuration to models, caches, engines, the application, a server."""
 
 import asyncio
 import socket
@@ -10,9 +10,7 @@ from logging import getLogger
 import torch
 
 from cache.kv import KVCache
-from cache.ledger import Ledger, fold_sums
 from cache.manager import CacheManager
-from cache.operations import Operations
 from cache.terms import Audit
 from model.attention.base import NoBackend
 from model.catalogue import Place
@@ -20,14 +18,11 @@ from model.config import EncoderDecoderConfig, ModelConfig
 from model.encoder_decoder import EncoderDecoder
 from model.encodings.base import EncodingError, PositionalWork
 from model.kernels.build import Kernels
-from model.kernels.sampler import KernelSampler
 from model.loading import Checkpoint, CheckpointError
-from model.sampler import Sampler
 from model.transformer import Decoder
 from server import listen, placement
 from server.app import HttpOptions, create_app, own_version
 from server.async_engine import AsyncEngine
-from server.auditing import Auditor
 from server.banner import ModelFacts, banner
 from server.cache_plan import CachePlanner
 from server.config import ServerConfig
@@ -43,10 +38,9 @@ from server.pass_timer import TimedDecoder
 from server.plan import Limits
 from server.position_meter import PositionMeter, no_cost
 from server.protocol import Server, uvicorn_config
-from server.runner import Runner
-from server.scheduler import Scheduler
 from server.threads import end_idle_threads
 from server.warm_up import warm_up
+from server.wiring import wired
 
 log = getLogger(__name__)
 
@@ -175,25 +169,19 @@ def _complete(
         max_waiting=config.limits.max_queue,
     )
     rules = [model.decoder.encoding.for_layer(layer) for layer in range(shape.layers)]
-    sums = kernels.fold_sums if isinstance(kernels, Kernels) else fold_sums
-    ledger = Ledger(kv, Audit(config.cache.audit), sums)
-    operations = Operations(manager, kv, rules, ledger)
-    scheduler = Scheduler(manager, limits, operations)
-    auditor = Auditor(name, ledger, manager, scheduler)
-    meter = _meter(model.decoder, shape, block_size)
     decoder = TimedDecoder(model.decoder, device)
-    sampler = KernelSampler(kernels) if isinstance(kernels, Kernels) else Sampler()
-    forward = replayed(model.decoder, kv, limits, name, otherwise=decoder)
-    run = Runner(forward, kv, manager, sampler)
-    engine = Engine(
-        run,
+    made = wired(
+        name,
+        replayed(model.decoder, kv, limits, name, otherwise=decoder),
         kv,
         manager,
-        scheduler,
-        auditor,
-        meter,
+        rules,
+        limits,
+        _meter(model.decoder, shape, block_size),
+        kernels,
+        audit=Audit(config.cache.audit),
         drain_times=decoder.drain,
-        launch=run.launch if device.type == "cuda" else None,
+        ahead=device.type == "cuda",
     )
     rotation = model.decoder.encoding.rotation()
     facts = ModelFacts(
@@ -227,7 +215,7 @@ def _complete(
         speed=speed,
     )
     served = _served(name, model.checkpoint, facts)
-    return Loaded(served, engine, facts, model.place, planner, defect)
+    return Loaded(served, made.engine, facts, model.place, planner, defect)
 
 
 def _meter(decoder: Decoder | EncoderDecoder, shape: ModelConfig, block_size: int) -> PositionMeter:

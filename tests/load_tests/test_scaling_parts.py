@@ -5,7 +5,6 @@ import sys
 import pytest
 import torch
 
-from cache.ledger import fold_sums
 from load_tests.in_process import decoders
 from load_tests.scaling_parts import SIZES, bookkeeping, parts
 
@@ -47,7 +46,7 @@ def repeated(call, times: int):
 
 
 @pytest.mark.parametrize(
-    "part", bookkeeping(fold_sums), ids=lambda part: f"{part.name}, {part.along}"
+    "part", bookkeeping("not asked for"), ids=lambda part: f"{part.name}, {part.along}"
 )
 def test_no_part_runs_more_lines_than_its_work(part):
     small, large = SMALL_AND_LARGE[part.along]
@@ -71,7 +70,7 @@ def test_every_size_has_a_part():
     (decoder,) = decoders(
         "small", ["nope"], context=32, dtype=torch.float32, device=device, kernels="none"
     ).values()
-    found = parts(decoder, {"batch": 2, "context": 32}, fold_sums)
+    found = parts(decoder, {"batch": 2, "context": 32}, "not asked for")
     assert {part.along for part in found} == set(SIZES) == set(SMALL_AND_LARGE)
     passes = [part for part in found if part.on_device]
     assert [part.along for part in passes] == ["batch", "context"]

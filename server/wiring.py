@@ -1,0 +1,67 @@
+"""An engine from its parts, as it is served and as it is measured."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cache.kv import KVCache
+from cache.ledger import Ledger, fold_sums
+from cache.manager import CacheManager
+from cache.operations import Operations
+from cache.terms import Audit
+from model.encodings.base import PositionalEncoding
+from model.kernels.build import Kernels
+from model.kernels.sampler import KernelSampler
+from model.replay import Forward
+from model.sampler import Sampler
+from server.auditing import Auditor
+from server.engine import Engine
+from server.plan import Limits
+from server.position_meter import PositionMeter
+from server.request import PassTimes
+from server.runner import Runner
+from server.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Wired:
+    """An engine and what it was made of."""
+
+    engine: Engine
+    runner: Runner
+    kv: KVCache
+    scheduler: Scheduler
+    auditor: Auditor
+    meter: PositionMeter
+
+
+def wired(
+    name: str,
+    forward: Forward,
+    kv: KVCache,
+    manager: CacheManager,
+    rules: Sequence[PositionalEncoding],
+    limits: Limits,
+    meter: PositionMeter,
+    kernels: Kernels | str,
+    *,
+    audit: Audit = Audit.SAMPLE,
+    drain_times: Callable[[], tuple[PassTimes, ...]] = tuple,
+    ahead: bool = False,
+) -> Wired:
+    """Over all of `kv`, whose blocks `manager` gives out.
+
+    name: of the model. rules: of each layer. kernels: those of the CPU, or why there are none.
+    ahead: whether the device is told of a step before the one before it is waited for.
+    """
+    sums, sampler = fold_sums, Sampler()
+    if isinstance(kernels, Kernels):
+        sums, sampler = kernels.fold_sums, KernelSampler(kernels)
+    ledger = Ledger(kv, audit, sums)
+    scheduler = Scheduler(manager, limits, Operations(manager, kv, rules, ledger))
+    auditor = Auditor(name, ledger, manager, scheduler)
+    runner = Runner(forward, kv, manager, sampler)
+    launch = runner.launch if ahead else None
+    engine = Engine(
+        runner, kv, manager, scheduler, auditor, meter, drain_times=drain_times, launch=launch
+    )
+    return Wired(engine, runner, kv, scheduler, auditor, meter)
