@@ -1,7 +1,7 @@
 """The tensors of the paged KV cache. Which block belongs to whom is cache/manager.py's affair."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -71,6 +71,17 @@ class Int8LayerKV(NamedTuple):
 PagedKV = LayerKV | Int8LayerKV
 
 
+class Shape(Protocol):
+    """What a cache has to know of a model."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
 class KVCache:
     """One PagedKV per layer, allocated once. dtype: of what is stored, int8 with scales."""
 
@@ -98,6 +109,21 @@ class KVCache:
         self._scales: Tensor | None = None  # of keys and of values
         if dtype is torch.int8:
             self._scales = torch.empty(2, *shape, dtype=SCALE, device=device)
+
+    @classmethod
+    def of(
+        cls, shape: Shape, *, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> "KVCache":
+        """For the keys and values of a model."""
+        return cls(
+            layers=shape.layers,
+            blocks=blocks,
+            block_size=block_size,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=dtype,
+            device=device,
+        )
 
     def layer(self, index: int) -> PagedKV:
         keys, values = self._keys[index], self._values[index]

@@ -99,15 +99,7 @@ def untouched_cache(
     config: ModelConfig, blocks: int, *, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
     """Takes no memory on a CPU until it is written to."""
-    return KVCache(
-        layers=config.layers,
-        blocks=blocks,
-        block_size=BLOCK_SIZE,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        device=device,
-    )
+    return KVCache.of(config, blocks=blocks, block_size=BLOCK_SIZE, dtype=dtype, device=device)
 
 
 def blocks_for(requests: int, context: int) -> int:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from cache.kv import KVCache
+from cache.manager import Table
 from cache.terms import KeyFrame
-from model.batch import ForwardBatch
+from model.batch import of_one
 from model.catalogue import hooks
 from model.config import ModelConfig
 from model.encodings.base import PositionalEncoding
@@ -173,21 +174,23 @@ class Watch:
 
     def _run(self, kv: KVCache, start: int) -> Tensor:
         """Logits of the last token; the known tokens from `start` on are computed and stored."""
-        logits: Tensor = self.arm.decoder(_batch(self.known, start), kv)
+        end = len(self.known)
+        table = Table(range(end), range(0, end * BLOCK_SIZE, BLOCK_SIZE))
+        new = self.known[start:]
+        batch = of_one(new, start, table, BLOCK_SIZE, wanted=1, device=kv.device)
+        logits: Tensor = self.arm.decoder(batch, kv)
         return logits
 
     def _cache(self, capacity: int) -> KVCache:
-        config = self.config
-        kv = KVCache(
-            layers=config.layers,
+        weight = self.arm.decoder.embed.weight
+        kv = KVCache.of(
+            self.config,
             blocks=-(-capacity // BLOCK_SIZE),
             block_size=BLOCK_SIZE,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            dtype=self.arm.decoder.embed.weight.dtype,
-            device=self.arm.decoder.embed.weight.device,
+            dtype=weight.dtype,
+            device=weight.device,
         )
-        for layer in range(config.layers):
+        for layer in range(kv.layers):
             for tensor in kv.layer(layer):
                 tensor.fill_(torch.nan)  # so that whatever is written is seen
         return kv
@@ -213,26 +216,6 @@ def first_positional_term(decoder: Decoder, start: int, stop: int) -> int:
 def biased_keys(encoding: PositionalEncoding, config: ModelConfig, context: int) -> int:
     """How many keys get a bias from one query that sees `context` of them."""
     return encoding.work(config, context, BLOCK_SIZE).bias_values // (config.layers * config.heads)
-
-
-def _batch(tokens: Sequence[int], start: int) -> ForwardBatch:
-    """The tokens from `start` on, of one sequence that has the cache's blocks in order."""
-    stop = len(tokens)
-    rows = torch.arange(start, stop)
-    blocks = torch.arange(-(-stop // BLOCK_SIZE))
-    return ForwardBatch(
-        tokens=torch.tensor(tokens[start:]),
-        positions=rows,
-        offsets=rows % BLOCK_SIZE,
-        slots=rows,
-        query_starts=torch.tensor([0, stop - start]),
-        context_lens=torch.tensor([stop]),
-        block_tables=blocks[None],
-        block_bases=blocks[None] * BLOCK_SIZE,
-        output_rows=torch.tensor([stop - start - 1]),
-        max_query=stop - start,
-        max_context=stop,
-    )
 
 
 def _copy(kv: KVCache) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cache.manager import Table
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
@@ -57,6 +59,36 @@ class ForwardBatch:
         offsets = torch.arange(block_size, device=self.block_bases.device)
         positions = self.block_bases[:, :used, None] + offsets
         return positions.flatten(1)[:, : self.max_context]
+
+
+def of_one(
+    tokens: Sequence[int],
+    start: int,
+    table: Table,
+    block_size: int,
+    *,
+    wanted: int,
+    device: torch.device,
+) -> ForwardBatch:
+    """Tokens number `start` and later of one sequence; the logits of the last ones are wanted."""
+    count, end = len(tokens), start + len(tokens)
+    index = torch.arange(start, end, device=device)
+    used = -(-end // block_size)
+    blocks = torch.tensor(list(table.blocks[:used]), device=device)
+    bases = torch.tensor(list(table.bases[:used]), device=device)
+    return ForwardBatch(
+        tokens=torch.tensor(list(tokens), device=device),
+        positions=bases[index // block_size] + index % block_size,
+        offsets=index % block_size,
+        slots=blocks[index // block_size] * block_size + index % block_size,
+        query_starts=torch.tensor([0, count], device=device),
+        context_lens=torch.tensor([end], device=device),
+        block_tables=blocks[None],
+        block_bases=bases[None],
+        output_rows=torch.arange(count - wanted, count, device=device),
+        max_query=count,
+        max_context=end,
+    )
 
 
 @dataclass(frozen=True, slots=True)

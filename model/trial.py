@@ -42,14 +42,8 @@ class Trial:
         blocks = 2 + spare + sum(-(-length // block_size) for length in lengths.values())
         self._layers = shape.layers
         self.manager = CacheManager(blocks, block_size, prefix_sharing=False)
-        self.kv = KVCache(
-            layers=shape.layers,
-            blocks=blocks,
-            block_size=block_size,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            dtype=dtype,
-            device=device,
+        self.kv = KVCache.of(
+            shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device
         )
         for name, length in lengths.items():
             self.store(name, length)

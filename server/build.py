@@ -236,15 +236,7 @@ def _allocate(
     shape: ModelConfig, dtype: torch.dtype, device: torch.device, blocks: int, block_size: int
 ) -> KVCache:
     try:
-        return KVCache(
-            layers=shape.layers,
-            blocks=blocks,
-            block_size=block_size,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            dtype=dtype,
-            device=device,
-        )
+        return KVCache.of(shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
     except RuntimeError as error:  # what torch raises when there is no memory, on every device
         size = blocks * block_size * placement.kv_bytes_per_token(shape, dtype)
         raise CommandError(

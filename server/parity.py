@@ -126,14 +126,8 @@ class _Bench:
         # Block 0 is reserved, and a pool needs another one.
         blocks = 2 + sum(-(-length // block_size) for length in (*LENGTHS, *SOURCES))
         self._manager = CacheManager(blocks, block_size, prefix_sharing=False)
-        self._kv = KVCache(
-            layers=kv.layers,
-            blocks=blocks,
-            block_size=block_size,
-            kv_heads=kv.kv_heads,
-            head_dim=shape.head_dim,
-            dtype=kv.dtype,
-            device=kv.device,
+        self._kv = KVCache.of(
+            shape, blocks=blocks, block_size=block_size, dtype=kv.dtype, device=kv.device
         )
         for tensor in self._kv.whole:
             if tensor.is_floating_point():  # of numbers in 8 bits, the scales

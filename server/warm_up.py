@@ -12,8 +12,9 @@ from statistics import median
 import torch
 
 from cache.kv import KVCache
+from cache.manager import Table
 from cache.operations import BLOCKS_AT_ONCE
-from model.batch import Cross, ForwardBatch
+from model.batch import Cross, of_one
 from model.catalogue import example
 from model.config import ModelConfig
 from model.encoder_decoder import EncoderDecoder
@@ -42,7 +43,9 @@ def warm_up(
     # Memory may hold anything, numbers that are slow to compute with included.
     for part in kv.whole:
         part[:, 0] = 0
-    batch = _first_tokens(min(kv.block_size, context), kv.device)
+    count = min(kv.block_size, context)
+    first = Table(blocks=[0], bases=[0])
+    batch = of_one([0] * count, 0, first, kv.block_size, wanted=1, device=kv.device)
     if isinstance(decoder, EncoderDecoder):
         batch = replace(batch, cross=Cross(new=batch, seen=batch))
     if not bool(decoder(batch, kv).isfinite().all()):
@@ -53,25 +56,6 @@ def warm_up(
         turn=_seconds(_turn(kv, shape), kv.device) / BLOCKS_AT_ONCE,
         copy=_seconds(_copy(kv), kv.device) / BLOCKS_AT_ONCE,
         compute=_seconds(lambda: decoder(batch, kv), kv.device),
-    )
-
-
-def _first_tokens(count: int, device: torch.device) -> ForwardBatch:
-    """Positions 0 .. count - 1 of one sequence that lies in block 0, and the last one's logits."""
-    rows = torch.arange(count, device=device)
-    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    return ForwardBatch(
-        tokens=torch.zeros_like(rows),
-        positions=rows,
-        offsets=rows,
-        slots=rows,
-        query_starts=torch.tensor([0, count], device=device),
-        context_lens=torch.tensor([count], device=device),
-        block_tables=zero,
-        block_bases=zero,
-        output_rows=rows[-1:],
-        max_query=count,
-        max_context=count,
     )
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from cache.kv import KVCache
 from cache.manager import Table
-from model.batch import ForwardBatch
-from model.config import ModelConfig
+from model.batch import of_one
 from model.transformer import Decoder
 
 BLOCK_SIZE = 16
@@ -46,15 +45,13 @@ class Reader:
 
 def new_cache(decoder: Decoder, blocks: int) -> KVCache:
     """In the decoder's dtype and place."""
-    config: ModelConfig = decoder.config
-    return KVCache(
-        layers=config.layers,
+    weight = decoder.embed.weight
+    return KVCache.of(
+        decoder.config,
         blocks=blocks,
         block_size=BLOCK_SIZE,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        dtype=decoder.embed.weight.dtype,
-        device=decoder.embed.weight.device,
+        dtype=weight.dtype,
+        device=weight.device,
     )
 
 
@@ -66,30 +63,7 @@ def forward(
     found = []
     for begin in range(start, len(tokens), CHUNK):
         end = min(begin + CHUNK, len(tokens))
-        batch = _batch(tokens[begin:end], begin, max(first - begin, 0), table, kv.device)
+        here, last = tokens[begin:end], max(end - max(first, begin), 0)
+        batch = of_one(here, begin, table, BLOCK_SIZE, wanted=last, device=kv.device)
         found.append(decoder(batch, kv).float().log_softmax(-1))
     return torch.cat(found)
-
-
-def _batch(
-    tokens: Sequence[int], begin: int, skipped: int, table: Table, device: torch.device
-) -> ForwardBatch:
-    """Tokens number `begin` and later of one sequence; all but the `skipped` first are wanted."""
-    count, end = len(tokens), begin + len(tokens)
-    index = torch.arange(begin, end, device=device)
-    used = -(-end // BLOCK_SIZE)
-    blocks = torch.tensor(list(table.blocks[:used]), device=device)
-    bases = torch.tensor(list(table.bases[:used]), device=device)
-    return ForwardBatch(
-        tokens=torch.tensor(list(tokens), device=device),
-        positions=bases[index // BLOCK_SIZE] + index % BLOCK_SIZE,
-        offsets=index % BLOCK_SIZE,
-        slots=blocks[index // BLOCK_SIZE] * BLOCK_SIZE + index % BLOCK_SIZE,
-        query_starts=torch.tensor([0, count], device=device),
-        context_lens=torch.tensor([end], device=device),
-        block_tables=blocks[None],
-        block_bases=bases[None],
-        output_rows=torch.arange(min(skipped, count), count, device=device),
-        max_query=count,
-        max_context=end,
-    )
