@@ -13,7 +13,7 @@ from cache.kv import KVCache
 from cache.manager import CacheManager
 from load_tests.rounds import Call
 from model.attention.backends import all_backends
-from model.attention.base import AttentionSpec, choose
+from model.attention.base import choose_for
 from model.batch import ForwardBatch
 from model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
 from model.encodings.base import EncodingError, create
@@ -171,17 +171,7 @@ def _decoder(
 ) -> Decoder:
     assert not isinstance(config, EncoderDecoderConfig), "a shape is a decoder alone"
     encoding = create(config.encoding, config, context, device)
-    rotation = encoding.rotation()
-    spec = AttentionSpec(
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        scale=1.0,
-        dtype=dtype,
-        device=device,
-        rotation=None if rotation is None else rotation.frame,
-    )
-    backend = choose(all_backends(kernels), spec)
+    backend = choose_for(all_backends(kernels), config, encoding, dtype, device)
     return Decoder(config, encoding, backend, dtype=dtype, device=device)
 
 

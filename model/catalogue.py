@@ -22,7 +22,7 @@ from model.encodings.base import (
     names,
 )
 from model.rotation import Rotation
-from model.trial import Cost, Stopwatch, Trial
+from model.trial import Cost, TimedTrial, Trial
 
 HOOKS = ("embed", "rotate", "rotation", "score_bias", "for_layer")
 LENGTHS = (512, 4096, 32768)  # keys that the new token sees
@@ -149,7 +149,7 @@ def abilities(
     return tuple(found)
 
 
-def measured(entry: EncodingFacts, watch: Stopwatch) -> EncodingFacts:
+def measured(entry: EncodingFacts, trial: TimedTrial) -> EncodingFacts:
     """The same, with what each possible operation costs on a cache for SHAPE."""
     if entry.unbuilt is not None:
         return entry
@@ -157,15 +157,15 @@ def measured(entry: EncodingFacts, watch: Stopwatch) -> EncodingFacts:
     timed = [
         ability
         if ability.capability is Capability.IMPOSSIBLE
-        else replace(ability, cost=watch.cost(encodings[ability.key_frame], ability.op))
+        else replace(ability, cost=trial.cost(encodings[ability.key_frame], ability.op))
         for ability in entry.operations
     ]
     return replace(entry, operations=tuple(timed))
 
 
-def stopwatch(place: Place) -> Stopwatch:
+def timed_trial(place: Place) -> TimedTrial:
     """For `measured`. Holds a cache for SHAPE: 160 MB in float32."""
-    return Stopwatch(SHAPE, block_size=BLOCK_SIZE, dtype=place.dtype, device=place.device)
+    return TimedTrial(SHAPE, block_size=BLOCK_SIZE, dtype=place.dtype, device=place.device)
 
 
 def in_each_frame(kind: type[PositionalEncoding], shape: ModelConfig) -> list[PositionalEncoding]:

@@ -72,7 +72,7 @@ class Cost:
     bytes: int
 
 
-class Stopwatch:
+class TimedTrial:
     """Really runs operations, on a cache that is large enough for them and freed with this."""
 
     def __init__(

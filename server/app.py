@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from model.catalogue import Place
 from server.cache_plan import CachePlanner
 from server.http_errors import (
-    Fault,
+    InternalError,
     MethodNotAllowed,
     RouteNotFound,
     error_bytes,
@@ -143,7 +143,7 @@ def _framework_error(error: HTTPException) -> ServeError:
 
 def _count(metrics: Metrics, error: ServeError, model: str | None) -> None:
     # What failed inside the engine is counted there, with its finish reason.
-    if isinstance(error, Fault) or not isinstance(error, RequestFailed):
+    if isinstance(error, InternalError) or not isinstance(error, RequestFailed):
         metrics.reject(model, rejection_reason(error))
 
 

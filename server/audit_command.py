@@ -6,7 +6,6 @@ Reads the flags, chooses the arms, prints and writes; model/audit.py watches.
 import argparse
 import json
 import random
-import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from model import audit_arms
 from model.audit import Arm, Audit, AuditStep, audit, entries
@@ -29,11 +27,11 @@ from model.transformer import Decoder
 from server import pull
 from server.config import model_source
 from server.errors import CommandError, UsageError
-from server.patience import said_if_long
+from server.output_file import require_folder, write_file
+from server.terminal import bar_if_long, line_width, said_if_long
 
 TINY = "tiny"
 TINY_RUN, MODEL_RUN = (104, 32), (24, 16)  # tokens of the prompt, steps
-PATIENCE_S = 2.0  # before a bar is shown
 NAMED_ENTRIES = 3  # of those that changed although they were right
 TINY_NOTE = "tiny is a small decoder with random weights: mechanics only, not quality."
 COLUMNS = (
@@ -62,10 +60,7 @@ def run(flags: argparse.Namespace) -> int:
     """1 when an entry changed that was right, else 0. UsageError or CommandError otherwise."""
     files = [Path(name) for name in (flags.html, flags.json) if name and name != "-"]
     for path in files:
-        if not path.parent.is_dir():  # told before the work, not after
-            raise CommandError(
-                f"{path} cannot be written: {path.parent} is no directory; name another"
-            )
+        require_folder(path)
     try:
         report = _audited(flags)
     except (EncodingError, CheckpointError, InvalidText) as error:
@@ -91,15 +86,7 @@ def _audited(flags: argparse.Namespace) -> Report:
     subject = _tiny(flags, drawn, steps) if flags.model == TINY else _loaded(flags, drawn, steps)
     arms = list(_arms(flags, subject, steps))
     with (
-        tqdm(
-            total=len(arms) * (steps + 1),
-            desc=f"auditing {subject.name}",
-            unit="step",
-            delay=PATIENCE_S,
-            leave=False,
-            disable=None,  # unless standard error is a terminal
-            file=sys.stderr,
-        ) as bar,
+        bar_if_long(f"auditing {subject.name}", len(arms) * (steps + 1), "step") as bar,
         threads(1 if flags.model == TINY else torch.get_num_threads()),
     ):
         audits = tuple(audit(arm, subject.prompt, steps, bar.update) for arm in arms)
@@ -240,8 +227,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _wrapped(text: str) -> list[str]:
-    width = min(shutil.get_terminal_size((100, 24)).columns, 100)
-    return textwrap.wrap(text, width, break_on_hyphens=False)
+    return textwrap.wrap(text, line_width(), break_on_hyphens=False)
 
 
 def faults(report: Report) -> Iterator[str]:
@@ -264,10 +250,5 @@ def faults(report: Report) -> Iterator[str]:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(
-            f"{path} cannot be written ({error.strerror}); name another file"
-        ) from error
+    write_file(path, text)
     print(path, file=sys.stderr)

@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from model.attention.backends import all_backends
-from model.attention.base import AttentionBackend, AttentionSpec, choose
+from model.attention.base import AttentionBackend, choose_for
 from model.catalogue import Place
 from model.config import EncoderDecoderConfig, EncodingSpec
 from model.encoder_decoder import EncoderDecoder
@@ -27,6 +27,7 @@ from model.transformer import Decoder
 from server import placement, pull
 from server.config import ModelOptions, ModelSource
 from server.errors import CommandError
+from server.terminal import said_if_long
 
 log = getLogger(__name__)
 
@@ -49,9 +50,10 @@ def find_kernels(device: torch.device) -> Kernels | str:
     if device.type != "cpu":
         return f"the device is {device.type}"
     try:
-        return load_kernels(pull.home() / "kernels")
+        with said_if_long("compiling the CPU kernels, once for this machine"):
+            return load_kernels(pull.home() / "kernels")
     except NoKernels as error:
-        log.warning("serving without the CPU kernels, several times slower: %s", error)
+        log.warning("there are no CPU kernels, and all is several times slower: %s", error)
         return str(error)
 
 
@@ -63,9 +65,9 @@ def prepare(
     if loading.encoding is not None and loading.encoding != checkpoint.config.encoding.name:
         checkpoint = _with_encoding(checkpoint, loading.encoding)
     if loading.bias_form is not None:
-        checkpoint = _with_bias_form(checkpoint, loading.bias_form)
+        checkpoint = _in_variant(checkpoint, "--bias-form", "t5", "form", loading.bias_form)
     if loading.rope_frame is not None:
-        checkpoint = _with_rope_frame(checkpoint, loading.rope_frame)
+        checkpoint = _in_variant(checkpoint, "--rope-frame", "rope", "frame", loading.rope_frame)
     shape = checkpoint.config
     dtype = placement.pick_dtype(loading.dtype, device)
     if isinstance(shape, EncoderDecoderConfig) and dtype is torch.float16:
@@ -117,27 +119,15 @@ def _with_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:
     return replace(checkpoint, config=config, parameters=kept)
 
 
-def _with_bias_form(checkpoint: Checkpoint, form: str) -> Checkpoint:
-    """With the decoder's T5 bias in another form, which changes costs and no answer."""
+def _in_variant(checkpoint: Checkpoint, flag: str, of: str, option: str, value: str) -> Checkpoint:
+    """With its encoding in another form or frame, which changes costs and no answer."""
     spec = checkpoint.config.encoding
-    if spec.name != "t5":
+    if spec.name != of:
         raise CommandError(
-            f"--bias-form {form}: {checkpoint.path} has the encoding {spec.name}, and only t5 has "
-            "forms; leave the option out"
+            f"{flag} {value}: {checkpoint.path} has the encoding {spec.name}, and only {of} has "
+            f"{option}s; leave the option out"
         )
-    spec = EncodingSpec(spec.name, {**spec.options, "form": form})
-    return replace(checkpoint, config=replace(checkpoint.config, encoding=spec))
-
-
-def _with_rope_frame(checkpoint: Checkpoint, frame: str) -> Checkpoint:
-    """With keys stored in another frame, which changes what moving them costs and no answer."""
-    spec = checkpoint.config.encoding
-    if spec.name != "rope":
-        raise CommandError(
-            f"--rope-frame {frame}: {checkpoint.path} has the encoding {spec.name}, and only rope "
-            "turns keys; leave the option out"
-        )
-    spec = EncodingSpec(spec.name, {**spec.options, "frame": frame})
+    spec = EncodingSpec(spec.name, {**spec.options, option: value})
     return replace(checkpoint, config=replace(checkpoint.config, encoding=spec))
 
 
@@ -162,17 +152,7 @@ def _backend(
     backends = all_backends(kernels)
     if loading.attention is not None:
         backends = [backend for backend in backends if backend.name == loading.attention]
-    shape, rotation = checkpoint.config, encoding.rotation()
-    spec = AttentionSpec(
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        scale=1.0,
-        dtype=dtype,
-        device=device,
-        rotation=None if rotation is None else rotation.frame,
-    )
-    return choose(backends, spec)
+    return choose_for(backends, checkpoint.config, encoding, dtype, device)
 
 
 def _assembled(

@@ -4,7 +4,6 @@ Prints what model/catalogue.py finds. Starts no server and opens no checkpoint.
 """
 
 import json
-import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -21,14 +20,13 @@ from model.catalogue import (
     catalogue,
     measured,
     measured_for,
-    stopwatch,
+    timed_trial,
 )
 from model.encodings.base import EncodingError, PositionalWork
-from model.kernels.build import Kernels, NoKernels
-from model.kernels.build import load as load_kernels
-from server import placement, pull
+from server import placement
+from server.decoders import find_kernels
 from server.errors import CommandError
-from server.patience import said_if_long
+from server.terminal import line_width, said_if_long
 
 LABEL = 18  # columns of the labels at the left
 
@@ -39,7 +37,7 @@ def run(others: Sequence[str], *, as_lines_of_json: bool) -> int:
     entries = _entries(place, others)
     if as_lines_of_json:
         return _print_json(place, entries)
-    width = _width()
+    width = line_width()
     print("\n\n".join("\n".join(lines(entry, width)) for entry in entries))
     print(f"\n{footnote(place, width)}")
     return 0
@@ -48,12 +46,12 @@ def run(others: Sequence[str], *, as_lines_of_json: bool) -> int:
 def run_operations(others: Sequence[str], *, as_lines_of_json: bool) -> int:
     """What can be done to cached entries, each cell run and timed. CommandError as in `run`."""
     place = this_machine()
-    watch = stopwatch(place)
+    trial = timed_trial(place)
     with said_if_long("running each operation a few times"):
-        entries = [measured(entry, watch) for entry in _entries(place, others)]
+        entries = [measured(entry, trial) for entry in _entries(place, others)]
     if as_lines_of_json:
         return _print_json(place, entries)
-    width = _width()
+    width = line_width()
     print("\n".join(matrix(entries)))
     print("\n" + "\n".join(reasons(entries, width)))
     print(f"\n{matrix_footnote(place, width)}")
@@ -73,24 +71,10 @@ def _print_json(place: Place, entries: Sequence[EncodingFacts]) -> int:
     return 0
 
 
-def _width() -> int:
-    return min(shutil.get_terminal_size((100, 24)).columns, 100)
-
-
 def this_machine() -> Place:
     """Device, numbers and kernels that `serve` would choose by itself."""
     device = placement.pick_device(None)
-    return Place(all_backends(_kernels(device.type)), placement.pick_dtype(None, device), device)
-
-
-def _kernels(device: str) -> Kernels | str:
-    if device != "cpu":
-        return f"the device is {device}"
-    try:
-        with said_if_long("compiling the CPU kernels, once for this machine"):
-            return load_kernels(pull.home() / "kernels")
-    except NoKernels as error:
-        return str(error)
+    return Place(all_backends(find_kernels(device)), placement.pick_dtype(None, device), device)
 
 
 def heading(place: Place) -> dict[str, object]:

@@ -5,11 +5,8 @@ Reads the flags and writes the file; what is in it is model/explain's.
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from model.catalogue import BLOCK_SIZE
 from model.encodings.base import EncodingError
@@ -20,9 +17,10 @@ from model.explain.subject import Subject, from_checkpoint, from_name, shape
 from model.loading import CheckpointError, open_checkpoint
 from server import pull
 from server.errors import CommandError, UsageError
+from server.output_file import require_folder, write_file
+from server.terminal import bar_if_long
 
 HEADS, HEAD_DIM, CONTEXT = 8, 64, 2048
-PATIENCE_S = 2.0  # before a bar is shown
 
 
 def run(flags: argparse.Namespace) -> Path:
@@ -32,8 +30,7 @@ def run(flags: argparse.Namespace) -> Path:
     path = Path(flags.out or f"{_stem(flags)}.html")
     if path.suffix not in (".html", ".png"):
         raise UsageError(f"--out: {path} ends neither in .html nor in .png; write one of them")
-    if not path.parent.is_dir():  # told before the work, not after
-        raise CommandError(f"{path} cannot be written: {path.parent} is no directory; name another")
+    require_folder(path)
     try:
         subject = _of_model(flags) if flags.model else _of_name(flags)
     except (EncodingError, CheckpointError) as error:
@@ -41,22 +38,9 @@ def run(flags: argparse.Namespace) -> Path:
     parts = pictures(subject)
     count = sum(isinstance(part, Picture) for part in parts)
     render = to_png if path.suffix == ".png" else to_html
-    with tqdm(
-        total=count,
-        desc=f"drawing {path}",
-        unit="picture",
-        delay=PATIENCE_S,
-        leave=False,
-        disable=None,  # unless standard error is a terminal
-        file=sys.stderr,
-    ) as bar:
+    with bar_if_long(f"drawing {path}", count, "picture") as bar:
         made = render(subject.title, subject.summary, facts(subject), parts, bar.update)
-    try:
-        path.write_bytes(made if isinstance(made, bytes) else made.encode())
-    except OSError as error:
-        raise CommandError(
-            f"{path} cannot be written ({error.strerror}); name another file with --out"
-        ) from error
+    write_file(path, made)
     return path
 
 

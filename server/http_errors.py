@@ -103,7 +103,7 @@ class DeadlineExceeded(ServeError):
     code = "deadline_exceeded"
 
 
-class Fault(RequestFailed):
+class InternalError(RequestFailed):
     """The HTTP side broke on this request. What breaks in the engine is counted there instead."""
 
 
@@ -160,7 +160,7 @@ _REASONS: Mapping[type[ServeError], str] = {
     BodyTooLarge: "body_too_large",
     DeadlineExceeded: "deadline",
     ModelNotFound: "model_not_found",
-    Fault: "failed",
+    InternalError: "failed",
     Unauthorized: "unauthorized",
 }
 _REASONS_BY_CODE = {

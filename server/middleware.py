@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http_errors import (
     BodyTooLarge,
-    Fault,
+    InternalError,
     Unauthorized,
     UnsupportedCoding,
     UnsupportedMedia,
@@ -115,7 +115,7 @@ class Guard:
                 raise
             if not isinstance(error, ServeError):
                 _log.exception("request %s failed unexpectedly", state_of(scope)["id"])
-                error = Fault("the server failed on this request; see its log")
+                error = InternalError("the server failed on this request; see its log")
             self._refused(error)
             await send_error(send, error)
 

@@ -11,7 +11,8 @@ from cache.kv import PagedKV
 from cache.terms import KeyFrame
 from model.attention.bias import StepBias
 from model.batch import ForwardBatch
-from model.encodings.base import ScoreBias
+from model.config import ModelConfig
+from model.encodings.base import PositionalEncoding, ScoreBias
 from model.rotation import Rotation
 
 
@@ -77,3 +78,24 @@ def choose(backends: Sequence[AttentionBackend], spec: AttentionSpec) -> Attenti
             return backend
         objections.append(f"{backend.name}: {reason}")
     raise NoBackend("No attention backend fits; " + "; ".join(objections) + ".")
+
+
+def choose_for(
+    backends: Sequence[AttentionBackend],
+    config: ModelConfig,
+    encoding: PositionalEncoding,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionBackend:
+    """One for all layers of a decoder. Raises NoBackend."""
+    rotation = encoding.rotation()
+    spec = AttentionSpec(
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        scale=1.0,
+        dtype=dtype,
+        device=device,
+        rotation=None if rotation is None else rotation.frame,
+    )
+    return choose(backends, spec)

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.cache_view import CacheView
 from server.completion import Choice, Piece, choice_usage, total_usage
-from server.http_errors import DeadlineExceeded, Fault, error_bytes
+from server.http_errors import DeadlineExceeded, InternalError, error_bytes
 from server.lifeline import Drain, End, Ended, Lifeline
 from server.metrics import Metrics
 from server.middleware import state_of
@@ -107,7 +107,7 @@ class Generation(Response):
         except Exception:
             # A fault of ours must still end the stream with an error a client can see.
             _log.exception("request %s failed unexpectedly", state_of(scope)["id"])
-            error = Fault("the server failed on this request; see its log")
+            error = InternalError("the server failed on this request; see its log")
         finally:
             out.close()
         if not out.started:

@@ -21,7 +21,7 @@ from model.catalogue import (
     facts,
     hooks,
     measured,
-    stopwatch,
+    timed_trial,
 )
 from model.encodings.base import (
     EncodingError,
@@ -159,7 +159,7 @@ def test_what_cannot_be_built_by_itself_is_listed_with_the_reason() -> None:
     assert entry.unbuilt == "difficult needs an option."
     assert (entry.backends, dict(entry.work), entry.bias) == ((), {}, None)
     assert entry.operations == ()
-    assert measured(entry, stopwatch(PLACE)) is entry
+    assert measured(entry, timed_trial(PLACE)) is entry
 
 
 def test_operations_are_listed_for_every_frame_that_keys_can_have() -> None:
@@ -182,8 +182,8 @@ def test_operations_are_really_run_to_be_measured(monkeypatch) -> None:
     monkeypatch.setattr("model.trial.MEASURED", 3)
     small = replace(SHAPE, layers=2, heads=3, kv_heads=3, head_dim=8)
     monkeypatch.setattr(module, "SHAPE", small)
-    watch = stopwatch(PLACE)
-    timed = {name: measured(facts(name, PLACE), watch) for name in ("rope", "learned")}
+    trial = timed_trial(PLACE)
+    timed = {name: measured(facts(name, PLACE), trial) for name in ("rope", "learned")}
     keys = 2 * 3 * 8 * 4 * 1000  # of 1,000 tokens, in bytes
     for entry in timed.values():
         for one in entry.operations:

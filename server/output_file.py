@@ -1,0 +1,21 @@
+"""A file that a command writes. What is wrong with it is one sentence."""
+
+from pathlib import Path
+
+from server.errors import CommandError
+
+
+def require_folder(path: Path) -> None:
+    """To be asked before the work, not after it. Raises CommandError."""
+    if not path.parent.is_dir():
+        raise CommandError(f"{path} cannot be written: {path.parent} is no directory; name another")
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Raises CommandError."""
+    try:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    except OSError as error:
+        raise CommandError(
+            f"{path} cannot be written ({error.strerror}); name another file"
+        ) from error

@@ -1,0 +1,41 @@
+"""What is said on a terminal beside results: that something takes long, and in how wide lines."""
+
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+PATIENCE_S = 2.0  # that a person waits without a word
+
+
+@contextmanager
+def said_if_long(text: str, seconds: float = PATIENCE_S) -> Iterator[None]:
+    """Prints `text ...` after that many seconds, unless the block is done by then."""
+    timer = threading.Timer(seconds, lambda: print(f"{text} ...", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def bar_if_long(text: str, total: int, unit: str) -> "tqdm[None]":
+    """A progress bar that shows itself after PATIENCE_S, and leaves nothing behind."""
+    return tqdm(
+        total=total,
+        desc=text,
+        unit=unit,
+        delay=PATIENCE_S,
+        leave=False,
+        disable=None,  # unless standard error is a terminal
+        file=sys.stderr,
+    )
+
+
+def line_width() -> int:
+    """In characters: the terminal's, and no more than is comfortable to read."""
+    return min(shutil.get_terminal_size((100, 24)).columns, 100)
