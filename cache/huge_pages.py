@@ -1,7 +1,7 @@
 """Memory of the CPU in huge pages, where the system has them to give.
 
-The weights of a model of 135 million parameters lie in 65,000 pages of 4 KiB. Each has to be looked
-up when it is read, once for every token, and in a virtual machine that takes reads of its own.
+135 million parameters in bfloat16 lie in 65,000 pages of 4 KiB. Each has to be looked up when it is
+read, once for every token, and in a virtual machine that takes reads of its own.
 """
 
 import math
@@ -20,7 +20,7 @@ class HugePages:
     """Room for tensors that stay, side by side because many are smaller than a page.
 
     It is resident once it is written to, page by page. A chunk of it goes back to the system when
-    none of its tensors is left.
+    nothing more is cut from it and none of its tensors is left.
     """
 
     def __init__(self) -> None:
@@ -29,10 +29,10 @@ class HugePages:
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Not cleared, and contiguous. Starts on a cache line."""
         size = math.prod(shape) * dtype.itemsize
-        if size > len(self._free):
-            self._free = _mapped(max(size, _CHUNK))
-        taken = self._free[:size]
-        self._free = self._free[-(-size // _LINE) * _LINE :]
+        lines = -(-size // _LINE) * _LINE
+        if lines > len(self._free):
+            self._free = _mapped(max(lines, _CHUNK))
+        taken, self._free = self._free[:size], self._free[lines:]
         return taken.view(dtype).view(shape)
 
 

@@ -159,6 +159,6 @@ async def _environment(args: argparse.Namespace) -> dict[str, object]:
         **facts,
         "torch": torch.__version__,
         "device": placement.device_name(device),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": placement.dtype_name(dtype),
         "clock": clock,
     }

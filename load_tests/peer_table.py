@@ -140,7 +140,7 @@ def _by_block(result: Result, system: str, row: Row) -> dict[int, float]:
 
 
 def _of_bound(result: Result, system: str) -> dict[int, float]:
-    """Of the tokens per second at which weights in bfloat16 can be read, a hundredth each."""
+    """In percent of the tokens per second for which weights in bfloat16 can be read."""
     weights = result.environment[WEIGHT_BYTES]
     assert isinstance(weights, int)
     rates = _by_block(result, system, ROWS["one"])

@@ -3,9 +3,11 @@
 A pass that decodes reads every weight once and every key and value that its requests see, so it
 takes at least as long as that many bytes at the speed of a copy, whose reads and writes both count
 (Williams, Waterman and Patterson, "Roofline", CACM 52(4)). A prompt's pass takes at least its
-multiplications, at the speed of one large product of matrices.
+multiplications, at the speed of one large product of matrices. What all cores read together bounds
+the one stream of servers that load_tests/peers.py compares.
 """
 
+import os
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,10 +62,18 @@ def ceiling(device: torch.device, dtype: torch.dtype, clock: Clock) -> Ceiling:
 
 
 def read_rates() -> list[float]:
-    """Bytes per second at which all cores together read what no cache holds, by trial."""
+    """Bytes per second at which all cores together read what no cache holds, by trial.
+
+    A bound for servers beside this process, whatever number of threads it has been told to use.
+    """
     count = COPIED["cpu"] // torch.float32.itemsize
     numbers = HugePages().empty(count, dtype=torch.float32).fill_(1)
-    trials = rounds({"read": numbers.sum}, TRIALS, "wall", "0")
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        trials = list(rounds({"read": numbers.sum}, TRIALS, "wall", "0"))
+    finally:
+        torch.set_num_threads(before)
     return [COPIED["cpu"] / trial["read"] for trial in trials]
 
 

@@ -146,18 +146,18 @@ def _measure(args: argparse.Namespace) -> list[tuple[Part, list[dict[int, float]
     device, dtype, clock = place_of(args)
     progress = Progress(sys.stderr)
     progress.start(f"{args.shape} under {args.encoding}: making the decoder")
+    on_cpu = find_kernels(torch.device("cpu"))
     (decoder,) = decoders(
         args.shape,
         [args.encoding],
         context=max(args.context),
         dtype=dtype,
         device=device,
-        kernels=find_kernels(device),
+        kernels=on_cpu if device.type == "cpu" else find_kernels(device),
     ).values()
     largest = {name: max(vars(args)[name]) for name in SIZES}
     only = args.only or list(SIZES)
-    kernels = find_kernels(torch.device("cpu"))
-    chosen = [part for part in parts(decoder, largest, kernels) if part.along in only]
+    chosen = [part for part in parts(decoder, largest, on_cpu) if part.along in only]
     measured = []
     progress.schedule(len(chosen))
     for part in chosen:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from cache.kv import KVCache
-from cache.manager import Table
 from cache.terms import KeyFrame
-from model.batch import of_one
+from model.batch import in_order, of_one
 from model.catalogue import hooks
 from model.config import ModelConfig
 from model.encodings.base import PositionalEncoding
@@ -175,7 +174,7 @@ class Watch:
     def _run(self, kv: KVCache, start: int) -> Tensor:
         """Logits of the last token; the known tokens from `start` on are computed and stored."""
         end = len(self.known)
-        table = Table(range(end), range(0, end * BLOCK_SIZE, BLOCK_SIZE))
+        table = in_order(-(-end // BLOCK_SIZE), BLOCK_SIZE)
         new = self.known[start:]
         batch = of_one(new, start, table, BLOCK_SIZE, wanted=1, device=kv.device)
         logits: Tensor = self.arm.decoder(batch, kv)

@@ -61,6 +61,11 @@ class ForwardBatch:
         return positions.flatten(1)[:, : self.max_context]
 
 
+def in_order(blocks: int, block_size: int) -> Table:
+    """Of a sequence that has a cache to itself: its first blocks, one after another."""
+    return Table(range(blocks), range(0, blocks * block_size, block_size))
+
+
 def of_one(
     tokens: Sequence[int],
     start: int,
@@ -70,7 +75,10 @@ def of_one(
     wanted: int,
     device: torch.device,
 ) -> ForwardBatch:
-    """Tokens number `start` and later of one sequence; the logits of the last ones are wanted."""
+    """Tokens number `start` and later of one sequence; logits of the last `wanted` are wanted.
+
+    `table` has its blocks from the beginning on, and may have more than it needs.
+    """
     count, end = len(tokens), start + len(tokens)
     index = torch.arange(start, end, device=device)
     used = -(-end // block_size)

@@ -119,13 +119,15 @@ def _with_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:
     return replace(checkpoint, config=config, parameters=kept)
 
 
-def _in_variant(checkpoint: Checkpoint, flag: str, of: str, option: str, value: str) -> Checkpoint:
-    """With its encoding in another form or frame, which changes costs and no answer."""
+def _in_variant(
+    checkpoint: Checkpoint, flag: str, encoding: str, option: str, value: str
+) -> Checkpoint:
+    """With the decoder's encoding in another form or frame, which changes costs and no answer."""
     spec = checkpoint.config.encoding
-    if spec.name != of:
+    if spec.name != encoding:
         raise CommandError(
-            f"{flag} {value}: {checkpoint.path} has the encoding {spec.name}, and only {of} has "
-            f"{option}s; leave the option out"
+            f"{flag} {value}: {checkpoint.path} has the encoding {spec.name}, and only {encoding} "
+            f"has {option}s; leave the option out"
         )
     spec = EncodingSpec(spec.name, {**spec.options, option: value})
     return replace(checkpoint, config=replace(checkpoint.config, encoding=spec))

@@ -146,7 +146,7 @@ def footnote(place: Place, width: int) -> str:
     """What attention and work hold for."""
     text = (
         f"Attention: of the backends on this machine ({place.device.type}, "
-        f"{str(place.dtype).removeprefix('torch.')}), those that take it. Work: one new token "
+        f"{placement.dtype_name(place.dtype)}), those that take it. Work: one new token "
         f"through {SHAPE.layers} layers of {SHAPE.heads} heads of {SHAPE.head_dim}, in operations "
         "and in bytes read or written because of the encoding."
     )
@@ -208,7 +208,7 @@ def matrix_footnote(place: Place, width: int) -> str:
     text = (
         f"Time for 1,000 tokens moved, shared, forgotten or appended, in whole blocks of "
         f"{BLOCK_SIZE}, on a cache of {SHAPE.layers} layers of {SHAPE.heads} heads of "
-        f"{SHAPE.head_dim} ({place.device.type}, {str(place.dtype).removeprefix('torch.')}): the "
+        f"{SHAPE.head_dim} ({place.device.type}, {placement.dtype_name(place.dtype)}): the "
         "median of a few runs. 0: no stored entry was read or written; in brackets what the "
         "bookkeeping took. A new token's own entries are not counted. Capabilities speak of "
         "positions alone: after an eviction or a move the entries that follow still rest on the "

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <memory>
 
+#include <omp.h>
+
 #include "vectors.hpp"
 
 namespace {
@@ -125,7 +127,7 @@ struct Outputs {
   T *y;                       // [rows, count]
   int64_t count;
 
-  // Of panel p, rows from the first-th on: sums [rows, kPanel].
+  // Of panel p and `rows` rows from number `first` on: sums [rows, kPanel].
   void finish(int64_t p, int64_t first, int64_t rows, const float *sums) const {
     constexpr int64_t kPanel = ::kPanel<float>;
     const int64_t column = p * kPanel, columns = std::min<int64_t>(kPanel, count - column);
@@ -137,7 +139,7 @@ struct Outputs {
   }
 };
 
-// One row. Every thread widens it for itself, which takes less than waiting for another's.
+// One row. Every thread widens it for itself, which takes less than waiting for another.
 template <class T, class W>
 void linear_row(const T *x, const W *packed, int64_t inputs, const Outputs<T> &outputs) {
   constexpr int64_t kPanel = ::kPanel<float>, kTogether = 3;  // panels
@@ -147,15 +149,18 @@ void linear_row(const T *x, const W *packed, int64_t inputs, const Outputs<T> &o
     const std::unique_ptr<float[]> wide(new float[inputs]);
     for (int64_t k = 0; k < inputs; ++k) wide[k] = widen(x[k]);
     alignas(64) float sums[kTogether * kPanel];
-#pragma omp for schedule(static) nowait
-    for (int64_t p = 0; p < panels; p += kTogether) {
-      const int64_t count = std::min(kTogether, panels - p);
+    // A share of panels, not of triples: there may be few of these.
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    const int64_t end = panels * (thread + 1) / threads;
+    for (int64_t p = panels * thread / threads; p < end; p += kTogether) {
+      const int64_t count = std::min(kTogether, end - p);
       const W *weights = packed + p * inputs * kPanel;
       if (count == kTogether)
         multiply_row<kTogether>(wide.get(), inputs, weights, sums);
+      else if (count == 2)
+        multiply_row<2>(wide.get(), inputs, weights, sums);
       else
-        for (int64_t i = 0; i < count; ++i)
-          multiply_row<1>(wide.get(), inputs, weights + i * inputs * kPanel, sums + i * kPanel);
+        multiply_row<1>(wide.get(), inputs, weights, sums);
       for (int64_t i = 0; i < count; ++i) outputs.finish(p + i, 0, 1, sums + i * kPanel);
     }
   }

@@ -39,8 +39,12 @@ def test_one_that_is_larger_than_a_chunk(monkeypatch):
     assert (small.sum(), large[-1]) == (64, 2)
 
 
-def test_of_no_numbers():
-    assert HugePages().empty(0, 4, dtype=torch.float32).shape == (0, 4)
+def test_of_no_numbers(monkeypatch):
+    monkeypatch.setattr(huge_pages, "_CHUNK", 64)
+    pages = HugePages()
+    assert pages.empty(0, 4, dtype=torch.float32).shape == (0, 4)
+    pages.empty(64 + 1, dtype=torch.int8)
+    assert pages.empty(0, 4, dtype=torch.float32).shape == (0, 4)
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="counted in /proc")
@@ -59,13 +63,18 @@ def test_what_nobody_has_any_more_is_given_back(monkeypatch):
     assert mapped() - before < chunk
 
 
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="nobody to ask")
 def test_a_system_without_huge_pages(monkeypatch):
+    asked = []
+
     class Refusing(mmap.mmap):
-        def madvise(self, *_):
+        def madvise(self, advice):
+            asked.append(advice)
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(mmap, "mmap", Refusing)
     assert HugePages().empty(100, dtype=torch.float32).fill_(1).sum() == 100
+    assert asked == [mmap.MADV_HUGEPAGE]
 
 
 def test_a_system_that_never_heard_of_them(monkeypatch):

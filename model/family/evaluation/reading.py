@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cache.kv import KVCache
 from cache.manager import Table
-from model.batch import of_one
+from model.batch import in_order, of_one
 from model.transformer import Decoder
 
 BLOCK_SIZE = 16
@@ -36,7 +36,7 @@ class Reader:
         blocks = -(-capacity // BLOCK_SIZE)
         self._decoder = decoder
         self._kv = new_cache(decoder, blocks)
-        self._table = Table(range(blocks), range(0, blocks * BLOCK_SIZE, BLOCK_SIZE))
+        self._table = in_order(blocks, BLOCK_SIZE)
 
     def read(self, tokens: Sequence[int], *, wanted: int, start: int = 0) -> Tensor:
         """As in `Reads`."""

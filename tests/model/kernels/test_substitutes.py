@@ -17,6 +17,7 @@ from model.kernels.modules import (
 from model.kernels.substitutes import substitute
 from model.linear import Int8Linear, Linear
 from model.transformer import Gate, RMSNorm
+from server.threads import end_idle_threads
 from tests.model.running import run_uncached
 from tests.model.tiny import CPU, tiny
 
@@ -78,10 +79,22 @@ def test_one_dnn_equals_torch(rows):
     assert (OneDnnLinear(layer)(x).double() - exact).abs().max() < 0.04
 
 
+@pytest.fixture(params=[1, 2, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+    end_idle_threads()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("outputs", [5, 32, 33, 70, 100, 200])  # a single row meets some at once
-def test_a_rows_result_does_not_depend_on_the_others(outputs, kernels):
-    packed = PanelLinear(made(64, outputs, False, torch.float32), kernels)
-    x = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
+def test_a_rows_result_does_not_depend_on_the_others(outputs, rounded, dtype, threads, kernels):
+    layer = made(64, outputs, False, dtype)
+    packed = Int8PanelLinear(Int8Linear(layer), kernels) if rounded else PanelLinear(layer, kernels)
+    x = torch.randn(100, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     together = packed(x)
     for row in (0, 11, 12, 95, 96, 99):
         assert torch.equal(packed(x[row : row + 1])[0], together[row])
@@ -90,9 +103,10 @@ def test_a_rows_result_does_not_depend_on_the_others(outputs, kernels):
 def test_special_values_survive_bfloat16_storage(kernels):
     layer = made(4, 4, False, torch.bfloat16)
     x = torch.tensor([[1.0, torch.nan, 0, 0], [torch.inf, 0, 0, 0]]).bfloat16()
-    packed = PanelLinear(layer, kernels)(x)
-    assert packed[0].isnan().all()
-    assert packed[1].isinf().all()
+    packed = PanelLinear(layer, kernels)
+    for rows in (packed(x), torch.cat([packed(row[None]) for row in x])):
+        assert rows[0].isnan().all()
+        assert rows[1].isinf().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
