@@ -120,7 +120,7 @@ def _training(members: Sequence[Measured], image: str) -> str:
     seeds = sorted({one.seed for one in members if one.seed is not None})
     trained = "one seed each"
     if seeds:
-        trained = f"the served models and seeds {', '.join(map(str, seeds))}"
+        trained = f"the served models and, of each, seed {listed([str(seed) for seed in seeds])}"
     return (
         f"Muon on the matrices inside the layers, AdamW on the rest (model/family/recipe.py): "
         f"{recipe}. Trained were {trained}; bands reach from the lowest to the highest seed, as "
