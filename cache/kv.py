@@ -1,7 +1,7 @@
 """The tensors of the paged KV cache. Which block belongs to whom is cache/manager.py's affair."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -113,7 +113,7 @@ class KVCache:
     @classmethod
     def of(
         cls, shape: Shape, *, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> "KVCache":
+    ) -> Self:
         """For the keys and values of a model."""
         return cls(
             layers=shape.layers,

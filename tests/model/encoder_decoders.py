@@ -121,12 +121,10 @@ def allocator(generator):
 
 def new_cache(decoder, blocks=201, block_size=BLOCK):
     config = decoder.config
-    kv = KVCache(
-        layers=config.layers,
+    kv = KVCache.of(
+        config,
         blocks=blocks,
         block_size=block_size,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
         dtype=decoder.embed.weight.dtype,
         device=CPU,
     )

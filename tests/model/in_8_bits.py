@@ -33,12 +33,10 @@ class CacheByHand(KVCache):
 
 def cache_by_hand(decoder, blocks, block_size):
     config = decoder.config
-    return CacheByHand(
-        layers=config.layers,
+    return CacheByHand.of(
+        config,
         blocks=blocks,
         block_size=block_size,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
         dtype=torch.float64,
         device=CPU,
     )

@@ -17,12 +17,10 @@ def new_cache(
 ) -> KVCache:
     """stored: what it keeps, if not numbers of the decoder's own dtype."""
     config = decoder.config
-    return KVCache(
-        layers=config.layers,
+    return KVCache.of(
+        config,
         blocks=blocks,
         block_size=block_size,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
         dtype=stored or decoder.embed.weight.dtype,
         device=decoder.embed.weight.device,
     )

@@ -267,12 +267,10 @@ def on(device, encoding, backend, stored=torch.float32):
     """A decoder with uninitialised weights and a cache for it, of what is `stored`."""
     config = replace(CONFIG, encoding=ENCODINGS[encoding], windows=WINDOWS)
     made = create(config.encoding, config, CONTEXT, device)
-    kv = KVCache(
-        layers=config.layers,
+    kv = KVCache.of(
+        config,
         blocks=40,
         block_size=BLOCK,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
         dtype=stored,
         device=device,
     )
