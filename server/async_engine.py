@@ -116,7 +116,7 @@ class AsyncEngine:
             if self._thread.is_alive():
                 self.failure = "The engine did not stop; the server must be restarted."
                 log.error("the engine is stuck in a step and is left behind")
-        self._end_streams(ShuttingDown("The server is shutting down; try again later."))
+        self._end_streams(ShuttingDown())
 
     @property
     def alive(self) -> bool:
@@ -194,7 +194,7 @@ class AsyncEngine:
 
     def _require_running(self) -> None:
         if self.failure is not None or self._stopping:
-            raise ShuttingDown(self.failure or "The server is shutting down; try again later.")
+            raise ShuttingDown(self.failure)
 
     def _post(self, command: _Submit | _Abort | _Look | _Flush) -> None:
         with self._inbox_changed:

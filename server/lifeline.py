@@ -51,6 +51,8 @@ class Lifeline:
         self._complete = True
 
     async def __aenter__(self) -> Self:
+        if self._drain.over:
+            raise Ended(End.SHUTDOWN)
         await self._timeout.__aenter__()
         self._watch = asyncio.create_task(self._watch_client())
         self._drain.lifelines.add(self)
@@ -85,6 +87,7 @@ class Drain:
 
     def __init__(self) -> None:
         self.draining = False
+        self.over = False
         self.in_flight = 0
         self.lifelines: set[Lifeline] = set()
 
@@ -92,6 +95,7 @@ class Drain:
         self.draining = True
 
     def cut(self) -> None:
-        """End every request still running with an error frame."""
+        """End every request with an error frame, those whose body is still to come included."""
+        self.over = True
         for lifeline in list(self.lifelines):
             lifeline.end(End.SHUTDOWN)

@@ -4,6 +4,7 @@ Pure, because wrappers that build a request of their own hide the client's disco
 raise or answer with the errors of server/http_errors.py and know no route but the open ones.
 """
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -109,15 +110,22 @@ class Guard:
             await self._app(scope, receive, watched)
         except ClientDisconnect:
             pass  # it left before its body was complete; nobody reads an answer
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             # Anything else would leave the client with a bare text or a cut connection.
             if started:
                 raise
-            if not isinstance(error, ServeError):
-                _log.exception("request %s failed unexpectedly", state_of(scope)["id"])
-                error = InternalError("the server failed on this request; see its log")
-            self._refused(error)
-            await send_error(send, error)
+            refusal = _refusal(error, state_of(scope)["id"])
+            self._refused(refusal)
+            await send_error(send, refusal)
+
+
+def _refusal(error: BaseException, request_id: str) -> ServeError:
+    if isinstance(error, ServeError):
+        return error
+    if isinstance(error, asyncio.CancelledError):  # the server stops, and waits no longer
+        return ShuttingDown()
+    _log.error("request %s failed unexpectedly", request_id, exc_info=error)
+    return InternalError("the server failed on this request; see its log")
 
 
 class InFlight:
@@ -131,7 +139,7 @@ class InFlight:
         if scope["type"] != "http" or scope["path"] in _WHILE_DRAINING:
             return await self._app(scope, receive, send)
         if self._drain.draining:
-            raise ShuttingDown("the server is shutting down; send the request to another one")
+            raise ShuttingDown()
         self._drain.in_flight += 1
         try:
             await self._app(scope, receive, send)

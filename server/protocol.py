@@ -42,10 +42,12 @@ class StrictConnection(h11.Connection):
     """h11, minus what it is lenient about. `refusal` says why an event was refused."""
 
     refusal: ServeError | None = None
+    answer_has_body = True  # as far as the request is known
 
     def next_event(self) -> Any:
         """As h11; raises h11.RemoteProtocolError after setting `refusal`."""
         if self.refusal is None and self.their_state is h11.IDLE:
+            self.answer_has_body = True
             self._check_head(self.trailing_data[0])
         try:
             event = super().next_event()
@@ -54,6 +56,7 @@ class StrictConnection(h11.Connection):
                 self.refusal = _head_too_large()
             raise
         if isinstance(event, h11.Request):
+            self.answer_has_body = event.method != b"HEAD"
             self._check_request(event)
         return event
 
@@ -110,22 +113,30 @@ class Protocol(H11Protocol):
         self._disarm()
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
-            self._arm()
-        super().data_received(data)
-
     def handle_events(self) -> None:
         super().handle_events()
-        if self.cycle is None or self.transport.is_closing():
+        if self.transport.is_closing():
             return
-        if not self.cycle.more_body:
+        receiving = self.conn.their_state
+        if receiving is h11.SEND_BODY:
+            if self._receiving is not self.cycle:
+                self._receiving = self.cycle
+                if self._deadline is None:  # its head came at once
+                    self._armed_at = self.loop.time()
+                self._set_deadline(self._armed_at + self.request_seconds)
+        elif receiving is h11.IDLE and self.conn.trailing_data[0]:  # the beginning of a head
+            if self._deadline is None:
+                self._arm()
+        elif self.cycle is not None:
             self._disarm()
-        elif self._receiving is not self.cycle:
-            self._receiving = self.cycle
-            if self._deadline is None:  # pipelined behind the previous request
-                self._armed_at = self.loop.time()
-            self._set_deadline(self._armed_at + self.request_seconds)
+            self._keep_alive()
+
+    def _keep_alive(self) -> None:
+        """uvicorn forgets to once the rest of a body came whose request was answered before."""
+        if self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for whatever h11 or StrictConnection refuses."""
@@ -154,6 +165,7 @@ class Protocol(H11Protocol):
         if self.transport.is_closing():
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            assert isinstance(self.conn, StrictConnection)
             body = error_bytes(error)
             response = h11.Response(
                 status_code=error.status,
@@ -163,7 +175,8 @@ class Protocol(H11Protocol):
                 ],
                 reason=STATUS_PHRASES[error.status],
             )
-            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            data = [h11.Data(data=body)] if self.conn.answer_has_body else []
+            for event in (response, *data, h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
         self._leave()

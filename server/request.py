@@ -78,6 +78,9 @@ class ShuttingDown(ServeError):
     status = 503
     code = "shutting_down"
 
+    def __init__(self, why: str | None = None) -> None:
+        super().__init__(why or "the server is shutting down; send the request to another one")
+
 
 class FinishReason(StrEnum):
     STOP = "stop"

@@ -207,7 +207,7 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
 
 def _cut_short(why: End) -> ServeError:
     if why is End.SHUTDOWN:
-        return ShuttingDown("the server is shutting down; send the request to another one")
+        return ShuttingDown()
     return DeadlineExceeded("the request took longer than the server allows; ask for less")
 
 

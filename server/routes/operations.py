@@ -30,7 +30,7 @@ def operation_routes(serving: Serving, version: str) -> APIRouter:
         if serving.engine.unsound is not None:
             raise NotReady(serving.engine.unsound)
         if serving.drain.draining:
-            raise ShuttingDown("the server is shutting down; send requests to another one")
+            raise ShuttingDown()
         return JSONResponse({"status": "ready"})
 
     router.add_api_route("/health/ready", ready, response_model=None)

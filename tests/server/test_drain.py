@@ -87,6 +87,28 @@ def test_a_second_signal_cuts_at_once():
         assert time.monotonic() - start < 5
 
 
+def test_bodies_that_come_after_the_cut_or_never_are_answered():
+    engine = ScriptedEngine()
+    head, _, body = completion(stream=True).partition(b"\r\n\r\n")
+    with (
+        running(toy_app(engine), drain_seconds=60) as (url, server),
+        connect(url) as late,
+        connect(url) as never,
+    ):
+        for client in (late, never):
+            client.sendall(head + b"\r\n\r\n" + body[:-1])
+        wait_for(lambda: server._drain.in_flight == 2)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            server.handle_exit(number, None)
+        wait_for(lambda: server._drain.over)
+        late.sendall(body[-1:])
+        for client in (late, never):
+            status, headers, answer = response(read_all(client))
+            assert (status, headers["content-type"]) == (503, "application/json")
+            assert json.loads(answer)["error"]["code"] == "shutting_down"
+    assert engine.requests == []
+
+
 PROGRAM = """
     import sys
     from server.protocol import Server, uvicorn_config

@@ -196,6 +196,54 @@ def test_a_second_request_has_the_same_deadline(hasty):
         assert refusal(read_all(client), 408)
 
 
+def test_no_byte_of_a_second_request_moves_its_deadline(hasty):
+    with connect(hasty) as client:
+        client.sendall(completion(max_tokens=1))
+        read_until(client, b"}}")
+        start = time.monotonic()
+        drip(client)
+        raw = read_all(client)
+    assert time.monotonic() - start < 5
+    assert not raw or refusal(raw, 408)
+
+
+@pytest.mark.parametrize("pause", [0, 0.1])
+def test_a_body_that_nobody_waited_for_leaves_the_connection_as_it_was(hasty, pause):
+    with connect(hasty) as client:
+        for _ in range(2):
+            client.sendall(b"POST /nowhere HTTP/1.1\r\nhost: toy\r\ncontent-length: 2\r\n")
+            client.sendall(b"content-type: application/json\r\n\r\n{")
+            assert b"404 Not Found" in read_until(client, b"}}")
+            time.sleep(pause)
+            client.sendall(b"}")
+            time.sleep(0.4)  # two such requests outlast the deadline of one
+        client.sendall(completion(max_tokens=1))
+        assert b"200 OK" in read_until(client, b"}}")
+
+
+def test_such_a_connection_is_not_kept_for_ever():
+    class Brief(Protocol):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.timeout_keep_alive = 0.2
+
+    with running(toy_app(), http=Brief) as (address, _), connect(address) as client:
+        client.sendall(b"POST /nowhere HTTP/1.1\r\nhost: toy\r\ncontent-length: 2\r\n")
+        client.sendall(b"content-type: application/json\r\n\r\n{")
+        assert b"404 Not Found" in read_until(client, b"}}")
+        client.sendall(b"}")
+        assert read_all(client) == b""
+
+
+def test_a_refused_head_request_gets_no_body(url, caplog):
+    both = b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n"
+    with connect(url) as client:
+        client.sendall(b"HEAD /health HTTP/1.1\r\nhost: toy\r\n" + both)
+        status, headers, body = response(read_all(client))
+    assert (status, headers["connection"], body) == (400, "close", b"")
+    assert "protocol.data_received() call failed" not in caplog.text
+
+
 def test_an_answer_may_take_longer_than_the_deadline_of_the_request():
     engine = ScriptedEngine()
     engine.pause = 0.05
