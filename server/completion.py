@@ -61,7 +61,7 @@ class Choice:
         self._detokenizer = Detokenizer(tokenizer, stop, include_stop=include_stop, first=alone)
         self._stop_token_ids = stop_token_ids
         self._scores = request.params.logprobs is not None
-        self._echo = echo
+        self._echo, self._echoed_characters = echo, len(echo)
         # Of the scored tokens spelled so far:
         self._echoed = len(self.prompt) if request.params.prompt_logprobs is not None else 0
         self._first = alone or self._echoed > 0
@@ -96,6 +96,8 @@ class Choice:
         if self._echoed:
             self._echoed -= 1
             self._first = self._first and self._echoed > 0
+            if self._echoed == 0:  # a prompt's tokens need not spell all of it, such as markers
+                self._characters = self._echoed_characters
         return data.decode(errors="replace"), begin
 
     def _open(self, piece: Piece, event: TokenEvent) -> None:
@@ -115,10 +117,11 @@ class Choice:
                     piece.stop_reason = event.token
             else:
                 piece.text += self._detokenizer.push(event.token)
-        if event.finish is not None and not self._detokenizer.stopped:
+        if event.finish is not None:
             piece.text += self._detokenizer.finish()
-        if self._detokenizer.stopped:
+        if self._detokenizer.stopped_by is not None:
             self.finished, piece.finish = True, "stop"
+            piece.stop_reason = self._detokenizer.stopped_by
             self.cut = event.finish is None
         elif event.finish is not None:
             self.finished, piece.finish = True, _ON_THE_WIRE[event.finish]

@@ -121,7 +121,7 @@ def _check_bytes(size: int, served: Served, param: str) -> None:
     limit = MAX_BYTES_PER_TOKEN * served.max_context
     if size > limit:
         raise PromptTooLong(
-            f"{param} has {size} bytes, more than the {limit} that could ever fit the context of "
+            f"{param} has {size} bytes, more than the {limit} that are read for a context of "
             f"{served.max_context} tokens; shorten it",
             param,
         )

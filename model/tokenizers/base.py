@@ -77,7 +77,7 @@ class Detokenizer:
         include_stop: bool = False,
         first: bool = False,
     ) -> None:
-        self.stopped = False
+        self.stopped_by: str | None = None  # the stop string
         self._tokenizer = tokenizer
         self._first = first
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -87,7 +87,7 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """The text that this token makes certain; empty once stopped."""
-        if self.stopped:
+        if self.stopped_by is not None:
             return ""
         data = self._tokenizer.token_bytes(token, first=self._first)
         if self._first:
@@ -96,7 +96,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """The rest; bytes of an unfinished character become U+FFFD."""
-        if self.stopped:
+        if self.stopped_by is not None:
             return ""
         text = self._release(self._decoder.decode(b"", final=True))
         held, self._held = self._held, ""
@@ -108,10 +108,10 @@ class Detokenizer:
         ready = self._held + text
         found = self._finder.feed(text)
         if found is not None:
-            self.stopped = True
+            self.stopped_by = found.stop
             self._held = ""
             end = len(ready) - len(text) + found.end
-            return ready[:end] if self._include_stop else ready[: end - found.length]
+            return ready[:end] if self._include_stop else ready[: end - len(found.stop)]
         keep = len(ready) - self._finder.pending
         self._held = ready[keep:]
         return ready[:keep]

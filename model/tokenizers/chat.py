@@ -74,7 +74,12 @@ def chat_template_from_directory(path: Path) -> ChatTemplate | None:
     config = read_tokenizer_config(path)
     beside = path / "chat_template.jinja"
     if beside.is_file():
-        source: object = beside.read_text(encoding="utf-8")
+        try:
+            source: object = beside.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise ChatTemplateError(
+                f"{beside.name} is not valid UTF-8 ({error}): fetch it again."
+            ) from None
     else:
         other = read_object(path / "chat_template.json") or {}
         source = config.chat_template or other.get("chat_template")

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 
 class Found(NamedTuple):
-    """Where a stop string ended."""
+    """A stop string, and where it ended."""
 
-    end: int  # characters of the piece just fed, up to and including the stop string
-    length: int  # of the stop string, which may have started in an earlier piece
+    stop: str  # which may have started in an earlier piece
+    end: int  # characters of the piece just fed, up to and including it
 
 
 class StopFinder:
@@ -29,14 +29,14 @@ class StopFinder:
     def feed(self, piece: str) -> Found | None:
         """The stop string that completes first, the longest if several do; then feed no more."""
         for index, character in enumerate(piece):
-            longest = 0
+            longest = ""
             for which, (stop, borders) in enumerate(self._stops):
                 matched = _advance(stop, borders, self._matched[which], character)
                 self._matched[which] = matched
                 if matched == len(stop):
-                    longest = max(longest, matched)
+                    longest = max(longest, stop, key=len)
             if longest:
-                return Found(index + 1, longest)
+                return Found(longest, index + 1)
         self.pending = max(self._matched)
         return None
 

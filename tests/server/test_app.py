@@ -272,12 +272,15 @@ def test_a_stop_string_over_several_tokens_ends_the_text(stream, batch, n):
     response = complete(toy_app(engine), **body)
     texts = [""] * n
     finishes = {}
+    reasons = set()
     for chunk in events(response.text) if stream else [response.json()]:
         for choice in chunk["choices"]:
             texts[choice["index"]] += choice["text"]
             if choice["finish_reason"]:
                 finishes[choice["index"]] = choice["finish_reason"]
+                reasons.add(choice["stop_reason"])
     assert texts == ["Hello, "] * n
+    assert reasons == {"wor"}
     assert finishes == dict.fromkeys(range(n), "stop")
     assert engine.live == 0
     if batch < 40:  # otherwise the engine had already ended it by itself
@@ -360,7 +363,26 @@ def test_an_echoed_prompt_is_spelled_without_the_space_its_tokenizer_adds():
         toy_app(served=[toy(tokenizer=Spacing())]), prompt="ab", echo=True, max_tokens=1, logprobs=1
     ).json()["choices"]
     assert choice["logprobs"]["tokens"] == ["", "a", " b", " H"]
-    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 3]
+    # The first answer's space is its own, the prompt's were not in its text.
+    assert choice["text"] == "ab H"
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
+
+
+def test_an_answer_begins_behind_a_prompt_with_markers():
+    class Marking(ByteTokenizer):
+        def encode(self, text, *, bos):
+            return [END if byte == ord("#") else byte for byte in text.encode()]
+
+    (choice,) = complete(
+        toy_app(served=[toy(tokenizer=Marking())]),
+        prompt="#a#",
+        echo=True,
+        max_tokens=2,
+        logprobs=1,
+    ).json()["choices"]
+    assert choice["text"] == "#a#He"
+    assert choice["logprobs"]["tokens"][3:] == ["H", "e"]
+    assert choice["logprobs"]["text_offset"][3:] == [3, 4]
 
 
 def test_streamed_logprobs_join_to_the_whole_ones():

@@ -47,7 +47,7 @@ def test_pieces_join_to_the_whole_text_cut_at_the_stop(pieces, stop_strings, inc
     whole = b"".join(pieces).decode(errors="replace")
     expected, stopped = cut(whole, stop_strings, include_stop=include_stop)
     assert "".join(streamed) == expected
-    assert detokenizer.stopped == stopped
+    assert (detokenizer.stopped_by in stop_strings) == stopped
     if stopped:
         assert detokenizer.push(0) == ""
     assert detokenizer.finish() == ""
@@ -83,14 +83,14 @@ def test_an_unfinished_character_is_replaced_at_the_end_only():
 def test_a_stop_string_over_three_tokens_never_leaks():
     detokenizer = Detokenizer(BytesTokenizer([b"so #", b"#", b"# on", b"x"]), ["###"])
     assert [detokenizer.push(token) for token in range(4)] == ["so ", "", "", ""]
-    assert detokenizer.stopped
+    assert detokenizer.stopped_by == "###"
     assert detokenizer.finish() == ""
 
 
 def test_a_false_start_of_a_stop_string_is_sent_once_it_fails():
     detokenizer = Detokenizer(BytesTokenizer([b"#", b"#", b" on"]), ["###"])
     assert [detokenizer.push(token) for token in range(3)] == ["", "", "## on"]
-    assert not detokenizer.stopped
+    assert detokenizer.stopped_by is None
 
 
 def test_a_held_start_of_a_stop_string_comes_with_finish():

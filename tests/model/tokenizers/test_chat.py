@@ -150,6 +150,12 @@ def test_named_templates(tmp_path):
         directory(tmp_path, {"chat_template": 3})
 
 
+def test_a_template_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff{{ x }}")
+    with pytest.raises(ChatTemplateError, match=r"chat_template\.jinja is not valid UTF-8"):
+        directory(tmp_path)
+
+
 def test_gguf_template():
     assert chat_template_from_gguf({}) is None
     fields = {

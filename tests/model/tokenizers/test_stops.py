@@ -8,11 +8,11 @@ from model.tokenizers.stops import Found, StopFinder
 @pytest.mark.parametrize(
     ("stops", "pieces", "found"),
     [
-        (["abcd", "bc"], ["abcd"], Found(3, 2)),
-        (["ab", "b"], ["xab"], Found(3, 2)),
-        (["aab"], ["aa", "ab"], Found(2, 3)),
-        (["ababc"], ["ababababc"], Found(9, 5)),
-        (["\n\n"], ["\n", "x\n", "\n"], Found(1, 2)),
+        (["abcd", "bc"], ["abcd"], Found("bc", 3)),
+        (["ab", "b"], ["xab"], Found("ab", 3)),
+        (["aab"], ["aa", "ab"], Found("aab", 2)),
+        (["ababc"], ["ababababc"], Found("ababc", 9)),
+        (["\n\n"], ["\n", "x\n", "\n"], Found("\n\n", 1)),
         (["xy"], ["x", "x", "z"], None),
     ],
 )
