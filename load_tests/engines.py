@@ -55,7 +55,7 @@ def decoding(
         manager_of(kv),
         [decoder.encoding.for_layer(layer) for layer in range(config.layers)],
         # All prompts in one step: else the first requests would grow while the last wait.
-        Limits(requests, requests * longest, longest, max_waiting=requests),
+        Limits(requests, requests * longest, longest, max_queue=requests),
         PositionMeter(lambda length: decoder.encoding.work(config, length, BLOCK_SIZE)),
         kernels,
         ahead=ahead,
@@ -86,7 +86,7 @@ def engine(
         kv,
         manager_of(kv),
         [encoding] * config.layers,
-        Limits(max_seqs, max_step_tokens, max_context, max_waiting=1 << 20),
+        Limits(max_seqs, max_step_tokens, max_context, max_queue=1 << 20),
         PositionMeter(lambda context: encoding.work(config, context, kv.block_size)),
         kernels,
     ).engine

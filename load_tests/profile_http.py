@@ -72,7 +72,7 @@ def http_times(
         return torch.tensor([[1.0, 0.0]]).expand(len(batch.output_rows), -1)
 
     encoding = PositionalEncoding()
-    limits = Limits(requests, 2 * requests, context, max_waiting=requests)
+    limits = Limits(requests, 2 * requests, context, max_queue=requests)
     manager, meter = manager_of(kv), PositionMeter()
     made = wired(_NAME, forward, kv, manager, [encoding], limits, meter, "nothing is computed")
     metrics = metrics_for(_NAME, kv, context)

@@ -11,7 +11,7 @@ class Limits:
     max_seqs: int  # requests in one step
     max_step_tokens: int  # tokens in one step
     max_context: int  # tokens of one request that the model sees, prompt and generated
-    max_waiting: int  # queued requests
+    max_queue: int  # requests that wait although they could not be taken at once
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -85,9 +85,13 @@ class Scheduler:
         self._shifter.require_possible(request)
         if request.id in self._running or request.id in self._waiting:
             raise ValueError(f"request id {request.id!r} is in use")
-        if len(self._waiting) >= self._limits.max_waiting:
-            raise QueueFull(f"All {self._limits.max_waiting} places in the queue are taken; retry.")
+        if len(self._waiting) >= self._limits.max_queue + self._seats():
+            raise QueueFull(f"All {self._limits.max_queue} places in the queue are taken; retry.")
         self._waiting[request.id] = request
+
+    def _seats(self) -> int:
+        """How many of those that wait the next step may take: they are no queue."""
+        return 0 if self._no_room else self._limits.max_seqs - len(self._running)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request and free its blocks at once; None when unknown or already ended."""
@@ -165,9 +169,8 @@ class Scheduler:
         request that turns out to have ended is passed over when it is recorded. Room is taken for
         the others, which keep it in any case.
         """
-        admits = len(self._running) < self._limits.max_seqs and not self._no_room
         going = [work for work in plan.work if self.runs(work.request)]
-        if (self._waiting and admits) or len(going) < len(self._running):
+        if (self._waiting and self._seats()) or len(going) < len(self._running):
             return None
         following = []
         for work in going:

@@ -57,7 +57,7 @@ def make_engine(
     drain_times=tuple,
     **limits,
 ):
-    chosen = {"max_seqs": 16, "max_step_tokens": 64, "max_context": 100, "max_waiting": 50}
+    chosen = {"max_seqs": 16, "max_step_tokens": 64, "max_context": 100, "max_queue": 50}
     manager = CacheManager(blocks, BLOCK)
     kv = KVCache(
         layers=2,

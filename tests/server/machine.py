@@ -123,7 +123,9 @@ class ProvenanceMachine(RuleBasedStateMachine):
             return PromptTooLong
         if stored > (world.cache.num_blocks - 1) * world.cache.block_size:
             return InvalidField
-        if len(world.scheduler.waiting) >= limits.max_waiting:
+        scheduler = world.scheduler
+        seats = 0 if scheduler._no_room else limits.max_seqs - len(scheduler.running)
+        if len(scheduler.waiting) >= limits.max_queue + seats:
             return QueueFull
         return None
 

@@ -22,7 +22,7 @@ from tests.model.tiny import CONTEXT
 from tests.server.fake_engine import auditor_of
 
 BLOCK = 4
-LIMITS = Limits(max_seqs=8, max_step_tokens=16, max_context=CONTEXT, max_waiting=100)
+LIMITS = Limits(max_seqs=8, max_step_tokens=16, max_context=CONTEXT, max_queue=100)
 
 
 def request(name, prompt, *, max_tokens, seed=None, **more):

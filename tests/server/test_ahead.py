@@ -25,7 +25,7 @@ from tests.model.test_replay import Replaying, on
 from tests.model.tiny import freeze, tiny
 from tests.server.recording import engine
 
-LIMITS = Limits(max_seqs=4, max_step_tokens=16, max_context=40, max_waiting=100)
+LIMITS = Limits(max_seqs=4, max_step_tokens=16, max_context=40, max_queue=100)
 NOTHING = -1  # a token that no embedding has
 CPU = torch.device("cpu")
 

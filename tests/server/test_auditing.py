@@ -45,7 +45,7 @@ class Watched:
         ahead=False,
         **limits,
     ):
-        chosen = {"max_seqs": 16, "max_step_tokens": 64, "max_context": 100, "max_waiting": 50}
+        chosen = {"max_seqs": 16, "max_step_tokens": 64, "max_context": 100, "max_queue": 50}
         self.kv = new_cache(tiny("nope"), blocks, BLOCK)
         for part in self.kv.whole:
             part.normal_()
@@ -287,7 +287,7 @@ def test_a_running_request_that_outgrows_what_is_left_ends_too():
 
 
 def test_a_long_queue_is_gone_through_once_for_each_lost_block():
-    world = Watched(max_seqs=1, max_waiting=1000)
+    world = Watched(max_seqs=1, max_queue=1000)
     world.engine.submit(make_request("running", range(9), max_tokens=60))
     world.step()
     for index in range(1000):

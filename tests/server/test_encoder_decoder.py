@@ -290,7 +290,7 @@ class Recorder:
 
 
 def engine_of(forward, decoder, blocks, *, ahead=False, **limits):
-    chosen = {"max_seqs": 8, "max_step_tokens": 16, "max_context": 200, "max_waiting": 50}
+    chosen = {"max_seqs": 8, "max_step_tokens": 16, "max_context": 200, "max_queue": 50}
     kv = tiny.new_cache(decoder, blocks, BLOCK)
     manager = CacheManager(blocks, BLOCK, prefix_sharing=False)
     scheduler = Scheduler(manager, Limits(**chosen | limits), Bookkeeping(manager))
@@ -404,7 +404,7 @@ def test_every_way_to_end_gives_all_blocks_back(models):
 
 def scheduler_of(blocks, **limits):
     manager = CacheManager(blocks + 1, BLOCK, prefix_sharing=False)
-    chosen = {"max_seqs": 8, "max_step_tokens": 16, "max_context": 40, "max_waiting": 50}
+    chosen = {"max_seqs": 8, "max_step_tokens": 16, "max_context": 40, "max_queue": 50}
     return Scheduler(manager, Limits(**chosen | limits), Bookkeeping(manager)), manager
 
 

@@ -186,7 +186,7 @@ def unhurried(batch, kv):
 
 def test_no_task_is_left_behind(caplog):
     """The same in this process, over an engine that counts: every task of the loop is looked at."""
-    made, manager = make_engine(unhurried, blocks=400, max_context=CONTEXT, max_waiting=300)
+    made, manager = make_engine(unhurried, blocks=400, max_context=CONTEXT, max_queue=300)
     engine = AsyncEngine({"m": made}, lambda model, stats: None)
     app = toy_app(engine, [toy("m")])
     threads = set(threading.enumerate())

@@ -15,7 +15,7 @@ from tests.model.test_replay import Replaying
 from tests.model.tiny import tiny
 from tests.server.recording import engine, request
 
-LIMITS = Limits(max_seqs=4, max_step_tokens=16, max_context=200, max_waiting=100)
+LIMITS = Limits(max_seqs=4, max_step_tokens=16, max_context=200, max_queue=100)
 
 
 def answers(forward, decoder):

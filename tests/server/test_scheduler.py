@@ -314,15 +314,29 @@ def test_the_context_bounds_what_must_fit():
 
 
 def test_a_full_queue_refuses_and_keeps_what_it_has():
-    s = scheduler(waiting=2, seqs=1)
-    add(s, "a")
-    add(s, "b")
-    with pytest.raises(QueueFull, match="All 2 places"):
-        add(s, "c")
-    assert names(s.waiting) == ["a", "b"]
+    s = scheduler(waiting=1, seqs=2)
+    for name in "abc":  # of an idle engine's requests two need not wait
+        add(s, name)
+    with pytest.raises(QueueFull, match="All 1 places"):
+        add(s, "d")
+    assert names(s.waiting) == ["a", "b", "c"]
     step(s)
-    add(s, "c")
-    assert names(s.waiting) == ["b", "c"]
+    assert names(s.waiting) == ["c"]
+    with pytest.raises(QueueFull):
+        add(s, "d")
+    s.abort("c")
+    add(s, "d")
+    assert names(s.waiting) == ["d"]
+
+
+def test_without_room_in_the_cache_a_free_seat_is_no_place_in_the_queue():
+    s = scheduler(blocks=4, size=4, waiting=1, seqs=3)
+    add(s, "a", [1] * 8, max_tokens=4)
+    add(s, "b", [2] * 8, max_tokens=4)
+    step(s)
+    assert names(s.waiting) == ["b"]
+    with pytest.raises(QueueFull):
+        add(s, "c")
 
 
 def test_an_id_in_use_is_refused():
@@ -580,9 +594,9 @@ def test_cached_prompt_tokens_are_not_computed_ones():
     assert s.computed_prompt_tokens == 5 + 1
 
 
-@pytest.mark.parametrize("name", ["max_seqs", "max_step_tokens", "max_context", "max_waiting"])
+@pytest.mark.parametrize("name", ["max_seqs", "max_step_tokens", "max_context", "max_queue"])
 def test_limits_below_one_are_refused(name):
-    values = {"max_seqs": 1, "max_step_tokens": 1, "max_context": 1, "max_waiting": 1}
+    values = {"max_seqs": 1, "max_step_tokens": 1, "max_context": 1, "max_queue": 1}
     assert Limits(**values)
     with pytest.raises(ValueError, match=f"{name} is 0"):
         Limits(**{**values, name: 0})
