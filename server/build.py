@@ -77,6 +77,7 @@ def run(config: ServerConfig) -> int:
     engine = engine_of(config, loaded, metrics, stop)
     options = HttpOptions(
         api_keys=http.api_keys,
+        max_body_bytes=http.max_body_bytes,
         request_timeout_s=http.request_timeout_s,
         allowed_hosts=http.allowed_hosts,
         share_prefixes=http.share_prefixes,
@@ -166,7 +167,7 @@ def _complete(
         max_seqs=config.limits.max_seqs,
         max_step_tokens=config.limits.max_step_tokens,
         max_context=context,
-        max_waiting=config.limits.max_queue,
+        max_queue=config.limits.max_queue,
     )
     rules = [model.decoder.encoding.for_layer(layer) for layer in range(shape.layers)]
     decoder = TimedDecoder(model.decoder, device)

@@ -53,14 +53,17 @@ class Client:
     """One request at a time, each on its own connection."""
 
     def __init__(self, options: ChatOptions) -> None:
-        parts = urllib.parse.urlsplit(options.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urllib.parse.urlsplit(options.url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError
+            self._host, self._port = parts.hostname, parts.port
+        except ValueError:
             raise UsageError(
                 f"--url: {options.url!r} is no address; write for example http://127.0.0.1:8000"
-            )
+            ) from None
         self.options = options
         self._secure = parts.scheme == "https"
-        self._host, self._port = parts.hostname, parts.port
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
 
     def models(self) -> list[str]:

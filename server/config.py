@@ -3,6 +3,7 @@
 From flags and ROPEWALK_* variables. Opens no file, loads no model, imports no torch.
 """
 
+import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class HttpConfig:
     api_keys: frozenset[str] = field(repr=False)  # empty: open; never in a log line
     allowed_hosts: frozenset[str]  # Host headers served; empty: all
     share_prefixes: bool  # between API keys
+    max_body_bytes: int | None  # None: by the longest context
     request_timeout_s: float
     drain_timeout_s: float
 
@@ -115,6 +117,14 @@ def _host(value: str) -> str:
     if not value or "/" in value or any(letter.isspace() for letter in value):
         raise ValueError(f"{value!r} is not a host; write for example 127.0.0.1 or 0.0.0.0")
     return value
+
+
+def _host_name(value: str) -> str:
+    """Of a Host header, without the port: that is not compared."""
+    host = _host(value)
+    if host.count(":") > 1 and not host.startswith("["):
+        return f"[{host}]"  # as the header has an IPv6 address
+    return re.sub(r":[0-9]*\Z", "", host)
 
 
 HOST = Option(
@@ -259,7 +269,7 @@ SERVE_OPTIONS = (
     Option(
         "--max-queue",
         "limits",
-        "sequences that may wait; more are refused with 429",
+        "sequences that may wait for others to end; more are refused with 429",
         count(1, 1 << 20),
         128,
         metavar="COUNT",
@@ -282,7 +292,7 @@ SERVE_OPTIONS = (
         "http",
         "Host header to serve; repeatable. Beside it, a server on a loopback address serves its "
         "own names",
-        _host,
+        _host_name,
         (),
         "on a loopback address its own names, else all",
         "HOST",
@@ -297,6 +307,14 @@ SERVE_OPTIONS = (
         switch,
         False,
         "off",
+    ),
+    Option(
+        "--max-body",
+        "http",
+        "largest body of a request: 512K, 4M",
+        auto(size),
+        shown="auto, 64K and 16 bytes for each token of the longest context, at most 1M",
+        metavar="BYTES",
     ),
     Option(
         "--request-timeout",
@@ -369,6 +387,7 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
             api_keys=frozenset(values["api_key"]),
             allowed_hosts=_allowed_hosts(values["host"], values["allowed_host"]),
             share_prefixes=values["share_prefixes"],
+            max_body_bytes=values["max_body"],
             request_timeout_s=values["request_timeout"],
             drain_timeout_s=values["drain_timeout"],
         ),
@@ -383,13 +402,25 @@ def _members(source: ModelSource) -> list[ModelSource]:
     """`family` stands for all bundled models."""
     if source.source != "family":
         return [source]
+    if source.name != "family":
+        raise UsageError(
+            f"{source.name}=family names one model, and family is six; leave the name out or give "
+            f"one of them, for example {source.name}=ropewalk-rope"
+        )
     return [ModelSource(folder.name, str(folder)) for folder in pull.family()]
 
 
 def _allowed_hosts(host: str, named: Sequence[str]) -> frozenset[str]:
     """A loopback server is meant for this machine: other names are a web page's attempt."""
-    own = LOOPBACK_NAMES if host in LOOPBACK_NAMES or host == "::1" else frozenset()
-    return frozenset(named) | own
+    own = LOOPBACK_NAMES | {_host_name(host)} if _is_loopback(host) else frozenset()
+    return own.union(named)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return host.lower() == "localhost"
 
 
 def _check(config: ServerConfig) -> None:

@@ -15,7 +15,8 @@ from server.errors import UsageError
 
 PREFIX = "ROPEWALK_"
 # Kubernetes sets these in every pod beside a Service whose name begins with "ropewalk".
-SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP)(_\w+)?$")
+_LINK_NAME = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?$")
+_LINK_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +107,16 @@ def _read(option: Option, given: str | list[str] | None, environ: Mapping[str, s
     text = environ.get(option.variable, "")
     if not text.strip():  # an empty variable is how compose files say "unset"
         return option.default
-    if text.startswith("tcp://"):
+    if _LINK_ADDRESS.match(text):
         raise UsageError(
             f"{option.variable}={text} was set by Kubernetes for a Service of that name; "
             "rename the Service or set enableServiceLinks: false"
         )
-    parts = [part.strip() for part in text.split(",") if part.strip()] if option.many else text
+    if not option.many:
+        return _parse(option, option.variable, text)
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:  # commas around variables that are unset: no key must not mean open to all
+        raise UsageError(f"{option.variable}={text} lists nothing; unset it or fill it in")
     return _parse(option, option.variable, parts)
 
 
@@ -127,8 +132,11 @@ def _parse(option: Option, label: str, text: str | list[str]) -> Any:
 def refuse_unknown(environ: Mapping[str, str], known: Iterable[str]) -> None:
     """A misspelt variable must not be ignored in silence."""
     names = set(known)
-    for variable in sorted(environ):
-        if not variable.startswith(PREFIX) or variable in names or SERVICE_LINK.search(variable):
+    for variable, value in sorted(environ.items()):
+        if not variable.startswith(PREFIX) or variable in names:
+            continue
+        linked = variable.endswith("_PORT") and _LINK_ADDRESS.match(value)
+        if linked or _LINK_NAME.search(variable):
             continue
         close = difflib.get_close_matches(variable, sorted(names), n=1)
         hint = f"did you mean {close[0]}?" if close else "ropewalk serve --help lists them"

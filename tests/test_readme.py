@@ -173,7 +173,8 @@ def configuration_page() -> str:
         "error, but for those that Kubernetes sets for a Service. Lists in variables are separated "
         "by commas. Numbers of tokens may be written `8k`, amounts of memory `512M` or `1GiB`.",
         "`ROPEWALK_HOME` is where models and compiled kernels are kept: by default `ropewalk` in "
-        "`XDG_CACHE_HOME`, or in the user's cache directory.",
+        "`XDG_CACHE_HOME`, or in the user's cache directory. Models of the Hugging Face hub are in "
+        "that library's own cache.",
     ]
     for command, options in (
         ("serve", SERVE_OPTIONS),

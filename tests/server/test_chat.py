@@ -158,7 +158,10 @@ def test_no_server_names_the_next_step() -> None:
             Client(options(url)).models()
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", ""])
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:8000", "ftp://x", "http://", "", "http://x:8O00", "http://x:99999", "http://[::1"],
+)
 def test_odd_addresses_are_refused(url: str) -> None:
     with pytest.raises(UsageError, match="is no address"):
         Client(options(url))

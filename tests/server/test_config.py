@@ -8,6 +8,7 @@ import pytest
 
 from server.client_options import CHAT_OPTIONS, HEALTH_OPTIONS
 from server.config import (
+    LOOPBACK_NAMES,
     SERVE_OPTIONS,
     HttpConfig,
     ModelSource,
@@ -64,7 +65,7 @@ def test_every_flag_reaches_the_config() -> None:
         *("--max-model-len", "8k", "--threads", "2", "--kv-memory", "1GiB", "--block-size", "32"),
         *("--no-prefix-sharing", "--max-seqs", "3", "--max-step-tokens", "7", "--max-queue", "1"),
         *("--host", "::1", "--port", "9", "--api-key", "k1", "--api-key", "k2"),
-        *("--allowed-host", "a.example", "--share-prefixes"),
+        *("--allowed-host", "a.example", "--share-prefixes", "--max-body", "2M"),
         *("--request-timeout", "5s", "--drain-timeout", "0.5", "--log-level", "debug"),
         *("--metrics-compat", "vllm"),
     )
@@ -80,6 +81,7 @@ def test_every_flag_reaches_the_config() -> None:
         api_keys=frozenset({"k1", "k2"}),
         allowed_hosts=frozenset({"a.example", "localhost", "127.0.0.1", "[::1]"}),
         share_prefixes=True,
+        max_body_bytes=2 << 20,
         request_timeout_s=5.0,
         drain_timeout_s=0.5,
     )
@@ -129,6 +131,18 @@ def test_a_loopback_server_serves_its_own_names_and_those_given() -> None:
     assert config("--host", "0.0.0.0").http.allowed_hosts == frozenset()
     named = config("--host", "0.0.0.0", "--allowed-host", "a.example").http.allowed_hosts
     assert named == {"a.example"}
+    given = ("a.example:8443", "::2", "[::3]:80", "[::4]")
+    flags = [word for host in given for word in ("--allowed-host", host)]
+    named = config("--host", "0.0.0.0", *flags).http.allowed_hosts
+    assert named == {"a.example", "[::2]", "[::3]", "[::4]"}  # as headers have them
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [("127.0.0.2", "127.0.0.2"), ("::1", "[::1]"), ("[::1]", "[::1]"), ("Localhost", "Localhost")],
+)
+def test_every_loopback_address_is_closed_to_other_names(host, name) -> None:
+    assert config("--host", host).http.allowed_hosts == LOOPBACK_NAMES | {name}
 
 
 def test_lists_in_variables() -> None:
@@ -158,6 +172,9 @@ def test_keys_are_not_in_the_printed_config() -> None:
         (["--max-step-tokens", "8"], {}, "--max-step-tokens 8 is less than --max-seqs 64"),
         (["a=x", "a=y"], {}, "two models are called 'a'"),
         ([], {"ROPEWALK_PREFIX_SHARING": "maybe"}, "'maybe' is neither on nor off"),
+        ([], {"ROPEWALK_API_KEYS": ","}, "ROPEWALK_API_KEYS=, lists nothing"),
+        ([], {"ROPEWALK_MODELS": " , "}, "lists nothing; unset it or fill it in"),
+        (["mine=family"], {}, "mine=family names one model, and family is six"),
     ],
 )
 def test_refusals_name_the_place_and_the_reason(flags, environ, words) -> None:
@@ -231,10 +248,14 @@ def test_variables_of_a_kubernetes_service_are_no_mistake() -> None:
         "ROPEWALK_SERVICE_PORT_HTTP": "80",
         "ROPEWALK_PORT_8000_TCP": "tcp://10.0.0.1:8000",
         "ROPEWALK_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "ROPEWALK_PORT_8001_SCTP_PORT": "8001",
+        "ROPEWALK_GRAFANA_PORT": "tcp://10.0.0.5:3000",
     }
     refuse_unknown(links, [])
     with pytest.raises(UsageError):
         refuse_unknown({"ROPEWALK_PORT": "1"}, [])
+    with pytest.raises(UsageError):
+        refuse_unknown({"ROPEWALK_GRAFANA": "tcp://10.0.0.5:3000"}, [])
 
 
 def test_a_variable_means_one_thing() -> None:
