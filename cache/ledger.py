@@ -50,9 +50,9 @@ class Place(NamedTuple):
 class Fault:
     """A sealed block whose bytes have changed.
 
-    `sequences` are those whose sharing or giving up led to the verification, and `base` is the
-    position of the block's first slot where one gave it up. Whoever else holds the block, the
-    manager knows.
+    `sequences` are those that shared it, gave it up or were to have a copy when it was verified,
+    and `base` is the position of the block's first slot where one gave it up. Whoever else holds
+    the block, the manager knows.
     """
 
     block: int
@@ -195,12 +195,12 @@ class Ledger:
             self.verify(tuple(islice(self._sealed, self._owed)))
             self._owed = 0
 
-    def verify(self, blocks: Iterable[int]) -> None:
-        """Compare the sealed ones among `blocks` with their seals.
+    def verify(self, blocks: Iterable[int], seq: str | None = None) -> None:
+        """Compare the sealed ones among `blocks` with their seals; `seq` is to go on from them.
 
         A block at fault loses its seal, so that `drain` tells of it once.
         """
-        self._verify(dict.fromkeys(blocks, ()))
+        self._verify(dict.fromkeys(blocks, ()), () if seq is None else (seq,))
 
     def seal(self, blocks: Iterable[int]) -> None:
         """Take the present bytes of `blocks` for right, whatever was known of them before."""
@@ -221,7 +221,9 @@ class Ledger:
         counts, self._counts = self._counts, LedgerCounts()
         return counts
 
-    def _verify(self, touched: Mapping[int, Sequence[BlockEvent]]) -> None:
+    def _verify(
+        self, touched: Mapping[int, Sequence[BlockEvent]], sequences: tuple[str, ...] = ()
+    ) -> None:
         """`touched`: blocks, and what happened to them that calls for a verification."""
         blocks = [block for block in touched if block in self._sealed]
         if not blocks:
@@ -234,7 +236,7 @@ class Ledger:
             for index, block in enumerate(blocks):
                 places = _places(changed[index])
                 if places:
-                    faults.append(_fault(block, places, touched[block]))
+                    faults.append(_fault(block, places, touched[block], sequences))
         self.forget(fault.block for fault in faults)
         mutated = self._entries * sum(len(fault.places) for fault in faults)
         self._counts += LedgerCounts(0, len(blocks), mutated, tuple(faults))
@@ -266,7 +268,12 @@ def _places(changed: Tensor) -> tuple[Place, ...]:
     return tuple(Place(layer, list(Part)[part]) for layer, part in found)
 
 
-def _fault(block: int, places: tuple[Place, ...], events: Sequence[BlockEvent]) -> Fault:
-    sequences = tuple(dict.fromkeys(event.seq for event in events))
+def _fault(
+    block: int,
+    places: tuple[Place, ...],
+    events: Sequence[BlockEvent],
+    sequences: tuple[str, ...],
+) -> Fault:
+    concerned = tuple(dict.fromkeys((*sequences, *(event.seq for event in events))))
     base = next((event.base for event in events if event.base is not None), None)
-    return Fault(block, places, sequences, base)
+    return Fault(block, places, concerned, base)

@@ -54,7 +54,7 @@ class Witness(Protocol):
 
     def observe(self, events: Sequence[BlockEvent]) -> None: ...
 
-    def verify(self, blocks: Sequence[int]) -> None: ...
+    def verify(self, blocks: Sequence[int], seq: str) -> None: ...
 
     def seal(self, blocks: Sequence[int]) -> None: ...
 
@@ -100,10 +100,14 @@ class Operations:
         """Do it. Raises Unsupported, NoRoom, and ValueError for blocks that are not there."""
         report = self.dry_run(operation)
         moving = self._moving(operation)
-        self._witness.verify([each.block for each in moving])
+        moved = [each.block for each in moving]
+        self._witness.verify(moved, operation.changed)
         copies = self._rearrange(operation, rewrite=bool(moving))
         if copies is None:
             raise NoRoom(f"{operation.op.value} needs more free blocks than there are")
+        # What is copied from a changed block is as wrong, and would be sealed as right.
+        copied = {copy.source for copy in copies}.difference(moved)
+        self._witness.verify(tuple(copied), operation.changed)
         # Blocks given up are verified, and the seals of blocks taken void, before any is written.
         self._witness.observe(self._manager.drain_events())
         self._copy(copies)

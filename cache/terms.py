@@ -76,6 +76,11 @@ class Fork:
     length: int
 
     @property
+    def changed(self) -> str:
+        """The sequence that is another one afterwards."""
+        return self.child
+
+    @property
     def op(self) -> Op:
         return Op.FORK
 
@@ -86,6 +91,11 @@ class Truncate:
 
     seq: str
     length: int
+
+    @property
+    def changed(self) -> str:
+        """The sequence that is another one afterwards."""
+        return self.seq
 
     @property
     def op(self) -> Op:
@@ -102,6 +112,11 @@ class Evict:
     renumber: bool
 
     @property
+    def changed(self) -> str:
+        """The sequence that is another one afterwards."""
+        return self.seq
+
+    @property
     def op(self) -> Op:
         return Op.EVICT_RENUMBER if self.renumber else Op.EVICT_KEEP
 
@@ -114,6 +129,11 @@ class Move:
     first: int
     count: int
     target: str
+
+    @property
+    def changed(self) -> str:
+        """The sequence that is another one afterwards."""
+        return self.target
 
     @property
     def op(self) -> Op:

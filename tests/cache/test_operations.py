@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from cache.kv import KVCache
+from cache.ledger import Ledger
 from cache.manager import CacheManager
 from cache.operations import Operations
-from cache.terms import Capability, Evict, Fork, Move, NoRoom, Op, Truncate, Unsupported
+from cache.terms import Audit, Capability, Evict, Fork, Move, NoRoom, Op, Truncate, Unsupported
 
 BLOCK, BLOCKS, HEADS = 4, 16, 3
 MOVES = (Op.EVICT_RENUMBER, Op.MOVE_SPAN)
@@ -38,8 +39,9 @@ class Witness:
     def observe(self, events):
         self.calls.append(("observe", [event.kind.value for event in events]))
 
-    def verify(self, blocks):
-        self.calls.append(("verify", list(blocks)))
+    def verify(self, blocks, seq):
+        if blocks:
+            self.calls.append(("verify", list(blocks), seq))
 
     def seal(self, blocks):
         self.calls.append(("seal", list(blocks)))
@@ -179,10 +181,37 @@ def test_the_witness_sees_blocks_before_and_after():
     world.witness.calls.clear()
     world.apply(Evict("a", 1, 1, renumber=True))
     assert world.witness.calls == [
-        ("verify", [3, 4]),
+        ("verify", [3, 4], "a"),
         ("observe", ["taken"] * 4 + ["filled"] * 3 + ["released"] + ["taken"] * 2),
         ("seal", [3]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("operation", "changed"),
+    [
+        (Fork("a", "b", 7), "b"),  # its last block is a copy of a's
+        (Truncate("shares", 6), "shares"),
+        (Evict("shares", 0, 1, renumber=True), "shares"),
+        (Move("a", 1, 1, "c"), "c"),
+    ],
+    ids=lambda value: getattr(value, "op", None),
+)
+def test_who_gets_a_copy_of_a_changed_block_is_named(operation, changed):
+    world = World(REWRITE, REWRITE)
+    ledger = Ledger(world.kv, Audit.SAMPLE)
+    operations = Operations(world.manager, world.kv, world.operations._rules, ledger)
+    world.store("a", 8)
+    world.store("c", 4)
+    world.manager.fork("a", "shares", 8)
+    ledger.observe(world.manager.drain_events())
+    block = world.manager.table("a").blocks[1]
+    world.kv.layer(0).keys[block] += 1
+    operations.apply(operation)
+    ledger.observe(world.manager.drain_events())
+    (fault,) = ledger.drain().faults
+    assert fault.block == block
+    assert changed in fault.sequences
 
 
 @pytest.mark.parametrize("moved", [FREE, REWRITE])
