@@ -70,8 +70,9 @@ class AsyncEngine:
     """Generates for many callers on one event loop.
 
     `observe` is called on the engine thread after every step of a model. More than
-    `max_mutated_blocks` cached blocks found changed, over all models, make it unsound, and so
-    does any of `defects`, which are sentences, from the beginning.
+    `max_mutated_blocks` cached blocks found changed, over all models, make it unsound, and so do
+    fewer that leave no room for a whole context, and any of `defects`, which are sentences, from
+    the beginning.
     """
 
     def __init__(
@@ -131,12 +132,19 @@ class AsyncEngine:
         if self._defects:
             return self._defects[0]
         mutated = sum(engine.mutated_blocks for engine in self._engines.values())
-        if mutated <= self._max_mutated_blocks:
-            return None
-        return (
-            f"{mutated} cached blocks changed in memory, more than the {self._max_mutated_blocks} "
-            "allowed; restart the server, elsewhere if it happens again"
-        )
+        if mutated > self._max_mutated_blocks:
+            return (
+                f"{mutated} cached blocks changed in memory, more than the "
+                f"{self._max_mutated_blocks} allowed; restart the server, elsewhere if it happens "
+                "again"
+            )
+        for name, engine in self._engines.items():
+            if not engine.holds_context:
+                return (
+                    f"cached blocks changed in memory, and those left to {name} hold no request as "
+                    "long as its context; restart the server, elsewhere if it happens again"
+                )
+        return None
 
     def active(self) -> int:
         """Requests somebody waits for."""

@@ -95,6 +95,14 @@ class Engine:
         """Cached blocks that were ever found changed. May be read from any thread."""
         return self._auditor.mutated_blocks
 
+    @property
+    def holds_context(self) -> bool:
+        """Whether the cache, less its changed blocks, can serve what it could at the start.
+
+        May be read from any thread.
+        """
+        return self._scheduler.holds_context
+
     def view(self) -> CacheView:
         """The cache and who holds it, between two steps."""
         return view(self._manager, self._scheduler, self._auditor.view())

@@ -55,11 +55,13 @@ class Scheduler:
         self._operations = operations
         self._shifter = ContextShifter(operations, cache.block_size, limits.max_context, clock)
         self._limits = limits
+        self._longest = min(limits.max_context - 1, cache.capacity)  # the last token is not stored
         self._clock = clock
         # Ordered dictionaries: an abort finds its request at once in a queue of any length.
         self._running: OrderedDict[str, Request] = OrderedDict()
         self._waiting: OrderedDict[str, Request] = OrderedDict()
-        self._no_room = False  # the first waiting request found none, and none was freed since
+        # The first waiting request found none, and since then none was freed, nor a prompt shared.
+        self._no_room = False
         self._all_fit = cache.capacity  # what the cache held when every waiting one fitted in
         self._recompute: dict[str, int] = {}  # preempted: prompt tokens computed once before
         self._forks: list[OpReport] = []
@@ -74,6 +76,11 @@ class Scheduler:
     def waiting(self) -> Collection[Request]:
         """Next to be admitted first; none holds blocks."""
         return self._waiting.values()
+
+    @property
+    def holds_context(self) -> bool:
+        """Whether what is left of the cache still holds as long a request as when it was whole."""
+        return self._cache.capacity >= self._longest
 
     def add(self, request: Request) -> None:
         """Queue a new request.
@@ -337,12 +344,16 @@ class Scheduler:
 
     def _will_fork(self, request: Request) -> bool:
         """Whether its sibling is still computing the prompt that both share."""
-        sibling = self._running.get(request.sibling or "")
+        sibling = self._sibling(request)
         return sibling is not None and sibling.computed_prompt < request.num_prompt - 1
 
     def _can_fork(self, request: Request) -> bool:
-        sibling = self._running.get(request.sibling or "")
+        sibling = self._sibling(request)
         return sibling is not None and not sibling.dropped and request.num_prompt > 1
+
+    def _sibling(self, request: Request) -> Request | None:
+        """None for one that was preempted: its answer is cached, and the sibling's is another."""
+        return None if request.num_generated else self._running.get(request.sibling or "")
 
     def _fork(self, request: Request) -> bool:
         """Begin as the sibling did; the prompt's last token is computed again, for its logits."""
@@ -375,6 +386,8 @@ class Scheduler:
         if work.encodes:  # so that its full blocks are accounted for; nobody shares them
             self._cache.commit(request.encoded, request.source, len(request.source))
         self._cache.commit(request.id, _known(request), request.computed)
+        if work.start < request.num_prompt <= request.computed:
+            self._no_room = False  # who waits with the same prompt needs less than before
 
     def _append(self, request: Request, result: Sampled, now: float) -> TokenEvent:
         request.tokens.append(result.token)

@@ -383,6 +383,17 @@ def sabotaged(batch, kv):
     return counting(batch, kv)
 
 
+def test_over_http_a_cache_that_holds_no_whole_context_any_more_is_not_ready():
+    world = Watched(forward=sabotaged, blocks=6, max_context=5 * BLOCK + 1)
+    with serving(world, max_mutated_blocks=3) as (client, _):
+        assert client.get("/health/ready").status_code == 200
+        ask(client, [*range(8), SABOTAGE - 1], max_tokens=5)
+        answer = client.get("/health/ready")
+        assert answer.status_code == 503
+        message = answer.json()["error"]["message"]
+        assert "those left to toy hold no request as long as its context" in message
+
+
 def test_over_http_the_right_requests_end_and_ready_turns_false_past_the_threshold():
     world = Watched(forward=sabotaged)
     with serving(world, max_mutated_blocks=1) as (client, metrics):

@@ -152,10 +152,10 @@ def test_a_context_of_two_blocks_has_nothing_to_drop():
 # ------------------------------------------------------------------------------------- forks
 
 
-def twins(scheduler, *, prompt=10, count=3):
+def twins(scheduler, *, prompt=10, count=3, max_tokens=4):
     made = []
     for n in range(count):
-        params = SamplingParams(max_tokens=4)
+        params = SamplingParams(max_tokens=max_tokens)
         tokens = list(range(prompt))
         sibling = made[0].id if made else None
         made.append(
@@ -176,6 +176,20 @@ def test_choices_of_one_prompt_compute_it_once():
     assert scheduler.computed_prompt_tokens == 12
     run(scheduler)
     assert manager.counts().active == 0
+
+
+def test_a_preempted_choice_finds_what_it_had_computed():
+    scheduler, manager = scheduler_of()
+    twins(scheduler, count=2, max_tokens=20)
+    for _ in range(12):
+        step(scheduler)
+    held = manager.counts().active
+    preempted = scheduler._preempt_newest()
+    computed = preempted.context_length - 1
+    plan, _ = step(scheduler)
+    (again,) = [work for work in plan.work if work.request is preempted]
+    assert again.start == computed // BLOCK * BLOCK
+    assert manager.counts().active <= held
 
 
 def test_a_choice_whose_sibling_left_computes_by_itself():

@@ -138,6 +138,14 @@ def test_room_is_sought_again_when_some_was_freed():
     assert shape(step(s)[0]) == [("b", 0, 8)]
 
 
+def test_room_is_sought_again_when_a_prompt_can_be_shared():
+    s = scheduler(blocks=11, size=4)
+    add(s, "a", range(28), max_tokens=8)
+    add(s, "b", range(28), max_tokens=2)
+    assert shape(step(s)[0]) == [("a", 0, 28)]  # three blocks are left and b wants seven
+    assert shape(step(s)[0]) == [("a", 28, 1), ("b", 24, 4)]
+
+
 def test_another_first_in_the_queue_is_tried_after_an_abort():
     s = scheduler(blocks=5, size=4)
     add(s, "a", range(8), max_tokens=4)
@@ -333,6 +341,7 @@ def test_without_room_in_the_cache_a_free_seat_is_no_place_in_the_queue():
     s = scheduler(blocks=4, size=4, waiting=1, seqs=3)
     add(s, "a", [1] * 8, max_tokens=4)
     add(s, "b", [2] * 8, max_tokens=4)
+    step(s)
     step(s)
     assert names(s.waiting) == ["b"]
     with pytest.raises(QueueFull):
@@ -669,10 +678,11 @@ def test_a_queue_without_room_is_not_matched_again_every_step():
     add(s, "a", range(30), max_tokens=4)
     add(s, "b", range(50, 80), max_tokens=1)
     step(s)
+    step(s)  # a's prompt is there to be shared, so b is tried once more
     lookups = []
     match = s._cache._index.match
     s._cache._index.match = lambda *args: lookups.append(args) or match(*args)
-    for _ in range(3):
+    for _ in range(2):
         step(s)
     assert not s.running
     assert lookups == []
