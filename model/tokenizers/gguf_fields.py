@@ -9,6 +9,10 @@ from model.tokenizers.spm_proto import PieceType
 _PREFIX = "tokenizer.ggml."
 _T = TypeVar("_T")
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Converters declare the end of a text; that of a turn is known by how it is written.
+_TURN_ENDS = frozenset(
+    {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>"}
+)
 
 
 class TokenizerFields:
@@ -50,14 +54,16 @@ class TokenizerFields:
         return tokens
 
     def types(self) -> list[PieceType]:
-        """One per token; all normal when the file does not say."""
-        value = self._metadata.get(_PREFIX + "token_type")
-        if value is None:
-            return [PieceType.NORMAL] * len(self.tokens())
+        """One per token; all normal when the file does not say. What ends a turn is control."""
+        tokens = self.tokens()
+        value = self._metadata.get(_PREFIX + "token_type", [PieceType.NORMAL.value] * len(tokens))
         numbers = self._list("token_type", value, int, "a list of token types")
         self._same_length("token_type", numbers)
         try:
-            return [PieceType(number) for number in numbers]
+            return [
+                PieceType.CONTROL if text in _TURN_ENDS else PieceType(number)
+                for text, number in zip(tokens, numbers, strict=True)
+            ]
         except ValueError:
             raise self._wrong("token_type", "a list of numbers from 1 to 6") from None
 
@@ -71,9 +77,10 @@ class TokenizerFields:
         return self._id("bos_token_id")
 
     def eos(self) -> frozenset[int]:
-        """Every id that the file declares to end a text or a turn."""
+        """Every id that ends a text or a turn: those declared, and those written as one."""
         declared = (self._id(key) for key in _END_KEYS)
-        return frozenset(token for token in declared if token is not None)
+        written = (token for token, text in enumerate(self.texts("tokens")) if text in _TURN_ENDS)
+        return frozenset(token for token in (*declared, *written) if token is not None)
 
     def bos_text(self) -> str:
         """As a chat template writes it; empty when none is declared."""

@@ -27,6 +27,8 @@ _PLAIN = frozenset({"default", "gpt-2", "mpt", "olmo", "phi-2"})
 _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "codeshell", "exaone", "command-r"})
 _LLAMA3 = frozenset({"llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"})
 _QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen"})
+_BEGUN = frozenset({"llama-bpe", "llama3", "llama-v3"})  # with a BOS, where nothing is said
+_NFC = _QWEN2 | {"mpt", "olmo"}
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
@@ -59,11 +61,11 @@ def _byte_level(fields: TokenizerFields) -> HfTokenizer:
         ) from None
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = _pre_tokenizer(name)
-    if name in _QWEN2:
+    if name in _NFC:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     _add_markers(tokenizer, tokens, types)
-    add_bos = fields.flag("add_bos_token", name in _LLAMA3)
+    add_bos = fields.flag("add_bos_token", name in _BEGUN)
     return HfTokenizer(tokenizer, bos=fields.bos(), eos=fields.eos(), add_bos=add_bos)
 
 

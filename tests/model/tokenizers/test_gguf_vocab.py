@@ -165,7 +165,14 @@ def test_byte_level_any_text(byte_levels, pre, text):
 
 @pytest.mark.parametrize(
     ("pre", "declared", "expected"),
-    [("gpt-2", None, []), ("gpt-2", True, [0]), ("llama-bpe", None, [0]), ("qwen2", False, [])],
+    [
+        ("gpt-2", None, []),
+        ("gpt-2", True, [0]),
+        ("llama-bpe", None, [0]),
+        ("smaug-bpe", None, []),
+        ("dbrx", None, []),
+        ("qwen2", False, []),
+    ],
 )
 def test_bos_is_added_as_declared_and_by_default_only_for_llama3(pre, declared, expected):
     tokenizer = tokenizer_from_gguf(bpe_fields(byte_level(), pre, add_bos_token=declared))
@@ -181,6 +188,25 @@ def test_llama3_takes_a_whole_word_that_no_merge_reaches(pre, whole):
     fields["tokenizer.ggml.token_type"].append(int(PieceType.NORMAL))
     word = len(fields["tokenizer.ggml.tokens"]) - 1
     assert (tokenizer_from_gguf(fields).encode("qzx", bos=False) == [word]) == whole
+
+
+@pytest.mark.parametrize("kind", [PieceType.CONTROL, PieceType.USER_DEFINED])
+def test_the_end_of_a_turn_is_known_by_how_it_is_written(kind):
+    fields = bpe_fields(byte_level(), "llama-bpe", eot_token_id=None)
+    fields["tokenizer.ggml.tokens"].append("<|end|>")
+    fields["tokenizer.ggml.token_type"].append(int(kind))
+    end = len(fields["tokenizer.ggml.tokens"]) - 1
+    tokenizer = tokenizer_from_gguf(fields)
+    assert tokenizer.eos == {1, end}
+    assert tokenizer.encode("<|end|>", bos=False) == [end]
+    assert tokenizer.token_bytes(end, first=False) == b""
+
+
+@pytest.mark.parametrize(("pre", "composed"), [("gpt-2", False), ("mpt", True), ("olmo", True)])
+def test_gpt_neox_tokenizers_compose_characters_first(pre, composed):
+    tokenizer = tokenizer_from_gguf(bpe_fields(byte_level(), pre))
+    same = tokenizer.encode("e\u0301", bos=False) == tokenizer.encode("\u00e9", bos=False)
+    assert same == composed
 
 
 def test_a_file_without_token_types_or_ends():
