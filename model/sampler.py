@@ -159,6 +159,8 @@ def adjusted(rows: Tensor, asks: Sequence[Ask]) -> Tensor:
     place = row.long(), token.long()
     values = rows[place] + bias.to(wide)
     values = torch.where(values > 0, values / penalty.to(wide), values * penalty.to(wide))
+    # A tiny penalty makes a logit infinite, which no softmax takes.
+    values = values.clamp(max=torch.finfo(wide).max)
     rows[place] = values - less.to(wide)
     return rows
 

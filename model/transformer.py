@@ -15,7 +15,7 @@ from model.attention.base import AttentionBackend, AttentionSpec
 from model.attention.bias import StepBias, step_biases
 from model.batch import ForwardBatch
 from model.config import Activation, BlockKind, ModelConfig
-from model.encodings.base import PositionalEncoding
+from model.encodings.base import EncodingError, PositionalEncoding
 from model.linear import Linear
 
 
@@ -388,5 +388,10 @@ class Decoder(nn.Module):
             x = x * self.config.embed_scale
         if self.project_in is not None:
             x = self.project_in(x)
-        x = self.encoding.embed(x, batch.positions)
-        return x if self.embed_norm is None else self.embed_norm(x)
+        embedded = self.encoding.embed(x, batch.positions)
+        if embedded.dtype is not x.dtype:
+            raise EncodingError(
+                f"embed of {type(self.encoding).__name__} makes {embedded.dtype} of {x.dtype}; end "
+                "it with .to(x.dtype)"
+            )
+        return embedded if self.embed_norm is None else self.embed_norm(embedded)

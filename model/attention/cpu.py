@@ -51,6 +51,8 @@ class CpuAttention:
         bias: StepBias | None,
         rotation: Rotation | None,
     ) -> Tensor:
+        if q.dtype is not self.spec.dtype:  # the kernel would read it as another type
+            raise TypeError(f"queries are {q.dtype} and the model computes {self.spec.dtype}")
         q = q.contiguous()
         out = torch.empty_like(q)
         arguments, _tensors = self.arguments(kv, batch, bias, rotation)

@@ -33,7 +33,7 @@ FLAGS = [
     "-fno-signed-zeros",
     "-fassociative-math",
     "-freciprocal-math",
-    "-mprefer-vector-width=512",
+    *(["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "i686") else []),
     "-fopenmp",
     "-shared",
     "-fPIC",
@@ -266,7 +266,7 @@ def _fingerprint(compiler: str) -> str:
     except OSError as error:
         raise NoKernels(f"{compiler} cannot be run: {error}") from error
     parts = (
-        *(each.read_text() for each in (SOURCE, *HEADERS)),
+        *(each.read_text(encoding="utf-8") for each in (SOURCE, *HEADERS)),
         version,
         " ".join(FLAGS),
         _processor(),

@@ -76,17 +76,10 @@ def _faster(module: nn.Module, kernels: Kernels) -> nn.Module | None:
         return KernelRMSNorm(module, kernels)
     if isinstance(module, Gate) and module.activation == "silu":
         return KernelSiluGate(kernels)
-    if isinstance(module, RoPE) and _turns_as_the_kernels_do(module):
+    if type(module) is RoPE:  # what derives from it may do anything in a way of its own
         return KernelRoPE(module, kernels)
     return None
 
 
 def _in_triton(module: nn.Module) -> nn.Module | None:
-    if isinstance(module, RoPE) and _turns_as_the_kernels_do(module):
-        return TritonRoPE(module)
-    return None
-
-
-def _turns_as_the_kernels_do(rope: RoPE) -> bool:
-    """A class derived from RoPE may turn in a way of its own, or by wider tables."""
-    return type(rope).rotate is RoPE.rotate and rope.cos.dtype is torch.float32
+    return TritonRoPE(module) if type(module) is RoPE else None

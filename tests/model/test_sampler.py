@@ -281,6 +281,15 @@ def test_the_repetition_penalty_counts_no_token_twice():
     assert adjusted_row(row, chosen, [0, 0, 1], [0, 1]).tolist() == [2.0, -2.0]
 
 
+@pytest.mark.parametrize("penalty", [1e-38, 1e-40, 1e-46])
+def test_a_tiny_repetition_penalty_makes_no_logit_infinite(penalty):
+    row = torch.tensor([4.0, 0.0, -1.0, 2.0])
+    chosen = params(repetition_penalty=penalty, min_tokens=2, stop_ids=frozenset({0}))
+    found = adjusted_row(row, chosen, [0, 1, 2, 3], [])
+    assert found[0] == -torch.inf
+    assert found[1:].isfinite().all() and found.argmax() == 3
+
+
 def test_a_stop_token_without_a_logit_forbids_nothing():
     row, chosen = torch.tensor([1.0, 2.0]), params(min_tokens=1, stop_ids=frozenset({1, 2}))
     assert adjusted_row(row, chosen, [], []).tolist() == [1.0, -torch.inf]

@@ -11,6 +11,7 @@ from model.attention.bias import step_biases
 from model.attention.cpu import CpuBackend
 from model.attention.sdpa import SdpaAttention
 from model.config import EncodingSpec
+from model.encodings.base import EncodingError, LinearBias, PositionalEncoding
 from model.encodings.rope import RoPE
 from model.kernels.layers import KernelLayers, Part
 from model.kernels.modules import KernelRoPE
@@ -128,12 +129,46 @@ def test_layers_that_compute_something_else_are_left_alone(changes, kernels):
     assert not any(isinstance(each, KernelLayers) for each in decoder.modules())
 
 
-@pytest.mark.parametrize("encoding", ["rope-block", "unlike"])
+class Biased(RoPE):
+    """Adds something besides."""
+
+    def score_bias(self):
+        return LinearBias(torch.ones(4))
+
+
+@pytest.mark.parametrize("encoding", ["rope-block", "Unlike", "Biased"])
 def test_encodings_that_the_kernels_do_not_know_are_left_alone(encoding, kernels, monkeypatch):
-    spec = EncodingSpec(f"{__name__}:Unlike", ENCODINGS["rope"].options)
-    monkeypatch.setitem(ENCODINGS, "unlike", spec)
+    spec = EncodingSpec(f"{__name__}:{encoding}", ENCODINGS["rope"].options)
+    if encoding in globals():
+        monkeypatch.setitem(ENCODINGS, encoding, spec)
     decoder = substituted(encoding, kernels)
     assert not any(isinstance(each, KernelLayers | KernelRoPE) for each in decoder.modules())
+
+
+class Careless(PositionalEncoding):
+    """Its table is wider than the model, and so is what it returns."""
+
+    @classmethod
+    def create(cls, options, config, context, device):
+        made = cls()
+        made.max_positions = context
+        return made
+
+    def embed(self, x, positions):
+        return x + torch.ones(x.shape[1])
+
+    def rotate(self, q, k, positions, offsets):
+        return q.float(), k
+
+
+def test_another_dtype_is_refused_before_a_kernel_reads_it(kernels, monkeypatch):
+    monkeypatch.setitem(ENCODINGS, "careless", EncodingSpec(f"{__name__}:Careless", {}))
+    decoder = substituted("careless", kernels, dtype=torch.bfloat16)
+    with pytest.raises(EncodingError, match=r"embed of Careless.*\.to\(x\.dtype\)"):
+        decoder(ragged(), new_cache(decoder, 12, BLOCK))
+    monkeypatch.setattr(Careless, "embed", PositionalEncoding.embed)
+    with pytest.raises(TypeError, match=r"queries are torch\.float32"):
+        decoder(ragged(), new_cache(decoder, 12, BLOCK))
 
 
 def test_what_layers_share_they_still_share(kernels):
