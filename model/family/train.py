@@ -195,6 +195,11 @@ class Training:
             if same_end or (state.level and state.step <= self._recipe.stable_steps):
                 self._take(state)
                 break
+            if state.steps > self._recipe.steps:
+                raise FamilyError(
+                    f"{self._run} was begun for more tokens, which fewer would replace; move it "
+                    "away to begin anew"
+                )
         _keep_lines(self._run / "log.jsonl", self.step)
 
     @torch.no_grad()

@@ -114,6 +114,14 @@ def test_more_tokens_go_on_from_before_the_decay(tmp_path) -> None:
     assert [line["step"] for line in log(tmp_path / "twice")] == list(range(1, 17))
 
 
+def test_fewer_tokens_destroy_nothing(tmp_path) -> None:
+    train(tmp_path)
+    kept = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(FamilyError, match="begun for more tokens"):
+        train(tmp_path, recipe=replace(SHORT, tokens=6 * 2 * 32))
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == kept
+
+
 def test_windows_by_two_teach_what_all_together_do(tmp_path) -> None:
     recipe = replace(RECIPE, windows=5, tokens=10 * 5 * 32)
     paces = {"together": CPU, "by_two": replace(CPU, at_once=2)}
