@@ -126,16 +126,20 @@ async def _measure(args: argparse.Namespace, measured: Measured, progress: Progr
         able = await runner.ask(arms, contexts, points(args.workload, sizes))
         if not able:
             raise ValueError(" ".join(runner.warnings))
-        loads = await under_profiles(able, args.profile or (), partial(runner.throughput, arms[0]))
+        loads = await under_profiles(able, args.profile or (), partial(runner.throughput, arms))
         async for run in runner.measure(arms, loads, args.runs):
             measured.runs.append(run)
 
 
 def sizes_within(sizes: Sizes, facts: Collection[Facts]) -> Sizes:
-    """`sizes` with the numbers that the servers say, the smallest of all arms."""
+    """`sizes` with the numbers that the servers say, the smallest of all arms but for one.
+
+    A context is there to be outgrown: what holds less than the largest is told so and left out.
+    """
+    contexts = [each.context for each in facts if each.context is not None]
     return replace(
         sizes,
-        context=least(each.context for each in facts) or sizes.context,
+        context=max(contexts, default=sizes.context),
         trained_context=least(each.trained_context for each in facts) or sizes.trained_context,
         block_size=least(each.block_size for each in facts),
     )
@@ -156,6 +160,9 @@ def _complaint(args: argparse.Namespace) -> str | None:
         return "--dialect and --no-ignore-eos are for servers that run: drop them, or --serve"
     if args.serve is None and (args.encodings or args.arms or args.context):
         return "--encodings, --arms and --context need --serve, such as --serve shape:smollm2"
+    random = args.serve is not None and args.serve.startswith("shape:")
+    if random and any(workload.name == "extrapolate" for workload in args.workload):
+        return "extrapolate goes past a trained context, and random weights have none: drop it"
     if args.prompt_form == "ids" and not DIALECTS[args.dialect].token_ids:
         return f"the {args.dialect} dialect takes text prompts only: drop --prompt-form ids"
     return None

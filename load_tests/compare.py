@@ -60,6 +60,7 @@ class Condition:
 
     text: str
     metric: str
+    above: bool  # of the change; else below
     change: float  # of the ratio: 0.1 is a tenth more, -0.1 a tenth less
 
     def holds(self, found: Difference) -> bool:
@@ -67,7 +68,7 @@ class Condition:
         if found.verdict not in ("slower", "faster"):
             return False
         change = found.estimate - 1
-        return change > self.change if self.change > 0 else change < self.change
+        return change > self.change if self.above else change < self.change
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ def parse_condition(text: str) -> Condition:
             f"{text!r} is no condition; write one such as 'tpot_p99>+10%' (--help lists metrics)"
         )
     share = float(match["number"]) / 100
-    return Condition(text, match["metric"], share if match["side"][0] == ">" else -share)
+    above = match["side"][0] == ">"
+    return Condition(text, match["metric"], above, share if above else -share)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -36,10 +36,7 @@ def _misfit(plan: Plan, context: int) -> str | None:
     for request in plan.requests:
         prompt = request.prompt_tokens or 0
         whole = prompt + request.output_tokens
-        shifts = _OVERFLOW in request.extra
-        least = prompt + 1 if shifts else whole
+        least = prompt + 1 if _OVERFLOW in request.extra else whole
         if least > context:
             return f"its context holds {context:,} tokens and this needs {least:,}"
-        if shifts and whole <= context:
-            return f"its context of {context:,} tokens, longer than another arm's, never fills"
     return None

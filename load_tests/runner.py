@@ -121,8 +121,12 @@ class Runner:
                 yield await self.run(arm, load, plan, block)
                 self._progress.finish()
 
-    async def throughput(self, arm: Arm, load: Load) -> float:
-        """Requests per second of one run, ramp and drain included. Raises NoSuccess."""
+    async def throughput(self, arms: Sequence[Arm], load: Load) -> float:
+        """Requests per second of one run, ramp and drain included, of the first arm that can.
+
+        Raises NoSuccess.
+        """
+        arm = next(arm for arm in arms if self._can(arm, load))
         self._progress.start(f"finding the rates, {arm.label}, {load.label}")
         prompts = self._new_prompts(f"{self._seed}/{load.label}")
         outcomes = (await self.run(arm, load, load.plan(prompts, self._sizes), 0)).outcomes
@@ -169,8 +173,9 @@ class Runner:
             if arm.label not in self._unflushed:
                 reason = str(error).partition(": {")[0]  # without the body
                 self.warn(
-                    f"The prefix cache of {arm.label} was not emptied between runs, which relied "
-                    f"on new prompts instead ({reason})."
+                    f"The prefix cache of {arm.label} was not emptied between runs ({reason}). "
+                    "They relied on new prompts, but for those of a file, which are the same in "
+                    "every run."
                 )
             self._unflushed.add(arm.label)
 

@@ -119,8 +119,6 @@ def goodput(run: Run, objectives: Mapping[str, float]) -> Goodput | None:
 
 
 def _steady(run: Run, outcome: Outcome) -> bool:
-    if run.profile.kind == "closed" and run.profile.concurrency > 1:
-        return run.steady_from < outcome.intended <= run.steady_to  # the last worker's first: not
     return run.steady_from <= outcome.intended <= run.steady_to
 
 

@@ -40,7 +40,7 @@ class Sizes:
     contexts: tuple[int, ...] = (512, 2048, 8192)  # of longctx
     requests_per_worker: int = 4  # of sync and closed
     arrivals: int = 32  # of open loops
-    context: int = 2048  # the smallest `max_model_len` of the arms
+    context: int = 2048  # the largest `max_model_len` of the arms
     trained_context: int = 2048  # the smallest of the arms
     block_size: int | None = 16  # of their caches; None: they do not say, so there is no theory
 

@@ -229,6 +229,7 @@ def test_compare_is_handed_on(monkeypatch):
         (["--serve", "shape:tiny", "--no-ignore-eos"], "drop them, or --serve"),
         (["--serve", "shape:tiny", "--dialect", "transformers"], "drop them, or --serve"),
         (["--encodings", "rope"], "need --serve"),
+        (["--serve", "shape:tiny", "--workload", "extrapolate"], "random weights have none"),
         (["--dialect", "transformers", "--prompt-form", "ids"], "text prompts only"),
     ],
 )

@@ -51,6 +51,8 @@ def test_one_arm_that_got_slower(compare):
     ("condition", "status"),
     [
         ("tpot_p99>+10%", 1),
+        ("tpot_p99>+0%", 1),
+        ("tpot_p99<-0%", 0),
         ("tpot_p99>+30%", 0),
         ("tpot_p99<-1%", 0),
         ("output_tokens_per_s<-10%", 1),

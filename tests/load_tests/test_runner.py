@@ -201,12 +201,12 @@ def test_warm_up_tells_who_does_not_work_and_why():
 
 def test_throughput_counts_served_requests_over_all_the_time():
     with runner_at(Asked(broken=1), "a") as (runner, arms):
-        assert 0 < asyncio.run(runner.throughput(arms[0], load())) < 1e6
+        assert 0 < asyncio.run(runner.throughput(arms, load())) < 1e6
     with (
         runner_at(refusing, "a") as (runner, arms),
         pytest.raises(NoSuccess, match="a under stream sync: status 401"),
     ):
-        asyncio.run(runner.throughput(arms[0], load()))
+        asyncio.run(runner.throughput(arms, load()))
 
 
 @pytest.mark.parametrize("failure", [Unreachable("gone"), ValueError("no metrics")])

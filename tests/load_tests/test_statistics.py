@@ -80,9 +80,11 @@ def test_an_empty_window_has_no_rates():
 def test_the_first_wave_is_left_out():
     closed = Profile("closed", concurrency=2)
     wave = [outcome(first=5.0), outcome(0.1, first=5.0), outcome(6.0), outcome(6.5)]
-    found = figures(run_of(*wave, profile=closed, steady=(0.1, 7.0)))
-    assert found.values["ttft_p99"] == pytest.approx(0.5)
+    run = run_of(*wave, profile=closed, steady=(6.0, 7.0))
+    found = figures(run)
+    assert found.values["ttft_p50"] == found.values["ttft_p99"] == pytest.approx(0.5)
     assert found.served == 4
+    assert goodput(run, {}).requests_per_s == 2  # the one that opens the window included
 
 
 def test_failures_are_counted_by_reason_and_never_timed():
