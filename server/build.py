@@ -16,7 +16,8 @@ from model.attention.base import NoBackend
 from model.catalogue import Place
 from model.config import EncoderDecoderConfig, ModelConfig
 from model.encoder_decoder import EncoderDecoder
-from model.encodings.base import EncodingError, PositionalWork
+from model.encodings.base import EncodingError, PositionalWork, create
+from model.encodings.rope import RoPE
 from model.kernels.build import Kernels
 from model.loading import Checkpoint, CheckpointError
 from model.transformer import Decoder
@@ -161,6 +162,8 @@ def _complete(
     sharing = config.cache.prefix_sharing and sides == 1
     manager = CacheManager(blocks, block_size, prefix_sharing=sharing)
     context = _fitting(model.context, _longest(manager, sides, name), name)
+    if context < model.context:
+        _require_same_frequencies(model, context, device)
     speed = warm_up(model.decoder, kv, shape, context, name)
     parity = check_parity(model.decoder, shape, kv, context)
     limits = Limits(
@@ -292,6 +295,20 @@ def _fitting(context: int, cacheable: int, name: str) -> int:
             context,
         )
     return min(context, cacheable)
+
+
+def _require_same_frequencies(model: Prepared, context: int, device: torch.device) -> None:
+    """RoPE of some models turns by the length that is served, which was taken to be more."""
+    shape = model.checkpoint.config
+    encoding = create(shape.encoding, shape, context, device)
+    if isinstance(encoding, RoPE) and not torch.equal(
+        encoding.frequencies, encoding.frequencies_at(model.context)
+    ):
+        raise CommandError(
+            f"{model.name} turns keys by other frequencies at {context} tokens, which is all that "
+            f"its cache holds, than at {model.context}; choose with --max-model-len {context} or "
+            "raise --kv-memory"
+        )
 
 
 def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:

@@ -138,6 +138,16 @@ def test_context_is_what_is_asked_for_and_what_the_cache_holds(folder, caplog):
     assert len(generated(small, [1] * held, max_tokens=1)) == 1
 
 
+def test_frequencies_are_those_of_the_context_that_is_served(tmp_path):
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    folder = save(random_model(llama(rope_scaling=scaling)), tmp_path)
+    flags = [f"m={folder}", "--kv-memory", "100K", "--dtype", "float32", "--max-model-len"]
+    with pytest.raises(CommandError, match=r"other frequencies at 193 tokens.*--max-model-len 193"):
+        load(*flags, "1k")
+    assert load(*flags, "193")[0].served.max_context == 193
+    assert load(*flags, "200")[0].served.max_context == 193  # which turns by the same
+
+
 def test_two_models_share_the_memory(folder):
     one, two = load(f"a={folder}", f"b={folder}", "--kv-memory", "1M", "--dtype", "float32")
     assert one.facts.blocks == two.facts.blocks == (1 << 19) // (480 * 16) - 1
