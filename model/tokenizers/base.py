@@ -27,6 +27,8 @@ class AddedToken:
     id: int
     text: str
     special: bool  # has no bytes
+    lstrip: bool = False  # white space before it belongs to it
+    rstrip: bool = False  # and after it
 
 
 class Tokenizer(Protocol):

@@ -21,6 +21,11 @@ class TokenizerFields:
     def __init__(self, metadata: Mapping[str, object]) -> None:
         self._metadata = metadata
 
+    @property
+    def architecture(self) -> object:
+        """Of the model, which some rules that no field tells go by."""
+        return self._metadata.get("general.architecture")
+
     def text(self, key: str, default: str | None = None) -> str:
         value = self._metadata.get(_PREFIX + key, default)
         if not isinstance(value, str):

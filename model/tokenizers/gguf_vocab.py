@@ -29,6 +29,7 @@ _LLAMA3 = frozenset({"llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"})
 _QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen"})
 _BEGUN = frozenset({"llama-bpe", "llama3", "llama-v3"})  # with a BOS, where nothing is said
 _NFC = _QWEN2 | {"mpt", "olmo"}
+_KEEP_SPACE = frozenset({"<s>", "<|endoftext|>"})  # of Phi-3's
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
@@ -122,8 +123,10 @@ def _sentencepiece(fields: TokenizerFields, kind: ModelType, *, add_bos: bool) -
         remove_extra_whitespaces=fields.flag("remove_extra_whitespaces", False),
         charsmap=fields.data("precompiled_charsmap"),
     )
+    # Its markers take the white space after them, which the format does not say.
+    strips = fields.architecture == "phi3"
     markers = [
-        AddedToken(token, piece.text, special=True)
+        AddedToken(token, piece.text, True, rstrip=strips and piece.text not in _KEEP_SPACE)
         for token, piece in enumerate(pieces)
         if piece.type is PieceType.CONTROL
     ]

@@ -88,14 +88,15 @@ class SpmTokenizer:
         self.eos: frozenset[int] = ends - {-1}
         self._start = [self.bos] if add_bos and self.bos is not None else []
         self._ids = {token.text: token.id for token in tokens.values()}
-        self._pattern = _pattern(self._ids)
+        self._pattern = _pattern(tokens.values())
 
     def encode(self, text: str, *, bos: bool) -> list[int]:
         require_unicode(text)
         tokens = list(self._start) if bos else []
         for part in self._pattern.split(text) if self._pattern else [text]:
-            if part in self._ids:
-                tokens.append(self._ids[part])
+            added = self._ids.get(part, self._ids.get(part.strip()))
+            if added is not None:
+                tokens.append(added)
             elif part:
                 tokens.extend(self._processor.encode(part))
         return tokens
@@ -115,8 +116,13 @@ def _entries(model: SpmModel, added: dict[int, AddedToken]) -> Iterator[tuple[by
             yield b"", b""  # a gap between the model's pieces and an added id
 
 
-def _pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
-    longest_first = sorted(texts, key=len, reverse=True)
+def _pattern(tokens: Iterable[AddedToken]) -> re.Pattern[str] | None:
+    longest_first = sorted(tokens, key=lambda token: len(token.text), reverse=True)
     if not longest_first:
         return None
-    return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+    return re.compile("(" + "|".join(map(_found_as, longest_first)) + ")")
+
+
+def _found_as(token: AddedToken) -> str:
+    before, after = r"\s*" * token.lstrip, r"\s*" * token.rstrip
+    return before + re.escape(token.text) + after

@@ -81,7 +81,10 @@ def _added(tokens: object) -> Iterator[AddedToken]:
         text = token.get("content")
         if not isinstance(text, str) or not text:
             raise _wrong("added_tokens_decoder", "an object of tokens with content")
-        yield AddedToken(int(number), text, token.get("special") is True)
+        special, lstrip, rstrip = (
+            token.get(key) is True for key in ("special", "lstrip", "rstrip")
+        )
+        yield AddedToken(int(number), text, special, lstrip, rstrip)
 
 
 def _wrong(key: str, wanted: str) -> TokenizerError:

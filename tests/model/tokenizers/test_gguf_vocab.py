@@ -202,6 +202,18 @@ def test_the_end_of_a_turn_is_known_by_how_it_is_written(kind):
     assert tokenizer.token_bytes(end, first=False) == b""
 
 
+def test_phi3_markers_take_the_white_space_after_them():
+    _, fields = spm_fields("llama")
+    tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    place = types.index(int(PieceType.NORMAL))
+    tokens[place], types[place] = "<|user|>", int(PieceType.CONTROL)
+    for architecture, strips in (("phi3", True), ("llama", False)):
+        tokenizer = tokenizer_from_gguf(fields | {"general.architecture": architecture})
+        user, *rest = tokenizer.encode("<|user|>\na", bos=False)
+        assert user == place
+        assert (rest == tokenizer.encode("a", bos=False)) == strips
+
+
 @pytest.mark.parametrize(("pre", "composed"), [("gpt-2", False), ("mpt", True), ("olmo", True)])
 def test_gpt_neox_tokenizers_compose_characters_first(pre, composed):
     tokenizer = tokenizer_from_gguf(bpe_fields(byte_level(), pre))

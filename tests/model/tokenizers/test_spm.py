@@ -144,6 +144,21 @@ def test_added_tokens_are_found_in_text_and_may_lie_beyond_the_model():
     assert tokenizer.eos == {size + 1}
 
 
+def test_added_tokens_may_take_the_white_space_around_them():
+    model = SpmModel(train_spm("llama"))
+    size = model.size
+    added = [
+        AddedToken(size, "<|left|>", special=True, lstrip=True),
+        AddedToken(size + 1, "<|right|>", special=True, rstrip=True),
+        AddedToken(size + 2, "<|none|>", special=True),
+    ]
+    tokenizer = SpmTokenizer(model, added=added)
+    a, space = tokenizer.encode("a", bos=False), tokenizer.encode(" ", bos=False)
+    assert tokenizer.encode("a \n<|left|>a", bos=False) == [*a, size, *a]
+    assert tokenizer.encode("<|right|> \n a<|right|>", bos=False) == [size + 1, *a, size + 1]
+    assert tokenizer.encode("<|none|> <|none|>", bos=False) == [size + 2, *space, size + 2]
+
+
 def test_a_model_without_bos_or_told_not_to_add_it():
     model = SpmModel(train_spm("llama"))
     assert SpmTokenizer(model, add_bos=False).encode("", bos=True) == []
