@@ -123,9 +123,13 @@ def streamed(body):
 
 
 async def one_client(port, i, rng, longest_wait):
-    """Status line of the answer, read to its end; every third client leaves at a random moment."""
+    """Status line of the answer, read to its end; every third client leaves at a random moment.
+
+    It asks for so much that a fast server has not done with it.
+    """
+    leaves = i % 3 == 0
     text = "".join(rng.choice("abcdefgh ") for _ in range(rng.randint(1, 200)))
-    body = {"model": "m", "max_tokens": rng.randint(1, 60), "ignore_eos": True}
+    body = {"model": "m", "max_tokens": 250 if leaves else rng.randint(1, 60), "ignore_eos": True}
     body |= {"stream": i % 2 == 0, "temperature": 0.0 if i % 5 else 1.0, "n": 1 + (i % 7 == 0)}
     if i % 4 == 0:
         path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": text}]
@@ -135,7 +139,6 @@ async def one_client(port, i, rng, longest_wait):
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
-    leaves = i % 3 == 0
     try:
         async with asyncio.timeout(rng.random() * longest_wait if leaves else 60):
             return (await reader.read(-1)).split(b"\r\n", 1)[0]
