@@ -173,7 +173,9 @@ def windows_by_layer(fields: Fields, layers: int) -> tuple[int | None, ...]:
     window = fields.optional_integer("sliding_window", MAX_CONTEXT)
     first = fields.optional_integer("max_window_layers", 1 << 30)
     types = fields.texts("layer_types")
-    if not fields.flag("use_sliding_window"):
+    if fields.flag("use_sliding_window"):
+        fields.require("sliding_window")  # published classes differ in what they take it for
+    else:
         window = None
     if types is None:
         if window is not None and first is None:

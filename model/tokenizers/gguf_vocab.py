@@ -49,7 +49,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
 
 
 def _byte_level(fields: TokenizerFields) -> HfTokenizer:
-    name = fields.text("pre", "default")
+    # Old files say nothing, which was right for GPT-2 alone.
+    name = fields.text("pre", "gpt-2" if fields.architecture in (None, "gpt2") else None)
     tokens, types = fields.tokens(), fields.types()
     vocabulary = {token: index for index, token in enumerate(tokens)}
     try:

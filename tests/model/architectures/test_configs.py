@@ -206,6 +206,7 @@ def test_windows_by_layer(kind, changes, windows):
     ("changes", "saying"),
     [
         (QWEN_WINDOWS, "max_window_layers is missing"),
+        ({"use_sliding_window": True, "max_window_layers": 1}, "sliding_window is missing"),
         ({"layer_types": ["full_attention"]}, "once for each layer"),
         ({"layer_types": ["full_attention", "mamba", "full_attention"]}, "once for each layer"),
         ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 9}, "no sliding_window"),

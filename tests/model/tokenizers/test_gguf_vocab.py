@@ -202,6 +202,13 @@ def test_the_end_of_a_turn_is_known_by_how_it_is_written(kind):
     assert tokenizer.token_bytes(end, first=False) == b""
 
 
+def test_a_file_that_does_not_say_how_to_cut_text_is_gpt2s():
+    fields = bpe_fields(byte_level(), None) | {"general.architecture": "gpt2"}
+    assert decode(tokenizer_from_gguf(fields), tokenizer_from_gguf(fields).encode("a b", bos=False))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.ggml\.pre is missing"):
+        tokenizer_from_gguf(fields | {"general.architecture": "llama"})
+
+
 def test_phi3_markers_take_the_white_space_after_them():
     _, fields = spm_fields("llama")
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
