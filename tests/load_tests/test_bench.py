@@ -6,9 +6,11 @@ import socket
 import pytest
 
 from load_tests import bench
-from load_tests.bench import main
+from load_tests.bench import main, sizes_within
+from load_tests.facts import Facts
 from load_tests.options import parser
 from load_tests.result import read
+from load_tests.workloads import Sizes
 from tests.load_tests.sse_server import good, serving, whole
 
 SMALL = ["--prompt-tokens", "4", "--output-tokens", "3", "--runs", "2", "--prompt-form", "ids"]
@@ -200,6 +202,13 @@ def test_an_interrupted_test_reports_the_runs_until_then(capsys, tmp_path, monke
     assert status == 130
     assert len(result["runs"]) == 1
     assert "interrupted" in captured.out
+
+
+def test_a_context_is_outgrown_where_it_is_largest_and_all_else_fits_the_smallest():
+    facts = [Facts(512, 512, block_size=16), Facts(2048, 1024), Facts()]
+    sizes = sizes_within(Sizes(), facts)
+    assert (sizes.context, sizes.trained_context, sizes.block_size) == (2048, 512, 16)
+    assert sizes_within(Sizes(), [Facts()]).context == Sizes().context
 
 
 def test_what_no_server_has_room_for_is_status_2(capsys, tmp_path):

@@ -209,6 +209,14 @@ def test_throughput_counts_served_requests_over_all_the_time():
         asyncio.run(runner.throughput(arms, load()))
 
 
+def test_throughput_is_that_of_an_arm_that_can():
+    answer = Asked()
+    with runner_at(answer, "a", "b") as (made, arms):
+        able = asyncio.run(made.ask(arms, {"a": 8, "b": 4096}, [load()]))
+        asyncio.run(made.throughput(arms, able[0]))
+    assert not answer.sent("a") and answer.sent("b")
+
+
 @pytest.mark.parametrize("failure", [Unreachable("gone"), ValueError("no metrics")])
 def test_metrics_that_cannot_be_read_end_no_run(monkeypatch, failure):
     async def there(server):
