@@ -13,18 +13,34 @@
 
 namespace {
 
-// Queries under one key/value head are computed together, or cut where they are too many.
+constexpr int64_t kShort = 32;  // keys that are not worth to be shared
+
+// Queries under one key/value head are computed together, or cut where they are too many. Where
+// requests are fewer than threads could share, two tasks meet half of the keys each.
 inline std::vector<Piece> pieces_of(const AttendArguments &a, bool whole_vectors) {
   std::vector<Piece> pieces;
-  const int64_t group = a.heads / a.kv_heads;
-  const bool requests_suffice = a.requests >= 2 * omp_get_max_threads();
+  const int64_t group = a.heads / a.kv_heads, threads = omp_get_max_threads();
+  const bool requests_suffice = threads == 1 || a.requests >= 2 * threads;
+  int64_t pairs = 0;
   for (int64_t r = 0; r < a.requests; ++r) {
     const int64_t queries = (a.query_starts[r + 1] - a.query_starts[r]) * group;
     const bool few = queries <= kFew && whole_vectors;
-    const int64_t heads = few && requests_suffice ? a.kv_heads : 1;
+    const bool halves = few && !requests_suffice && a.context_lens[r] > kShort;
+    const bool all_heads = few && (requests_suffice || 2 * a.requests >= threads);
+    const int64_t heads = all_heads ? a.kv_heads : 1;
     for (int64_t first = 0; first < queries; first += kQueries)
-      for (int64_t head = 0; head < a.kv_heads; head += heads)
-        pieces.push_back({r, head, heads, first, std::min<int64_t>(kQueries, queries - first)});
+      for (int64_t head = 0; head < a.kv_heads; head += heads) {
+        Piece piece{r, head, heads, first, std::min<int64_t>(kQueries, queries - first)};
+        if (!halves) {
+          pieces.push_back(piece);
+          continue;
+        }
+        piece.pair = pairs++;
+        for (const Half half : {kLater, kEarlier}) {
+          piece.half = half;
+          pieces.push_back(piece);
+        }
+      }
   }
   return pieces;
 }
@@ -34,6 +50,7 @@ void attend_stored(const AttendArguments &a) {
   typedef typename RealOf<T>::type Real;
   const bool whole_vectors = a.head_dim % kLanes<Real> == 0;
   const std::vector<Piece> pieces = pieces_of(a, whole_vectors);
+  typename FewQueries<Real, S>::Pairs pairs(a, pieces);
 #pragma omp parallel
   {
     FewQueries<Real, S> few(a);
@@ -41,7 +58,7 @@ void attend_stored(const AttendArguments &a) {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < int64_t(pieces.size()); ++i)
       if (pieces[i].count <= kFew && whole_vectors)
-        few.template run<T>(pieces[i]);
+        few.template run<T>(pieces[i], pairs);
       else
         many.template run<T>(pieces[i]);
   }

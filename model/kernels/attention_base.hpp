@@ -57,22 +57,27 @@ class Buffer {
 };
 
 
-constexpr int64_t kKeys = 64;            // that are attended to at a time
 constexpr int64_t kQueries = 8 * kRows;  // of one task, at most
+
+// Of the keys that a few queries see: the later ones, the earlier ones, or all.
+enum Half { kLater, kEarlier, kWhole };
 
 // What one task computes: queries [first_query, first_query + count) of a request, row by row and
 // in each row those that share a key/value head, under each of `heads` key/value heads.
 struct Piece {
   int64_t request, first_head, heads, first_query, count;
+  Half half = kWhole;
+  int64_t pair = 0;  // of pieces that are halves of each other: its number
 };
 
-// Keys come kKeys at a time; a running base and total per query make the softmax exact without
+// Keys come KEYS at a time; a running base and total per query make the softmax exact without
 // a second pass (arXiv 2205.14135, algorithm 1). Real: of the arithmetic; S: of stored keys and
 // values. In 8 bits these are times a scale each, which the score of the key takes and the weight
 // of the value. T: of queries and outputs, which only their loading and storing are compiled for.
-template <class Real, class S>
+template <class Real, class S, int64_t KEYS>
 class Attending {
  protected:
+  static constexpr int64_t kKeys = KEYS;
   static constexpr int kLanes = ::kLanes<Real>, kPanel = ::kPanel<Real>;
   static constexpr bool kScaled = std::is_same_v<S, int8_t>;
   static_assert(kKeys % kPanel == 0);
@@ -324,10 +329,10 @@ class Attending {
   // At least so many numbers, in vectors.
   static int64_t whole_vectors(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
-  static Real inverse_total(const State &state) {
+  static Real total_of(const State &state) {
     Real total = 0;
     for (int i = 0; i < kLanes; ++i) total += state.totals[i];
-    return 1 / total;
+    return total;
   }
 
   const AttendArguments &a_;

@@ -2,6 +2,9 @@
 
 #pragma once
 
+#include <atomic>
+#include <vector>
+
 #include "attention_base.hpp"
 
 namespace {
@@ -9,25 +12,58 @@ namespace {
 constexpr int64_t kFew = 4;  // queries under one key/value head
 
 // All heads of the piece meet a chunk before the next chunk comes: their keys and values lie side
-// by side. With every key that is worked on, one of the next chunk is fetched, in the order in
+// by side. With every key that is worked on, one that comes kKeys later is fetched, in the order in
 // which they lie: memory is read in long runs. Head dimensions are whole vectors.
+//
+// Later and earlier keys are summed apart even where one task meets both: a request's sums do not
+// depend on how many others there are.
 template <class Real, class S>
-class FewQueries : Attending<Real, S> {
-  typedef Attending<Real, S> Base;
+class FewQueries : Attending<Real, S, 32> {
+  typedef Attending<Real, S, 32> Base;
   typedef typename Base::Chunk Chunk;
-  using Base::a_, Base::piece_, Base::kLanes, Base::kPanel, Base::kScaled;
+  typedef typename Base::State State;
+  using Base::a_, Base::piece_, Base::kKeys, Base::kLanes, Base::kPanel, Base::kScaled;
+
+  // What keys of one half add up to: [head, query] and [head, query, head_dim].
+  struct Sums {
+    State *states;
+    Real *values;
+  };
 
  public:
+  // Where tasks leave their halves. Who comes second puts both together.
+  class Pairs {
+   public:
+    Pairs(const AttendArguments &a, const std::vector<Piece> &pieces)
+        : dim_(a.head_dim), queries_(0), arrived_(pieces.size()) {
+      for (const Piece &piece : pieces)
+        if (piece.half != kWhole) queries_ = std::max(queries_, piece.heads * piece.count);
+      states_ = state_buffer_.grow(queries_ * pieces.size());
+      values_ = value_buffer_.grow(queries_ * pieces.size() * dim_);
+    }
+    Sums of(int64_t pair, Half half) {
+      const int64_t first = (2 * pair + half) * queries_;
+      return {states_ + first, values_ + first * dim_};
+    }
+    bool complete(int64_t pair) { return arrived_[pair].fetch_add(1) == 1; }
+
+   private:
+    int64_t dim_, queries_;
+    Buffer<State> state_buffer_;
+    Buffer<Real> value_buffer_;
+    State *states_;
+    Real *values_;
+    std::vector<std::atomic<int>> arrived_;
+  };
+
   explicit FewQueries(const AttendArguments &a) : Base(a) {}
 
   template <class T>
-  void run(const Piece &piece) {
+  void run(const Piece &piece, Pairs &pairs) {
     this->begin(piece);
     const int64_t dim = a_.head_dim, queries = piece.heads * piece.count;
     q_ = q_buffer_.grow(queries * dim);
     row_ = row_buffer_.grow(dim);
-    sums_ = sums_buffer_.grow(queries * dim);
-    states_ = state_buffer_.grow(queries);
     turned_ = a_.frame == kNothing ? nullptr : turned_buffer_.grow(kKeys * kFew * dim);
     for (int64_t h = 0; h < piece.heads; ++h)
       for (int64_t r = 0; r < piece.count; ++r) {
@@ -36,34 +72,60 @@ class FewQueries : Attending<Real, S> {
           lay_out(row_, query(h, r));
         else
           std::copy(row_, row_ + dim, query(h, r));
-        state(h, r) = this->state_of(h, r);
       }
-    std::fill(sums_, sums_ + queries * dim, Real(0));
+    State *states = state_buffer_.grow(2 * queries);
+    Real *values = sums_buffer_.grow(2 * queries * dim);
+    for (const Half half : {kLater, kEarlier}) {
+      halves_[half] = piece.half == kWhole
+                          ? Sums{states + half * queries, values + half * queries * dim}
+                          : pairs.of(piece.pair, half);
+      if (piece.half == kWhole || piece.half == half) clear(halves_[half]);
+    }
     sweep();
+    if (piece.half != kWhole && !pairs.complete(piece.pair)) return;
     for (int64_t h = 0; h < piece.heads; ++h)
       for (int64_t r = 0; r < piece.count; ++r) store_query<T>(h, r);
   }
 
  private:
-  // Over all keys that the queries see.
+  void clear(const Sums &half) const {
+    const int64_t queries = piece_.heads * piece_.count;
+    for (int64_t h = 0; h < piece_.heads; ++h)
+      for (int64_t r = 0; r < piece_.count; ++r)
+        half.states[h * piece_.count + r] = this->state_of(h, r);
+    std::fill(half.values, half.values + queries * a_.head_dim, Real(0));
+  }
+
+  // Over those keys of the piece that the queries see.
   __attribute__((noinline)) void sweep() {
     const int64_t begin = this->first_key(0), end = this->last_key(piece_.count - 1) + 1;
-    // Latest keys first: few later scores are then larger. Chunks start at multiples of kKeys
-    // whatever the rows: a row's sums have one order.
-    const int64_t start = begin / kKeys * kKeys, last = (end - 1) / kKeys * kKeys;
-    this->find_chunk(last, end - last, *chunk_);
-    for (int64_t n = 0; n < kKeys; ++n)
-      for (int64_t h = 0; h < piece_.heads; ++h) {
-        fetch(this->key(*chunk_, h, n), a_.head_dim);
-        fetch(this->value(*chunk_, h, n), a_.head_dim);
-      }
-    for (int64_t first = last; first >= start; first -= kKeys) {
-      this->find_chunk(first - kKeys, first > start ? kKeys : 0, *next_);
-      keys_ahead_ = {static_cast<const S *>(a_.keys), next_->entries};
-      values_ahead_ = {static_cast<const S *>(a_.values), next_->entries};
+    // Latest keys first: few later scores are then larger. Chunks start at multiples of kKeys.
+    const int64_t start = begin / kKeys * kKeys;
+    const int64_t split = (start + end + kKeys) / 2 / kKeys * kKeys;
+    const int64_t stop = piece_.half == kLater ? split : start;
+    int64_t first = piece_.half == kEarlier ? split - kKeys : (end - 1) / kKeys * kKeys;
+    if (first < stop) return;
+    this->find_chunk(first, std::min(kKeys, end - first), *chunk_);
+    fetch_entries(*chunk_, 0, chunk_->count);
+    for (; first >= stop; first -= kKeys) {
+      this->find_chunk(first - kKeys, first > stop ? kKeys : 0, *next_);
+      // What this chunk has too few keys for.
+      const int64_t fetched = std::min(kKeys - chunk_->count, next_->count);
+      fetch_entries(*next_, 0, fetched);
+      keys_ahead_ = {static_cast<const S *>(a_.keys), next_->entries + fetched};
+      values_ahead_ = {static_cast<const S *>(a_.values), next_->entries + fetched};
+      sums_ = halves_[first < split ? kEarlier : kLater];
       for (int64_t h = 0; h < piece_.heads; ++h) attend_head(h, first);
       std::swap(chunk_, next_);
     }
+  }
+
+  void fetch_entries(const Chunk &chunk, int64_t from, int64_t to) const {
+    for (int64_t n = from; n < to; ++n)
+      for (int64_t h = 0; h < piece_.heads; ++h) {
+        fetch(this->key(chunk, h, n), a_.head_dim);
+        fetch(this->value(chunk, h, n), a_.head_dim);
+      }
   }
 
   // An entry into the second level of caches: a chunk of all heads is too much for the first. Of a
@@ -109,11 +171,11 @@ class FewQueries : Attending<Real, S> {
   Real *query(int64_t head, int64_t r) const {
     return q_ + (head * piece_.count + r) * a_.head_dim;
   }
-  Real *sum(int64_t head, int64_t r) const {
-    return sums_ + (head * piece_.count + r) * a_.head_dim;
+  Real *sum(const Sums &of, int64_t head, int64_t r) const {
+    return of.values + (head * piece_.count + r) * a_.head_dim;
   }
-  typename Base::State &state(int64_t head, int64_t r) const {
-    return states_[head * piece_.count + r];
+  State *state(const Sums &of, int64_t head, int64_t r) const {
+    return of.states + head * piece_.count + r;
   }
 
   void attend_head(int64_t head, int64_t first) {
@@ -124,7 +186,7 @@ class FewQueries : Attending<Real, S> {
     const int64_t keys = chunk_->count;
     for (int64_t n = 0; n < keys; n += kLanes)
       score(head, n, std::min<int64_t>(kLanes, keys - n), scores + n);
-    if (!this->weigh(*chunk_, 0, piece_.count, first, keys, scores, &state(head, 0), factors))
+    if (!this->weigh(*chunk_, 0, piece_.count, first, keys, scores, state(sums_, head, 0), factors))
       return;
     const int64_t dim = a_.head_dim;
     int64_t d = 0;
@@ -215,7 +277,7 @@ class FewQueries : Attending<Real, S> {
     Vec<Real> sums[QUERIES][VECTORS];
     for (int r = 0; r < QUERIES; ++r)
       for (int v = 0; v < VECTORS; ++v)
-        sums[r][v] = load(sum(head, r) + d + v * kLanes) * factors[r];
+        sums[r][v] = load(sum(sums_, head, r) + d + v * kLanes) * factors[r];
     const int64_t dim = a_.head_dim, keys = chunk_->count;
     const S *values = static_cast<const S *>(a_.values) + head * dim;
     const int64_t *here = chunk_->entries;
@@ -227,22 +289,34 @@ class FewQueries : Attending<Real, S> {
         for (int v = 0; v < VECTORS; ++v) sums[r][v] += weights[r * kKeys + n] * parts[v];
     }
     for (int r = 0; r < QUERIES; ++r)
-      for (int v = 0; v < VECTORS; ++v) store(sums[r][v], sum(head, r) + d + v * kLanes);
+      for (int v = 0; v < VECTORS; ++v) store(sums[r][v], sum(sums_, head, r) + d + v * kLanes);
   }
 
+  // Both halves, brought to the larger base.
   template <class T>
   void store_query(int64_t head, int64_t r) const {
-    const Real inverse = this->inverse_total(state(head, r));
+    const State &later = *state(halves_[kLater], head, r);
+    const State &earlier = *state(halves_[kEarlier], head, r);
+    const Real base = std::max(later.base, earlier.base);
+    Real weights[] = {relative(later.base, base), relative(earlier.base, base)};
+    const Real total =
+        weights[kLater] * this->total_of(later) + weights[kEarlier] * this->total_of(earlier);
+    for (Real &weight : weights) weight /= total;
+    const Real *late = sum(halves_[kLater], head, r), *early = sum(halves_[kEarlier], head, r);
     T *to = static_cast<T *>(a_.out) + this->place(head, r);
-    const Real *from = sum(head, r);
-    each_coordinate(
-        [&](int64_t d, int64_t coordinate) { narrow(from[d] * inverse, to + coordinate); });
+    each_coordinate([&](int64_t d, int64_t coordinate) {
+      narrow(late[d] * weights[kLater] + early[d] * weights[kEarlier], to + coordinate);
+    });
+  }
+
+  static Real relative(Real base, Real largest) {
+    return base == largest ? Real(1) : exponential(base - largest);
   }
 
   Buffer<Real> q_buffer_, row_buffer_, sums_buffer_, turned_buffer_;
-  Buffer<typename Base::State> state_buffer_;
-  Real *q_, *row_, *sums_, *turned_;  // q_, sums_ [head, query, head_dim]
-  typename Base::State *states_;
+  Buffer<State> state_buffer_;
+  Real *q_, *row_, *turned_;  // q_ [head, query, head_dim]
+  Sums halves_[2], sums_;     // the chunk's
   const Real *facing_[kKeys];
   Chunk chunks_[2], *chunk_ = chunks_, *next_ = chunks_ + 1;
   Ahead keys_ahead_, values_ahead_;

@@ -9,10 +9,10 @@ namespace {
 
 // Under one key/value head, in tiles of kRows.
 template <class Real, class S>
-class ManyQueries : Attending<Real, S> {
-  typedef Attending<Real, S> Base;
+class ManyQueries : Attending<Real, S, 64> {
+  typedef Attending<Real, S, 64> Base;
   typedef typename Base::Chunk Chunk;
-  using Base::a_, Base::piece_, Base::kLanes, Base::kPanel, Base::kScaled;
+  using Base::a_, Base::piece_, Base::kKeys, Base::kLanes, Base::kPanel, Base::kScaled;
 
  public:
   explicit ManyQueries(const AttendArguments &a)
@@ -149,7 +149,7 @@ class ManyQueries : Attending<Real, S> {
     for (int64_t at = 0; at < piece_.count; at += kRows) {
       const int64_t queries = std::min<int64_t>(kRows, piece_.count - at);
       for (int64_t r = 0; r < queries; ++r) {
-        const Real inverse = this->inverse_total(states_[at + r]);
+        const Real inverse = 1 / this->total_of(states_[at + r]);
         T *to = static_cast<T *>(a_.out) + this->place(0, at + r);
         for (int64_t p = 0; p < panels_; ++p, to += kPanel) {
           const Real *from = sums_of(at, queries, p) + r * kPanel;

@@ -1,6 +1,8 @@
 """The C++ kernel and SDPA against the reference, at sizes the models do not have."""
 
 import random
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from model.attention.cpu import CpuBackend
 from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
 from model.encodings.base import KeyBias, LinearBias, TableBias
+from server.threads import end_idle_threads
 from tests.model.running import CPU, Running, make_batch
 from tests.products import thirds
 
@@ -80,6 +83,47 @@ def test_many_rows_in_float64(head_dim, heads, window, causal, kernels):
         for backend in (CpuBackend(kernels), SdpaAttention):
             result = backend(given)(q, kv, batch, bias, None)
             assert (result - exact).abs().max() < 1e-12
+
+
+LENGTHS = [(39, 1), (256, 1), (500, 1), (20, 1), (98, 2), (700, 1), (1, 1), (63, 1)]
+FORMS = {"nothing": 0, "slopes": 1, "dense": 4}
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+    end_idle_threads()
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers_do_not_depend_on_threads_nor_on_other_requests(form, window, threads, kernels):
+    """Few requests are cut into halves, and by heads, for threads to share."""
+    given = spec(6, 2, 64, window=window)
+    q, kv, batch = problem(given, 16, LENGTHS)
+    bias = biases(given.heads, batch)[FORMS[form]]
+    exact = ReferenceAttention(given)(q, kv, batch, bias, None)
+    attend = CpuBackend(kernels)(given)
+    threads(1)
+    together = attend(q, kv, batch, bias, None)
+    assert (together - exact).abs().max() < 1e-5
+    for count in (2, 3):
+        threads(count)
+        assert torch.equal(attend(q, kv, batch, bias, None), together)
+        if form == "dense":  # by row of the whole batch
+            continue
+        for request, (first, last) in enumerate(pairwise(batch.query_starts.tolist())):
+            alone = replace(
+                batch,
+                query_starts=torch.tensor([0, last - first]),
+                positions=batch.positions[first:last],
+                context_lens=batch.context_lens[request : request + 1],
+                block_tables=batch.block_tables[request : request + 1],
+                block_bases=batch.block_bases[request : request + 1],
+            )
+            assert torch.equal(attend(q[first:last], kv, alone, bias, None), together[first:last])
 
 
 def test_a_key_that_is_not_a_number_shows(kernels):
