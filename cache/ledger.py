@@ -79,6 +79,9 @@ class LedgerCounts:
         )
 
 
+_NOTHING = LedgerCounts()
+
+
 def fold_sums(stored: Tensor, blocks: Tensor, multipliers: Tensor) -> Tensor:
     """What Checksums defines, on any device. Faster on a CPU: model/kernels."""
     some_at_once = torch.split(blocks, BATCH if stored.device.type == "cpu" else BATCH_ELSEWHERE)
@@ -154,7 +157,7 @@ class Ledger:
         self._seals = torch.zeros(
             keys.shape[1], 2, kv.layers, dtype=torch.int64, device=keys.device
         )
-        self._counts = LedgerCounts()
+        self._counts = _NOTHING
         self._owed = 0  # blocks that `sample` has yet to verify
 
     @property
@@ -218,7 +221,7 @@ class Ledger:
 
     def drain(self) -> LedgerCounts:
         """What was done and found since the last call."""
-        counts, self._counts = self._counts, LedgerCounts()
+        counts, self._counts = self._counts, _NOTHING
         return counts
 
     def _verify(

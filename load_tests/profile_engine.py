@@ -53,6 +53,8 @@ _TOLD: Mapping[Part, str] = {
     Part.ATTENTION: ATTENTION,
     Part.GATE: GATE,
     Part.RESIDUAL: RESIDUAL,
+    Part.EMBEDDING: EMBEDDING,
+    Part.HEAD: HEAD,
 }
 _MODULES: Mapping[type[nn.Module], str] = {
     **dict.fromkeys((Linear, Int8Linear, PanelLinear, Int8PanelLinear, OneDnnLinear), LINEAR),
@@ -177,6 +179,8 @@ def _watched_in(decoder: Decoder, made: Wired) -> Iterator[tuple[object, str, st
     yield made.auditor, "look", AUDIT
     yield made.auditor, "sample", AUDIT
     yield made.meter, "measure", METRICS
+    if decoder.whole is not None:
+        yield decoder, "whole", CALLS
     for module in decoder.modules():
         if module is decoder.head:
             yield module, "forward", HEAD

@@ -4,7 +4,7 @@ Knows no request and no sampling. The positional encoding enters through its hoo
 through a backend that is handed in; faster layers are put in place of these afterwards.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -361,20 +361,25 @@ class Decoder(nn.Module):
         )
         if config.tied_embeddings:
             self.embed.weight = self.head.weight
+        # The same faster, in one piece. Set after loading.
+        self.whole: Callable[[ForwardBatch, KVCache], Tensor] | None = None
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Logits [S, vocab] of `batch.output_rows`; keys and values of all rows are stored.
 
         The batch may still lie on the host.
         """
+        return self.by_parts(batch, kv) if self.whole is None else self.whole(batch, kv)
+
+    @torch.inference_mode()
+    def by_parts(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        """`forward`, part by part."""
         return self.compute(batch.to(kv.device), kv)
 
     def compute(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """`forward` where gradients are kept, for training."""
-        x = self._embedded(batch)
-        biases = step_biases(self.encoding, len(self.layers), batch, kv.block_size)
-        x = self.layers(x, batch, kv, biases, batch.output_rows)
+        """The same where gradients are kept, for training."""
+        x = self.embedded(batch)
+        x = self.layers(x, batch, kv, self.biases(batch, kv), batch.output_rows)
         if self.norm is not None:
             x = self.norm(x)
         if self.project_out is not None:
@@ -382,7 +387,12 @@ class Decoder(nn.Module):
         logits: Tensor = self.head(x)
         return logits
 
-    def _embedded(self, batch: ForwardBatch) -> Tensor:
+    def biases(self, batch: ForwardBatch, kv: KVCache) -> Iterator[StepBias | None]:
+        """What each layer in turn adds to its scores."""
+        return step_biases(self.encoding, len(self.layers), batch, kv.block_size)
+
+    def embedded(self, batch: ForwardBatch) -> Tensor:
+        """[T, width]: what the layers get. Raises EncodingError."""
         x: Tensor = self.embed(batch.tokens)
         if self.config.embed_scale != 1.0:
             x = x * self.config.embed_scale

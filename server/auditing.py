@@ -11,6 +11,8 @@ from server.scheduler import Scheduler
 
 log = getLogger(__name__)
 
+_NOTHING = LedgerCounts()
+
 
 class Auditor:
     """Between two writes to the cache of one model. `model` is its name in the log."""
@@ -23,8 +25,8 @@ class Auditor:
         self._ledger = ledger
         self._manager = manager
         self._scheduler = scheduler
-        self._counts = LedgerCounts()
-        self._ever = LedgerCounts()
+        self._counts = _NOTHING
+        self._ever = _NOTHING
 
     def view(self) -> AuditView:
         """What was done and found since the start."""
@@ -50,11 +52,13 @@ class Auditor:
 
     def drain(self) -> LedgerCounts:
         """What was done and found since the last call."""
-        counts, self._counts = self._counts, LedgerCounts()
+        counts, self._counts = self._counts, _NOTHING
         return counts
 
     def _observe(self) -> tuple[Fault, ...]:
-        self._ledger.observe(self._manager.drain_events())
+        events = self._manager.drain_events()
+        if events:
+            self._ledger.observe(events)
         counts = self._ledger.drain()
         if counts.sealed or counts.verified:  # in most steps neither
             self._counts += counts

@@ -112,9 +112,9 @@ def _pack(spans: Sequence[_Span], outputs: Sequence[int], block_size: int) -> Fo
     ends = list(accumulate(counts))
     total, requests = ends[-1], len(spans)
     width = max(len(span.table.blocks) for span in spans)
-    sizes = [total] * 4 + [requests + 1, requests, requests * width, requests * width, len(outputs)]
+    sizes = [total] * 4 + [requests, requests + 1, requests * width, requests * width, len(outputs)]
     host = np.zeros(sum(sizes), dtype=np.int64)
-    tokens, positions, offsets, slots, starts, contexts, blocks, bases, wanted = _split(host, sizes)
+    tokens, positions, offsets, slots, contexts, starts, blocks, bases, wanted = _split(host, sizes)
     starts[1:] = ends
     wanted[:] = outputs
     for row, span in enumerate(spans):
@@ -137,8 +137,8 @@ def _pack(spans: Sequence[_Span], outputs: Sequence[int], block_size: int) -> Fo
         positions=parts[1],
         offsets=parts[2],
         slots=parts[3],
-        query_starts=parts[4],
-        context_lens=parts[5],
+        context_lens=parts[4],
+        query_starts=parts[5],
         block_tables=parts[6].view(requests, width),
         block_bases=parts[7].view(requests, width),
         output_rows=parts[8],

@@ -4,8 +4,8 @@ An encoding says what one token costs at a context of n keys. A chunk of a promp
 contexts, so the costs are summed once up to each n, and a chunk is the difference of two sums.
 """
 
-from collections.abc import Callable, Iterable
-from operator import add
+from collections.abc import Callable, Iterable, Sequence
+from operator import add, sub
 
 from model.encodings.base import PositionalWork
 from server.plan import Work
@@ -13,6 +13,9 @@ from server.request import PositionTotals
 
 Cost = Callable[[int], PositionalWork]  # of one token that sees so many keys
 Sum = tuple[int, ...]  # the values of PositionTotals
+
+_NOTHING = PositionTotals()
+_TOGETHER = 64  # contexts that are added up at once: for every step anew it takes far longer
 
 
 def no_cost(context: int) -> PositionalWork:
@@ -37,27 +40,30 @@ class PositionMeter:
         self._trained_context = trained_context
         self._sums = [PositionTotals().values]  # of contexts 1 to the index
 
-    def measure(self, plan: Iterable[Work]) -> tuple[PositionTotals, PositionTotals]:
+    def measure(self, plan: Sequence[Work]) -> tuple[PositionTotals, PositionTotals]:
         """Prefill and decode. To be asked before the plan is recorded.
 
         Prefill is all that is computed for a request before its first token; computing it again
         after a preemption later counts as decode.
         """
-        before: tuple[list[Sum], list[Sum]] = ([], [])
-        after: tuple[list[Sum], list[Sum]] = ([], [])
-        sources = [PositionTotals(), PositionTotals()]
+        spent = [_NOTHING, _NOTHING]
+        for phase in (False, True):
+            own = [work for work in plan if work.decodes is phase]
+            if own:
+                spent[phase] = self._spent(own)
+        prefill, decode = spent
+        return prefill, decode
+
+    def _spent(self, plan: Sequence[Work]) -> PositionTotals:
+        before = map(sum, zip(*(self._upto(work.start) for work in plan), strict=True))
+        after = map(sum, zip(*(self._upto(work.start + work.count) for work in plan), strict=True))
+        spent = PositionTotals(*map(sub, after, before))
         for work in plan:
-            phase = work.decodes
-            before[phase].append(self._upto(work.start))
-            after[phase].append(self._upto(work.start + work.count))
             if work.encodes:
                 length = len(work.request.source)
                 # Each of its tokens sees all of them.
-                sources[phase] += _totals(self._source_cost(length)) * length
-        prefill, decode = (
-            _added(after[phase]) - _added(before[phase]) + sources[phase] for phase in (0, 1)
-        )
-        return prefill, decode
+                spent += _totals(self._source_cost(length)) * length
+        return spent
 
     def extrapolated(self, recorded: Iterable[Work]) -> int:
         """How many of these requests' newest tokens stand at positions training never had."""
@@ -67,15 +73,11 @@ class PositionMeter:
 
     def _upto(self, context: int) -> Sum:
         """Of tokens that see 1, 2, ... `context` keys."""
-        while len(self._sums) <= context:
-            cost = _totals(self._cost(len(self._sums))).values
-            self._sums.append(tuple(map(add, self._sums[-1], cost)))
+        if len(self._sums) <= context:
+            while len(self._sums) < context + _TOGETHER:
+                cost = _totals(self._cost(len(self._sums))).values
+                self._sums.append(tuple(map(add, self._sums[-1], cost)))
         return self._sums[context]
-
-
-def _added(sums: Iterable[Sum]) -> PositionTotals:
-    """All at once: a step has as many as requests."""
-    return PositionTotals(*map(sum, zip(*sums, strict=True)))
 
 
 def _totals(work: PositionalWork) -> PositionTotals:

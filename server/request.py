@@ -15,7 +15,7 @@ ServeError
 import random
 from dataclasses import dataclass, field
 from enum import StrEnum
-from operator import add, sub
+from operator import add
 
 from cache.terms import OpReport
 from model.sampling import SamplingParams
@@ -243,9 +243,6 @@ class PositionTotals:
 
     def __add__(self, other: "PositionTotals") -> "PositionTotals":
         return PositionTotals(*map(add, self.values, other.values))
-
-    def __sub__(self, other: "PositionTotals") -> "PositionTotals":
-        return PositionTotals(*map(sub, self.values, other.values))
 
     def __mul__(self, factor: int) -> "PositionTotals":
         return PositionTotals(*(factor * each for each in self.values))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from cache.manager import Table
 from server.batching import Sample, StepBatch, build_batch
@@ -51,9 +52,15 @@ class _Decoding:
         self._positions = forward.positions.numpy()
         self._offsets = forward.offsets.numpy()
         self._slots = forward.slots.numpy()
-        self._contexts = forward.context_lens.numpy()
         self._blocks = forward.block_tables.numpy()
         self._bases = forward.block_bases.numpy()
+        # Positions, offsets, slots and context lengths lie side by side: one operation for all.
+        self._counting = as_strided(self._positions, (4 * len(work),))
+        self._until_full = self._first_full()
+
+    def _first_full(self) -> int:
+        """Steps until some request begins a block."""
+        return self._block_size - int(self._offsets.max())
 
     def advance(self, work: tuple[Work, ...]) -> bool:
         """To the next token of each. False, and of no use any more, where `work` is not that."""
@@ -62,11 +69,13 @@ class _Decoding:
             return False
         if not all(map(self._follows, work, self._work, self._held)):
             return False
-        for numbers in (self._positions, self._offsets, self._slots, self._contexts):
-            numbers += 1
-        for row in np.flatnonzero(self._offsets == self._block_size).tolist():
-            if not self._next_block(row, work[row]):
-                return False
+        self._counting += 1
+        self._until_full -= 1
+        if not self._until_full:
+            for row in np.flatnonzero(self._offsets == self._block_size).tolist():
+                if not self._next_block(row, work[row]):
+                    return False
+            self._until_full = self._first_full()
         for row, each in enumerate(work):
             tokens, place = each.request.tokens, each.start + each.request.dropped
             self._tokens[row] = tokens[place] if place < len(tokens) else 0

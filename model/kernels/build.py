@@ -97,6 +97,18 @@ class StepArguments(ctypes.Structure):
     )
 
 
+class EndsArguments(ctypes.Structure):
+    """Mirrors the struct of the same name in layer.hpp."""
+
+    _fields_ = (
+        ("embedding", c_void_p),
+        ("vocab", c_int64),
+        *((name, c_double) for name in ("embed_scale", "eps")),
+        ("norm", c_void_p),
+        ("head", LinearArguments),
+    )
+
+
 class Kernels:
     """The compiled library. Tensors handed in are contiguous, on the CPU, of one dtype."""
 
@@ -166,13 +178,13 @@ class Kernels:
         self._call("rotate", x.dtype, x, y, cos, sin, positions, *sizes)
         return y
 
-    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each row of logits [S, vocab]: the largest, float32 [S], and its first place [S]."""
+    def largest(self, logits: Tensor) -> tuple[list[float], list[int]]:
+        """Of each row of logits [S, vocab]: the largest, NaN if one is, and its first place."""
         rows, vocab = logits.shape
-        values = torch.empty(rows, dtype=torch.float32)
-        tokens = torch.empty(rows, dtype=torch.int64)
-        self._call("largest", logits.dtype, logits.contiguous(), values, tokens, rows, vocab)
-        return values, tokens
+        values, tokens = (c_float * rows)(), (c_int64 * rows)()
+        sizes = c_int64(rows), c_int64(vocab)
+        self._function("largest", logits.dtype)(_as_c(logits.contiguous()), values, tokens, *sizes)
+        return list(values), list(tokens)
 
     def draw(self, row: Tensor, params: SamplingParams, uniform: float) -> int:
         """As model/sampler.py's function of that name; row is float32."""
@@ -210,6 +222,25 @@ class Kernels:
         """Those of `run`, one after another."""
         first = ctypes.byref(layers, run.start * ctypes.sizeof(LayerArguments))
         self._function("layers", dtype)(first, c_int64(len(run)), ctypes.byref(step))
+
+    def decoder_pass(
+        self,
+        ends: EndsArguments,
+        layers: "ctypes.Array[LayerArguments]",
+        step: StepArguments,
+        tokens: Tensor | None,
+        logits: Tensor,
+    ) -> None:
+        """Into logits [kept rows, vocab]. Without tokens `step` has the vectors of its rows.
+
+        Raises IndexError for a token that is not in the vocabulary.
+        """
+        known: int = self._function("pass", logits.dtype)(
+            *(ctypes.byref(ends), layers, c_int64(len(layers)), ctypes.byref(step)),
+            *map(_as_c, (tokens, logits)),
+        )
+        if not known:
+            raise IndexError("a token is not in the vocabulary")
 
     def _call(self, name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> None:
         self._function(name, dtype)(*map(_as_c, arguments))

@@ -52,7 +52,12 @@ int64_t panel_columns() { return kPanel<float>; }
                                                        stride, heads, dim, half);                \
   }                                                                                              \
   void layers_##SUFFIX(const LayerArguments *each, int64_t count, const StepArguments *step) {   \
-    layers<T>(each, count, *step);                                                               \
+    PartTimes times(step->seconds);                                                              \
+    layers<T>(each, count, *step, times);                                                        \
+  }                                                                                              \
+  int64_t pass_##SUFFIX(const EndsArguments *ends, const LayerArguments *each, int64_t count,    \
+                        const StepArguments *step, const int64_t *tokens, T *logits) {           \
+    return pass(*ends, each, count, *step, tokens, logits);                                      \
   }                                                                                              \
   void largest_##SUFFIX(const T *logits, float *values, int64_t *tokens, int64_t rows,            \
                         int64_t vocab) {                                                         \

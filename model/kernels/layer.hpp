@@ -94,7 +94,16 @@ extern "C" struct StepArguments {
   int64_t layer_bytes, layer_scales;  // from a layer's keys to the next one's, and its scales
   double *seconds;                    // [parts] to add to, or null
 };
-enum Part { kNorm, kLinear, kTurn, kStore, kAttention, kGate, kResidual };
+enum Part { kNorm, kLinear, kTurn, kStore, kAttention, kGate, kResidual, kEmbedding, kHead };
+
+// What a decoder computes before its layers and after them. Does not change from step to step.
+extern "C" struct EndsArguments {
+  const void *embedding;  // [vocab, width]
+  int64_t vocab;
+  double embed_scale, eps;
+  const void *norm;  // [width]
+  LinearArguments head;
+};
 
 template <class T>
 void linear(const T *x, const LinearArguments &a, T *y, int64_t rows) {
@@ -284,8 +293,8 @@ void layer(const LayerArguments &a, const StepArguments &step, T *scratch, PartT
 
 // `count` layers, one after another; rows are kept of the last one.
 template <class T>
-void layers(const LayerArguments *each, int64_t count, const StepArguments &step) {
-  PartTimes times(step.seconds);
+void layers(const LayerArguments *each, int64_t count, const StepArguments &step,
+            PartTimes &times) {
   T *stream = static_cast<T *>(step.scratch);  // [rows, width]
   T *scratch = stream + step.rows * each->down.outputs;
   for (int64_t i = 0; i < count; ++i) {
@@ -294,6 +303,43 @@ void layers(const LayerArguments *each, int64_t count, const StepArguments &step
     if (i < count - 1) now.y = stream, now.kept = nullptr, now.kept_rows = step.rows;
     layer(each[i], now, scratch, times);
   }
+}
+
+// tokens [rows] → x [rows, width]. False where there is no such token.
+template <class T>
+bool embed(const EndsArguments &ends, const int64_t *tokens, T *x, int64_t rows, int64_t width) {
+  for (int64_t r = 0; r < rows; ++r)
+    if (tokens[r] < 0 || tokens[r] >= ends.vocab) return false;
+#pragma omp parallel for schedule(static) if (rows > 1)
+  for (int64_t r = 0; r < rows; ++r) {
+    const T *from = static_cast<const T *>(ends.embedding) + tokens[r] * width;
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i)
+      narrow(widen(from[i]) * float(ends.embed_scale), x + r * width + i);
+  }
+  return true;
+}
+
+// A decoder's pass: logits [kept rows, vocab]. tokens: null where step.x is what the layers get.
+// False, and nothing has been computed, where there is no such token.
+template <class T>
+bool pass(const EndsArguments &ends, const LayerArguments *each, int64_t count,
+          StepArguments step, const int64_t *tokens, T *logits) {
+  PartTimes times(step.seconds);
+  const int64_t width = each->down.outputs;
+  if (tokens) {
+    T *stream = static_cast<T *>(step.scratch);
+    if (!embed(ends, tokens, stream, step.rows, width)) return false;
+    step.x = stream;
+    times.spent(kEmbedding);
+  }
+  layers<T>(each, count, step, times);
+  T *y = static_cast<T *>(step.y);
+  rms_norm(y, static_cast<const T *>(ends.norm), y, step.kept_rows, width, float(ends.eps));
+  times.spent(kNorm);
+  linear(y, ends.head, logits, step.kept_rows);
+  times.spent(kHead);
+  return true;
 }
 
 }  // namespace

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import count, groupby
 
+import torch
 from torch import Tensor, nn
 
 from cache.kv import Int8LayerKV, KVCache
@@ -36,7 +37,7 @@ from model.transformer import Block, GatedMLP, Layers
 
 
 class Part(IntEnum):
-    """What the time of a layer is spent on, as layer.hpp numbers it."""
+    """What the time of a pass is spent on, as layer.hpp numbers it."""
 
     NORM = 0
     LINEAR = 1
@@ -45,6 +46,8 @@ class Part(IntEnum):
     ATTENTION = 4  # with the bias, and with the turning that a key frame leaves to attention
     GATE = 5
     RESIDUAL = 6
+    EMBEDDING = 7
+    HEAD = 8
 
 
 # What layer.hpp turns before keys are stored, by their frame.
@@ -115,9 +118,10 @@ class KernelLayers(Layers):
         self._kinds = [specs.index(spec) for spec in dict.fromkeys(specs)]  # a layer of each
         self._kind_of = [list(dict.fromkeys(specs)).index(spec) for spec in specs]
         self._attends_type = AttendArguments * len(self._kinds)
+        # What the kernels are told of each layer, whatever the step.
         arguments = map(_layer_arguments, parts, count(), self._kind_of)
-        self._arguments = (LayerArguments * len(parts))(*arguments)
-        of_one = self._arguments[0]
+        self.constants = (LayerArguments * len(parts))(*arguments)
+        of_one = self.constants[0]
         attended, self._width = of_one.out.inputs, of_one.down.outputs
         # Numbers of scratch for each row, and for each row that is kept.
         self._per_row = 2 * self._width + of_one.qkv.outputs + 2 * attended
@@ -147,27 +151,42 @@ class KernelLayers(Layers):
     ) -> Tensor:
         """These layers, which share a bias."""
         x = x.contiguous()
-        kept = len(x) if rows is None else len(rows)
-        y = x.new_empty(kept, self._width)
-        scratch = x.new_empty(len(x) * (self._per_row + self._per_kept))
-        attends, _tensors = self._attends(kv, batch, run, bias)
+        step, (y, *_tensors) = self.arguments(x.dtype, batch, kv, run, bias, rows)
+        step.x = x.data_ptr()
+        self._kernels.layers(x.dtype, self.constants, run, step)
+        return y
+
+    def arguments(
+        self,
+        dtype: torch.dtype,
+        batch: ForwardBatch,
+        kv: KVCache,
+        run: range,
+        bias: StepBias | None,
+        rows: Tensor | None,
+    ) -> tuple[StepArguments, list[Tensor]]:
+        """What layers that share a bias are told of a step, all but `x`; and tensors that it
+        points into and nobody else holds, of which the first is y [rows, width]."""
+        count = len(batch.tokens)
+        kept = count if rows is None else len(rows)
+        y = torch.empty(kept, self._width, dtype=dtype)
+        scratch = torch.empty(count * (self._per_row + self._per_kept), dtype=dtype)
+        attends, tensors = self._attends(kv, batch, run, bias)
         whole = kv.whole
         step = StepArguments(
-            x=x.data_ptr(),
             y=y.data_ptr(),
             scratch=scratch.data_ptr(),
             offsets=batch.offsets.data_ptr(),
             slots=batch.slots.data_ptr(),
             kept=None if rows is None else rows.data_ptr(),
-            rows=len(x),
+            rows=count,
             kept_rows=kept,
             attends=attends,
             layer_bytes=whole.keys.stride(0) * whole.keys.element_size(),
             layer_scales=whole.key_scales.stride(0) if isinstance(whole, Int8LayerKV) else 0,
             seconds=None if self.seconds is None else self.seconds.data_ptr(),
         )
-        self._kernels.layers(x.dtype, self._arguments, run, step)
-        return y
+        return step, [y, scratch, *tensors]
 
     def _attends(
         self, kv: KVCache, batch: ForwardBatch, run: range, bias: StepBias | None
@@ -197,7 +216,7 @@ def _layer_arguments(parts: Parts, index: int, kind: int) -> LayerArguments:
     """All but what changes from step to step."""
     arguments = LayerArguments(
         **{name: norm.weight.data_ptr() for name, norm in parts.norms.items()},
-        **{name: _linear_arguments(each) for name, each in parts.linears.items()},
+        **{name: linear_arguments(each) for name, each in parts.linears.items()},
         index=index,
         kind=kind,
         eps=parts.norms["mlp_norm"].eps,  # one for all norms of a model
@@ -210,7 +229,7 @@ def _layer_arguments(parts: Parts, index: int, kind: int) -> LayerArguments:
     return arguments
 
 
-def _linear_arguments(linear: PanelLinear | Int8PanelLinear) -> LinearArguments:
+def linear_arguments(linear: PanelLinear | Int8PanelLinear) -> LinearArguments:
     scale = linear.scale if isinstance(linear, Int8PanelLinear) else None
     return LinearArguments(
         packed=linear.panels.data_ptr(),

@@ -35,7 +35,7 @@ class KernelSampler(Sampler):
         """
         if rows.dtype not in SUFFIXES:
             return super().pick(rows, asks, candidates)
-        largest, tokens = (each.tolist() for each in self._kernels.largest(rows))
+        largest, tokens = self._kernels.largest(rows)
         drawing = [i for i, ask in enumerate(asks) if not ask.takes_largest]
         if drawing:
             asked = [asks[i] for i in drawing]

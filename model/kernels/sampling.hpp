@@ -6,30 +6,46 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "vectors.hpp"
 
 namespace {
 
-// The largest number of each row and the first place it stands at; NaN for a row with a NaN.
+// The largest number of x[from, to), NaN if one is.
+template <class T>
+float largest_of(const T *x, int64_t from, int64_t to) {
+  float most = -std::numeric_limits<float>::infinity();
+  int nan = 0;
+#pragma omp simd reduction(max : most) reduction(| : nan)
+  for (int64_t i = from; i < to; ++i) {
+    const float value = widen(x[i]);
+    most = std::max(most, value);
+    nan |= value != value;
+  }
+  return nan ? std::numeric_limits<float>::quiet_NaN() : most;
+}
+
+// The largest number of each row and the first place it stands at; NaN for a row with a NaN. Of
+// few rows every thread reads a part: that of one row is what it has just computed.
 template <class T>
 void largest(const T *logits, float *values, int64_t *tokens, int64_t rows, int64_t vocab) {
+  constexpr int64_t kPart = 512;  // that is looked through once more
+  const int64_t parts = (vocab + kPart - 1) / kPart;
+  const std::unique_ptr<float[]> most(new float[rows * parts]);
 #pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < rows * parts; ++i) {
+    const int64_t first = i % parts * kPart;
+    most[i] = largest_of(logits + i / parts * vocab, first, std::min(first + kPart, vocab));
+  }
   for (int64_t r = 0; r < rows; ++r) {
-    const T *row = logits + r * vocab;
-    float most = -std::numeric_limits<float>::infinity();
-    int nan = 0;
-#pragma omp simd reduction(max : most) reduction(| : nan)
-    for (int64_t i = 0; i < vocab; ++i) {
-      const float x = widen(row[i]);
-      most = std::max(most, x);
-      nan |= x != x;
-    }
-    int64_t at = 0;
-    if (!nan)
-      while (widen(row[at]) != most) ++at;
-    values[r] = nan ? std::numeric_limits<float>::quiet_NaN() : most;
+    const float *own = most.get() + r * parts;
+    values[r] = largest_of(own, 0, parts);
+    tokens[r] = 0;
+    if (values[r] != values[r]) continue;
+    int64_t at = std::find(own, own + parts, values[r]) - own;
+    for (at *= kPart; widen(logits[r * vocab + at]) != values[r];) ++at;
     tokens[r] = at;
   }
 }

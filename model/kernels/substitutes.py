@@ -18,8 +18,9 @@ from model.kernels.modules import (
     PanelLinear,
     TritonRoPE,
 )
+from model.kernels.whole import whole_pass
 from model.linear import Int8Linear, Linear
-from model.transformer import Gate, Layers, RMSNorm
+from model.transformer import Decoder, Gate, Layers, RMSNorm
 
 
 def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
@@ -32,6 +33,8 @@ def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
             parts = [found for layer in child if (found := parts_of(layer)) is not None]
             if len(parts) == len(child):
                 setattr(parent, name, KernelLayers(child, parts, kernels))
+    if isinstance(model, Decoder):
+        model.whole = whole_pass(model, kernels)
 
 
 def substitute_on_gpu(model: nn.Module) -> None:

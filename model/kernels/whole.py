@@ -1,0 +1,118 @@
+"""A decoder's pass in one call of the CPU kernels, embedding, last norm and head included.
+
+Around the layers of a small model, Python and torch take as long as several of these. What the
+call is told is kept for as long as steps change the same batch in place, as those that decode do.
+"""
+
+from dataclasses import dataclass, fields
+from operator import is_
+
+import torch
+from torch import Tensor, nn
+
+from cache.kv import KVCache
+from model.batch import ForwardBatch
+from model.encodings.base import MaterialisedBias, PositionalEncoding
+from model.kernels.build import EndsArguments, Kernels, StepArguments
+from model.kernels.layers import KernelLayers, linear_arguments
+from model.kernels.modules import Int8PanelLinear, KernelRMSNorm, PanelLinear
+from model.transformer import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What the kernels are told of a batch, and what must live for as long."""
+
+    batch: list[Tensor]
+    kv: KVCache
+    step: StepArguments
+    tensors: list[Tensor]
+
+
+class WholePass:
+    """Called as the decoder is."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        layers: KernelLayers,
+        norm: KernelRMSNorm,
+        head: PanelLinear | Int8PanelLinear,
+        kernels: Kernels,
+    ) -> None:
+        self._decoder = decoder
+        self._layers = layers
+        self._kernels = kernels
+        self._embedding = decoder.embed.weight.contiguous()
+        self._outputs = head.outputs
+        self._ends = EndsArguments(
+            embedding=self._embedding.data_ptr(),
+            vocab=len(self._embedding),
+            embed_scale=decoder.config.embed_scale,
+            eps=norm.eps,
+            norm=norm.weight.data_ptr(),
+            head=linear_arguments(head),
+        )
+        self._looks_up = (
+            type(decoder.encoding).embed is PositionalEncoding.embed
+            and decoder.project_in is None
+            and decoder.embed_norm is None
+        )
+        self._told: _Told | None = None
+
+    def __call__(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        """Raises IndexError for a token that is not in the vocabulary."""
+        tensors = _tensors(batch)
+        told = self._told
+        if told is None or kv is not told.kv or not all(map(is_, tensors, told.batch)):
+            told = self._told = self._tell(tensors, batch, kv)
+        step, seconds = told.step, self._layers.seconds
+        step.seconds = None if seconds is None else seconds.data_ptr()
+        tokens: Tensor | None = batch.tokens
+        if not self._looks_up:
+            with torch.inference_mode():
+                x = self._decoder.embedded(batch).contiguous()
+            step.x, tokens = x.data_ptr(), None
+        logits = torch.empty(step.kept_rows, self._outputs, dtype=self._embedding.dtype)
+        self._kernels.decoder_pass(self._ends, self._layers.constants, step, tokens, logits)
+        return logits
+
+    @torch.inference_mode()
+    def _tell(self, tensors: list[Tensor], batch: ForwardBatch, kv: KVCache) -> _Told:
+        layers, dtype = self._layers, self._embedding.dtype
+        bias = next(iter(self._decoder.biases(batch, kv)))
+        run = range(len(layers))
+        step, held = layers.arguments(dtype, batch, kv, run, bias, batch.output_rows)
+        return _Told(tensors, kv, step, held)
+
+
+def whole_pass(decoder: Decoder, kernels: Kernels) -> WholePass | None:
+    """None if the one call would not compute just what the decoder's own parts do."""
+    layers: nn.Module = decoder.layers
+    norm: nn.Module | None = decoder.norm
+    head: nn.Module = decoder.head
+    if (
+        not isinstance(layers, KernelLayers)
+        or not isinstance(norm, KernelRMSNorm)
+        or not isinstance(head, PanelLinear | Int8PanelLinear)
+        or decoder.project_out is not None
+        or not _one_bias(decoder)
+    ):
+        return None
+    return WholePass(decoder, layers, norm, head, kernels)
+
+
+def _one_bias(decoder: Decoder) -> bool:
+    """Whether all layers add the same to their scores, and in every step."""
+    own = [decoder.encoding.for_layer(layer) for layer in range(len(decoder.layers))]
+    biases = [encoding.score_bias() for encoding in own]
+    if all(bias is None for bias in biases):
+        return True
+    return len(set(map(id, own))) == 1 and not isinstance(biases[0], MaterialisedBias)
+
+
+_NAMES = [field.name for field in fields(ForwardBatch) if field.type in (Tensor, "Tensor")]
+
+
+def _tensors(batch: ForwardBatch) -> list[Tensor]:
+    return [getattr(batch, name) for name in _NAMES]
