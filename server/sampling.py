@@ -58,8 +58,9 @@ class Sampling:
 def _sample_rows(logits: Tensor, batch: StepBatch, sampler: Sampler) -> dict[str, Sampled]:
     if not batch.samples:
         return {}
-    chosen = [each.row for each in batch.samples]
-    rows = logits if len(chosen) == len(logits) else logits[tensor_on(logits.device, chosen)]
+    rows = logits  # which are of samples alone where there are no prompts
+    if batch.prompts:
+        rows = logits[tensor_on(logits.device, [each.row for each in batch.samples])]
     asks = [_ask(each) for each in batch.samples]
     try:
         sampled = [_sampled(each) for each in sampler.pick(rows, asks)]
