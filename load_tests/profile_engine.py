@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 LINEAR, HEAD, ATTENTION, POSITION = "linear layers", "head", "attention", "position"
 NORM, GATE, STORE, RESIDUAL = "norm", "gate", "keys and values stored", "residual"
-CALLS, EMBEDDING, DECODER = "layer calls", "embedding", "rest of the decoder"
+CALLS, EMBEDDING, DECODER = "kernel call", "embedding", "rest of the decoder"
 SAMPLING, SCHEDULER, BATCH = "sampling", "scheduler", "batch building"
 AUDIT, METRICS, REST = "audit", "metrics", "rest"
 PARTS = (
@@ -95,7 +95,7 @@ def metrics_for(name: str, kv: KVCache, context: int) -> Metrics:
 
 
 def told_by_kernels(decoder: Decoder) -> bool:
-    """Whether layers are one call each, which tells its times; else modules are watched."""
+    """Whether all layers are one call, which tells its times; else modules are watched."""
     return isinstance(decoder.layers, KernelLayers)
 
 

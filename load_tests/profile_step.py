@@ -26,8 +26,8 @@ that attention turns itself (rope:raw, rope:block), counts as `attention`, and t
 t5:materialised builds for the step as `rest of the decoder`. `head` is the linear layer over the
 vocabulary, `metrics` what is counted for /metrics.
 
-Layers that are one call of the CPU kernels tell their times themselves; `layer calls` is what
-Python takes to hand them over. All others are watched module by module, which slows a step of a
+What is one call of the CPU kernels tells its times itself; `kernel call` is what Python takes for
+it. All others are watched module by module, which slows a step of a
 small model visibly; `step, not watched` is of as many steps among the watched ones, and shows how
 much. Each figure is a mean over the faster half. On CUDA the device is waited for wherever a part
 ends, so steps take longer than in service.

@@ -107,7 +107,7 @@ def _cross(
 
 
 def _pack(spans: Sequence[_Span], outputs: Sequence[int], block_size: int) -> ForwardBatch:
-    """All tensors are views of one buffer."""
+    """All tensors are views of one buffer, positions to context lengths side by side in it."""
     counts = [span.count for span in spans]
     ends = list(accumulate(counts))
     total, requests = ends[-1], len(spans)

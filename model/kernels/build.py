@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -180,10 +181,11 @@ class Kernels:
 
     def largest(self, logits: Tensor) -> tuple[list[float], list[int]]:
         """Of each row of logits [S, vocab]: the largest, NaN if one is, and its first place."""
+        logits = logits.contiguous()
         rows, vocab = logits.shape
         values, tokens = (c_float * rows)(), (c_int64 * rows)()
         sizes = c_int64(rows), c_int64(vocab)
-        self._function("largest", logits.dtype)(_as_c(logits.contiguous()), values, tokens, *sizes)
+        self._function("largest", logits.dtype)(_as_c(logits), values, tokens, *sizes)
         return list(values), list(tokens)
 
     def draw(self, row: Tensor, params: SamplingParams, uniform: float) -> int:
@@ -262,9 +264,15 @@ def load(folder: Path) -> Kernels:
 
     Raises NoKernels when there is no compiler or it fails.
     """
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        raise NoKernels("no C++ compiler was found; install g++ or set CXX")
+    try:
+        compiler = shlex.split(os.environ.get("CXX", ""))  # with arguments, as "ccache g++" has
+    except ValueError as error:
+        raise NoKernels(f"CXX is no command: {error}") from error
+    if not compiler:
+        found = shutil.which("g++") or shutil.which("c++")
+        if found is None:
+            raise NoKernels("no C++ compiler was found; install g++ or set CXX")
+        compiler = [found]
     library = folder / f"cpu-{_fingerprint(compiler)}.so"
     if not library.exists():
         _compile(compiler, library)
@@ -274,31 +282,32 @@ def load(folder: Path) -> Kernels:
         raise NoKernels(f"{library.name} cannot be loaded: {error}; delete it") from error
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: list[str], library: Path) -> None:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             built = Path(scratch) / library.name
-            command = [compiler, *FLAGS, "-o", str(built), str(SOURCE)]
+            command = [*compiler, *FLAGS, "-o", str(built), str(SOURCE)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                raise NoKernels(f"{compiler} failed: {last}")
+                raise NoKernels(f"{shlex.join(compiler)} failed: {last}")
             built.replace(library)  # atomic: two servers may start at once
     except OSError as error:
         raise NoKernels(f"the kernels cannot be built in {library.parent}: {error}") from error
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: list[str]) -> str:
     try:
         version = subprocess.run(
-            [compiler, "--version"], capture_output=True, text=True, check=False
+            [*compiler, "--version"], capture_output=True, text=True, check=False
         ).stdout
     except OSError as error:
-        raise NoKernels(f"{compiler} cannot be run: {error}") from error
+        raise NoKernels(f"{shlex.join(compiler)} cannot be run: {error}") from error
     parts = (
         *(each.read_text(encoding="utf-8") for each in (SOURCE, *HEADERS)),
         version,
+        *compiler[1:],
         " ".join(FLAGS),
         _processor(),
     )

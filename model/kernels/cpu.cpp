@@ -1,9 +1,10 @@
 // CPU kernels of the decoder: attention over the paged cache, linear layers over packed weights,
 // and what lies between them. Plain C entry points: no headers but the compiler's own.
 //
-// Every output row is summed in an order of its own, independent of the other rows of the batch:
-// a request's numbers do not change with its neighbours. Arithmetic is float32, or float64 for
-// float64; bfloat16 is a storage format here, widened on load and rounded to nearest even on store.
+// Every output row is summed in an order that depends neither on the rows of other requests nor on
+// the number of threads: a request's numbers do not change with its neighbours. Arithmetic is
+// float32, or float64 for float64; bfloat16 is a storage format here, widened on load and rounded
+// to nearest even on store.
 
 #include "layer.hpp"
 #include "sampling.hpp"

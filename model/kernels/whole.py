@@ -6,6 +6,7 @@ call is told is kept for as long as steps change the same batch in place, as tho
 
 from dataclasses import dataclass, fields
 from operator import is_
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,13 @@ class _Told:
     """What the kernels are told of a batch, and what must live for as long."""
 
     batch: list[Tensor]
-    kv: KVCache
+    kv: ReferenceType[KVCache]  # whoever owns it keeps it alive
     step: StepArguments
     tensors: list[Tensor]
 
 
 class WholePass:
-    """Called as the decoder is."""
+    """Called as the decoder is, with that decoder first."""
 
     def __init__(
         self,
@@ -40,11 +41,11 @@ class WholePass:
         head: PanelLinear | Int8PanelLinear,
         kernels: Kernels,
     ) -> None:
-        self._decoder = decoder
         self._layers = layers
         self._kernels = kernels
         self._embedding = decoder.embed.weight.contiguous()
         self._outputs = head.outputs
+        self._pointed_at = (norm, head)
         self._ends = EndsArguments(
             embedding=self._embedding.data_ptr(),
             vocab=len(self._embedding),
@@ -54,36 +55,39 @@ class WholePass:
             head=linear_arguments(head),
         )
         self._looks_up = (
-            type(decoder.encoding).embed is PositionalEncoding.embed
-            and decoder.project_in is None
-            and decoder.embed_norm is None
+            type(decoder.encoding).embed is PositionalEncoding.embed and decoder.embed_norm is None
         )
         self._told: _Told | None = None
 
-    def __call__(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+    def __call__(self, decoder: Decoder, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Raises IndexError for a token that is not in the vocabulary."""
+        if batch.coming is not None:
+            batch = batch.to(kv.device)
         tensors = _tensors(batch)
         told = self._told
-        if told is None or kv is not told.kv or not all(map(is_, tensors, told.batch)):
-            told = self._told = self._tell(tensors, batch, kv)
+        if told is None or kv is not told.kv() or not all(map(is_, tensors, told.batch)):
+            self._told = told = None  # its scratch makes room for the next one's
+            told = self._told = self._tell(decoder, tensors, batch, kv)
         step, seconds = told.step, self._layers.seconds
         step.seconds = None if seconds is None else seconds.data_ptr()
         tokens: Tensor | None = batch.tokens
         if not self._looks_up:
             with torch.inference_mode():
-                x = self._decoder.embedded(batch).contiguous()
+                x = decoder.embedded(batch).contiguous()
             step.x, tokens = x.data_ptr(), None
         logits = torch.empty(step.kept_rows, self._outputs, dtype=self._embedding.dtype)
         self._kernels.decoder_pass(self._ends, self._layers.constants, step, tokens, logits)
         return logits
 
     @torch.inference_mode()
-    def _tell(self, tensors: list[Tensor], batch: ForwardBatch, kv: KVCache) -> _Told:
+    def _tell(
+        self, decoder: Decoder, tensors: list[Tensor], batch: ForwardBatch, kv: KVCache
+    ) -> _Told:
         layers, dtype = self._layers, self._embedding.dtype
-        bias = next(iter(self._decoder.biases(batch, kv)))
+        bias = next(iter(decoder.biases(batch, kv)))
         run = range(len(layers))
         step, held = layers.arguments(dtype, batch, kv, run, bias, batch.output_rows)
-        return _Told(tensors, kv, step, held)
+        return _Told(tensors, ref(kv), step, held)
 
 
 def whole_pass(decoder: Decoder, kernels: Kernels) -> WholePass | None:
@@ -111,7 +115,7 @@ def _one_bias(decoder: Decoder) -> bool:
     return len(set(map(id, own))) == 1 and not isinstance(biases[0], MaterialisedBias)
 
 
-_NAMES = [field.name for field in fields(ForwardBatch) if field.type in (Tensor, "Tensor")]
+_NAMES = [field.name for field in fields(ForwardBatch) if field.type is Tensor]
 
 
 def _tensors(batch: ForwardBatch) -> list[Tensor]:

@@ -234,6 +234,29 @@ def test_the_largest_of_each_row(dtype, sampling):
         assert values[row] == rows[row].max() == rows[row, tokens[row]]
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_in_the_kernels(dtype, rows, kernels):
+    """Parts of a row are looked through one by one."""
+    generator = torch.Generator().manual_seed(5)
+    given = torch.randn(rows, 2, 2000, generator=generator).to(dtype)[:, 0]  # not side by side
+    assert rows == 1 or not given.is_contiguous()
+
+    def found():
+        values, tokens = kernels.largest(given)
+        return values[-1], tokens[-1]
+
+    assert found() == (given[-1].max(), given[-1].argmax())
+    given[-1, 1999] = given[-1, 700] = 9.0  # the first of them
+    assert found() == (9.0, 700)
+    given[-1, 1500] = torch.inf
+    assert found() == (torch.inf, 1500)
+    given[-1] = -torch.inf
+    assert found() == (-torch.inf, 0)
+    given[-1, 1800] = torch.nan
+    assert math.isnan(found()[0]) and 0 <= found()[1] < 2000
+
+
 def adjusted_row(row, chosen, prompt, answer):
     (found,) = adjusted(row[None], [Ask(chosen, [*prompt, *answer], len(prompt), 0.0)])
     return found

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -86,7 +85,7 @@ def test_many_rows_in_float64(head_dim, heads, window, causal, kernels):
 
 
 LENGTHS = [(39, 1), (256, 1), (500, 1), (20, 1), (98, 2), (700, 1), (1, 1), (63, 1)]
-FORMS = {"nothing": 0, "slopes": 1, "dense": 4}
+FORMS = {"nothing": 0, "slopes": 1, "table": 2, "dense": 4}
 
 
 @pytest.fixture
@@ -97,33 +96,51 @@ def threads():
     end_idle_threads()
 
 
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("form", FORMS)
-def test_numbers_do_not_depend_on_threads_nor_on_other_requests(form, window, threads, kernels):
-    """Few requests are cut into halves, and by heads, for threads to share."""
-    given = spec(6, 2, 64, window=window)
+def alone(batch, request):
+    """Its rows of the batch, and a batch of its own."""
+    first, last = batch.query_starts[request : request + 2].tolist()
+    own = replace(
+        batch,
+        query_starts=torch.tensor([0, last - first]),
+        positions=batch.positions[first:last],
+        context_lens=batch.context_lens[request : request + 1],
+        block_tables=batch.block_tables[request : request + 1],
+        block_bases=batch.block_bases[request : request + 1],
+    )
+    return slice(first, last), own
+
+
+@pytest.mark.parametrize(
+    ("form", "heads", "window", "causal", "dtype"),
+    [
+        ("nothing", (6, 2), None, True, torch.float32),
+        ("slopes", (6, 2), 100, True, torch.float32),
+        ("table", (2, 2), None, True, torch.bfloat16),  # two rows of a request are few queries, too
+        ("dense", (6, 2), None, True, torch.float64),
+        ("nothing", (8, 2), 20, True, torch.float64),
+        ("nothing", (2, 2), None, False, torch.float32),
+    ],
+)
+def test_numbers_do_not_depend_on_threads_nor_on_other_requests(
+    form, heads, window, causal, dtype, threads, kernels
+):
+    """Threads that are more than requests share halves of the keys, and then heads of these."""
+    given = spec(*heads, 64, dtype, window, causal)
     q, kv, batch = problem(given, 16, LENGTHS)
     bias = biases(given.heads, batch)[FORMS[form]]
     exact = ReferenceAttention(given)(q, kv, batch, bias, None)
     attend = CpuBackend(kernels)(given)
     threads(1)
     together = attend(q, kv, batch, bias, None)
-    assert (together - exact).abs().max() < 1e-5
-    for count in (2, 3):
+    assert (together - exact).abs().max() < (1e-5 if dtype is not torch.bfloat16 else 0.03)
+    for count in (5, 17):
         threads(count)
         assert torch.equal(attend(q, kv, batch, bias, None), together)
-        if form == "dense":  # by row of the whole batch
-            continue
-        for request, (first, last) in enumerate(pairwise(batch.query_starts.tolist())):
-            alone = replace(
-                batch,
-                query_starts=torch.tensor([0, last - first]),
-                positions=batch.positions[first:last],
-                context_lens=batch.context_lens[request : request + 1],
-                block_tables=batch.block_tables[request : request + 1],
-                block_bases=batch.block_bases[request : request + 1],
-            )
-            assert torch.equal(attend(q[first:last], kv, alone, bias, None), together[first:last])
+    for count in (2, 3):
+        threads(count)
+        for request in range(len(LENGTHS)) if form != "dense" else ():  # by row of the whole batch
+            rows, own = alone(batch, request)
+            assert torch.equal(attend(q[rows], kv, own, bias, None), together[rows])
 
 
 def test_a_key_that_is_not_a_number_shows(kernels):

@@ -1,5 +1,6 @@
 """The library is built once, kept, and missed with a reason."""
 
+import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 
@@ -32,6 +33,15 @@ def test_it_is_compiled_once(tmp_path, copying):
     assert (tmp_path / "ran").read_text() == "ran\n"
 
 
+def test_a_compiler_with_arguments(tmp_path, copying, monkeypatch):
+    """As CXX="ccache g++" names one."""
+    compiler = os.environ["CXX"]
+    for first in ("NOTHING", "OTHERS"):
+        monkeypatch.setenv("CXX", f"env -u {first} {compiler}")
+        assert load(tmp_path / "kernels").pack(torch.ones(1, 1)).sum() == 1
+    assert len(list((tmp_path / "kernels").iterdir())) == 2  # what they say may be heard
+
+
 def test_two_servers_may_start_at_once(tmp_path, copying):
     with ThreadPoolExecutor(2) as pool:
         for kernels in pool.map(lambda _: load(tmp_path / "kernels"), range(2)):
@@ -58,6 +68,12 @@ def test_a_compiler_that_fails(tmp_path, monkeypatch):
 def test_a_compiler_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
     with pytest.raises(NoKernels, match="cannot be run"):
+        load(tmp_path)
+
+
+def test_a_compiler_that_is_no_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", 'g++ "-O3')
+    with pytest.raises(NoKernels, match="CXX is no command"):
         load(tmp_path)
 
 
