@@ -31,6 +31,9 @@ MAX_HEADERS = 64
 MAX_TARGET = 4 << 10
 HEAD_SECONDS = 10.0
 REQUEST_SECONDS = 30.0
+# How long what a refused client still sends is read. Closing at once would reset the connection,
+# which can take the refusal back before it is read (RFC 9112, section 9.6).
+LINGER_SECONDS = 1.0
 # How long the server waits for connections once everything is answered or cut.
 CLOSING_SECONDS = 2
 
@@ -96,6 +99,7 @@ class Protocol(H11Protocol):
 
     head_seconds = HEAD_SECONDS
     request_seconds = REQUEST_SECONDS
+    linger_seconds = LINGER_SECONDS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -104,6 +108,7 @@ class Protocol(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._armed_at = 0.0
         self._receiving: object = None  # the cycle whose body is awaited
+        self._refused = False  # whatever comes is passed over
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -113,9 +118,13 @@ class Protocol(H11Protocol):
         self._disarm()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        if not self._refused:
+            super().data_received(data)
+
     def handle_events(self) -> None:
         super().handle_events()
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
         receiving = self.conn.their_state
         if receiving is h11.SEND_BODY:
@@ -162,8 +171,9 @@ class Protocol(H11Protocol):
 
     def _refuse(self, error: ServeError) -> None:
         self._disarm()
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
+        self._refused = True
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             assert isinstance(self.conn, StrictConnection)
             body = error_bytes(error)
@@ -178,7 +188,9 @@ class Protocol(H11Protocol):
             data = [h11.Data(data=body)] if self.conn.answer_has_body else []
             for event in (response, *data, h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self.loop.call_later(self.linger_seconds, self.transport.close)
         self._leave()
 
     def _leave(self) -> None:

@@ -23,10 +23,11 @@ GET = b"GET /health HTTP/1.1\r\nhost: toy\r\n"
 
 
 class Hasty(Protocol):
-    """The same deadlines, sooner."""
+    """The same limits, sooner."""
 
     head_seconds = 0.3
     request_seconds = 0.6
+    linger_seconds = 0.2
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,25 @@ def test_too_much_header_is_431(url, data):
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             client.sendall(data)
         assert refusal(read_all(client), 431)["code"] == "headers_too_large"
+
+
+def test_a_refused_client_may_send_what_it_has_begun(url):
+    """Or its own system would throw the refusal away before it is read."""
+    with connect(url) as client:
+        for _ in range(4):
+            client.sendall(GET + b"x: " + b"a" * 1_000_000)
+            time.sleep(0.05)
+        assert refusal(read_all(client), 431)["code"] == "headers_too_large"
+
+
+def test_a_refused_client_that_goes_on_is_cut(hasty):
+    with connect(hasty) as client:
+        client.sendall(GET + b"x: " + b"a" * 100_000)
+        assert refusal(read_all(client), 431)["code"] == "headers_too_large"
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            for _ in range(100):
+                client.sendall(b"a")
+                time.sleep(0.05)
 
 
 def test_headers_just_inside_the_limits(url):
