@@ -156,8 +156,8 @@ SERVE_OPTIONS = (
     Option(
         "--quantize",
         "model",
-        "int8: linear layers' weights in 8 bits, which are half as much to read as bfloat16; "
-        "answers change a little",
+        "int8: linear layers' weights in 8 bits, which take half as much memory as bfloat16, and "
+        "on a CPU half as much to read (a GPU widens them for every pass); answers change a little",
         auto(choice("int8")),
         shown="auto, as they are",
         metavar="TYPE",

@@ -75,8 +75,8 @@ def _hear_the_root_alone():
     ask_all = catching_logs.__enter__
 
     def enter(catching):
-        if catching.level is not None:
-            return ask_all(catching)
+        if catching.level is not None or not hasattr(catching, "attached_loggers"):
+            return ask_all(catching)  # pytest before 9.1 asks the root alone
         logging.root.addHandler(catching.handler)
         catching.attached_loggers.append(logging.root)
         return catching.handler
