@@ -1,9 +1,10 @@
 # Ropewalk in a container, run as an ordinary user. The model cache is a volume.
 #
 #   CPU:  docker build -t ropewalk .
-#   CUDA: docker build -t ropewalk --build-arg BASE=nvidia/cuda:12.8.1-runtime-ubuntu24.04 .
+#   CUDA: docker build -t ropewalk --build-arg BASE=nvidia/cuda:13.0.2-base-ubuntu24.04 .
 #
-# PIP_EXTRA_INDEX_URL may name an index with a CPU-only build of torch, which is far smaller.
+# PIP_EXTRA_INDEX_URL may name an index with a CPU-only build of torch, which is far smaller. The
+# CUDA base holds little: torch brings CUDA itself. It is there to refuse a driver that is too old.
 ARG BASE=debian:bookworm-slim
 
 FROM ${BASE} AS base
@@ -12,7 +13,7 @@ FROM ${BASE} AS base
 ARG BASE
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
-        ca-certificates g++ libc6-dev python3 python3-venv \
+        ca-certificates g++ libc6-dev python3 python3-venv tini \
         $(case "${BASE}" in *cuda*) echo python3-dev ;; esac) \
     && rm -rf /var/lib/apt/lists/*
 
@@ -47,7 +48,8 @@ VOLUME /var/lib/ropewalk
 WORKDIR /var/lib/ropewalk
 USER 10001:0
 EXPOSE 8000
-# Asks where the server really listens: the command reads ROPEWALK_HOST and ROPEWALK_PORT.
+# Asks at ROPEWALK_HOST and ROPEWALK_PORT: another port is set by the variable, not by a flag.
 HEALTHCHECK --start-period=5m --interval=10s --timeout=5s --retries=3 CMD ["ropewalk", "health"]
-ENTRYPOINT ["ropewalk"]
+# As the first process it would ignore SIGTERM while it brings and loads a model.
+ENTRYPOINT ["tini", "--", "ropewalk"]
 CMD ["serve"]

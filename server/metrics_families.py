@@ -39,7 +39,9 @@ class Families:
         self._registry = registry
         self.info = self._gauge("cache_info", "Shape of the KV cache; always 1.", *INFO_LABELS)
         self.running = self._gauge("requests_running", "Requests holding cache blocks.")
-        self.waiting = self._gauge("requests_waiting", "Requests waiting for cache blocks.")
+        self.waiting = self._gauge(
+            "requests_waiting", "Requests waiting for a place in a step or for cache blocks."
+        )
         self.usage = self._gauge(
             "kv_cache_usage_ratio", "Share of the cache blocks that requests hold, 0 to 1."
         )
@@ -84,7 +86,7 @@ class Families:
         )
         self.rejections = self._counter(
             "request_rejections",
-            "Requests answered with an error alone; what the engine fails on ends there instead.",
+            "HTTP requests answered with an error alone; what the engine fails on ends there.",
             "reason",
         )
         self.stream_errors = self._counter(
@@ -220,10 +222,11 @@ class Families:
             "extrapolated_tokens", "Tokens generated at positions past the trained context."
         )
         self.queried = self._counter(
-            "prefix_cache_queried_tokens", "Prompt tokens looked up, once per request."
+            "prefix_cache_queried_tokens", "Prompt tokens of admitted requests, once each."
         )
         self.hits = self._counter(
-            "prefix_cache_hit_tokens", "Prompt tokens found, once per request."
+            "prefix_cache_hit_tokens",
+            "Of these, the ones already cached: by earlier requests, or for another of n answers.",
         )
         self.evicted = self._counter(
             "kv_evicted_blocks",

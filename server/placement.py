@@ -6,6 +6,7 @@ Decides from the configuration and the hardware; loads nothing.
 import ctypes
 import os
 from contextlib import suppress
+from logging import getLogger
 from pathlib import Path
 
 import torch
@@ -15,6 +16,9 @@ from model.config import ModelConfig
 from model.kernels.substitutes import has_bf16_arithmetic
 from server.errors import CommandError
 
+log = getLogger(__name__)
+
+NVIDIA = Path("/dev/nvidiactl")  # which the driver makes
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -25,6 +29,7 @@ CPU_SHARE = 0.25
 CUDA_SHARE = 0.85
 # Where Linux says what a container may use and uses, in its second and its first version of that.
 CGROUP = Path("/sys/fs/cgroup")
+QUOTA_FILES = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
 MEMORY_FILES = (
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -37,7 +42,21 @@ def pick_device(wanted: str | None) -> torch.device:
         raise CommandError("--device cuda: torch finds no CUDA device here; use --device cpu")
     if wanted is None:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        if wanted == "cpu" and NVIDIA.exists() and not hidden:
+            log.warning(
+                "There is a GPU here that this torch (for CUDA %s) cannot use: computing on the "
+                "CPU; a newer driver or another build of torch may help",
+                torch.version.cuda or "none",
+            )
     return torch.device(wanted)
+
+
+def pick_threads(wanted: int | None) -> int:
+    """As many as told, else one per core, or fewer where a container may use fewer at a time."""
+    if wanted is not None:
+        return wanted
+    return max(1, min([torch.get_num_threads(), *_cores_of_container()]))
 
 
 def pick_dtype(wanted: str | None, device: torch.device) -> torch.dtype:
@@ -113,6 +132,18 @@ def free_memory(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
     machine = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(min([machine, *_left_to_container()]) * CPU_SHARE)
+
+
+def _cores_of_container() -> list[int]:
+    """Whole cores this container may keep busy; empty when it has no limit."""
+    cores = []
+    for files in QUOTA_FILES:
+        with suppress(OSError, ValueError):  # no such file, or the word "max"
+            said = " ".join((CGROUP / name).read_text() for name in files)
+            quota, period = map(int, said.split())  # microseconds of every so many
+            if quota > 0:  # -1: no limit
+                cores.append(quota // period)
+    return cores
 
 
 def _left_to_container() -> list[int]:

@@ -82,7 +82,7 @@ def test_health_check_is_the_commands_own() -> None:
 
 
 def test_starts_the_server_on_every_address() -> None:
-    assert json.loads(last("ENTRYPOINT")) == ["ropewalk"]
+    assert json.loads(last("ENTRYPOINT")) == ["tini", "--", "ropewalk"]
     flags = parser().parse_args(json.loads(last("CMD")))
     assert flags.command == "serve"
     assert environment()["ROPEWALK_HOST"] == "0.0.0.0"

@@ -202,8 +202,9 @@ def commands() -> list[list[str]]:
     """Words of every `ropewalk` line, without the environment before it."""
     shell = "".join(re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
     lines = [shlex.split(line, comments=True) for line in shell.splitlines() if line.strip()]
-    assert all("ropewalk" in words for words in lines)
-    return [words[words.index("ropewalk") + 1 :] for words in lines]
+    program = ".venv/bin/ropewalk"
+    assert all(program in words for words in lines)
+    return [words[words.index(program) + 1 :] for words in lines]
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)

@@ -170,8 +170,14 @@ def configuration_page() -> str:
         "# Configuration",
         "A flag beats its environment variable, the variable beats the default. An empty variable "
         "counts as unset; a variable that begins with `ROPEWALK_` and is not listed here is an "
-        "error, but for those that Kubernetes sets for a Service. Lists in variables are separated "
-        "by commas. Numbers of tokens may be written `8k`, amounts of memory `512M` or `1GiB`.",
+        "error, but for those that Kubernetes sets for a Service (one called `ropewalk` brings a "
+        "`ROPEWALK_PORT`: `enableServiceLinks: false` keeps it away). Lists in variables are "
+        "separated by commas. Numbers of tokens may be written `8k`, amounts of memory `512M` or "
+        "`1GiB`.",
+        "`serve` does not start with a variable `ROPEWALK_API_KEY`, which is what a client sends, "
+        "unless it has keys of its own; with fewer `--max-step-tokens` than `--max-seqs`; or with "
+        "float16 for T5, whose numbers do not fit. `CXX` names the compiler of the CPU kernels, "
+        "`CC` that of Triton.",
         "`ROPEWALK_HOME` is where models and compiled kernels are kept: by default `ropewalk` in "
         "`XDG_CACHE_HOME`, or in the user's cache directory. Models of the Hugging Face hub are in "
         "that library's own cache.",

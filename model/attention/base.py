@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from logging import getLogger
 from typing import Protocol
 
 import torch
@@ -14,6 +15,8 @@ from model.batch import ForwardBatch
 from model.config import ModelConfig
 from model.encodings.base import PositionalEncoding, ScoreBias
 from model.rotation import Rotation
+
+log = getLogger(__name__)
 
 
 class NoBackend(ValueError):
@@ -71,10 +74,12 @@ class AttentionBackend(Protocol):
 
 def choose(backends: Sequence[AttentionBackend], spec: AttentionSpec) -> AttentionBackend:
     """The first backend without an objection. Raises NoBackend with every objection."""
-    objections = []
+    objections: list[str] = []
     for backend in backends:
         reason = backend.why_not(spec)
         if reason is None:
+            if objections and spec.device.type == "cuda":  # where the first is much the fastest
+                log.warning("Attention on a GPU by %s; %s", backend.name, "; ".join(objections))
             return backend
         objections.append(f"{backend.name}: {reason}")
     raise NoBackend("No attention backend fits; " + "; ".join(objections) + ".")

@@ -107,6 +107,43 @@ def test_no_more_than_the_container_may_use(monkeypatch, tmp_path, files, free):
     assert placement.free_memory(CPU) == free // 4
 
 
+@pytest.mark.parametrize(
+    ("files", "threads"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu.max": "250000 100000"}, 2),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "6400000 100000"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+    ],
+)
+def test_no_more_threads_than_the_container_has_cores(monkeypatch, tmp_path, files, threads):
+    monkeypatch.setattr(placement, "CGROUP", tmp_path)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    assert placement.pick_threads(None) == threads
+    assert placement.pick_threads(16) == 16
+
+
+def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for there in (False, True):
+        if there:
+            (tmp_path / "nvidiactl").touch()
+        monkeypatch.setattr(placement, "NVIDIA", tmp_path / "nvidiactl")
+        assert placement.pick_device(None) == placement.pick_device("cpu") == CPU
+        assert ("that this torch (for CUDA 13.0) cannot use" in caplog.text) is there
+    caplog.clear()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
+    assert placement.pick_device(None) == CPU and not caplog.text
+
+
 def test_the_cache_takes_a_share_of_the_free_memory(monkeypatch):
     monkeypatch.setattr(
         placement.os, "sysconf", {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.get

@@ -210,14 +210,15 @@ def complete(monkeypatch):
     monkeypatch.setattr(Path, "exists", lambda path: True)
 
 
-def test_it_comes_first_on_a_gpu_and_never_elsewhere(complete, monkeypatch):
+def test_it_comes_first_on_a_gpu_and_never_elsewhere(complete, monkeypatch, caplog):
     backends = all_backends("the device is cuda")
-    assert choose(backends, on_cuda()) is TritonAttention
+    assert choose(backends, on_cuda()) is TritonAttention and not caplog.text
     assert choose(backends, on_cuda(dtype=torch.float64)) is SdpaAttention
     assert choose(backends, on_cuda(head_dim=512)) is SdpaAttention
     assert choose(backends, spec()) is SdpaAttention
     monkeypatch.setattr("model.attention.triton.find_spec", lambda name: None)
     assert choose(backends, on_cuda()) is SdpaAttention
+    assert "Attention on a GPU by sdpa; triton: Triton is not installed" in caplog.text
 
 
 @pytest.mark.parametrize(
