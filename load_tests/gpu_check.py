@@ -247,10 +247,11 @@ class _Check:
         """As far as it gets: what fails is left out, and the next begins."""
         try:
             yield from find()
+        except torch.AcceleratorError:  # the device is lost, and nothing else will do on it
+            raise
         except Exception as error:  # of packages, kernels, compilers, memory: others may do
             log.exception("%s, %s of %s failed", system, work, shape)
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            yield LeftOut(work, system, shape, None, reason, failed=True)
+            yield LeftOut(work, system, shape, None, gpu_parts.reason_of(error), failed=True)
         _release(self.setting.device)
 
 

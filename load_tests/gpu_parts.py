@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from logging import getLogger
 from typing import Literal
 
 import torch
@@ -14,7 +16,8 @@ from load_tests.rounds import Call, Clock, Interval, median_of, rounds
 from load_tests.step_cost import AGAIN, LIMITS, ZERO, Cost, costs_of
 from model.kernels.build import Kernels
 from model.transformer import Decoder
-from server.engine import Engine
+
+log = getLogger(__name__)
 
 # A pass is the decoder's alone, a step the engine's, with scheduling, sampling and bookkeeping.
 Work = Literal["pass", "step", "prefill"]
@@ -134,12 +137,15 @@ def passes_of(
         if budget.over:
             yield LeftOut("pass", OWN, shape, cell, NO_TIME)
             continue
-        calls = passes({OWN: decoder}, kv, cell.batch, cell.context, rows=1)
         least = setting.ceiling.decode_seconds(
             decoder.config, setting.dtype, cell.batch, cell.context
         )
-        samples = sampled(calls[OWN], setting, budget)
-        yield figure("pass", OWN, shape, cell, samples, least=least)
+
+        def measured(cell: Cell = cell) -> list[float]:
+            calls = passes({OWN: decoder}, kv, cell.batch, cell.context, rows=1)
+            return sampled(calls[OWN], setting, budget)
+
+        yield _tried("pass", OWN, shape, cell, measured, least=least)
 
 
 def prefill_of(
@@ -170,23 +176,45 @@ def steps_of(
             yield LeftOut("step", OWN, shape, cell, NO_TIME)
             continue
         for system, ahead in ways.items():
-            made = decoding(
-                decoder, cell.batch, cell.context, 2 * STEPS, kernels=kernels, ahead=ahead
-            )
-            yield figure("step", system, shape, cell, _steps(made.engine, cell)[STEPS:])
-            del made  # before the next cache is made
+            measured = partial(_steps, decoder, cell, kernels, ahead)
+            yield _tried("step", system, shape, cell, measured)
 
 
-def _steps(engine: Engine, cell: Cell) -> list[float]:
+def _tried(
+    work: Work,
+    system: str,
+    shape: str,
+    cell: Cell,
+    measured: Callable[[], list[float]],
+    *,
+    least: float | None = None,
+) -> Found:
+    """What fails in one cell leaves the others, but for a device that is lost."""
+    try:
+        return figure(work, system, shape, cell, measured(), least=least)
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:  # of kernels, compilers, memory
+        log.exception("%s of %s in %s failed", work, shape, cell)
+        return LeftOut(work, system, shape, cell, reason_of(error), failed=True)
+
+
+def reason_of(error: Exception) -> str:
+    """One line."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _steps(decoder: Decoder, cell: Cell, kernels: Kernels | str, ahead: bool) -> list[float]:
     """Seconds of each: on the wall, as its tokens are on the host then."""
+    made = decoding(decoder, cell.batch, cell.context, 2 * STEPS, kernels=kernels, ahead=ahead)
     taken = []
     for _ in range(2 * STEPS):
         began = time.perf_counter()
-        given = engine.step().stats.generated_tokens
+        given = made.engine.step().stats.generated_tokens
         taken.append(time.perf_counter() - began)
         if given != cell.batch:  # an engine outlives what fails in it
             raise RuntimeError(f"a step gave {given} tokens; the log has the reason")
-    return taken
+    return taken[STEPS:]
 
 
 def encodings_of(
@@ -208,14 +236,19 @@ def encodings_of(
     blocks = blocks_for(cell.batch, cell.context)
     kv = new_cache(decoder.config, blocks, dtype=setting.dtype, device=setting.device)
     arms = {**made, AGAIN: decoder}
-    purse = Purse(budget, weights=2)
     rows = {"decode": (cell.batch, 1), "prefill": (1, min(CHUNK, cell.context))}
-    for work, (requests, computed) in rows.items():
+    calls: dict[str, Mapping[str, Call]] = {}
+    for work, (requests, computed) in rows.items() if not budget.over else ():
+        calls[work] = passes(arms, kv, requests, cell.context, computed)
+        for call in calls[work].values():
+            call()  # compiles: what is left of the time is for both kinds of work alike
+    purse = Purse(budget, weights=2)
+    for work in rows:
         own = purse.budget(1)
         if own.over:
             yield LeftOut(f"encodings, {work}", OWN, shape, cell, NO_TIME)
             continue
-        taken = _rounds(passes(arms, kv, requests, cell.context, computed), setting, own)
+        taken = _rounds(calls[work], setting, own)
         yield Encodings(shape, cell, work, costs_of(taken, LIMITS[work]), taken)
 
 

@@ -96,6 +96,8 @@ def steps_of(
             continue
         try:
             times, attention = _continuous(model, cell, budget)
+        except torch.AcceleratorError:  # the device is lost
+            raise
         except (RuntimeError, MemoryError, ValueError) as error:  # or what it makes of the sizes
             yield LeftOut("step", PEER, shape, cell, str(error).partition("\n")[0])
             continue
@@ -151,13 +153,15 @@ def _continuous(model: Any, cell: Cell, budget: Budget) -> tuple[list[Sequence[f
         generation_config=greedy, continuous_batching_config=settings
     ) as manager:
         names = manager.add_requests(prompts, max_new_tokens=new_tokens, record_timestamps=True)
-        while len(times) < cell.batch and not budget.over and manager.is_running():
-            answer = manager.get_result(timeout=1)
-            if answer is None or not answer.is_finished():
-                continue
-            if answer.error is not None:
-                raise RuntimeError(answer.error)
-            times.append(answer.timestamps)
-        for name in names if len(times) < cell.batch else ():
-            manager.cancel_request(name)
+        try:
+            while len(times) < cell.batch and not budget.over and manager.is_running():
+                answer = manager.get_result(timeout=1)
+                if answer is None or not answer.is_finished():
+                    continue
+                if answer.error is not None:
+                    raise RuntimeError(answer.error)
+                times.append(answer.timestamps)
+        finally:  # or leaving would wait for all of them
+            for name in names if len(times) < cell.batch else ():
+                manager.cancel_request(name)
         return times, model.config._attn_implementation

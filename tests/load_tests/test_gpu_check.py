@@ -123,11 +123,14 @@ def test_a_system_that_cannot_be_made_leaves_the_other(monkeypatch, tmp_path, ca
     assert len(found_in(tmp_path / "gpu.json")["figures"]) == 5
 
 
-def test_a_device_that_is_lost_ends_the_run_and_leaves_what_it_had(alone, monkeypatch, capsys):
-    def lost(device):
+@pytest.mark.parametrize("where", [(gpu_check, "_release"), (gpu_parts, "prefill_of")])
+def test_a_device_that_is_lost_ends_the_run_and_leaves_what_it_had(
+    where, alone, monkeypatch, capsys
+):
+    def lost(*_):
         raise torch.AcceleratorError("an illegal memory access")
 
-    monkeypatch.setattr(gpu_check, "_release", lost)
+    monkeypatch.setattr(*where, lost)
     assert main(TINY) == 1
     assert "|tiny|2|64|" in capsys.readouterr().out
 

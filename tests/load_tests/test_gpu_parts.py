@@ -84,8 +84,35 @@ def test_steps_that_fail_are_no_figures(made, monkeypatch):
         raise ValueError("no kernel")
 
     monkeypatch.setattr(type(made["rope"]), "forward", fails)
-    with pytest.raises(RuntimeError, match="a step gave 0 tokens; the log has the reason"):
-        list(steps_of("tiny", made["rope"], CELLS, SETTING, "none", Budget(60)))
+    found = list(steps_of("tiny", made["rope"], CELLS, SETTING, "none", Budget(60)))
+    assert [each.cell for each in found] == CELLS[::-1] and all(each.failed for each in found)
+    assert found[0].reason == "RuntimeError: a step gave 0 tokens; the log has the reason"
+
+
+def test_a_cell_that_fails_leaves_the_others(made, monkeypatch):
+    whole = gpu_parts.passes
+
+    def fails(decoders, kv, batch, *rest, **named):
+        if batch == CELLS[0].batch:
+            raise torch.OutOfMemoryError("more than there is\nof memory")
+        return whole(decoders, kv, batch, *rest, **named)
+
+    monkeypatch.setattr(gpu_parts, "passes", fails)
+    measured, left = passes_of("tiny", made["rope"], CELLS, SETTING, Budget(60))
+    assert measured.cell == CELLS[1] and left.cell == CELLS[0] and left.failed
+    assert left.reason == "OutOfMemoryError: more than there is"
+
+
+def test_a_lost_device_is_no_cells_failure(made, monkeypatch):
+    def lost(*_, **__):
+        raise torch.AcceleratorError("an illegal memory access")
+
+    monkeypatch.setattr(gpu_parts, "passes", lost)
+    with pytest.raises(torch.AcceleratorError):
+        list(passes_of("tiny", made["rope"], CELLS, SETTING, Budget(60)))
+    monkeypatch.setattr(gpu_peer, "_continuous", lost)
+    with pytest.raises(torch.AcceleratorError):
+        list(gpu_peer.steps_of("tiny", None, CELLS, SETTING, Budget(60)))
 
 
 def test_prefill_has_half_of_the_time_for_encodings(made, monkeypatch):
