@@ -1,29 +1,32 @@
 """`ropewalk family`: the bundled models, from the texts on; model/family does the work."""
 
 import argparse
+import os
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from model.encodings.base import EncodingError
 from model.family import corpus, fetch
 from model.family.corpus import Corpus
 from model.family.errors import FamilyError
 from model.family.evaluation import results
 from model.family.evaluation.card import write as write_card
-from model.family.evaluation.evaluate import PACKED_WINDOWS, Task
+from model.family.evaluation.evaluate import Task
 from model.family.evaluation.evaluate import evaluate as evaluate_models
 from model.family.evaluation.results import QUICK, Sizes
+from model.family.files import alone
 from model.family.losses import windows_of
-from model.family.pack import loss_of
+from model.family.pack import COST_WINDOWS, loss_of
 from model.family.pack import pack as pack_weights
 from model.family.prepare import SHIPPED_TOKENIZER, Bar
 from model.family.prepare import prepare as prepare_texts
 from model.family.recipe import CONTEXT, ENCODINGS, Recipe, model_name, shape
+from model.family.rehearsal import rehearse
 from model.family.train import Pace, Training
 from model.weights.base import CheckpointError
 from server import placement, pull
@@ -42,7 +45,8 @@ def prepare(flags: argparse.Namespace) -> int:
     """Prints the data card; the corpus file's path goes to standard error. CommandError."""
     given = SHIPPED_TOKENIZER if SHIPPED_TOKENIZER.exists() and not flags.own_tokenizer else None
     try:
-        done = prepare_texts(folder(), fetch.by_client, _bars, given_tokenizer=given)
+        with alone(folder()):
+            done = prepare_texts(folder(), fetch.by_client, _bars, given_tokenizer=given)
     except FamilyError as error:
         raise CommandError(str(error)) from error
     except OSError as error:
@@ -68,6 +72,8 @@ def train(flags: argparse.Namespace) -> int:
     if flags.threads is not None:
         torch.set_num_threads(flags.threads)
     device = placement.pick_device(flags.device)
+    if device.type == "cpu" and not flags.no_compile:
+        _need_compiler()
     pace = Pace(
         device,
         autocast=placement.pick_dtype(None, device) is torch.bfloat16,
@@ -75,13 +81,48 @@ def train(flags: argparse.Namespace) -> int:
         at_once=1 if device.type == "cpu" else None,
     )
     recipe = Recipe(tokens=flags.tokens, seed=flags.seed)
+    wanted = flags.encoding or ENCODINGS
+    _need_names(wanted)
     try:
         texts = corpus.load(folder() / "corpus.npz")
-        for encoding in flags.encoding or ENCODINGS:
+        for encoding in wanted:
+            rehearse(encoding, Sizes().context)
+        for encoding in wanted:
             print(_train_one(encoding, recipe, texts, pace))
-    except (FamilyError, EncodingError, CheckpointError, OSError) as error:
+    except (FamilyError, CheckpointError) as error:
         raise CommandError(str(error)) from error
+    except OSError as error:
+        raise CommandError(
+            f"{error.filename or folder()} cannot be written ({_reason(error)}); the same command "
+            "goes on where the training stood"
+        ) from error
     return 0
+
+
+def _need_names(encodings: Sequence[str]) -> None:
+    """Raises CommandError when two would be trained in one folder."""
+    names = [model_name(encoding) for encoding in encodings]
+    for name, encoding in zip(names, encodings, strict=True):
+        if names.count(name) > 1:
+            raise CommandError(
+                f"--encoding {encoding}: {name} is named more than once; name it once, or give one "
+                "of the classes another name"
+            )
+
+
+def _need_compiler() -> None:
+    """Raises CommandError: torch would say it in twenty lines, after the first step has begun."""
+    program = os.environ.get("CXX", "g++")  # as torch looks for it: one word
+    if shutil.which(program) is None:
+        raise CommandError(
+            f"torch.compile finds no C++ compiler {program!r}; install g++, set CXX to the name of "
+            "one, or train slowly with --no-compile"
+        )
+
+
+def _reason(error: OSError) -> str:
+    """Libraries raise some without a number."""
+    return error.strerror or str(error)
 
 
 def run_name(encoding: str, seed: int) -> str:
@@ -91,22 +132,24 @@ def run_name(encoding: str, seed: int) -> str:
 
 def _train_one(encoding: str, recipe: Recipe, texts: Corpus, pace: Pace) -> Path:
     name = run_name(encoding, recipe.seed)
-    training = Training(shape(encoding), recipe, texts, folder() / "runs" / name, pace)
-    with tqdm(
-        desc=name,
-        total=recipe.tokens,
-        initial=training.tokens,
-        unit="token",
-        unit_scale=True,
-        mininterval=0.2 if sys.stderr.isatty() else 30,
-    ) as bar:
+    run = folder() / "runs" / name
+    with alone(run):
+        training = Training(shape(encoding), recipe, texts, run, pace)
+        with tqdm(
+            desc=name,
+            total=recipe.tokens,
+            initial=training.tokens,
+            unit="token",
+            unit_scale=True,
+            mininterval=0.2 if sys.stderr.isatty() else 30,
+        ) as bar:
 
-        def report(tokens: int, loss: float) -> None:
-            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-            bar.update(tokens)
+            def report(tokens: int, loss: float) -> None:
+                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                bar.update(tokens)
 
-        training.train(report)
-    return training.finish(SHIPPED_TOKENIZER)
+            training.train(report)
+        return training.finish()
 
 
 def pack(_: argparse.Namespace) -> int:
@@ -119,15 +162,20 @@ def pack(_: argparse.Namespace) -> int:
         )
     try:
         texts = corpus.load(folder() / "corpus.npz")
-        windows = windows_of(texts.held_out, CONTEXT, PACKED_WINDOWS)
+        windows = windows_of(texts.held_out, CONTEXT, COST_WINDOWS)
         print(f"{'model':<20} {'trained':>9} {'packed':>9} {'cost':>9}   nats per token, held out")
         for path in tqdm(shipped, desc="packing", disable=None, leave=False):
             target = pull.FAMILY / path.parent.name
             pack_weights(path, target)
             before, after = loss_of(path, windows), loss_of(target, windows)
             print(f"{target.name:<20} {before:>9.4f} {after:>9.4f} {after - before:>+9.4f}")
-    except (FamilyError, CheckpointError, OSError) as error:
+    except (FamilyError, CheckpointError) as error:
         raise CommandError(str(error)) from error
+    except OSError as error:
+        raise CommandError(
+            f"{pull.FAMILY} cannot be written ({_reason(error)}); install Ropewalk where you may "
+            "write, as in a checkout"
+        ) from error
     return 0
 
 
@@ -143,7 +191,7 @@ def evaluate(flags: argparse.Namespace) -> int:
     except (FamilyError, CheckpointError) as error:
         raise CommandError(str(error)) from error
     except OSError as error:
-        raise CommandError(f"{path} cannot be written ({error.strerror}); use --result") from error
+        raise CommandError(f"{error.filename or path}: {_reason(error)}; see --result") from error
     print(path)
     return 0
 
@@ -159,15 +207,23 @@ def report(flags: argparse.Namespace) -> int:
             raise CommandError(f"{path} is missing; run ropewalk family evaluate")
         found = results.beside(found, results.read(pull.FAMILY.parent / RESULT))
         data = card.read_text(encoding="utf-8") if card.exists() else None
-        notes = flags.notes.read_text(encoding="utf-8") if flags.notes else None
+        notes = _notes(flags.notes)
         written = write_card(found, data, notes, out)
     except FamilyError as error:
         raise CommandError(str(error)) from error
     except OSError as error:
-        raise CommandError(f"{error.filename or out}: {error.strerror}; use --out") from error
+        raise CommandError(f"{error.filename or out}: {_reason(error)}; use --out") from error
     for each in written:
         print(each)
     return 0
+
+
+def _notes(path: Path | None) -> str | None:
+    """Raises CommandError."""
+    try:
+        return path.read_text(encoding="utf-8") if path else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"the notes {path} cannot be read ({error}); see --notes") from error
 
 
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {

@@ -32,7 +32,8 @@ examples:
   PYTHONPATH=. ropewalk family train --encoding kerple:Kerple
                                                     one of your own beside them, from ./kerple.py
 
-Needs what ropewalk family prepare writes. Cut off at any moment, the same command goes on where
+Needs what ropewalk family prepare writes. Every encoding is tried with a few tokens before the
+first training begins. Cut off at any moment, the same command goes on where
 it stood a few minutes before, and what comes out is the same. A finished model is a folder that
 ropewalk serve takes; its path is printed.
 """

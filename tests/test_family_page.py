@@ -29,14 +29,9 @@ def table() -> str:
     for one in shipped(found.members):
         costs = "|".join(cost_at(one, start) for start in (512, 1024, 3072))
         own = verdict(one)
-        assert own is not None
-        rows.append(f"|`{one.label}`|{loss_at(one, 256):.2f}|{costs}|{own.beyond.value}|")
+        assert own is not None and one.held_out is not None
+        rows.append(f"|`{one.label}`|{one.held_out.loss.value:.2f}|{costs}|{own.beyond.value}|")
     return "\n".join(rows)
-
-
-def loss_at(one: Measured, start: int) -> float:
-    assert one.losses is not None
-    return next(each.loss.value for each in one.losses.bins if each.start == start)
 
 
 def cost_at(one: Measured, start: int) -> str:

@@ -4,7 +4,6 @@ The file is there in full or not at all, so that a training may be cut off at an
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.family.errors import FamilyError
+from model.family.files import replacing
 
 _KEY = "ropewalk"  # in the file's metadata, which holds strings
 
@@ -31,7 +31,7 @@ class State:
 
 
 def save(state: State, path: Path) -> None:
-    """Replaces what was there at once."""
+    """Replaces what was there at once. Raises OSError."""
     about = {
         "step": state.step,
         "steps": state.steps,
@@ -40,9 +40,8 @@ def save(state: State, path: Path) -> None:
         "facts": state.facts,
     }
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
-    partial = path.with_name(f".{path.name}.partial")
-    save_file(tensors, partial, metadata={_KEY: json.dumps(about)})
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        save_file(tensors, partial, metadata={_KEY: json.dumps(about)})
 
 
 def load(path: Path) -> State | None:

@@ -6,7 +6,7 @@ from model.family.sources import Layout
 
 _START = re.compile(r"^\*\*\* ?START OF TH(?:E|IS) PROJECT GUTENBERG.*$", re.MULTILINE)
 _END = re.compile(
-    r"^(?:\*\*\* ?END OF TH(?:E|IS)|End of (?:the )?Project) Gutenberg.*$", re.M | re.I
+    r"^(?:\*\*\* ?END OF TH(?:E|IS)|End of (?:the )?) ?Project Gutenberg.*$", re.M | re.I
 )
 # One spelling for each, the one on a keyboard: 4,096 pieces are too few for several.
 _SPELLING = str.maketrans(

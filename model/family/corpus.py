@@ -1,10 +1,8 @@
 """Documents, and the corpus file that training reads: token ids with the starts of documents."""
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +10,7 @@ import numpy.typing as npt
 from model.family import readers
 from model.family.cleaning import clean
 from model.family.errors import FamilyError
+from model.family.files import replacing
 from model.family.sources import Source, held_out
 
 
@@ -62,8 +61,9 @@ class Split:
 
     def document(self, number: int) -> npt.NDArray[np.uint16]:
         """The tokens of one document: a view."""
-        ends = [*self.starts[1:], len(self.tokens)]
-        return self.tokens[self.starts[number] : ends[number]]
+        last = number + 1 == len(self.starts)
+        end = len(self.tokens) if last else self.starts[number + 1]
+        return self.tokens[self.starts[number] : end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +73,21 @@ class Corpus:
     train: Split
     held_out: Split
     fingerprint: str  # of the texts, the tokenizer and the code's version
+    tokenizer: bytes  # the SentencePiece model that the tokens are of
 
 
 def save(corpus: Corpus, path: Path) -> None:
     """One compressed file, there in full or not at all."""
-    arrays: dict[str, npt.NDArray[np.generic]] = {"fingerprint": np.array(corpus.fingerprint)}
+    arrays: dict[str, npt.NDArray[np.generic]] = {
+        "fingerprint": np.array(corpus.fingerprint),
+        "tokenizer": np.frombuffer(corpus.tokenizer, dtype=np.uint8),
+    }
     for name, split in (("train", corpus.train), ("held_out", corpus.held_out)):
         arrays[f"{name}_tokens"] = split.tokens
         arrays[f"{name}_starts"] = split.starts
         arrays[f"{name}_names"] = np.array(split.names, dtype=np.str_)
-    partial = path.with_name(f".{path.name}.partial.npz")
-    np.savez_compressed(partial, **arrays)  # type: ignore[arg-type]
-    os.replace(partial, path)
+    with replacing(path) as partial, partial.open("wb") as file:
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
 
 def load(path: Path) -> Corpus:
@@ -99,10 +102,10 @@ def load(path: Path) -> Corpus:
                 )
                 for name in ("train", "held_out")
             )
-            return Corpus(train, kept, str(stored["fingerprint"]))
+            return Corpus(train, kept, str(stored["fingerprint"]), stored["tokenizer"].tobytes())
     except FileNotFoundError as error:
         raise FamilyError(f"{path} is missing; run ropewalk family prepare") from error
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+    except Exception as error:  # numpy passes on whatever its parsers meet in a damaged file
         raise FamilyError(
             f"{path} is damaged ({error}); delete it and run ropewalk family prepare"
         ) from error

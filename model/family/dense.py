@@ -143,7 +143,7 @@ def refreeze(decoder: Decoder) -> None:
     """
     for module in decoder.modules():
         if isinstance(module, PositionalEncoding):
-            for name, value in vars(module).items():
+            for name, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
                 if isinstance(value, Tensor):
                     setattr(module, name, value.detach())
             module.freeze()

@@ -5,7 +5,6 @@ source archive's own setup for its name; pip checks the digest before, so only t
 sources.py names can run there. Nothing is installed.
 """
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from model import digests
 from model.family.errors import FamilyError
 from model.family.sources import Registry, Source
 
@@ -29,7 +29,7 @@ def fetch(
     folder.mkdir(parents=True, exist_ok=True)
     for source in {source.file: source for source in sources}.values():
         target = folder / source.file
-        if not (target.exists() and digest(target) == source.sha256):
+        if not (target.exists() and digests.of_file(target) == source.sha256):
             _bring(source, target, download)
         told(source.size)
 
@@ -47,7 +47,7 @@ def _bring(source: Source, target: Path, download: Download) -> None:
                 f"{source.registry} brought {names} where {source.file} was expected; put that "
                 f"file into {target.parent} and run again"
             )
-        actual = digest(found)
+        actual = digests.of_file(found)
         if actual != source.sha256:
             raise FamilyError(
                 f"{source.file} has sha256 {actual}, expected {source.sha256}; nothing of it was "
@@ -106,9 +106,3 @@ def _apt(source: Source, folder: Path) -> list[str]:
 
 
 _ARGUMENTS = {Registry.PIP: _pip, Registry.NPM: _npm, Registry.APT: _apt}
-
-
-def digest(path: Path) -> str:
-    """sha256 of the file, as hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic: steep at 0, between 0.7 and 1.2 at 1
 STEPS = 5
+MOMENTUM = 0.95
 
 
 def orthogonal(x: Tensor) -> Tensor:
@@ -35,14 +36,12 @@ class Muon:
         matrices: dict[str, Sequence[Tensor]],
         *,
         weight_decay: float,
-        momentum: float = 0.95,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """matrices: by parameter, views of what is one matrix each, such as queries and keys."""
         self.momenta = {name: [torch.zeros_like(m) for m in ms] for name, ms in matrices.items()}
         self._matrices = matrices
         self._weight_decay = weight_decay
-        self._momentum = momentum
         self._dtype = dtype
 
     @torch.no_grad()
@@ -52,8 +51,8 @@ class Muon:
         for name, matrices in self._matrices.items():
             parts = zip(matrices, gradients[name], self.momenta[name], strict=True)
             for matrix, gradient, momentum in parts:
-                momentum.lerp_(gradient, 1 - self._momentum)
-                ahead = gradient.lerp(momentum, self._momentum)  # Nesterov's
+                momentum.lerp_(gradient, 1 - MOMENTUM)
+                ahead = gradient.lerp(momentum, MOMENTUM)  # Nesterov's
                 wide = ahead if ahead.shape[0] <= ahead.shape[1] else ahead.mT
                 alike[tuple(wide.shape)].append((matrix, wide))
         for (_, longer), pairs in alike.items():

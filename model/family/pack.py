@@ -1,23 +1,59 @@
 """Trained weights made small: 8-bit rows with a scale each, as model/weights expands them."""
 
 import shutil
+import stat
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model.encodings.base import create
 from model.family.dense import DenseAttention
+from model.family.files import put, replacing
 from model.family.losses import later_half
 from model.linear import rounded_rows
 from model.loading import load_decoder, open_checkpoint
 from model.transformer import Decoder
 from model.weights.safetensors_dir import ROW_SCALE, SINGLE, SafetensorsDirectory
 
+COST_WINDOWS = 64  # of held-out text, to tell what packing costs
+
 
 def pack(folder: Path, target: Path) -> None:
-    """Write a checkpoint folder anew: matrices packed, norms and the encoding's own in float32."""
+    """Write a checkpoint folder anew, in place of what was there. Raises OSError."""
+    scratch = target.parent / ".partial"  # where nobody looks for models
+    made = scratch / target.name
+    shutil.rmtree(made, ignore_errors=True)  # left by a process that was killed
+    made.mkdir(parents=True)
+    try:
+        with replacing(made / SINGLE) as partial:
+            save_file(_packed(folder), partial, metadata={"format": "pt"})
+        for file in folder.iterdir():
+            if file.name != SINGLE:
+                shutil.copyfile(file, made / file.name)
+        (made / SINGLE).chmod(stat.S_IMODE((made / "config.json").stat().st_mode))
+        put(made, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def is_packed(folder: Path, target: Path) -> bool:
+    """Whether `target` holds what `pack` makes of the weights in `folder`."""
+    try:
+        found = load_file(target / SINGLE)
+    except SafetensorError:  # it is damaged, or not there but as a pointer
+        return False
+    wanted = _packed(folder)
+    return wanted.keys() == found.keys() and all(
+        tensor.dtype == found[name].dtype and torch.equal(tensor, found[name])
+        for name, tensor in wanted.items()
+    )
+
+
+def _packed(folder: Path) -> dict[str, Tensor]:
+    """Matrices as 8-bit rows with a scale each; norms and the encoding's own in float32."""
     weights = SafetensorsDirectory(folder)
     tensors: dict[str, Tensor] = {}
     for name in sorted(weights.names()):
@@ -26,12 +62,7 @@ def pack(folder: Path, target: Path) -> None:
             tensors[name], tensors[name + ROW_SCALE] = rounded_rows(tensor)
         else:
             tensors[name] = tensor.float()
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
-    save_file(tensors, target / SINGLE, metadata={"format": "pt"})
-    for file in folder.iterdir():
-        if file.name != SINGLE:
-            shutil.copyfile(file, target / file.name)
+    return tensors
 
 
 def loss_of(folder: Path, windows: Tensor) -> float:

@@ -11,20 +11,21 @@ same:
 """
 
 import gzip
-import hashlib
 import json
-import os
 import random
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from model.digests import of_parts
 from model.family import corpus, recall, tokenizer
 from model.family.corpus import Corpus, Document, Split
 from model.family.errors import FamilyError
 from model.family.fetch import Download, fetch
+from model.family.files import replacing
 from model.family.sources import HELD_OUT, SOURCES, Source
 from model.tokenizers.base import TokenizerError
 from model.tokenizers.spm import SpmModel, SpmTokenizer
@@ -69,13 +70,13 @@ def prepare(
     files = {source.file: source.size for source in sources}
     with bars("fetching", sum(files.values()), "B") as bar:
         fetch(sources, archives, download, bar.update)
-    mark = _mark(repr((VERSION, sources, sorted(HELD_OUT.items()))))
+    mark = of_parts(repr((VERSION, sources, sorted(HELD_OUT.items()))))
     documents = _texts(folder / "texts.json.gz", mark, sources, archives, bars)
     if given_tokenizer is not None:
         model = given_tokenizer.read_bytes()
     else:
         model = _tokenizer(folder / "tokenizer.model", mark, documents, pieces, bars)
-    made = _corpus(folder / "corpus.npz", _mark(mark, model), documents, model, bars)
+    made = _corpus(folder / "corpus.npz", of_parts(mark, model), documents, model, bars)
     card = data_card(sources, documents, made)
     _write(folder / "data_card.md", card.encode())
     return Prepared(made, folder / "corpus.npz", card)
@@ -89,8 +90,8 @@ def _texts(
             stored = json.loads(gzip.decompress(path.read_bytes()))
             if stored["mark"] == mark:
                 return [Document(*fields) for fields in stored["documents"]]
-        except (OSError, EOFError, ValueError, KeyError):  # damaged: made anew
-            pass
+        except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):
+            pass  # damaged: made anew
     found: list[Document] = []
     with bars("reading texts", len(sources), "source") as bar:
         for source in sources:
@@ -107,7 +108,7 @@ def _tokenizer(
 ) -> bytes:
     """Trained on the training split, and on a few made-up texts for their words."""
     stamp = path.with_suffix(".mark")
-    mark = _mark(mark, str(pieces), tokenizer.KIND)
+    mark = of_parts(mark, str(pieces), tokenizer.KIND)
     if path.exists() and stamp.exists() and stamp.read_text() == mark:
         return path.read_bytes()
     texts = [document.text for document in documents if not document.held_out]
@@ -152,7 +153,7 @@ def _corpus(
             train.append((f"{RECALL}/{number}", tokens))
             bar.update(len(tokens))
     random.Random(SEED).shuffle(train)
-    made = Corpus(Split.of(train), Split.of(kept), mark)
+    made = Corpus(Split.of(train), Split.of(kept), mark, model)
     corpus.save(made, path)
     return made
 
@@ -203,15 +204,7 @@ def data_card(sources: Sequence[Source], documents: Sequence[Document], made: Co
     )
 
 
-def _mark(*parts: str | bytes) -> str:
-    joined = hashlib.sha256()
-    for part in parts:
-        joined.update(hashlib.sha256(part.encode() if isinstance(part, str) else part).digest())
-    return joined.hexdigest()
-
-
 def _write(path: Path, content: bytes) -> None:
     """There in full or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_bytes(content)

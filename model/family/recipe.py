@@ -5,11 +5,14 @@ its name, and the order of the tokens from the seed.
 """
 
 import hashlib
+import inspect
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from model.config import EncodingSpec, ModelConfig
+from model.digests import of_file
 from model.encodings.base import create, find
 from model.family.dense import DenseAttention
 from model.family.tokenizer import PIECES
@@ -47,6 +50,17 @@ class Recipe:
         rising = min((step + 1) / self.warm_up, 1.0)
         falling = (self.steps - step) / max(self.steps - self.stable_steps, 1)
         return min(rising, falling)
+
+
+def code_digest(encoding: str) -> str:
+    """Of the source of a class of one's own, which may change under its name; empty for others.
+
+    Raises EncodingError.
+    """
+    if ":" not in encoding:
+        return ""
+    source = inspect.getsourcefile(find(encoding))
+    return of_file(Path(source)) if source else ""
 
 
 def model_name(encoding: str) -> str:

@@ -11,7 +11,7 @@ KIND = "bpe"
 _LONGEST = 2000  # characters of a line shown to the trainer, which skips long ones
 
 
-def train(texts: Iterable[str], *, pieces: int = PIECES, kind: str = KIND) -> bytes:
+def train(texts: Iterable[str], *, pieces: int = PIECES) -> bytes:
     """A tokenizer.model; the same for the same texts and library.
 
     Nothing in a text is rewritten and bytes stand in for what is rare, so decoding gives every
@@ -26,7 +26,7 @@ def train(texts: Iterable[str], *, pieces: int = PIECES, kind: str = KIND) -> by
         sentence_iterator=_lines(texts),
         model_writer=model,
         vocab_size=pieces,
-        model_type=kind,
+        model_type=KIND,
         byte_fallback=True,
         character_coverage=0.9999,
         normalization_rule_name="identity",

@@ -3,6 +3,7 @@
 RUN/checkpoint.safetensors   where it stands
 RUN/stable.safetensors       where it stood before the rate fell: more tokens go on from here
 RUN/log.jsonl                one line a step, and the held-out loss now and then
+RUN/tokenizer.model          what the tokens are of
 RUN/model/                   the finished checkpoint, as `ropewalk serve` takes it
 """
 
@@ -24,14 +25,15 @@ from model.family.checkpoints import State
 from model.family.corpus import Corpus
 from model.family.dense import refreeze
 from model.family.errors import FamilyError
+from model.family.files import put, replacing
 from model.family.losses import later_half, token_losses, windows_of
 from model.family.muon import Muon
-from model.family.recipe import Recipe, new_decoder
+from model.family.recipe import Recipe, code_digest, new_decoder
 from model.family.windows import Windows
 from model.saving import save_checkpoint
 
 MATRIX_PARTS = {"attention.qkv.weight": 3, "mlp.gate_up.weight": 2}  # several matrices in one
-HELD_OUT_WINDOWS = 64  # looked at while training; `evaluate` looks at all
+HELD_OUT_WINDOWS = 64  # looked at while training; `evaluate` reads all
 Report = Callable[[int, float], None]  # tokens since the last report, loss
 
 
@@ -57,6 +59,7 @@ class Training:
         self.decoder = new_decoder(config, recipe.seed, pace.device)
         self.step, self.seconds = 0, 0.0
         self._recipe, self._pace, self._run = recipe, pace, run
+        self._tokenizer = corpus.tokenizer
         self._windows = Windows(corpus.train, config.trained_context, recipe.seed)
         held_out = windows_of(corpus.held_out, config.trained_context, HELD_OUT_WINDOWS)
         self._held_out = held_out.to(pace.device)
@@ -78,6 +81,8 @@ class Training:
             "config": json.loads(json.dumps(asdict(config))),
             "corpus": corpus.fingerprint,
         }
+        if code := code_digest(config.encoding.name):
+            self._facts["code"] = code
         run.mkdir(parents=True, exist_ok=True)
         self._go_on()
 
@@ -93,6 +98,7 @@ class Training:
         with (self._run / "log.jsonl").open("a", encoding="utf-8") as log:
             while self.step < last:
                 if self.step == self._recipe.stable_steps:
+                    log.flush()  # what is gone on from has its lines
                     self._save("stable.safetensors")
                 line = self._one_step()
                 report(self._recipe.windows * self._windows.length, line["loss"])
@@ -107,17 +113,23 @@ class Training:
                     saved = time.monotonic()
         self._save("checkpoint.safetensors")
 
-    def finish(self, tokenizer: Path) -> Path:
-        """The folder `ropewalk serve` takes, in place of one from before."""
-        folder = self._run / "model"
-        shutil.rmtree(folder, ignore_errors=True)
+    def finish(self) -> Path:
+        """The folder `ropewalk serve` takes, in place of one from before.
+
+        Raises CheckpointError, OSError.
+        """
+        folder, made = self._run / "model", self._run / "model.partial"
+        tokenizer = self._run / "tokenizer.model"
+        tokenizer.write_bytes(self._tokenizer)
+        shutil.rmtree(made, ignore_errors=True)  # left by a process that was killed
         refreeze(self.decoder)
         save_checkpoint(
             {name: p.detach() for name, p in self._parameters.items()},
             self.decoder.config,
-            folder,
+            made,
             tokenizer=[tokenizer],
         )
+        put(made, folder)
         return folder
 
     def _one_step(self) -> dict[str, Any]:
@@ -239,4 +251,5 @@ def _gradient(parameter: Tensor) -> Tensor:
 def _keep_lines(log: Path, steps: int) -> None:
     """Forget what was logged after the state that is gone on from."""
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    log.write_text("".join(f"{line}\n" for line in lines[:steps]), encoding="utf-8")
+    with replacing(log) as partial:
+        partial.write_text("".join(f"{line}\n" for line in lines[:steps]), encoding="utf-8")

@@ -24,6 +24,7 @@ class Windows:
         self._seed = seed
         # Two, because a step may end one epoch and begin the next.
         self._epoch = lru_cache(maxsize=2)(self._cut)
+        self._sizes: list[int] = []  # windows of each epoch that was cut, the first ones
         if not len(self._epoch(0)[1]):
             raise FamilyError(
                 f"the training texts have {len(split.tokens)} tokens, fewer than one window of "
@@ -33,13 +34,21 @@ class Windows:
     def step(self, number: int, count: int) -> npt.NDArray[np.int64]:
         """[count, length + 1]: the windows of step `number`, from 0; each with its next token."""
         first, epoch = number * count, 0
+        while first >= self._size(epoch):
+            first, epoch = first - self._size(epoch), epoch + 1
         found: list[npt.NDArray[np.uint16]] = []
         while len(found) < count:
             tokens, starts = self._epoch(epoch)
             here = starts[first : first + count - len(found)]
             found += [tokens[start : start + self.length + 1] for start in here]
-            first, epoch = max(first - len(starts), 0), epoch + 1
+            first, epoch = 0, epoch + 1
         return np.stack(found).astype(np.int64)
+
+    def _size(self, epoch: int) -> int:
+        """How many windows it has; asked of each epoch after those before it."""
+        if epoch == len(self._sizes):
+            self._sizes.append(len(self._epoch(epoch)[1]))
+        return self._sizes[epoch]
 
     def _cut(self, epoch: int) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64]]:
         drawn = np.random.default_rng([self._seed, epoch])

@@ -1,6 +1,7 @@
 """`ropewalk family`: what its commands print and refuse. The work itself: tests/model/family."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 
 from model.family import corpus, fetch
 from model.family.corpus import Corpus, Split
+from model.family.files import alone
+from model.family.prepare import SHIPPED_TOKENIZER
 from model.family.sources import SOURCES
 from model.weights.safetensors_dir import SafetensorsDirectory
 from server import cli, family_command, pull
@@ -86,7 +89,8 @@ def corpus_there(own_home, monkeypatch):
     folder.mkdir(parents=True)
     drawn = np.random.default_rng(0)
     split = Split.of([("made/0", drawn.integers(300, 340, 1200).tolist())])
-    corpus.save(Corpus(split, split, "made up"), folder / "corpus.npz")
+    tokenizer = SHIPPED_TOKENIZER.read_bytes()
+    corpus.save(Corpus(split, split, "made up", tokenizer), folder / "corpus.npz")
 
 
 def test_an_encoding_of_ones_own_is_trained_and_served(
@@ -112,9 +116,45 @@ def test_training_needs_the_corpus(capsys, own_home) -> None:
     assert "run ropewalk family prepare" in sentence(capsys)
 
 
-def test_an_encoding_nobody_knows_is_one_sentence(capsys, corpus_there) -> None:
-    assert cli.main(["family", "train", "--encoding", "kerpel"]) == 1
+def test_an_encoding_nobody_knows_is_said_before_another_is_trained(
+    capsys, corpus_there, own_home
+) -> None:
+    encodings = ["--encoding", "rope", "--encoding", "kerpel"]
+    assert cli.main(["family", "train", "--no-compile", *encodings]) == 1
     assert "kerpel" in sentence(capsys)
+    assert not (own_home / "family" / "runs").exists()
+
+
+def test_without_a_compiler_the_way_out_is_named(capsys, monkeypatch, corpus_there) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert cli.main(["family", "train", "--device", "cpu"]) == 1
+    assert "no C++ compiler 'no-such-compiler'; install g++, set CXX" in sentence(capsys)
+
+
+def test_two_encodings_of_one_name_are_refused(capsys, corpus_there) -> None:
+    encodings = ["--encoding", "a:Own", "--encoding", "b:Own", "--no-compile"]
+    assert cli.main(["family", "train", *encodings]) == 1
+    assert "--encoding a:Own: ropewalk-own is named more than once" in sentence(capsys)
+
+
+def test_one_training_at_a_time_works_in_a_run(capsys, corpus_there, own_home) -> None:
+    run = own_home / "family" / "runs" / "ropewalk-rope"
+    with alone(run):
+        train = ["family", "train", "--encoding", "rope", "--tokens", "512", "--no-compile"]
+        assert cli.main(train) == 1
+    assert f"another process works in {run}; wait" in sentence(capsys)
+    with alone(own_home / "family"):
+        assert cli.main(["family", "prepare"]) == 1
+    assert "another process works" in sentence(capsys)
+
+
+def test_notes_that_cannot_be_read_are_named(capsys, corpus_there, own_home, tmp_path) -> None:
+    result = own_home / "family" / "evaluation.json"
+    shutil.copyfile(pull.FAMILY.parent / "evaluation.json", result)
+    (tmp_path / "notes.md").write_bytes(b"\xff\xfe")
+    for name in ("missing.md", "notes.md"):
+        assert cli.main(["family", "report", "--notes", str(tmp_path / name)]) == 1
+        assert f"the notes {tmp_path / name} cannot be read" in sentence(capsys)
 
 
 @pytest.mark.parametrize("flags", [("--tokens", "0"), ("--seed", "-1"), ("--threads", "x")])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from model.explain.page import svg
 from model.family.evaluation import tables
+from model.family.evaluation.curves import HELD_UP
 from model.family.evaluation.findings import (
     HOLDS,
     about_length,
@@ -16,15 +17,17 @@ from model.family.evaluation.findings import (
     differing,
     shipped,
 )
+from model.family.evaluation.losses import difference
 from model.family.evaluation.pictures import pictures
 from model.family.evaluation.results import Evaluation, Measured
 from model.family.evaluation.samples import TEMPERATURE
-from model.family.evaluation.words import MISSING, listed, share, signed, table
+from model.family.evaluation.words import MISSING, interval, listed, share, signed, table
+from model.family.pack import COST_WINDOWS
 from model.family.recall import WORDS
 from model.family.recipe import Recipe
 
 CARD = "MODEL_CARD.md"
-GOOD = 3.6  # nats per token at the later half of trained positions
+GOOD = 3.6  # nats per token of held-out text
 PLOT_NAMES = "evaluation-{}.svg"
 
 OWN = """\
@@ -96,20 +99,35 @@ def _models(members: Sequence[Measured]) -> str:
                 f"{shape['layers']} × {shape['width']}",
                 f"{shape['heads']}",
                 f"{shape['trained_context']:,}",
-                _later_half(one) or MISSING,
                 f"`{one.digest[:12]}`",
             ]
         )
-    heads = ["encoding", "parameters", "layers × width", "heads", "trained tokens"]
-    return table(["model", *heads, "held-out loss, later half", "digest"], rows)
+    heads = ["encoding", "parameters", "layers × width", "heads", "trained context", "digest"]
+    return f"{table(['model', *heads], rows)}\n\n{_held_out(members)}"
 
 
-def _later_half(one: Measured) -> str | None:
-    """Nats per token at the last trained positions."""
-    if one.losses is None:
-        return None
-    found = [each for each in one.losses.bins if each.stop == one.losses.trained]
-    return share(found[0].loss) if found else None
+def _held_out(members: Sequence[Measured]) -> str:
+    known = [(one, one.held_out) for one in shipped(members) if one.held_out is not None]
+    if not known:
+        return f"Held-out loss: {MISSING}."
+    first, base = known[0]
+    rows = []
+    for one, own in known:
+        change = difference(own, base) if one is not first else None
+        rows.append(
+            [
+                one.label,
+                share(own.loss),
+                f"{signed(change.value)} ({interval(change)})" if change else "",
+                tables.seeds(one, members),
+            ]
+        )
+    heads = ["encoding", "held-out loss", f"more than {first.label}", "other seeds"]
+    return (
+        "Held-out loss is in nats per token at the later half of trained positions, on "
+        f"{sum(base.windows)} windows of that length in {len(base.documents)} documents; what it "
+        f"is more than another model's, document by document.\n\n{table(heads, rows)}"
+    )
 
 
 def _training(members: Sequence[Measured], image: str) -> str:
@@ -128,7 +146,8 @@ def _training(members: Sequence[Measured], image: str) -> str:
         f"{image}\n\n{tables.training(members)}\n\n"
         "Does RoPE converge faster? Compared are training losses before the rates fall. "
         f"{about_speed(members)} Seconds are those of one machine, and compare implementations of "
-        "the encodings in training, not the encodings."
+        f"the encodings in training, not the encodings. A step of more than {HELD_UP:g} times the "
+        "median, as one in which a training was stopped for a while, counts as the median."
     )
 
 
@@ -209,7 +228,8 @@ def _packed(members: Sequence[Measured]) -> str:
     heads = ["encoding", "MiB", "loss as trained", "loss packed", "cost"]
     return (
         "Matrices are shipped as 8-bit rows with a scale each. Nats per token at the later half of "
-        f"trained positions. All other figures here are of the weights as trained.\n\n"
+        f"trained positions, on {COST_WINDOWS} held-out windows. All other figures here are of the "
+        "weights as trained.\n\n"
         f"{table(heads, rows) if rows else MISSING}"
     )
 
@@ -228,9 +248,7 @@ def _limits(members: Sequence[Measured]) -> str:
     above = [
         one.label
         for one in shipped(members)
-        if one.losses is not None
-        for each in one.losses.bins
-        if each.stop == one.losses.trained and each.loss.value > GOOD
+        if one.held_out is not None and one.held_out.loss.value > GOOD
     ]
     said = [
         "English of the 17th to 20th century and political speeches: the models repeat the "
@@ -242,5 +260,5 @@ def _limits(members: Sequence[Measured]) -> str:
         "column of other seeds.",
     ]
     if above:
-        said.append(f"Loss above {GOOD} nats at the last trained positions: {listed(above)}.")
+        said.append(f"Held-out loss above {GOOD} nats: {listed(above)}.")
     return "\n".join(f"- {one}" for one in said)

@@ -11,6 +11,7 @@ import numpy as np
 
 from model.family.errors import FamilyError
 
+HELD_UP = 2.0  # median steps: what takes longer waited for something else
 STEPS = 20  # whose mean is a point: as many in every curve, so that all are as smooth
 
 
@@ -39,28 +40,53 @@ class Curve:
 
 def read(log: Path) -> Curve:
     """Raises FamilyError when a line is none of a training's."""
-    steps: list[Point] = []
-    held_out: list[Point] = []
-    rates: list[float] = []
+    rows: list[_Row] = []
     for number, line in enumerate(log.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            row = json.loads(line)
-            if "loss" in row:
-                steps.append(_point(row, "loss"))
-                rates.append(float(row.get("rate", 1.0)))
-            if "held_out_loss" in row:
-                held_out.append(_point(row, "held_out_loss"))
+            rows.append(_row(json.loads(line)))
         except (ValueError, KeyError, TypeError) as error:
             raise FamilyError(
                 f"{log}, line {number}, is no step of a training; remove the file or train anew"
             ) from error
+    times = _not_held_up([row.seconds for row in rows])
+    timed = list(zip(rows, times, strict=True))
+    steps = [Point(row.tokens, at, row.loss) for row, at in timed]
+    held_out = [
+        Point(row.tokens, at, row.held_out) for row, at in timed if row.held_out is not None
+    ]
+    rates = [row.rate for row in rows]
     falling = next((n for n, (one, two) in enumerate(pairwise(rates)) if two < one), -1)
     level = steps[falling].tokens if steps else 0
     return Curve(len(steps), level, _thinned(steps), tuple(held_out))
 
 
-def _point(row: dict[str, Any], name: str) -> Point:
-    return Point(int(row["tokens"]), float(row["seconds"]), float(row[name]))
+@dataclass(frozen=True, slots=True)
+class _Row:
+    tokens: int
+    seconds: float  # since the first step began
+    loss: float
+    rate: float
+    held_out: float | None
+
+
+def _row(line: dict[str, Any]) -> _Row:
+    held_out = line.get("held_out_loss")
+    return _Row(
+        int(line["tokens"]),
+        float(line["seconds"]),
+        float(line["loss"]),
+        float(line["rate"]),
+        None if held_out is None else float(held_out),
+    )
+
+
+def _not_held_up(seconds: Sequence[float]) -> list[float]:
+    """The same times, with steps of more than HELD_UP medians as long as the median."""
+    taken = np.diff(seconds, prepend=0.0)
+    if len(taken):
+        usual = np.median(taken)
+        taken[taken > HELD_UP * usual] = usual
+    return [float(each) for each in np.cumsum(taken)]
 
 
 def _thinned(steps: Sequence[Point]) -> tuple[Point, ...]:

@@ -4,7 +4,6 @@ A part is not done again while the weights, the texts and the sizes are what it 
 Models of other seeds than the one that is served give curves and losses alone.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from model.digests import of_parts
 from model.family.corpus import Corpus
 from model.family.errors import FamilyError
 from model.family.evaluation import curves, losses, recalled, results, samples, served, shortened
@@ -24,11 +24,9 @@ from model.family.evaluation.results import Evaluation, Measured, Packed, Sizes
 from model.family.evaluation.served import Serve
 from model.family.evaluation.texts import Texts, texts_of
 from model.family.losses import windows_of
-from model.family.pack import loss_of
+from model.family.pack import COST_WINDOWS, is_packed, loss_of
 from model.family.prepare import Bar, Bars
 from model.weights.safetensors_dir import SINGLE
-
-PACKED_WINDOWS = 64  # of held-out text, to tell what packing costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +67,8 @@ class Subject:
 def evaluate(folder: Path, path: Path, task: Task) -> Evaluation:
     """Whatever is missing in the file at `path`. Raises FamilyError, OSError."""
     known = results.read(path)
+    if known and (known.corpus, known.sizes) != (task.corpus.fingerprint, task.sizes):
+        known = None  # nothing of it belongs beside what is measured now
     earlier = {one.name: one for one in known.members} if known else {}
     done: list[Measured] = []
     members = find_members(folder)
@@ -89,15 +89,18 @@ def _parts(member: Member, earlier: Measured | None, task: Task) -> Iterator[Mea
     """With every part, after each that is new; once if none is."""
     measured = _known(member, earlier, task.corpus)
     if member.log.exists():
-        measured = _with(measured, "curve", _mark(member.log), lambda: curves.read(member.log))
+        measured = _with(measured, "curve", of_parts(member.log), lambda: curves.read(member.log))
     packed = task.shipped / member.name
-    if (packed / SINGLE).exists():
-        mark = _mark(measured.digest, task.corpus.fingerprint, packed / SINGLE)
+    if (packed / SINGLE).exists() and is_packed(member.folder, packed):
+        mark = of_parts(measured.digest, task.corpus.fingerprint, packed / SINGLE)
         measured = _with(measured, "packed", mark, partial(_packed, member, packed, task))
+    else:
+        made_from = {name: m for name, m in measured.made_from.items() if name != "packed"}
+        measured = replace(measured, packed=None, made_from=made_from)
     yield measured
     subject: Subject | None = None
     for name in SEEDS_TOO if member.seed is not None else PARTS:
-        mark = _mark(measured.digest, task.corpus.fingerprint, repr(asdict(task.sizes)))
+        mark = of_parts(measured.digest, task.corpus.fingerprint, repr(asdict(task.sizes)))
         if measured.made_from.get(name) != mark:
             subject = subject or Subject(member, task)
             measured = _with(measured, name, mark, partial(PARTS[name], subject, task))
@@ -105,8 +108,9 @@ def _parts(member: Member, earlier: Measured | None, task: Task) -> Iterator[Mea
 
 
 def _known(member: Member, earlier: Measured | None, corpus: Corpus) -> Measured:
-    checkpoint, own = opened(member), digest(member)
+    checkpoint = opened(member)
     config = checkpoint.config
+    own = digest(member, config.encoding.name)
     largest = int(corpus.held_out.tokens.max(initial=0))
     if largest >= config.vocab_size:
         raise FamilyError(
@@ -136,18 +140,9 @@ def _with(measured: Measured, name: str, mark: str, found: Callable[[], Any]) ->
     return replace(measured, made_from=made_from, **{name: found()})
 
 
-def _mark(*parts: str | Path) -> str:
-    """Of texts, and of the content of files."""
-    joined = hashlib.sha256()
-    for part in parts:
-        content = part.read_bytes() if isinstance(part, Path) else part.encode()
-        joined.update(hashlib.sha256(content).digest())
-    return joined.hexdigest()
-
-
 def _packed(member: Member, packed: Path, task: Task) -> Packed:
     context = opened(member).config.trained_context
-    windows = windows_of(task.corpus.held_out, context, PACKED_WINDOWS)
+    windows = windows_of(task.corpus.held_out, context, COST_WINDOWS)
     size = (packed / SINGLE).stat().st_size
     return Packed(size, loss_of(member.folder, windows), loss_of(packed, windows))
 
@@ -163,6 +158,12 @@ def _losses(subject: Subject, task: Task) -> losses.Losses:
             refusal=type(subject.decoder.encoding).BEYOND_TRAINED,
             done=bar.update,
         )
+
+
+def _held_out(subject: Subject, task: Task) -> losses.HeldOut:
+    texts = task.texts(subject.trained, task.sizes.windows)
+    with subject.bar("held-out text", len(texts.tokens), "window") as bar:
+        return losses.held_out(subject.reader, texts, bar.update)
 
 
 def _recalls(subject: Subject, task: Task) -> recalled.Recalls:
@@ -207,10 +208,11 @@ def _samples(subject: Subject, task: Task) -> tuple[samples.Sample, ...]:
 
 
 PARTS: Mapping[str, Callable[[Subject, Task], Any]] = {  # by their fields of Measured
+    "held_out": _held_out,
     "losses": _losses,
     "divergences": _divergences,
     "served": _served,
     "samples": _samples,
     "recalls": _recalls,
 }
-SEEDS_TOO = ("losses",)
+SEEDS_TOO = ("held_out", "losses")

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import takewhile
 
 from model.family.evaluation.curves import Point, before_decay, reached
 from model.family.evaluation.losses import LossBin
@@ -26,7 +27,7 @@ class Beyond(StrEnum):
     HOLDS = "holds"
     DEGRADES = "degrades"
     BREAKS = "breaks"
-    OPEN = "is not decided"  # the interval reaches to both sides of HOLDS
+    OPEN = "is not decided"  # an interval reaches to both sides of HOLDS, and none past it
 
 
 PUBLISHED = {  # more than one where how fast it gets worse is a matter of size and training
@@ -44,7 +45,7 @@ class Verdict:
 
     beyond: Beyond
     worst: LossBin | None
-    first: LossBin | None  # in which it costs more than HOLDS for certain
+    first: LossBin | None  # from which on it costs more than HOLDS for certain
 
 
 def shipped(members: Sequence[Measured]) -> list[Measured]:
@@ -62,20 +63,17 @@ def verdict(measured: Measured) -> Verdict | None:
     far = [one for one in losses.bins if one.change is not None]
     if not far:
         return None
-    worst = max(far, key=_cost)
-    first = next((one for one in far if one.change and one.change.low > HOLDS), None)
-    assert worst.change is not None
-    if worst.change.low > BREAKS:
-        return Verdict(Beyond.BREAKS, worst, first)
-    if worst.change.low > HOLDS:
-        return Verdict(Beyond.DEGRADES, worst, first)
-    kind = Beyond.HOLDS if worst.change.high <= HOLDS else Beyond.OPEN
-    return Verdict(kind, worst, first)
-
-
-def _cost(one: LossBin) -> float:
-    assert one.change is not None
-    return one.change.value
+    costs = [one.change for one in far if one.change is not None]
+    if any(cost.low > BREAKS or math.isnan(cost.value) for cost in costs):
+        kind = Beyond.BREAKS
+    elif any(cost.low > HOLDS for cost in costs):
+        kind = Beyond.DEGRADES
+    else:
+        kind = Beyond.HOLDS if all(cost.high <= HOLDS for cost in costs) else Beyond.OPEN
+    bins = list(zip(far, costs, strict=True))
+    worst, _ = max(bins, key=lambda one: math.inf if math.isnan(one[1].value) else one[1].value)
+    certain = list(takewhile(lambda one: one[1].low > HOLDS, reversed(bins)))
+    return Verdict(kind, worst, certain[-1][0] if certain else None)
 
 
 def about_length(measured: Measured) -> str:

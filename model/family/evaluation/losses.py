@@ -41,9 +41,17 @@ class Losses:
     refusal: str  # why there are no more positions; empty when there are
     windows: int
     documents: tuple[str, ...]
-    weights: tuple[float, ...]  # [documents], windows
     bins: tuple[LossBin, ...]
-    by_document: tuple[tuple[float, ...], ...]  # [documents, bins], for paired comparisons
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """One model's nats per token at the later half of trained positions, over all such windows."""
+
+    documents: tuple[str, ...]
+    windows: tuple[int, ...]  # [documents]
+    means: tuple[float, ...]  # [documents]
+    loss: Estimate
 
 
 def edges(trained: int, context: int) -> list[int]:
@@ -94,19 +102,38 @@ def measure(
             nearest[trained:] = near_losses(reader, tokens, trained)
             near.append(_means(nearest, edges(trained, context)))
         done(1)
-    weights = texts.weights
     means = texts.by_document(np.stack(far))
-    bins = _bins(cuts, means, texts.by_document(np.stack(near)) if near else None, weights, trained)
+    nearest_means = texts.by_document(np.stack(near)) if near else None
     return Losses(
         trained=trained,
         reach=reach,
         refusal=refusal if reach < context else "",
         windows=len(texts.tokens),
         documents=texts.documents,
-        weights=tuple(weights.tolist()),
-        bins=bins,
-        by_document=tuple(tuple(row) for row in means.tolist()),
+        bins=_bins(cuts, means, nearest_means, texts.weights, trained),
     )
+
+
+def held_out(reader: Reads, texts: Texts, done: Callable[[float], object]) -> HeldOut:
+    """texts: windows of the trained length. `done` hears of each."""
+    half = (len(texts.tokens[0]) - 1) // 2
+    found = []
+    for tokens in texts.tokens:
+        found.append([float(token_losses(reader, tokens)[half:].double().mean())])
+        done(1)
+    means = texts.by_document(np.array(found))
+    (loss,) = by_document(means, texts.weights)
+    windows = tuple(map(int, texts.weights))
+    return HeldOut(texts.documents, windows, tuple(means[:, 0].tolist()), loss)
+
+
+def difference(one: HeldOut, other: HeldOut) -> Estimate | None:
+    """How much higher the first one's loss is, document by document; None for other windows."""
+    if (one.documents, one.windows) != (other.documents, other.windows):
+        return None
+    change = np.array(one.means) - np.array(other.means)
+    (found,) = by_document(change[:, None], np.array(one.windows, dtype=np.float64))
+    return found
 
 
 def _means(losses: Tensor, cuts: Sequence[int]) -> Floats:

@@ -10,7 +10,7 @@ import torch
 from model.attention.sdpa import SdpaAttention
 from model.encodings.base import EncodingError, create
 from model.family.errors import FamilyError
-from model.family.recipe import ENCODINGS
+from model.family.recipe import ENCODINGS, code_digest
 from model.loading import Checkpoint, CheckpointError, load_decoder, open_checkpoint
 from model.transformer import Decoder
 
@@ -58,9 +58,9 @@ def _place(member: Member) -> tuple[int, str, int]:
     return known, member.label, -1 if member.seed is None else member.seed
 
 
-def digest(member: Member) -> str:
-    """Of what the model computes with."""
-    made = hashlib.sha256()
+def digest(member: Member, encoding: str) -> str:
+    """Of what the model computes with, code of an encoding of one's own included."""
+    made = hashlib.sha256(code_digest(encoding).encode())
     for name in DIGESTED:
         path = member.folder / name
         if path.exists():
@@ -86,4 +86,9 @@ def load(checkpoint: Checkpoint, context: int, device: torch.device) -> Decoder:
         load_decoder(checkpoint, decoder)
     except (CheckpointError, EncodingError) as error:
         raise FamilyError(str(error)) from error
+    except Exception as error:  # a class of one's own may raise anything
+        raise FamilyError(
+            f"{checkpoint.path}: {config.encoding.name} fails at {context:,} positions "
+            f"({type(error).__name__}: {error})"
+        ) from error
     return decoder

@@ -1,5 +1,6 @@
 """Pictures of an evaluation, each encoding in the same colour and with the same mark in all."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -9,6 +10,7 @@ from matplotlib.figure import Figure, SubFigure
 
 from model.explain.figure import GREY, INK, Picture, axes_row, count_axis, label_ends
 from model.family.evaluation.curves import Curve, band
+from model.family.evaluation.estimates import Estimate
 from model.family.evaluation.findings import shipped
 from model.family.evaluation.losses import Losses
 from model.family.evaluation.recalled import Recalls
@@ -77,7 +79,7 @@ def _draw_losses(
         whole.fill_between(
             middle, [b.low for b in bars], [b.high for b in bars], color=color, alpha=BAND, lw=0
         )
-        ends.append((bars[-1].value, label, color))
+        ends.append((_last(bars), label, color))
     whole.axvline(trained, color=GREY, linestyle=":", linewidth=1)
     _positions(whole, "position")
     if not costs:
@@ -97,16 +99,24 @@ def _draw_losses(
         cost.plot(middle, [each.value for each in changes], color=color, marker=marker)
         low, high = [each.low for each in changes], [each.high for each in changes]
         cost.fill_between(middle, low, high, color=color, alpha=BAND, lw=0)
-        ends.append((changes[-1].value, label, color))
+        ends.append((_last(changes), label, color))
     cost.axhline(0, color=GREY, linewidth=1)
-    found = [one.change for own in losses.values() for one in own.bins if one.change is not None]
-    reached = 1.5 * max(max(abs(each.low), abs(each.high)) for each in found)
+    every = [one.change for own in losses.values() for one in own.bins if one.change is not None]
+    found = [each for each in every if math.isfinite(each.low + each.high)]
+    reached = 1.5 * max((max(abs(each.low), abs(each.high)) for each in found), default=0.0)
     if reached > FAR:
         cost.set_yscale("symlog", linthresh=0.1)
         cost.yaxis.set_major_formatter("{x:g}")
-    cost.set_ylim(min(-0.1, *(1.5 * each.low for each in found)), max(reached, 0.1))
+    cost.set_ylim(min([-0.1, *(1.5 * each.low for each in found)]), max(reached, 0.1))
+    if not found:  # nothing that an axis could be chosen by
+        cost.set_xlim(trained, max(one.stop for own in losses.values() for one in own.bins))
     _positions(cost, f"position, past the {trained:,} trained")
     label_ends(cost, ends)
+
+
+def _last(estimates: Sequence[Estimate]) -> float:
+    """Where the line ends: it is broken where figures are not finite."""
+    return next((one.value for one in reversed(estimates) if math.isfinite(one.value)), 0.0)
 
 
 def _middle(start: int, stop: int) -> float:

@@ -1,7 +1,7 @@
 """What an evaluation found, as one JSON file: everything that a report is made from."""
 
 import json
-import os
+import math
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
@@ -9,13 +9,14 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from model.family.errors import FamilyError
 from model.family.evaluation.curves import Curve
-from model.family.evaluation.losses import Losses
+from model.family.evaluation.losses import HeldOut, Losses
 from model.family.evaluation.recalled import Recalls
 from model.family.evaluation.samples import Sample
 from model.family.evaluation.served import ServedLoss
 from model.family.evaluation.shortened import Divergence
+from model.family.files import replacing
 
-SCHEMA = 1  # raise it when a field changes its meaning
+SCHEMA = 2  # raise it when a field changes its meaning
 DIGITS = 8  # of a number that is stored
 
 
@@ -24,6 +25,7 @@ class Sizes:
     """How much is measured. Lengths and distances in tokens."""
 
     context: int = 4096
+    windows: int = 1 << 20  # of trained length: at most so many, which is all there are
     texts: int = 32  # for loss by position
     short_texts: int = 16  # for cache operations
     served_texts: int = 4
@@ -34,6 +36,7 @@ class Sizes:
 
 QUICK = Sizes(
     context=640,
+    windows=16,
     texts=4,
     short_texts=2,
     served_texts=2,
@@ -65,6 +68,7 @@ class Measured:
     config: dict[str, Any]
     made_from: dict[str, str] = field(default_factory=dict)
     curve: Curve | None = None
+    held_out: HeldOut | None = None
     losses: Losses | None = None
     recalls: Recalls | None = None
     divergences: tuple[Divergence, ...] | None = None
@@ -86,10 +90,9 @@ class Evaluation:
 def write(evaluation: Evaluation, path: Path) -> None:
     """There in full or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
     text = json.dumps(_rounded(asdict(evaluation)), indent=1, allow_nan=False)
-    partial.write_text(text + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_text(text + "\n", encoding="utf-8")
 
 
 def read(path: Path) -> Evaluation | None:
@@ -115,18 +118,24 @@ def read(path: Path) -> Evaluation | None:
 def beside(own: Evaluation, bundled: Evaluation | None) -> Evaluation:
     """Own figures after those of the bundled models that are not among them.
 
-    Own ones alone where they are of other texts or sizes.
+    Own ones alone where they are of other texts or sizes. A label that both have is told apart.
     """
     if bundled is None or (bundled.corpus, bundled.sizes) != (own.corpus, own.sizes):
         return own
     names = {one.name for one in own.members}
     others = [one for one in bundled.members if one.name not in names]
-    return replace(own, members=(*others, *own.members))
+    taken = {one.label for one in others if one.seed is None}
+    twice = {one.label for one in own.members if one.seed is None and one.label in taken}
+    mine = [
+        replace(one, label=f"own {one.label}") if one.label in twice else one for one in own.members
+    ]
+    return replace(own, members=(*others, *mine))
 
 
 def _rounded(value: Any) -> Any:
+    """JSON knows no infinity: what is not finite becomes null, which `_as` reads as no number."""
     if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: _rounded(each) for key, each in value.items()}
     return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
@@ -147,7 +156,7 @@ def _as(kind: Any, value: Any) -> Any:
     if get_origin(kind) is dict:
         return dict(value)
     if kind is float:
-        return float(value)
+        return math.nan if value is None else float(value)
     if not isinstance(value, kind):
         raise TypeError(f"{value!r} is no {kind.__name__}")
     return value

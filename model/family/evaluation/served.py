@@ -1,5 +1,6 @@
 """The same loss as the server tells it: one token's log-probability at a time, over HTTP."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +39,12 @@ def measure(
     reach: int,
     done: Callable[[float], object],
 ) -> tuple[ServedLoss, ...]:
-    """`done` hears of each dtype."""
+    """Nothing where the model's own losses are not finite. `done` hears of each dtype."""
     context = min(STRETCH * trained, reach)
     prompts = [own[: context - 1] for own in texts.tokens]  # and one token is generated
     offline = [loss for own in prompts for loss in token_losses(reader, own).tolist()]
+    if not all(map(math.isfinite, offline)):
+        return ()  # a server refuses to answer with what is no number
     found = []
     for dtype in DTYPES:
         answers = serve(folder, dtype, context, prompts)

@@ -1,8 +1,9 @@
 """Tables of an evaluation in Markdown. Knows no pictures."""
 
+import math
 from collections.abc import Sequence
 
-from model.family.evaluation.curves import before_decay, reached
+from model.family.evaluation.curves import reached
 from model.family.evaluation.findings import shipped, speeds
 from model.family.evaluation.losses import LossBin
 from model.family.evaluation.results import Measured
@@ -18,7 +19,7 @@ from model.family.evaluation.words import (
 
 
 def losses(members: Sequence[Measured]) -> str:
-    """Nats per token in every bin of trained positions, and what other seeds differ by."""
+    """Nats per token in every bin of trained positions."""
     known = [one for one in shipped(members) if one.losses is not None]
     bins = _bins(known, beyond=False)
     if not bins:
@@ -26,9 +27,8 @@ def losses(members: Sequence[Measured]) -> str:
     rows = []
     for one in known:
         cells = [_loss(one, edges) for edges in bins]
-        rows.append([one.label, *cells, _seeds(one, members)])
-    heads = [f"{start:,} to {stop:,}" for start, stop in bins]
-    return table(["position", *heads, "other seeds, last bin"], rows)
+        rows.append([one.label, *cells])
+    return table(["position", *(f"{start:,} to {stop:,}" for start, stop in bins)], rows)
 
 
 def beyond(members: Sequence[Measured]) -> str:
@@ -75,16 +75,15 @@ def _loss(one: Measured, edges: tuple[int, int]) -> str:
     return "refused" if one.losses is not None and one.losses.refusal else MISSING
 
 
-def _seeds(one: Measured, members: Sequence[Measured]) -> str:
-    """Their losses in the last bin; with the tokens of a training that had others."""
-    last = [
-        f"{each.loss.value:.2f}" + ("" if _tokens(own) == _tokens(one) else f" at {_tokens(own)}")
+def seeds(one: Measured, members: Sequence[Measured]) -> str:
+    """Held-out losses of others; with the tokens of a training that had other ones."""
+    found = [
+        f"{own.held_out.loss.value:.2f}"
+        + ("" if _tokens(own) == _tokens(one) else f" at {_tokens(own)}")
         for own in members
-        if own.label == one.label and own.seed is not None and own.losses is not None
-        for each in own.losses.bins
-        if each.stop == own.losses.trained
+        if own.label == one.label and own.seed is not None and own.held_out is not None
     ]
-    return ", ".join(last) or MISSING
+    return ", ".join(found) or MISSING
 
 
 def _tokens(one: Measured) -> str:
@@ -128,17 +127,16 @@ def recalls(members: Sequence[Measured], kind: str) -> str:
 
 def training(members: Sequence[Measured]) -> str:
     """Every training: how long, and where it came to."""
-    known = [one for one in members if one.curve is not None and before_decay(one.curve)]
-    if not known:
-        return MISSING
+    known = [one for one in members if one.curve is not None and one.curve.trained]
     loss, _ = speeds(members)
+    if not known or math.isnan(loss):
+        return MISSING
     rows = []
     for one in known:
         assert one.curve is not None
         last = one.curve.trained[-1]
         held_out = one.curve.held_out[-1].loss if one.curve.held_out else None
-        when = reached(one.curve, loss)
-        assert when is not None, "every curve came so low"
+        when = reached(one.curve, loss)  # none where rates fell before there was a point
         rows.append(
             [
                 one.name,
@@ -147,8 +145,8 @@ def training(members: Sequence[Measured]) -> str:
                 f"{last.seconds / 60:.0f}",
                 f"{last.loss:.3f}",
                 MISSING if held_out is None else f"{held_out:.3f}",
-                millions(when.tokens),
-                f"{when.seconds / 60:.1f}",
+                millions(when.tokens) if when else MISSING,
+                f"{when.seconds / 60:.1f}" if when else MISSING,
             ]
         )
     heads = ["steps", "tokens", "minutes", "training loss", "held-out loss"]

@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from model.family.losses import windows_of
-from model.family.pack import loss_of, pack
-from model.family.prepare import SHIPPED_TOKENIZER
+from model.family.pack import is_packed, loss_of, pack
 from model.loading import CheckpointError, open_checkpoint
 from model.weights.safetensors_dir import SINGLE, SafetensorsDirectory
 from tests.model.family.test_train import CORPUS, short_windows, train  # noqa: F401 - a fixture
@@ -20,7 +20,7 @@ def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("packed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("model.family.recipe.CONTEXT", 32)
-        trained = train(folder / "run", "learned").finish(SHIPPED_TOKENIZER)
+        trained = train(folder / "run", "learned").finish()
     pack(trained, folder / "packed")
     return trained, folder / "packed"
 
@@ -32,6 +32,34 @@ def test_a_packed_model_is_small_and_costs_little(folders) -> None:
     windows = windows_of(CORPUS.held_out, 32, 8)
     cost = loss_of(packed, windows) - loss_of(trained, windows)
     assert cost != 0 and abs(cost) < 0.01
+
+
+def test_whose_packed_weights_they_are(folders, tmp_path) -> None:
+    trained, packed = folders
+    assert is_packed(trained, packed)
+    shutil.copytree(trained, tmp_path / "other")
+    tensors = load_file(trained / SINGLE)
+    tensors["layers.0.mlp.down.weight"][3] *= 1.5
+    save_file(tensors, tmp_path / "other" / SINGLE)
+    assert not is_packed(tmp_path / "other", packed)
+
+
+def test_packing_again_takes_the_place_of_the_first(folders, tmp_path, monkeypatch) -> None:
+    target = tmp_path / "packed"
+    pack(folders[0], target)
+    (target / "left.over").touch()
+
+    def full(*_, **__):
+        raise SafetensorError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("model.family.pack.save_file", full)
+        with pytest.raises(OSError, match="No space left"):
+            pack(folders[0], target)
+    assert is_packed(folders[0], target)  # the first is still there
+    assert [path.name for path in tmp_path.iterdir()] == ["packed"]
+    pack(folders[0], target)
+    assert not (target / "left.over").exists()
 
 
 def test_an_encodings_own_weights_are_exact(folders) -> None:

@@ -127,7 +127,7 @@ def test_an_archive_without_the_members_is_refused(tmp_path) -> None:
 
 
 def test_a_bible_is_parsed_into_books_and_never_run() -> None:
-    module = '''raise SystemExit("this ran")
+    module = '''raise SystemExit  # not reached
 bible = Bible(
     Version.ANY,
     """One. Two. Three. Four. """,
@@ -136,7 +136,7 @@ bible = Bible(
     {},
     {Book.A: "Genesis", Book.B: "Exodus"},
 )
-'''.replace('raise SystemExit("this ran")\n', "")
+'''
     assert list(readers.bible_books(module)) == [
         ("Genesis", "One. Two.\n\nThree."),
         ("Exodus", "Four."),
@@ -203,11 +203,17 @@ def test_chapters_are_in_the_order_of_their_numbers() -> None:
 # Cleaning
 
 
-def test_what_gutenberg_says_of_itself_is_dropped() -> None:
-    text = (
-        "Licence\n*** START OF THIS PROJECT GUTENBERG EBOOK X ***\nThe text.\n"
-        "End of Project Gutenberg's X\n*** END OF THIS PROJECT GUTENBERG EBOOK X ***\nMore"
-    )
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "End of Project Gutenberg's X",
+        "End of the Project Gutenberg EBook of X",
+        "*** END OF THIS PROJECT GUTENBERG EBOOK X ***",
+        "***END OF THE PROJECT GUTENBERG EBOOK X***",
+    ],
+)
+def test_what_gutenberg_says_of_itself_is_dropped(ending) -> None:
+    text = f"Licence\n*** START OF THIS PROJECT GUTENBERG EBOOK X ***\nThe text.\n{ending}\nMore"
     assert strip_gutenberg(text) == "\nThe text.\n"
     assert strip_gutenberg("No markers.\nAt all.") == "No markers.\nAt all."
 
@@ -303,11 +309,10 @@ def test_recall_texts_are_the_same_for_a_seed() -> None:
 # The tokenizer and the whole
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_the_tokenizer_gives_every_text_back(kind) -> None:
+def test_the_tokenizer_gives_every_text_back() -> None:
     texts = [story(seed) for seed in range(4)]
-    model = tokenizer.train(texts, pieces=296, kind=kind)
-    assert model == tokenizer.train(texts, pieces=296, kind=kind)
+    model = tokenizer.train(texts, pieces=296)
+    assert model == tokenizer.train(texts, pieces=296)
     spm = SpmTokenizer(SpmModel(model))
     for text in (texts[0], "  two  spaces\n\n\tÆther 鯨 ﬁ 1234 \n", "The", " The"):
         tokens = spm.encode(text, bos=False)
@@ -389,6 +394,19 @@ def test_a_corpus_that_is_missing_or_damaged_says_what_to_run(tmp_path) -> None:
     (tmp_path / "corpus.npz").write_bytes(b"PK")
     with pytest.raises(FamilyError, match="is damaged"):
         corpus.load(tmp_path / "corpus.npz")
+
+
+def test_a_corpus_with_a_flipped_byte_is_damaged(tmp_path, small) -> None:
+    path = run(tmp_path, small).path
+    whole = path.read_bytes()
+    for place in range(0, len(whole), len(whole) // 40):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x5A]) + whole[place + 1 :])
+        try:
+            found = corpus.load(path)
+        except FamilyError as error:
+            assert "is damaged" in str(error)
+        else:  # in a part of the archive that says nothing of the content
+            assert found.held_out.names == ("shakespeare/macbeth",)
 
 
 def test_the_shipped_tokenizer_gives_text_back_and_fits_the_corpus() -> None:

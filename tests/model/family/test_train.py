@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from model.config import EncodingSpec
 from model.encodings.base import find
@@ -50,7 +51,7 @@ def text(documents: int, seed: int) -> Split:
     return Split.of(pieces)
 
 
-CORPUS = Corpus(text(30, 1), text(3, 2), "made up")
+CORPUS = Corpus(text(30, 1), text(3, 2), "made up", SHIPPED_TOKENIZER.read_bytes())
 
 
 def train(run: Path, encoding: str = "rope", recipe: Recipe = SHORT, until: int | None = None):
@@ -70,8 +71,10 @@ def test_fifty_steps_learn_something_and_are_served(encoding, tmp_path) -> None:
     assert [line["step"] for line in lines] == list(range(1, 51))
     assert lines[-1]["tokens"] == RECIPE.tokens
     assert lines[-1]["held_out_loss"] < lines[0]["loss"] - 2
-    folder = training.finish(SHIPPED_TOKENIZER)
+    folder = training.finish()
     assert open_checkpoint(folder).config == training.decoder.config
+    assert training.finish() == folder  # again, in place of the first
+    assert [path.name for path in tmp_path.glob("model*")] == ["model"]
 
 
 def weights(training: Training) -> dict[str, torch.Tensor]:
@@ -139,6 +142,47 @@ def test_a_log_cut_off_in_a_line_is_mended(tmp_path) -> None:
         file.write('{"step": 8, "lo')
     train(tmp_path, until=9)
     assert [line["step"] for line in log(tmp_path)] == list(range(1, 10))
+
+
+def test_a_training_cut_off_before_its_first_checkpoint_keeps_its_log(tmp_path) -> None:
+    """At the stable step weights are kept; the log must have the steps up to there."""
+
+    class Cut(BaseException):
+        pass
+
+    def cut(tokens, loss):
+        if training.step == SHORT.stable_steps + 1:
+            (tmp_path / "kept").write_bytes((tmp_path / "log.jsonl").read_bytes())
+            raise Cut
+
+    training = Training(small("rope"), SHORT, CORPUS, tmp_path, CPU)
+    with pytest.raises(Cut):
+        training.train(cut)
+    (tmp_path / "kept").replace(tmp_path / "log.jsonl")  # what was on disk at that moment
+    train(tmp_path)
+    assert [line["step"] for line in log(tmp_path)] == list(range(1, SHORT.steps + 1))
+
+
+def test_an_own_encodings_changed_code_is_another_one(tmp_path, monkeypatch) -> None:
+    train(tmp_path, until=2)
+    monkeypatch.setattr("model.family.train.code_digest", lambda encoding: "changed")
+    with pytest.raises(FamilyError, match="another recipe, encoding"):
+        train(tmp_path)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch) -> None:
+    train(tmp_path, until=2)
+    kept = (tmp_path / "checkpoint.safetensors").read_bytes()
+
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("model.family.checkpoints.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        train(tmp_path, until=4)
+    assert (tmp_path / "checkpoint.safetensors").read_bytes() == kept
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_another_recipe_is_not_mixed_in(tmp_path) -> None:

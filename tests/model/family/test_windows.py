@@ -55,6 +55,21 @@ def test_steps_of_any_size_see_the_same_order() -> None:
     assert np.array_equal(by_one, by_eight)
 
 
+def test_a_late_step_cuts_no_epoch_twice(monkeypatch) -> None:
+    cut = []
+    whole = Windows._cut
+
+    def counted(self, epoch):
+        cut.append(epoch)
+        return whole(self, epoch)
+
+    monkeypatch.setattr(Windows, "_cut", counted)
+    windows = Windows(split(*[50] * 4), LENGTH, 3)
+    late = [windows.step(number, 8) for number in range(20)]
+    assert cut == list(range(max(cut) + 1)) and max(cut) > 10
+    assert np.array_equal(Windows(split(*[50] * 4), LENGTH, 3).step(19, 8), late[-1])
+
+
 def test_too_little_text_is_said() -> None:
     with pytest.raises(FamilyError, match="fewer than one window"):
         Windows(split(10, 5), LENGTH, 0)

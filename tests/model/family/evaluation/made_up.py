@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from model.family.evaluation.curves import Curve, Point
 from model.family.evaluation.estimates import Estimate, wilson
-from model.family.evaluation.losses import LossBin, Losses, edges
+from model.family.evaluation.losses import HeldOut, LossBin, Losses, edges
 from model.family.evaluation.recalled import RecallCell, Recalls
 from model.family.evaluation.results import SCHEMA, Evaluation, Measured, Packed, Sizes
 from model.family.evaluation.samples import Sample
@@ -36,9 +36,13 @@ def losses(costs, *, half: float = 0.02, level: float = 3.5) -> Losses:
             bins.append(LossBin(start, stop, around(near + cost, 0.08), around(near), change))
     reach = TRAINED if costs is None else CONTEXT
     documents = tuple(f"tales/{n}" for n in range(3))
-    means = tuple(tuple(one.loss.value for one in bins) for _ in documents)
     refusal = REFUSAL if costs is None else ""
-    return Losses(TRAINED, reach, refusal, 9, documents, (3.0,) * 3, tuple(bins), means)
+    return Losses(TRAINED, reach, refusal, 9, documents, tuple(bins))
+
+
+def held_out(level: float) -> HeldOut:
+    means = (level - 0.3, level, level + 0.3)
+    return HeldOut(tuple(f"tales/{n}" for n in range(3)), (3, 3, 3), means, around(level, 0.2))
 
 
 def recalls(memory: float, reach: int) -> Recalls:
@@ -84,7 +88,7 @@ def measured(label, costs, memory=200.0, pace=3.0, kl=0.01, seed=None, end=3.4) 
         for dtype, off in (("float32", 2e-7), ("bfloat16", 0.0012))
     )
     own = losses(costs)
-    more = {"curve": curve(pace, end), "losses": own}
+    more = {"curve": curve(pace, end), "losses": own, "held_out": held_out(end + 0.15)}
     if seed is None:
         more |= {"recalls": recalls(memory, own.reach), "divergences": divergences(kl)}
         more |= {"served": served, "packed": Packed(4_300_000, 3.5, 3.5012)}

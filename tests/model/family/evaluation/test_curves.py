@@ -15,9 +15,24 @@ def written(folder, rows):
     return path
 
 
+def row(step, **values):
+    usual = {"step": step, "tokens": 10 * step, "seconds": step, "loss": 10.0 - step, "rate": 1.0}
+    return usual | values
+
+
+def test_a_step_that_was_held_up_counts_as_the_median(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(curves, "STEPS", 1)
+    seconds = (1.0, 2.0, 3.5, 603.5, 604.5)  # stopped for ten minutes in the fourth
+    rows = [row(n, seconds=at) for n, at in enumerate(seconds, start=1)]
+    rows[-1]["held_out_loss"] = 5.0
+    found = curves.read(written(tmp_path, rows))
+    assert [point.seconds for point in found.trained] == [1.0, 2.0, 3.5, 4.5, 5.5]
+    assert found.held_out == (Point(50, 5.5, 5.0),)
+
+
 def test_points_are_means_of_steps_and_held_out_ones_stay(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(curves, "STEPS", 3)
-    rows = [{"step": n, "tokens": 10 * n, "seconds": n / 2, "loss": 10.0 - n} for n in range(1, 9)]
+    rows = [row(n, seconds=n / 2) for n in range(1, 9)]
     rows[3]["held_out_loss"] = 6.5
     found = curves.read(written(tmp_path, rows))
     assert found.trained == (Point(30, 1.5, 8.0), Point(60, 3.0, 5.0), Point(80, 4.0, 2.5))
@@ -30,10 +45,7 @@ def test_points_are_means_of_steps_and_held_out_ones_stay(tmp_path, monkeypatch)
 def test_what_falling_rates_bring_is_left_out_of_comparisons(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(curves, "STEPS", 2)
     rates = (0.5, 1, 1, 1, 0.6, 0.2)  # warm-up, level, decay
-    rows = [
-        {"step": n, "tokens": 10 * n, "seconds": n, "loss": 10.0 - n, "rate": rate}
-        for n, rate in enumerate(rates, start=1)
-    ]
+    rows = [row(n, rate=rate) for n, rate in enumerate(rates, start=1)]
     found = curves.read(written(tmp_path, rows))
     assert found.level == 40 and len(found.trained) == 3
     assert [point.tokens for point in curves.before_decay(found)] == [20, 40]
@@ -55,6 +67,6 @@ def test_a_band_reaches_as_far_as_its_seeds() -> None:
 
 
 def test_a_line_that_is_no_step_is_named(tmp_path) -> None:
-    path = written(tmp_path, [{"step": 1, "tokens": 1, "seconds": 1, "loss": 2.0}, {"loss": 1.0}])
+    path = written(tmp_path, [row(1), {"loss": 1.0}])
     with pytest.raises(FamilyError, match="line 2, is no step"):
         curves.read(path)

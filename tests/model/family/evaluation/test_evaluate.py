@@ -1,7 +1,8 @@
 """All parts of all models in a folder: what is there, and that nothing is done twice."""
 
+import math
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from model.family.errors import FamilyError
 from model.family.evaluation import evaluate as module
 from model.family.evaluation import results, samples, shortened
+from model.family.evaluation.estimates import Estimate
 from model.family.evaluation.evaluate import Task, evaluate
 from model.family.evaluation.losses import token_losses
 from model.family.evaluation.members import find_members
@@ -120,6 +122,8 @@ def test_every_part_of_every_model_is_there(found) -> None:
     assert learned.served[0].length == 63
     assert rope.curve.steps == other_seed.curve.steps == 100
     assert other_seed.losses is not None and other_seed.recalls is None
+    assert sum(rope.held_out.windows) == sum(learned.held_out.windows) == 3 * (1500 // 65)
+    assert other_seed.held_out == rope.held_out  # with the same weights
 
 
 def test_the_file_says_it_all_and_nothing_is_done_again(runs, found, monkeypatch) -> None:
@@ -133,7 +137,11 @@ def test_what_was_cut_off_goes_on_after_the_last_part(runs, found, tmp_path, mon
     _, whole = found
     path = tmp_path / "evaluation.json"
     rope = replace(whole.members[0], served=None, recalls=None)
-    kept = {name: mark for name, mark in rope.made_from.items() if name in ("curve", "losses")}
+    kept = {
+        name: mark
+        for name, mark in rope.made_from.items()
+        if name in ("curve", "held_out", "losses")
+    }
     cut = replace(whole, members=(replace(rope, made_from=kept), *whole.members[2:]))
     results.write(cut, path)
     done = []
@@ -164,6 +172,7 @@ def test_what_was_cut_off_goes_on_after_the_last_part(runs, found, tmp_path, mon
 def test_other_weights_or_sizes_are_measured_anew(runs, found, tmp_path, monkeypatch) -> None:
     done = []
     monkeypatch.setattr(module, "PARTS", {"losses": lambda subject, task: done.append(1)})
+    monkeypatch.setattr(module, "SEEDS_TOO", ("losses",))
     _, first = found
     path = tmp_path / "evaluation.json"
     results.write(first, path)
@@ -175,13 +184,50 @@ def test_other_weights_or_sizes_are_measured_anew(runs, found, tmp_path, monkeyp
     assert len(done) == 4 and again.served is None  # measured with other weights
 
 
+def test_figures_of_other_texts_do_not_stay_in_the_file(runs, found, tmp_path, monkeypatch) -> None:
+    path = tmp_path / "evaluation.json"
+    results.write(found[1], path)
+
+    def stop(subject, task):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "PARTS", {"held_out": stop})
+    other = replace(TASK, corpus=replace(TASK.corpus, fingerprint="other"))
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(runs, path, other)
+    (only,) = results.read(path).members
+    assert only.losses is None and only.curve is not None  # a log is of no texts
+
+
+def test_what_is_not_finite_is_written_and_read(found, tmp_path) -> None:
+    rope = found[1].members[0]
+    lost = replace(rope.held_out, loss=Estimate(math.nan, -math.inf, math.inf))
+    path = tmp_path / "evaluation.json"
+    results.write(replace(found[1], members=(replace(rope, held_out=lost),)), path)
+    (again,) = results.read(path).members
+    assert all(map(math.isnan, astuple(again.held_out.loss)))
+    assert again.losses == rope.losses
+
+
+def test_own_figures_stand_beside_bundled_ones_of_the_same_label(found) -> None:
+    bundled = found[1]
+    mine = replace(bundled, members=(replace(bundled.members[0], name="rope"),))
+    labels = [(one.name, one.label) for one in results.beside(mine, bundled).members]
+    assert labels[0] == ("ropewalk-rope", "rope") and labels[-1] == ("rope", "own rope")
+    again = results.beside(replace(bundled, members=bundled.members[:2]), bundled)
+    assert {one.label for one in again.members} == {"rope", "learned"}
+    seed = replace(bundled.members[1], name="ropewalk-rope.seed2", seed=2)
+    beside = results.beside(replace(bundled, members=(seed,)), bundled)
+    assert beside.members[-1].label == "rope"  # another seed of the bundled one
+
+
 def test_a_damaged_file_and_another_schema_are_refused(found, tmp_path) -> None:
     path = tmp_path / "evaluation.json"
     assert results.read(path) is None
     for text, reason in [
         ("{", "is damaged"),
-        ('{"schema": 1}', "is damaged"),
-        ('{"schema": 99}', "has the schema 99 and not 1"),
+        ('{"schema": 2}', "is damaged"),
+        ('{"schema": 99}', "has the schema 99 and not 2"),
         (found[0].read_text().replace('"trials": 2', '"trials": "x"'), "is damaged"),
     ]:
         path.write_text(text)
@@ -203,6 +249,12 @@ def test_what_packing_costs_is_told_where_weights_are_shipped(runs, found, tmp_p
     rope, _, learned = evaluate(runs, path, replace(TASK, shipped=tmp_path)).members
     assert rope.packed is None and learned.packed is not None
     assert 1e-6 < abs(learned.packed.packed - learned.packed.trained) < 0.1
+    pack(runs / "ropewalk-learned", tmp_path / "ropewalk-rope")  # of somebody else's training
+    rope, _, learned_ = evaluate(runs, path, replace(TASK, shipped=tmp_path)).members
+    assert rope.packed is None and learned_ == learned
+    (tmp_path / "ropewalk-learned" / "model.safetensors").write_text("version of a pointer")
+    assert evaluate(runs, path, replace(TASK, shipped=tmp_path)).members[2].packed is None
+    pack(runs / "ropewalk-learned", tmp_path / "ropewalk-learned")
     half = learned.losses.bins[-1]  # not the same texts, but as drawn as they
     assert (half.start, half.stop) == (32, 64)
     assert learned.packed.trained == pytest.approx(half.loss.value, abs=1)

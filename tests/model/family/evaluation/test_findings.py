@@ -1,15 +1,18 @@
 """What is said follows from the numbers: made-up ones, whose finding is known."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from model.family.evaluation.card import text
+from model.family.evaluation.card import text, write
 from model.family.evaluation.curves import Curve, Point
+from model.family.evaluation.estimates import Estimate
 from model.family.evaluation.findings import Beyond, about_length, about_speed, differing, verdict
+from model.family.evaluation.losses import LossBin
 from model.family.evaluation.pictures import LOOKS, look, pictures
 from model.family.evaluation.results import Evaluation, Measured
-from model.family.evaluation.tables import losses as losses_table
+from model.family.evaluation.tables import seeds, training
 from model.family.recipe import ENCODINGS
 from tests.model.family.evaluation.made_up import family, losses, measured
 
@@ -30,6 +33,27 @@ def test_a_verdict_needs_its_whole_interval(costs, half, expected) -> None:
     own = replace(measured("x", [0.0]), losses=losses(costs, half=half))
     found = verdict(own)
     assert found is not None and found.beyond is expected
+
+
+def test_every_length_counts_and_not_the_worst_alone() -> None:
+    def changed(*costs):
+        bins = losses([0.0]).bins
+        first = next(n for n, one in enumerate(bins) if one.change is not None)
+        changes = [replace(b, change=c) for b, c in zip(bins[first:], costs, strict=False)]
+        whole = replace(losses([0.0]), bins=(*bins[:first], *changes))
+        return replace(measured("x", [0.0]), losses=whole)
+
+    narrow, wide = Estimate(0.04, 0.035, 0.045), Estimate(0.035, 0.0, 0.07)
+    found = verdict(changed(narrow, wide))
+    assert found is not None and found.beyond is Beyond.OPEN
+    certain, unsure = Estimate(0.3, 0.25, 0.35), Estimate(0.6, 0.0, 1.2)
+    found = verdict(changed(certain, unsure))
+    assert found is not None and found.beyond is Beyond.DEGRADES
+    assert found.worst is not None and found.worst.change == unsure
+    assert found.first is None  # further on it is not certain
+    found = verdict(changed(unsure, certain, certain))
+    assert found is not None and found.first is not None and found.first.change == certain
+    assert found.first.start == 640
 
 
 def test_the_literature_is_confirmed_or_contradicted_by_numbers() -> None:
@@ -86,8 +110,30 @@ def test_speed_is_compared_at_a_loss_that_all_came_to() -> None:
 def test_a_seed_that_was_trained_for_less_says_so() -> None:
     rope, other, *_ = family().members
     short = replace(other, curve=Curve(9, 10**6, (Point(10**6, 5.0, 4.0),), ()))
-    assert " at 1.0 M |" in losses_table([rope, short])
-    assert " at " not in losses_table([rope, other])
+    assert seeds(rope, [rope, short]) == "3.55 at 1.0 M"
+    assert seeds(rope, [rope, other]) == "3.55"
+
+
+def test_a_training_too_short_for_a_comparison_is_in_the_table() -> None:
+    short = replace(measured("t5", [0.0]), curve=Curve(9, 10, (Point(40_000, 60.0, 7.0),), ()))
+    row = training([measured("rope", [0.0]), short]).splitlines()[-1]
+    assert row.startswith("| ropewalk-t5 | 9 |") and row.endswith("| not measured | not measured |")
+    assert training([short]) == "not measured"
+
+
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_a_model_that_is_lost_past_its_length_breaks(all_of_them, tmp_path) -> None:
+    bins = losses([0.0]).bins
+    first = next(n for n, one in enumerate(bins) if one.change is not None)
+    nothing = (Estimate(math.nan, math.nan, math.nan),) * 3
+    until = len(bins) if all_of_them else first + 1
+    lost = [LossBin(one.start, one.stop, *nothing) for one in bins[first:until]]
+    whole = replace(losses([0.0]), bins=(*bins[:first], *lost, *bins[until:]))
+    own = replace(measured("x", [0.0]), losses=whole)
+    found = verdict(own)
+    assert found is not None and found.beyond is Beyond.BREAKS and found.worst == lost[0]
+    card, *drawn = write(replace(family(), members=(own,)), None, None, tmp_path)
+    assert "x breaks" in card.read_text() and drawn
 
 
 def test_a_card_without_figures_says_so() -> None:
@@ -111,9 +157,11 @@ def test_a_card_has_every_figure_and_models_of_any_name() -> None:
     assert "| ropewalk-rope.seed1 | 4,882 | 40.0 M | 40 |" in card
     assert "| rope | float32 | 4 of 1,023 | 3.61234 | 3.61234 | 2e-07 |" in card
     assert "+0.02 (0.00 to +0.04)" in card
-    assert "Loss above 3.6 nats" in card and "the data card" in card
+    assert "- Held-out loss above 3.6 nats: learned and nope." in card and "the data card" in card
     assert "\n| position | 512 to 640 | 640 to 768 |" in card
-    assert "| 256 to 512 | other seeds, last bin |" in card
+    assert "| encoding | held-out loss | more than rope | other seeds |" in card
+    assert "| rope | 3.55 (3.35 to 3.75) |  | 3.55 |" in card
+    assert "| learned | 3.85 (3.65 to 4.05) | +0.30 (+0.30 to +0.30) | not measured |" in card
     assert "- t5: *My friends,* the sea is blue.\n" in card
     assert "| t5 | 4.1 | 3.5000 | 3.5012 | +0.0012 |" in card
     assert "in the notes" not in card  # nothing differs

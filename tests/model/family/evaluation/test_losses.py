@@ -1,5 +1,6 @@
 """Loss by position: known answers, and that chunks change nothing."""
 
+from dataclasses import replace
 from math import log
 
 import pytest
@@ -10,6 +11,8 @@ from model.encodings.base import create
 from model.family.dense import DenseAttention, dense_logits
 from model.family.errors import FamilyError
 from model.family.evaluation import losses, reading
+from model.family.evaluation.estimates import Estimate
+from model.family.evaluation.losses import HeldOut
 from model.family.evaluation.reading import Reader
 from model.family.evaluation.texts import texts_of
 from model.transformer import Decoder
@@ -122,3 +125,26 @@ def test_the_oracle_reads_the_same() -> None:
     tokens = TEXTS.tokens[1]
     a, b = (losses.token_losses(Reader(each, 256), tokens) for each in (decoder, oracle))
     assert (a - b).abs().max() < 1e-4
+
+
+def test_held_out_loss_is_that_of_the_later_half() -> None:
+    texts = texts_of(corpus().held_out, TRAINED, 1 << 20)
+    reader = Reader(random_decoder(ENCODINGS["rope"]), TRAINED)
+    found = losses.held_out(reader, texts, lambda _: None)
+    assert sum(found.windows) == len(texts.tokens) > 30
+    expected = [
+        losses.token_losses(reader, tokens)[TRAINED // 2 :].mean() for tokens in texts.tokens
+    ]
+    assert found.loss.value == pytest.approx(float(torch.stack(expected).mean()), abs=1e-6)
+    assert found.loss.low < found.loss.value < found.loss.high
+
+
+def test_models_are_compared_document_by_document() -> None:
+    """Texts differ far more than models on each of them."""
+    spread = Estimate(3.0, 2.0, 4.0)
+    one = HeldOut(("a", "b", "c"), (2, 1, 1), (2.1, 3.1, 4.1), spread)
+    other = replace(one, means=(2.0, 3.0, 4.1))
+    found = losses.difference(one, other)
+    assert found is not None and found.value == pytest.approx(0.075)
+    assert found.low > -1e-9 and found.high < 0.1 + 1e-9
+    assert losses.difference(one, replace(other, windows=(2, 1, 2))) is None

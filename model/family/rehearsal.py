@@ -1,0 +1,65 @@
+"""Whether an encoding can be trained and measured: known in a second, before hours of training."""
+
+import traceback
+from pathlib import Path
+
+import torch
+
+from model.config import ModelConfig
+from model.encodings.base import EncodingError, create, freeze_all
+from model.family.dense import refreeze
+from model.family.errors import FamilyError
+from model.family.losses import token_losses
+from model.family.recipe import ENCODINGS, model_name, new_decoder, shape
+
+TOKENS, BLOCK_SIZE = 32, 16
+
+
+def rehearse(encoding: str, context: int) -> None:
+    """Some tokens forward and back as in training, twice; then its hooks near position `context`.
+
+    Raises FamilyError, whatever a class of one's own raises.
+    """
+    name = model_name(encoding)
+    if ":" in encoding and name in map(model_name, ENCODINGS):
+        raise FamilyError(f"{encoding} would take the place of {name}; give the class another name")
+    cpu = torch.device("cpu")
+    try:
+        config = shape(encoding)
+        decoder = new_decoder(config, 0, cpu)
+        tokens = torch.arange(TOKENS + 1)[None]
+        for _ in range(2):  # what the first leaves behind must not disturb the second
+            refreeze(decoder)
+            torch.autograd.backward(token_losses(decoder, tokens).mean())
+        _at_length(config, context)
+    except EncodingError as error:
+        raise FamilyError(str(error)) from error
+    except Exception as error:  # its own code may raise anything
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise FamilyError(
+            f"{encoding} cannot be trained ({Path(frame.filename).name}, line {frame.lineno}: "
+            f"{reason}); docs/encodings.md says what a class must keep to"
+        ) from error
+    still = [name for name, each in decoder.named_parameters() if each.grad is None]
+    if still:
+        raise FamilyError(
+            f"{encoding}: no gradient reaches {', '.join(still)}; make what follows from it in "
+            "`freeze` from the parameter itself, not from a copy"
+        )
+
+
+@torch.no_grad()
+def _at_length(config: ModelConfig, context: int) -> None:
+    """What an evaluation asks of the encoding at the last positions that it has."""
+    encoding = create(config.encoding, config, context, torch.device("cpu"))
+    encoding.first_values(torch.Generator().manual_seed(0))
+    freeze_all(encoding)
+    reach = min(context, encoding.max_positions or context)
+    positions = torch.arange(reach - TOKENS, reach)
+    encoding.embed(torch.zeros(TOKENS, config.width), positions)
+    heads = torch.zeros(TOKENS, config.heads, config.head_dim)
+    encoding.rotate(heads, heads.clone(), positions, positions % BLOCK_SIZE)
+    bias = encoding.score_bias()
+    if bias is not None:
+        bias.between(positions, torch.arange(reach))
