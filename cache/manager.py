@@ -54,7 +54,7 @@ class _Sequence:
 class CacheManager:
     """Reservation, prefix sharing and release over one pool of `num_blocks` blocks.
 
-    `digest` replaces the keyed hash of the prefix index; `hash_key` its random key.
+    `digest` replaces the hash of the prefix index, which has a random key.
     """
 
     def __init__(
@@ -63,7 +63,6 @@ class CacheManager:
         block_size: int,
         *,
         prefix_sharing: bool = True,
-        hash_key: bytes | None = None,
         digest: Digest | None = None,
     ) -> None:
         if block_size < 1:
@@ -73,7 +72,7 @@ class CacheManager:
         self.evicted_blocks = 0
         self._sharing = prefix_sharing
         self._pool = BlockPool(num_blocks)
-        self._index = PrefixIndex(block_size, hash_key=hash_key, digest=digest)
+        self._index = PrefixIndex(block_size, digest)
         self._cached: set[int] = set()  # published and free
         self._sequences: dict[str, _Sequence] = {}
         self._events: list[BlockEvent] = []

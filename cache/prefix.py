@@ -48,11 +48,9 @@ def keyed_digest(key: bytes) -> Digest:
 class PrefixIndex:
     """Published blocks by digest and by id. Every entry's ancestors are published too."""
 
-    def __init__(
-        self, block_size: int, *, hash_key: bytes | None = None, digest: Digest | None = None
-    ) -> None:
+    def __init__(self, block_size: int, digest: Digest | None = None) -> None:
         self._block_size = block_size
-        self._digest = digest or keyed_digest(hash_key or secrets.token_bytes(32))
+        self._digest = digest or keyed_digest(secrets.token_bytes(32))
         self._by_digest: dict[bytes, Entry] = {}
         self._by_block: dict[int, Entry] = {}
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from server.metrics import Metrics
 from server.pass_timer import told_by, watched
 from server.wiring import Wired
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 LINEAR, HEAD, ATTENTION, POSITION = "linear layers", "head", "attention", "position"
@@ -130,7 +129,7 @@ def step_times(
         forward=forward,
     )
     longest = needed_context(context, steps)
-    observe = _during(watch, METRICS, metrics_for(_NAME, made.kv, longest).observe_step)
+    observe = watch.during(METRICS)(metrics_for(_NAME, made.kv, longest).observe_step)
     draw = random.Random(0)
     taken: list[dict[str, float]] = []
     unwatched: list[float] = []
@@ -179,8 +178,8 @@ def _watched_in(decoder: Decoder, made: Wired) -> Iterator[tuple[object, str, st
     yield made.auditor, "look", AUDIT
     yield made.auditor, "sample", AUDIT
     yield made.meter, "measure", METRICS
-    if decoder.whole is not None:
-        yield decoder, "whole", CALLS
+    if decoder.one_call is not None:
+        yield decoder, "one_call", CALLS
     for module in decoder.modules():
         if module is decoder.head:
             yield module, "forward", HEAD
@@ -193,14 +192,6 @@ def _watched_in(decoder: Decoder, made: Wired) -> Iterator[tuple[object, str, st
         elif isinstance(module, PositionalEncoding):
             yield module, "embed", POSITION
             yield module, "rotate", POSITION
-
-
-def _during(watch: Stopwatch, part: str, act: Callable[P, T]) -> Callable[P, T]:
-    def acting(*arguments: P.args, **named: P.kwargs) -> T:
-        with watch.during(part):
-            return act(*arguments, **named)
-
-    return acting
 
 
 def _clock(device: torch.device) -> float:

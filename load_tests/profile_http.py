@@ -6,10 +6,8 @@ whose processor time is read, so neither the engine nor the client counts.
 """
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -26,11 +24,11 @@ from model.batch import ForwardBatch
 from model.encodings.base import PositionalEncoding
 from model.shapes import SHAPES
 from model.tokenizers.numbers import NumberTokenizer
-from server import listen
 from server.app import HttpOptions, create_app
 from server.async_engine import AsyncEngine
 from server.completion import Choice
 from server.errors import CommandError
+from server.in_thread import HOST, in_thread
 from server.models import Models, Served
 from server.pass_timer import watched
 from server.plan import Limits
@@ -45,7 +43,6 @@ DETOKENISING, CHUNKS, HTTP = "detokenising", "chunks as JSON", "HTTP"
 PARTS = (DETOKENISING, CHUNKS, HTTP)
 
 _NAME = "profiled"
-_HOST = "127.0.0.1"
 _WARM = 4  # steps of all requests before any counts
 _SHAPE = replace(SHAPES["small"], layers=1, heads=1, kv_heads=1, vocab_size=2)
 _TOGETHER_S = 20.0  # until all requests have come
@@ -84,11 +81,11 @@ def http_times(
 
     engine = AsyncEngine({_NAME: made.engine}, observe)
     app = create_app(Models([_served(context)]), engine, metrics, HttpOptions())
-    server = Server(uvicorn_config(app, host=_HOST, port=0, log_config=None), app.state.drain, 5.0)
+    server = Server(uvicorn_config(app, host=HOST, port=0, log_config=None), app.state.drain, 5.0)
     with (
         watched(Choice, "take", steady.watch, DETOKENISING),
         watched(CompletionWire, "chunk", steady.watch, CHUNKS),
-        _running(server, steady) as port,
+        in_thread(server, steady.begin) as port,
     ):
         asyncio.run(_stream(port, requests, answer))
     return steady.seconds()
@@ -105,6 +102,10 @@ class Steady:
         self._steps = steps
         self._seen = 0
         self._marks: list[tuple[float, Mapping[str, float]]] = []
+
+    def begin(self) -> None:
+        """In the event loop that is watched."""
+        self.loop = asyncio.get_running_loop()
 
     def observe(self, stats: StepStats) -> None:
         """On the engine's thread. The loop gets to the mark after the steps told before."""
@@ -126,29 +127,10 @@ class Steady:
         self._marks.append((self._clock(), self.watch.drain()))
 
 
-@contextmanager
-def _running(server: Server, steady: Steady) -> Iterator[int]:
-    """The port it answers on, until it has stopped."""
-
-    async def run() -> None:
-        steady.loop = asyncio.get_running_loop()
-        await server.serve(sockets=[listener])
-
-    with listen.bind(_HOST, 0) as listener:
-        listener.listen(1024)
-        thread = threading.Thread(target=lambda: asyncio.run(run()), name="event loop")
-        thread.start()
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            thread.join()
-
-
 async def _stream(port: int, requests: int, tokens: int) -> None:
     """Raises CommandError."""
     body = {"prompt": [1, 1], "max_tokens": tokens, "temperature": 0.0, "stream": True}
-    address = Address(_HOST, port, DIALECTS["openai"])
+    address = Address(HOST, port, DIALECTS["openai"])
     asked = (fetch(address, "POST", "/v1/completions", body) for _ in range(requests))
     try:
         streams = await asyncio.gather(*asked)

@@ -16,7 +16,7 @@ from model.attention.sdpa import SdpaAttention
 from model.audit import BLOCK_SIZE, Arm
 from model.catalogue import example
 from model.config import EncodingSpec, ModelConfig
-from model.encodings.base import EncodingError, PositionalEncoding, create, find, names
+from model.encodings.base import EncodingError, PositionalEncoding, create, find, freeze_all, names
 from model.encodings.rope import RoPE
 from model.loading import Checkpoint, load_decoder
 from model.rotation import turn
@@ -201,9 +201,7 @@ def _copy_weights(source: PositionalEncoding, target: PositionalEncoding) -> Non
     with torch.inference_mode():
         for name, parameter in target.named_parameters():
             parameter.copy_(trained[name])
-        for module in target.modules():
-            if isinstance(module, PositionalEncoding):
-                module.freeze()
+        freeze_all(target)
 
 
 def _with_encoding(decoder: Decoder, name: str, encoding: PositionalEncoding) -> Decoder:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from model.audit import Audit, AuditStep, entries
-from model.audit_report import HEADLINE, Report, as_json, summary
+from model.audit_report import COLUMNS, HEADLINE, Report, as_json, cells, summary
 
 WIDTH = 600.0  # of a panel's cells, in SVG units; so is all below
 HEIGHT = 300.0
@@ -279,29 +279,7 @@ def _labels(audit: Audit, across: float, down: float, height: float) -> Iterator
 
 
 def _table(report: Report) -> str:
-    heads = (
-        "encoding",
-        "steps",
-        "written per token",
-        "changed",
-        "should change",
-        "stale",
-        "rotations, last token",
-        "bias values, last token",
-    )
-    rows = [_cells("th", heads)]
-    for one in report.audits:
-        found = summary(one)
-        numbers = (
-            found.steps,
-            found.written_per_token,
-            found.changed,
-            found.should_change,
-            found.stale,
-            found.rotations_at_end,
-            found.bias_values_at_end,
-        )
-        rows.append(_cells("td", (one.name, *(f"{number:,.10g}" for number in numbers))))
+    rows = [_cells("th", COLUMNS), *(_cells("td", cells(one)) for one in report.audits)]
     return "<table>\n" + "\n".join(rows) + "\n</table>"
 
 

@@ -57,6 +57,33 @@ def summary(audit: Audit) -> Summary:
     )
 
 
+COLUMNS = (
+    "encoding",
+    "steps",
+    "written/token",
+    "changed",
+    "should change",
+    "stale",
+    "rotations/token",
+    "bias values/token",
+)
+
+
+def cells(audit: Audit) -> tuple[str, ...]:
+    """One arm's figures under COLUMNS; those per token are of the last step."""
+    found = summary(audit)
+    return (
+        audit.name,
+        f"{found.steps:,}",
+        f"{found.written_per_token:,g}",
+        f"{found.changed:,}",
+        f"{found.should_change:,}",
+        f"{found.stale:,}",
+        f"{found.rotations_at_end:,}",
+        f"{found.bias_values_at_end:,}",
+    )
+
+
 def as_json(report: Report) -> dict[str, object]:
     """Lists, texts and numbers. A position's counts are [position, keys, values]."""
     config = report.config

@@ -19,6 +19,7 @@ from model.encodings.base import (
     PositionalWork,
     ScoreBias,
     find,
+    freeze_all,
     names,
 )
 from model.rotation import Rotation
@@ -194,9 +195,7 @@ def example(
     with torch.inference_mode():
         for parameter in encoding.parameters():
             parameter.uniform_(0, 1, generator=generator)
-        for module in encoding.modules():
-            if isinstance(module, PositionalEncoding):
-                module.freeze()
+        freeze_all(encoding)
     return encoding
 
 

@@ -14,7 +14,7 @@ from model.batch import ForwardBatch
 from model.config import EncoderDecoderConfig, ModelConfig
 from model.encodings.base import PositionalEncoding
 from model.linear import Linear
-from model.transformer import Block, kept, make_norm
+from model.transformer import Block, Layers, kept, make_norm
 
 
 class CrossAttention(nn.Module):
@@ -145,7 +145,7 @@ class EncoderDecoder(nn.Module):
             *shape, _weight=torch.empty(shape, dtype=dtype, device=device), _freeze=True
         )
         self.encoder = Encoder(config.encoder, encoder_encoding, backend, dtype, device)
-        self.layers = nn.ModuleList(
+        self.layers = Layers(
             CrossBlock(config, layer, encoding, backend, dtype, device)
             for layer in range(config.layers)
         )
@@ -167,9 +167,8 @@ class EncoderDecoder(nn.Module):
             self._encode(batch.cross.new, kv)
         x = self.encoding.embed(self.embed(batch.tokens), batch.positions)
         biases = step_biases(self.encoding, len(self.layers), batch, kv.block_size)
-        for index, (block, bias) in enumerate(zip(self.layers, biases, strict=True)):
-            x = block(x, batch, kv.layer(index), bias)
-        logits: Tensor = self.head(self.norm(x[batch.output_rows]) * self.config.output_scale)
+        x = self.layers(x, batch, kv, biases, batch.output_rows)
+        logits: Tensor = self.head(self.norm(x) * self.config.output_scale)
         return logits
 
     def _encode(self, prompts: ForwardBatch, kv: KVCache) -> None:

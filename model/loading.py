@@ -15,7 +15,7 @@ from model.architectures.base import Architecture, by_gguf_name, by_model_type
 from model.architectures.fields import Fields
 from model.architectures.stored import Parameters, Stored
 from model.config import EncoderDecoderConfig, ModelConfig
-from model.encodings.base import PositionalEncoding
+from model.encodings.base import PositionalEncoding, freeze_all
 from model.tokenizers.base import Tokenizer, TokenizerError
 from model.tokenizers.chat import (
     ChatTemplate,
@@ -93,9 +93,7 @@ def load_decoder(
             if progress is not None:
                 progress(done, len(targets))
         _check_copies(checkpoint)
-        for module in decoder.modules():
-            if isinstance(module, PositionalEncoding):
-                module.freeze()
+        freeze_all(decoder)
 
 
 def load_encoding(checkpoint: Checkpoint, encoding: PositionalEncoding) -> None:
@@ -103,9 +101,7 @@ def load_encoding(checkpoint: Checkpoint, encoding: PositionalEncoding) -> None:
     with torch.inference_mode():
         for name, target in encoding.named_parameters():
             _fill(checkpoint, target, checkpoint.parameters[f"encoding.{name}"])
-        for module in encoding.modules():
-            if isinstance(module, PositionalEncoding):
-                module.freeze()
+        freeze_all(encoding)
 
 
 def _fill(checkpoint: Checkpoint, target: Tensor, pieces: tuple[Stored, ...]) -> None:

@@ -362,16 +362,16 @@ class Decoder(nn.Module):
         if config.tied_embeddings:
             self.embed.weight = self.head.weight
         # The same faster, in one piece. Set after loading.
-        self.whole: Callable[[Decoder, ForwardBatch, KVCache], Tensor] | None = None
+        self.one_call: Callable[[Decoder, ForwardBatch, KVCache], Tensor] | None = None
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Logits [S, vocab] of `batch.output_rows`; keys and values of all rows are stored.
 
         The batch may still lie on the host.
         """
-        if self.whole is None:
+        if self.one_call is None:
             return self.by_parts(batch, kv)
-        return self.whole(self, batch, kv)
+        return self.one_call(self, batch, kv)
 
     @torch.inference_mode()
     def by_parts(self, batch: ForwardBatch, kv: KVCache) -> Tensor:

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from model import audit_arms
-from model.audit import Arm, Audit, AuditStep, audit, entries
+from model.audit import Arm, AuditStep, audit, entries
 from model.audit_page import to_html
-from model.audit_report import HEADLINE, Report, as_json, summary
+from model.audit_report import COLUMNS, HEADLINE, Report, as_json, cells
 from model.config import EncoderDecoderConfig
 from model.encodings.base import EncodingError
 from model.loading import CheckpointError, open_checkpoint
@@ -34,16 +34,6 @@ TINY = "tiny"
 TINY_RUN, MODEL_RUN = (104, 32), (24, 16)  # tokens of the prompt, steps
 NAMED_ENTRIES = 3  # of those that changed although they were right
 TINY_NOTE = "tiny is a small decoder with random weights: mechanics only, not quality."
-COLUMNS = (
-    "encoding",
-    "steps",
-    "written/token",
-    "changed",
-    "should change",
-    "stale",
-    "rotations/token",
-    "bias values/token",
-)
 STEP_COLUMNS = (
     "length",
     "written",
@@ -174,7 +164,7 @@ def lines(report: Report, *, every_step: bool) -> Iterator[str]:
             yield one.name
             yield from _columns([STEP_COLUMNS, *map(_step_row, one.steps)])
             yield ""
-    yield from _columns([COLUMNS, *map(_sum_row, report.audits)])
+    yield from _columns([COLUMNS, *map(cells, report.audits)])
     yield ""
     for one in report.audits:
         if one.note:
@@ -182,20 +172,6 @@ def lines(report: Report, *, every_step: bool) -> Iterator[str]:
     yield from _wrapped(report.note)
     yield ""
     yield from _wrapped(HEADLINE)
-
-
-def _sum_row(one: Audit) -> tuple[str, ...]:
-    found = summary(one)
-    return (
-        one.name,
-        f"{found.steps:,}",
-        f"{found.written_per_token:,g}",
-        f"{found.changed:,}",
-        f"{found.should_change:,}",
-        f"{found.stale:,}",
-        f"{found.rotations_at_end:,}",
-        f"{found.bias_values_at_end:,}",
-    )
 
 
 def _step_row(step: AuditStep) -> tuple[str, ...]:

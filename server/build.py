@@ -64,8 +64,9 @@ def run(config: ServerConfig) -> int:
     """Load every model, serve until told to stop; the exit status. CommandError when it cannot."""
     http = config.http
     listener = listen.bind(http.host, http.port)
-    if config.loading.threads is not None:
-        torch.set_num_threads(config.loading.threads)
+    threads = placement.pick_threads(config.loading.threads)
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
     metrics = Metrics(ALIASES[config.metrics_compat])
     loaded = load_models(config, metrics)
     served = Models(model.served for model in loaded)
@@ -313,13 +314,14 @@ def _require_same_frequencies(model: Prepared, context: int, device: torch.devic
 
 def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:
     shape = checkpoint.config
+    vocab_size = min(checkpoint.tokenizer.vocab_size, shape.vocab_size)
     return Served(
         name=name,
         encoding=facts.encoding,
         tokenizer=checkpoint.tokenizer,
         chat_template=checkpoint.chat_template,
         stop_ids=checkpoint.stop_ids,
-        vocab_size=min(checkpoint.tokenizer.vocab_size, checkpoint.config.vocab_size),
+        vocab_size=vocab_size,
         max_context=facts.max_context,
         created=int(time.time()),
         encoder_decoder=(
@@ -329,7 +331,7 @@ def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:
         ),
         details={
             "architecture": facts.architecture,
-            "vocab_size": min(checkpoint.tokenizer.vocab_size, checkpoint.config.vocab_size),
+            "vocab_size": vocab_size,
             "trained_context": facts.trained_context,
             "dtype": facts.dtype,
         },

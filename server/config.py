@@ -6,9 +6,9 @@ From flags and ROPEWALK_* variables. Opens no file, loads no model, imports no t
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from server import pull
 from server.errors import UsageError
@@ -206,7 +206,7 @@ SERVE_OPTIONS = (
     Option(
         "--max-model-len",
         "model",
-        "longest prompt and answer together, in tokens: 4096 or 4k",
+        "longest prompt and answer together, of encoder-decoders each, in tokens: 4096 or 4k",
         auto(count(1, 1 << 24)),
         shown="auto, the trained context",
         metavar="TOKENS",
@@ -216,7 +216,7 @@ SERVE_OPTIONS = (
         "model",
         "CPU threads of the engine",
         auto(count(1, 1024)),
-        shown="auto, one per core",
+        shown="auto, one per core, fewer where a container's CPU limit is lower",
         metavar="COUNT",
     ),
     Option(
@@ -353,34 +353,22 @@ SERVE_OPTIONS = (
 )
 
 
+T = TypeVar("T", ModelOptions, CacheOptions, LimitOptions)
+
+
+def _of(kind: type[T], values: Mapping[str, Any]) -> T:
+    """A dataclass whose fields are called as options are."""
+    names = (field.name for field in fields(kind))
+    return kind(**{name: values[name] for name in names})
+
+
 def server_config(values: Mapping[str, Any]) -> ServerConfig:
     """From the values of SERVE_OPTIONS. UsageError when two of them contradict each other."""
     config = ServerConfig(
         models=tuple(member for source in values["models"] for member in _members(source)),
-        loading=ModelOptions(
-            dtype=values["dtype"],
-            quantize=values["quantize"],
-            device=values["device"],
-            encoding=values["encoding"],
-            bias_form=values["bias_form"],
-            rope_frame=values["rope_frame"],
-            attention=values["attention"],
-            max_model_len=values["max_model_len"],
-            threads=values["threads"],
-        ),
-        cache=CacheOptions(
-            kv_memory=values["kv_memory"],
-            kv_dtype=values["kv_dtype"],
-            block_size=values["block_size"],
-            prefix_sharing=values["prefix_sharing"],
-            audit=values["audit"],
-            max_mutated_blocks=values["max_mutated_blocks"],
-        ),
-        limits=LimitOptions(
-            max_seqs=values["max_seqs"],
-            max_step_tokens=values["max_step_tokens"],
-            max_queue=values["max_queue"],
-        ),
+        loading=_of(ModelOptions, values),
+        cache=_of(CacheOptions, values),
+        limits=_of(LimitOptions, values),
         http=HttpConfig(
             host=values["host"],
             port=values["port"],

@@ -3,24 +3,22 @@
 import argparse
 import http.client
 import json
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from server import listen
 from server.app import HttpOptions, create_app
 from server.async_engine import AsyncEngine
 from server.build import load_models
 from server.config import SERVE_OPTIONS, ServerConfig, server_config
 from server.errors import CommandError
+from server.in_thread import HOST, in_thread
 from server.metrics import Metrics
 from server.models import Models
 from server.options import add_options, read_options
 from server.protocol import Server, uvicorn_config
 
-HOST, NAME = "127.0.0.1", "model"
+NAME = "model"
 DRAIN_S = 5.0
 
 
@@ -76,15 +74,6 @@ def _running(config: ServerConfig) -> Iterator[int]:
     loaded = load_models(config, metrics)
     engine = AsyncEngine({one.served.name: one.engine for one in loaded}, metrics.observe_step)
     app = create_app(Models(one.served for one in loaded), engine, metrics, HttpOptions())
-    with listen.bind(HOST, 0) as listener:
-        made = uvicorn_config(app, host=HOST, port=0, log_config=None, access_log=False)
-        server = Server(made, app.state.drain, DRAIN_S)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            while thread.is_alive() and not server.started:
-                time.sleep(0.01)
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            thread.join()
+    made = uvicorn_config(app, host=HOST, port=0, log_config=None, access_log=False)
+    with in_thread(Server(made, app.state.drain, DRAIN_S)) as port:
+        yield port

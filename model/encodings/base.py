@@ -201,6 +201,13 @@ def create(
     return find(spec.name).create(spec.options, config, context, device)
 
 
+def freeze_all(module: nn.Module) -> None:
+    """Every encoding inside a module, itself included, once its weights are there."""
+    for each in module.modules():
+        if isinstance(each, PositionalEncoding):
+            each.freeze()
+
+
 def find(name: str) -> type[PositionalEncoding]:
     """The class that a name stands for, as in `create`. Raises EncodingError."""
     module_name, _, class_name = name.partition(":")

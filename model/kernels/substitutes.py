@@ -18,7 +18,7 @@ from model.kernels.modules import (
     PanelLinear,
     TritonRoPE,
 )
-from model.kernels.whole import whole_pass
+from model.kernels.one_call import one_call
 from model.linear import Int8Linear, Linear
 from model.transformer import Decoder, Gate, Layers, RMSNorm
 
@@ -34,7 +34,7 @@ def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
             if len(parts) == len(child):
                 setattr(parent, name, KernelLayers(child, parts, kernels))
     if isinstance(model, Decoder):
-        model.whole = whole_pass(model, kernels)
+        model.one_call = one_call(model, kernels)
 
 
 def substitute_on_gpu(model: nn.Module) -> None:

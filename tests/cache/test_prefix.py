@@ -128,7 +128,7 @@ def test_the_digest_depends_on_key_and_every_part():
 def test_every_index_has_a_key_of_its_own():
     one, other = PrefixIndex(2), PrefixIndex(2)
     assert published(one)[0].digest != published(other)[0].digest
-    fixed = [published(PrefixIndex(2, hash_key=b"k"))[0].digest for _ in range(2)]
+    fixed = [published(PrefixIndex(2, keyed_digest(b"k")))[0].digest for _ in range(2)]
     assert fixed[0] == fixed[1]
 
 

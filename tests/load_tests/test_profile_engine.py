@@ -161,7 +161,7 @@ def test_a_slow_module_is_its_part(find, part):
 def test_what_layers_do_not_tell_of_is_their_call(kernels):
     clock, decoder = Clock(), tiny("rope", CpuBackend(kernels), torch.float32)
     substitute(decoder, kernels, torch.float32)
-    decoder.whole = clock.late(decoder.whole)
+    decoder.one_call = clock.late(decoder.one_call)
     found = times(decoder, clock=lambda: clock.now, kernels=kernels).parts
     told = (NORM, LINEAR, POSITION, STORE, ATTENTION, GATE, RESIDUAL, EMBEDDING, HEAD)
     assert sum(found[part] for part in (CALLS, *told)) == pytest.approx(1)

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 from cache.ledger import Ledger
 from cache.manager import CacheManager
 from cache.operations import Operations
+from cache.prefix import keyed_digest
 from cache.terms import Audit, Evict, Fork, Move, NoRoom, Op, Truncate, Unsupported
 from model.batch import ForwardBatch
 from tests.model.running import new_cache, run_uncached
@@ -60,7 +61,7 @@ class Walk(RuleBasedStateMachine):
         self.kv = new_cache(self.decoder, BLOCKS, BLOCK)
         self.kv._keys.fill_(torch.nan)
         self.kv._values.fill_(torch.nan)
-        self.manager = CacheManager(BLOCKS, BLOCK, hash_key=b"fixed")
+        self.manager = CacheManager(BLOCKS, BLOCK, digest=keyed_digest(b"fixed"))
         self.ledger = Ledger(self.kv, Audit.FULL)
         rules = [self.decoder.encoding.for_layer(layer) for layer in range(LAYERS)]
         self.operations = Operations(self.manager, self.kv, rules, self.ledger)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from cache.prefix import keyed_digest
 from model.sampling import SamplingParams
 from server.plan import Limits
 from server.request import InvalidField, Overflow, PromptTooLong, QueueFull
@@ -32,7 +33,7 @@ class ProvenanceMachine(RuleBasedStateMachine):
     )
     def start(self, blocks, size, seqs, budget, context, waiting, collide, drain, crowd):
         limits = Limits(seqs, budget, context, waiting)
-        options = {"digest": colliding_digest} if collide else {"hash_key": b"fixed"}
+        options = {"digest": colliding_digest if collide else keyed_digest(b"fixed")}
         self.world = World(blocks, size, limits, **options)
         self.drain_at_end = drain
         self.oddities = 0

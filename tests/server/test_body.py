@@ -61,10 +61,10 @@ def nested(levels: int) -> bytes:
 def test_depth_is_limited():
     assert parse_object(nested(MAX_DEPTH))
     for levels in (MAX_DEPTH + 1, 900, 100_000):
-        start = time.perf_counter()
+        start = time.thread_time()  # this thread's: other work on the machine does not count
         with pytest.raises(InvalidBody, match="nested"):
             parse_object(nested(levels))
-        assert time.perf_counter() - start < 0.2
+        assert time.thread_time() - start < 0.2
 
 
 def test_many_shallow_lists_are_no_depth():

@@ -68,16 +68,16 @@ def rebuilt():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", TRICKY, ids=range(len(TRICKY)))
 def test_sentencepiece_tricky_texts(rebuilt, kind, text):
-    library, tokenizer = rebuilt[kind]
-    ids = library.encode(text)
-    assert tokenizer.encode(text, bos=False) == ids
-    assert decode(tokenizer, ids) == library.decode(ids)
+    same_tokens(*rebuilt[kind], text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=texts)
 def test_sentencepiece_any_text(rebuilt, kind, text):
-    library, tokenizer = rebuilt[kind]
+    same_tokens(*rebuilt[kind], text)
+
+
+def same_tokens(library, tokenizer, text):
     ids = library.encode(text)
     assert tokenizer.encode(text, bos=False) == ids
     assert decode(tokenizer, ids) == library.decode(ids)

@@ -42,7 +42,7 @@ def test_every_encoding(encoding, dtype, stored, kernels):
     if ENCODINGS[encoding].name == WIDE_ROPE:  # its tables are too wide for the kernels
         encoding, options = "rope", ENCODINGS[encoding].options
     decoder = substituted(encoding, kernels, dtype, options=options)
-    assert (decoder.whole is None) == (encoding in BY_PARTS)
+    assert (decoder.one_call is None) == (encoding in BY_PARTS)
     batch = ragged(FRESH)
     assert same(decoder, batch, cache(decoder, stored), cache(decoder, stored))
     some = replace(batch, output_rows=torch.tensor([36, 41, 59]))
@@ -63,7 +63,7 @@ def test_every_encoding(encoding, dtype, stored, kernels):
 )
 def test_every_shape(changes, int8, kernels):
     decoder = substituted("rope", kernels, torch.bfloat16, int8=int8, **changes)
-    assert decoder.whole is not None
+    assert decoder.one_call is not None
     assert same(decoder, ragged(FRESH), cache(decoder), cache(decoder))
 
 
@@ -102,4 +102,4 @@ def test_a_token_that_is_not_in_the_vocabulary(token, kernels):
     "changes", [{"norm": "layer"}, {"embed_width": 12}, {"activation": "gelu"}], ids=str
 )
 def test_decoders_that_compute_something_else_are_left_alone(changes, kernels):
-    assert substituted("rope", kernels, **changes).whole is None
+    assert substituted("rope", kernels, **changes).one_call is None

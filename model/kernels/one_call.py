@@ -30,7 +30,7 @@ class _Told:
     tensors: list[Tensor]
 
 
-class WholePass:
+class OneCall:
     """Called as the decoder is, with that decoder first."""
 
     def __init__(
@@ -90,7 +90,7 @@ class WholePass:
         return _Told(tensors, ref(kv), step, held)
 
 
-def whole_pass(decoder: Decoder, kernels: Kernels) -> WholePass | None:
+def one_call(decoder: Decoder, kernels: Kernels) -> OneCall | None:
     """None if the one call would not compute just what the decoder's own parts do."""
     layers: nn.Module = decoder.layers
     norm: nn.Module | None = decoder.norm
@@ -103,7 +103,7 @@ def whole_pass(decoder: Decoder, kernels: Kernels) -> WholePass | None:
         or not _one_bias(decoder)
     ):
         return None
-    return WholePass(decoder, layers, norm, head, kernels)
+    return OneCall(decoder, layers, norm, head, kernels)
 
 
 def _one_bias(decoder: Decoder) -> bool:
