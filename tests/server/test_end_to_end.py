@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -293,19 +292,20 @@ def test_what_only_compiling_needs_is_not_imported(server):
 
 def test_sigterm_lets_running_streams_finish(server):
     """Stops the server of this file: the last test that uses it."""
-    body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
-    _, calm = server.post("/v1/completions", body | {"stream": True})
-    with ThreadPoolExecutor(4) as pool:
-        running = [
-            pool.submit(server.post, "/v1/completions", body | {"stream": True}) for _ in range(4)
-        ]
-        eventually(lambda: server.metric("ropewalk_requests_running") == 4)
-        server.process.send_signal(signal.SIGTERM)
-        answers = [each.result() for each in running]
+    body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "temperature": 0, "stream": True}
+    _, calm = server.post("/v1/completions", body)
+    running = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=60) for _ in range(4)]
+    for each in running:
+        asked = json.dumps(body | {"model": "m"})
+        each.request("POST", "/v1/completions", asked, {"Content-Type": "application/json"})
+    begun = [each.getresponse() for each in running]  # their headers, while tokens are computed
+    server.process.send_signal(signal.SIGTERM)
+    for response in begun:
+        assert response.status == 200
+        assert text_of(response.read()) == text_of(calm)
     assert server.process.wait(timeout=20) == 0
-    for status, answer in answers:
-        assert status == 200
-        assert text_of(answer) == text_of(calm)
+    for each in running:
+        each.close()
 
 
 def text_of(answer):
