@@ -74,11 +74,12 @@ def train(flags: argparse.Namespace) -> int:
     device = placement.pick_device(flags.device)
     if device.type == "cpu" and not flags.no_compile:
         _need_compiler()
+    autocast = placement.pick_dtype(None, device) is torch.bfloat16
     pace = Pace(
         device,
-        autocast=placement.pick_dtype(None, device) is torch.bfloat16,
+        autocast=autocast,
         compile=not flags.no_compile,
-        at_once=1 if device.type == "cpu" else None,
+        at_once=(4 if autocast else 1) if device.type == "cpu" else None,
     )
     recipe = Recipe(tokens=flags.tokens, seed=flags.seed)
     wanted = flags.encoding or ENCODINGS

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from server.encodings_options import whole
 
+TOKENS = 19_000_000  # twice the texts
+
 HELP = """\
 examples:
   ropewalk family prepare                 fetch the texts and write the corpus file
@@ -26,7 +28,7 @@ Without one of the clients: put the archive it names into archives/ and run agai
 
 TRAIN_HELP = """\
 examples:
-  ropewalk family train                             all six, 14 million tokens each
+  ropewalk family train                             all six, one after another
   ropewalk family train --encoding t5 --seed 1      one, with other first weights and order
   ropewalk family train --tokens 100_000_000        more: goes on from before the rates fell
   PYTHONPATH=. ropewalk family train --encoding kerple:Kerple
@@ -138,9 +140,9 @@ def _add_train_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens",
         type=whole(1, 1 << 40),
-        default=14_000_000,
+        default=TOKENS,
         metavar="N",
-        help="per model (default: 14_000_000)",
+        help=f"per model (default: {TOKENS:_})",
     )
     parser.add_argument(
         "--seed", type=whole(0, 1 << 32), default=0, help="of first weights and order (default: 0)"

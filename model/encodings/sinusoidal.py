@@ -4,6 +4,7 @@ The position is part of everything computed from the embedding, keys and values 
 stored entry can be moved to another position.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
@@ -42,6 +43,7 @@ class Sinusoidal(PositionalEncoding):
         "slowest": "the frequency 1/10000 is that of the last pair (last), or of the one that "
         "would come next (next); default next",
         "offset": "what is added to a position before its vector is looked up; default 0",
+        "scale": "what every vector is multiplied by; default 1",
     }
     LIMIT = "the served context, for whose positions the vectors are tabulated"
     BEYOND_TRAINED = (
@@ -58,13 +60,15 @@ class Sinusoidal(PositionalEncoding):
         layout: str,
         slowest: str,
         offset: int,
+        scale: float,
         context: int,
         device: torch.device,
     ) -> None:
         super().__init__()
         self.max_positions = context
         # Plain attribute, so that casting the model leaves it in float32.
-        self.table = sinusoids(context + offset, width, layout, slowest)[offset:].to(device)
+        table = sinusoids(context + offset, width, layout, slowest)[offset:]
+        self.table = table.mul_(scale).to(device)
 
     @classmethod
     def create(
@@ -73,11 +77,11 @@ class Sinusoidal(PositionalEncoding):
         """Options: OPTIONS above; layout is required."""
         if not {"layout"} <= options.keys() <= cls.OPTIONS.keys():
             raise EncodingError(
-                "sinusoidal takes the option layout, and if need be slowest and offset, "
+                "sinusoidal takes the option layout, and if need be slowest, offset and scale, "
                 f"but got {sorted(options)}."
             )
         layout, slowest = options["layout"], options.get("slowest", "next")
-        offset = options.get("offset", 0)
+        offset, scale = options.get("offset", 0), options.get("scale", 1.0)
         if layout not in LAYOUTS:
             raise EncodingError(
                 f"sinusoidal's layout is {' or '.join(LAYOUTS)}, but got {layout!r}."
@@ -91,11 +95,16 @@ class Sinusoidal(PositionalEncoding):
                 "sinusoidal needs a width of at least 4 and no negative offset, "
                 f"but got {config.width} and {offset}."
             )
+        if not (isinstance(scale, int | float) and 0 < scale < math.inf):
+            raise EncodingError(
+                f"sinusoidal's scale is a finite number above 0, but got {scale!r}."
+            )
         return cls(
             width=config.width,
             layout=layout,
             slowest=slowest,
             offset=offset,
+            scale=scale,
             context=context,
             device=device,
         )

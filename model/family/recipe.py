@@ -6,8 +6,10 @@ its name, and the order of the tokens from the seed.
 
 import hashlib
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,13 +22,15 @@ from model.transformer import Decoder
 
 ENCODINGS = ("rope", "t5", "alibi", "learned", "sinusoidal", "nope")
 CONTEXT = 512  # tokens of a training window
+# A token's vector grows to 70 in training; a position's, 11.3 long, would drown in it.
+OPTIONS: Mapping[str, dict[str, Any]] = {"sinusoidal": {"scale": 4.0}}
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """How to train. The rates are those of the middle part: warm-up, stable, decay."""
 
-    tokens: int = 14_000_000
+    tokens: int
     windows: int = 8  # of CONTEXT tokens, in one step
     matrix_rate: float = 6e-3  # Muon: every matrix inside the layers
     other_rate: float = 3e-3  # AdamW: the embedding, the norms, what an encoding learns
@@ -86,7 +90,7 @@ def shape(encoding: str) -> ModelConfig:
         tied_embeddings=True,
         embed_scale=32.0,  # a token about as large as the position that some encodings add to it
     )
-    options = find(encoding).usual_options(config)
+    options = find(encoding).usual_options(config) | OPTIONS.get(encoding, {})
     return replace(config, encoding=EncodingSpec(encoding, options))
 
 

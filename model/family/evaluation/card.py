@@ -91,10 +91,12 @@ def _models(members: Sequence[Measured]) -> str:
     rows = []
     for one in shipped(members):
         shape = one.config
+        options = shape["encoding"]["options"]
         rows.append(
             [
                 one.name,
                 one.encoding,
+                ", ".join(f"{name} {value}" for name, value in options.items()),
                 f"{one.parameters:,}",
                 f"{shape['layers']} × {shape['width']}",
                 f"{shape['heads']}",
@@ -102,8 +104,9 @@ def _models(members: Sequence[Measured]) -> str:
                 f"`{one.digest[:12]}`",
             ]
         )
-    heads = ["encoding", "parameters", "layers × width", "heads", "trained context", "digest"]
-    return f"{table(['model', *heads], rows)}\n\n{_held_out(members)}"
+    what = ["model", "encoding", "options", "parameters"]
+    heads = [*what, "layers × width", "heads", "trained context", "digest"]
+    return f"{table(heads, rows)}\n\n{_held_out(members)}"
 
 
 def _held_out(members: Sequence[Measured]) -> str:
@@ -131,9 +134,8 @@ def _held_out(members: Sequence[Measured]) -> str:
 
 
 def _training(members: Sequence[Measured], image: str) -> str:
-    fixed = {
-        name: value for name, value in asdict(Recipe()).items() if name not in ("tokens", "seed")
-    }
+    values = asdict(Recipe(tokens=0))
+    fixed = {name: value for name, value in values.items() if name not in ("tokens", "seed")}
     recipe = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in fixed.items())
     seeds = sorted({one.seed for one in members if one.seed is not None})
     trained = "one seed each"

@@ -5,9 +5,10 @@ answer end at a given length. The model is right when its likeliest token is the
 place of the answer: what greedy decoding would say.
 """
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import count, repeat
 
 from model.family.evaluation.estimates import Estimate, wilson
 from model.family.evaluation.reading import Reads
@@ -107,19 +108,24 @@ def _fitting(texts: Sequence[Asked], length: int) -> list[Asked]:
 def _answers(
     reader: Reads, texts: Sequence[Asked], prose: Sequence[Sequence[int]], length: int
 ) -> list[bool]:
-    """Whether each text was answered, in order. Prose is read once for all that stand after it."""
+    """Whether each text was answered, in order. Prose is read once for all that stand after it.
+
+    The texts of a cell stand after as many proses as there are.
+    """
     right: dict[int, bool] = {}
+    places: dict[tuple[str, int], Iterator[int]] = defaultdict(count)  # within a cell
+    turns = [next(places[one.kind, one.wanted]) % len(prose) for one in texts]
     for turn, before in enumerate(prose):
-        mine = [number for number in range(len(texts)) if number % len(prose) == turn]
+        mine = [number for number, own in enumerate(turns) if own == turn]
         # Shortest first: each text overwrites the end of the prose and leaves the rest to longer
         # ones, which begin before it.
         mine.sort(key=lambda number: len(texts[number].tokens))
-        for count, number in enumerate(mine):
+        for read, number in enumerate(mine):
             own = texts[number]
             start = length - len(own.tokens)
             tokens = [*before[:start], *own.tokens]
             wanted = tokens[-own.answer :]
-            known = 0 if count == 0 else start
+            known = 0 if read == 0 else start
             found = reader.read(tokens[:-1], wanted=own.answer, start=known)
             right[number] = found.argmax(-1).tolist() == wanted
     return [right[number] for number in range(len(texts))]

@@ -1,5 +1,6 @@
 """Which held-out texts are read: whole windows of equal length, few of any one document."""
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,10 +9,15 @@ from model.family.corpus import Split
 from model.family.errors import FamilyError
 from model.family.evaluation.estimates import Floats
 
+_TRANSLATION = re.compile(r"^bible-\w+/")
+
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """The same for every model, so that models are compared on the same tokens."""
+    """The same for every model, so that models are compared on the same tokens.
+
+    Translations of one book are one document: in an interval they are not two.
+    """
 
     documents: tuple[str, ...]
     owner: tuple[int, ...]  # [windows], index into documents
@@ -34,6 +40,7 @@ def texts_of(split: Split, length: int, count: int) -> Texts:
 
     Raises FamilyError when fewer than two documents are so long.
     """
+    names = [_TRANSLATION.sub("bible/", name) for name in split.names]
     sizes = [len(split.document(number)) // (length + 1) for number in range(len(split.names))]
     turns = [
         (place, number)
@@ -41,15 +48,15 @@ def texts_of(split: Split, length: int, count: int) -> Texts:
         for number, size in enumerate(sizes)
         if place < size
     ][:count]
-    used = sorted({number for _, number in turns})
+    used = list(dict.fromkeys(names[number] for number in sorted({n for _, n in turns})))
     if len(used) < 2:
         raise FamilyError(
             f"Only {len(used)} held-out documents have {length + 1:,} tokens, and an interval "
             "needs two; hold out longer ones"
         )
     return Texts(
-        tuple(split.names[number] for number in used),
-        tuple(used.index(number) for _, number in turns),
+        tuple(used),
+        tuple(used.index(names[number]) for _, number in turns),
         tuple(
             tuple(split.document(number)[place * (length + 1) :][: length + 1].tolist())
             for place, number in turns

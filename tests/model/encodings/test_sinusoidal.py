@@ -21,16 +21,16 @@ def vectors(positions, *, width=10, context=3000, **options):
 
 @pytest.mark.parametrize("layout", ["interleaved", "split"])
 @pytest.mark.parametrize(("slowest", "last"), [("next", 5), ("last", 4)])
-@pytest.mark.parametrize("offset", [0, 2])
-def test_every_number_is_the_formula_s(layout, slowest, last, offset):
+@pytest.mark.parametrize(("offset", "scale"), [(0, 1), (2, 0.5)])
+def test_every_number_is_the_formula_s(layout, slowest, last, offset, scale):
     positions = [0, 1, 2, 77, 2999]
-    found = vectors(positions, layout=layout, slowest=slowest, offset=offset)
+    found = vectors(positions, layout=layout, slowest=slowest, offset=offset, scale=scale)
     for row, position in zip(found, positions, strict=True):
         for i in range(5):
             angle = (position + offset) / 10000 ** (i / last)
             sine, cosine = (i, i + 5) if layout == "split" else (2 * i, 2 * i + 1)
-            assert abs(row[sine] - math.sin(angle)) < 1e-6
-            assert abs(row[cosine] - math.cos(angle)) < 1e-6
+            assert abs(row[sine] - scale * math.sin(angle)) < 1e-6
+            assert abs(row[cosine] - scale * math.cos(angle)) < 1e-6
 
 
 def test_xglm():
@@ -64,6 +64,9 @@ def test_an_odd_width_ends_with_a_zero():
         {"layout": "split", "slowest": "first"},
         {"layout": "split", "offset": -1},
         {"layout": "split", "base": 500},
+        {"layout": "split", "scale": 0},
+        {"layout": "split", "scale": math.inf},
+        {"layout": "split", "scale": "4"},
     ],
 )
 def test_options_that_do_not_fit(options):

@@ -14,7 +14,13 @@ from model.family.evaluation.shortened import Divergence
 
 TRAINED, CONTEXT = 512, 4096
 REFUSAL = "refuses: there is no vector for such a position"
-CONFIG = {"layers": 4, "width": 256, "heads": 4, "trained_context": TRAINED}
+CONFIG = {
+    "layers": 4,
+    "width": 256,
+    "heads": 4,
+    "trained_context": TRAINED,
+    "encoding": {"name": "any", "options": {"scale": 4.0, "layout": "split"}},
+}
 
 
 def around(value: float, half: float = 0.02) -> Estimate:

@@ -50,6 +50,15 @@ def test_windows_are_whole_and_taken_from_all_documents_in_turn() -> None:
         texts_of(held_out, 600, 4)
 
 
+def test_translations_of_a_book_are_one_document() -> None:
+    split = corpus(documents=4, length=600).held_out
+    names = ("grimm/Esther", "bible-web/Esther", "bible-web/Ruth", "bible-bbe/Esther")
+    found = texts_of(replace(split, names=names), 255, 6)
+    assert found.documents == ("grimm/Esther", "bible/Esther", "bible/Ruth")
+    assert found.owner == (0, 1, 2, 1, 0, 1)
+    assert found.weights.tolist() == [2, 3, 1]
+
+
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_chunks_read_what_a_whole_pass_reads(encoding, monkeypatch) -> None:
     monkeypatch.setattr(reading, "CHUNK", 24)  # no multiple of a block, and several in a window

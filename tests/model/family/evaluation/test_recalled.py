@@ -1,5 +1,7 @@
 """Recall: readers whose memory is known, and texts that end where they should."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 
@@ -84,6 +86,24 @@ def test_every_text_ends_at_the_length_and_no_answer_is_shown(length) -> None:
     measured(Recorder(64), (length,))
     assert {count for count, _ in seen} == {length - 1}
     assert sorted(wanted for _, wanted in seen) == sorted(one.answer for one in TEXTS)
+
+
+def test_texts_of_a_cell_stand_after_as_many_proses_as_there_are() -> None:
+    """Each text begins where its own prose does, whose first token tells them apart."""
+    behind = defaultdict(set)
+
+    class Recorder(Copier):
+        def read(self, tokens, *, wanted, start=0):
+            behind[by_end[tuple(tokens[-20:])]].add(tokens[0])
+            return super().read(tokens, wanted=wanted, start=start)
+
+    texts = recalled.asked(TOKENIZER, (64,), 4)
+    by_end = {one.tokens[:-1][-20:]: one.kind for one in texts}
+    proses = [[mark, *PROSE[0]] for mark in range(4)]
+    recalled.measure(
+        Recorder(64), texts, proses, (600,), trained=512, reach=600, done=lambda _: None
+    )
+    assert behind == {"pairs": {0, 1, 2, 3}, "copy": {0, 1, 2, 3}}
 
 
 def test_prose_that_was_read_once_is_read_as_if_every_time() -> None:
