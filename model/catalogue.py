@@ -16,12 +16,12 @@ from model.config import EncodingSpec, ModelConfig
 from model.encodings.base import (
     EncodingError,
     PositionalEncoding,
-    PositionalWork,
     ScoreBias,
     find,
     freeze_all,
     names,
 )
+from model.positional_work import PositionalWork
 from model.rotation import Rotation
 from model.trial import Cost, TimedTrial, Trial
 

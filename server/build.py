@@ -16,10 +16,11 @@ from model.attention.base import NoBackend
 from model.catalogue import Place
 from model.config import EncoderDecoderConfig, ModelConfig
 from model.encoder_decoder import EncoderDecoder
-from model.encodings.base import EncodingError, PositionalWork, create
+from model.encodings.base import EncodingError, create
 from model.encodings.rope import RoPE
 from model.kernels.build import Kernels
 from model.loading import Checkpoint, CheckpointError
+from model.positional_work import PositionalWork
 from model.transformer import Decoder
 from server import listen, placement
 from server.app import HttpOptions, create_app, own_version

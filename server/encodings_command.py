@@ -22,7 +22,8 @@ from model.catalogue import (
     measured_for,
     timed_trial,
 )
-from model.encodings.base import EncodingError, PositionalWork
+from model.encodings.base import EncodingError
+from model.positional_work import PositionalWork
 from server import placement
 from server.decoders import find_kernels
 from server.errors import CommandError

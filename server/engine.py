@@ -13,6 +13,7 @@ import torch
 
 from cache.kv import KVCache
 from cache.manager import CacheManager
+from model.positional_work import PositionalWork
 from server.auditing import Auditor
 from server.cache_view import CacheView, view
 from server.plan import Plan, Sampled, Work
@@ -20,7 +21,6 @@ from server.position_meter import PositionMeter
 from server.request import (
     PassTimes,
     Phase,
-    PositionTotals,
     Request,
     RequestFailed,
     ServeError,
@@ -39,7 +39,7 @@ class _Planned:
     """What a step computes, and what is known of it before it is recorded."""
 
     plan: Plan
-    spent: tuple[PositionTotals, PositionTotals]
+    spent: tuple[PositionalWork, PositionalWork]
     phase: Phase | None
     decode_context: int | None
     sampling: Sampling | None = None  # once it is launched

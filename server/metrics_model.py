@@ -7,17 +7,10 @@ from bisect import bisect_left
 from typing import Any
 
 from cache.terms import OpReport
+from model.positional_work import PositionalWork
 from server.http_errors import REJECTION_REASONS
 from server.metrics_families import Families
-from server.request import (
-    ContextShift,
-    FinishReason,
-    PassTimes,
-    Phase,
-    PositionTotals,
-    RequestSummary,
-    StepStats,
-)
+from server.request import ContextShift, FinishReason, PassTimes, Phase, RequestSummary, StepStats
 
 OUTCOMES = ("reindexed", "rerotated", "recomputed")
 BLOCK_STATES = ("free", "active", "cached", "quarantined")
@@ -72,7 +65,7 @@ class ModelMetrics:
         # Forks copy and never rewrite, so a shift is the one cause there is.
         self._rewritten = child(families.rewritten, "context_shift")
         self._moved_bytes = child(families.moved_bytes)
-        self._position = {  # in the order of PositionTotals' fields
+        self._position = {  # in the order of PositionalWork's fields
             phase: (
                 child(families.rotations, phase),
                 child(families.bias_values, phase),
@@ -143,7 +136,7 @@ class ModelMetrics:
         for summary in stats.ended:
             self._observe_end(summary)
 
-    def _observe_position(self, phase: Phase, work: PositionTotals) -> None:
+    def _observe_position(self, phase: Phase, work: PositionalWork) -> None:
         amounts = work.values
         for counter, amount in zip(self._position[phase], amounts, strict=True):
             if amount:

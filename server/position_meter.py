@@ -7,20 +7,18 @@ contexts, so the costs are summed once up to each n, and a chunk is the differen
 from collections.abc import Callable, Iterable, Sequence
 from operator import add, sub
 
-from model.encodings.base import PositionalWork
+from model.positional_work import NO_WORK, PositionalWork
 from server.plan import Work
-from server.request import PositionTotals
 
 Cost = Callable[[int], PositionalWork]  # of one token that sees so many keys
-Sum = tuple[int, ...]  # the values of PositionTotals
+Sum = tuple[int, ...]  # the values of PositionalWork
 
-_NOTHING = PositionTotals()
 _TOGETHER = 64  # contexts that are added up at once: for every step anew it takes far longer
 
 
 def no_cost(context: int) -> PositionalWork:
     """Where there is no encoding, or none that is known."""
-    return PositionalWork()
+    return NO_WORK
 
 
 class PositionMeter:
@@ -38,15 +36,15 @@ class PositionMeter:
         self._cost = cost
         self._source_cost = source_cost
         self._trained_context = trained_context
-        self._sums = [PositionTotals().values]  # of contexts 1 to the index
+        self._sums = [NO_WORK.values]  # of contexts 1 to the index
 
-    def measure(self, plan: Sequence[Work]) -> tuple[PositionTotals, PositionTotals]:
+    def measure(self, plan: Sequence[Work]) -> tuple[PositionalWork, PositionalWork]:
         """Prefill and decode. To be asked before the plan is recorded.
 
         Prefill is all that is computed for a request before its first token; computing it again
         after a preemption later counts as decode.
         """
-        spent = [_NOTHING, _NOTHING]
+        spent = [NO_WORK, NO_WORK]
         for phase in (False, True):
             own = [work for work in plan if work.decodes is phase]
             if own:
@@ -54,15 +52,15 @@ class PositionMeter:
         prefill, decode = spent
         return prefill, decode
 
-    def _spent(self, plan: Sequence[Work]) -> PositionTotals:
+    def _spent(self, plan: Sequence[Work]) -> PositionalWork:
         before = map(sum, zip(*(self._upto(work.start) for work in plan), strict=True))
         after = map(sum, zip(*(self._upto(work.start + work.count) for work in plan), strict=True))
-        spent = PositionTotals(*map(sub, after, before))
+        spent = PositionalWork(*map(sub, after, before))
         for work in plan:
             if work.encodes:
                 length = len(work.request.source)
                 # Each of its tokens sees all of them.
-                spent += _totals(self._source_cost(length)) * length
+                spent += self._source_cost(length) * length
         return spent
 
     def extrapolated(self, recorded: Iterable[Work]) -> int:
@@ -75,17 +73,6 @@ class PositionMeter:
         """Of tokens that see 1, 2, ... `context` keys."""
         if len(self._sums) <= context:
             while len(self._sums) < context + _TOGETHER:
-                cost = _totals(self._cost(len(self._sums))).values
+                cost = self._cost(len(self._sums)).values
                 self._sums.append(tuple(map(add, self._sums[-1], cost)))
         return self._sums[context]
-
-
-def _totals(work: PositionalWork) -> PositionTotals:
-    return PositionTotals(
-        rotations=work.rotations,
-        bias_values=work.bias_values,
-        bias_built=work.bias_built,
-        flops=work.flops,
-        bytes=work.bytes,
-        bias_bytes=work.bias_bytes,
-    )

@@ -15,9 +15,9 @@ ServeError
 import random
 from dataclasses import dataclass, field
 from enum import StrEnum
-from operator import add
 
 from cache.terms import OpReport
+from model.positional_work import NO_WORK, PositionalWork
 from model.sampling import SamplingParams
 
 
@@ -218,36 +218,6 @@ class RequestSummary:
     end: float
 
 
-@dataclass(frozen=True, slots=True)
-class PositionTotals:
-    """What positions cost, summed over tokens; as in model/encodings/base.py's PositionalWork."""
-
-    rotations: int = 0
-    bias_values: int = 0
-    bias_built: int = 0
-    flops: int = 0
-    bytes: int = 0
-    bias_bytes: int = 0
-
-    @property
-    def values(self) -> tuple[int, ...]:
-        """In the order of the fields. Asked in every step, which `astuple` is too slow for."""
-        return (
-            self.rotations,
-            self.bias_values,
-            self.bias_built,
-            self.flops,
-            self.bytes,
-            self.bias_bytes,
-        )
-
-    def __add__(self, other: "PositionTotals") -> "PositionTotals":
-        return PositionTotals(*map(add, self.values, other.values))
-
-    def __mul__(self, factor: int) -> "PositionTotals":
-        return PositionTotals(*(factor * each for each in self.values))
-
-
 class Phase(StrEnum):
     """What a step computes: for requests before their first token, after it, or for both."""
 
@@ -308,8 +278,8 @@ class StepStats:
     mutated_entries: int = 0  # of the layers and parts of blocks that changed
     shifts: tuple[ContextShift, ...] = ()
     forks: tuple[OpReport, ...] = ()
-    prefill_work: PositionTotals = PositionTotals()  # before a request's first token
-    decode_work: PositionTotals = PositionTotals()
+    prefill_work: PositionalWork = NO_WORK  # before a request's first token
+    decode_work: PositionalWork = NO_WORK
     phase: Phase | None = None  # None: nothing was computed
     # Of the longest request of a step that computes one token each, after their first.
     decode_context: int | None = None

@@ -7,7 +7,8 @@ import torch
 
 from cache.terms import Evict, Move, Unsupported
 from model.catalogue import BLOCK_SIZE, LENGTHS, SHAPE, example
-from model.encodings.base import PositionalEncoding, PositionalWork, find
+from model.encodings.base import PositionalEncoding, find
+from model.positional_work import PositionalWork
 from model.trial import OTHER, SEQUENCE, Trial
 from tests.server.test_metrics import families, metrics_of_toy
 

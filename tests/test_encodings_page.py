@@ -14,7 +14,8 @@ from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
 from model.catalogue import BLOCK_SIZE, LENGTHS, SHAPE, Ability, Place, example, facts
 from model.config import EncodingSpec
-from model.encodings.base import PositionalWork, create, find, names
+from model.encodings.base import create, find, names
+from model.positional_work import PositionalWork
 from model.rope_scaling import scaling_from
 from server import cli
 from server.build import load_models

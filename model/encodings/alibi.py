@@ -10,13 +10,8 @@ from typing import Any, ClassVar, Self
 import torch
 
 from model.config import ModelConfig
-from model.encodings.base import (
-    EncodingError,
-    KeyBias,
-    LinearBias,
-    PositionalEncoding,
-    PositionalWork,
-)
+from model.encodings.base import EncodingError, KeyBias, LinearBias, PositionalEncoding
+from model.positional_work import PositionalWork
 
 
 def slopes(heads: int, bias_max: float = 8.0) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from cache.terms import Capability, KeyFrame, Op
 from model.config import EncodingSpec, ModelConfig
+from model.positional_work import NO_WORK, PositionalWork
 from model.rotation import Rotation
 
 
@@ -78,23 +79,6 @@ class KeyBias:
 
 
 ScoreBias = LinearBias | TableBias | KeyBias
-
-
-@dataclass(frozen=True, slots=True)
-class PositionalWork:
-    """What one new token costs because of its position, over all layers, at one context length.
-
-    Only the encoding's own arithmetic and memory traffic; storing a key is the same for all.
-    """
-
-    rotations: int = 0  # of one head's query or key
-    bias_values: int = 0  # scores that get a bias added
-    bias_built: int = 0  # bias values made for this step alone and stored until it ends
-    flops: int = 0
-    # Read of tables and weights, each once however many layers use it; and what is built for
-    # the step, written once and read by every layer that adds it.
-    bytes: int = 0
-    bias_bytes: int = 0  # how many of the bytes are for biases
 
 
 class PositionalEncoding(nn.Module):
@@ -179,7 +163,7 @@ class PositionalEncoding(nn.Module):
 
         Lists ask at lengths beyond the one that the encoding was built for.
         """
-        return PositionalWork()
+        return NO_WORK
 
 
 def names() -> list[str]:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.encodings.base import EncodingError, PositionalEncoding, PositionalWork
+from model.encodings.base import EncodingError, PositionalEncoding
+from model.positional_work import PositionalWork
 
 
 class Learned(PositionalEncoding):

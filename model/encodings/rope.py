@@ -13,7 +13,8 @@ from torch import Tensor
 
 from cache.terms import Capability, KeyFrame, Op
 from model.config import ModelConfig
-from model.encodings.base import EncodingError, PositionalEncoding, PositionalWork
+from model.encodings.base import EncodingError, PositionalEncoding
+from model.positional_work import PositionalWork
 from model.rope_scaling import Scaling, frequencies, scaling_from
 from model.rotation import Layout, Rotation, turn
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.encodings.base import EncodingError, PositionalEncoding, PositionalWork
+from model.encodings.base import EncodingError, PositionalEncoding
+from model.positional_work import PositionalWork
 
 LAYOUTS = ("interleaved", "split")
 SLOWEST = ("next", "last")

@@ -12,13 +12,8 @@ import torch
 from torch import nn
 
 from model.config import ModelConfig
-from model.encodings.base import (
-    EncodingError,
-    MaterialisedBias,
-    PositionalEncoding,
-    PositionalWork,
-    TableBias,
-)
+from model.encodings.base import EncodingError, MaterialisedBias, PositionalEncoding, TableBias
+from model.positional_work import PositionalWork
 
 REQUIRED = frozenset({"buckets", "max_distance"})
 FORMS = ("window", "table", "materialised")

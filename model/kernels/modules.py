@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from cache.terms import Capability, KeyFrame, Op
 from model.config import ModelConfig
-from model.encodings.base import PositionalEncoding, PositionalWork
+from model.encodings.base import PositionalEncoding
 from model.encodings.rope import RoPE
 from model.kernels.build import Kernels
 from model.linear import Int8Linear, Linear
+from model.positional_work import PositionalWork
 from model.rotation import Rotation
 from model.transformer import RMSNorm
 

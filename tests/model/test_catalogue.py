@@ -23,14 +23,8 @@ from model.catalogue import (
     measured,
     timed_trial,
 )
-from model.encodings.base import (
-    EncodingError,
-    LinearBias,
-    PositionalEncoding,
-    PositionalWork,
-    find,
-    names,
-)
+from model.encodings.base import EncodingError, LinearBias, PositionalEncoding, find, names
+from model.positional_work import PositionalWork
 
 PLACE = Place(all_backends("no compiler"), torch.float32, torch.device("cpu"))
 

@@ -6,17 +6,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cache.terms import Capability, Op, OpReport
+from model.positional_work import PositionalWork
 from server.http_errors import REJECTION_REASONS
 from server.metrics import Metrics
-from server.request import (
-    ContextShift,
-    FinishReason,
-    PassTimes,
-    Phase,
-    PositionTotals,
-    RequestSummary,
-    StepStats,
-)
+from server.request import ContextShift, FinishReason, PassTimes, Phase, RequestSummary, StepStats
 from tests.server.toy import ask, chat, complete, sample, toy, toy_app
 
 LABELS = {"model_name": "toy", "encoding": "rope"}
@@ -143,8 +136,8 @@ def test_a_step_is_counted():
         verified_blocks=8,
         mutated_entries=9,
         extrapolated_tokens=3,
-        prefill_work=PositionTotals(1, 2, 3, 4, 5, 6),
-        decode_work=PositionTotals(7, 8, 9, 10, 11, 12),
+        prefill_work=PositionalWork(1, 2, 3, 4, 5, 6),
+        decode_work=PositionalWork(7, 8, 9, 10, 11, 12),
         forks=(OpReport(Op.FORK, Capability.FREE, copied=5, bytes_moved=50),),
         shifts=(
             ContextShift(40, 8, 0.002, OpReport(Op.EVICT_RENUMBER, Capability.FREE)),

@@ -8,7 +8,8 @@ import torch
 
 from model.attention.sdpa import SdpaAttention
 from model.config import EncodingSpec, ModelConfig
-from model.encodings.base import PositionalWork, create, find
+from model.encodings.base import create, find
+from model.positional_work import PositionalWork
 from model.saving import save_checkpoint
 from model.transformer import Decoder
 from server.app import HttpOptions, create_app
@@ -18,7 +19,6 @@ from server.metrics import Metrics
 from server.models import Models
 from server.plan import Work
 from server.position_meter import PositionMeter
-from server.request import PositionTotals
 from tests.model import checkpoints
 from tests.model.tiny import ROPE, T5
 from tests.server.fake_engine import configured, make_engine, make_request
@@ -39,18 +39,18 @@ def work(name="a", start=0, count=1, *, generated=0, source=()):
 
 
 def expected(contexts):
-    total = PositionTotals()
+    total = PositionalWork()
     for context in contexts:
         each = cost(context)
-        total += PositionTotals(**asdict(each))
+        total += PositionalWork(**asdict(each))
     return total
 
 
 def test_a_chunk_costs_what_its_tokens_cost():
     meter = PositionMeter(cost)
     spent = meter.measure([work(start=5, count=3)])
-    assert spent == (expected([6, 7, 8]), PositionTotals())
-    assert spent[0] == PositionTotals(3, 6 + 7 + 8, 0, 36 + 49 + 64, 21, 0)
+    assert spent == (expected([6, 7, 8]), PositionalWork())
+    assert spent[0] == PositionalWork(3, 6 + 7 + 8, 0, 36 + 49 + 64, 21, 0)
     assert meter.measure([work(count=2)])[0] == expected([1, 2])
 
 
@@ -78,12 +78,12 @@ def test_rows_count_as_prefill_until_a_request_has_its_first_token():
 def test_what_an_encoder_reads_sees_all_of_it():
     meter = PositionMeter(cost, lambda context: PositionalWork(bias_values=10 * context))
     first, later = work(source=(1, 2, 3)), work(start=1, source=(1, 2, 3))
-    assert meter.measure([first])[0] == expected([1]) + PositionTotals(bias_values=3 * 30)
+    assert meter.measure([first])[0] == expected([1]) + PositionalWork(bias_values=3 * 30)
     assert meter.measure([later])[0] == expected([2])
 
 
 def test_a_meter_of_nothing():
-    assert PositionMeter().measure([work(count=9)]) == (PositionTotals(), PositionTotals())
+    assert PositionMeter().measure([work(count=9)]) == (PositionalWork(), PositionalWork())
     assert PositionMeter().extrapolated([work(count=9)]) == 0
 
 

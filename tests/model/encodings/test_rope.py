@@ -10,8 +10,9 @@ from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
 from cache.terms import Capability, KeyFrame, Op
-from model.encodings.base import EncodingError, EncodingSpec, PositionalWork, create
+from model.encodings.base import EncodingError, EncodingSpec, create
 from model.encodings.rope import RoPE
+from model.positional_work import PositionalWork
 from tests.model.encodings import rope_properties
 from tests.model.encodings.rope_properties import SPAN, WIDTH
 from tests.model.running import run_uncached
