@@ -4,7 +4,7 @@
 // Every output row is summed in an order that depends neither on the rows of other requests nor on
 // the number of threads: a request's numbers do not change with its neighbours. Arithmetic is
 // float32, or float64 for float64; bfloat16 is a storage format here, widened on load and rounded
-// to nearest even on store.
+// to nearest even on store. Only pairs.hpp multiplies it as it is, which rounds no product either.
 
 #include "layer.hpp"
 #include "sampling.hpp"

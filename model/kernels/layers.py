@@ -235,6 +235,6 @@ def linear_arguments(linear: PanelLinear | Int8PanelLinear) -> LinearArguments:
         packed=linear.panels.data_ptr(),
         scale=None if scale is None else scale.data_ptr(),
         bias=None if linear.bias is None else linear.bias.data_ptr(),
-        inputs=linear.panels.shape[1],
+        inputs=linear.inputs,
         outputs=linear.outputs,
     )

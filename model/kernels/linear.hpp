@@ -8,23 +8,31 @@
 
 #include <omp.h>
 
+#include "pairs.hpp"
 #include "vectors.hpp"
 
 namespace {
 
-// packed [panel, input, column], columns as load_two finds them; those past the last output are
-// zero.
+// What is multiplied at once: one input, widened, or a pair of them as they are.
+template <class T, class W>
+using Factor = std::conditional_t<kPairs<T> && std::is_same_v<T, W>, Pair, float>;
+template <class X>
+constexpr int64_t kInputs = std::is_same_v<X, Pair> ? 2 : 1;
+
+// packed [panel, step, kInputs · columns]; columns past the last output are zero, and so is what
+// would be the last input's second. Columns lie as load_two finds them; of pairs, a column's two.
 template <class T>
 void pack_panels(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
-  constexpr int64_t kPanel = ::kPanel<float>;
+  constexpr int64_t kPanel = ::kPanel<float>, kTogether = kInputs<Factor<T, T>>;
   const int64_t panels = (outputs + kPanel - 1) / kPanel;
+  const int64_t padded = (inputs + kTogether - 1) / kTogether * kTogether;
 #pragma omp parallel for
   for (int64_t p = 0; p < panels; ++p)
-    for (int64_t k = 0; k < inputs; ++k)
+    for (int64_t k = 0; k < padded; ++k)
       for (int64_t j = 0; j < kPanel; ++j) {
-        const int64_t n = p * kPanel + j;
-        packed[(p * inputs + k) * kPanel + place_of_lane<T>(j)] =
-            n < outputs ? weight[n * inputs + k] : T{};
+        const int64_t n = p * kPanel + j, first = (p * padded + k / kTogether * kTogether) * kPanel;
+        packed[first + (kTogether == 2 ? 2 * j + k % 2 : place_of_lane<T>(j))] =
+            n < outputs && k < inputs ? weight[n * inputs + k] : T{};
       }
 }
 
@@ -107,6 +115,14 @@ void fill_tile(const T *x, int64_t inputs, int64_t rows, float *tile) {
     for (int64_t r = 0; r < rows; ++r) tile[k * rows + r] = widen(x[r * inputs + k]);
 }
 
+inline void fill_row(const float *x, int64_t inputs, float *row) {
+  std::copy(x, x + inputs, row);
+}
+template <class T>
+void fill_row(const T *x, int64_t inputs, float *row) {
+  for (int64_t k = 0; k < inputs; ++k) row[k] = widen(x[k]);
+}
+
 // Of 8-bit weights, whose widening costs too much to be repeated for every tile of rows.
 template <class W>
 void widen_panel(const W *panel, int64_t inputs, float *widened) {
@@ -142,25 +158,27 @@ struct Outputs {
 // One row. Every thread widens it for itself, which takes less than waiting for another.
 template <class T, class W>
 void linear_row(const T *x, const W *packed, int64_t inputs, const Outputs<T> &outputs) {
+  typedef Factor<T, W> X;
   constexpr int64_t kPanel = ::kPanel<float>, kTogether = 3;  // panels
   const int64_t panels = (outputs.count + kPanel - 1) / kPanel;
+  const int64_t steps = (inputs + kInputs<X> - 1) / kInputs<X>;
 #pragma omp parallel
   {
-    const std::unique_ptr<float[]> wide(new float[inputs]);
-    for (int64_t k = 0; k < inputs; ++k) wide[k] = widen(x[k]);
+    const std::unique_ptr<X[]> wide(new X[steps]);
+    fill_row(x, inputs, wide.get());
     alignas(64) float sums[kTogether * kPanel];
     // A share of panels, not of triples: there may be few of these.
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     const int64_t end = panels * (thread + 1) / threads;
     for (int64_t p = panels * thread / threads; p < end; p += kTogether) {
       const int64_t count = std::min(kTogether, end - p);
-      const W *weights = packed + p * inputs * kPanel;
+      const W *weights = packed + p * steps * kInputs<X> * kPanel;
       if (count == kTogether)
-        multiply_row<kTogether>(wide.get(), inputs, weights, sums);
+        multiply_row<kTogether>(wide.get(), steps, weights, sums);
       else if (count == 2)
-        multiply_row<2>(wide.get(), inputs, weights, sums);
+        multiply_row<2>(wide.get(), steps, weights, sums);
       else
-        multiply_row<1>(wide.get(), inputs, weights, sums);
+        multiply_row<1>(wide.get(), steps, weights, sums);
       for (int64_t i = 0; i < count; ++i) outputs.finish(p + i, 0, 1, sums + i * kPanel);
     }
   }
@@ -170,16 +188,18 @@ void linear_row(const T *x, const W *packed, int64_t inputs, const Outputs<T> &o
 template <class T, class W>
 void linear(const T *x, const W *packed, const float *scale, const float *bias, T *y,
             int64_t rows, int64_t inputs, int64_t outputs) {
-  constexpr int64_t kPanel = ::kPanel<float>;
-  constexpr int64_t kChunk = 4 * kRows;                   // rows per pass over the panels
-  constexpr int64_t kDepth = 16384 / kPanel / sizeof(W);  // inputs: 16 KiB of a panel stay in L1
-  constexpr int64_t kWidened = sizeof(W) == 1 ? 64 : 0;   // inputs that tiles share, widened
+  typedef Factor<T, W> X;
+  constexpr int64_t kPanel = ::kPanel<float>, kStep = kInputs<X> * kPanel;
+  constexpr int64_t kChunk = 4 * kRows;                  // rows per pass over the panels
+  constexpr int64_t kDepth = 16384 / kStep / sizeof(W);  // steps: 16 KiB of a panel stay in L1
+  constexpr int64_t kWidened = sizeof(W) == 1 ? 64 : 0;  // steps that tiles share, widened
   const Outputs<T> to{scale, bias, y, outputs};
   if (rows == 1) return linear_row(x, packed, inputs, to);
   const int64_t panels = (outputs + kPanel - 1) / kPanel, tiles = (rows + kRows - 1) / kRows;
-  // Tile by tile of kRows rows, [inputs, rows of the tile], so that a tile reads one stream.
-  const int64_t tile_size = kRows * inputs + kLanes<float>;  // fill_tile writes past the end
-  const std::unique_ptr<float[]> wide(new float[tiles * tile_size]);
+  const int64_t steps = (inputs + kInputs<X> - 1) / kInputs<X>;
+  // Tile by tile of kRows rows, [steps, rows of the tile], so that a tile reads one stream.
+  const int64_t tile_size = kRows * steps + kLanes<float>;  // fill_tile writes past the end
+  const std::unique_ptr<X[]> wide(new X[tiles * tile_size]);
 #pragma omp parallel
   {
 #pragma omp for schedule(static)
@@ -194,18 +214,20 @@ void linear(const T *x, const W *packed, const float *scale, const float *bias, 
         std::fill(sums, sums + chunk_rows * kPanel, 0.0f);
         const bool shared = kWidened && chunk_rows > kRows;
         const int64_t step = shared ? kWidened : kDepth;
-        for (int64_t k = 0; k < inputs; k += step) {
-          const int64_t depth = std::min(step, inputs - k);
-          const W *piece = packed + (p * inputs + k) * kPanel;
+        for (int64_t k = 0; k < steps; k += step) {
+          const int64_t depth = std::min(step, steps - k);
+          const W *piece = packed + (p * steps + k) * kStep;
           if (shared) widen_panel(piece, depth, widened);
           for (int64_t m = 0; m < chunk_rows; m += kRows) {
             const int64_t count = std::min<int64_t>(kRows, chunk_rows - m);
-            const float *tile = wide.get() + (chunk + m) / kRows * tile_size + k * count;
+            const X *tile = wide.get() + (chunk + m) / kRows * tile_size + k * count;
             float *sum = sums + m * kPanel;
-            if (shared)
-              multiply<kRows, 0, 1, kPanel>(count, tile, depth, widened, sum);
-            else
-              multiply<kRows, 0, 1, kPanel>(count, tile, depth, piece, sum);
+            if constexpr (kWidened > 0)
+              if (shared) {
+                multiply<kRows, 0, 1, kPanel>(count, tile, depth, widened, sum);
+                continue;
+              }
+            multiply<kRows, 0, 1, kPanel>(count, tile, depth, piece, sum);
           }
         }
         to.finish(p, chunk, chunk_rows, sums);

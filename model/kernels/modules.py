@@ -26,7 +26,7 @@ class PanelLinear(nn.Module):
     def __init__(self, linear: Linear, kernels: Kernels) -> None:
         super().__init__()
         self.kernels = kernels
-        self.outputs = linear.weight.shape[0]
+        self.outputs, self.inputs = linear.weight.shape
         self.panels = kernels.pack(linear.weight)
         self.bias = None if linear.bias is None else linear.bias.float()
 
@@ -40,7 +40,7 @@ class Int8PanelLinear(nn.Module):
     def __init__(self, linear: Int8Linear, kernels: Kernels) -> None:
         super().__init__()
         self.kernels = kernels
-        self.outputs = linear.rounded.shape[0]
+        self.outputs, self.inputs = linear.rounded.shape
         self.panels = kernels.pack(linear.rounded)
         self.scale = linear.scale
         self.bias = None if linear.bias is None else linear.bias.float()
@@ -52,7 +52,7 @@ class Int8PanelLinear(nn.Module):
 class OneDnnLinear(nn.Module):
     """oneDNN over weights it has reordered once, for about 32 rows; one order serves all counts.
 
-    For processors that multiply bfloat16 (AMX, AVX512-BF16), which oneDNN makes use of. The
+    For processors that multiply tiles of bfloat16 (AMX), which oneDNN makes use of. The
     operators are torch's own but not public: pyproject.toml bounds torch's version.
     """
 

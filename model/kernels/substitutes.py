@@ -65,12 +65,17 @@ def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
 
 def has_bf16_arithmetic() -> bool:
     """Whether this CPU multiplies bfloat16 itself, as opposed to widening it."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.cpu._is_avx512_bf16_supported() or has_bf16_tiles()
+
+
+def has_bf16_tiles() -> bool:
+    """Whether this CPU multiplies tiles of bfloat16, many times as fast as vectors."""
+    return torch.cpu._is_amx_tile_supported()
 
 
 def _faster(module: nn.Module, kernels: Kernels) -> nn.Module | None:
     if isinstance(module, Linear):
-        if module.weight.dtype is torch.bfloat16 and has_bf16_arithmetic():
+        if module.weight.dtype is torch.bfloat16 and has_bf16_tiles():
             return OneDnnLinear(module)
         return PanelLinear(module, kernels)
     if isinstance(module, Int8Linear):

@@ -226,7 +226,7 @@ def test_an_answer_is_a_text_of_its_own(source, text):
     ("flags", "words"),
     [
         (["--dtype", "float16"], "use --dtype bfloat16 or float32"),
-        (["--kv-memory", "17K"], "one each for prompt and answer; raise --kv-memory"),
+        (["--dtype", "float32", "--kv-memory", "17K"], "one each for prompt and answer; raise"),
         (["--encoding", "nope"], "keeps its own"),
     ],
 )

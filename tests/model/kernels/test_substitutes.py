@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from model.attention.cpu import CpuBackend
 from model.encodings.rope import RoPE
+from model.kernels import substitutes
 from model.kernels.modules import (
     Int8PanelLinear,
     KernelRMSNorm,
@@ -42,10 +43,11 @@ def test_panels_equal_torch(rows, inputs, outputs, bias, kernels):
     assert (PanelLinear(layer, kernels)(x) - exact).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("rows", [1, 13, 40])
-def test_bfloat16_panels_round_once(rows, kernels):
-    layer = made(96, 70, True, torch.bfloat16)
-    x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(rows)).bfloat16()
+@pytest.mark.parametrize("rows", [1, 2, 3, 13, 40, 97])
+@pytest.mark.parametrize("inputs", [1, 7, 96, 601])  # with odd ones, the last has no second
+def test_bfloat16_panels_round_once(inputs, rows, kernels):
+    layer = made(inputs, 70, True, torch.bfloat16)
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).bfloat16()
     exact = x.double() @ layer.weight.double().T + layer.bias.double()
     packed = PanelLinear(layer, kernels)(x)
     assert (
@@ -77,6 +79,18 @@ def test_one_dnn_equals_torch(rows):
     x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(rows)).bfloat16()
     exact = x.double() @ layer.weight.double().T + layer.bias.double()
     assert (OneDnnLinear(layer)(x).double() - exact).abs().max() < 0.04
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="oneDNN has no bfloat16 for this processor",
+)
+def test_one_dnn_has_the_linear_layers_where_tiles_are_multiplied(kernels, monkeypatch):
+    monkeypatch.setattr(substitutes, "has_bf16_tiles", lambda: True)
+    for dtype, wanted in ((torch.bfloat16, OneDnnLinear), (torch.float32, PanelLinear)):
+        model = torch.nn.Sequential(made(96, 70, True, dtype))
+        substitute(model, kernels, dtype)
+        assert type(model[0]) is wanted
 
 
 @pytest.fixture(params=[1, 2, 3])

@@ -151,7 +151,7 @@ def test_a_card_without_figures_says_so() -> None:
 def test_a_card_has_every_figure_and_models_of_any_name() -> None:
     own = measured("kerple", [0.0], memory=500)
     card = text(replace(family(), members=(*family().members, own)), "the data card")
-    assert "| ropewalk-kerple | kerple | 4,300,000 |" in card
+    assert "| ropewalk-kerple | kerple | scale 4.0, layout split | 4,300,000 |" in card
     assert "| 512 tokens, learned |" in card and "| 1,024 tokens, learned | refused |" in card
     assert "| learned | shift | impossible | refused |" in card
     assert "| ropewalk-rope.seed1 | 4,882 | 40.0 M | 40 |" in card
