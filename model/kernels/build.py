@@ -124,7 +124,7 @@ class Kernels:
     def pack(self, weight: Tensor) -> Tensor:
         """[outputs, inputs] → the panels that `linear` reads, of the same dtype."""
         outputs, inputs = weight.shape
-        shape = (-(-outputs // self._panel), inputs + inputs % 2, self._panel)  # room for pairs
+        shape = (-(-outputs // self._panel), inputs + inputs % 2, self._panel)
         packed = self._pages.empty(*shape, dtype=weight.dtype)
         pack = getattr(self._library, f"pack_{PACKED_SUFFIXES[weight.dtype]}")
         arguments = (weight.contiguous(), packed, outputs, inputs)

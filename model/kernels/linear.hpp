@@ -14,25 +14,27 @@
 namespace {
 
 // What is multiplied at once: one input, widened, or a pair of them as they are.
-template <class T, class W>
-using Factor = std::conditional_t<kPairs<T> && std::is_same_v<T, W>, Pair, float>;
+template <class T>
+using Factor = std::conditional_t<kPairs<T>, Pair, float>;
 template <class X>
 constexpr int64_t kInputs = std::is_same_v<X, Pair> ? 2 : 1;
 
-// packed [panel, step, kInputs · columns]; columns past the last output are zero, and so is what
-// would be the last input's second. Columns lie as load_two finds them; of pairs, a column's two.
+// Of a panel, with a last one that has no second.
+inline int64_t even(int64_t inputs) { return inputs + inputs % 2; }
+
+// packed [panel, even(inputs), column]; what is past the last output or input is zero. Columns lie
+// as load_two finds them; where bfloat16 is multiplied in pairs, a column's two side by side.
 template <class T>
 void pack_panels(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
-  constexpr int64_t kPanel = ::kPanel<float>, kTogether = kInputs<Factor<T, T>>;
+  constexpr int64_t kPanel = ::kPanel<float>;
   const int64_t panels = (outputs + kPanel - 1) / kPanel;
-  const int64_t padded = (inputs + kTogether - 1) / kTogether * kTogether;
 #pragma omp parallel for
   for (int64_t p = 0; p < panels; ++p)
-    for (int64_t k = 0; k < padded; ++k)
+    for (int64_t k = 0; k < even(inputs); ++k)
       for (int64_t j = 0; j < kPanel; ++j) {
-        const int64_t n = p * kPanel + j, first = (p * padded + k / kTogether * kTogether) * kPanel;
-        packed[first + (kTogether == 2 ? 2 * j + k % 2 : place_of_lane<T>(j))] =
-            n < outputs && k < inputs ? weight[n * inputs + k] : T{};
+        const int64_t n = p * kPanel + j, first = (p * even(inputs) + k) * kPanel;
+        const int64_t place = kPairs<T> ? 2 * j + k % 2 * (1 - kPanel) : place_of_lane<T>(j);
+        packed[first + place] = n < outputs && k < inputs ? weight[n * inputs + k] : T{};
       }
 }
 
@@ -76,17 +78,18 @@ void multiply(int64_t rows, const Real *x, int64_t inputs, const W *panel, Real 
   multiply_tile<ROWS, K, R, SUM>(x, inputs, panel, sum);
 }
 
-// One row times PANELS panels, to sum [panel, kPanel]. A single panel's sums would wait for each
-// other; every number is summed in the same order as above.
+// One row times PANELS panels of `padded` inputs, to sum [panel, kPanel]. A single panel's sums
+// would wait for each other; every number is summed in the same order as above.
 template <int PANELS, class W>
-[[gnu::noinline]] void multiply_row(const float *x, int64_t inputs, const W *panels, float *sum) {
+[[gnu::noinline]] void multiply_row(const float *x, int64_t inputs, const W *panels,
+                                    int64_t padded, float *sum) {
   constexpr int kLanes = ::kLanes<float>, kPanel = 2 * kLanes;
   constexpr int kAhead = sizeof(W) == 1 ? 64 : 24;  // inputs
   Vec<float> left_sum[PANELS] = {}, right_sum[PANELS] = {};
   for (int64_t k = 0; k < inputs; ++k)
 #pragma GCC unroll 16
     for (int p = 0; p < PANELS; ++p) {
-      const W *weights = panels + (p * inputs + k) * kPanel;
+      const W *weights = panels + (p * padded + k) * kPanel;
       Vec<float> left, right;
       load_two(weights, left, right);
       for (int64_t i = 0; i < kPanel; i += 64 / int64_t(sizeof(W)))
@@ -158,7 +161,7 @@ struct Outputs {
 // One row. Every thread widens it for itself, which takes less than waiting for another.
 template <class T, class W>
 void linear_row(const T *x, const W *packed, int64_t inputs, const Outputs<T> &outputs) {
-  typedef Factor<T, W> X;
+  typedef Factor<T> X;
   constexpr int64_t kPanel = ::kPanel<float>, kTogether = 3;  // panels
   const int64_t panels = (outputs.count + kPanel - 1) / kPanel;
   const int64_t steps = (inputs + kInputs<X> - 1) / kInputs<X>;
@@ -172,13 +175,13 @@ void linear_row(const T *x, const W *packed, int64_t inputs, const Outputs<T> &o
     const int64_t end = panels * (thread + 1) / threads;
     for (int64_t p = panels * thread / threads; p < end; p += kTogether) {
       const int64_t count = std::min(kTogether, end - p);
-      const W *weights = packed + p * steps * kInputs<X> * kPanel;
+      const W *weights = packed + p * even(inputs) * kPanel;
       if (count == kTogether)
-        multiply_row<kTogether>(wide.get(), steps, weights, sums);
+        multiply_row<kTogether>(wide.get(), steps, weights, even(inputs), sums);
       else if (count == 2)
-        multiply_row<2>(wide.get(), steps, weights, sums);
+        multiply_row<2>(wide.get(), steps, weights, even(inputs), sums);
       else
-        multiply_row<1>(wide.get(), steps, weights, sums);
+        multiply_row<1>(wide.get(), steps, weights, even(inputs), sums);
       for (int64_t i = 0; i < count; ++i) outputs.finish(p + i, 0, 1, sums + i * kPanel);
     }
   }
@@ -188,7 +191,8 @@ void linear_row(const T *x, const W *packed, int64_t inputs, const Outputs<T> &o
 template <class T, class W>
 void linear(const T *x, const W *packed, const float *scale, const float *bias, T *y,
             int64_t rows, int64_t inputs, int64_t outputs) {
-  typedef Factor<T, W> X;
+  typedef Factor<T> X;
+  typedef std::conditional_t<kPairs<T>, bf16, float> Widened;
   constexpr int64_t kPanel = ::kPanel<float>, kStep = kInputs<X> * kPanel;
   constexpr int64_t kChunk = 4 * kRows;                  // rows per pass over the panels
   constexpr int64_t kDepth = 16384 / kStep / sizeof(W);  // steps: 16 KiB of a panel stay in L1
@@ -206,7 +210,8 @@ void linear(const T *x, const W *packed, const float *scale, const float *bias, 
     for (int64_t t = 0; t < tiles; ++t)
       fill_tile(x + t * kRows * inputs, inputs, std::min<int64_t>(kRows, rows - t * kRows),
                 wide.get() + t * tile_size);
-    alignas(64) float sums[kChunk * kPanel], widened[(kWidened + 1) * kPanel];
+    alignas(64) float sums[kChunk * kPanel];
+    alignas(64) Widened widened[(kWidened + 1) * kStep];
     for (int64_t chunk = 0; chunk < rows; chunk += kChunk) {
       const int64_t chunk_rows = std::min(kChunk, rows - chunk);
 #pragma omp for schedule(static) nowait
@@ -216,8 +221,9 @@ void linear(const T *x, const W *packed, const float *scale, const float *bias, 
         const int64_t step = shared ? kWidened : kDepth;
         for (int64_t k = 0; k < steps; k += step) {
           const int64_t depth = std::min(step, steps - k);
-          const W *piece = packed + (p * steps + k) * kStep;
-          if (shared) widen_panel(piece, depth, widened);
+          const W *piece = packed + p * even(inputs) * kPanel + k * kStep;
+          if constexpr (kWidened > 0)
+            if (shared) widen_panel(piece, depth, widened);
           for (int64_t m = 0; m < chunk_rows; m += kRows) {
             const int64_t count = std::min<int64_t>(kRows, chunk_rows - m);
             const X *tile = wide.get() + (chunk + m) / kRows * tile_size + k * count;

@@ -20,16 +20,31 @@ constexpr bool kPairs = std::is_same_v<T, bf16>;
 
 // sum + a · b of the pairs in each lane, in float32. Numbers too small for float32's exponent
 // count as zero.
-inline Vec<float> plus_pairs(Vec<float> sum, const bf16 *weights, Pair x) {
-  const __m512i right = _mm512_set1_epi32(int(x.bits));
-  return (Vec<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(weights),
-                                      (__m512bh)right);
+inline Vec<float> plus_pairs(Vec<float> sum, __m512i weights, Pair x) {
+  const __m512i both = _mm512_set1_epi32(int(x.bits));
+  return (Vec<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)both);
+}
+
+// The weights of one step: pairs of the first half of a panel's columns, and of the second.
+inline void load_pairs(const bf16 *weights, __m512i &left, __m512i &right) {
+  left = _mm512_loadu_si512(weights);
+  right = _mm512_loadu_si512(weights + 2 * kLanes<float>);
+}
+// Of 8 bits an input's columns lie together: float32 has them in its upper half, exactly.
+inline void load_pairs(const int8_t *weights, __m512i &left, __m512i &right) {
+  constexpr int kLanes = ::kLanes<float>;
+  const auto pairs = [](const int8_t *first, const int8_t *second) {
+    return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32((__m512i)load_wide(first), 16),
+                                   (__m512i)load_wide(second));
+  };
+  left = pairs(weights, weights + 2 * kLanes);
+  right = pairs(weights + kLanes, weights + 3 * kLanes);
 }
 
 // As the functions of linear.hpp that have the same names, with pairs for inputs.
-template <int ROWS, int SUM>
-[[gnu::noinline]] void multiply_tile(const Pair *x, int64_t steps, const bf16 *panel, float *sum) {
-  constexpr int kLanes = ::kLanes<float>, kStep = 4 * kLanes, kAhead = 12;
+template <int ROWS, int SUM, class W>
+[[gnu::noinline]] void multiply_tile(const Pair *x, int64_t steps, const W *panel, float *sum) {
+  constexpr int kLanes = ::kLanes<float>, kStep = 4 * kLanes, kAhead = sizeof(W) == 1 ? 32 : 12;
   Vec<float> left_sum[ROWS], right_sum[ROWS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
@@ -37,13 +52,14 @@ template <int ROWS, int SUM>
     right_sum[r] = load(sum + r * SUM + kLanes);
   }
   for (int64_t k = 0; k < steps; ++k) {
-    const bf16 *weights = panel + k * kStep;
-    __builtin_prefetch(weights + kAhead * kStep);
-    __builtin_prefetch(weights + kAhead * kStep + 2 * kLanes);
+    __m512i left, right;
+    load_pairs(panel + k * kStep, left, right);
+    for (int i = 0; i < kStep; i += 64 / int(sizeof(W)))
+      __builtin_prefetch(panel + (k + kAhead) * kStep + i);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
-      left_sum[r] = plus_pairs(left_sum[r], weights, x[k * ROWS + r]);
-      right_sum[r] = plus_pairs(right_sum[r], weights + 2 * kLanes, x[k * ROWS + r]);
+      left_sum[r] = plus_pairs(left_sum[r], left, x[k * ROWS + r]);
+      right_sum[r] = plus_pairs(right_sum[r], right, x[k * ROWS + r]);
     }
   }
 #pragma GCC unroll 16
@@ -53,26 +69,29 @@ template <int ROWS, int SUM>
   }
 }
 
-template <int ROWS, int K, int R, int SUM>
-void multiply(int64_t rows, const Pair *x, int64_t steps, const bf16 *panel, float *sum) {
+template <int ROWS, int K, int R, int SUM, class W>
+void multiply(int64_t rows, const Pair *x, int64_t steps, const W *panel, float *sum) {
   static_assert(K == 0 && R == 1, "rows of pairs lie side by side");
   if constexpr (ROWS > 1)
     if (rows < ROWS) return multiply<ROWS - 1, K, R, SUM>(rows, x, steps, panel, sum);
   multiply_tile<ROWS, SUM>(x, steps, panel, sum);
 }
 
-template <int PANELS>
-[[gnu::noinline]] void multiply_row(const Pair *x, int64_t steps, const bf16 *panels, float *sum) {
-  constexpr int kLanes = ::kLanes<float>, kStep = 4 * kLanes, kAhead = 12;
+template <int PANELS, class W>
+[[gnu::noinline]] void multiply_row(const Pair *x, int64_t steps, const W *panels,
+                                    int64_t padded, float *sum) {
+  constexpr int kLanes = ::kLanes<float>, kStep = 4 * kLanes, kAhead = sizeof(W) == 1 ? 32 : 12;
   Vec<float> left_sum[PANELS] = {}, right_sum[PANELS] = {};
   for (int64_t k = 0; k < steps; ++k)
 #pragma GCC unroll 16
     for (int p = 0; p < PANELS; ++p) {
-      const bf16 *weights = panels + (p * steps + k) * kStep;
-      __builtin_prefetch(weights + kAhead * kStep);
-      __builtin_prefetch(weights + kAhead * kStep + 2 * kLanes);
-      left_sum[p] = plus_pairs(left_sum[p], weights, x[k]);
-      right_sum[p] = plus_pairs(right_sum[p], weights + 2 * kLanes, x[k]);
+      const W *weights = panels + p * padded * 2 * kLanes + k * kStep;
+      __m512i left, right;
+      load_pairs(weights, left, right);
+      for (int i = 0; i < kStep; i += 64 / int(sizeof(W)))
+        __builtin_prefetch(weights + kAhead * kStep + i);
+      left_sum[p] = plus_pairs(left_sum[p], left, x[k]);
+      right_sum[p] = plus_pairs(right_sum[p], right, x[k]);
     }
   for (int p = 0; p < PANELS; ++p) {
     store(left_sum[p], sum + p * 2 * kLanes);
@@ -101,6 +120,17 @@ inline void fill_tile(const bf16 *x, int64_t inputs, int64_t rows, Pair *tile) {
   for (; 2 * k < inputs; ++k)
     for (int64_t r = 0; r < rows; ++r)
       fill_row(x + r * inputs + 2 * k, std::min<int64_t>(2, inputs - 2 * k), tile + k * rows + r);
+}
+
+inline void widen_panel(const int8_t *panel, int64_t steps, bf16 *widened) {
+  constexpr int64_t kLanes = ::kLanes<float>, kStep = 4 * kLanes;
+  for (int64_t k = 0; k < steps; ++k) {
+    __m512i left, right;
+    load_pairs(panel + k * kStep, left, right);
+    __builtin_prefetch(panel + (k + 12) * kStep);
+    _mm512_storeu_si512(widened + k * kStep, left);
+    _mm512_storeu_si512(widened + k * kStep + 2 * kLanes, right);
+  }
 }
 
 #else
