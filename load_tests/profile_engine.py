@@ -23,7 +23,6 @@ from model.kernels.modules import (
     Int8PanelLinear,
     KernelRMSNorm,
     KernelSiluGate,
-    OneDnnLinear,
     PanelLinear,
 )
 from model.linear import Int8Linear, Linear
@@ -56,7 +55,7 @@ _TOLD: Mapping[Part, str] = {
     Part.HEAD: HEAD,
 }
 _MODULES: Mapping[type[nn.Module], str] = {
-    **dict.fromkeys((Linear, Int8Linear, PanelLinear, Int8PanelLinear, OneDnnLinear), LINEAR),
+    **dict.fromkeys((Linear, Int8Linear, PanelLinear, Int8PanelLinear), LINEAR),
     **dict.fromkeys((RMSNorm, LayerNorm, KernelRMSNorm), NORM),
     **dict.fromkeys((Gate, KernelSiluGate), GATE),
     nn.Embedding: EMBEDDING,

@@ -48,14 +48,6 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True)
-def own_linear_layers(monkeypatch):
-    """Also on a processor where oneDNN's are taken for bfloat16."""
-    from model.kernels import substitutes
-
-    monkeypatch.setattr(substitutes, "has_bf16_tiles", lambda: False)
-
-
 def _prepare(full):
     """What takes seconds, for a process that runs tests."""
     import hypothesis

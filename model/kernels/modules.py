@@ -49,25 +49,6 @@ class Int8PanelLinear(nn.Module):
         return self.kernels.linear_int8(x, self.panels, self.scale, self.bias, self.outputs)
 
 
-class OneDnnLinear(nn.Module):
-    """oneDNN over weights it has reordered once, for about 32 rows; one order serves all counts.
-
-    For processors that multiply tiles of bfloat16 (AMX), which oneDNN makes use of. The
-    operators are torch's own but not public: pyproject.toml bounds torch's version.
-    """
-
-    ROWS = 32
-
-    def __init__(self, linear: Linear) -> None:
-        super().__init__()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight, self.ROWS)
-        self.bias = linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return y
-
-
 class KernelRMSNorm(nn.Module):
     def __init__(self, norm: RMSNorm, kernels: Kernels) -> None:
         super().__init__()

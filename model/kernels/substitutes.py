@@ -14,7 +14,6 @@ from model.kernels.modules import (
     KernelRMSNorm,
     KernelRoPE,
     KernelSiluGate,
-    OneDnnLinear,
     PanelLinear,
     TritonRoPE,
 )
@@ -65,18 +64,11 @@ def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
 
 def has_bf16_arithmetic() -> bool:
     """Whether this CPU multiplies bfloat16 itself, as opposed to widening it."""
-    return torch.cpu._is_avx512_bf16_supported() or has_bf16_tiles()
-
-
-def has_bf16_tiles() -> bool:
-    """Whether this CPU multiplies tiles of bfloat16, many times as fast as vectors."""
-    return torch.cpu._is_amx_tile_supported()
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 def _faster(module: nn.Module, kernels: Kernels) -> nn.Module | None:
     if isinstance(module, Linear):
-        if module.weight.dtype is torch.bfloat16 and has_bf16_tiles():
-            return OneDnnLinear(module)
         return PanelLinear(module, kernels)
     if isinstance(module, Int8Linear):
         return Int8PanelLinear(module, kernels)

@@ -6,13 +6,11 @@ import torch.nn.functional as F
 
 from model.attention.cpu import CpuBackend
 from model.encodings.rope import RoPE
-from model.kernels import substitutes
 from model.kernels.modules import (
     Int8PanelLinear,
     KernelRMSNorm,
     KernelRoPE,
     KernelSiluGate,
-    OneDnnLinear,
     PanelLinear,
 )
 from model.kernels.substitutes import substitute
@@ -67,30 +65,6 @@ def test_int8_panels_equal_the_definition(rows, inputs, outputs, bias, dtype, ke
     error = (Int8PanelLinear(layer, kernels)(x).double() - exact).abs()
     rounding = 2**-8 if dtype is torch.bfloat16 else 0.0
     assert (error <= exact.abs() * rounding + 1e-5).all()
-
-
-@pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    reason="oneDNN has no bfloat16 for this processor, where no layer is given to it",
-)
-@pytest.mark.parametrize("rows", [1, 40])
-def test_one_dnn_equals_torch(rows):
-    layer = made(96, 70, True, torch.bfloat16)
-    x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(rows)).bfloat16()
-    exact = x.double() @ layer.weight.double().T + layer.bias.double()
-    assert (OneDnnLinear(layer)(x).double() - exact).abs().max() < 0.04
-
-
-@pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    reason="oneDNN has no bfloat16 for this processor",
-)
-def test_one_dnn_has_the_linear_layers_where_tiles_are_multiplied(kernels, monkeypatch):
-    monkeypatch.setattr(substitutes, "has_bf16_tiles", lambda: True)
-    for dtype, wanted in ((torch.bfloat16, OneDnnLinear), (torch.float32, PanelLinear)):
-        model = torch.nn.Sequential(made(96, 70, True, dtype))
-        substitute(model, kernels, dtype)
-        assert type(model[0]) is wanted
 
 
 @pytest.fixture(params=[1, 2, 3])
