@@ -131,11 +131,11 @@ class Attending {
   }
   int64_t position(int64_t query) const { return a_.positions[batch_row(query)]; }
 
-  // Scaled, and turned where keys are.
+  // Times the scale, and turned where keys are.
   template <class T>
-  void load_query(int64_t head, int64_t query, bool turned, Real *to) const {
+  void load_query(int64_t head, int64_t query, Real scale, bool turned, Real *to) const {
     const T *from = static_cast<const T *>(a_.q) + place(head, query);
-    for (int64_t d = 0; d < a_.head_dim; ++d) to[d] = widen(from[d]) * Real(a_.scale);
+    for (int64_t d = 0; d < a_.head_dim; ++d) to[d] = widen(from[d]) * scale;
     if (a_.frame != kNothing)
       for (int64_t d = 0; d < 2 * a_.pairs; ++d) to[d] *= Real(a_.magnitude);
     if (turned) turn_head(to, to, position(query));

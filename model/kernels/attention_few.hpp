@@ -67,7 +67,7 @@ class FewQueries : Attending<Real, S, 32> {
     turned_ = a_.frame == kNothing ? nullptr : turned_buffer_.grow(kKeys * kFew * dim);
     for (int64_t h = 0; h < piece.heads; ++h)
       for (int64_t r = 0; r < piece.count; ++r) {
-        this->template load_query<T>(h, r, a_.frame == kPosition, row_);
+        this->template load_query<T>(h, r, Real(a_.scale), a_.frame == kPosition, row_);
         if (a_.frame == kNothing)
           lay_out(row_, query(h, r));
         else

@@ -1,22 +1,27 @@
-// Attention of many queries, as in prefill: keys and values of a chunk are widened once for all.
+// Attention of many queries, as in prefill: keys and values of a chunk are laid out once for all.
 
 #pragma once
 
 #include "attention_base.hpp"
-#include "linear.hpp"
+#include "attention_keys.hpp"
 
 namespace {
 
-// Under one key/value head, in tiles of kRows.
-template <class Real, class S>
+// Under one key/value head, in tiles of kRows. Keys: WidenedKeys, or PairedKeys where they stay
+// unturned.
+template <class Real, class S, class Keys>
 class ManyQueries : Attending<Real, S, 64> {
   typedef Attending<Real, S, 64> Base;
   typedef typename Base::Chunk Chunk;
+  typedef typename Keys::Factor Factor;
+  typedef typename Keys::Number Number;
   using Base::a_, Base::piece_, Base::kKeys, Base::kLanes, Base::kPanel, Base::kScaled;
 
  public:
   explicit ManyQueries(const AttendArguments &a)
-      : Base(a), panels_((a.head_dim + kPanel - 1) / kPanel) {}
+      : Base(a),
+        steps_((a.head_dim + Keys::kInputs - 1) / Keys::kInputs),
+        panels_((a.head_dim + kPanel - 1) / kPanel) {}
 
   template <class T>
   void run(const Piece &piece) {
@@ -39,7 +44,9 @@ class ManyQueries : Attending<Real, S, 64> {
     const int64_t start = begin / kKeys * kKeys, last = (end - 1) / kKeys * kKeys;
     for (int64_t first = last; first >= start; first -= kKeys) {
       this->find_chunk(first, std::min(kKeys, end - first), chunk_);
-      widen_chunk();
+      lay_out_keys();
+      widen_values();
+      if constexpr (kScaled) this->load_scales(chunk_, 0);
       for (int64_t at = 0; at < count; at += kRows) {
         const int64_t queries = std::min<int64_t>(kRows, count - at);
         const int64_t keys = std::min(chunk_.count, this->last_key(at + queries - 1) + 1 - first);
@@ -50,62 +57,56 @@ class ManyQueries : Attending<Real, S, 64> {
 
   void make_room() {
     if (q_) return;
-    q_ = q_buffer_.grow(kQueries * a_.head_dim);
+    q_ = q_buffer_.grow(kQueries * steps_);
     sums_ = sums_buffer_.grow(kQueries * panels_ * kPanel);
-    keys_ = keys_buffer_.grow(kKeys * a_.head_dim);
+    keys_ = keys_buffer_.grow(kKeys * steps_ * Keys::kInputs);
     values_ = values_buffer_.grow(kKeys * panels_ * kPanel);
     std::fill(values_, values_ + kKeys * panels_ * kPanel, Real(0));
     row_ = row_buffer_.grow(a_.head_dim);
+    query_ = query_buffer_.grow(steps_);
     turned_ = a_.frame == kNothing ? nullptr : turned_buffer_.grow(kLanes * a_.head_dim);
   }
 
-  // q_ [tile, head_dim, queries of the tile].
+  // q_ [tile, steps_, queries of the tile].
   template <class T>
   void load_queries() {
     for (int64_t at = 0; at < piece_.count; at += kRows) {
       const int64_t queries = std::min<int64_t>(kRows, piece_.count - at);
       for (int64_t r = 0; r < queries; ++r) {
-        this->template load_query<T>(0, at + r, a_.frame != kNothing, row_);
-        for (int64_t d = 0; d < a_.head_dim; ++d)
-          q_[at * a_.head_dim + d * queries + r] = row_[d];
+        this->template load_query<T>(0, at + r, Keys::scale_of_query(a_.scale),
+                                     a_.frame != kNothing, row_);
+        Keys::fill_query(row_, a_.head_dim, query_);
+        for (int64_t k = 0; k < steps_; ++k) q_[at * steps_ + k * queries + r] = query_[k];
       }
     }
   }
 
-  // keys_ [panel of keys, head_dim, kPanel], values_ [panel of coordinates, kKeys, kPanel].
-  void widen_chunk() {
+  // keys_ [panel of keys, steps_, kPanel, Keys::kInputs].
+  void lay_out_keys() {
     for (int64_t n = 0; n < chunk_.count; n += kLanes) {
       const int64_t count = std::min<int64_t>(kLanes, chunk_.count - n);
-      Real *to = keys_ + n / kPanel * a_.head_dim * kPanel + n % kPanel;
-      if (a_.frame == kNothing) {
-        widen_keys([&](int64_t i) { return this->key(chunk_, 0, n + i); }, count, to);
-      } else {
-        for (int64_t i = 0; i < count; ++i)
-          this->turn_key(chunk_, 0, n + i, turned_ + i * a_.head_dim);
-        widen_keys([&](int64_t i) { return turned_ + i * a_.head_dim; }, count, to);
-      }
+      Number *to = panel_of_key(n) + n % kPanel * Keys::kInputs;
+      const auto stored = [&](int64_t i) { return this->key(chunk_, 0, n + i); };
+      if constexpr (std::is_same_v<Number, Real>)
+        if (a_.frame != kNothing) {
+          for (int64_t i = 0; i < count; ++i)
+            this->turn_key(chunk_, 0, n + i, turned_ + i * a_.head_dim);
+          const auto turned = [&](int64_t i) { return turned_ + i * a_.head_dim; };
+          Keys::fill_columns(turned, count, a_.head_dim, to);
+          continue;
+        }
+      Keys::fill_columns(stored, count, a_.head_dim, to);
     }
-    for (int64_t n = 0; n < chunk_.count; ++n)
-      widen_value(this->value(chunk_, 0, n), values_ + n * kPanel);
-    if constexpr (kScaled) this->load_scales(chunk_, 0);
   }
 
-  // kLanes keys, key(0) and on, become columns; past the last one is zero, as it must not be NaN.
-  template <class Key>
-  void widen_keys(Key key, int64_t count, Real *to) const {
-    int64_t d = 0;
-    for (; d + kLanes <= a_.head_dim; d += kLanes) {
-      Vec<Real> rows[kLanes] = {};
-      if (count == kLanes)
-        for (int n = 0; n < kLanes; ++n) rows[n] = load_wide(key(n) + d);
-      else
-        for (int n = 0; n < count; ++n) rows[n] = load_wide(key(n) + d);
-      transpose<Real>(rows);
-      for (int i = 0; i < kLanes; ++i) store(rows[i], to + (d + i) * kPanel);
-    }
-    for (; d < a_.head_dim; ++d)
-      for (int n = 0; n < kLanes; ++n)
-        to[d * kPanel + n] = n < count ? Real(widen(key(n)[d])) : Real(0);
+  Number *panel_of_key(int64_t n) const {
+    return keys_ + n / kPanel * steps_ * kPanel * Keys::kInputs;
+  }
+
+  // values_ [panel of coordinates, kKeys, kPanel].
+  void widen_values() {
+    for (int64_t n = 0; n < chunk_.count; ++n)
+      widen_value(this->value(chunk_, 0, n), values_ + n * kPanel);
   }
 
   void widen_value(const S *value, Real *to) const {
@@ -125,8 +126,8 @@ class ManyQueries : Attending<Real, S, 64> {
     for (int64_t r = 0; r < queries; ++r)
       std::fill(scores + r * kKeys, scores + (r + 1) * kKeys, Real(0));
     for (int64_t n = 0; n < keys; n += kPanel)
-      multiply<kRows, 0, 1, kKeys>(queries, q_ + at * a_.head_dim, a_.head_dim,
-                                   keys_ + n * a_.head_dim, scores + n);
+      multiply<kRows, 0, 1, kKeys>(queries, q_ + at * steps_, steps_, panel_of_key(n), scores + n);
+    Keys::scale_scores(a_.scale, queries * kKeys, scores);
     Real factors[kRows];
     if (!this->weigh(chunk_, at, queries, first, keys, scores, states_ + at, factors)) return;
     for (int64_t r = 0; r < queries; ++r)
@@ -160,9 +161,13 @@ class ManyQueries : Attending<Real, S, 64> {
     }
   }
 
-  const int64_t panels_;
-  Buffer<Real> q_buffer_, sums_buffer_, keys_buffer_, values_buffer_, row_buffer_, turned_buffer_;
-  Real *q_ = nullptr, *sums_, *keys_, *values_, *row_, *turned_;
+  const int64_t steps_, panels_;  // of a head: what is multiplied one after another, and columns
+  Buffer<Factor> q_buffer_, query_buffer_;
+  Buffer<Number> keys_buffer_;
+  Buffer<Real> sums_buffer_, values_buffer_, row_buffer_, turned_buffer_;
+  Factor *q_ = nullptr, *query_;
+  Number *keys_;
+  Real *sums_, *values_, *row_, *turned_;
   typename Base::State states_[kQueries];
   Chunk chunk_;
 };

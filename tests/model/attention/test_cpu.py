@@ -170,10 +170,11 @@ def test_a_far_key_that_is_not_a_number_shows_too(rows, kernels):
     assert CpuBackend(kernels)(given)(q, kv, batch, FAR, None).isnan().all()
 
 
-def test_bfloat16_rounds_once(kernels):
-    given = spec(dtype=torch.bfloat16)
+@pytest.mark.parametrize("head_dim", [1, 7, 16, 64, 80, 128])
+def test_bfloat16_rounds_once(head_dim, kernels):
+    given = spec(head_dim=head_dim, dtype=torch.bfloat16)
     q, kv, batch = problem(given, 16, [(0, 40), (100, 1)])
-    wide = spec()
+    wide = spec(head_dim=head_dim)
     exact = ReferenceAttention(wide)(
         q.float(), LayerKV(kv.keys.float(), kv.values.float()), batch, None, None
     )
