@@ -45,7 +45,7 @@ inline std::vector<Piece> pieces_of(const AttendArguments &a, bool whole_vectors
   return pieces;
 }
 
-template <class T, class S, class Keys>
+template <class T, class S, class Keys, class Values>
 void attend_with(const AttendArguments &a) {
   typedef typename RealOf<T>::type Real;
   const bool whole_vectors = a.head_dim % kLanes<Real> == 0;
@@ -54,7 +54,7 @@ void attend_with(const AttendArguments &a) {
 #pragma omp parallel
   {
     FewQueries<Real, S> few(a);
-    ManyQueries<Real, S, Keys> many(a);
+    ManyQueries<Real, S, Keys, Values> many(a);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < int64_t(pieces.size()); ++i)
       if (pieces[i].count <= kFew && whole_vectors)
@@ -66,11 +66,14 @@ void attend_with(const AttendArguments &a) {
 
 template <class T, class S>
 void attend_stored(const AttendArguments &a) {
+  typedef typename RealOf<T>::type Real;
 #if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<S, bf16>)
-    if (a.frame == kNothing) return attend_with<T, S, PairedKeys>(a);
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (a.frame == kNothing) return attend_with<T, S, PairedKeys, PairedValues>(a);
+    return attend_with<T, S, WidenedKeys<Real, S>, PairedValues>(a);
+  }
 #endif
-  attend_with<T, S, WidenedKeys<typename RealOf<T>::type, S>>(a);
+  attend_with<T, S, WidenedKeys<Real, S>, WidenedValues<Real, S>>(a);
 }
 
 template <class T>

@@ -256,11 +256,13 @@ class Attending {
   }
 
   // scores [count, kKeys] of the chunk's first `keys` keys, for queries from `query` on, become
-  // weights relative to each query's base. factors: what the queries' sums must be multiplied by.
-  // Returns whether any weight is not 0: far keys under ALiBi have none. Step by step for all
-  // queries, so that the processor does not wait for one query's largest score.
+  // weights relative to each query's base, as `exponentials` has them. factors: what the queries'
+  // sums must be multiplied by. Returns whether any weight is not 0: far keys under ALiBi have
+  // none. Step by step for all queries, so that the processor does not wait for one query's
+  // largest score.
+  template <class Exponentials>
   bool weigh(const Chunk &chunk, int64_t query, int64_t count, int64_t first, int64_t keys,
-             Real *scores, State *states, Real *factors) const {
+             Real *scores, State *states, Real *factors, Exponentials exponentials) const {
     const int64_t padded = whole_vectors(keys);
     Vec<Real> most[kRows];
     for (int64_t r = 0; r < count; ++r) {
@@ -281,12 +283,12 @@ class Attending {
       const Real largest = factors[r];
       factors[r] = 1;
       if (!(largest - states[r].base >= -kGone) && !any_nan(own, padded)) {
-        std::fill(own, own + keys, Real(0));
+        std::fill(own, own + padded, Real(0));
         continue;
       }
       counts = true;
       if (largest > states[r].base + kAbove) factors[r] = rebase(states[r], largest);
-      add_weights(padded, own, states[r]);
+      store(load(states[r].totals) + exponentials(own, padded, states[r].base), states[r].totals);
       if constexpr (kScaled) scale(value_scales_, keys, own);
     }
     return counts;
@@ -306,17 +308,6 @@ class Attending {
     state.base = base;
     store(load(state.totals) * factor, state.totals);
     return factor;
-  }
-
-  static void add_weights(int64_t padded, Real *scores, State &state) {
-    Vec<Real> totals = load(state.totals);
-    const Real base = state.base;
-    for (int64_t n = 0; n < padded; n += kLanes) {
-#pragma omp simd
-      for (int i = 0; i < kLanes; ++i) scores[n + i] = exponential(scores[n + i] - base);
-      totals += load(scores + n);
-    }
-    store(totals, state.totals);
   }
 
   static bool any_nan(const Real *x, int64_t count) {

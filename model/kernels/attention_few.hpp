@@ -186,7 +186,8 @@ class FewQueries : Attending<Real, S, 32> {
     const int64_t keys = chunk_->count;
     for (int64_t n = 0; n < keys; n += kLanes)
       score(head, n, std::min<int64_t>(kLanes, keys - n), scores + n);
-    if (!this->weigh(*chunk_, 0, piece_.count, first, keys, scores, state(sums_, head, 0), factors))
+    if (!this->weigh(*chunk_, 0, piece_.count, first, keys, scores, state(sums_, head, 0), factors,
+                     exponentials<Real>))
       return;
     const int64_t dim = a_.head_dim;
     int64_t d = 0;

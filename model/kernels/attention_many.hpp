@@ -3,18 +3,17 @@
 #pragma once
 
 #include "attention_base.hpp"
-#include "attention_keys.hpp"
+#include "attention_panels.hpp"
 
 namespace {
 
 // Under one key/value head, in tiles of kRows. Keys: WidenedKeys, or PairedKeys where they stay
-// unturned.
-template <class Real, class S, class Keys>
+// unturned. Values: WidenedValues or PairedValues.
+template <class Real, class S, class Keys, class Values>
 class ManyQueries : Attending<Real, S, 64> {
   typedef Attending<Real, S, 64> Base;
   typedef typename Base::Chunk Chunk;
-  typedef typename Keys::Factor Factor;
-  typedef typename Keys::Number Number;
+  typedef typename Keys::Number KeyNumber;
   using Base::a_, Base::piece_, Base::kKeys, Base::kLanes, Base::kPanel, Base::kScaled;
 
  public:
@@ -45,7 +44,7 @@ class ManyQueries : Attending<Real, S, 64> {
     for (int64_t first = last; first >= start; first -= kKeys) {
       this->find_chunk(first, std::min(kKeys, end - first), chunk_);
       lay_out_keys();
-      widen_values();
+      lay_out_values();
       if constexpr (kScaled) this->load_scales(chunk_, 0);
       for (int64_t at = 0; at < count; at += kRows) {
         const int64_t queries = std::min<int64_t>(kRows, count - at);
@@ -61,7 +60,7 @@ class ManyQueries : Attending<Real, S, 64> {
     sums_ = sums_buffer_.grow(kQueries * panels_ * kPanel);
     keys_ = keys_buffer_.grow(kKeys * steps_ * Keys::kInputs);
     values_ = values_buffer_.grow(kKeys * panels_ * kPanel);
-    std::fill(values_, values_ + kKeys * panels_ * kPanel, Real(0));
+    std::fill(values_, values_ + kKeys * panels_ * kPanel, typename Values::Number{});
     row_ = row_buffer_.grow(a_.head_dim);
     query_ = query_buffer_.grow(steps_);
     turned_ = a_.frame == kNothing ? nullptr : turned_buffer_.grow(kLanes * a_.head_dim);
@@ -85,9 +84,9 @@ class ManyQueries : Attending<Real, S, 64> {
   void lay_out_keys() {
     for (int64_t n = 0; n < chunk_.count; n += kLanes) {
       const int64_t count = std::min<int64_t>(kLanes, chunk_.count - n);
-      Number *to = panel_of_key(n) + n % kPanel * Keys::kInputs;
+      KeyNumber *to = panel_of_key(n) + n % kPanel * Keys::kInputs;
       const auto stored = [&](int64_t i) { return this->key(chunk_, 0, n + i); };
-      if constexpr (std::is_same_v<Number, Real>)
+      if constexpr (std::is_same_v<KeyNumber, Real>)
         if (a_.frame != kNothing) {
           for (int64_t i = 0; i < count; ++i)
             this->turn_key(chunk_, 0, n + i, turned_ + i * a_.head_dim);
@@ -99,26 +98,15 @@ class ManyQueries : Attending<Real, S, 64> {
     }
   }
 
-  Number *panel_of_key(int64_t n) const {
+  KeyNumber *panel_of_key(int64_t n) const {
     return keys_ + n / kPanel * steps_ * kPanel * Keys::kInputs;
   }
 
-  // values_ [panel of coordinates, kKeys, kPanel].
-  void widen_values() {
-    for (int64_t n = 0; n < chunk_.count; ++n)
-      widen_value(this->value(chunk_, 0, n), values_ + n * kPanel);
-  }
-
-  void widen_value(const S *value, Real *to) const {
-    for (int64_t d = 0; d < a_.head_dim; d += kPanel, to += kKeys * kPanel) {
-      const int64_t columns = std::min<int64_t>(kPanel, a_.head_dim - d);
-      if (columns == kPanel) {
-        store(load_wide(value + d), to);
-        store(load_wide(value + d + kLanes), to + kLanes);
-      } else {
-        for (int64_t j = 0; j < columns; ++j) to[j] = widen(value[d + j]);
-      }
-    }
+  // values_ [panel of coordinates, kKeys / Values::kInputs, kPanel, Values::kInputs].
+  void lay_out_values() {
+    const auto stored = [&](int64_t n) { return this->value(chunk_, 0, n); };
+    for (int64_t n = 0; n < chunk_.count; n += Values::kInputs)
+      Values::fill_rows(stored, n, chunk_.count, a_.head_dim, kKeys * kPanel, values_);
   }
 
   void attend_tile(int64_t at, int64_t queries, int64_t first, int64_t keys) {
@@ -129,15 +117,21 @@ class ManyQueries : Attending<Real, S, 64> {
       multiply<kRows, 0, 1, kKeys>(queries, q_ + at * steps_, steps_, panel_of_key(n), scores + n);
     Keys::scale_scores(a_.scale, queries * kKeys, scores);
     Real factors[kRows];
-    if (!this->weigh(chunk_, at, queries, first, keys, scores, states_ + at, factors)) return;
+    if (!this->weigh(chunk_, at, queries, first, keys, scores, states_ + at, factors,
+                     Values::exponentials))
+      return;
     for (int64_t r = 0; r < queries; ++r)
       if (factors[r] != 1)
         for (int64_t p = 0; p < panels_; ++p)
           for (int64_t j = 0; j < kPanel; ++j)
             sums_of(at, queries, p)[r * kPanel + j] *= factors[r];
+    constexpr int64_t kSteps = kKeys / Values::kInputs;
+    const int64_t steps = (keys + Values::kInputs - 1) / Values::kInputs;
+    alignas(64) typename Values::Factor room[kRows * kSteps];
+    const auto *weights = Values::template fill_weights<kKeys>(scores, queries, keys, room);
     for (int64_t p = 0; p < panels_; ++p)
-      multiply<kRows, 1, kKeys, kPanel>(queries, scores, keys, values_ + p * kKeys * kPanel,
-                                sums_of(at, queries, p));
+      multiply<kRows, 1, kSteps, kPanel>(queries, weights, steps, values_ + p * kKeys * kPanel,
+                                         sums_of(at, queries, p));
   }
 
   // sums_ [tile, panel of coordinates, queries of the tile, kPanel].
@@ -162,12 +156,14 @@ class ManyQueries : Attending<Real, S, 64> {
   }
 
   const int64_t steps_, panels_;  // of a head: what is multiplied one after another, and columns
-  Buffer<Factor> q_buffer_, query_buffer_;
-  Buffer<Number> keys_buffer_;
-  Buffer<Real> sums_buffer_, values_buffer_, row_buffer_, turned_buffer_;
-  Factor *q_ = nullptr, *query_;
-  Number *keys_;
-  Real *sums_, *values_, *row_, *turned_;
+  Buffer<typename Keys::Factor> q_buffer_, query_buffer_;
+  Buffer<KeyNumber> keys_buffer_;
+  Buffer<typename Values::Number> values_buffer_;
+  Buffer<Real> sums_buffer_, row_buffer_, turned_buffer_;
+  typename Keys::Factor *q_ = nullptr, *query_;
+  KeyNumber *keys_;
+  typename Values::Number *values_;
+  Real *sums_, *row_, *turned_;
   typename Base::State states_[kQueries];
   Chunk chunk_;
 };

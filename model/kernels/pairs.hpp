@@ -42,9 +42,10 @@ inline void load_pairs(const int8_t *weights, __m512i &left, __m512i &right) {
 }
 
 // As the functions of linear.hpp that have the same names, with pairs for inputs.
-template <int ROWS, int SUM, class W>
+template <int ROWS, int K, int R, int SUM, class W>
 [[gnu::noinline]] void multiply_tile(const Pair *x, int64_t steps, const W *panel, float *sum) {
   constexpr int kLanes = ::kLanes<float>, kStep = 4 * kLanes, kAhead = sizeof(W) == 1 ? 32 : 12;
+  constexpr int pair_step = K ? K : ROWS;
   Vec<float> left_sum[ROWS], right_sum[ROWS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
@@ -58,8 +59,8 @@ template <int ROWS, int SUM, class W>
       __builtin_prefetch(panel + (k + kAhead) * kStep + i);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
-      left_sum[r] = plus_pairs(left_sum[r], left, x[k * ROWS + r]);
-      right_sum[r] = plus_pairs(right_sum[r], right, x[k * ROWS + r]);
+      left_sum[r] = plus_pairs(left_sum[r], left, x[k * pair_step + r * R]);
+      right_sum[r] = plus_pairs(right_sum[r], right, x[k * pair_step + r * R]);
     }
   }
 #pragma GCC unroll 16
@@ -71,10 +72,9 @@ template <int ROWS, int SUM, class W>
 
 template <int ROWS, int K, int R, int SUM, class W>
 void multiply(int64_t rows, const Pair *x, int64_t steps, const W *panel, float *sum) {
-  static_assert(K == 0 && R == 1, "rows of pairs lie side by side");
   if constexpr (ROWS > 1)
     if (rows < ROWS) return multiply<ROWS - 1, K, R, SUM>(rows, x, steps, panel, sum);
-  multiply_tile<ROWS, SUM>(x, steps, panel, sum);
+  multiply_tile<ROWS, K, R, SUM>(x, steps, panel, sum);
 }
 
 template <int PANELS, class W>

@@ -226,6 +226,18 @@ inline float exponential(float given) {
   return given < -87.0f ? 0.0f : p * power;  // written so that NaN stays NaN
 }
 
+// x becomes e^(x - base), of whole vectors; their sum lane by lane.
+template <class Real>
+inline Vec<Real> exponentials(Real *x, int64_t count, Real base) {
+  Vec<Real> sum{};
+  for (int64_t n = 0; n < count; n += kLanes<Real>) {
+#pragma omp simd
+    for (int i = 0; i < kLanes<Real>; ++i) x[n + i] = exponential(x[n + i] - base);
+    sum += load(x + n);
+  }
+  return sum;
+}
+
 // Turns the pairs of the first 2 * half coordinates of one head, in place or not. way: 1, or -1
 // for the opposite angle.
 template <bool INTERLEAVED, class From, class To, class Real>

@@ -170,16 +170,32 @@ def test_a_far_key_that_is_not_a_number_shows_too(rows, kernels):
     assert CpuBackend(kernels)(given)(q, kv, batch, FAR, None).isnan().all()
 
 
-@pytest.mark.parametrize("head_dim", [1, 7, 16, 64, 80, 128])
-def test_bfloat16_rounds_once(head_dim, kernels):
-    given = spec(head_dim=head_dim, dtype=torch.bfloat16)
-    q, kv, batch = problem(given, 16, [(0, 40), (100, 1)])
-    wide = spec(head_dim=head_dim)
-    exact = ReferenceAttention(wide)(
-        q.float(), LayerKV(kv.keys.float(), kv.values.float()), batch, None, None
-    )
-    result = CpuBackend(kernels)(given)(q, kv, batch, None, None)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+def test_in_decoding_bfloat16_rounds_once(head_dim, kernels):
+    q, kv, batch = in_bfloat16(head_dim, [(0, 1), (40, 1), (100, 1)])
+    exact = exactly(head_dim, q, kv, batch)
+    result = CpuBackend(kernels)(spec(head_dim=head_dim, dtype=q.dtype))(q, kv, batch, None, None)
     assert ((result - exact).abs() <= exact.abs() * 2**-8 + 1e-5).all()
+
+
+@pytest.mark.parametrize("head_dim", [1, 7, 16, 64, 80, 128])
+def test_of_many_queries_weights_may_be_rounded_too(head_dim, kernels):
+    """And nothing else: neither scores nor the sum of weighted values."""
+    q, kv, batch = in_bfloat16(head_dim, [(0, 40), (90, 33)])
+    exact = exactly(head_dim, q, kv, batch)
+    weighed = exactly(head_dim, q, LayerKV(kv.keys, kv.values.abs()), batch)  # weights times |v|
+    result = CpuBackend(kernels)(spec(head_dim=head_dim, dtype=q.dtype))(q, kv, batch, None, None)
+    assert ((result - exact).abs() <= (exact.abs() + weighed) * 2**-8 + 1e-5).all()
+    assert ((result - exact).abs() / weighed).mean() < 2**-10
+
+
+def in_bfloat16(head_dim, lengths):
+    return problem(spec(head_dim=head_dim, dtype=torch.bfloat16), 16, lengths)
+
+
+def exactly(head_dim, q, kv, batch):
+    wide = LayerKV(kv.keys.float(), kv.values.float())
+    return ReferenceAttention(spec(head_dim=head_dim))(q.float(), wide, batch, None, None)
 
 
 def test_a_long_context(kernels):

@@ -1,0 +1,197 @@
+// How many queries meet a chunk's keys, which lie as columns of panels, and its values, as rows.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "linear.hpp"
+
+namespace {
+
+// Keys coordinate by coordinate, widened. S: as they are stored.
+template <class Real, class S>
+struct WidenedKeys {
+  typedef Real Factor, Number;  // what queries consist of, and what panels do
+  static constexpr int64_t kInputs = 1;
+  static constexpr int kLanes = ::kLanes<Real>, kPanel = ::kPanel<Real>;
+
+  static Real scale_of_query(double scale) { return Real(scale); }
+  static void scale_scores(double, int64_t, Real *) {}
+
+  static void fill_query(const Real *row, int64_t dim, Real *query) {
+    std::copy(row, row + dim, query);
+  }
+
+  // key(0) and on, kLanes at most, become columns of a panel [dim, kPanel]; past the last one is
+  // zero, as it must not be NaN.
+  template <class Key>
+  static void fill_columns(Key key, int64_t count, int64_t dim, Real *to) {
+    int64_t d = 0;
+    for (; d + kLanes <= dim; d += kLanes) {
+      Vec<Real> rows[kLanes] = {};
+      if (count == kLanes)
+        for (int n = 0; n < kLanes; ++n) rows[n] = load_wide(key(n) + d);
+      else
+        for (int n = 0; n < count; ++n) rows[n] = load_wide(key(n) + d);
+      transpose<Real>(rows);
+      for (int i = 0; i < kLanes; ++i) store(rows[i], to + (d + i) * kPanel);
+    }
+    for (; d < dim; ++d)
+      for (int n = 0; n < kLanes; ++n)
+        to[d * kPanel + n] = n < count ? Real(widen(key(n)[d])) : Real(0);
+  }
+};
+
+// Values key by key, widened.
+template <class Real, class S>
+struct WidenedValues {
+  typedef Real Factor, Number;  // what weights are multiplied as, and what panels consist of
+  static constexpr int64_t kInputs = 1;
+  static constexpr int kLanes = ::kLanes<Real>, kPanel = ::kPanel<Real>;
+
+  // value(n) becomes row n of panels [.., kPanel], which are `panel` numbers apart.
+  template <class Value>
+  static void fill_rows(Value value, int64_t n, int64_t, int64_t dim, int64_t panel, Real *to) {
+    const S *from = value(n);
+    to += n * kPanel;
+    for (int64_t d = 0; d < dim; d += kPanel, to += panel) {
+      const int64_t columns = std::min<int64_t>(kPanel, dim - d);
+      if (columns == kPanel) {
+        store(load_wide(from + d), to);
+        store(load_wide(from + d + kLanes), to + kLanes);
+      } else {
+        for (int64_t j = 0; j < columns; ++j) to[j] = widen(from[d + j]);
+      }
+    }
+  }
+
+  static Vec<Real> exponentials(Real *x, int64_t count, Real base) {
+    return ::exponentials(x, count, base);
+  }
+  template <int64_t KEYS>
+  static const Real *fill_weights(const Real *weights, int64_t, int64_t, Real *) {
+    return weights;
+  }
+};
+
+#if defined(__AVX512BF16__)
+
+// Two coordinates at once, as they are stored: products are exact, as those above, so queries come
+// as they are, too, and scores are scaled instead.
+struct PairedKeys {
+  typedef Pair Factor;
+  typedef bf16 Number;
+  static constexpr int64_t kInputs = 2;
+  static constexpr int kLanes = ::kLanes<float>, kPanel = ::kPanel<float>;
+
+  static float scale_of_query(double) { return 1; }
+  static void scale_scores(double scale, int64_t count, float *scores) {
+    for (int64_t n = 0; n < count; ++n) scores[n] *= float(scale);
+  }
+
+  static void fill_query(const float *row, int64_t dim, Pair *query) {
+    for (int64_t d = 0; d < dim; d += 2) {
+      bf16 pair[2] = {};
+      narrow(row[d], pair);
+      if (d + 1 < dim) narrow(row[d + 1], pair + 1);
+      std::memcpy(query + d / 2, pair, sizeof(pair));
+    }
+  }
+
+  // As above, to [steps, kPanel, 2].
+  template <class Key>
+  static void fill_columns(Key key, int64_t count, int64_t dim, bf16 *to) {
+    int64_t d = 0;
+    for (; d + 2 * kLanes <= dim; d += 2 * kLanes) {
+      Vec<float> rows[kLanes] = {};  // of pairs
+      for (int n = 0; n < count; ++n) std::memcpy(&rows[n], key(n) + d, sizeof(rows[n]));
+      transpose<float>(rows);
+      for (int i = 0; i < kLanes; ++i)
+        std::memcpy(to + (d + 2 * i) * kPanel, &rows[i], sizeof(rows[i]));
+    }
+    for (; d < dim; d += 2)
+      for (int n = 0; n < kLanes; ++n)
+        for (int i = 0; i < 2; ++i)
+          to[d * kPanel + 2 * n + i] = n < count && d + i < dim ? key(n)[d + i] : bf16{};
+  }
+};
+
+// Two keys at once. Weights are rounded, and added up as they then are: what one key alone weighs
+// cancels out.
+struct PairedValues {
+  typedef Pair Factor;
+  typedef bf16 Number;
+  static constexpr int64_t kInputs = 2;
+  static constexpr int kLanes = ::kLanes<float>, kPanel = ::kPanel<float>;
+
+  // value(n) and the next one become pairs. A last one stands twice, as its second weight is 0.
+  template <class Value>
+  static void fill_rows(Value value, int64_t n, int64_t count, int64_t dim, int64_t panel,
+                        bf16 *to) {
+    const bf16 *first = value(n), *second = n + 1 < count ? value(n + 1) : first;
+    to += n * kPanel;
+    int64_t d = 0;
+    for (; d + kPanel <= dim; d += kPanel, to += panel)
+      for (int64_t half = 0; half < kPanel; half += kLanes) {
+        const VecBits a = (VecBits)load_wide(first + d + half);
+        const VecBits b = (VecBits)load_wide(second + d + half);
+        const VecBits pairs = a >> 16 | b;
+        std::memcpy(to + 2 * half, &pairs, sizeof(pairs));
+      }
+    for (int64_t j = 0; d + j < dim; ++j) {
+      to[2 * j] = first[d + j];
+      to[2 * j + 1] = second[d + j];
+    }
+  }
+
+  // x becomes about e^(x - base), to 1e-5 of it; the sum, lane by lane, of what is multiplied.
+  static Vec<float> exponentials(float *x, int64_t count, float base) {
+    const __m512i ones = _mm512_set1_epi32(0x3f803f80);
+    Vec<float> sum{};
+    for (int64_t n = 0; n < count; n += 2 * kLanes) {
+      Vec<float> first = power(load(x + n) - base), second{};
+      if (n + kLanes < count) second = power(load(x + n + kLanes) - base);
+      store(first, x + n);
+      store(second, x + n + kLanes);
+      sum = (Vec<float>)_mm512_dpbf16_ps((__m512)sum, pairs_of(first, second), (__m512bh)ones);
+    }
+    return sum;
+  }
+
+  // [count, KEYS] → [count, KEYS / 2], of so many keys in each row.
+  template <int64_t KEYS>
+  static const Pair *fill_weights(const float *weights, int64_t count, int64_t keys, Pair *to) {
+    for (int64_t r = 0; r < count; ++r)
+      for (int64_t n = 0; n < keys; n += 2 * kLanes) {
+        const float *from = weights + r * KEYS + n;
+        const __m512bh pairs = pairs_of(load(from), load(from + kLanes));
+        std::memcpy(to + (r * KEYS + n) / 2, &pairs, sizeof(pairs));
+      }
+    return to;
+  }
+
+ private:
+  // Of the numbers in `first`, then of those in `second`.
+  static __m512bh pairs_of(Vec<float> first, Vec<float> second) {
+    return _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  }
+
+  // e^x as 2^n times a polynomial on [-1/2, 1/2], fitted to 3e-6 of it. 0 where it would be
+  // subnormal; NaN stays NaN.
+  static Vec<float> power(Vec<float> x) {
+    const Vec<float> y = x * 1.44269504f;
+    const Vec<float> n = (Vec<float>)_mm512_roundscale_ps((__m512)y, 0);
+    const Vec<float> r = y - n;
+    Vec<float> p = r * 0.00956051f + 0.05591704f;
+    p = p * r + 0.24024981f;
+    p = p * r + 0.69312197f;
+    p = p * r + 0.99999917f;
+    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87), _CMP_NLT_UQ);
+    return (Vec<float>)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)n);
+  }
+};
+
+#endif
+
+}  // namespace
