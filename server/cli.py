@@ -18,7 +18,7 @@ from server import chat, listen, pull
 from server.audit_options import HELP as AUDIT_HELP
 from server.audit_options import add_audit_flags
 from server.client_options import CHAT_OPTIONS, CLIENT_KEY, HEALTH_OPTIONS
-from server.config import DEFAULT_MODEL, SERVE_OPTIONS, server_config
+from server.config import server_config
 from server.encodings_options import (
     EXPLAIN_HELP,
     LIST_HELP,
@@ -29,6 +29,7 @@ from server.errors import CommandError, UsageError
 from server.family_options import HELP as FAMILY_HELP
 from server.family_options import add_family_commands
 from server.options import add_options, read_options, refuse_unknown
+from server.serve_options import DEFAULT_MODEL, SERVE_OPTIONS
 
 EXAMPLES = """\
 examples:

@@ -6,8 +6,8 @@ for one of the server's; host and port are shared with it. No torch.
 
 from dataclasses import replace
 
-from server.config import HOST, PORT
 from server.options import Option, count, number, seconds, switch
+from server.serve_options import HOST, PORT
 
 CLIENT_KEY = "ROPEWALK_API_KEY"  # of load_tests/bench.py, too
 _HOST = replace(HOST, group="server", help="where the server listens")

@@ -1,6 +1,6 @@
-"""ServerConfig: what `ropewalk serve` was asked for, checked and frozen, and the table of options.
+"""ServerConfig: what `ropewalk serve` was asked for, checked and frozen.
 
-From flags and ROPEWALK_* variables. Opens no file, loads no model, imports no torch.
+Opens no file, loads no model, imports no torch.
 """
 
 import ipaddress
@@ -12,10 +12,7 @@ from typing import Any, TypeVar
 
 from server import pull
 from server.errors import UsageError
-from server.metrics_compat import ALIASES
-from server.options import Option, auto, choice, count, seconds, size, switch
 
-DEFAULT_MODEL = "smollm2"
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _NAMED = re.compile(r"([\w.:-]+)=(.+)")
 
@@ -107,250 +104,18 @@ def model_source(value: str) -> ModelSource:
     return ModelSource(value, value)
 
 
-def _key(value: str) -> str:
-    if value.split() != [value]:
-        raise ValueError("an API key is empty or holds a space; give one word")
-    return value
-
-
-def _host(value: str) -> str:
+def host_address(value: str) -> str:
     if not value or "/" in value or any(letter.isspace() for letter in value):
         raise ValueError(f"{value!r} is not a host; write for example 127.0.0.1 or 0.0.0.0")
     return value
 
 
-def _host_name(value: str) -> str:
+def host_name(value: str) -> str:
     """Of a Host header, without the port: that is not compared."""
-    host = _host(value)
+    host = host_address(value)
     if host.count(":") > 1 and not host.startswith("["):
         return f"[{host}]"  # as the header has an IPv6 address
     return re.sub(r":[0-9]*\Z", "", host)
-
-
-HOST = Option(
-    "--host", "http", "address to listen on; 0.0.0.0: all", _host, "127.0.0.1", metavar="HOST"
-)
-PORT = Option("--port", "http", "0: any free one", count(0, 65535), 8000, metavar="PORT")
-
-SERVE_OPTIONS = (
-    Option(
-        "models",
-        "model",
-        "a Hugging Face directory, a .gguf file, smollm2 or a hub id owner/name, family for all "
-        "bundled models or ropewalk-t5 for one, or random weights: shape:smollm2, or "
-        "shape:smollm2:t5 for another encoding; NAME=MODEL names it",
-        model_source,
-        (ModelSource(DEFAULT_MODEL, DEFAULT_MODEL),),
-        DEFAULT_MODEL,
-        "MODEL",
-        many=True,
-    ),
-    Option(
-        "--dtype",
-        "model",
-        "bfloat16, float16 or float32; auto: bfloat16 where the hardware has it",
-        auto(choice("bfloat16", "float16", "float32")),
-        shown="auto",
-        metavar="TYPE",
-    ),
-    Option(
-        "--quantize",
-        "model",
-        "int8: linear layers' weights in 8 bits, which take half as much memory as bfloat16, and "
-        "on a CPU half as much to read (a GPU widens them for every pass); answers change a little",
-        auto(choice("int8")),
-        shown="auto, as they are",
-        metavar="TYPE",
-    ),
-    Option(
-        "--device",
-        "model",
-        "cpu or cuda; auto: cuda where there is one",
-        auto(choice("cpu", "cuda")),
-        shown="auto",
-        metavar="DEVICE",
-    ),
-    Option(
-        "--encoding",
-        "model",
-        "another positional encoding than the checkpoint's: see ropewalk encodings",
-        auto(str),
-        shown="auto, the checkpoint's",
-        metavar="NAME",
-    ),
-    Option(
-        "--bias-form",
-        "model",
-        "window, table or materialised: how the decoder's T5 bias is added; answers stay the same",
-        auto(choice("window", "table", "materialised")),
-        shown="auto, the checkpoint's",
-        metavar="FORM",
-    ),
-    Option(
-        "--rope-frame",
-        "model",
-        "absolute, raw or block: by what RoPE's stored keys are turned, their position, nothing or "
-        "their place in the block; in the last two they move for free",
-        auto(choice("absolute", "raw", "block")),
-        shown="auto, the checkpoint's or absolute",
-        metavar="FRAME",
-    ),
-    Option(
-        "--attention",
-        "model",
-        "triton, cpu, sdpa or reference; auto: the first that can",
-        auto(choice("triton", "cpu", "sdpa", "reference")),
-        shown="auto",
-        metavar="BACKEND",
-    ),
-    Option(
-        "--max-model-len",
-        "model",
-        "longest prompt and answer together, of encoder-decoders each, in tokens: 4096 or 4k",
-        auto(count(1, 1 << 24)),
-        shown="auto, the trained context",
-        metavar="TOKENS",
-    ),
-    Option(
-        "--threads",
-        "model",
-        "CPU threads of the engine",
-        auto(count(1, 1024)),
-        shown="auto, one per core, fewer where a container's CPU limit is lower",
-        metavar="COUNT",
-    ),
-    Option(
-        "--kv-memory",
-        "cache",
-        "memory for keys and values of all models: 1GiB, 512M",
-        auto(size),
-        shown="auto",
-        metavar="BYTES",
-    ),
-    Option(
-        "--kv-dtype",
-        "cache",
-        "int8: keys and values in 8 bits with a scale for each, so that the same memory holds "
-        "about twice the tokens of bfloat16; answers change a little",
-        auto(choice("int8")),
-        shown="auto, as the model computes",
-        metavar="TYPE",
-    ),
-    Option("--block-size", "cache", "tokens per block", count(1, 1024), 16, metavar="TOKENS"),
-    Option("--prefix-sharing", "cache", "compute equal beginnings of prompts once", switch, True),
-    Option(
-        "--audit",
-        "cache",
-        "check that cached blocks do not change: off; sample: when shared or given up, and one "
-        "for each step; full: all each step, slowly",
-        choice("off", "sample", "full"),
-        "sample",
-        metavar="HOW",
-    ),
-    Option(
-        "--max-mutated-blocks",
-        "cache",
-        "changed blocks after which /health/ready turns false, so many still allowed",
-        count(0, 1 << 20),
-        3,
-        metavar="COUNT",
-    ),
-    Option(
-        "--max-seqs", "limits", "sequences computed together", count(1, 4096), 64, metavar="COUNT"
-    ),
-    Option(
-        "--max-step-tokens",
-        "limits",
-        "tokens computed in one step; long prompts are cut into such chunks",
-        count(1, 1 << 20),
-        512,
-        metavar="TOKENS",
-    ),
-    Option(
-        "--max-queue",
-        "limits",
-        "sequences that may wait for others to end; more are refused with 429",
-        count(1, 1 << 20),
-        128,
-        metavar="COUNT",
-    ),
-    HOST,
-    PORT,
-    Option(
-        "--api-key",
-        "http",
-        "clients must send this key; repeatable. The variable keeps it out of the process list",
-        _key,
-        (),
-        "none, open to all",
-        "KEY",
-        env="ROPEWALK_API_KEYS",
-        many=True,
-    ),
-    Option(
-        "--allowed-host",
-        "http",
-        "Host header to serve; repeatable. Beside it, a server on a loopback address serves its "
-        "own names",
-        _host_name,
-        (),
-        "on a loopback address its own names, else all",
-        "HOST",
-        env="ROPEWALK_ALLOWED_HOSTS",
-        many=True,
-    ),
-    Option(
-        "--share-prefixes",
-        "http",
-        "let clients with different keys share cached prefixes, by which one can find out what "
-        "another sent",
-        switch,
-        False,
-        "off",
-    ),
-    Option(
-        "--max-body",
-        "http",
-        "largest body of a request: 512K, 4M",
-        auto(size),
-        shown="auto, 64K and 16 bytes for each token of the longest context, at most 1M",
-        metavar="BYTES",
-    ),
-    Option(
-        "--request-timeout",
-        "http",
-        "longest time one request may take",
-        seconds(1, 86400),
-        300.0,
-        "300",
-        "SECONDS",
-    ),
-    Option(
-        "--drain-timeout",
-        "http",
-        "after SIGTERM, time for running requests to finish",
-        seconds(0, 3600),
-        30.0,
-        "30",
-        "SECONDS",
-    ),
-    Option(
-        "--metrics-compat",
-        "http",
-        "vllm: export metrics under vLLM's names, too, for gateways and dashboards that read those",
-        choice(*ALIASES),
-        "off",
-        metavar="NAMES",
-    ),
-    Option(
-        "--log-level",
-        "http",
-        "debug, info, warning or error",
-        choice("debug", "info", "warning", "error"),
-        "info",
-        metavar="LEVEL",
-    ),
-)
 
 
 T = TypeVar("T", ModelOptions, CacheOptions, LimitOptions)
@@ -400,7 +165,7 @@ def _members(source: ModelSource) -> list[ModelSource]:
 
 def _allowed_hosts(host: str, named: Sequence[str]) -> frozenset[str]:
     """A loopback server is meant for this machine: other names are a web page's attempt."""
-    own = LOOPBACK_NAMES | {_host_name(host)} if _is_loopback(host) else frozenset()
+    own = LOOPBACK_NAMES | {host_name(host)} if _is_loopback(host) else frozenset()
     return own.union(named)
 
 

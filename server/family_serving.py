@@ -10,13 +10,14 @@ from pathlib import Path
 from server.app import HttpOptions, create_app
 from server.async_engine import AsyncEngine
 from server.build import load_models
-from server.config import SERVE_OPTIONS, ServerConfig, server_config
+from server.config import ServerConfig, server_config
 from server.errors import CommandError
 from server.in_thread import HOST, in_thread
 from server.metrics import Metrics
 from server.models import Models
 from server.options import add_options, read_options
 from server.protocol import Server, uvicorn_config
+from server.serve_options import SERVE_OPTIONS
 
 NAME = "model"
 DRAIN_S = 5.0

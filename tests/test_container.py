@@ -11,7 +11,7 @@ import pytest
 
 from server.cli import OTHER_VARIABLES, parser
 from server.client_options import HEALTH_OPTIONS
-from server.config import SERVE_OPTIONS
+from server.serve_options import SERVE_OPTIONS
 
 ROOT = Path(__file__).parents[1]
 

@@ -56,6 +56,7 @@ NO_TORCH = (
     "server/pull.py",
     "server/request.py",
     "server/scheduler.py",
+    "server/serve_options.py",
 )
 ONLY_IN = {  # third-party package: the files that may know it
     "prometheus_client": (

@@ -14,8 +14,9 @@ import pytest
 
 from server.cli import parser
 from server.client_options import CHAT_OPTIONS, HEALTH_OPTIONS
-from server.config import SERVE_OPTIONS, HttpConfig
+from server.config import HttpConfig
 from server.pull import SMOLLM2, stored
+from server.serve_options import SERVE_OPTIONS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -17,8 +17,9 @@ from load_tests.client import complete
 from load_tests.process import StartFailed
 from load_tests.serving import flush, model_of, parse_serve, parse_setting
 from load_tests.terms import Request
-from server.config import SERVE_OPTIONS, server_config
+from server.config import server_config
 from server.options import add_options, read_options
+from server.serve_options import SERVE_OPTIONS
 
 ROOT = Path(__file__).parents[2]
 SMALL = "shape:small"

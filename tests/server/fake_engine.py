@@ -17,7 +17,7 @@ from model.sampler import Sampler
 from model.sampling import SamplingParams
 from server.auditing import Auditor
 from server.cache_plan import CachePlanner
-from server.config import SERVE_OPTIONS, server_config
+from server.config import server_config
 from server.engine import Engine
 from server.options import add_options, read_options
 from server.plan import Limits
@@ -25,6 +25,7 @@ from server.position_meter import PositionMeter
 from server.request import Request
 from server.runner import Runner
 from server.scheduler import Scheduler
+from server.serve_options import SERVE_OPTIONS
 from server.warm_up import Speed
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model.tiny import CONFIG

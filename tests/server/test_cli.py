@@ -11,8 +11,9 @@ import pytest
 import server
 from server import cli, pull
 from server.client_options import CHAT_OPTIONS, HEALTH_OPTIONS
-from server.config import SERVE_OPTIONS, ModelSource
+from server.config import ModelSource
 from server.errors import CommandError
+from server.serve_options import SERVE_OPTIONS
 from tests.server.fake_server import serving
 
 ROOT = Path(__file__).parents[2]

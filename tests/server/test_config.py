@@ -9,7 +9,6 @@ import pytest
 from server.client_options import CHAT_OPTIONS, HEALTH_OPTIONS
 from server.config import (
     LOOPBACK_NAMES,
-    SERVE_OPTIONS,
     HttpConfig,
     ModelSource,
     ServerConfig,
@@ -29,6 +28,7 @@ from server.options import (
     size,
     switch,
 )
+from server.serve_options import SERVE_OPTIONS
 
 ALL = (*SERVE_OPTIONS, *CHAT_OPTIONS, *HEALTH_OPTIONS)
 
