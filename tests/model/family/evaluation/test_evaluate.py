@@ -226,8 +226,8 @@ def test_a_damaged_file_and_another_schema_are_refused(found, tmp_path) -> None:
     assert results.read(path) is None
     for text, reason in [
         ("{", "is damaged"),
-        ('{"schema": 2}', "is damaged"),
-        ('{"schema": 99}', "has the schema 99 and not 2"),
+        (f'{{"schema": {results.SCHEMA}}}', "is damaged"),
+        ('{"schema": 99}', f"has the schema 99 and not {results.SCHEMA}"),
         (found[0].read_text().replace('"trials": 2', '"trials": "x"'), "is damaged"),
     ]:
         path.write_text(text)
