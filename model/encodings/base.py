@@ -6,6 +6,7 @@ batches or the cache, and always takes positions from its arguments.
 
 import importlib
 import inspect
+import math
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -183,6 +184,12 @@ def create(
     Raises EncodingError when there is none of that name or its options do not fit.
     """
     return find(spec.name).create(spec.options, config, context, device)
+
+
+def need_scale(encoding: str, scale: object) -> None:
+    """Raises EncodingError unless it can multiply vectors and leave something of them."""
+    if not (isinstance(scale, int | float) and 0 < scale < math.inf):
+        raise EncodingError(f"{encoding}'s scale is a finite number above 0, but got {scale!r}.")
 
 
 def freeze_all(module: nn.Module) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.encodings.base import EncodingError, PositionalEncoding
+from model.encodings.base import EncodingError, PositionalEncoding, need_scale
 from model.positional_work import PositionalWork
 
 
@@ -21,16 +21,20 @@ class Learned(PositionalEncoding):
     OPTIONS: ClassVar[Mapping[str, str]] = {
         "positions": "how many positions were trained",
         "offset": "rows of the table before that of position 0: 2 in OPT, 0 in GPT-2",
+        "scale": "what every vector is multiplied by; default 1",
     }
     LIMIT = "the trained positions: the table has no row for any other"
     BEYOND_TRAINED = "refuses: there is no vector for such a position"
 
     WHY_FIXED = "the position is part of every stored key and value"
 
-    def __init__(self, *, positions: int, offset: int, width: int, device: torch.device) -> None:
+    def __init__(
+        self, *, positions: int, offset: int, scale: float, width: int, device: torch.device
+    ) -> None:
         super().__init__()
         self.max_positions = positions
         self.offset = offset
+        self.scale = scale
         # float32 whatever the model's dtype; the sum is rounded to it once.
         self.table = nn.Parameter(
             torch.empty(positions + offset, width, dtype=torch.float32, device=device),
@@ -41,25 +45,31 @@ class Learned(PositionalEncoding):
     def create(
         cls, options: Mapping[str, Any], config: ModelConfig, context: int, device: torch.device
     ) -> Self:
-        """Options: OPTIONS above; both are required."""
-        if options.keys() != cls.OPTIONS.keys():
+        """Options: OPTIONS above; positions and offset are required."""
+        if not {"positions", "offset"} <= options.keys() <= cls.OPTIONS.keys():
             raise EncodingError(
-                f"learned takes the options positions and offset, but got {sorted(options)}."
+                "learned takes the options positions and offset, and if need be scale, "
+                f"but got {sorted(options)}."
             )
         positions, offset = options["positions"], options["offset"]
+        scale = options.get("scale", 1.0)
         if positions < 1 or offset < 0:
             raise EncodingError(
                 f"learned needs a position and no negative offset, but got {positions} positions "
                 f"and an offset of {offset}."
             )
-        return cls(positions=positions, offset=offset, width=config.width, device=device)
+        need_scale("learned", scale)
+        return cls(
+            positions=positions, offset=offset, scale=scale, width=config.width, device=device
+        )
 
     @classmethod
     def usual_options(cls, config: ModelConfig) -> dict[str, Any]:
         return {"positions": config.trained_context, "offset": 0}
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
-        return (x + self.table[positions + self.offset]).to(x.dtype)
+        rows = self.table[positions + self.offset]
+        return torch.add(x, rows, alpha=self.scale).to(x.dtype)
 
     def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
         """One row is read and added, however long the context."""

@@ -4,7 +4,6 @@ The position is part of everything computed from the embedding, keys and values 
 stored entry can be moved to another position.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.encodings.base import EncodingError, PositionalEncoding
+from model.encodings.base import EncodingError, PositionalEncoding, need_scale
 from model.positional_work import PositionalWork
 
 LAYOUTS = ("interleaved", "split")
@@ -96,10 +95,7 @@ class Sinusoidal(PositionalEncoding):
                 "sinusoidal needs a width of at least 4 and no negative offset, "
                 f"but got {config.width} and {offset}."
             )
-        if not (isinstance(scale, int | float) and 0 < scale < math.inf):
-            raise EncodingError(
-                f"sinusoidal's scale is a finite number above 0, but got {scale!r}."
-            )
+        need_scale("sinusoidal", scale)
         return cls(
             width=config.width,
             layout=layout,

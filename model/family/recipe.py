@@ -22,8 +22,13 @@ from model.transformer import Decoder
 
 ENCODINGS = ("rope", "t5", "alibi", "learned", "sinusoidal", "nope")
 CONTEXT = 512  # tokens of a training window
-# A token's vector grows to 70 in training; a position's, 11.3 long, would drown in it.
-OPTIONS: Mapping[str, dict[str, Any]] = {"sinusoidal": {"scale": 4.0}}
+EMBED_SCALE = 32.0  # a token's vector is 10 long at first, and grows to 70 in training
+# Sines of the published size, 11.3 long, would drown in that, and so would a table that begins
+# with 0.02 like the tokens' and is not multiplied like theirs.
+OPTIONS: Mapping[str, dict[str, Any]] = {
+    "learned": {"scale": EMBED_SCALE},
+    "sinusoidal": {"scale": 4.0},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,7 @@ def shape(encoding: str) -> ModelConfig:
         encoding=EncodingSpec(encoding, {}),
         windows=(None,) * layers,
         tied_embeddings=True,
-        embed_scale=32.0,  # a token about as large as the position that some encodings add to it
+        embed_scale=EMBED_SCALE,
     )
     options = find(encoding).usual_options(config) | OPTIONS.get(encoding, {})
     return replace(config, encoding=EncodingSpec(encoding, options))

@@ -103,7 +103,7 @@ ENCODINGS = {name: EncodingSpec(name, find(name).usual_options(CONFIG)) for name
         "rope", ROPE | {"scaling": {"type": "yarn", "factor": 4.0, "original_context": 24}}
     ),
     "t5-per-layer": EncodingSpec("t5", {"buckets": 12, "max_distance": 20, "per_layer": True}),
-    "learned-offset": EncodingSpec("learned", {"positions": CONTEXT, "offset": 2}),
+    "learned-offset": EncodingSpec("learned", {"positions": CONTEXT, "offset": 2, "scale": 32.0}),
     "alibi-exact": EncodingSpec("alibi", {"hf_exact": True, "scaled": True}),
     "outside": EncodingSpec(f"{__name__}:Curve", {"steps": 33}),
 }

@@ -18,11 +18,12 @@ def learned(**options):
 
 
 @pytest.mark.parametrize("offset", [0, 2])
-def test_a_position_adds_its_row(offset):
-    made = learned(positions=8, offset=offset)
+@pytest.mark.parametrize("scale", [1, 0.5, 32.0])
+def test_a_position_adds_its_row(offset, scale):
+    made = learned(positions=8, offset=offset, scale=scale)
     x = torch.ones(3, WIDTH)
     y = made.embed(x, torch.tensor([0, 7, 3]))
-    assert y[:, 0].tolist() == [1.0 + offset, 8.0 + offset, 4.0 + offset]
+    assert y[:, 0].tolist() == [1 + scale * (row + offset) for row in (0, 7, 3)]
     assert (y == y[:, :1]).all()
     assert (x == 1).all()  # the input is left alone
 
@@ -49,7 +50,10 @@ def test_the_table_stays_float32_and_the_sum_is_rounded_once():
         {"positions": 8},
         {"positions": 0, "offset": 0},
         {"positions": 8, "offset": -1},
-        {"positions": 8, "offset": 0, "scale": 2},
+        {"positions": 8, "scale": 2},
+        {"positions": 8, "offset": 0, "scale": 0},
+        {"positions": 8, "offset": 0, "scale": "32"},
+        {"positions": 8, "offset": 0, "width": 2},
     ],
 )
 def test_options_that_do_not_fit(options):
