@@ -18,6 +18,7 @@ from model.family.evaluation import results
 from model.family.evaluation.card import write as write_card
 from model.family.evaluation.evaluate import Task
 from model.family.evaluation.evaluate import evaluate as evaluate_models
+from model.family.evaluation.grammar import PARSER
 from model.family.evaluation.results import QUICK, Sizes
 from model.family.files import alone
 from model.family.losses import windows_of
@@ -187,12 +188,15 @@ def evaluate(flags: argparse.Namespace) -> int:
     sizes = QUICK if flags.quick else Sizes()
     try:
         texts = corpus.load(folder() / "corpus.npz")
-        task = Task(texts, sizes, device, served_logprobs, _bars, pull.FAMILY)
+        parser = shutil.which(PARSER)
+        task = Task(texts, sizes, device, served_logprobs, _bars, pull.FAMILY, parser)
         evaluate_models(flags.models or folder() / "runs", path, task)
     except (FamilyError, CheckpointError) as error:
         raise CommandError(str(error)) from error
     except OSError as error:
         raise CommandError(f"{error.filename or path}: {_reason(error)}; see --result") from error
+    if parser is None:
+        print(f"without grammar: {PARSER} is not installed (in Debian, package link-grammar)")
     print(path)
     return 0
 

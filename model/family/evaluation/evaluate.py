@@ -5,7 +5,7 @@ Models of other seeds than the one that is served give curves and losses alone.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,7 +17,16 @@ import torch
 from model.digests import of_parts
 from model.family.corpus import Corpus
 from model.family.errors import FamilyError
-from model.family.evaluation import curves, losses, recalled, results, samples, served, shortened
+from model.family.evaluation import (
+    curves,
+    grammar,
+    losses,
+    recalled,
+    results,
+    samples,
+    served,
+    shortened,
+)
 from model.family.evaluation.members import Member, digest, find_members, load, opened
 from model.family.evaluation.reading import Reader
 from model.family.evaluation.results import Evaluation, Measured, Packed, Sizes
@@ -39,6 +48,7 @@ class Task:
     serve: Serve
     bars: Bars
     shipped: Path  # has a folder of packed weights for each model that is in the package
+    parser: str | None  # path of the program that judges grammar, where there is one
 
     def texts(self, length: int, count: int) -> Texts:
         return texts_of(self.corpus.held_out, length, count)
@@ -99,12 +109,18 @@ def _parts(member: Member, earlier: Measured | None, task: Task) -> Iterator[Mea
         measured = replace(measured, packed=None, made_from=made_from)
     yield measured
     subject: Subject | None = None
-    for name in SEEDS_TOO if member.seed is not None else PARTS:
+    for name in _wanted(member, task):
         mark = of_parts(measured.digest, task.corpus.fingerprint, repr(asdict(task.sizes)))
         if measured.made_from.get(name) != mark:
             subject = subject or Subject(member, task)
             measured = _with(measured, name, mark, partial(PARTS[name], subject, task))
             yield measured
+
+
+def _wanted(member: Member, task: Task) -> Sequence[str]:
+    if member.seed is not None:
+        return SEEDS_TOO
+    return [name for name in PARTS if name != "grammar" or task.parser is not None]
 
 
 def _known(member: Member, earlier: Measured | None, corpus: Corpus) -> Measured:
@@ -207,12 +223,28 @@ def _samples(subject: Subject, task: Task) -> tuple[samples.Sample, ...]:
     return samples.measure(subject.reader, subject.checkpoint.tokenizer)
 
 
+def _grammar(subject: Subject, task: Task) -> tuple[grammar.Grammar, ...]:
+    assert task.parser is not None, "asked for where there is one"
+    draws = task.sizes.draws
+    texts = len(grammar.TEMPERATURES) * len(grammar.PROMPTS) * draws
+    with subject.bar("grammar", texts, "text") as bar:
+        return grammar.measure(
+            subject.reader,
+            subject.checkpoint.tokenizer,
+            task.corpus,
+            task.parser,
+            draws,
+            bar.update,
+        )
+
+
 PARTS: Mapping[str, Callable[[Subject, Task], Any]] = {  # by their fields of Measured
     "held_out": _held_out,
     "losses": _losses,
     "divergences": _divergences,
     "served": _served,
     "samples": _samples,
+    "grammar": _grammar,
     "recalls": _recalls,
 }
 SEEDS_TOO = ("held_out", "losses")

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from model.family.errors import FamilyError
 from model.family.evaluation.curves import Curve
+from model.family.evaluation.grammar import Grammar
 from model.family.evaluation.losses import HeldOut, Losses
 from model.family.evaluation.recalled import Recalls
 from model.family.evaluation.samples import Sample
@@ -16,7 +17,7 @@ from model.family.evaluation.served import ServedLoss
 from model.family.evaluation.shortened import Divergence
 from model.family.files import replacing
 
-SCHEMA = 3  # raise it when a field changes its meaning
+SCHEMA = 4  # raise it when a field changes its meaning
 DIGITS = 8  # of a number that is stored
 
 
@@ -30,6 +31,7 @@ class Sizes:
     short_texts: int = 16  # for cache operations
     served_texts: int = 4
     trials: int = 50  # of each kind in a cell of recall
+    draws: int = 4  # of each prompt, for grammar
     lengths: tuple[int, ...] = (512, 1024, 2048)
     distances: tuple[int, ...] = (32, 128, 256, 384, 768, 1536)
 
@@ -41,6 +43,7 @@ QUICK = Sizes(
     short_texts=2,
     served_texts=2,
     trials=2,
+    draws=1,
     lengths=(512, 640),
     distances=(32, 384),
 )
@@ -74,6 +77,7 @@ class Measured:
     divergences: tuple[Divergence, ...] | None = None
     served: tuple[ServedLoss, ...] | None = None
     samples: tuple[Sample, ...] | None = None
+    grammar: tuple[Grammar, ...] | None = None
     packed: Packed | None = None
 
 

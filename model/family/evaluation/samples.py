@@ -26,17 +26,23 @@ def measure(
     reader: Reads, tokenizer: Tokenizer, prompts: Sequence[str] = PROMPTS
 ) -> tuple[Sample, ...]:
     """TOKENS tokens after each prompt."""
-    return tuple(Sample(prompt, _answer(reader, tokenizer, prompt)) for prompt in prompts)
+    return tuple(
+        Sample(prompt, continuation(reader, tokenizer, prompt, TEMPERATURE, SEED, TOKENS))
+        for prompt in prompts
+    )
 
 
-def _answer(reader: Reads, tokenizer: Tokenizer, prompt: str) -> str:
-    drawn = torch.Generator().manual_seed(SEED)
+def continuation(
+    reader: Reads, tokenizer: Tokenizer, prompt: str, temperature: float, seed: int, length: int
+) -> str:
+    """What `length` tokens after the prompt say; drawn from all tokens, by the seed."""
+    drawn = torch.Generator().manual_seed(seed)
     tokens = tokenizer.encode(prompt, bos=True)
     first, start = len(tokens), 0
-    for _ in range(TOKENS):
+    for _ in range(length):
         row = reader.read(tokens, wanted=1, start=start)[-1].cpu()
         start = len(tokens)
-        chances = (row / TEMPERATURE).softmax(-1)
+        chances = (row / temperature).softmax(-1)
         tokens.append(int(torch.multinomial(chances, 1, generator=drawn)))
     written = b"".join(tokenizer.token_bytes(token, first=False) for token in tokens[first:])
     return written.decode(errors="replace")

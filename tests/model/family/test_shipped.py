@@ -1,6 +1,8 @@
 """The weights in the package: six, small, and of models that know English; their card is true."""
 
+import random
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,18 @@ import torch
 from model.family.evaluation import results
 from model.family.evaluation.card import CARD
 from model.family.evaluation.findings import about_length, shipped
+from model.family.evaluation.grammar import (
+    PARSER,
+    PROMPTS,
+    TEMPERATURES,
+    TOKENS,
+    sentences,
+    shuffled,
+    taken,
+)
+from model.family.evaluation.members import load
+from model.family.evaluation.reading import Reader
+from model.family.evaluation.samples import continuation
 from model.family.pack import loss_of
 from model.family.recipe import ENCODINGS, model_name
 from model.loading import open_checkpoint
@@ -47,6 +61,36 @@ def test_it_knows_english(encoding) -> None:
     shuffled = written[:, torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))]
     loss = loss_of(folder, written)
     assert loss < 4.5 and loss + 3 < loss_of(folder, shuffled)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_it_was_measured_to_write_as_grammatically_as_people(encoding, evaluation) -> None:
+    """To a parser for which they, too, are often wrong: Link Grammar, at temperature 0.7."""
+    own = next(one for one in evaluation.members if one.name == model_name(encoding))
+    assert own.grammar is not None
+    found = own.grammar[0]
+    assert found.temperature == TEMPERATURES[0] and found.sentences >= 80
+    assert found.written.high > found.people.value and found.written.low > found.shuffled.high
+
+
+@pytest.mark.skipif(shutil.which(PARSER) is None, reason=f"{PARSER} is not installed")
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_it_writes_grammatical_english(encoding) -> None:
+    """Measured anew, with fewer texts."""
+    checkpoint = open_checkpoint(FAMILY / model_name(encoding))
+    reader = Reader(load(checkpoint, 128, torch.device("cpu")), 128)
+    written = [
+        one
+        for prompt in PROMPTS
+        for one in sentences(
+            prompt + continuation(reader, checkpoint.tokenizer, prompt, TEMPERATURES[0], 9, TOKENS)
+        )
+    ]
+    parser = shutil.which(PARSER)
+    mixed = [shuffled(one, random.Random(0)) for one in written]
+    assert len(written) >= 20
+    assert sum(taken(written, parser)) > 0.55 * len(written)
+    assert sum(taken(mixed, parser)) < 0.2 * len(mixed)
 
 
 def test_the_card_says_what_was_measured(evaluation) -> None:

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 from model.family.evaluation.curves import Curve, Point
 from model.family.evaluation.estimates import Estimate, wilson
+from model.family.evaluation.grammar import Grammar
 from model.family.evaluation.losses import HeldOut, LossBin, Losses, edges
 from model.family.evaluation.recalled import RecallCell, Recalls
 from model.family.evaluation.results import SCHEMA, Evaluation, Measured, Packed, Sizes
@@ -99,6 +100,8 @@ def measured(label, costs, memory=200.0, pace=3.0, kl=0.01, seed=None, end=3.4) 
         more |= {"recalls": recalls(memory, own.reach), "divergences": divergences(kl)}
         more |= {"served": served, "packed": Packed(4_300_000, 3.5, 3.5012)}
         more["samples"] = (Sample("My friends,", " the sea\nis blue."),)
+        shares = (wilson(70, 100), wilson(65, 100), wilson(3, 100))
+        more["grammar"] = (Grammar(0.7, 100, 4, *shares), Grammar(1.0, 100, 2, *shares))
     values = {field: getattr(first, field) for field in first.__slots__}
     return Measured(**values | more)
 

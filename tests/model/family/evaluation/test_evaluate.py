@@ -66,7 +66,7 @@ def told(folder, dtype, context, prompts):
     return answers
 
 
-TASK = Task(corpus(length=1500), SIZES, CPU, told, no_bars, Path("nowhere"))
+TASK = Task(corpus(length=1500), SIZES, CPU, told, no_bars, Path("nowhere"), parser=None)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,0 +1,166 @@
+"""How much of what a model writes is grammatical, as a parser for English judges it.
+
+Link Grammar (Sleator and Temperley 1993, arXiv cmp-lg/9508004) takes a sentence when links that
+its dictionary allows connect all of the words. It knows today's English, and so refuses many
+sentences of old books too; what people wrote and held-out texts hold is judged beside the model's,
+as many sentences of as many words, and the same ones with their words in another order.
+"""
+
+import os
+import random
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from model.family.corpus import Corpus
+from model.family.errors import FamilyError
+from model.family.evaluation.estimates import Estimate, wilson
+from model.family.evaluation.reading import Reads
+from model.family.evaluation.samples import continuation
+from model.tokenizers.base import Tokenizer
+
+PARSER = "link-parser"  # Debian's package link-grammar
+PROMPTS = (
+    "The old man",
+    "When the morning came, she",
+    "It was a long time before",
+    "My dear sister,",
+    "The people of this country",
+    "He went into the house and",
+    "There was once a king who",
+    "I have often thought that",
+    "The captain looked at the sea and",
+    "In the evening they",
+    "She had never seen",
+    "The government of the United States",
+    "We came to a river and",
+    "His mother said to him,",
+    "The war",
+    "Nothing could be more",
+    "A young woman",
+    "They were both",
+    "The great whale",
+    "If you will",
+)
+TOKENS = 80  # after each prompt
+TEMPERATURES = (0.7, 1.0)
+WORDS = range(5, 21)  # of a sentence that is judged
+_END = re.compile(
+    r"(?:(?<=[.!?])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)[\"')]*\s+(?=[\"'(]*[A-Z]))|\n\s*\n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Shares of sentences that are taken, with Wilson's intervals."""
+
+    temperature: float
+    sentences: int
+    copied: int  # others, left out: they stand in the training texts word for word
+    written: Estimate  # by the model
+    people: Estimate  # of held-out texts
+    shuffled: Estimate  # the same, their words in another order
+
+
+def measure(
+    reader: Reads,
+    tokenizer: Tokenizer,
+    corpus: Corpus,
+    parser: str,
+    draws: int,
+    done: Callable[[int], object],
+) -> tuple[Grammar, ...]:
+    """At each of TEMPERATURES, unless no sentence could be judged. Raises FamilyError.
+
+    parser: PARSER's path; draws: how often each prompt is continued.
+    """
+    trained = corpus.train.tokens.tobytes()
+    people = _by_words(sentences(_text(tokenizer, corpus.held_out.tokens.tolist())))
+    found = []
+    for temperature in TEMPERATURES:
+        written = []
+        for prompt, seed in product(PROMPTS, range(draws)):
+            text = prompt + continuation(reader, tokenizer, prompt, temperature, seed, TOKENS)
+            written += [each for each in sentences(text) if len(each.split()) in people]
+            done(1)
+        own = [each for each in written if not _occurs(tokenizer, each, trained)]
+        if own:
+            found.append(_judged(temperature, own, len(written) - len(own), people, parser))
+    return tuple(found)
+
+
+def sentences(text: str) -> list[str]:
+    """Those of WORDS words that end, as one line each and without the double quotes."""
+    pieces = (" ".join(piece.replace('"', " ").split()) for piece in _END.split(text))
+    return [each for each in pieces if each[-1:] in (".", "!", "?") and len(each.split()) in WORDS]
+
+
+def shuffled(sentence: str, drawn: random.Random) -> str:
+    """Its words in another order, as a sentence without other signs."""
+    words = [word.strip(",;:()") for word in sentence[:-1].split()]
+    return " ".join(drawn.sample(words, len(words))).capitalize() + sentence[-1]
+
+
+def taken(sentences: Sequence[str], parser: str) -> list[bool]:
+    """Whether all words of each are linked. Raises FamilyError when the parser fails."""
+    options = ("-batch", "-echo=1", "-spell=0", "-limit=1000", "-timeout=10", "-panic=0")
+    # The space keeps a sentence from being read as a command; echoed, it tells a sentence from
+    # what is said of the one before.
+    lines = "".join(f" {each}\n" for each in sentences)
+    answer = subprocess.run(
+        [parser, "en", *options],
+        input=lines,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"LC_ALL": "C.UTF-8"},
+        check=False,
+    )
+    found: list[bool] = []
+    for line in answer.stdout.splitlines():
+        if line.startswith(" "):
+            found.append(True)
+        elif line.startswith("+++++ error"):
+            found[-1] = False
+    if len(found) != len(sentences):
+        raise FamilyError(
+            f"{parser} judged {len(found)} of {len(sentences)} sentences: "
+            f"{answer.stderr.strip()[-200:]}; is its English dictionary installed?"
+        )
+    return found
+
+
+def _judged(
+    temperature: float,
+    written: Sequence[str],
+    copied: int,
+    people: Mapping[int, list[str]],
+    parser: str,
+) -> Grammar:
+    drawn = random.Random(0)
+    theirs = [drawn.choice(people[len(each.split())]) for each in written]
+    mixed = [shuffled(each, drawn) for each in theirs]
+    shares = [wilson(sum(taken(each, parser)), len(each)) for each in (written, theirs, mixed)]
+    return Grammar(temperature, len(written), copied, *shares)
+
+
+def _by_words(found: Iterable[str]) -> Mapping[int, list[str]]:
+    ordered: dict[int, list[str]] = {}
+    for each in found:
+        ordered.setdefault(len(each.split()), []).append(each)
+    return ordered
+
+
+def _text(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
+    """A token without bytes begins a document, and so a paragraph."""
+    pieces = (tokenizer.token_bytes(token, first=False) or b"\n\n" for token in tokens)
+    return b"".join(pieces).decode(errors="replace")
+
+
+def _occurs(tokenizer: Tokenizer, sentence: str, trained: bytes) -> bool:
+    """But for its first token, which may begin a line there."""
+    tokens = tokenizer.encode(sentence, bos=False)[1:]
+    return np.asarray(tokens, dtype=np.uint16).tobytes() in trained
