@@ -251,8 +251,8 @@ def _samples(members: Sequence[Measured]) -> str:
         f"{WORDS_JUDGED.start} to {WORDS_JUDGED.stop - 1} words, which the models ended after "
         f"{len(GRAMMAR_PROMPTS)} beginnings such as *{GRAMMAR_PROMPTS[0]}*; those that stand in "
         "the training texts word for word are left out. The parser knows today's English: beside "
-        "it are as many sentences of as many words out of held-out texts, and the same with their "
-        "words in another order. Shares with Wilson intervals.\n\n"
+        "it are sentences of as many words out of held-out texts, and the same with their words in "
+        "another order. Shares with Wilson intervals.\n\n"
         f"{tables.grammar(members)}"
     )
 

@@ -1,9 +1,9 @@
 """How much of what a model writes is grammatical, as a parser for English judges it.
 
 Link Grammar (Sleator and Temperley 1993, arXiv cmp-lg/9508004) takes a sentence when links that
-its dictionary allows connect all of the words. It knows today's English, and so refuses many
-sentences of old books too; what people wrote and held-out texts hold is judged beside the model's,
-as many sentences of as many words, and the same ones with their words in another order.
+its dictionary allows connect all of its words. It knows today's English and refuses many sentences
+of old books. So beside a model's sentences it judges some of people, as long and out of held-out
+texts, and these again with their words in another order.
 """
 
 import os
@@ -48,6 +48,7 @@ PROMPTS = (
 )
 TOKENS = 80  # after each prompt
 TEMPERATURES = (0.7, 1.0)
+PEOPLE = 5  # sentences of people for each of a model's
 WORDS = range(5, 21)  # of a sentence that is judged
 _END = re.compile(
     r"(?:(?<=[.!?])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)[\"')]*\s+(?=[\"'(]*[A-Z]))|\n\s*\n"
@@ -141,7 +142,8 @@ def _judged(
     parser: str,
 ) -> Grammar:
     drawn = random.Random(0)
-    theirs = [drawn.choice(people[len(each.split())]) for each in written]
+    lengths = [len(each.split()) for each in written] * PEOPLE
+    theirs = [drawn.choice(people[length]) for length in lengths]
     mixed = [shuffled(each, drawn) for each in theirs]
     shares = [wilson(sum(taken(each, parser)), len(each)) for each in (written, theirs, mixed)]
     return Grammar(temperature, len(written), copied, *shares)

@@ -10,7 +10,7 @@ from model.family.corpus import Corpus, Split
 from model.family.errors import FamilyError
 from model.family.evaluation import grammar
 from model.family.evaluation.estimates import wilson
-from model.family.evaluation.grammar import PARSER, measure, sentences, shuffled, taken
+from model.family.evaluation.grammar import PARSER, PEOPLE, measure, sentences, shuffled, taken
 from model.family.prepare import SHIPPED_TOKENIZER
 from model.tokenizers.spm import SpmModel, SpmTokenizer
 
@@ -111,7 +111,7 @@ def test_shares_are_of_own_sentences_and_of_people_s_as_long(program, monkeypatc
     for one in found:
         assert (one.sentences, one.copied) == (12, 6)  # two of three, and the third
         assert one.written == wilson(6, 12)
-        assert one.people == one.shuffled == wilson(0, 12)
+        assert one.people == one.shuffled == wilson(0, 12 * PEOPLE)
 
 
 def test_without_a_sentence_to_judge_there_is_no_share(program) -> None:
