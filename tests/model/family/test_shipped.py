@@ -3,6 +3,7 @@
 import random
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,11 @@ from model.family.evaluation.grammar import (
     PARSER,
     PROMPTS,
     TEMPERATURES,
-    TOKENS,
     sentences,
     shuffled,
     taken,
 )
+from model.family.evaluation.grammar import TOKENS as GRAMMAR_TOKENS
 from model.family.evaluation.members import load
 from model.family.evaluation.reading import Reader
 from model.family.evaluation.samples import continuation
@@ -76,20 +77,19 @@ def test_it_was_measured_to_write_as_grammatically_as_people(encoding, evaluatio
 @pytest.mark.skipif(shutil.which(PARSER) is None, reason=f"{PARSER} is not installed")
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_it_writes_grammatical_english(encoding) -> None:
-    """Measured anew, with fewer texts."""
+    """Measured anew, with half as many texts: at worst three deviations below what was found."""
     checkpoint = open_checkpoint(FAMILY / model_name(encoding))
     reader = Reader(load(checkpoint, 128, torch.device("cpu")), 128)
-    written = [
-        one
-        for prompt in PROMPTS
-        for one in sentences(
-            prompt + continuation(reader, checkpoint.tokenizer, prompt, TEMPERATURES[0], 9, TOKENS)
-        )
-    ]
-    parser = shutil.which(PARSER)
+    texts = (
+        prompt
+        + continuation(reader, checkpoint.tokenizer, prompt, TEMPERATURES[0], seed, GRAMMAR_TOKENS)
+        for prompt, seed in product(PROMPTS, (8, 9))
+    )
+    written = [one for text in texts for one in sentences(text)]
     mixed = [shuffled(one, random.Random(0)) for one in written]
-    assert len(written) >= 20
-    assert sum(taken(written, parser)) > 0.55 * len(written)
+    parser = shutil.which(PARSER)
+    assert len(written) >= 40
+    assert sum(taken(written, parser)) > 0.5 * len(written)
     assert sum(taken(mixed, parser)) < 0.2 * len(mixed)
 
 
