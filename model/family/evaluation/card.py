@@ -18,7 +18,6 @@ from model.family.evaluation.findings import (
     shipped,
 )
 from model.family.evaluation.grammar import PROMPTS as GRAMMAR_PROMPTS
-from model.family.evaluation.grammar import WORDS as WORDS_JUDGED
 from model.family.evaluation.losses import difference
 from model.family.evaluation.pictures import pictures
 from model.family.evaluation.results import Evaluation, Measured
@@ -247,12 +246,11 @@ def _samples(members: Sequence[Measured]) -> str:
     )
     return (
         f"Drawn at temperature {TEMPERATURE}, not chosen.\n\n{written or MISSING}\n\n"
-        "How much of it is grammatical? Sentences that Link Grammar can link whole, of "
-        f"{WORDS_JUDGED.start} to {WORDS_JUDGED.stop - 1} words, which the models ended after "
-        f"{len(GRAMMAR_PROMPTS)} beginnings such as *{GRAMMAR_PROMPTS[0]}*; those that stand in "
-        "the training texts word for word are left out. The parser knows today's English: beside "
-        "it are sentences of as many words out of held-out texts, and the same with their words in "
-        "another order. Shares with Wilson intervals.\n\n"
+        "How much of it is grammatical? Sentences that Link Grammar can link whole, out of what "
+        f"the models ended after {len(GRAMMAR_PROMPTS)} beginnings such as *{GRAMMAR_PROMPTS[0]}*; "
+        "those that stand in the training texts word for word are left out. The parser knows "
+        "today's English: beside it are sentences of as many words out of held-out texts, and the "
+        "same with their words in another order. Shares with Wilson intervals.\n\n"
         f"{tables.grammar(members)}"
     )
 

@@ -46,10 +46,10 @@ PROMPTS = (
     "The great whale",
     "If you will",
 )
-TOKENS = 80  # after each prompt
+TOKENS = 160  # after each prompt
 TEMPERATURES = (0.7, 1.0)
 PEOPLE = 5  # sentences of people for each of a model's
-WORDS = range(5, 21)  # of a sentence that is judged
+LENGTHS = (range(5, 21), range(21, 41))  # words of sentences that are judged, each for itself
 _END = re.compile(
     r"(?:(?<=[.!?])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)[\"')]*\s+(?=[\"'(]*[A-Z]))|\n\s*\n"
 )
@@ -60,6 +60,8 @@ class Grammar:
     """Shares of sentences that are taken, with Wilson's intervals."""
 
     temperature: float
+    shortest: int  # sentence, in words
+    longest: int
     sentences: int
     copied: int  # others, left out: they stand in the training texts word for word
     written: Estimate  # by the model
@@ -75,7 +77,7 @@ def measure(
     draws: int,
     done: Callable[[int], object],
 ) -> tuple[Grammar, ...]:
-    """At each of TEMPERATURES, unless no sentence could be judged. Raises FamilyError.
+    """At each of TEMPERATURES for each of LENGTHS that the model wrote. Raises FamilyError.
 
     parser: PARSER's path; draws: how often each prompt is continued.
     """
@@ -88,16 +90,22 @@ def measure(
             text = prompt + continuation(reader, tokenizer, prompt, temperature, seed, TOKENS)
             written += [each for each in sentences(text) if len(each.split()) in people]
             done(1)
-        own = [each for each in written if not _occurs(tokenizer, each, trained)]
-        if own:
-            found.append(_judged(temperature, own, len(written) - len(own), people, parser))
+        copied = [each for each in written if _occurs(tokenizer, each, trained)]
+        for lengths in LENGTHS:
+            fitting = [each for each in written if len(each.split()) in lengths]
+            own = [each for each in fitting if each not in copied]
+            if own:
+                counts = len(own), len(fitting) - len(own)
+                shares = _shares(own, people, parser)
+                found.append(Grammar(temperature, lengths[0], lengths[-1], *counts, *shares))
     return tuple(found)
 
 
 def sentences(text: str) -> list[str]:
-    """Those of WORDS words that end, as one line each and without the double quotes."""
+    """Those of LENGTHS that end, as one line each and without the double quotes."""
     pieces = (" ".join(piece.replace('"', " ").split()) for piece in _END.split(text))
-    return [each for each in pieces if each[-1:] in (".", "!", "?") and len(each.split()) in WORDS]
+    ended = [each for each in pieces if each[-1:] in (".", "!", "?")]
+    return [each for each in ended if any(len(each.split()) in lengths for lengths in LENGTHS)]
 
 
 def shuffled(sentence: str, drawn: random.Random) -> str:
@@ -134,19 +142,18 @@ def taken(sentences: Sequence[str], parser: str) -> list[bool]:
     return found
 
 
-def _judged(
-    temperature: float,
-    written: Sequence[str],
-    copied: int,
-    people: Mapping[int, list[str]],
-    parser: str,
-) -> Grammar:
+def _shares(
+    written: Sequence[str], people: Mapping[int, list[str]], parser: str
+) -> tuple[Estimate, Estimate, Estimate]:
+    """Of what is written, of people's as long, and of these shuffled."""
     drawn = random.Random(0)
     lengths = [len(each.split()) for each in written] * PEOPLE
     theirs = [drawn.choice(people[length]) for length in lengths]
     mixed = [shuffled(each, drawn) for each in theirs]
-    shares = [wilson(sum(taken(each, parser)), len(each)) for each in (written, theirs, mixed)]
-    return Grammar(temperature, len(written), copied, *shares)
+    own, of_people, of_mixed = (
+        wilson(sum(taken(each, parser)), len(each)) for each in (written, theirs, mixed)
+    )
+    return own, of_people, of_mixed
 
 
 def _by_words(found: Iterable[str]) -> Mapping[int, list[str]]:

@@ -31,7 +31,7 @@ class Sizes:
     short_texts: int = 16  # for cache operations
     served_texts: int = 4
     trials: int = 50  # of each kind in a cell of recall
-    draws: int = 4  # of each prompt, for grammar
+    draws: int = 2  # of each prompt, for grammar
     lengths: tuple[int, ...] = (512, 1024, 2048)
     distances: tuple[int, ...] = (32, 128, 256, 384, 768, 1536)
 

@@ -200,6 +200,7 @@ def grammar(members: Sequence[Measured]) -> str:
         [
             one.label,
             f"{each.temperature:g}",
+            f"{each.shortest} to {each.longest}",
             f"{each.sentences:,}",
             f"{each.copied:,}",
             share(each.written),
@@ -209,5 +210,13 @@ def grammar(members: Sequence[Measured]) -> str:
         for one in shipped(members)
         for each in one.grammar or ()
     ]
-    heads = ["temperature", "sentences", "left out", "linked", "of people's", "of shuffled ones"]
+    heads = [
+        "temperature",
+        "words",
+        "sentences",
+        "left out",
+        "linked",
+        "of people's",
+        "of shuffled ones",
+    ]
     return table(["encoding", *heads], rows) if rows else MISSING

