@@ -145,6 +145,14 @@ def _add_train_flags(parser: argparse.ArgumentParser) -> None:
         help=f"per model (default: {TOKENS:_})",
     )
     parser.add_argument(
+        "--growing",
+        type=whole(0, 1 << 40),
+        default=0,
+        metavar="N",
+        help="read the first N tokens in short pieces, each from <s> on, which become longer; "
+        "without positions a model learns sooner by that (default: 0, whole windows alone)",
+    )
+    parser.add_argument(
         "--seed", type=whole(0, 1 << 32), default=0, help="of first weights and order (default: 0)"
     )
     parser.add_argument(

@@ -37,6 +37,13 @@ def later_half(decoder: Decoder, windows: Tensor, autocast: bool = False) -> flo
     return float(torch.cat(found).mean())
 
 
+def pieces(windows: Tensor, length: int, first: int) -> Tensor:
+    """[windows, n · length + 1] → [n · windows, length + 1], each with the token `first` first."""
+    found = windows.unfold(1, length + 1, length).flatten(0, 1).clone()
+    found[:, 0] = first
+    return found
+
+
 def windows_of(split: Split, length: int, most: int) -> Tensor:
     """[windows, length + 1] int64: at most so many, evenly out of all documents.
 

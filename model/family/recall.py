@@ -52,6 +52,7 @@ _TIMES = (
     "Soon",
     "The next day",
 )
+_PHRASES = (" keeps the ", " keep the ", "Where does ", "Remember these words", "Say the words")
 FACTS, OTHERS, WORDS = 6, 3, 8  # pairs in a text, questions before the last, words to copy
 KINDS = ("pairs", "copy")
 
@@ -81,6 +82,11 @@ def recalls(seed: int, distances: Iterator[int], measure: Measure) -> Iterator[R
     for number, distance in enumerate(distances):
         make = _pairs if number % 2 == 0 else _copy
         yield make(drawn, distance, counted)
+
+
+def is_made_up(sentence: str) -> bool:
+    """Whether it is made like those of these texts, wholly or in part."""
+    return any(each in sentence for each in (*_DEEDS, *_PHRASES))
 
 
 def _pairs(drawn: random.Random, distance: int, measure: Measure) -> Recall:

@@ -44,6 +44,8 @@ class Recipe:
     decay: float = 0.4  # share of the steps
     clip: float = 1.0  # limit of the gradients' norm, all together
     seed: int = 0
+    growing: int = 0  # first tokens, read in eighths of a window, then quarters, then halves; when
+    # there are any, all that is read at once begins with <s>, whole windows later too
 
     @property
     def steps(self) -> int:
@@ -59,6 +61,11 @@ class Recipe:
         rising = min((step + 1) / self.warm_up, 1.0)
         falling = (self.steps - step) / max(self.steps - self.stable_steps, 1)
         return min(rising, falling)
+
+    def length(self, step: int) -> int:
+        """Of the pieces, in tokens, that the windows of `step`, from 0, are read in."""
+        seen = step * self.windows * CONTEXT
+        return CONTEXT >> max(3 - 3 * seen // self.growing, 0) if self.growing else CONTEXT
 
 
 def code_digest(encoding: str) -> str:

@@ -26,7 +26,7 @@ from model.family.corpus import Corpus
 from model.family.dense import refreeze
 from model.family.errors import FamilyError
 from model.family.files import put, replacing
-from model.family.losses import later_half, token_losses, windows_of
+from model.family.losses import later_half, pieces, token_losses, windows_of
 from model.family.muon import Muon
 from model.family.recipe import Recipe, code_digest, new_decoder
 from model.family.windows import Windows
@@ -61,6 +61,7 @@ class Training:
         self._recipe, self._pace, self._run = recipe, pace, run
         self._tokenizer = corpus.tokenizer
         self._windows = Windows(corpus.train, config.trained_context, recipe.seed)
+        self._first = int(corpus.train.tokens[0])  # <s>
         held_out = windows_of(corpus.held_out, config.trained_context, HELD_OUT_WINDOWS)
         self._held_out = held_out.to(pace.device)
         self._parameters = dict(self.decoder.named_parameters())
@@ -74,7 +75,9 @@ class Training:
         self._adam = torch.optim.AdamW(
             list(self._others.values()), betas=(0.9, 0.95), weight_decay=0.0
         )
-        self._loss = torch.compile(self._mean_loss) if pace.compile else self._mean_loss
+        self._loss = (
+            torch.compile(self._mean_loss, dynamic=False) if pace.compile else self._mean_loss
+        )
         # All that decides what comes out, but for how many tokens there will be.
         self._facts = {
             "recipe": {**asdict(recipe), "tokens": None, "decay": None},
@@ -136,6 +139,8 @@ class Training:
         begun = time.perf_counter()
         share = self._recipe.rate(self.step)
         tokens = torch.from_numpy(self._windows.step(self.step, self._recipe.windows))
+        if self._recipe.growing:
+            tokens = pieces(tokens, self._recipe.length(self.step), self._first)
         value = self._gather_gradients(tokens.to(self._pace.device))
         torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._recipe.clip)
         gradients = {
@@ -161,9 +166,10 @@ class Training:
         }
 
     def _gather_gradients(self, tokens: Tensor) -> float:
-        """Of the mean loss over windows [windows, length + 1], which it returns."""
+        """Of the mean loss over windows or pieces [count, length + 1], which it returns."""
         total = 0.0
-        at_once = self._pace.at_once or len(tokens)
+        whole = self._pace.at_once or self._recipe.windows
+        at_once = whole * self._windows.length // (tokens.shape[1] - 1)
         for first in range(0, len(tokens), at_once):
             part = tokens[first : first + at_once]
             refreeze(self.decoder)

@@ -136,7 +136,9 @@ def _held_out(members: Sequence[Measured]) -> str:
 
 def _training(members: Sequence[Measured], image: str) -> str:
     values = asdict(Recipe(tokens=0))
-    fixed = {name: value for name, value in values.items() if name not in ("tokens", "seed")}
+    fixed = {
+        name: value for name, value in values.items() if name not in ("tokens", "seed", "growing")
+    }
     recipe = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in fixed.items())
     seeds = sorted({one.seed for one in members if one.seed is not None})
     trained = "one seed each"
@@ -248,7 +250,8 @@ def _samples(members: Sequence[Measured]) -> str:
         f"Drawn at temperature {TEMPERATURE}, not chosen.\n\n{written or MISSING}\n\n"
         "How much of it is grammatical? Sentences that Link Grammar can link whole, out of what "
         f"the models ended after {len(GRAMMAR_PROMPTS)} beginnings such as *{GRAMMAR_PROMPTS[0]}*; "
-        "those that stand in the training texts word for word are left out. The parser knows "
+        "left out are those that stand in the training texts word for word, and those made like "
+        "the sentences of the recall texts. The parser knows "
         "today's English: beside it are sentences of as many words out of held-out texts, and the "
         "same with their words in another order. Shares with Wilson intervals.\n\n"
         f"{tables.grammar(members)}"

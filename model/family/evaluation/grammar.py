@@ -21,6 +21,7 @@ from model.family.errors import FamilyError
 from model.family.evaluation.estimates import Estimate, wilson
 from model.family.evaluation.reading import Reads
 from model.family.evaluation.samples import continuation
+from model.family.recall import is_made_up
 from model.tokenizers.base import Tokenizer
 
 PARSER = "link-parser"  # Debian's package link-grammar
@@ -63,7 +64,7 @@ class Grammar:
     shortest: int  # sentence, in words
     longest: int
     sentences: int
-    copied: int  # others, left out: they stand in the training texts word for word
+    copied: int  # others, left out: word for word in the training texts, or like recall texts'
     written: Estimate  # by the model
     people: Estimate  # of held-out texts
     shuffled: Estimate  # the same, their words in another order
@@ -90,7 +91,7 @@ def measure(
             text = prompt + continuation(reader, tokenizer, prompt, temperature, seed, TOKENS)
             written += [each for each in sentences(text) if len(each.split()) in people]
             done(1)
-        copied = [each for each in written if _occurs(tokenizer, each, trained)]
+        copied = {each for each in written if is_made_up(each) or _occurs(tokenizer, each, trained)}
         for lengths in LENGTHS:
             fitting = [each for each in written if len(each.split()) in lengths]
             own = [each for each in fitting if each not in copied]

@@ -14,6 +14,7 @@ from model.config import EncodingSpec
 from model.encodings.base import find
 from model.family.corpus import Corpus, Split
 from model.family.errors import FamilyError
+from model.family.losses import pieces
 from model.family.prepare import SHIPPED_TOKENIZER
 from model.family.recipe import ENCODINGS, Recipe, model_name, new_decoder, shape
 from model.family.train import Pace, Training
@@ -226,3 +227,28 @@ def test_the_rate_rises_stays_and_falls() -> None:
     assert rates[0] == 0.01 and rates[99:751] == [1.0] * 652
     assert rates[875] == pytest.approx(0.5) and rates[999] == pytest.approx(0.004)
     assert model_name("my.package:Kerple") == "ropewalk-kerple"
+
+
+def test_growing_pieces_begin_with_bos_and_hold_the_tokens_of_their_windows() -> None:
+    windows = torch.arange(2 * 33).view(2, 33)
+    found = pieces(windows, 8, 99)
+    assert found.shape == (8, 9) and set(found[:, 0].tolist()) == {99}
+    assert found[5].tolist() == [99, *range(33 + 9, 33 + 17)]
+    assert windows[0, 0] == 0 and windows[1, 8] == 41  # the windows stay as they were
+
+
+def test_pieces_grow_from_an_eighth_to_the_whole() -> None:
+    recipe = replace(RECIPE, growing=6 * 2 * 32)
+    assert [recipe.length(step) for step in range(8)] == [4, 4, 8, 8, 16, 16, 32, 32]
+    assert {RECIPE.length(step) for step in range(8)} == {32}
+
+
+def test_growing_learns_and_goes_on_as_if_never_cut_off(tmp_path) -> None:
+    growing = replace(SHORT, growing=6 * 2 * 32)
+    whole = train(tmp_path / "whole", "nope", growing)
+    train(tmp_path / "cut", "nope", growing, until=3)
+    again = train(tmp_path / "cut", "nope", growing)
+    for one, other in zip(whole.decoder.parameters(), again.decoder.parameters(), strict=True):
+        assert torch.equal(one, other)
+    plain = train(tmp_path / "plain", "nope", SHORT)
+    assert not torch.equal(plain.decoder.embed.weight, whole.decoder.embed.weight)

@@ -95,9 +95,11 @@ def test_shares_are_of_own_sentences_and_of_people_s_as_long(program, monkeypatc
     """Of a parser to which a sentence is wrong when it has the word *bad*."""
     spoken = tokenizer()
     said = " went into his house. The whale was a very bad one. The king was a very good one."
+    said += " And then the big bad whale said nothing at all."
     monkeypatch.setattr(grammar, "PROMPTS", ("The old man", "A young one"))
     monkeypatch.setattr(grammar, "TOKENS", len(spoken.encode(said, bos=False)))
     held_out = "She had a bad day there too. He had another bad day there too. He had one."
+    held_out += " She had one of the very good days at last."
     trained = "It was so. The king was a very good one. He slept."
     corpus = Corpus(split(spoken, trained), split(spoken, held_out), "f" * 64, b"")
     parser = program(
@@ -110,7 +112,7 @@ def test_shares_are_of_own_sentences_and_of_people_s_as_long(program, monkeypatc
     assert sum(done) == 2 * 2 * 3
     for one in found:
         assert (one.shortest, one.longest) == (5, 20)
-        assert (one.sentences, one.copied) == (12, 6)  # two of three, and the third
+        assert (one.sentences, one.copied) == (12, 12)  # one is in the texts, one made up
         assert one.written == wilson(6, 12)
         assert one.people == one.shuffled == wilson(0, 12 * PEOPLE)
 
