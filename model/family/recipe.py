@@ -22,7 +22,7 @@ from model.transformer import Decoder
 
 ENCODINGS = ("rope", "t5", "alibi", "learned", "sinusoidal", "nope")
 CONTEXT = 512  # tokens of a training window
-EMBED_SCALE = 32.0  # a token's vector is 10 long at first, and grows to 70 in training
+EMBED_SCALE = 32.0  # a token's vector is 10 long at first, and grows to 80 in training
 # Sines of the published size, 11.3 long, would drown in that, and so would a table that begins
 # with 0.02 like the tokens' and is not multiplied like theirs.
 OPTIONS: Mapping[str, dict[str, Any]] = {
