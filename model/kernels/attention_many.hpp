@@ -19,6 +19,8 @@ class ManyQueries : Attending<Real, S, 64> {
  public:
   explicit ManyQueries(const AttendArguments &a)
       : Base(a),
+        query_scale_(Keys::scale_of_query(a.scale)),
+        score_scale_(Real(a.scale / query_scale_)),
         steps_((a.head_dim + Keys::kInputs - 1) / Keys::kInputs),
         panels_((a.head_dim + kPanel - 1) / kPanel) {}
 
@@ -72,8 +74,7 @@ class ManyQueries : Attending<Real, S, 64> {
     for (int64_t at = 0; at < piece_.count; at += kRows) {
       const int64_t queries = std::min<int64_t>(kRows, piece_.count - at);
       for (int64_t r = 0; r < queries; ++r) {
-        this->template load_query<T>(0, at + r, Keys::scale_of_query(a_.scale),
-                                     a_.frame != kNothing, row_);
+        this->template load_query<T>(0, at + r, query_scale_, a_.frame != kNothing, row_);
         Keys::fill_query(row_, a_.head_dim, query_);
         for (int64_t k = 0; k < steps_; ++k) q_[at * steps_ + k * queries + r] = query_[k];
       }
@@ -111,11 +112,11 @@ class ManyQueries : Attending<Real, S, 64> {
 
   void attend_tile(int64_t at, int64_t queries, int64_t first, int64_t keys) {
     alignas(64) Real scores[kRows * kKeys];
-    for (int64_t r = 0; r < queries; ++r)
-      std::fill(scores + r * kKeys, scores + (r + 1) * kKeys, Real(0));
     for (int64_t n = 0; n < keys; n += kPanel)
-      multiply<kRows, 0, 1, kKeys>(queries, q_ + at * steps_, steps_, panel_of_key(n), scores + n);
-    Keys::scale_scores(a_.scale, queries * kKeys, scores);
+      multiply<kRows, 0, 1, kKeys, true>(queries, q_ + at * steps_, steps_, panel_of_key(n),
+                                         scores + n);
+    if (score_scale_ != 1)
+      for (int64_t n = 0; n < queries * kKeys; ++n) scores[n] *= score_scale_;
     Real factors[kRows];
     if (!this->weigh(chunk_, at, queries, first, keys, scores, states_ + at, factors,
                      Values::exponentials))
@@ -155,6 +156,7 @@ class ManyQueries : Attending<Real, S, 64> {
     }
   }
 
+  const Real query_scale_, score_scale_;
   const int64_t steps_, panels_;  // of a head: what is multiplied one after another, and columns
   Buffer<typename Keys::Factor> q_buffer_, query_buffer_;
   Buffer<KeyNumber> keys_buffer_;

@@ -16,8 +16,8 @@ struct WidenedKeys {
   static constexpr int64_t kInputs = 1;
   static constexpr int kLanes = ::kLanes<Real>, kPanel = ::kPanel<Real>;
 
+  // That part of the scale which queries take; scores take the rest.
   static Real scale_of_query(double scale) { return Real(scale); }
-  static void scale_scores(double, int64_t, Real *) {}
 
   static void fill_query(const Real *row, int64_t dim, Real *query) {
     std::copy(row, row + dim, query);
@@ -77,21 +77,25 @@ struct WidenedValues {
 
 #if defined(__AVX512BF16__)
 
-// Two coordinates at once, as they are stored: products are exact, as those above, so queries come
-// as they are, too, and scores are scaled instead.
+// Two coordinates at once, as they are stored: products are exact, as those above, and so
+// are queries: they take a power of two of the scale.
 struct PairedKeys {
   typedef Pair Factor;
   typedef bf16 Number;
   static constexpr int64_t kInputs = 2;
   static constexpr int kLanes = ::kLanes<float>, kPanel = ::kPanel<float>;
 
-  static float scale_of_query(double) { return 1; }
-  static void scale_scores(double scale, int64_t count, float *scores) {
-    for (int64_t n = 0; n < count; ++n) scores[n] *= float(scale);
+  static float scale_of_query(double scale) {
+    int exponent;
+    std::frexp(scale, &exponent);
+    return std::ldexp(1.0f, exponent - 1);
   }
 
   static void fill_query(const float *row, int64_t dim, Pair *query) {
-    for (int64_t d = 0; d < dim; d += 2) {
+    int64_t d = 0;
+    for (; d + kPanel <= dim; d += kPanel)
+      store_narrowed(load(row + d), load(row + d + kLanes), query + d / 2);
+    for (; d < dim; d += 2) {
       bf16 pair[2] = {};
       narrow(row[d], pair);
       if (d + 1 < dim) narrow(row[d + 1], pair + 1);
@@ -132,13 +136,13 @@ struct PairedValues {
     const bf16 *first = value(n), *second = n + 1 < count ? value(n + 1) : first;
     to += n * kPanel;
     int64_t d = 0;
-    for (; d + kPanel <= dim; d += kPanel, to += panel)
-      for (int64_t half = 0; half < kPanel; half += kLanes) {
-        const VecBits a = (VecBits)load_wide(first + d + half);
-        const VecBits b = (VecBits)load_wide(second + d + half);
-        const VecBits pairs = a >> 16 | b;
-        std::memcpy(to + 2 * half, &pairs, sizeof(pairs));
-      }
+    for (; d + kPanel <= dim; d += kPanel, to += panel) {
+      const Words a = (Words)_mm512_loadu_si512(first + d);
+      const Words b = (Words)_mm512_loadu_si512(second + d);
+      const auto each = std::make_integer_sequence<int, kPanel>();
+      _mm512_storeu_si512(to, (__m512i)side_by_side<0>(a, b, each));
+      _mm512_storeu_si512(to + kPanel, (__m512i)side_by_side<kLanes>(a, b, each));
+    }
     for (int64_t j = 0; d + j < dim; ++j) {
       to[2 * j] = first[d + j];
       to[2 * j + 1] = second[d + j];
@@ -154,7 +158,8 @@ struct PairedValues {
       if (n + kLanes < count) second = power(load(x + n + kLanes) - base);
       store(first, x + n);
       store(second, x + n + kLanes);
-      sum = (Vec<float>)_mm512_dpbf16_ps((__m512)sum, pairs_of(first, second), (__m512bh)ones);
+      sum = (Vec<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)narrowed(first, second),
+                                         (__m512bh)ones);
     }
     return sum;
   }
@@ -165,16 +170,19 @@ struct PairedValues {
     for (int64_t r = 0; r < count; ++r)
       for (int64_t n = 0; n < keys; n += 2 * kLanes) {
         const float *from = weights + r * KEYS + n;
-        const __m512bh pairs = pairs_of(load(from), load(from + kLanes));
-        std::memcpy(to + (r * KEYS + n) / 2, &pairs, sizeof(pairs));
+        store_narrowed(load(from), load(from + kLanes), to + (r * KEYS + n) / 2);
       }
     return to;
   }
 
  private:
-  // Of the numbers in `first`, then of those in `second`.
-  static __m512bh pairs_of(Vec<float> first, Vec<float> second) {
-    return _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  typedef uint16_t Words __attribute__((vector_size(64)));
+
+  // Half of a's numbers, from number FIRST on, each with b's.
+  template <int FIRST, int... I>
+  static Words side_by_side(Words a, Words b, std::integer_sequence<int, I...>) {
+    const Words order = {uint16_t(FIRST + I / 2 + I % 2 * kPanel)...};
+    return __builtin_shuffle(a, b, order);
   }
 
   // e^x as 2^n times a polynomial on [-1/2, 1/2], fitted to 3e-6 of it. 0 where it would be

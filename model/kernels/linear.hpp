@@ -38,10 +38,11 @@ void pack_panels(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
       }
 }
 
-// Adds ROWS rows times one panel to sum, of which rows are SUM apart. Number k of row r is
-// x[k * K + r * R]: with K = 0, the rows lie side by side, as [inputs, ROWS]. Neither this nor
-// multiply_row is inlined: what surrounds them would change which registers they get.
-template <int ROWS, int K, int R, int SUM, class Real, class W>
+// Adds ROWS rows times one panel to sum, of which rows are SUM apart, or with NEW puts it there.
+// Number k of row r is x[k * K + r * R]: with K = 0, the rows lie side by side, as [inputs, ROWS].
+// Neither this nor multiply_row is inlined: what surrounds them would change which registers they
+// get.
+template <int ROWS, int K, int R, int SUM, bool NEW, class Real, class W>
 [[gnu::noinline]] void multiply_tile(const Real *x, int64_t inputs, const W *panel, Real *sum) {
   constexpr int kLanes = ::kLanes<Real>, kPanel = 2 * kLanes;
   constexpr int input_step = K ? K : ROWS;
@@ -49,8 +50,8 @@ template <int ROWS, int K, int R, int SUM, class Real, class W>
   Vec<Real> left_sum[ROWS], right_sum[ROWS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
-    left_sum[r] = load(sum + r * SUM);
-    right_sum[r] = load(sum + r * SUM + kLanes);
+    left_sum[r] = NEW ? Vec<Real>{} : load(sum + r * SUM);
+    right_sum[r] = NEW ? Vec<Real>{} : load(sum + r * SUM + kLanes);
   }
   for (int64_t k = 0; k < inputs; ++k) {
     Vec<Real> left, right;
@@ -71,11 +72,11 @@ template <int ROWS, int K, int R, int SUM, class Real, class W>
   }
 }
 
-template <int ROWS, int K, int R, int SUM, class Real, class W>
+template <int ROWS, int K, int R, int SUM, bool NEW = false, class Real, class W>
 void multiply(int64_t rows, const Real *x, int64_t inputs, const W *panel, Real *sum) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return multiply<ROWS - 1, K, R, SUM>(rows, x, inputs, panel, sum);
-  multiply_tile<ROWS, K, R, SUM>(x, inputs, panel, sum);
+    if (rows < ROWS) return multiply<ROWS - 1, K, R, SUM, NEW>(rows, x, inputs, panel, sum);
+  multiply_tile<ROWS, K, R, SUM, NEW>(x, inputs, panel, sum);
 }
 
 // One row times PANELS panels of `padded` inputs, to sum [panel, kPanel]. A single panel's sums
@@ -150,11 +151,26 @@ struct Outputs {
   void finish(int64_t p, int64_t first, int64_t rows, const float *sums) const {
     constexpr int64_t kPanel = ::kPanel<float>;
     const int64_t column = p * kPanel, columns = std::min<int64_t>(kPanel, count - column);
-    for (int64_t m = 0; m < rows; ++m)
+    for (int64_t m = 0; m < rows; ++m) {
+      T *to = y + (first + m) * count + column;
+      if constexpr (kPairs<T>)
+        if (columns == kPanel) {
+          finish_panel(sums + m * kPanel, column, to);
+          continue;
+        }
       for (int64_t j = 0; j < columns; ++j)
         narrow(sums[m * kPanel + j] * (scale ? scale[column + j] : 1.0f) +
                    (bias ? bias[column + j] : 0.0f),
-               y + (first + m) * count + column + j);
+               to + j);
+    }
+  }
+
+  void finish_panel(const float *sums, int64_t column, T *to) const {
+    const int64_t middle = column + kLanes<float>;
+    Vec<float> left = load(sums), right = load(sums + kLanes<float>);
+    if (scale) left *= load(scale + column), right *= load(scale + middle);
+    if (bias) left += load(bias + column), right += load(bias + middle);
+    store_narrowed(left, right, to);
   }
 };
 

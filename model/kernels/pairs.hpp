@@ -18,6 +18,15 @@ struct Pair {
 template <class T>
 constexpr bool kPairs = std::is_same_v<T, bf16>;
 
+// The first numbers, then the second ones, rounded as `narrow` does; what is subnormal becomes 0.
+inline __m512i narrowed(Vec<float> first, Vec<float> second) {
+  return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+}
+template <class To>
+void store_narrowed(Vec<float> first, Vec<float> second, To *to) {
+  _mm512_storeu_si512(to, narrowed(first, second));
+}
+
 // sum + a · b of the pairs in each lane, in float32. Numbers too small for float32's exponent
 // count as zero.
 inline Vec<float> plus_pairs(Vec<float> sum, __m512i weights, Pair x) {
@@ -42,15 +51,15 @@ inline void load_pairs(const int8_t *weights, __m512i &left, __m512i &right) {
 }
 
 // As the functions of linear.hpp that have the same names, with pairs for inputs.
-template <int ROWS, int K, int R, int SUM, class W>
+template <int ROWS, int K, int R, int SUM, bool NEW, class W>
 [[gnu::noinline]] void multiply_tile(const Pair *x, int64_t steps, const W *panel, float *sum) {
   constexpr int kLanes = ::kLanes<float>, kStep = 4 * kLanes, kAhead = sizeof(W) == 1 ? 32 : 12;
   constexpr int pair_step = K ? K : ROWS;
   Vec<float> left_sum[ROWS], right_sum[ROWS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
-    left_sum[r] = load(sum + r * SUM);
-    right_sum[r] = load(sum + r * SUM + kLanes);
+    left_sum[r] = NEW ? Vec<float>{} : load(sum + r * SUM);
+    right_sum[r] = NEW ? Vec<float>{} : load(sum + r * SUM + kLanes);
   }
   for (int64_t k = 0; k < steps; ++k) {
     __m512i left, right;
@@ -70,11 +79,11 @@ template <int ROWS, int K, int R, int SUM, class W>
   }
 }
 
-template <int ROWS, int K, int R, int SUM, class W>
+template <int ROWS, int K, int R, int SUM, bool NEW = false, class W>
 void multiply(int64_t rows, const Pair *x, int64_t steps, const W *panel, float *sum) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return multiply<ROWS - 1, K, R, SUM>(rows, x, steps, panel, sum);
-  multiply_tile<ROWS, K, R, SUM>(x, steps, panel, sum);
+    if (rows < ROWS) return multiply<ROWS - 1, K, R, SUM, NEW>(rows, x, steps, panel, sum);
+  multiply_tile<ROWS, K, R, SUM, NEW>(x, steps, panel, sum);
 }
 
 template <int PANELS, class W>
