@@ -143,7 +143,12 @@ def _add_server_options(options: argparse.ArgumentParser) -> None:
     )
     room = "tokens that started servers have room for (default: what the workload needs)"
     _add(server, "--context N", _count, None, room)
-    server.add_argument("--api-key", default=os.environ.get("ROPEWALK_API_KEY"), metavar="KEY")
+    server.add_argument(
+        "--api-key",
+        default=os.environ.get("ROPEWALK_API_KEY"),
+        metavar="KEY",
+        help="default: the variable ROPEWALK_API_KEY",
+    )
     server.add_argument(
         "--dialect", choices=sorted(DIALECTS), default="openai", help="default: openai"
     )

@@ -86,8 +86,8 @@ CACHE = (
     ),
     lines(
         "Positional operations per token",
-        "Arithmetic because of positions, by calculation. Constant for RoPE, growing with the "
-        "context for a bias.",
+        "Arithmetic because of positions, by calculation. It grows with the context for ALiBi, for "
+        "T5's bias in other forms than window and for RoPE in other frames than absolute.",
         "short",
         recorded("position_flops_per_token"),
     ),
