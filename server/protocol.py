@@ -34,6 +34,9 @@ REQUEST_SECONDS = 30.0
 # How long what a refused client still sends is read. Closing at once would reset the connection,
 # which can take the refusal back before it is read (RFC 9112, section 9.6).
 LINGER_SECONDS = 1.0
+# How long a client may take nothing of what waits to be sent to it: longer than a stream waits,
+# which counts such clients.
+UNREAD_SECONDS = 60.0
 # How long the server waits for connections once everything is answered or cut.
 CLOSING_SECONDS = 2
 
@@ -100,23 +103,52 @@ class Protocol(H11Protocol):
     head_seconds = HEAD_SECONDS
     request_seconds = REQUEST_SECONDS
     linger_seconds = LINGER_SECONDS
+    unread_seconds = UNREAD_SECONDS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = StrictConnection(h11.SERVER, MAX_HEAD)
         self.app_state = {**self.app_state, "abort": self._abort}
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
         self._armed_at = 0.0
         self._receiving: object = None  # the cycle whose body is awaited
         self._refused = False  # whatever comes is passed over
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # to hear of whatever waits to be sent
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self._stop_watching()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client does not take what is written as fast as it is."""
+        super().pause_writing()
+        self._watch_unread()
+
+    def resume_writing(self) -> None:
+        self._stop_watching()
+        super().resume_writing()
+
+    def _watch_unread(self) -> None:
+        """A closed connection, too, would wait for its client for ever."""
+        left = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(self.unread_seconds, self._cut_unread, left)
+
+    def _cut_unread(self, left: int) -> None:
+        if self.transport.get_write_buffer_size() < left:
+            self._watch_unread()
+        else:
+            self.transport.abort()
+
+    def _stop_watching(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def data_received(self, data: bytes) -> None:
         if not self._refused:
@@ -127,6 +159,9 @@ class Protocol(H11Protocol):
         if self._refused or self.transport.is_closing():
             return
         receiving = self.conn.their_state
+        if receiving is h11.DONE and len(self.conn.trailing_data[0]) <= MAX_HEAD:
+            # uvicorn stops reading at the next request, and would not see the client leave.
+            self.flow.resume_reading()
         if receiving is h11.SEND_BODY:
             if self._receiving is not self.cycle:
                 self._receiving = self.cycle

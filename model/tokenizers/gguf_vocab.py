@@ -21,12 +21,18 @@ _SPLIT_LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPLIT_QWEN2 = _SPLIT_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_SPLIT_BLOOM = r" ?[^\s()|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c]+"
 
 # How text is cut before merging, by the name that GGUF gives it.
 _PLAIN = frozenset({"default", "gpt-2", "mpt", "olmo", "phi-2"})
 _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "codeshell", "exaone", "command-r"})
 _LLAMA3 = frozenset({"llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"})
 _QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen"})
+_SPLITS = {
+    **dict.fromkeys(_LLAMA3, _SPLIT_LLAMA3),
+    **dict.fromkeys(_QWEN2, _SPLIT_QWEN2),
+    "bloom": _SPLIT_BLOOM,
+}
 _BEGUN = frozenset({"llama-bpe", "llama3", "llama-v3"})  # with a BOS, where nothing is said
 _NFC = _QWEN2 | {"mpt", "olmo"}
 _KEEP_SPACE = frozenset({"<s>", "<|endoftext|>"})  # of Phi-3's
@@ -85,14 +91,13 @@ def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
     if name in _DIGITS_APART:
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, _pre_tokenizer("gpt-2")])
-    if name not in _LLAMA3 | _QWEN2:
-        known = ", ".join(sorted(_PLAIN | _DIGITS_APART | _LLAMA3 | _QWEN2))
+    if name not in _SPLITS:
+        known = ", ".join(sorted({*_PLAIN, *_DIGITS_APART, *_SPLITS}))
         raise TokenizerError(
             f"The GGUF file's text splitting {name!r} is not supported: use one of {known}, or "
             "the model's Hugging Face directory."
         )
-    pattern = Regex(_SPLIT_LLAMA3 if name in _LLAMA3 else _SPLIT_QWEN2)
-    split = pre_tokenizers.Split(pattern, behavior="isolated")
+    split = pre_tokenizers.Split(Regex(_SPLITS[name]), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([split, to_bytes])
 

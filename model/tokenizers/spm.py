@@ -124,5 +124,6 @@ def _pattern(tokens: Iterable[AddedToken]) -> re.Pattern[str] | None:
 
 
 def _found_as(token: AddedToken) -> str:
-    before, after = r"\s*" * token.lstrip, r"\s*" * token.rstrip
+    # From where white space begins, not from each of it anew, which would take quadratic time.
+    before, after = r"(?:(?<!\s)\s*)?" * token.lstrip, r"\s*" * token.rstrip
     return before + re.escape(token.text) + after

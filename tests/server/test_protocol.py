@@ -16,7 +16,7 @@ from tests.server.sockets import (
     refusal,
     response,
 )
-from tests.server.toy import ScriptedEngine, running, toy_app
+from tests.server.toy import ScriptedEngine, running, toy, toy_app, wait_for
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: toy\r\ncontent-type: application/json\r\n"
 GET = b"GET /health HTTP/1.1\r\nhost: toy\r\n"
@@ -290,3 +290,50 @@ def test_garbage_after_the_request_leaves_its_answer_whole(url):
         raw = read_all(client)
     assert raw.count(b"[DONE]") == 1
     assert b"400 Bad Request" in raw[raw.index(b"[DONE]") :]
+
+
+@pytest.mark.parametrize("more", [b"\r\n", GET + b"\r\n", completion(max_tokens=9)])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_sent_more_and_leaves_is_noticed(more, stream):
+    engine = ScriptedEngine()
+    engine.pause = 0.02
+    with running(toy_app(engine)) as (address, _):
+        with connect(address) as client:
+            client.sendall(completion(max_tokens=400, stream=stream))
+            wait_for(lambda: engine.live == 1)
+            client.sendall(more)
+            time.sleep(0.05)
+        wait_for(lambda: engine.live == 0, 2)
+    assert len(engine.aborted) == 1 and len(engine.requests) == 1
+
+
+class Impatient(Protocol):
+    unread_seconds = 0.3
+
+
+LONG = toy_app(served=[toy("x" * 20_000_000)])  # an answer longer than any socket's buffers
+MODELS = GET.replace(b"/health", b"/v1/models")
+
+
+@pytest.mark.parametrize("header", [b"", b"connection: close\r\n"])
+def test_a_client_that_reads_nothing_of_an_answer_is_cut(header):
+    with (
+        running(LONG, http=Impatient) as (address, server),
+        connect(address, receive_buffer=4096) as client,
+    ):
+        client.sendall(MODELS + header + b"\r\n")
+        wait_for(lambda: len(server.server_state.connections) == 1)
+        wait_for(lambda: not server.server_state.connections, 5)
+        assert len(read_all(client)) < 20_000_000
+
+
+def test_a_client_that_reads_an_answer_slowly_gets_all_of_it():
+    with running(LONG, http=Impatient) as (address, _), connect(address) as client:
+        client.sendall(MODELS + b"connection: close\r\n\r\n")
+        read = 0
+        start = time.monotonic()
+        while more := client.recv(1 << 20):
+            read += len(more)
+            if time.monotonic() - start < 1.5:
+                time.sleep(0.1)
+    assert read > 20_000_000

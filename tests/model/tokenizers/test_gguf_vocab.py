@@ -138,6 +138,7 @@ CUTS = {
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
+    "bloom": split(r" ?[^(\s|[.,!?…。，、।۔،])]+"),
 }
 
 
@@ -161,6 +162,15 @@ def test_byte_level_any_text(byte_levels, pre, text):
     ids = library.encode(text, add_special_tokens=False).ids
     assert tokenizer.encode(text, bos=False) == ids
     assert decode(tokenizer, ids) == library.decode(ids)
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_text_is_cut_where_the_library_cuts_it(byte_levels, pre) -> None:
+    """Pieces, as the few merges of these tokenizers seldom reach over a cut."""
+    _, tokenizer = byte_levels[pre]
+    text = "One, two (three)|four: it's 1234.\n\n a…b。c，d、e।f۔g،h  i\t[j]!?k_l"
+    found = tokenizer._tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert found == CUTS[pre].pre_tokenize_str(text)
 
 
 @pytest.mark.parametrize(

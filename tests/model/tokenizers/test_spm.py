@@ -157,6 +157,18 @@ def test_added_tokens_may_take_the_white_space_around_them():
     assert tokenizer.encode("a \n<|left|>a", bos=False) == [*a, size, *a]
     assert tokenizer.encode("<|right|> \n a<|right|>", bos=False) == [size + 1, *a, size + 1]
     assert tokenizer.encode("<|none|> <|none|>", bos=False) == [size + 2, *space, size + 2]
+    both = tokenizer.encode("<|right|> <|left|> <|left|><|none|> <|left|>", bos=False)
+    assert both == [size + 1, size, size, size + 2, size]
+
+
+def test_long_white_space_before_tokens_that_take_it_is_read_once():
+    """In quadratic time this takes a minute and holds up all other requests."""
+    model = SpmModel(train_spm("llama"))
+    size = model.size
+    added = [AddedToken(size + n, f"<|{n}|>", special=True, lstrip=True) for n in range(100)]
+    tokenizer = SpmTokenizer(model, added=added)
+    tokens = tokenizer.encode("a" + " " * 20_000 + "<|7|>" + " " * 20_000 + "b", bos=False)
+    assert size + 7 in tokens
 
 
 def test_a_model_without_bos_or_told_not_to_add_it():
