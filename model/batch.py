@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cache.manager import Table
@@ -52,6 +53,31 @@ class ForwardBatch:
         """[T]: the request that each row belongs to."""
         # Told how many there are, a device need not be asked.
         return torch.repeat_interleave(self.query_starts.diff(), output_size=len(self.tokens))
+
+    def of(self, requests: Sequence[int]) -> "tuple[ForwardBatch, Tensor]":
+        """These requests alone, whose logits nobody asks for, and which rows are theirs.
+
+        For a batch on the host.
+        """
+        starts, counts = self.query_starts[requests], self.query_starts.diff()[requests]
+        contexts = self.context_lens[requests]
+        rows = torch.cat(
+            [torch.arange(a, a + n) for a, n in zip(starts.tolist(), counts.tolist(), strict=True)]
+        )
+        own = ForwardBatch(
+            tokens=self.tokens[rows],
+            positions=self.positions[rows],
+            offsets=self.offsets[rows],
+            slots=self.slots[rows],
+            query_starts=F.pad(counts.cumsum(0), (1, 0)),
+            context_lens=contexts,
+            block_tables=self.block_tables[requests],
+            block_bases=self.block_bases[requests],
+            output_rows=rows[:0],
+            max_query=int(counts.max()),
+            max_context=int(contexts.max()),
+        )
+        return own, rows
 
     def key_positions(self, block_size: int) -> Tensor:
         """[R, max_context], by key index. Past a request's own context they mean nothing."""

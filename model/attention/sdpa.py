@@ -16,9 +16,12 @@ from model.rotation import Rotation
 
 
 class SdpaAttention:
-    """Serves every spec: one call of torch for all requests of a step."""
+    """Serves every spec: one call of torch for all requests of a step, or few if it is large."""
 
     name = "sdpa"
+    # Padded queries and keys that one call takes on the host. A prompt that is padded to another
+    # request's context, or many requests to a prompt's length, would take gigabytes.
+    most_pairs = 1 << 22
 
     @classmethod
     def why_not(cls, spec: AttentionSpec) -> str | None:
@@ -35,6 +38,38 @@ class SdpaAttention:
         bias: StepBias | None,
         rotation: Rotation | None,
     ) -> Tensor:
+        parts = self._parts(batch)
+        if len(parts) == 1:
+            return self._attend(q, kv, batch, bias, rotation)
+        out = torch.empty_like(q)
+        for requests in parts:
+            own, rows = batch.of(requests)
+            if isinstance(bias, DenseBias):
+                of_own = DenseBias(bias.values[:, rows, : own.max_context])
+                out[rows] = self._attend(q[rows], kv, own, of_own, rotation)
+            else:
+                out[rows] = self._attend(q[rows], kv, own, bias, rotation)
+        return out
+
+    def _parts(self, batch: ForwardBatch) -> list[list[int]]:
+        """Requests that are attended to together: all, or those of one query, each other alone."""
+        requests = list(range(len(batch.context_lens)))
+        pairs = len(requests) * batch.max_query * batch.max_context
+        if batch.tokens.device.type != "cpu" or pairs <= self.most_pairs:
+            return [requests]
+        counts = batch.query_starts.diff().tolist()
+        single = [each for each in requests if counts[each] == 1]
+        return [*filter(None, [single]), *([each] for each in requests if counts[each] > 1)]
+
+    def _attend(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        batch: ForwardBatch,
+        bias: StepBias | None,
+        rotation: Rotation | None,
+    ) -> Tensor:
+        """All requests, padded to the longest."""
         keys, values = self._gather(kv, batch, q.dtype)
         if rotation is not None:
             q = rotation.queries(q, batch.positions)

@@ -15,12 +15,20 @@ namespace {
 
 constexpr int64_t kShort = 32;  // keys that are not worth to be shared
 
+// Whether each row's output is needed.
+inline std::vector<char> needed_rows(const AttendArguments &a) {
+  std::vector<char> needed(a.query_starts[a.requests], !a.kept);
+  for (int64_t i = 0; i < a.kept_rows; ++i) needed[a.kept[i]] = 1;
+  return needed;
+}
+
 // Queries under one key/value head are computed together, or cut where they are too many. Where
 // requests are fewer than threads could share, two tasks meet half of the keys each.
 inline std::vector<Piece> pieces_of(const AttendArguments &a, bool whole_vectors) {
   std::vector<Piece> pieces;
   const int64_t group = a.heads / a.kv_heads, threads = omp_get_max_threads();
   const bool requests_suffice = threads == 1 || a.requests >= 2 * threads;
+  const std::vector<char> needed = needed_rows(a);
   int64_t pairs = 0;
   for (int64_t r = 0; r < a.requests; ++r) {
     const int64_t queries = (a.query_starts[r + 1] - a.query_starts[r]) * group;
@@ -28,9 +36,12 @@ inline std::vector<Piece> pieces_of(const AttendArguments &a, bool whole_vectors
     const bool halves = few && !requests_suffice && a.context_lens[r] > kShort;
     const bool all_heads = few && (requests_suffice || 2 * a.requests >= threads);
     const int64_t heads = all_heads ? a.kv_heads : 1;
-    for (int64_t first = 0; first < queries; first += kQueries)
+    for (int64_t first = 0; first < queries; first += kQueries) {
+      const int64_t count = std::min<int64_t>(kQueries, queries - first);
+      const auto row = needed.begin() + a.query_starts[r];
+      if (std::count(row + first / group, row + (first + count - 1) / group + 1, 1) == 0) continue;
       for (int64_t head = 0; head < a.kv_heads; head += heads) {
-        Piece piece{r, head, heads, first, std::min<int64_t>(kQueries, queries - first)};
+        Piece piece{r, head, heads, first, count};
         if (!halves) {
           pieces.push_back(piece);
           continue;
@@ -41,6 +52,7 @@ inline std::vector<Piece> pieces_of(const AttendArguments &a, bool whole_vectors
           pieces.push_back(piece);
         }
       }
+    }
   }
   return pieces;
 }

@@ -28,6 +28,8 @@ extern "C" struct AttendArguments {
   int64_t requests, table_width, heads, kv_heads, head_dim, block_size;
   int64_t window;  // keys a query sees; 0: all before it
   int64_t causal;
+  const int64_t *kept;  // [kept_rows] rows of q whose output is needed, or null: all
+  int64_t kept_rows;
   const void *cosines, *sines;  // [positions, pairs], in the type of the arithmetic
   int64_t pairs, frame, interleaved;
   double scale, magnitude;

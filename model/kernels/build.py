@@ -59,6 +59,8 @@ class AttendArguments(ctypes.Structure):
         *((name, c_int64) for name in ("bias_span", "bias_zero", "bias_by_key", "requests")),
         *((name, c_int64) for name in ("table_width", "heads", "kv_heads", "head_dim")),
         *((name, c_int64) for name in ("block_size", "window", "causal")),
+        ("kept", c_void_p),
+        ("kept_rows", c_int64),
         *((name, c_void_p) for name in ("cosines", "sines")),
         *((name, c_int64) for name in ("pairs", "frame", "interleaved")),
         *((name, c_double) for name in ("scale", "magnitude")),

@@ -258,6 +258,8 @@ void layer(const LayerArguments &a, const StepArguments &step, T *scratch, PartT
   AttendArguments attend = attends_to(a, step);
   attend.q = q;
   attend.out = heads;
+  attend.kept = step.kept;
+  attend.kept_rows = step.kept ? kept_rows : 0;
 
   rms_norm(x, static_cast<const T *>(a.attention_norm), small, rows, width, float(a.eps));
   times.spent(kNorm);

@@ -18,6 +18,12 @@ from tests.model.running import CPU, Running, make_batch
 from tests.products import thirds
 
 
+class InParts(SdpaAttention):
+    """As for batches that are large."""
+
+    most_pairs = 0
+
+
 def spec(heads=6, kv_heads=2, head_dim=16, dtype=torch.float32, window=None, causal=True):
     return AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, dtype, CPU, window, causal)
 
@@ -64,7 +70,7 @@ def test_fast_backends_equal_the_reference(head_dim, heads, block_size, window, 
     q, kv, batch = problem(given, block_size, [(0, 9), (30, 1), (17, 4), (0, 1)])
     for bias in biases(given.heads, batch):
         exact = ReferenceAttention(given)(q, kv, batch, bias, None)
-        for backend in (CpuBackend(kernels), SdpaAttention):
+        for backend in (CpuBackend(kernels), SdpaAttention, InParts):
             result = backend(given)(q, kv, batch, bias, None)
             assert (result - exact).abs().max() < 1e-5
 
@@ -79,7 +85,7 @@ def test_many_rows_in_float64(head_dim, heads, window, causal, kernels):
     q, kv, batch = problem(given, 16, [(0, 129), (63, 1), (0, 64), (70, 97), (64, 2)])
     for bias in biases(given.heads, batch):
         exact = ReferenceAttention(given)(q, kv, batch, bias, None)
-        for backend in (CpuBackend(kernels), SdpaAttention):
+        for backend in (CpuBackend(kernels), SdpaAttention, InParts):
             result = backend(given)(q, kv, batch, bias, None)
             assert (result - exact).abs().max() < 1e-12
 

@@ -12,7 +12,7 @@ from cache.terms import KeyFrame
 from model.attention.cpu import CpuBackend
 from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
-from tests.model.attention.test_cpu import biases, problem, spec
+from tests.model.attention.test_cpu import InParts, biases, problem, spec
 from tests.model.attention.test_rotation import LENGTHS, in_order, made, placed, stored
 from tests.model.attention.triton_here import DEVICE, TritonHere
 from tests.model.in_8_bits import by_hand, in_8_bits
@@ -37,7 +37,7 @@ def exactly(given, q, kv, batch, bias, rotation):
 def backends(kernels, dtype=torch.float32):
     """Those that compute in a dtype; the CPU kernels have no float64 for these."""
     others = () if dtype is torch.float64 else (CpuBackend(kernels),)
-    return ReferenceAttention, SdpaAttention, *others
+    return ReferenceAttention, SdpaAttention, InParts, *others
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from model.attention.sdpa import SdpaAttention
 from model.encodings.rope import RoPE
 from model.rope_scaling import scaling_from
 from model.rotation import Rotation
-from tests.model.attention.test_cpu import problem, spec
+from tests.model.attention.test_cpu import InParts, problem, spec
 from tests.model.running import CPU
 from tests.model.tiny import YARN, WideRoPE
 from tests.products import thirds
@@ -110,7 +110,7 @@ def expected(given, q, kv, batch, bias, rope, block_size):
 
 
 def backends(kernels):
-    return ReferenceAttention, SdpaAttention, CpuBackend(kernels)
+    return ReferenceAttention, SdpaAttention, InParts, CpuBackend(kernels)
 
 
 TURNINGS = {

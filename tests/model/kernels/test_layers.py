@@ -103,6 +103,7 @@ def test_every_shape(changes, int8, dtype, kernels):
     decoder = substituted("rope-interleaved", kernels, dtype, int8=int8, **changes)
     assert equal(both(decoder))
     assert equal(both(decoder, rows=torch.tensor([0, 42])))
+    assert equal(both(decoder, rows=torch.tensor([], dtype=torch.int64)))
 
 
 class Unlike(RoPE):
