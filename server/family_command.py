@@ -82,7 +82,8 @@ def train(flags: argparse.Namespace) -> int:
         compile=not flags.no_compile,
         at_once=(4 if autocast else 1) if device.type == "cpu" else None,
     )
-    recipe = Recipe(tokens=flags.tokens, seed=flags.seed, growing=flags.growing)
+    growing = min(flags.growing, flags.tokens // 2)  # every model is to see whole windows
+    recipe = Recipe(tokens=flags.tokens, seed=flags.seed, growing=growing)
     wanted = flags.encoding or ENCODINGS
     _need_names(wanted)
     try:

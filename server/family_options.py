@@ -7,6 +7,7 @@ from pathlib import Path
 from server.encodings_options import whole
 
 TOKENS = 19_000_000  # twice the texts
+GROWING = 6_000_000  # tokens
 
 HELP = """\
 examples:
@@ -147,10 +148,11 @@ def _add_train_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--growing",
         type=whole(0, 1 << 40),
-        default=0,
+        default=GROWING,
         metavar="N",
-        help="read the first N tokens in short pieces, each from <s> on, which become longer; "
-        "without positions a model learns sooner by that (default: 0, whole windows alone)",
+        help="read the first N tokens, at most half of all, in short pieces that become longer; "
+        f"without positions a model learns sooner by that (default: {GROWING:_}; 0: whole windows "
+        "from the first)",
     )
     parser.add_argument(
         "--seed", type=whole(0, 1 << 32), default=0, help="of first weights and order (default: 0)"

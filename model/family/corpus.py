@@ -59,6 +59,11 @@ class Split:
             tuple(name for name, _ in pieces),
         )
 
+    @property
+    def bos(self) -> int:
+        """<s>. Raises IndexError when there is no document."""
+        return int(self.tokens[0])
+
     def document(self, number: int) -> npt.NDArray[np.uint16]:
         """The tokens of one document: a view."""
         last = number + 1 == len(self.starts)

@@ -37,15 +37,15 @@ def later_half(decoder: Decoder, windows: Tensor, autocast: bool = False) -> flo
     return float(torch.cat(found).mean())
 
 
-def pieces(windows: Tensor, length: int, first: int) -> Tensor:
-    """[windows, n · length + 1] → [n · windows, length + 1], each with the token `first` first."""
+def pieces(windows: Tensor, length: int, bos: int) -> Tensor:
+    """[windows, n · length + 1] → [n · windows, length + 1], each with <s> as its first token."""
     found = windows.unfold(1, length + 1, length).flatten(0, 1).clone()
-    found[:, 0] = first
+    found[:, 0] = bos
     return found
 
 
 def windows_of(split: Split, length: int, most: int) -> Tensor:
-    """[windows, length + 1] int64: at most so many, evenly out of all documents.
+    """[windows, length + 1] int64: at most so many, evenly out of all documents, each from <s> on.
 
     Raises FamilyError when no document has so many tokens.
     """
@@ -59,4 +59,5 @@ def windows_of(split: Split, length: int, most: int) -> Tensor:
     if not found:
         raise FamilyError(f"no held-out text has {length + 1} tokens; run ropewalk family prepare")
     chosen = np.linspace(0, len(found) - 1, min(most, len(found))).astype(int)
-    return torch.from_numpy(np.stack([found[number] for number in chosen]).astype(np.int64))
+    windows = torch.from_numpy(np.stack([found[number] for number in chosen]).astype(np.int64))
+    return pieces(windows, length, split.bos)

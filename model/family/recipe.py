@@ -44,8 +44,7 @@ class Recipe:
     decay: float = 0.4  # share of the steps
     clip: float = 1.0  # limit of the gradients' norm, all together
     seed: int = 0
-    growing: int = 0  # first tokens, read in eighths of a window, then quarters, then halves; when
-    # there are any, all that is read at once begins with <s>, whole windows later too
+    growing: int = 0  # first tokens, read in eighths of a window, then quarters, then halves
 
     @property
     def steps(self) -> int:

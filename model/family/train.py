@@ -61,7 +61,7 @@ class Training:
         self._recipe, self._pace, self._run = recipe, pace, run
         self._tokenizer = corpus.tokenizer
         self._windows = Windows(corpus.train, config.trained_context, recipe.seed)
-        self._first = int(corpus.train.tokens[0])  # <s>
+        self._bos = corpus.train.bos
         held_out = windows_of(corpus.held_out, config.trained_context, HELD_OUT_WINDOWS)
         self._held_out = held_out.to(pace.device)
         self._parameters = dict(self.decoder.named_parameters())
@@ -139,8 +139,7 @@ class Training:
         begun = time.perf_counter()
         share = self._recipe.rate(self.step)
         tokens = torch.from_numpy(self._windows.step(self.step, self._recipe.windows))
-        if self._recipe.growing:
-            tokens = pieces(tokens, self._recipe.length(self.step), self._first)
+        tokens = pieces(tokens, self._recipe.length(self.step), self._bos)
         value = self._gather_gradients(tokens.to(self._pace.device))
         torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._recipe.clip)
         gradients = {

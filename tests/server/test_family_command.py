@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.family import corpus, fetch
+from model.family import checkpoints, corpus, fetch
 from model.family.corpus import Corpus, Split
 from model.family.files import alone
 from model.family.prepare import SHIPPED_TOKENIZER
@@ -100,8 +100,11 @@ def test_an_encoding_of_ones_own_is_trained_and_served(
     monkeypatch.syspath_prepend(str(tmp_path))
     train = ["family", "train", "--encoding", "kerple:Kerple", "--tokens", "1024", "--no-compile"]
     assert cli.main(train) == 0
-    folder = own_home / "family" / "runs" / "ropewalk-kerple" / "model"
+    run = own_home / "family" / "runs" / "ropewalk-kerple"
+    folder = run / "model"
     assert capsys.readouterr().out == f"{folder}\n"
+    state = checkpoints.load(run / "checkpoint.safetensors")
+    assert state.facts["recipe"]["growing"] == 512  # half, as there are too few for the default
     (loaded,) = load_models(
         configured(str(folder), "--dtype", "float32", "--kv-memory", "4M"), Metrics()
     )

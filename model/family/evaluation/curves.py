@@ -1,7 +1,7 @@
 """Training as its log tells it: loss by tokens and by seconds. Reads log.jsonl, no weights."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -28,14 +28,18 @@ class Point:
 class Curve:
     """`trained`: loss of the training windows, each the mean of the steps up to it.
 
-    level: tokens before the rates fell, which lowers the loss at once; trainings of several
-    lengths are compared up to there.
+    level: tokens before the rates fell, which lowers the loss at once.
     """
 
     steps: int
     level: int
     trained: tuple[Point, ...]
     held_out: tuple[Point, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole training."""
+        return self.trained[-1].tokens if self.trained else 0
 
 
 def read(log: Path) -> Curve:
@@ -105,25 +109,3 @@ def before_decay(curve: Curve) -> tuple[Point, ...]:
 def reached(curve: Curve, loss: float) -> Point | None:
     """Where the training loss first was so low before the rates fell; None when it never was."""
     return next((point for point in before_decay(curve) if point.loss <= loss), None)
-
-
-def band(
-    curves: Sequence[Curve], along: Callable[[Point], float]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Where, and the lowest loss there, that of the longest training, and the highest.
-
-    A shorter training counts up to where its rates fell.
-    """
-    most = max(curve.trained[-1].tokens for curve in curves)
-    whole = [curve for curve in curves if curve.trained[-1].tokens == most]
-    counted = [curve.trained for curve in whole]
-    counted += [points for curve in curves if curve not in whole if (points := before_decay(curve))]
-    x = np.array([along(point) for point in whole[0].trained])
-    losses = np.stack(
-        [
-            np.interp(x, [along(p) for p in points], [p.loss for p in points], right=np.nan)
-            for points in counted
-        ]
-    )
-    line = np.array([point.loss for point in whole[0].trained])
-    return x, np.nanmin(losses, axis=0), line, np.nanmax(losses, axis=0)

@@ -225,17 +225,13 @@ def _samples(subject: Subject, task: Task) -> tuple[samples.Sample, ...]:
 
 def _grammar(subject: Subject, task: Task) -> tuple[grammar.Grammar, ...]:
     assert task.parser is not None, "asked for where there is one"
-    draws = task.sizes.draws
-    texts = len(grammar.TEMPERATURES) * len(grammar.PROMPTS) * draws
-    with subject.bar("grammar", texts, "text") as bar:
-        return grammar.measure(
-            subject.reader,
-            subject.checkpoint.tokenizer,
-            task.corpus,
-            task.parser,
-            draws,
-            bar.update,
-        )
+    tokenizer, draws = subject.checkpoint.tokenizer, task.sizes.draws
+    count = len(grammar.TEMPERATURES) * len(grammar.PROMPTS) * draws
+    with subject.bar("writing", count, "text") as bar:
+        texts = grammar.write(subject.reader, tokenizer, draws, bar.update)
+    asked = grammar.asked(texts, tokenizer, task.corpus)
+    with subject.bar("grammar", sum(map(len, asked)), "sentence") as bar:
+        return grammar.judge(asked, task.parser, bar.update)
 
 
 PARTS: Mapping[str, Callable[[Subject, Task], Any]] = {  # by their fields of Measured

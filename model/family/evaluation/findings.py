@@ -137,9 +137,22 @@ class Speed:
         return sum(point.seconds for point in self.points) / len(self.points) / 60
 
 
+def alike(members: Sequence[Measured]) -> list[tuple[int, list[Measured]]]:
+    """Those with curves by the tokens of their training, most first.
+
+    Rates, and the pieces that texts are read in, follow from how many tokens there will be: step
+    by step, a training is compared only with others of as many.
+    """
+    groups: dict[int, list[Measured]] = {}
+    for one in members:
+        if one.curve is not None and one.curve.trained:
+            groups.setdefault(one.curve.tokens, []).append(one)
+    return sorted(groups.items(), reverse=True, key=lambda group: group[0])
+
+
 def speeds(members: Sequence[Measured]) -> tuple[float, list[Speed]]:
-    """The lowest training loss that every training came to before its rates fell, and when
-    each first had it.
+    """The lowest training loss that all of these, trained alike, came to before their rates
+    fell, and when each first had it.
 
     Fastest first; empty when there are no curves.
     """
@@ -158,39 +171,38 @@ def speeds(members: Sequence[Measured]) -> tuple[float, list[Speed]]:
 
 
 def about_speed(members: Sequence[Measured]) -> str:
-    """Whether RoPE converges faster: per token, by the range of seeds."""
-    loss, found = speeds(members)
-    rope = next((speed for speed in found if speed.label == "rope"), None)
-    others = [speed for speed in found if speed.label != "rope"]
-    if rope is None or not others:
+    """Whether RoPE converges faster: among trainings of as many tokens, by the range of seeds."""
+    said, first, seeds = [], True, 0
+    for tokens, own in alike(members):
+        loss, found = speeds(own)
+        rope = next((speed for speed in found if speed.label == "rope"), None)
+        others = [speed for speed in found if speed.label != "rope"]
+        if rope is None or not others:
+            continue
+        low, high = rope.tokens()
+        later = [one.label for one in others if one.tokens()[0] > high]
+        earlier = [one.label for one in others if one.tokens()[1] < low]
+        near = [one.label for one in others if one.label not in (*later, *earlier)]
+        when = millions(low) if low == high else f"{millions(low)} to {millions(high)}"
+        count = len(rope.points)
+        said.append(
+            f"With {millions(tokens)} tokens, RoPE first had a training loss of {loss:.2f} nats "
+            f"after {when} ({count} {'seed' if count == 1 else 'seeds'})."
+        )
+        groups = ("Later", later), ("Earlier", earlier), ("Not told apart from it", near)
+        said += [f"{where}: {listed(labels)}." for where, labels in groups if labels]
+        fastest = min(found, key=Speed.minutes)
+        said.append(
+            f"By the clock {fastest.label} was first, after {fastest.minutes():.1f} minutes; "
+            f"RoPE took {rope.minutes():.1f}."
+        )
+        first, seeds = first and not earlier and not near, seeds + count
+    if not said:
         return "Whether RoPE converges faster: not measured."
-    low, high = rope.tokens()
-    groups: dict[str, list[str]] = {"later": [], "in between": [], "earlier": []}
-    for other in others:
-        first, last = other.tokens()
-        where = "later" if first > high else "earlier" if last < low else "in between"
-        groups[where].append(other.label)
-    seeds = len(rope.points)
-    when = millions(low) if low == high else f"{millions(low)} to {millions(high)}"
-    said = [
-        f"RoPE first had a training loss of {loss:.2f} nats after {when} tokens "
-        f"({seeds} {'seed' if seeds == 1 else 'seeds'})."
-    ]
-    if groups["later"]:
-        said.append(f"Later than all of its seeds: {listed(groups['later'])}.")
-    if groups["earlier"]:
-        said.append(f"Earlier than all of its seeds: {listed(groups['earlier'])}.")
-    if groups["in between"]:
-        said.append(f"Not told apart from it: {listed(groups['in between'])}.")
-    if not groups["earlier"] and not groups["in between"]:
+    if first:
         said.append("So here RoPE converged faster than every other encoding, per token.")
     else:
         said.append("So RoPE converging faster than all others is not what these trainings show.")
-    fastest = min(found, key=Speed.minutes)
-    said.append(
-        f"By the clock {fastest.label} was first, after {fastest.minutes():.1f} minutes; "
-        f"RoPE took {rope.minutes():.1f}."
-    )
     if seeds == 1:
         said.append("One seed says little: a second one may change the order.")
     return " ".join(said)

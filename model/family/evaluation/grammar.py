@@ -50,6 +50,7 @@ PROMPTS = (
 TOKENS = 160  # after each prompt
 TEMPERATURES = (0.7, 1.0)
 PEOPLE = 5  # sentences of people for each of a model's
+AT_ONCE = 200  # sentences that one run of the parser judges
 LENGTHS = (range(5, 21), range(21, 41))  # words of sentences that are judged, each for itself
 _END = re.compile(
     r"(?:(?<=[.!?])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)[\"')]*\s+(?=[\"'(]*[A-Z]))|\n\s*\n"
@@ -70,36 +71,78 @@ class Grammar:
     shuffled: Estimate  # the same, their words in another order
 
 
-def measure(
-    reader: Reads,
-    tokenizer: Tokenizer,
-    corpus: Corpus,
-    parser: str,
-    draws: int,
-    done: Callable[[int], object],
-) -> tuple[Grammar, ...]:
-    """At each of TEMPERATURES for each of LENGTHS that the model wrote. Raises FamilyError.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Sentences of one temperature and range of lengths that a parser is to judge."""
 
-    parser: PARSER's path; draws: how often each prompt is continued.
-    """
+    temperature: float
+    lengths: range
+    copied: int  # as in Grammar
+    written: Sequence[str]
+    people: Sequence[str]
+    shuffled: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.written) + len(self.people) + len(self.shuffled)
+
+
+def write(
+    reader: Reads, tokenizer: Tokenizer, draws: int, done: Callable[[int], object]
+) -> Mapping[float, Sequence[str]]:
+    """Texts by temperature: each prompt, `draws` times, and what follows. `done` hears of each."""
+    texts: dict[float, list[str]] = {}
+    for temperature, prompt, seed in product(TEMPERATURES, PROMPTS, range(draws)):
+        text = prompt + continuation(reader, tokenizer, prompt, temperature, seed, TOKENS)
+        texts.setdefault(temperature, []).append(text)
+        done(1)
+    return texts
+
+
+def asked(
+    texts: Mapping[float, Sequence[str]], tokenizer: Tokenizer, corpus: Corpus
+) -> list[Asked]:
+    """For each temperature and each of LENGTHS that was written, with people's beside them."""
     trained = corpus.train.tokens.tobytes()
     people = _by_words(sentences(_text(tokenizer, corpus.held_out.tokens.tolist())))
     found = []
-    for temperature in TEMPERATURES:
-        written = []
-        for prompt, seed in product(PROMPTS, range(draws)):
-            text = prompt + continuation(reader, tokenizer, prompt, temperature, seed, TOKENS)
-            written += [each for each in sentences(text) if len(each.split()) in people]
-            done(1)
-        copied = {each for each in written if is_made_up(each) or _occurs(tokenizer, each, trained)}
+    for temperature, own in texts.items():
+        written = [one for text in own for one in sentences(text) if len(one.split()) in people]
+        copied = {one for one in written if is_made_up(one) or _occurs(tokenizer, one, trained)}
         for lengths in LENGTHS:
-            fitting = [each for each in written if len(each.split()) in lengths]
-            own = [each for each in fitting if each not in copied]
-            if own:
-                counts = len(own), len(fitting) - len(own)
-                shares = _shares(own, people, parser)
-                found.append(Grammar(temperature, lengths[0], lengths[-1], *counts, *shares))
-    return tuple(found)
+            fitting = [one for one in written if len(one.split()) in lengths]
+            kept = [one for one in fitting if one not in copied]
+            if kept:
+                left_out = len(fitting) - len(kept)
+                found.append(Asked(temperature, lengths, left_out, kept, *_beside(kept, people)))
+    return found
+
+
+def judge(
+    asked: Sequence[Asked], parser: str, done: Callable[[int], object]
+) -> tuple[Grammar, ...]:
+    """parser: PARSER's path. `done` hears how many sentences were judged. Raises FamilyError."""
+
+    def linked(sentences: Sequence[str]) -> Estimate:
+        hits = 0
+        for first in range(0, len(sentences), AT_ONCE):
+            part = sentences[first : first + AT_ONCE]
+            hits += sum(taken(part, parser))
+            done(len(part))
+        return wilson(hits, len(sentences))
+
+    return tuple(
+        Grammar(
+            temperature=one.temperature,
+            shortest=one.lengths[0],
+            longest=one.lengths[-1],
+            sentences=len(one.written),
+            copied=one.copied,
+            written=linked(one.written),
+            people=linked(one.people),
+            shuffled=linked(one.shuffled),
+        )
+        for one in asked
+    )
 
 
 def sentences(text: str) -> list[str]:
@@ -143,18 +186,11 @@ def taken(sentences: Sequence[str], parser: str) -> list[bool]:
     return found
 
 
-def _shares(
-    written: Sequence[str], people: Mapping[int, list[str]], parser: str
-) -> tuple[Estimate, Estimate, Estimate]:
-    """Of what is written, of people's as long, and of these shuffled."""
+def _beside(written: Sequence[str], people: Mapping[int, list[str]]) -> tuple[list[str], list[str]]:
+    """PEOPLE of people's for each sentence, as long, and these shuffled."""
     drawn = random.Random(0)
-    lengths = [len(each.split()) for each in written] * PEOPLE
-    theirs = [drawn.choice(people[length]) for length in lengths]
-    mixed = [shuffled(each, drawn) for each in theirs]
-    own, of_people, of_mixed = (
-        wilson(sum(taken(each, parser)), len(each)) for each in (written, theirs, mixed)
-    )
-    return own, of_people, of_mixed
+    theirs = [drawn.choice(people[len(one.split())]) for one in [*written] * PEOPLE]
+    return theirs, [shuffled(one, drawn) for one in theirs]
 
 
 def _by_words(found: Iterable[str]) -> Mapping[int, list[str]]:

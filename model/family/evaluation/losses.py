@@ -71,12 +71,13 @@ def token_losses(reader: Reads, tokens: Sequence[int]) -> Tensor:
 def near_losses(reader: Reads, tokens: Sequence[int], trained: int) -> Tensor:
     """[len(tokens) - 1 - trained], of the tokens past the trained length.
 
-    Each is predicted from at least trained / 2 and at most `trained` tokens before it.
+    Each is predicted from the text's first one, <s>, and at least trained / 2 - 1 and at most
+    trained - 1 tokens before it.
     """
     half = trained // 2
     found = []
     for start in range(half, len(tokens) - 1 - half, half):
-        part = tokens[start : start + 2 * half + 1]
+        part = [tokens[0], *tokens[start + 1 : start + 2 * half + 1]]
         found.append(token_losses(reader, part)[half:])
     return torch.cat(found)[trained - 2 * half :]
 

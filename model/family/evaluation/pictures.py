@@ -1,7 +1,7 @@
 """Pictures of an evaluation, each encoding in the same colour and with the same mark in all."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
 from model.explain.figure import GREY, INK, Picture, axes_row, count_axis, label_ends
-from model.family.evaluation.curves import Curve, band
+from model.family.evaluation.curves import Curve, Point
 from model.family.evaluation.estimates import Estimate
 from model.family.evaluation.findings import shipped
 from model.family.evaluation.losses import Losses
@@ -174,24 +174,28 @@ def _draw_recalls(
 def _draw_training(
     figure: Figure | SubFigure, curves: Sequence[tuple[str, Curve]], labels: Sequence[str]
 ) -> None:
-    """Loss by tokens and by minutes: the longest training, and a band from seed to seed."""
+    """Loss by tokens and by minutes; dotted where an encoding has a longer training."""
     by_tokens, by_time = axes_row(figure, 2)
-    by_label: dict[str, list[Curve]] = {}
+    longest: dict[str, Curve] = {}
     for label, curve in curves:
-        by_label.setdefault(label, []).append(curve)
+        if label not in longest or curve.tokens > longest[label].tokens:
+            longest[label] = curve
     shown = [curve.trained[int(len(curve.trained) * SKIPPED) :] for _, curve in curves]
     highest = max(points[0].loss for points in shown)
-    for axes, unit, along in (
+    scales: Sequence[tuple[Axes, str, Callable[[Point], float]]] = (
         (by_tokens, "tokens", lambda point: point.tokens / 1e6),
         (by_time, "minutes", lambda point: point.seconds / 60),
-    ):
+    )
+    for axes, unit, along in scales:
         ends = []
-        for label, own in by_label.items():
+        for label, curve in curves:
             color, _ = look(label, labels)
-            x, low, line, high = band(own, along)
-            axes.plot(x, line, color=color, linewidth=1.2)
-            axes.fill_between(x, low, high, color=color, alpha=BAND, lw=0)
-            ends.append((float(line[-1]), label, color))
+            style = "-" if curve.tokens == longest[label].tokens else ":"
+            where = [along(point) for point in curve.trained]
+            losses = [point.loss for point in curve.trained]
+            axes.plot(where, losses, color=color, linewidth=1.2, linestyle=style)
+            if curve is longest[label]:
+                ends.append((losses[-1], label, color))
         axes.set_ylim(top=highest)
         axes.set_xlabel("million tokens" if unit == "tokens" else "minutes")
         axes.set_title(f"Training loss by {unit}, nats per token")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from model.family.evaluation.curves import reached
-from model.family.evaluation.findings import shipped, speeds
+from model.family.evaluation.findings import alike, shipped, speeds
 from model.family.evaluation.losses import LossBin
 from model.family.evaluation.results import Measured
 from model.family.evaluation.words import (
@@ -88,7 +88,7 @@ def seeds(one: Measured, members: Sequence[Measured]) -> str:
 
 def _tokens(one: Measured) -> str:
     """That it was trained with."""
-    return millions(one.curve.trained[-1].tokens) if one.curve and one.curve.trained else MISSING
+    return millions(one.curve.tokens) if one.curve and one.curve.trained else MISSING
 
 
 def recalls(members: Sequence[Measured], kind: str) -> str:
@@ -126,13 +126,14 @@ def recalls(members: Sequence[Measured], kind: str) -> str:
 
 
 def training(members: Sequence[Measured]) -> str:
-    """Every training: how long, and where it came to."""
-    known = [one for one in members if one.curve is not None and one.curve.trained]
+    """Every training: how long, and where it came to; a table for those of as many tokens."""
+    return "\n\n".join(_training(own) for _, own in alike(members)) or MISSING
+
+
+def _training(members: Sequence[Measured]) -> str:
     loss, _ = speeds(members)
-    if not known or math.isnan(loss):
-        return MISSING
     rows = []
-    for one in known:
+    for one in members:
         assert one.curve is not None
         last = one.curve.trained[-1]
         held_out = one.curve.held_out[-1].loss if one.curve.held_out else None
@@ -150,7 +151,8 @@ def training(members: Sequence[Measured]) -> str:
             ]
         )
     heads = ["steps", "tokens", "minutes", "training loss", "held-out loss"]
-    return table(["model", *heads, f"tokens to {loss:.2f}", f"minutes to {loss:.2f}"], rows)
+    common = "the loss of all" if math.isnan(loss) else f"{loss:.2f}"
+    return table(["model", *heads, f"tokens to {common}", f"minutes to {common}"], rows)
 
 
 def operations(members: Sequence[Measured]) -> str:

@@ -38,7 +38,8 @@ class Texts:
 def texts_of(split: Split, length: int, count: int) -> Texts:
     """At most `count`, side by side from each document's beginning; all documents in turn.
 
-    Raises FamilyError when fewer than two documents are so long.
+    <s> stands for the first token of each, as the server puts it before a prompt. Raises
+    FamilyError when fewer than two documents are so long.
     """
     names = [_TRANSLATION.sub("bible/", name) for name in split.names]
     sizes = [len(split.document(number)) // (length + 1) for number in range(len(split.names))]
@@ -58,7 +59,7 @@ def texts_of(split: Split, length: int, count: int) -> Texts:
         tuple(used),
         tuple(used.index(names[number]) for _, number in turns),
         tuple(
-            tuple(split.document(number)[place * (length + 1) :][: length + 1].tolist())
+            (split.bos, *split.document(number)[place * (length + 1) :][1 : length + 1].tolist())
             for place, number in turns
         ),
     )

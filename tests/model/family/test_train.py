@@ -14,7 +14,7 @@ from model.config import EncodingSpec
 from model.encodings.base import find
 from model.family.corpus import Corpus, Split
 from model.family.errors import FamilyError
-from model.family.losses import pieces
+from model.family.losses import pieces, windows_of
 from model.family.prepare import SHIPPED_TOKENIZER
 from model.family.recipe import ENCODINGS, Recipe, model_name, new_decoder, shape
 from model.family.train import Pace, Training
@@ -235,6 +235,22 @@ def test_growing_pieces_begin_with_bos_and_hold_the_tokens_of_their_windows() ->
     assert found.shape == (8, 9) and set(found[:, 0].tolist()) == {99}
     assert found[5].tolist() == [99, *range(33 + 9, 33 + 17)]
     assert windows[0, 0] == 0 and windows[1, 8] == 41  # the windows stay as they were
+
+
+@pytest.mark.parametrize("growing", [0, 6 * 2 * 32])
+def test_whatever_is_read_at_once_begins_with_bos(growing, tmp_path, monkeypatch) -> None:
+    read = []
+    gather = Training._gather_gradients
+    monkeypatch.setattr(
+        Training,
+        "_gather_gradients",
+        lambda self, tokens: read.append(tokens) or gather(self, tokens),
+    )
+    train(tmp_path, "nope", replace(SHORT, growing=growing))
+    assert {tuple(tokens.shape) for tokens in read} >= {(2, 33)}
+    held_out = windows_of(CORPUS.held_out, 32, 5)
+    assert all((tokens[:, 0] == 1).all() for tokens in (*read, held_out))
+    assert held_out.shape == (5, 33) and (held_out[:, 1:] != 1).all()
 
 
 def test_pieces_grow_from_an_eighth_to_the_whole() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from model.family.errors import FamilyError
 from model.family.evaluation import curves
-from model.family.evaluation.curves import Curve, Point
+from model.family.evaluation.curves import Point
 
 
 def written(folder, rows):
@@ -37,7 +37,7 @@ def test_points_are_means_of_steps_and_held_out_ones_stay(tmp_path, monkeypatch)
     found = curves.read(written(tmp_path, rows))
     assert found.trained == (Point(30, 1.5, 8.0), Point(60, 3.0, 5.0), Point(80, 4.0, 2.5))
     assert found.held_out == (Point(40, 2.0, 6.5),)
-    assert found.steps == 8
+    assert (found.steps, found.tokens) == (8, 80)
     assert curves.reached(found, 5.0) == Point(60, 3.0, 5.0)
     assert curves.reached(found, 2.0) is None
 
@@ -51,19 +51,6 @@ def test_what_falling_rates_bring_is_left_out_of_comparisons(tmp_path, monkeypat
     assert [point.tokens for point in curves.before_decay(found)] == [20, 40]
     assert curves.reached(found, 6.5) == Point(40, 4, 6.5)
     assert curves.reached(found, 4.5) is None
-
-
-def test_a_band_reaches_as_far_as_its_seeds() -> None:
-    def line(losses, level) -> Curve:
-        points = tuple(Point(10 * n, n, loss) for n, loss in enumerate(losses, start=1))
-        return Curve(len(points), level, points, ())
-
-    long, short = line([8, 6, 5, 4], 30), line([8, 7, 1], 20)  # whose rates fell after 20
-    x, low, middle, high = curves.band([short, long], lambda point: point.tokens)
-    assert x.tolist() == [10, 20, 30, 40] and middle.tolist() == [8, 6, 5, 4]
-    assert low.tolist() == [8, 6, 5, 4] and high.tolist() == [8, 7, 5, 4]
-    equal = line([8, 5, 4, 3], 30)
-    assert curves.band([long, equal], lambda point: point.tokens)[1].tolist() == [8, 5, 4, 3]
 
 
 def test_a_line_that_is_no_step_is_named(tmp_path) -> None:

@@ -10,7 +10,16 @@ from model.family.corpus import Corpus, Split
 from model.family.errors import FamilyError
 from model.family.evaluation import grammar
 from model.family.evaluation.estimates import wilson
-from model.family.evaluation.grammar import PARSER, PEOPLE, measure, sentences, shuffled, taken
+from model.family.evaluation.grammar import (
+    PARSER,
+    PEOPLE,
+    asked,
+    judge,
+    sentences,
+    shuffled,
+    taken,
+    write,
+)
 from model.family.prepare import SHIPPED_TOKENIZER
 from model.tokenizers.spm import SpmModel, SpmTokenizer
 
@@ -48,8 +57,8 @@ def test_shuffled_words_are_the_same_ones() -> None:
 @NEEDS_PARSER
 def test_the_parser_tells_sentences_from_others() -> None:
     parser = shutil.which(PARSER)
-    asked = [*GOOD, *BAD, "!exit now and say nothing more.", "* Stars are no commands here."]
-    assert taken(asked, parser)[: len(GOOD) + len(BAD)] == [True] * len(GOOD) + [False] * len(BAD)
+    given = [*GOOD, *BAD, "!exit now and say nothing more.", "* Stars are no commands here."]
+    assert taken(given, parser)[: len(GOOD) + len(BAD)] == [True] * len(GOOD) + [False] * len(BAD)
     assert taken([], parser) == []
 
 
@@ -106,10 +115,14 @@ def test_shares_are_of_own_sentences_and_of_people_s_as_long(program, monkeypatc
         'while read -r line; do echo " $line"; '
         'case "$line" in *[Bb]ad*) echo "+++++ error 1";; esac; done'
     )
-    done = []
-    found = measure(Says(spoken, said), spoken, corpus, parser, 3, done.append)
+    monkeypatch.setattr(grammar, "AT_ONCE", 7)
+    written, judged = [], []
+    texts = write(Says(spoken, said), spoken, 3, written.append)
+    wanted = asked(texts, spoken, corpus)
+    found = judge(wanted, parser, judged.append)
     assert [one.temperature for one in found] == list(grammar.TEMPERATURES)
-    assert sum(done) == 2 * 2 * 3
+    assert sum(written) == 2 * 2 * 3
+    assert sum(judged) == sum(map(len, wanted)) == 2 * 12 * (1 + 2 * PEOPLE)
     for one in found:
         assert (one.shortest, one.longest) == (5, 20)
         assert (one.sentences, one.copied) == (12, 12)  # one is in the texts, one made up
@@ -120,5 +133,5 @@ def test_shares_are_of_own_sentences_and_of_people_s_as_long(program, monkeypatc
 def test_without_a_sentence_to_judge_there_is_no_share(program) -> None:
     spoken = tokenizer()
     corpus = Corpus(split(spoken, "It was so."), split(spoken, "He had one."), "f" * 64, b"")
-    never = program("exit 1")
-    assert measure(Says(spoken, "and then"), spoken, corpus, never, 1, id) == ()
+    texts = write(Says(spoken, "and then"), spoken, 1, id)
+    assert asked(texts, spoken, corpus) == [] and judge([], program("exit 1"), id) == ()

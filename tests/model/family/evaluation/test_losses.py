@@ -44,7 +44,7 @@ def test_windows_are_whole_and_taken_from_all_documents_in_turn() -> None:
     held_out = corpus(documents=3, length=600).held_out
     found = texts_of(held_out, 255, 4)
     assert found.documents == held_out.names and found.owner == (0, 1, 2, 0)
-    assert found.tokens[3] == tuple(held_out.document(0)[256:512].tolist())
+    assert found.tokens[3] == (held_out.bos, *held_out.document(0)[257:512].tolist())
     assert found.weights.tolist() == [2, 1, 1]
     with pytest.raises(FamilyError, match="Only 0 held-out documents have 601 tokens"):
         texts_of(held_out, 600, 4)
@@ -112,7 +112,7 @@ def test_near_losses_are_those_of_the_same_tokens_after_fewer() -> None:
     for place in (0, 31, 32, 3 * TRAINED - 1):
         predicted = TRAINED + place + 1
         start = TRAINED + place // half * half - half
-        (loss,) = losses.token_losses(reader, tokens[start : predicted + 1])[-1:]
+        (loss,) = losses.token_losses(reader, [tokens[0], *tokens[start + 1 : predicted + 1]])[-1:]
         assert float(found[place]) == pytest.approx(float(loss), abs=1e-4)
     far = losses.token_losses(reader, tokens)[TRAINED:]
     assert (far - found).abs().max() > 0.01  # they see less

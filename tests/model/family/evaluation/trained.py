@@ -81,8 +81,10 @@ def write_log(folder: Path, end: float = 3.0) -> None:
 
 
 def corpus(documents: int = 3, length: int = 900) -> Corpus:
-    """Drawn tokens, none of them the tokenizer's own signs."""
+    """<s> and drawn tokens, none of them the tokenizer's own signs."""
     drawn = np.random.default_rng(3)
-    pieces = [(f"tales/{n}", drawn.integers(300, VOCAB, length)) for n in range(documents)]
+    pieces = [
+        (f"tales/{n}", [1, *drawn.integers(300, VOCAB, length - 1)]) for n in range(documents)
+    ]
     tokenizer = SHIPPED_TOKENIZER.read_bytes()
     return Corpus(Split.of(pieces[:1]), Split.of(pieces), "f" * 64, tokenizer)
