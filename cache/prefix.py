@@ -57,9 +57,6 @@ class PrefixIndex:
     def __contains__(self, block: int) -> bool:
         return block in self._by_block
 
-    def __len__(self) -> int:
-        return len(self._by_block)
-
     @property
     def blocks(self) -> frozenset[int]:
         return frozenset(self._by_block)

@@ -252,14 +252,8 @@ class _Check:
         except Exception as error:  # of packages, kernels, compilers, memory: others may do
             log.exception("%s, %s of %s failed", system, work, shape)
             yield LeftOut(work, system, shape, None, gpu_parts.reason_of(error), failed=True)
-        _release(self.setting.device)
-
-
-def _release(device: torch.device) -> None:
-    """Memory that nothing holds, to whoever asks the device how much is free."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+        gc.collect()
+        placement.return_freed_memory()
 
 
 def _versions() -> dict[str, str | None]:

@@ -6,7 +6,7 @@ Takes everything it uses; builds no model, engine or server. server/build.py wir
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI, Request, Response
@@ -53,7 +53,7 @@ class HttpOptions:
     keys share cached prefixes, which lets one find out what another sent.
     """
 
-    api_keys: frozenset[str] = frozenset()
+    api_keys: frozenset[str] = field(default=frozenset(), repr=False)  # never in a log line
     max_body_bytes: int | None = None
     request_timeout_s: float = 300.0
     stalled_write_s: float = 30.0

@@ -124,7 +124,7 @@ def explain(flags: argparse.Namespace) -> int:
     """`ropewalk explain`: pictures of one encoding; prints where they are."""
     # What matplotlib says of its caches and fonts is for programmers.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    # Late: it loads torch and matplotlib, which nothing else does.
+    # Late: it loads torch and matplotlib.
     from server import explain_command
 
     print(explain_command.run(flags))

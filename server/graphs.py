@@ -7,10 +7,10 @@ import torch
 from tqdm import tqdm
 
 from cache.kv import KVCache
-from model.attention.triton import TritonAttention
 from model.batch import ForwardBatch
 from model.cuda_graph import CudaGraphs
 from model.encoder_decoder import EncoderDecoder
+from model.kernels.substitutes import attends_in_triton
 from model.replay import Bucket, Forward, Record, ReplayedDecoder, buckets
 from model.transformer import Decoder
 from server.parity import TOLERANCES
@@ -53,9 +53,7 @@ def recorder(decoder: Decoder | EncoderDecoder) -> Record | None:
 
     None of an encoder-decoder, whose steps have no buckets.
     """
-    attending = [each.attend for each in decoder.modules() if hasattr(each, "attend")]
-    triton = any(isinstance(attend, TritonAttention) for attend in attending)
-    if not triton or not isinstance(decoder, Decoder):
+    if not attends_in_triton(decoder) or not isinstance(decoder, Decoder):
         return None
     return CudaGraphs(decoder.embed.weight.device)
 

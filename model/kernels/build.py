@@ -49,7 +49,7 @@ class NoKernels(RuntimeError):
 
 
 class AttendArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in attention.hpp."""
+    """Mirrors the struct of the same name in attention_base.hpp."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("q", "keys", "values", "key_scales", "value_scales")),

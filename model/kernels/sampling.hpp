@@ -1,4 +1,5 @@
-// From rows of logits to tokens. model/sampler.py says what is drawn; this never sorts a row.
+// From rows of logits to tokens. model/sampler.py says what is drawn; this never sorts a whole row
+// where its likeliest tokens suffice.
 
 #pragma once
 

@@ -38,9 +38,13 @@ def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
 
 def substitute_on_gpu(model: nn.Module) -> None:
     """Replace RoPE in a model that attends in Triton; any other stays. Call once, after loading."""
-    attending = [each.attend for each in model.modules() if hasattr(each, "attend")]
-    if any(isinstance(attend, TritonAttention) for attend in attending):
+    if attends_in_triton(model):
         _replace(model, _in_triton)
+
+
+def attends_in_triton(model: nn.Module) -> bool:
+    attending = [each.attend for each in model.modules() if hasattr(each, "attend")]
+    return any(isinstance(attend, TritonAttention) for attend in attending)
 
 
 def _replace(model: nn.Module, faster: Callable[[nn.Module], nn.Module | None]) -> None:

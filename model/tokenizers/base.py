@@ -121,10 +121,5 @@ class Detokenizer:
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """The text of a whole token list; invalid UTF-8 becomes U+FFFD."""
-    pieces: list[bytes] = []
-    first = True
-    for token in tokens:
-        pieces.append(tokenizer.token_bytes(token, first=first))
-        if first:
-            first = not tokenizer.token_bytes(token, first=False)
-    return b"".join(pieces).decode(errors="replace")
+    detokenizer = Detokenizer(tokenizer, first=True)
+    return "".join(map(detokenizer.push, tokens)) + detokenizer.finish()

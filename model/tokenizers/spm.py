@@ -1,6 +1,6 @@
 """SentencePiece models (tokenizer.model, or one rebuilt from GGUF) as a Tokenizer.
 
-The only file that imports sentencepiece. Ids beyond the model's own pieces may be added, as
+The only file that reads such models. Ids beyond the model's own pieces may be added, as
 Hugging Face directories do for chat markers.
 """
 

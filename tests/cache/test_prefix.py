@@ -56,7 +56,7 @@ def test_equal_tokens_keep_the_first_block():
     first = published(index)
     again = published(index, blocks=(20, 21, 22))
     assert all(one is other for one, other in zip(first, again, strict=True))
-    assert 20 not in index and len(index) == 3
+    assert 20 not in index and sum(block in index for block in range(100)) == 3
 
 
 def test_a_collision_is_no_hit_and_does_not_displace():

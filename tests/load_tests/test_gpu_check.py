@@ -123,7 +123,7 @@ def test_a_system_that_cannot_be_made_leaves_the_other(monkeypatch, tmp_path, ca
     assert len(found_in(tmp_path / "gpu.json")["figures"]) == 5
 
 
-@pytest.mark.parametrize("where", [(gpu_check, "_release"), (gpu_parts, "prefill_of")])
+@pytest.mark.parametrize("where", [(placement, "return_freed_memory"), (gpu_parts, "prefill_of")])
 def test_a_device_that_is_lost_ends_the_run_and_leaves_what_it_had(
     where, alone, monkeypatch, capsys
 ):

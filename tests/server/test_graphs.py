@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from model.attention.sdpa import SdpaAttention
+from model.kernels import substitutes
 from model.replay import ReplayedDecoder
 from server import graphs
 from server.plan import Limits
@@ -62,7 +63,7 @@ class Recorded(list):
 
 def on_triton(decoder, monkeypatch):
     """As if Triton attended in it, and a GPU could record that."""
-    monkeypatch.setattr(graphs, "TritonAttention", type(decoder.layers[0].attention.attend))
+    monkeypatch.setattr(substitutes, "TritonAttention", type(decoder.layers[0].attention.attend))
     monkeypatch.setattr(graphs, "CudaGraphs", Recorded)
     return decoder
 
