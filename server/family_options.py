@@ -42,7 +42,7 @@ ropewalk serve takes; its path is printed.
 """
 
 PACK_HELP = """\
-Matrices become 8-bit rows with a scale each, about 4.3 MB a model. Prints what that costs:
+Matrices become 8-bit rows with a scale each, 4 to 5 MB a model. Prints what that costs:
 nats per token on held-out text before and after. ropewalk serve family then serves them.
 """
 
@@ -52,12 +52,12 @@ examples:
   ropewalk family evaluate --quick                     a few texts, to see that it works
   ropewalk family evaluate --models ./mine --result mine.json
 
-Measures loss by position up to 4,096, recall by distance, the loss that a server tells over HTTP,
-and what cache operations do to answers, and reads the training logs. Every folder with a model is
-measured, so one with an encoding of your own needs no more than to lie beside the others; of
-models that differ from another in their seed alone (NAME.seed1), loss and training. Figures are
-written after every part, and a part that is there is not measured again. About six minutes a model
-on one core.
+Measures loss on all held-out text and by position up to 4,096, recall by distance, the loss that
+a server tells over HTTP, what cache operations do to answers, how the models write and what packing
+costs, and reads the training logs. Every folder with a model is measured, so one with an encoding
+of your own needs no more than to lie beside the others; of models that differ from another in their
+seed alone (NAME.seed1), loss and training. Figures are written after every part, and a part that is
+there is not measured again. About six minutes a model on one core.
 """
 
 REPORT_HELP = """\
@@ -150,9 +150,8 @@ def _add_train_flags(parser: argparse.ArgumentParser) -> None:
         type=whole(0, 1 << 40),
         default=GROWING,
         metavar="N",
-        help="read the first N tokens, at most half of all, in short pieces that become longer; "
-        f"without positions a model learns sooner by that (default: {GROWING:_}; 0: whole windows "
-        "from the first)",
+        help="read the first N tokens, at most half of all, in short pieces that become longer "
+        f"(default: {GROWING:_}; 0: whole windows from the first)",
     )
     parser.add_argument(
         "--seed", type=whole(0, 1 << 32), default=0, help="of first weights and order (default: 0)"

@@ -1,4 +1,4 @@
-"""Nats per token of whole windows: what training lowers and what tells how far it came."""
+"""Nats per token of windows or pieces: what training lowers and what tells how far it came."""
 
 import numpy as np
 import torch

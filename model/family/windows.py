@@ -14,7 +14,7 @@ class Windows:
 
     In each epoch the documents are joined in a new order and cut into windows, which come in an
     order of their own. A document that fits into a window and would be cut begins one: what asks
-    for recall must not lose its beginning.
+    for recall must not lose its beginning, where windows are read whole.
     """
 
     def __init__(self, split: Split, length: int, seed: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from model.explain.page import svg
 from model.family.evaluation import tables
-from model.family.evaluation.curves import HELD_UP
+from model.family.evaluation.curves import HELD_UP, STEPS
 from model.family.evaluation.findings import (
     HOLDS,
     about_length,
@@ -147,14 +147,15 @@ def _training(members: Sequence[Measured], image: str) -> str:
     return (
         f"Muon on the matrices inside the layers, AdamW on the rest (model/family/recipe.py): "
         f"{recipe}. At first texts are read in eighths of a window, then in quarters and halves "
-        "(`--growing`); whatever is read at once begins with `<s>`. Trained were "
+        "(`--growing` says how many); whatever is read at once begins with `<s>`. Trained were "
         f"{trained}; shorter trainings are dotted.\n\n"
         f"{image}\n\n{tables.training(members)}\n\n"
         "Does RoPE converge faster? Compared are training losses before the rates fall, of "
-        "trainings with as many tokens. "
-        f"{about_speed(members)} Seconds are those of one machine, and compare implementations of "
-        f"the encodings in training, not the encodings. A step of more than {HELD_UP:g} times the "
-        "median, as one in which a training was stopped for a while, counts as the median."
+        "trainings with as many tokens and the same seed, each point a mean of "
+        f"{STEPS} steps on the same texts. {about_speed(members)} Seconds are those of one "
+        "machine, and compare implementations of the encodings in training, not the encodings. A "
+        f"step of more than {HELD_UP:g} times the median, as one in which a training was stopped "
+        "for a while, counts as the median."
     )
 
 
@@ -175,9 +176,9 @@ def _losses(members: Sequence[Measured], image: str) -> str:
     return (
         f"Nats per token of the token after each position, on {texts}; the same tokens for every "
         "model. Positions within and past the trained length are never averaged. *Cost of "
-        "distance*: how much higher the loss is than that of the same tokens when only the "
-        "nearest are read, at trained positions: 0 means that the length does no harm, less that "
-        f"it helps. A model *holds* when that is at most {HOLDS} nats at every length.\n\n"
+        "distance*: how much higher the loss is than that of the same tokens when only `<s>` and "
+        "the nearest are read, at trained positions: 0 means that the length does no harm, less "
+        f"that it helps. A model *holds* when that is at most {HOLDS} nats at every length.\n\n"
         f"{image}\n\nWithin the trained length:\n\n{tables.losses(members)}\n\n"
         f"Past it:\n\n{tables.beyond(members)}\n\n{findings}\n\n{summary}"
     ).strip()
@@ -235,8 +236,8 @@ def _packed(members: Sequence[Measured]) -> str:
     heads = ["encoding", "MiB", "loss as trained", "loss packed", "cost"]
     return (
         "Matrices are shipped as 8-bit rows with a scale each. Nats per token at the later half of "
-        f"trained positions, on {COST_WINDOWS} held-out windows. All other figures here are of the "
-        "weights as trained.\n\n"
+        f"trained positions, on {COST_WINDOWS} held-out windows. The other figures are of the "
+        "weights whose digest stands under Models.\n\n"
         f"{table(heads, rows) if rows else MISSING}"
     )
 

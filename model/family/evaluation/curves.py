@@ -104,8 +104,3 @@ def _thinned(steps: Sequence[Point]) -> tuple[Point, ...]:
 def before_decay(curve: Curve) -> tuple[Point, ...]:
     """Training losses before the rates fell."""
     return tuple(point for point in curve.trained if point.tokens <= curve.level)
-
-
-def reached(curve: Curve, loss: float) -> Point | None:
-    """Where the training loss first was so low before the rates fell; None when it never was."""
-    return next((point for point in before_decay(curve) if point.loss <= loss), None)

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import takewhile
 
-from model.family.evaluation.curves import Point, before_decay, reached
+from model.family.evaluation.curves import Curve, before_decay
 from model.family.evaluation.losses import LossBin
 from model.family.evaluation.results import Measured
-from model.family.evaluation.words import interval, listed, millions, signed
+from model.family.evaluation.words import interval, listed, signed
 
 HOLDS = 0.05  # nats per token that distance may cost
 BREAKS = 1.0  # nats per token from which a text is no longer understood
-STEP = 0.05  # to which a loss that is to be reached is rounded up
+MOSTLY = 0.8  # share of points at which a loss that comes down faster is the lower one
 
 
 class Beyond(StrEnum):
@@ -120,28 +120,11 @@ def differing(members: Sequence[Measured]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Where an encoding's trainings first had the common loss; one point for each seed."""
-
-    label: str
-    points: tuple[Point, ...]
-
-    def tokens(self) -> tuple[int, int]:
-        """Of the first and of the last seed that was there."""
-        found = [point.tokens for point in self.points]
-        return min(found), max(found)
-
-    def minutes(self) -> float:
-        """The mean of the seeds."""
-        return sum(point.seconds for point in self.points) / len(self.points) / 60
-
-
 def alike(members: Sequence[Measured]) -> list[tuple[int, list[Measured]]]:
     """Those with curves by the tokens of their training, most first.
 
-    Rates, and the pieces that texts are read in, follow from how many tokens there will be: step
-    by step, a training is compared only with others of as many.
+    Rates, and by default the pieces that texts are read in, follow from how many tokens there will
+    be: step by step, a training is compared only with others of as many.
     """
     groups: dict[int, list[Measured]] = {}
     for one in members:
@@ -150,59 +133,67 @@ def alike(members: Sequence[Measured]) -> list[tuple[int, list[Measured]]]:
     return sorted(groups.items(), reverse=True, key=lambda group: group[0])
 
 
-def speeds(members: Sequence[Measured]) -> tuple[float, list[Speed]]:
-    """The lowest training loss that all of these, trained alike, came to before their rates
-    fell, and when each first had it.
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """RoPE's training loss beside another encoding's, on the same texts at the same steps."""
 
-    Fastest first; empty when there are no curves.
-    """
-    curves = [(one.label, one.curve) for one in members if one.curve and before_decay(one.curve)]
-    if not curves:
-        return math.nan, []
-    lowest = max(min(point.loss for point in before_decay(curve)) for _, curve in curves)
-    loss = math.ceil(lowest / STEP) * STEP
-    found: dict[str, list[Point]] = {}
-    for label, curve in curves:
-        point = reached(curve, loss)
-        assert point is not None, "every curve came so low"
-        found.setdefault(label, []).append(point)
-    made = [Speed(label, tuple(points)) for label, points in found.items()]
-    return loss, sorted(made, key=lambda speed: sum(speed.tokens()))
+    label: str
+    lower: int  # points at which RoPE's is the lower one
+    points: int  # before the rates fell
+    mean: float  # how much lower RoPE's is, nats
+
+
+def leads(members: Sequence[Measured]) -> list[Lead]:
+    """Over each training that RoPE has one like: of as many tokens, and with the same seed, from
+    which the order of the texts follows."""
+    found = []
+    for _, own in alike(members):
+        for rope in (one for one in own if one.label == "rope"):
+            for other in own:
+                if other.label != "rope" and other.seed == rope.seed:
+                    assert rope.curve is not None and other.curve is not None
+                    found += _lead(other.label, rope.curve, other.curve)
+    return found
+
+
+def _lead(label: str, rope: Curve, other: Curve) -> list[Lead]:
+    """Of the points that both have; none when rates fell before there was one."""
+    losses = {point.tokens: point.loss for point in before_decay(rope)}
+    gaps = [
+        point.loss - losses[point.tokens] for point in before_decay(other) if point.tokens in losses
+    ]
+    if not gaps:
+        return []
+    return [Lead(label, sum(gap > 0 for gap in gaps), len(gaps), sum(gaps) / len(gaps))]
 
 
 def about_speed(members: Sequence[Measured]) -> str:
-    """Whether RoPE converges faster: among trainings of as many tokens, by the range of seeds."""
-    said, first, seeds = [], True, 0
-    for tokens, own in alike(members):
-        loss, found = speeds(own)
-        rope = next((speed for speed in found if speed.label == "rope"), None)
-        others = [speed for speed in found if speed.label != "rope"]
-        if rope is None or not others:
-            continue
-        low, high = rope.tokens()
-        later = [one.label for one in others if one.tokens()[0] > high]
-        earlier = [one.label for one in others if one.tokens()[1] < low]
-        near = [one.label for one in others if one.label not in (*later, *earlier)]
-        when = millions(low) if low == high else f"{millions(low)} to {millions(high)}"
-        count = len(rope.points)
-        said.append(
-            f"With {millions(tokens)} tokens, RoPE first had a training loss of {loss:.2f} nats "
-            f"after {when} ({count} {'seed' if count == 1 else 'seeds'})."
-        )
-        groups = ("Later", later), ("Earlier", earlier), ("Not told apart from it", near)
-        said += [f"{where}: {listed(labels)}." for where, labels in groups if labels]
-        fastest = min(found, key=Speed.minutes)
-        said.append(
-            f"By the clock {fastest.label} was first, after {fastest.minutes():.1f} minutes; "
-            f"RoPE took {rope.minutes():.1f}."
-        )
-        first, seeds = first and not earlier and not near, seeds + count
-    if not said:
+    """Whether RoPE converges faster per token: where its loss is the lower one nearly always."""
+    found = leads(members)
+    if not found:
         return "Whether RoPE converges faster: not measured."
-    if first:
-        said.append("So here RoPE converged faster than every other encoding, per token.")
-    else:
-        said.append("So RoPE converging faster than all others is not what these trainings show.")
-    if seeds == 1:
+    beside: dict[str, list[Lead]] = {}
+    for lead in found:
+        beside.setdefault(lead.label, []).append(lead)
+    said = [
+        f"Beside {label} RoPE's was the lower one at "
+        + listed([f"{one.lower} of {one.points} points" for one in own])
+        + f", on average by {listed([f'{one.mean:.2f}' for one in own])} nats."
+        for label, own in beside.items()
+    ]
+    faster = [
+        label
+        for label, own in beside.items()
+        if all(one.lower >= MOSTLY * one.points for one in own)
+    ]
+    others = [label for label in beside if label not in faster]
+    if faster:
+        said.append(
+            f"So here RoPE converged faster, per token, than {listed(faster)}: its loss was lower "
+            f"at {MOSTLY:.0%} of the points or more."
+        )
+    if others:
+        said.append(f"It did not clearly converge faster than {listed(others)}.")
+    if all(len(own) == 1 for own in beside.values()):
         said.append("One seed says little: a second one may change the order.")
     return " ".join(said)

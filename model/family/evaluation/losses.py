@@ -1,8 +1,8 @@
 """Loss by position: how well a model predicts the token after position t of a long text.
 
 Positions are told apart in bins and never averaged over the trained length and beyond. The same
-tokens are also predicted from the nearest ones alone, at positions that were trained: what the
-distance itself costs is the difference, whatever the text is like there.
+tokens are also predicted from <s> and the nearest ones alone, at positions that were trained: what
+the distance itself costs is the difference, whatever the text is like there.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,7 +71,7 @@ def token_losses(reader: Reads, tokens: Sequence[int]) -> Tensor:
 def near_losses(reader: Reads, tokens: Sequence[int], trained: int) -> Tensor:
     """[len(tokens) - 1 - trained], of the tokens past the trained length.
 
-    Each is predicted from the text's first one, <s>, and at least trained / 2 - 1 and at most
+    Each is predicted from the text's first one, <s>, and at least trained / 2 and at most
     trained - 1 tokens before it.
     """
     half = trained // 2

@@ -180,8 +180,7 @@ def _draw_training(
     for label, curve in curves:
         if label not in longest or curve.tokens > longest[label].tokens:
             longest[label] = curve
-    shown = [curve.trained[int(len(curve.trained) * SKIPPED) :] for _, curve in curves]
-    highest = max(points[0].loss for points in shown)
+    highest = max(own.trained[int(len(own.trained) * SKIPPED)].loss for own in longest.values())
     scales: Sequence[tuple[Axes, str, Callable[[Point], float]]] = (
         (by_tokens, "tokens", lambda point: point.tokens / 1e6),
         (by_time, "minutes", lambda point: point.seconds / 60),

@@ -1,10 +1,8 @@
 """Tables of an evaluation in Markdown. Knows no pictures."""
 
-import math
 from collections.abc import Sequence
 
-from model.family.evaluation.curves import reached
-from model.family.evaluation.findings import alike, shipped, speeds
+from model.family.evaluation.findings import alike, shipped
 from model.family.evaluation.losses import LossBin
 from model.family.evaluation.results import Measured
 from model.family.evaluation.words import (
@@ -126,18 +124,12 @@ def recalls(members: Sequence[Measured], kind: str) -> str:
 
 
 def training(members: Sequence[Measured]) -> str:
-    """Every training: how long, and where it came to; a table for those of as many tokens."""
-    return "\n\n".join(_training(own) for _, own in alike(members)) or MISSING
-
-
-def _training(members: Sequence[Measured]) -> str:
-    loss, _ = speeds(members)
+    """Every training: how long, and where it came to; the longest first."""
     rows = []
-    for one in members:
+    for one in (one for _, own in alike(members) for one in own):
         assert one.curve is not None
         last = one.curve.trained[-1]
         held_out = one.curve.held_out[-1].loss if one.curve.held_out else None
-        when = reached(one.curve, loss)  # none where rates fell before there was a point
         rows.append(
             [
                 one.name,
@@ -146,13 +138,10 @@ def _training(members: Sequence[Measured]) -> str:
                 f"{last.seconds / 60:.0f}",
                 f"{last.loss:.3f}",
                 MISSING if held_out is None else f"{held_out:.3f}",
-                millions(when.tokens) if when else MISSING,
-                f"{when.seconds / 60:.1f}" if when else MISSING,
             ]
         )
-    heads = ["steps", "tokens", "minutes", "training loss", "held-out loss"]
-    common = "the loss of all" if math.isnan(loss) else f"{loss:.2f}"
-    return table(["model", *heads, f"tokens to {common}", f"minutes to {common}"], rows)
+    heads = ["model", "steps", "tokens", "minutes", "training loss", "held-out loss"]
+    return table(heads, rows) if rows else MISSING
 
 
 def operations(members: Sequence[Measured]) -> str:

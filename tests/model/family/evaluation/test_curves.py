@@ -38,8 +38,6 @@ def test_points_are_means_of_steps_and_held_out_ones_stay(tmp_path, monkeypatch)
     assert found.trained == (Point(30, 1.5, 8.0), Point(60, 3.0, 5.0), Point(80, 4.0, 2.5))
     assert found.held_out == (Point(40, 2.0, 6.5),)
     assert (found.steps, found.tokens) == (8, 80)
-    assert curves.reached(found, 5.0) == Point(60, 3.0, 5.0)
-    assert curves.reached(found, 2.0) is None
 
 
 def test_what_falling_rates_bring_is_left_out_of_comparisons(tmp_path, monkeypatch) -> None:
@@ -49,8 +47,6 @@ def test_what_falling_rates_bring_is_left_out_of_comparisons(tmp_path, monkeypat
     found = curves.read(written(tmp_path, rows))
     assert found.level == 40 and len(found.trained) == 3
     assert [point.tokens for point in curves.before_decay(found)] == [20, 40]
-    assert curves.reached(found, 6.5) == Point(40, 4, 6.5)
-    assert curves.reached(found, 4.5) is None
 
 
 def test_a_line_that_is_no_step_is_named(tmp_path) -> None:
