@@ -198,7 +198,7 @@ def _max_tokens(body: GenerationBody, served: Served, num_prompt: int) -> int:
             makes = f"the start token and {wanted} max_tokens make {1 + wanted}"
         raise PromptTooLong(
             f"{makes}, more than the context of {served.name}, {served.max_context}; "
-            f"ask for at most {room}, or let overflow be shift or slide",
+            f"ask for at most {room}, or let overflow be shift or slide if the encoding allows it",
             "max_tokens" if body.max_tokens is not None else "max_completion_tokens",
         )
     return wanted
