@@ -83,9 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--serve",
         type=_shape,
-        default="smollm2",
+        default="shape:smollm2",
         metavar="MODEL",
-        help="shape:NAME or the path of a config.json (default: shape:smollm2)",
+        help="shape:NAME or the path of a config.json (default: %(default)s)",
     )
     options.add_argument(
         "--encodings",

@@ -2,11 +2,18 @@ import json
 
 import pytest
 
-from load_tests import profile_http
+from load_tests import profile_http, profile_step
 from load_tests.profile_engine import ATTENTION, LINEAR, PARTS, REST, StepTimes
 from load_tests.profile_step import Profile, main, table
 
 TINY = ["--profile-step", "--serve", "shape:small", "--context", "20", "--steps", "3"]
+
+
+def test_serves_a_shape_by_default(monkeypatch):
+    asked = []
+    monkeypatch.setattr(profile_step, "_measure", lambda args: asked.append(args.serve) or [])
+    assert main(["--profile-step"]) == 0
+    assert asked == ["smollm2"]
 
 
 def test_measures_prints_and_writes(tmp_path, capsys):
