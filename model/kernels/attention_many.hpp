@@ -113,7 +113,7 @@ class ManyQueries : Attending<Real, S, 64> {
   void attend_tile(int64_t at, int64_t queries, int64_t first, int64_t keys) {
     alignas(64) Real scores[kRows * kKeys];
     for (int64_t n = 0; n < keys; n += kPanel)
-      multiply<kRows, 0, 1, kKeys, true>(queries, q_ + at * steps_, steps_, panel_of_key(n),
+      multiply<kRows, 0, 1, kKeys, kPanel, true>(queries, q_ + at * steps_, steps_, panel_of_key(n),
                                          scores + n);
     if (score_scale_ != 1)
       for (int64_t n = 0; n < queries * kKeys; ++n) scores[n] *= score_scale_;
@@ -131,7 +131,7 @@ class ManyQueries : Attending<Real, S, 64> {
     alignas(64) typename Values::Factor room[kRows * kSteps];
     const auto *weights = Values::template fill_weights<kKeys>(scores, queries, keys, room);
     for (int64_t p = 0; p < panels_; ++p)
-      multiply<kRows, 1, kSteps, kPanel>(queries, weights, steps, values_ + p * kKeys * kPanel,
+      multiply<kRows, 1, kSteps, kPanel, kPanel>(queries, weights, steps, values_ + p * kKeys * kPanel,
                                          sums_of(at, queries, p));
   }
 

@@ -65,6 +65,7 @@ extern "C" struct LinearArguments {
   const float *scale;  // [outputs] of 8-bit weights, or null
   const float *bias;   // [outputs] or null
   int64_t inputs, outputs;
+  int64_t once;  // whether caches would not keep the weights until the next step
 };
 
 // What does not change from step to step.
@@ -109,6 +110,9 @@ template <class T>
 void linear(const T *x, const LinearArguments &a, T *y, int64_t rows) {
   if (a.scale)
     linear(x, static_cast<const int8_t *>(a.packed), a.scale, a.bias, y, rows, a.inputs,
+           a.outputs);
+  else if (a.once && rows <= kReading)
+    linear(x, static_cast<const Once<T> *>(a.packed), nullptr, a.bias, y, rows, a.inputs,
            a.outputs);
   else
     linear(x, static_cast<const T *>(a.packed), nullptr, a.bias, y, rows, a.inputs, a.outputs);

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ctypes import Array
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import count, groupby
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,9 @@ class Part(IntEnum):
     HEAD = 8
 
 
+# Bytes of weights, more than a processor's last cache holds. Where it is larger, they are read from
+# memory for nothing.
+_CACHED = 128 << 20
 # What layer.hpp turns before keys are stored, by their frame.
 _TURNED = {KeyFrame.ABSOLUTE: 1, KeyFrame.RAW: 0, KeyFrame.BLOCK: 2}
 
@@ -106,6 +109,7 @@ class KernelLayers(Layers):
     """Computes what `layers` do; `parts` are theirs.
 
     seconds: float64 [Part] that each call adds its times to, or None.
+    once: whether their weights are too many for caches to keep them until the next step.
     """
 
     def __init__(self, layers: Layers, parts: Sequence[Parts], kernels: Kernels) -> None:
@@ -119,7 +123,12 @@ class KernelLayers(Layers):
         self._kind_of = [list(dict.fromkeys(specs)).index(spec) for spec in specs]
         self._attends_type = AttendArguments * len(self._kinds)
         # What the kernels are told of each layer, whatever the step.
-        arguments = map(_layer_arguments, parts, count(), self._kind_of)
+        weights = sum(each.panels.nbytes for own in parts for each in own.linears.values())
+        self.once = weights > _CACHED
+        arguments = [
+            _layer_arguments(own, index, kind, self.once)
+            for index, (own, kind) in enumerate(zip(parts, self._kind_of, strict=True))
+        ]
         self.constants = (LayerArguments * len(parts))(*arguments)
         of_one = self.constants[0]
         attended, self._width = of_one.out.inputs, of_one.down.outputs
@@ -212,11 +221,11 @@ def _runs(biases: Iterable[StepBias | None]) -> Iterator[tuple[range, StepBias |
         first += len(same)
 
 
-def _layer_arguments(parts: Parts, index: int, kind: int) -> LayerArguments:
+def _layer_arguments(parts: Parts, index: int, kind: int, once: bool) -> LayerArguments:
     """All but what changes from step to step."""
     arguments = LayerArguments(
         **{name: norm.weight.data_ptr() for name, norm in parts.norms.items()},
-        **{name: linear_arguments(each) for name, each in parts.linears.items()},
+        **{name: linear_arguments(each, once) for name, each in parts.linears.items()},
         index=index,
         kind=kind,
         eps=parts.norms["mlp_norm"].eps,  # one for all norms of a model
@@ -229,7 +238,8 @@ def _layer_arguments(parts: Parts, index: int, kind: int) -> LayerArguments:
     return arguments
 
 
-def linear_arguments(linear: PanelLinear | Int8PanelLinear) -> LinearArguments:
+def linear_arguments(linear: PanelLinear | Int8PanelLinear, once: bool) -> LinearArguments:
+    """once: whether caches would not keep its weights until the next step."""
     scale = linear.scale if isinstance(linear, Int8PanelLinear) else None
     return LinearArguments(
         packed=linear.panels.data_ptr(),
@@ -237,4 +247,5 @@ def linear_arguments(linear: PanelLinear | Int8PanelLinear) -> LinearArguments:
         bias=None if linear.bias is None else linear.bias.data_ptr(),
         inputs=linear.inputs,
         outputs=linear.outputs,
+        once=once,
     )

@@ -22,31 +22,31 @@ constexpr int64_t kInputs = std::is_same_v<X, Pair> ? 2 : 1;
 // Of a panel, with a last one that has no second.
 inline int64_t even(int64_t inputs) { return inputs + inputs % 2; }
 
-// packed [panel, even(inputs), column]; what is past the last output or input is zero. Columns lie
-// as load_two finds them; where bfloat16 is multiplied in pairs, a column's two side by side.
+// packed [outputs / kWide, even(inputs), kWide]; what is past the last output or input is zero. The
+// columns of a panel lie as load_two finds them; where bfloat16 is multiplied in pairs, a column's
+// two side by side.
 template <class T>
 void pack_panels(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
   constexpr int64_t kPanel = ::kPanel<float>;
-  const int64_t panels = (outputs + kPanel - 1) / kPanel;
+  const int64_t wides = (outputs + kWide - 1) / kWide;
 #pragma omp parallel for
-  for (int64_t p = 0; p < panels; ++p)
+  for (int64_t p = 0; p < wides; ++p)
     for (int64_t k = 0; k < even(inputs); ++k)
-      for (int64_t j = 0; j < kPanel; ++j) {
-        const int64_t n = p * kPanel + j, first = (p * even(inputs) + k) * kPanel;
-        const int64_t place = kPairs<T> ? 2 * j + k % 2 * (1 - kPanel) : place_of_lane<T>(j);
+      for (int64_t j = 0; j < kWide; ++j) {
+        const int64_t n = p * kWide + j, first = (p * even(inputs) + k) * kWide;
+        const int64_t place = kPairs<T> ? 2 * j + k % 2 * (1 - kWide)
+                                        : j / kPanel * kPanel + place_of_lane<T>(j % kPanel);
         packed[first + place] = n < outputs && k < inputs ? weight[n * inputs + k] : T{};
       }
 }
 
 // Adds ROWS rows times one panel to sum, of which rows are SUM apart, or with NEW puts it there.
 // Number k of row r is x[k * K + r * R]: with K = 0, the rows lie side by side, as [inputs, ROWS].
-// Neither this nor multiply_row is inlined: what surrounds them would change which registers they
-// get.
-template <int ROWS, int K, int R, int SUM, bool NEW, class Real, class W>
+// From one input of the panel to the next are STEP numbers. Neither this nor multiply_row is
+// inlined: what surrounds them would change which registers they get.
+template <int ROWS, int K, int R, int SUM, int STEP, bool NEW, class Real, class W>
 [[gnu::noinline]] void multiply_tile(const Real *x, int64_t inputs, const W *panel, Real *sum) {
-  constexpr int kLanes = ::kLanes<Real>, kPanel = 2 * kLanes;
-  constexpr int input_step = K ? K : ROWS;
-  constexpr int kAhead = sizeof(W) == 1 ? 64 : 24;  // inputs
+  constexpr int kLanes = ::kLanes<Real>, input_step = K ? K : ROWS;
   Vec<Real> left_sum[ROWS], right_sum[ROWS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
@@ -55,10 +55,8 @@ template <int ROWS, int K, int R, int SUM, bool NEW, class Real, class W>
   }
   for (int64_t k = 0; k < inputs; ++k) {
     Vec<Real> left, right;
-    load_two(panel + k * kPanel, left, right);
-    // Some steps ahead, past the end too: the next piece of the panel usually follows there.
-    for (int64_t i = 0; i < kPanel; i += 64 / int64_t(sizeof(W)))
-      __builtin_prefetch(panel + (k + kAhead) * kPanel + i);
+    load_two(panel + k * STEP, left, right);
+    fetch_ahead<ROWS, STEP>(panel + k * STEP);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
       left_sum[r] += x[k * input_step + r * R] * left;
@@ -72,33 +70,27 @@ template <int ROWS, int K, int R, int SUM, bool NEW, class Real, class W>
   }
 }
 
-template <int ROWS, int K, int R, int SUM, bool NEW = false, class Real, class W>
+template <int ROWS, int K, int R, int SUM, int STEP, bool NEW = false, class Real, class W>
 void multiply(int64_t rows, const Real *x, int64_t inputs, const W *panel, Real *sum) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return multiply<ROWS - 1, K, R, SUM, NEW>(rows, x, inputs, panel, sum);
-  multiply_tile<ROWS, K, R, SUM, NEW>(x, inputs, panel, sum);
+    if (rows < ROWS) return multiply<ROWS - 1, K, R, SUM, STEP, NEW>(rows, x, inputs, panel, sum);
+  multiply_tile<ROWS, K, R, SUM, STEP, NEW>(x, inputs, panel, sum);
 }
 
-// One row times PANELS panels of `padded` inputs, to sum [panel, kPanel]. A single panel's sums
-// would wait for each other; every number is summed in the same order as above.
-template <int PANELS, class W>
-[[gnu::noinline]] void multiply_row(const float *x, int64_t inputs, const W *panels,
-                                    int64_t padded, float *sum) {
-  constexpr int kLanes = ::kLanes<float>, kPanel = 2 * kLanes;
-  constexpr int kAhead = sizeof(W) == 1 ? 64 : 24;  // inputs
-  Vec<float> left_sum[PANELS] = {}, right_sum[PANELS] = {};
+// One row times kWide columns. Every number is summed in the same order as above.
+template <class W>
+[[gnu::noinline]] void multiply_row(const float *x, int64_t inputs, const W *weights, float *sum) {
+  constexpr int kLanes = ::kLanes<float>, kPanel = ::kPanel<float>, kPanels = kWide / kPanel;
+  Vec<float> left_sum[kPanels] = {}, right_sum[kPanels] = {};
   for (int64_t k = 0; k < inputs; ++k)
 #pragma GCC unroll 16
-    for (int p = 0; p < PANELS; ++p) {
-      const W *weights = panels + (p * padded + k) * kPanel;
+    for (int p = 0; p < kPanels; ++p) {
       Vec<float> left, right;
-      load_two(weights, left, right);
-      for (int64_t i = 0; i < kPanel; i += 64 / int64_t(sizeof(W)))
-        __builtin_prefetch(weights + kAhead * kPanel + i);
+      load_two(weights + k * kWide + p * kPanel, left, right);
       left_sum[p] += x[k] * left;
       right_sum[p] += x[k] * right;
     }
-  for (int p = 0; p < PANELS; ++p) {
+  for (int p = 0; p < kPanels; ++p) {
     store(left_sum[p], sum + p * kPanel);
     store(right_sum[p], sum + p * kPanel + kLanes);
   }
@@ -129,14 +121,14 @@ void fill_row(const T *x, int64_t inputs, float *row) {
 
 // Of 8-bit weights, whose widening costs too much to be repeated for every tile of rows.
 template <class W>
-void widen_panel(const W *panel, int64_t inputs, float *widened) {
+void widen_panels(const W *weights, int64_t inputs, float *widened) {
   constexpr int64_t kLanes = ::kLanes<float>, kPanel = 2 * kLanes;
-  for (int64_t k = 0; k < inputs; ++k) {
+  for (int64_t i = 0; i < inputs * kWide; i += kPanel) {
     Vec<float> left, right;
-    load_two(panel + k * kPanel, left, right);
-    __builtin_prefetch(panel + (k + 24) * kPanel);
-    store(left, widened + k * kPanel);
-    store(right, widened + k * kPanel + kLanes);
+    load_two(weights + i, left, right);
+    __builtin_prefetch(weights + i + 24 * kPanel);
+    store(left, widened + i);
+    store(right, widened + i + kLanes);
   }
 }
 
@@ -147,25 +139,24 @@ struct Outputs {
   T *y;                       // [rows, count]
   int64_t count;
 
-  // Of panel p and `rows` rows from number `first` on: sums [rows, kPanel].
+  // Of the p-th kWide columns and `rows` rows from number `first` on: sums [rows, kWide].
   void finish(int64_t p, int64_t first, int64_t rows, const float *sums) const {
-    constexpr int64_t kPanel = ::kPanel<float>;
-    const int64_t column = p * kPanel, columns = std::min<int64_t>(kPanel, count - column);
+    const int64_t column = p * kWide, columns = std::min<int64_t>(kWide, count - column);
     for (int64_t m = 0; m < rows; ++m) {
       T *to = y + (first + m) * count + column;
       if constexpr (kPairs<T>)
-        if (columns == kPanel) {
-          finish_panel(sums + m * kPanel, column, to);
+        if (columns == kWide) {
+          finish_all(sums + m * kWide, column, to);
           continue;
         }
       for (int64_t j = 0; j < columns; ++j)
-        narrow(sums[m * kPanel + j] * (scale ? scale[column + j] : 1.0f) +
+        narrow(sums[m * kWide + j] * (scale ? scale[column + j] : 1.0f) +
                    (bias ? bias[column + j] : 0.0f),
                to + j);
     }
   }
 
-  void finish_panel(const float *sums, int64_t column, T *to) const {
+  void finish_all(const float *sums, int64_t column, T *to) const {
     const int64_t middle = column + kLanes<float>;
     Vec<float> left = load(sums), right = load(sums + kLanes<float>);
     if (scale) left *= load(scale + column), right *= load(scale + middle);
@@ -178,27 +169,21 @@ struct Outputs {
 template <class T, class W>
 void linear_row(const T *x, const W *packed, int64_t inputs, const Outputs<T> &outputs) {
   typedef Factor<T> X;
-  constexpr int64_t kPanel = ::kPanel<float>, kTogether = 3;  // panels
-  const int64_t panels = (outputs.count + kPanel - 1) / kPanel;
+  const int64_t wides = (outputs.count + kWide - 1) / kWide;
   const int64_t steps = (inputs + kInputs<X> - 1) / kInputs<X>;
 #pragma omp parallel
   {
     const std::unique_ptr<X[]> wide(new X[steps]);
     fill_row(x, inputs, wide.get());
-    alignas(64) float sums[kTogether * kPanel];
-    // A share of panels, not of triples: there may be few of these.
-    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    const int64_t end = panels * (thread + 1) / threads;
-    for (int64_t p = panels * thread / threads; p < end; p += kTogether) {
-      const int64_t count = std::min(kTogether, end - p);
-      const W *weights = packed + p * even(inputs) * kPanel;
-      if (count == kTogether)
-        multiply_row<kTogether>(wide.get(), steps, weights, even(inputs), sums);
-      else if (count == 2)
-        multiply_row<2>(wide.get(), steps, weights, even(inputs), sums);
+    alignas(64) float sums[kWide];
+#pragma omp for schedule(static) nowait
+    for (int64_t p = 0; p < wides; ++p) {
+      const W *weights = packed + p * even(inputs) * kWide;
+      if constexpr (kWide == kPanel<float>)
+        multiply_tile<1, 1, 0, kWide, kWide, true>(wide.get(), steps, weights, sums);
       else
-        multiply_row<1>(wide.get(), steps, weights, even(inputs), sums);
-      for (int64_t i = 0; i < count; ++i) outputs.finish(p + i, 0, 1, sums + i * kPanel);
+        multiply_row(wide.get(), steps, weights, sums);
+      outputs.finish(p, 0, 1, sums);
     }
   }
 }
@@ -209,13 +194,13 @@ void linear(const T *x, const W *packed, const float *scale, const float *bias, 
             int64_t rows, int64_t inputs, int64_t outputs) {
   typedef Factor<T> X;
   typedef std::conditional_t<kPairs<T>, bf16, float> Widened;
-  constexpr int64_t kPanel = ::kPanel<float>, kStep = kInputs<X> * kPanel;
-  constexpr int64_t kChunk = 4 * kRows;                  // rows per pass over the panels
-  constexpr int64_t kDepth = 16384 / kStep / sizeof(W);  // steps: 16 KiB of a panel stay in L1
-  constexpr int64_t kWidened = sizeof(W) == 1 ? 64 : 0;  // steps that tiles share, widened
+  constexpr int64_t kPanel = ::kPanel<float>, kStep = kInputs<X> * kWide;
+  constexpr int64_t kChunk = 4 * kRows;                   // rows per pass over the weights
+  constexpr int64_t kDepth = kPiece / kStep / sizeof(W);  // steps
+  constexpr int64_t kWidened = sizeof(W) == 1 ? 64 : 0;   // steps that tiles share, widened
   const Outputs<T> to{scale, bias, y, outputs};
   if (rows == 1) return linear_row(x, packed, inputs, to);
-  const int64_t panels = (outputs + kPanel - 1) / kPanel, tiles = (rows + kRows - 1) / kRows;
+  const int64_t wides = (outputs + kWide - 1) / kWide, tiles = (rows + kRows - 1) / kRows;
   const int64_t steps = (inputs + kInputs<X> - 1) / kInputs<X>;
   // Tile by tile of kRows rows, [steps, rows of the tile], so that a tile reads one stream.
   const int64_t tile_size = kRows * steps + kLanes<float>;  // fill_tile writes past the end
@@ -226,31 +211,35 @@ void linear(const T *x, const W *packed, const float *scale, const float *bias, 
     for (int64_t t = 0; t < tiles; ++t)
       fill_tile(x + t * kRows * inputs, inputs, std::min<int64_t>(kRows, rows - t * kRows),
                 wide.get() + t * tile_size);
-    alignas(64) float sums[kChunk * kPanel];
+    alignas(64) float sums[kChunk * kWide];
     alignas(64) Widened widened[(kWidened + 1) * kStep];
     for (int64_t chunk = 0; chunk < rows; chunk += kChunk) {
       const int64_t chunk_rows = std::min(kChunk, rows - chunk);
+      // Adds so many steps of weights, the k-th and on, to the sums of all of the chunk's rows.
+      const auto add = [&](const auto *weights, int64_t k, int64_t depth) {
+        for (int64_t j = 0; j < kWide; j += kPanel)
+          for (int64_t m = 0; m < chunk_rows; m += kRows) {
+            const int64_t count = std::min<int64_t>(kRows, chunk_rows - m);
+            const X *tile = wide.get() + (chunk + m) / kRows * tile_size + k * count;
+            multiply<kRows, 0, 1, kWide, kWide>(count, tile, depth, weights + j,
+                                                sums + m * kWide + j);
+          }
+      };
 #pragma omp for schedule(static) nowait
-      for (int64_t p = 0; p < panels; ++p) {
-        std::fill(sums, sums + chunk_rows * kPanel, 0.0f);
+      for (int64_t p = 0; p < wides; ++p) {
+        std::fill(sums, sums + chunk_rows * kWide, 0.0f);
         const bool shared = kWidened && chunk_rows > kRows;
         const int64_t step = shared ? kWidened : kDepth;
         for (int64_t k = 0; k < steps; k += step) {
           const int64_t depth = std::min(step, steps - k);
-          const W *piece = packed + p * even(inputs) * kPanel + k * kStep;
+          const W *piece = packed + p * even(inputs) * kWide + k * kStep;
           if constexpr (kWidened > 0)
-            if (shared) widen_panel(piece, depth, widened);
-          for (int64_t m = 0; m < chunk_rows; m += kRows) {
-            const int64_t count = std::min<int64_t>(kRows, chunk_rows - m);
-            const X *tile = wide.get() + (chunk + m) / kRows * tile_size + k * count;
-            float *sum = sums + m * kPanel;
-            if constexpr (kWidened > 0)
-              if (shared) {
-                multiply<kRows, 0, 1, kPanel>(count, tile, depth, widened, sum);
-                continue;
-              }
-            multiply<kRows, 0, 1, kPanel>(count, tile, depth, piece, sum);
-          }
+            if (shared) {
+              widen_panels(piece, depth, widened);
+              add(widened, k, depth);
+              continue;
+            }
+          add(piece, k, depth);
         }
         to.finish(p, chunk, chunk_rows, sums);
       }

@@ -52,7 +52,7 @@ class OneCall:
             embed_scale=decoder.config.embed_scale,
             eps=norm.eps,
             norm=norm.weight.data_ptr(),
-            head=linear_arguments(head),
+            head=linear_arguments(head, layers.once),
         )
         self._looks_up = (
             type(decoder.encoding).embed is PositionalEncoding.embed and decoder.embed_norm is None

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "vectors.hpp"
+#include "weights.hpp"
 
 namespace {
 
@@ -39,6 +39,10 @@ inline void load_pairs(const bf16 *weights, __m512i &left, __m512i &right) {
   left = _mm512_loadu_si512(weights);
   right = _mm512_loadu_si512(weights + 2 * kLanes<float>);
 }
+inline void load_pairs(const Once<bf16> *weights, __m512i &left, __m512i &right) {
+  left = (__m512i)load_past(weights);
+  right = (__m512i)load_past(weights + 2 * kLanes<float>);
+}
 // Of 8 bits an input's columns lie together: float32 has them in its upper half, exactly.
 inline void load_pairs(const int8_t *weights, __m512i &left, __m512i &right) {
   constexpr int kLanes = ::kLanes<float>;
@@ -51,10 +55,9 @@ inline void load_pairs(const int8_t *weights, __m512i &left, __m512i &right) {
 }
 
 // As the functions of linear.hpp that have the same names, with pairs for inputs.
-template <int ROWS, int K, int R, int SUM, bool NEW, class W>
+template <int ROWS, int K, int R, int SUM, int STEP, bool NEW, class W>
 [[gnu::noinline]] void multiply_tile(const Pair *x, int64_t steps, const W *panel, float *sum) {
-  constexpr int kLanes = ::kLanes<float>, kStep = 4 * kLanes, kAhead = sizeof(W) == 1 ? 32 : 12;
-  constexpr int pair_step = K ? K : ROWS;
+  constexpr int kLanes = ::kLanes<float>, pair_step = K ? K : ROWS;
   Vec<float> left_sum[ROWS], right_sum[ROWS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
@@ -63,9 +66,8 @@ template <int ROWS, int K, int R, int SUM, bool NEW, class W>
   }
   for (int64_t k = 0; k < steps; ++k) {
     __m512i left, right;
-    load_pairs(panel + k * kStep, left, right);
-    for (int i = 0; i < kStep; i += 64 / int(sizeof(W)))
-      __builtin_prefetch(panel + (k + kAhead) * kStep + i);
+    load_pairs(panel + k * 2 * STEP, left, right);
+    fetch_ahead<ROWS, 2 * STEP>(panel + k * 2 * STEP);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
       left_sum[r] = plus_pairs(left_sum[r], left, x[k * pair_step + r * R]);
@@ -79,33 +81,11 @@ template <int ROWS, int K, int R, int SUM, bool NEW, class W>
   }
 }
 
-template <int ROWS, int K, int R, int SUM, bool NEW = false, class W>
+template <int ROWS, int K, int R, int SUM, int STEP, bool NEW = false, class W>
 void multiply(int64_t rows, const Pair *x, int64_t steps, const W *panel, float *sum) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return multiply<ROWS - 1, K, R, SUM, NEW>(rows, x, steps, panel, sum);
-  multiply_tile<ROWS, K, R, SUM, NEW>(x, steps, panel, sum);
-}
-
-template <int PANELS, class W>
-[[gnu::noinline]] void multiply_row(const Pair *x, int64_t steps, const W *panels,
-                                    int64_t padded, float *sum) {
-  constexpr int kLanes = ::kLanes<float>, kStep = 4 * kLanes, kAhead = sizeof(W) == 1 ? 32 : 12;
-  Vec<float> left_sum[PANELS] = {}, right_sum[PANELS] = {};
-  for (int64_t k = 0; k < steps; ++k)
-#pragma GCC unroll 16
-    for (int p = 0; p < PANELS; ++p) {
-      const W *weights = panels + p * padded * 2 * kLanes + k * kStep;
-      __m512i left, right;
-      load_pairs(weights, left, right);
-      for (int i = 0; i < kStep; i += 64 / int(sizeof(W)))
-        __builtin_prefetch(weights + kAhead * kStep + i);
-      left_sum[p] = plus_pairs(left_sum[p], left, x[k]);
-      right_sum[p] = plus_pairs(right_sum[p], right, x[k]);
-    }
-  for (int p = 0; p < PANELS; ++p) {
-    store(left_sum[p], sum + p * 2 * kLanes);
-    store(right_sum[p], sum + p * 2 * kLanes + kLanes);
-  }
+    if (rows < ROWS) return multiply<ROWS - 1, K, R, SUM, STEP, NEW>(rows, x, steps, panel, sum);
+  multiply_tile<ROWS, K, R, SUM, STEP, NEW>(x, steps, panel, sum);
 }
 
 // x [inputs] → pairs [steps].
@@ -131,7 +111,7 @@ inline void fill_tile(const bf16 *x, int64_t inputs, int64_t rows, Pair *tile) {
       fill_row(x + r * inputs + 2 * k, std::min<int64_t>(2, inputs - 2 * k), tile + k * rows + r);
 }
 
-inline void widen_panel(const int8_t *panel, int64_t steps, bf16 *widened) {
+inline void widen_panels(const int8_t *panel, int64_t steps, bf16 *widened) {
   constexpr int64_t kLanes = ::kLanes<float>, kStep = 4 * kLanes;
   for (int64_t k = 0; k < steps; ++k) {
     __m512i left, right;

@@ -13,6 +13,7 @@ from model.attention.sdpa import SdpaAttention
 from model.config import EncodingSpec
 from model.encodings.base import EncodingError, LinearBias, PositionalEncoding
 from model.encodings.rope import RoPE
+from model.kernels import layers
 from model.kernels.layers import KernelLayers, Part
 from model.kernels.modules import KernelRoPE
 from model.kernels.substitutes import substitute
@@ -44,9 +45,9 @@ def ragged(lengths=LENGTHS):
     return make_batch(requests, BLOCK)
 
 
-def both(decoder, rows=None, stored=None):
+def both(decoder, rows=None, stored=None, lengths=LENGTHS):
     """Output and cache of the one call, and of the parts; of all rows, or of these."""
-    fused, batch = decoder.layers, ragged()
+    fused, batch = decoder.layers, ragged(lengths)
     assert isinstance(fused, KernelLayers)
     rows = torch.arange(len(batch.tokens)) if rows is None else rows
     generator = torch.Generator().manual_seed(4)
@@ -104,6 +105,17 @@ def test_every_shape(changes, int8, dtype, kernels):
     assert equal(both(decoder))
     assert equal(both(decoder, rows=torch.tensor([0, 42])))
     assert equal(both(decoder, rows=torch.tensor([], dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 6, 8, 9, 12])
+def test_weights_that_no_cache_keeps(count, int8, dtype, kernels, monkeypatch):
+    assert not substituted("rope", kernels).layers.once
+    monkeypatch.setattr(layers, "_CACHED", 0)
+    decoder = substituted("rope", kernels, dtype, int8=int8)
+    assert decoder.layers.once
+    assert equal(both(decoder, lengths=((37, count),)))
 
 
 class Unlike(RoPE):

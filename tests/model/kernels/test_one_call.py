@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from model.kernels import layers
 from tests.model.kernels.test_layers import BLOCK, ragged, substituted
 from tests.model.running import full_of_nan, new_cache
 from tests.model.tiny import ENCODINGS, WIDE_ROPE
@@ -65,6 +66,14 @@ def test_every_shape(changes, int8, kernels):
     decoder = substituted("rope", kernels, torch.bfloat16, int8=int8, **changes)
     assert decoder.one_call is not None
     assert same(decoder, ragged(FRESH), cache(decoder), cache(decoder))
+
+
+def test_weights_that_no_cache_keeps(kernels, monkeypatch):
+    monkeypatch.setattr(layers, "_CACHED", 0)
+    decoder = substituted("rope", kernels, torch.bfloat16)
+    for rows in ([36], [36, 41, 59]):
+        batch = replace(ragged(FRESH), output_rows=torch.tensor(rows))
+        assert same(decoder, batch, cache(decoder), cache(decoder))
 
 
 @pytest.mark.parametrize("encoding", ["rope", "alibi", "t5", "learned"])
