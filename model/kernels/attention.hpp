@@ -67,8 +67,9 @@ void attend_with(const AttendArguments &a) {
   {
     FewQueries<Real, S> few(a);
     ManyQueries<Real, S, Keys, Values> many(a);
+    // A prompt's last queries see most keys: they are not left for the end.
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < int64_t(pieces.size()); ++i)
+    for (int64_t i = int64_t(pieces.size()) - 1; i >= 0; --i)
       if (pieces[i].count <= kFew && whole_vectors)
         few.template run<T>(pieces[i], pairs);
       else

@@ -258,20 +258,22 @@ class Attending {
   }
 
   // scores [count, kKeys] of the chunk's first `keys` keys, for queries from `query` on, become
-  // weights relative to each query's base, as `exponentials` has them. factors: what the queries'
-  // sums must be multiplied by. Returns whether any weight is not 0: far keys under ALiBi have
-  // none. Step by step for all queries, so that the processor does not wait for one query's
+  // weights relative to each query's base, as `exponentials` leaves them. factors: what the
+  // queries' sums must be multiplied by. Returns whether any weight is not 0: far keys under ALiBi
+  // have none. Step by step for all queries, so that the processor does not wait for one query's
   // largest score.
   template <class Exponentials>
   bool weigh(const Chunk &chunk, int64_t query, int64_t count, int64_t first, int64_t keys,
              Real *scores, State *states, Real *factors, Exponentials exponentials) const {
     const int64_t padded = whole_vectors(keys);
+    const bool all_seen = padded == keys && first_key(query + count - 1) <= first &&
+                          last_key(query) >= first + keys - 1;
     Vec<Real> most[kRows];
     for (int64_t r = 0; r < count; ++r) {
       Real *own = scores + r * kKeys;
       if constexpr (kScaled) scale(key_scales_, keys, own);
       add_bias(chunk, states[r], first, keys, own);
-      hide(query + r, first, keys, own);
+      if (!all_seen) hide(query + r, first, keys, own);
       most[r] = load(own);
       for (int64_t n = kLanes; n < padded; n += kLanes) {
         const Vec<Real> next = load(own + n);

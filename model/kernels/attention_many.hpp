@@ -126,13 +126,12 @@ class ManyQueries : Attending<Real, S, 64> {
         for (int64_t p = 0; p < panels_; ++p)
           for (int64_t j = 0; j < kPanel; ++j)
             sums_of(at, queries, p)[r * kPanel + j] *= factors[r];
-    constexpr int64_t kSteps = kKeys / Values::kInputs;
     const int64_t steps = (keys + Values::kInputs - 1) / Values::kInputs;
-    alignas(64) typename Values::Factor room[kRows * kSteps];
-    const auto *weights = Values::template fill_weights<kKeys>(scores, queries, keys, room);
+    const auto *weights = reinterpret_cast<const typename Values::Factor *>(scores);
     for (int64_t p = 0; p < panels_; ++p)
-      multiply<kRows, 1, kSteps, kPanel, kPanel>(queries, weights, steps, values_ + p * kKeys * kPanel,
-                                         sums_of(at, queries, p));
+      multiply<kRows, 1, kKeys, kPanel, kPanel>(queries, weights, steps,
+                                                values_ + p * kKeys * kPanel,
+                                                sums_of(at, queries, p));
   }
 
   // sums_ [tile, panel of coordinates, queries of the tile, kPanel].

@@ -69,10 +69,6 @@ struct WidenedValues {
   static Vec<Real> exponentials(Real *x, int64_t count, Real base) {
     return ::exponentials(x, count, base);
   }
-  template <int64_t KEYS>
-  static const Real *fill_weights(const Real *weights, int64_t, int64_t, Real *) {
-    return weights;
-  }
 };
 
 #if defined(__AVX512BF16__)
@@ -149,30 +145,20 @@ struct PairedValues {
     }
   }
 
-  // x becomes about e^(x - base), to 1e-5 of it; the sum, lane by lane, of what is multiplied.
+  // x becomes about e^(x - base), to 1e-5 of it, in pairs from its start on; the sum of these, lane
+  // by lane.
   static Vec<float> exponentials(float *x, int64_t count, float base) {
     const __m512i ones = _mm512_set1_epi32(0x3f803f80);
     Vec<float> sum{};
     for (int64_t n = 0; n < count; n += 2 * kLanes) {
-      Vec<float> first = power(load(x + n) - base), second{};
-      if (n + kLanes < count) second = power(load(x + n + kLanes) - base);
-      store(first, x + n);
-      store(second, x + n + kLanes);
-      sum = (Vec<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)narrowed(first, second),
-                                         (__m512bh)ones);
+      const Vec<float> first = power(load(x + n), base);
+      const Vec<float> second =
+          n + kLanes < count ? power(load(x + n + kLanes), base) : Vec<float>{};
+      const __m512i both = narrowed(first, second);
+      _mm512_storeu_si512(x + n / 2, both);
+      sum = (Vec<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)both, (__m512bh)ones);
     }
     return sum;
-  }
-
-  // [count, KEYS] → [count, KEYS / 2], of so many keys in each row.
-  template <int64_t KEYS>
-  static const Pair *fill_weights(const float *weights, int64_t count, int64_t keys, Pair *to) {
-    for (int64_t r = 0; r < count; ++r)
-      for (int64_t n = 0; n < keys; n += 2 * kLanes) {
-        const float *from = weights + r * KEYS + n;
-        store_narrowed(load(from), load(from + kLanes), to + (r * KEYS + n) / 2);
-      }
-    return to;
   }
 
  private:
@@ -185,17 +171,18 @@ struct PairedValues {
     return __builtin_shuffle(a, b, order);
   }
 
-  // e^x as 2^n times a polynomial on [-1/2, 1/2], fitted to 3e-6 of it. 0 where it would be
-  // subnormal; NaN stays NaN.
-  static Vec<float> power(Vec<float> x) {
-    const Vec<float> y = x * 1.44269504f;
+  // e^(x - base) as 2^n times a polynomial on [-1/2, 1/2], fitted to 3e-6 of it. 0 where it would
+  // be subnormal; NaN stays NaN.
+  static Vec<float> power(Vec<float> x, float base) {
+    constexpr float kLog2E = 1.44269504f;
+    const Vec<float> y = x * kLog2E - base * kLog2E;
     const Vec<float> n = (Vec<float>)_mm512_roundscale_ps((__m512)y, 0);
     const Vec<float> r = y - n;
     Vec<float> p = r * 0.00956051f + 0.05591704f;
     p = p * r + 0.24024981f;
     p = p * r + 0.69312197f;
     p = p * r + 0.99999917f;
-    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87), _CMP_NLT_UQ);
+    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)y, _mm512_set1_ps(-126), _CMP_NLT_UQ);
     return (Vec<float>)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)n);
   }
 };

@@ -118,7 +118,7 @@ class Kernels:
     def __init__(self, library: Path) -> None:
         # torch is imported above: both then share one OpenMP runtime, and one pool of threads.
         self._library = ctypes.CDLL(str(library))
-        self._together = self._library.columns_together()
+        self._strip = self._library.strip_columns()
         self._pages = HugePages()
         self._draw = self._library.draw_token
         self._draw.restype = c_int64
@@ -126,7 +126,7 @@ class Kernels:
     def pack(self, weight: Tensor) -> Tensor:
         """[outputs, inputs] → the panels that `linear` reads, of the same dtype."""
         outputs, inputs = weight.shape
-        shape = (-(-outputs // self._together), inputs + inputs % 2, self._together)
+        shape = (-(-outputs // self._strip), inputs + inputs % 2, self._strip)
         packed = self._pages.empty(*shape, dtype=weight.dtype)
         pack = getattr(self._library, f"pack_{PACKED_SUFFIXES[weight.dtype]}")
         arguments = (weight.contiguous(), packed, outputs, inputs)

@@ -23,7 +23,7 @@ void fold_sums(const char *stored, const int64_t *blocks, const uint64_t *multip
   }
 }
 
-int64_t columns_together() { return kWide; }
+int64_t strip_columns() { return kStrip; }
 
 #define FOR_EACH_TYPE(DEFINE) DEFINE(f32, float) DEFINE(bf16, bf16)
 #define DEFINE_ENTRIES(SUFFIX, T)                                                                \

@@ -1,4 +1,4 @@
-// Linear layers over weights that are packed into panels of columns.
+// Linear layers over weights that are packed into strips of columns.
 
 #pragma once
 
@@ -22,19 +22,19 @@ constexpr int64_t kInputs = std::is_same_v<X, Pair> ? 2 : 1;
 // Of a panel, with a last one that has no second.
 inline int64_t even(int64_t inputs) { return inputs + inputs % 2; }
 
-// packed [outputs / kWide, even(inputs), kWide]; what is past the last output or input is zero. The
+// packed [strip, even(inputs), kStrip]; what is past the last output or input is zero. The
 // columns of a panel lie as load_two finds them; where bfloat16 is multiplied in pairs, a column's
 // two side by side.
 template <class T>
 void pack_panels(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
   constexpr int64_t kPanel = ::kPanel<float>;
-  const int64_t wides = (outputs + kWide - 1) / kWide;
+  const int64_t strips = (outputs + kStrip - 1) / kStrip;
 #pragma omp parallel for
-  for (int64_t p = 0; p < wides; ++p)
+  for (int64_t p = 0; p < strips; ++p)
     for (int64_t k = 0; k < even(inputs); ++k)
-      for (int64_t j = 0; j < kWide; ++j) {
-        const int64_t n = p * kWide + j, first = (p * even(inputs) + k) * kWide;
-        const int64_t place = kPairs<T> ? 2 * j + k % 2 * (1 - kWide)
+      for (int64_t j = 0; j < kStrip; ++j) {
+        const int64_t n = p * kStrip + j, first = (p * even(inputs) + k) * kStrip;
+        const int64_t place = kPairs<T> ? 2 * j + k % 2 * (1 - kStrip)
                                         : j / kPanel * kPanel + place_of_lane<T>(j % kPanel);
         packed[first + place] = n < outputs && k < inputs ? weight[n * inputs + k] : T{};
       }
@@ -77,16 +77,16 @@ void multiply(int64_t rows, const Real *x, int64_t inputs, const W *panel, Real 
   multiply_tile<ROWS, K, R, SUM, STEP, NEW>(x, inputs, panel, sum);
 }
 
-// One row times kWide columns. Every number is summed in the same order as above.
+// One row times a strip. Every number is summed in the same order as above.
 template <class W>
-[[gnu::noinline]] void multiply_row(const float *x, int64_t inputs, const W *weights, float *sum) {
-  constexpr int kLanes = ::kLanes<float>, kPanel = ::kPanel<float>, kPanels = kWide / kPanel;
+[[gnu::noinline]] void multiply_row(const float *x, int64_t inputs, const W *strip, float *sum) {
+  constexpr int kLanes = ::kLanes<float>, kPanel = ::kPanel<float>, kPanels = kStrip / kPanel;
   Vec<float> left_sum[kPanels] = {}, right_sum[kPanels] = {};
   for (int64_t k = 0; k < inputs; ++k)
 #pragma GCC unroll 16
     for (int p = 0; p < kPanels; ++p) {
       Vec<float> left, right;
-      load_two(weights + k * kWide + p * kPanel, left, right);
+      load_two(strip + k * kStrip + p * kPanel, left, right);
       left_sum[p] += x[k] * left;
       right_sum[p] += x[k] * right;
     }
@@ -121,12 +121,12 @@ void fill_row(const T *x, int64_t inputs, float *row) {
 
 // Of 8-bit weights, whose widening costs too much to be repeated for every tile of rows.
 template <class W>
-void widen_panels(const W *weights, int64_t inputs, float *widened) {
+void widen_strip(const W *strip, int64_t inputs, float *widened) {
   constexpr int64_t kLanes = ::kLanes<float>, kPanel = 2 * kLanes;
-  for (int64_t i = 0; i < inputs * kWide; i += kPanel) {
+  for (int64_t i = 0; i < inputs * kStrip; i += kPanel) {
     Vec<float> left, right;
-    load_two(weights + i, left, right);
-    __builtin_prefetch(weights + i + 24 * kPanel);
+    load_two(strip + i, left, right);
+    __builtin_prefetch(strip + i + 24 * kPanel);
     store(left, widened + i);
     store(right, widened + i + kLanes);
   }
@@ -139,24 +139,24 @@ struct Outputs {
   T *y;                       // [rows, count]
   int64_t count;
 
-  // Of the p-th kWide columns and `rows` rows from number `first` on: sums [rows, kWide].
+  // Of strip p and `rows` rows from number `first` on: sums [rows, kStrip].
   void finish(int64_t p, int64_t first, int64_t rows, const float *sums) const {
-    const int64_t column = p * kWide, columns = std::min<int64_t>(kWide, count - column);
+    const int64_t column = p * kStrip, columns = std::min<int64_t>(kStrip, count - column);
     for (int64_t m = 0; m < rows; ++m) {
       T *to = y + (first + m) * count + column;
       if constexpr (kPairs<T>)
-        if (columns == kWide) {
-          finish_all(sums + m * kWide, column, to);
+        if (columns == kStrip) {
+          finish_strip(sums + m * kStrip, column, to);
           continue;
         }
       for (int64_t j = 0; j < columns; ++j)
-        narrow(sums[m * kWide + j] * (scale ? scale[column + j] : 1.0f) +
+        narrow(sums[m * kStrip + j] * (scale ? scale[column + j] : 1.0f) +
                    (bias ? bias[column + j] : 0.0f),
                to + j);
     }
   }
 
-  void finish_all(const float *sums, int64_t column, T *to) const {
+  void finish_strip(const float *sums, int64_t column, T *to) const {
     const int64_t middle = column + kLanes<float>;
     Vec<float> left = load(sums), right = load(sums + kLanes<float>);
     if (scale) left *= load(scale + column), right *= load(scale + middle);
@@ -169,18 +169,18 @@ struct Outputs {
 template <class T, class W>
 void linear_row(const T *x, const W *packed, int64_t inputs, const Outputs<T> &outputs) {
   typedef Factor<T> X;
-  const int64_t wides = (outputs.count + kWide - 1) / kWide;
+  const int64_t strips = (outputs.count + kStrip - 1) / kStrip;
   const int64_t steps = (inputs + kInputs<X> - 1) / kInputs<X>;
 #pragma omp parallel
   {
     const std::unique_ptr<X[]> wide(new X[steps]);
     fill_row(x, inputs, wide.get());
-    alignas(64) float sums[kWide];
+    alignas(64) float sums[kStrip];
 #pragma omp for schedule(static) nowait
-    for (int64_t p = 0; p < wides; ++p) {
-      const W *weights = packed + p * even(inputs) * kWide;
-      if constexpr (kWide == kPanel<float>)
-        multiply_tile<1, 1, 0, kWide, kWide, true>(wide.get(), steps, weights, sums);
+    for (int64_t p = 0; p < strips; ++p) {
+      const W *weights = packed + p * even(inputs) * kStrip;
+      if constexpr (kStrip == kPanel<float>)
+        multiply_tile<1, 1, 0, kStrip, kStrip, true>(wide.get(), steps, weights, sums);
       else
         multiply_row(wide.get(), steps, weights, sums);
       outputs.finish(p, 0, 1, sums);
@@ -194,13 +194,13 @@ void linear(const T *x, const W *packed, const float *scale, const float *bias, 
             int64_t rows, int64_t inputs, int64_t outputs) {
   typedef Factor<T> X;
   typedef std::conditional_t<kPairs<T>, bf16, float> Widened;
-  constexpr int64_t kPanel = ::kPanel<float>, kStep = kInputs<X> * kWide;
+  constexpr int64_t kPanel = ::kPanel<float>, kStep = kInputs<X> * kStrip;
   constexpr int64_t kChunk = 4 * kRows;                   // rows per pass over the weights
   constexpr int64_t kDepth = kPiece / kStep / sizeof(W);  // steps
   constexpr int64_t kWidened = sizeof(W) == 1 ? 64 : 0;   // steps that tiles share, widened
   const Outputs<T> to{scale, bias, y, outputs};
   if (rows == 1) return linear_row(x, packed, inputs, to);
-  const int64_t wides = (outputs + kWide - 1) / kWide, tiles = (rows + kRows - 1) / kRows;
+  const int64_t strips = (outputs + kStrip - 1) / kStrip, tiles = (rows + kRows - 1) / kRows;
   const int64_t steps = (inputs + kInputs<X> - 1) / kInputs<X>;
   // Tile by tile of kRows rows, [steps, rows of the tile], so that a tile reads one stream.
   const int64_t tile_size = kRows * steps + kLanes<float>;  // fill_tile writes past the end
@@ -211,31 +211,31 @@ void linear(const T *x, const W *packed, const float *scale, const float *bias, 
     for (int64_t t = 0; t < tiles; ++t)
       fill_tile(x + t * kRows * inputs, inputs, std::min<int64_t>(kRows, rows - t * kRows),
                 wide.get() + t * tile_size);
-    alignas(64) float sums[kChunk * kWide];
+    alignas(64) float sums[kChunk * kStrip];
     alignas(64) Widened widened[(kWidened + 1) * kStep];
     for (int64_t chunk = 0; chunk < rows; chunk += kChunk) {
       const int64_t chunk_rows = std::min(kChunk, rows - chunk);
       // Adds so many steps of weights, the k-th and on, to the sums of all of the chunk's rows.
       const auto add = [&](const auto *weights, int64_t k, int64_t depth) {
-        for (int64_t j = 0; j < kWide; j += kPanel)
+        for (int64_t j = 0; j < kStrip; j += kPanel)
           for (int64_t m = 0; m < chunk_rows; m += kRows) {
             const int64_t count = std::min<int64_t>(kRows, chunk_rows - m);
             const X *tile = wide.get() + (chunk + m) / kRows * tile_size + k * count;
-            multiply<kRows, 0, 1, kWide, kWide>(count, tile, depth, weights + j,
-                                                sums + m * kWide + j);
+            multiply<kRows, 0, 1, kStrip, kStrip>(count, tile, depth, weights + j,
+                                                  sums + m * kStrip + j);
           }
       };
 #pragma omp for schedule(static) nowait
-      for (int64_t p = 0; p < wides; ++p) {
-        std::fill(sums, sums + chunk_rows * kWide, 0.0f);
+      for (int64_t p = 0; p < strips; ++p) {
+        std::fill(sums, sums + chunk_rows * kStrip, 0.0f);
         const bool shared = kWidened && chunk_rows > kRows;
         const int64_t step = shared ? kWidened : kDepth;
         for (int64_t k = 0; k < steps; k += step) {
           const int64_t depth = std::min(step, steps - k);
-          const W *piece = packed + p * even(inputs) * kWide + k * kStep;
+          const W *piece = packed + p * even(inputs) * kStrip + k * kStep;
           if constexpr (kWidened > 0)
             if (shared) {
-              widen_panels(piece, depth, widened);
+              widen_strip(piece, depth, widened);
               add(widened, k, depth);
               continue;
             }

@@ -9,7 +9,7 @@
 namespace {
 
 // Two inputs of a row side by side, the first in the lower half.
-struct Pair {
+struct [[gnu::may_alias]] Pair {
   uint32_t bits;
 };
 
@@ -111,12 +111,12 @@ inline void fill_tile(const bf16 *x, int64_t inputs, int64_t rows, Pair *tile) {
       fill_row(x + r * inputs + 2 * k, std::min<int64_t>(2, inputs - 2 * k), tile + k * rows + r);
 }
 
-inline void widen_panels(const int8_t *panel, int64_t steps, bf16 *widened) {
-  constexpr int64_t kLanes = ::kLanes<float>, kStep = 4 * kLanes;
+inline void widen_strip(const int8_t *strip, int64_t steps, bf16 *widened) {
+  constexpr int64_t kLanes = ::kLanes<float>, kStep = 2 * kStrip;
   for (int64_t k = 0; k < steps; ++k) {
     __m512i left, right;
-    load_pairs(panel + k * kStep, left, right);
-    __builtin_prefetch(panel + (k + 12) * kStep);
+    load_pairs(strip + k * kStep, left, right);
+    __builtin_prefetch(strip + (k + 12) * kStep);
     _mm512_storeu_si512(widened + k * kStep, left);
     _mm512_storeu_si512(widened + k * kStep + 2 * kLanes, right);
   }

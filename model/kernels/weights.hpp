@@ -9,15 +9,15 @@
 
 namespace {
 
-// Columns that lie side by side: those of a panel, or of two where its vectors are so short that
-// one row's sums would wait for each other. A row then reads one stream; from several at once
-// memory gives up to a third less.
-constexpr int kWide = std::max(kPanel<float>, 32);
+// Columns of a strip, which lie side by side: those of a panel, or of two where its vectors are so
+// short that one row's sums would wait for each other. A row then reads one stream; from several
+// at once memory gives up to a third less.
+constexpr int kStrip = std::max(kPanel<float>, 32);
 // Bytes that all tiles of rows meet before those that follow. They stay in the first cache.
 constexpr int kPiece = 16384;
-// Rows that take weights as fast as memory gives them. It gives most to those that only read, and
-// read what lies side by side at once.
-constexpr int kReading = kWide == kPanel<float> ? 2 * kRows / 3 : 1;
+// Rows that take weights as fast as memory gives them. It gives most to those that only read,
+// all of a strip at once.
+constexpr int kReading = kStrip == kPanel<float> ? 2 * kRows / 3 : 1;
 
 // Where more rows take longer, the next piece is fetched meanwhile: STEP weights of it for each
 // STEP that a tile is at.
