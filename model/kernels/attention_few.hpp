@@ -187,8 +187,11 @@ class FewQueries : Attending<Real, S, 32> {
     for (int64_t n = 0; n < keys; n += kLanes)
       score(head, n, std::min<int64_t>(kLanes, keys - n), scores + n);
     if (!this->weigh(*chunk_, 0, piece_.count, first, keys, scores, state(sums_, head, 0), factors,
-                     exponentials<Real>))
+                     exponentials<Real>)) {
+      // No value is needed, but the other heads rely on every head to fetch its share.
+      for (int64_t n = 0; n < keys; ++n) fetch_one(values_ahead_);
       return;
+    }
     const int64_t dim = a_.head_dim;
     int64_t d = 0;
     for (; d + 2 * kPanel <= dim; d += 2 * kPanel) add_values<kFew, 4>(head, d, scores, factors);
