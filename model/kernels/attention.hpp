@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -13,6 +14,7 @@
 
 namespace {
 
+constexpr int64_t kUsualHead = 64;
 constexpr int64_t kShort = 32;  // keys that are not worth to be shared
 
 // Whether each row's output is needed.
@@ -57,24 +59,41 @@ inline std::vector<Piece> pieces_of(const AttendArguments &a, bool whole_vectors
   return pieces;
 }
 
-template <class T, class S, class Keys, class Values>
-void attend_with(const AttendArguments &a) {
+template <class T, class S, class Keys, class Values, int64_t DIM>
+void attend_with_heads(const AttendArguments &a) {
   typedef typename RealOf<T>::type Real;
   const bool whole_vectors = a.head_dim % kLanes<Real> == 0;
   const std::vector<Piece> pieces = pieces_of(a, whole_vectors);
-  typename FewQueries<Real, S>::Pairs pairs(a, pieces);
+  const auto few_queries = [&](int64_t i) { return pieces[i].count <= kFew && whole_vectors; };
+  typedef FewQueries<Real, S, DIM> Few;
+  typename Few::Pairs pairs(a, pieces);
+  // A prompt's last queries see most keys: they are not left for the end.
+  std::atomic<int64_t> left(pieces.size());
 #pragma omp parallel
   {
-    FewQueries<Real, S> few(a);
+    Few few(a);
     ManyQueries<Real, S, Keys, Values> many(a);
-    // A prompt's last queries see most keys: they are not left for the end.
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = int64_t(pieces.size()) - 1; i >= 0; --i)
-      if (pieces[i].count <= kFew && whole_vectors)
-        few.template run<T>(pieces[i], pairs);
+    const int64_t enough = 4 * omp_get_num_threads();  // so that taking two leaves nobody idle
+    const auto take = [&] { return left.fetch_sub(1) - 1; };
+    for (int64_t i = take(), next; i >= 0; i = next) {
+      const bool ahead = i >= enough;
+      next = ahead ? take() : -1;
+      if (few_queries(i))
+        few.template run<T>(pieces[i], next >= 0 && few_queries(next) ? &pieces[next] : nullptr,
+                            pairs);
       else
         many.template run<T>(pieces[i]);
+      if (!ahead) next = take();
+    }
   }
+}
+
+template <class T, class S, class Keys, class Values>
+void attend_with(const AttendArguments &a) {
+  // Registers of 32 bytes hold too little to gain by it, and doubles are for tests alone.
+  if constexpr (kVectorBytes == 64 && !std::is_same_v<T, double>)
+    if (a.head_dim == kUsualHead) return attend_with_heads<T, S, Keys, Values, kUsualHead>(a);
+  attend_with_heads<T, S, Keys, Values, 0>(a);
 }
 
 template <class T, class S>

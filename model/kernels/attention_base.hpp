@@ -117,6 +117,19 @@ class Attending {
     }
   }
 
+  // Keys that some query of a piece sees: [first, end).
+  struct Seen {
+    int64_t first, end;
+  };
+  Seen seen_by(const Piece &piece) const {
+    const int64_t context = a_.context_lens[piece.request];
+    const int64_t rows = a_.query_starts[piece.request + 1] - a_.query_starts[piece.request];
+    const int64_t first_row = context - rows + piece.first_query / group_;
+    const int64_t last_row = context - rows + (piece.first_query + piece.count - 1) / group_;
+    return {a_.window ? std::max<int64_t>(0, first_row - a_.window + 1) : 0,
+            a_.causal ? last_row + 1 : context};
+  }
+
   int64_t batch_row(int64_t query) const { return a_.query_starts[piece_.request] + rows_[query]; }
   // `head`: of the piece.
   int64_t head_of(int64_t head, int64_t query) const {
@@ -161,9 +174,9 @@ class Attending {
   }
 
   // Where `count` keys from index `first` on are stored, and at which positions they stand.
-  void find_chunk(int64_t first, int64_t count, Chunk &chunk) const {
-    const int64_t *table = a_.tables + piece_.request * a_.table_width;
-    const int64_t *bases = a_.bases + piece_.request * a_.table_width;
+  void find_chunk(const Piece &piece, int64_t first, int64_t count, Chunk &chunk) const {
+    const int64_t *table = a_.tables + piece.request * a_.table_width;
+    const int64_t *bases = a_.bases + piece.request * a_.table_width;
     chunk.count = count;
     chunk.latest = INT64_MIN;
     int64_t block = first / a_.block_size, offset = first % a_.block_size;
@@ -172,7 +185,7 @@ class Attending {
       const int64_t slot = table[block] * a_.block_size + offset;
 #pragma omp simd
       for (int64_t i = 0; i < here; ++i) {
-        chunk.entries[n + i] = (slot + i) * a_.kv_heads + piece_.first_head;
+        chunk.entries[n + i] = (slot + i) * a_.kv_heads + piece.first_head;
         chunk.positions[n + i] = bases[block] + offset + i;
         chunk.bases[n + i] = bases[block];
       }

@@ -17,12 +17,21 @@ constexpr int64_t kFew = 4;  // queries under one key/value head
 //
 // Later and earlier keys are summed apart even where one task meets both: a request's sums do not
 // depend on how many others there are.
-template <class Real, class S>
+//
+// DIM: the size of heads where it is known, or 0.
+template <class Real, class S, int64_t DIM>
 class FewQueries : Attending<Real, S, 32> {
   typedef Attending<Real, S, 32> Base;
   typedef typename Base::Chunk Chunk;
   typedef typename Base::State State;
   using Base::a_, Base::piece_, Base::kKeys, Base::kLanes, Base::kPanel, Base::kScaled;
+
+  auto dim() const {
+    if constexpr (DIM)
+      return std::integral_constant<int64_t, DIM>();
+    else
+      return a_.head_dim;
+  }
 
   // What keys of one half add up to: [head, query] and [head, query, head_dim].
   struct Sums {
@@ -58,8 +67,9 @@ class FewQueries : Attending<Real, S, 32> {
 
   explicit FewQueries(const AttendArguments &a) : Base(a) {}
 
+  // next_piece: what run will be called with next, or null where that is not known.
   template <class T>
-  void run(const Piece &piece, Pairs &pairs) {
+  void run(const Piece &piece, const Piece *next_piece, Pairs &pairs) {
     this->begin(piece);
     const int64_t dim = a_.head_dim, queries = piece.heads * piece.count;
     q_ = q_buffer_.grow(queries * dim);
@@ -81,7 +91,7 @@ class FewQueries : Attending<Real, S, 32> {
                           : pairs.of(piece.pair, half);
       if (piece.half == kWhole || piece.half == half) clear(halves_[half]);
     }
-    sweep();
+    sweep(next_piece);
     if (piece.half != kWhole && !pairs.complete(piece.pair)) return;
     for (int64_t h = 0; h < piece.heads; ++h)
       for (int64_t r = 0; r < piece.count; ++r) store_query<T>(h, r);
@@ -92,29 +102,49 @@ class FewQueries : Attending<Real, S, 32> {
     const int64_t queries = piece_.heads * piece_.count;
     for (int64_t h = 0; h < piece_.heads; ++h)
       for (int64_t r = 0; r < piece_.count; ++r)
-        half.states[h * piece_.count + r] = this->state_of(h, r);
+        new (half.states + h * piece_.count + r) State(this->state_of(h, r));
     std::fill(half.values, half.values + queries * a_.head_dim, Real(0));
   }
 
-  // Over those keys of the piece that the queries see.
-  __attribute__((noinline)) void sweep() {
-    const int64_t begin = this->first_key(0), end = this->last_key(piece_.count - 1) + 1;
-    // Latest keys first: few later scores are then larger. Chunks start at multiples of kKeys.
+  // The order in which a piece's keys are met: chunks from `first` down to `stop`, of which those
+  // from `split` on are the later half. Latest keys first: few later scores are then larger. Chunks
+  // start at multiples of kKeys.
+  struct Way {
+    int64_t first, stop, split, end;
+    int64_t keys_from(int64_t chunk) const {
+      return chunk < stop ? 0 : std::min(kKeys, end - chunk);
+    }
+  };
+  Way way_of(const Piece &piece) const {
+    const auto [begin, end] = this->seen_by(piece);
     const int64_t start = begin / kKeys * kKeys;
     const int64_t split = (start + end + kKeys) / 2 / kKeys * kKeys;
-    const int64_t stop = piece_.half == kLater ? split : start;
-    int64_t first = piece_.half == kEarlier ? split - kKeys : (end - 1) / kKeys * kKeys;
-    if (first < stop) return;
-    this->find_chunk(first, std::min(kKeys, end - first), *chunk_);
-    fetch_entries(*chunk_, 0, chunk_->count);
-    for (; first >= stop; first -= kKeys) {
-      this->find_chunk(first - kKeys, first > stop ? kKeys : 0, *next_);
+    return {piece.half == kEarlier ? split - kKeys : (end - 1) / kKeys * kKeys,
+            piece.half == kLater ? split : start, split, end};
+  }
+
+  // Over those keys of the piece that the queries see. The first ones of the piece that comes
+  // next, if any, are fetched with the last ones of this.
+  __attribute__((noinline)) void sweep(const Piece *next_piece) {
+    const Way way = way_of(piece_);
+    const bool fetched = fetched_;
+    fetched_ = next_piece && way.first >= way.stop;
+    if (way.first < way.stop) return;
+    this->find_chunk(piece_, way.first, way.keys_from(way.first), *chunk_);
+    if (!fetched) fetch_entries(*chunk_, 0, chunk_->count);
+    for (int64_t first = way.first; first >= way.stop; first -= kKeys) {
+      if (first > way.stop || !next_piece)
+        this->find_chunk(piece_, first - kKeys, way.keys_from(first - kKeys), *next_);
+      else {
+        const Way next_way = way_of(*next_piece);
+        this->find_chunk(*next_piece, next_way.first, next_way.keys_from(next_way.first), *next_);
+      }
       // What this chunk has too few keys for.
-      const int64_t fetched = std::min(kKeys - chunk_->count, next_->count);
-      fetch_entries(*next_, 0, fetched);
-      keys_ahead_ = {static_cast<const S *>(a_.keys), next_->entries + fetched};
-      values_ahead_ = {static_cast<const S *>(a_.values), next_->entries + fetched};
-      sums_ = halves_[first < split ? kEarlier : kLater];
+      const int64_t at_once = std::min(kKeys - chunk_->count, next_->count);
+      fetch_entries(*next_, 0, at_once);
+      keys_ahead_ = {static_cast<const S *>(a_.keys), next_->entries + at_once};
+      values_ahead_ = {static_cast<const S *>(a_.values), next_->entries + at_once};
+      sums_ = halves_[first < way.split ? kEarlier : kLater];
       for (int64_t h = 0; h < piece_.heads; ++h) attend_head(h, first);
       std::swap(chunk_, next_);
     }
@@ -123,8 +153,8 @@ class FewQueries : Attending<Real, S, 32> {
   void fetch_entries(const Chunk &chunk, int64_t from, int64_t to) const {
     for (int64_t n = from; n < to; ++n)
       for (int64_t h = 0; h < piece_.heads; ++h) {
-        fetch(this->key(chunk, h, n), a_.head_dim);
-        fetch(this->value(chunk, h, n), a_.head_dim);
+        fetch(this->key(chunk, h, n), dim());
+        fetch(this->value(chunk, h, n), dim());
       }
   }
 
@@ -140,8 +170,8 @@ class FewQueries : Attending<Real, S, 32> {
     const int64_t *entry;
     int64_t head;
   };
-  void fetch_one(Ahead &ahead) {
-    fetch(ahead.stored + (*ahead.entry + ahead.head) * a_.head_dim, a_.head_dim);
+  __attribute__((always_inline)) void fetch_one(Ahead &ahead) {
+    fetch(ahead.stored + (*ahead.entry + ahead.head) * dim(), dim());
     if (++ahead.head < piece_.heads) return;
     ahead.head = 0;
     ++ahead.entry;
@@ -169,16 +199,16 @@ class FewQueries : Attending<Real, S, 32> {
   }
 
   Real *query(int64_t head, int64_t r) const {
-    return q_ + (head * piece_.count + r) * a_.head_dim;
+    return q_ + (head * piece_.count + r) * dim();
   }
   Real *sum(const Sums &of, int64_t head, int64_t r) const {
-    return of.values + (head * piece_.count + r) * a_.head_dim;
+    return of.values + (head * piece_.count + r) * dim();
   }
   State *state(const Sums &of, int64_t head, int64_t r) const {
     return of.states + head * piece_.count + r;
   }
 
-  void attend_head(int64_t head, int64_t first) {
+  __attribute__((noinline)) void attend_head(int64_t head, int64_t first) {
     alignas(64) Real scores[kFew * kKeys];
     Real factors[kFew];  // of the sums so far
     turn(head);
@@ -192,9 +222,10 @@ class FewQueries : Attending<Real, S, 32> {
       for (int64_t n = 0; n < keys; ++n) fetch_one(values_ahead_);
       return;
     }
-    const int64_t dim = a_.head_dim;
+    const auto dim = this->dim();
     int64_t d = 0;
-    for (; d + 2 * kPanel <= dim; d += 2 * kPanel) add_values<kFew, 4>(head, d, scores, factors);
+    if constexpr (kVectorBytes == 64)  // else registers do not hold the sums of so many
+      for (; d + 2 * kPanel <= dim; d += 2 * kPanel) add_values<kFew, 4>(head, d, scores, factors);
     for (; d + kPanel <= dim; d += kPanel) add_values<kFew, 2>(head, d, scores, factors);
     for (; d < dim; d += kLanes) add_values<kFew, 1>(head, d, scores, factors);
   }
@@ -223,13 +254,13 @@ class FewQueries : Attending<Real, S, 32> {
   // scores [queries, kKeys] of at most kLanes keys, the n-th and on.
   void score(int64_t head, int64_t n, int64_t count, Real *scores) {
     const auto as_stored = [keys = static_cast<const S *>(a_.keys) + head * a_.head_dim,
-                            here = chunk_->entries + n, dim = a_.head_dim, this](int64_t i) {
+                            here = chunk_->entries + n, dim = dim(), this](int64_t i) {
       fetch_one(keys_ahead_);
       return keys + here[i] * dim;
     };
     const auto all_alike = [q = query(head, 0)](int64_t) { return q; };
     if (a_.frame == kPosition)
-      multiply<kFew>([&](int64_t i) { return turned_ + (n + i) * a_.head_dim; }, all_alike, count,
+      multiply<kFew>([&](int64_t i) { return turned_ + (n + i) * dim(); }, all_alike, count,
                      scores);
     else if (a_.frame == kBase)
       multiply<kFew>(as_stored, [&](int64_t i) { return facing_[n + i]; }, count, scores);
@@ -245,7 +276,7 @@ class FewQueries : Attending<Real, S, 32> {
     Vec<Real> products[QUERIES][kLanes];
     for (int64_t i = count; i < kLanes; ++i)
       for (int r = 0; r < QUERIES; ++r) products[r][i] = Vec<Real>{};
-    const int64_t dim = a_.head_dim;
+    const auto dim = this->dim();
     for (int64_t i = 0; i < count; ++i) {
       const auto *key = key_at(i);
       const Real *q = facing(i);
@@ -282,7 +313,8 @@ class FewQueries : Attending<Real, S, 32> {
     for (int r = 0; r < QUERIES; ++r)
       for (int v = 0; v < VECTORS; ++v)
         sums[r][v] = load(sum(sums_, head, r) + d + v * kLanes) * factors[r];
-    const int64_t dim = a_.head_dim, keys = chunk_->count;
+    const auto dim = this->dim();
+    const int64_t keys = chunk_->count;
     const S *values = static_cast<const S *>(a_.values) + head * dim;
     const int64_t *here = chunk_->entries;
     for (int64_t n = 0; n < keys; ++n) {
@@ -324,6 +356,7 @@ class FewQueries : Attending<Real, S, 32> {
   const Real *facing_[kKeys];
   Chunk chunks_[2], *chunk_ = chunks_, *next_ = chunks_ + 1;
   Ahead keys_ahead_, values_ahead_;
+  bool fetched_ = false;  // whether the next piece's first keys are
 };
 
 }  // namespace

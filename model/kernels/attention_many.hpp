@@ -39,12 +39,12 @@ class ManyQueries : Attending<Real, S, 64> {
   // Over all keys that the queries see.
   __attribute__((noinline)) void sweep() {
     const int64_t count = piece_.count;
-    const int64_t begin = this->first_key(0), end = this->last_key(count - 1) + 1;
+    const auto [begin, end] = this->seen_by(piece_);
     // Latest keys first: few later scores are then larger. Chunks start at multiples of kKeys
     // whatever the rows: a row's sums have one order.
     const int64_t start = begin / kKeys * kKeys, last = (end - 1) / kKeys * kKeys;
     for (int64_t first = last; first >= start; first -= kKeys) {
-      this->find_chunk(first, std::min(kKeys, end - first), chunk_);
+      this->find_chunk(piece_, first, std::min(kKeys, end - first), chunk_);
       lay_out_keys();
       lay_out_values();
       if constexpr (kScaled) this->load_scales(chunk_, 0);
