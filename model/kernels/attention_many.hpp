@@ -30,7 +30,8 @@ class ManyQueries : Attending<Real, S, 64> {
     make_room();
     load_queries<T>();
     std::fill(sums_, sums_ + piece.count * panels_ * kPanel, Real(0));
-    for (int64_t r = 0; r < piece.count; ++r) states_[r] = this->state_of(0, r);
+    for (int64_t r = 0; r < piece.count; ++r)
+      new (states_ + r) typename Base::State(this->state_of(0, r));
     sweep();
     store_queries<T>();
   }

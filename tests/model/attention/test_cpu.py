@@ -204,6 +204,17 @@ def exactly(head_dim, q, kv, batch):
     return ReferenceAttention(spec(head_dim=head_dim))(q.float(), wide, batch, None, None)
 
 
+@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (64, 40), (80, None)])
+def test_more_requests_than_threads_reach_ahead_for(head_dim, window, kernels):
+    """Whose first keys are fetched with the last ones of another, prompts among them."""
+    rng = random.Random(3)
+    lengths = [(rng.randrange(130), rng.choice([1, 1, 1, 2, 40])) for _ in range(50)]
+    given = spec(head_dim=head_dim, window=window)
+    q, kv, batch = problem(given, 16, lengths)
+    exact = ReferenceAttention(given)(q, kv, batch, None, None)
+    assert (CpuBackend(kernels)(given)(q, kv, batch, None, None) - exact).abs().max() < 1e-5
+
+
 def test_a_long_context(kernels):
     given = spec(3, 1, 32)
     q, kv, batch = problem(given, 16, [(3000, 1), (2990, 3)])
