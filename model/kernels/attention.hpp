@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int64_t kUsualHead = 64;
+constexpr int64_t kUsualHead = 64;  // a size that gets code of its own
 constexpr int64_t kShort = 32;  // keys that are not worth to be shared
 
 // Whether each row's output is needed.

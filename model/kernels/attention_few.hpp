@@ -130,8 +130,10 @@ class FewQueries : Attending<Real, S, 32> {
     const bool fetched = fetched_;
     fetched_ = next_piece && way.first >= way.stop;
     if (way.first < way.stop) return;
-    this->find_chunk(piece_, way.first, way.keys_from(way.first), *chunk_);
-    if (!fetched) fetch_entries(*chunk_, 0, chunk_->count);
+    if (!fetched) {
+      this->find_chunk(piece_, way.first, way.keys_from(way.first), *chunk_);
+      fetch_entries(*chunk_, 0, chunk_->count);
+    }
     for (int64_t first = way.first; first >= way.stop; first -= kKeys) {
       if (first > way.stop || !next_piece)
         this->find_chunk(piece_, first - kKeys, way.keys_from(first - kKeys), *next_);
@@ -356,7 +358,7 @@ class FewQueries : Attending<Real, S, 32> {
   const Real *facing_[kKeys];
   Chunk chunks_[2], *chunk_ = chunks_, *next_ = chunks_ + 1;
   Ahead keys_ahead_, values_ahead_;
-  bool fetched_ = false;  // whether the next piece's first keys are
+  bool fetched_ = false;  // the first keys of the piece to come, which *chunk_ has found
 };
 
 }  // namespace
