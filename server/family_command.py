@@ -197,7 +197,8 @@ def evaluate(flags: argparse.Namespace) -> int:
     except OSError as error:
         raise CommandError(f"{error.filename or path}: {_reason(error)}; see --result") from error
     if parser is None:
-        print(f"without grammar: {PARSER} is not installed (in Debian, package link-grammar)")
+        missing = f"without grammar: {PARSER} is not installed (in Debian, package link-grammar)"
+        print(missing, file=sys.stderr)
     print(path)
     return 0
 

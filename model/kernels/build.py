@@ -118,19 +118,19 @@ class Kernels:
     def __init__(self, library: Path) -> None:
         # torch is imported above: both then share one OpenMP runtime, and one pool of threads.
         self._library = ctypes.CDLL(str(library))
-        self._strip = self._library.strip_columns()
         self._pages = HugePages()
         self._draw = self._library.draw_token
         self._draw.restype = c_int64
 
     def pack(self, weight: Tensor) -> Tensor:
-        """[outputs, inputs] → the panels that `linear` reads, of the same dtype."""
-        outputs, inputs = weight.shape
-        shape = (-(-outputs // self._strip), inputs + inputs % 2, self._strip)
-        packed = self._pages.empty(*shape, dtype=weight.dtype)
+        """[outputs, inputs] → bytes that `linear` reads, in a form of its own."""
         pack = getattr(self._library, f"pack_{PACKED_SUFFIXES[weight.dtype]}")
-        arguments = (weight.contiguous(), packed, outputs, inputs)
-        pack(*(_as_c(argument) for argument in arguments))
+        pack.restype = c_int64
+        weight = weight.contiguous()
+        sizes = map(c_int64, weight.shape)
+        size: int = pack(_as_c(weight), None, *sizes)
+        packed = self._pages.empty(size, dtype=torch.uint8)
+        pack(_as_c(weight), _as_c(packed), *map(c_int64, weight.shape))
         return packed
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:

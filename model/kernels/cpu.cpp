@@ -4,7 +4,8 @@
 // Every output row is summed in an order that depends neither on the rows of other requests nor on
 // the number of threads: a request's numbers do not change with its neighbours. Arithmetic is
 // float32, or float64 for float64; bfloat16 is a storage format here, widened on load and rounded
-// to nearest even on store. Only pairs.hpp multiplies it as it is, which rounds no product either.
+// to nearest even on store. Only pairs.hpp multiplies it as it is, which rounds no product either,
+// and its weights are then coded.hpp's, which keep every bit.
 
 #include "layer.hpp"
 #include "sampling.hpp"
@@ -23,14 +24,12 @@ void fold_sums(const char *stored, const int64_t *blocks, const uint64_t *multip
   }
 }
 
-int64_t strip_columns() { return kStrip; }
-
 #define FOR_EACH_TYPE(DEFINE) DEFINE(f32, float) DEFINE(bf16, bf16)
 #define DEFINE_ENTRIES(SUFFIX, T)                                                                \
-  void pack_##SUFFIX(const T *w, T *packed, int64_t outputs, int64_t inputs) {                   \
-    pack_panels(w, packed, outputs, inputs);                                                     \
+  int64_t pack_##SUFFIX(const T *w, Packed<T> *packed, int64_t outputs, int64_t inputs) {        \
+    return pack(w, packed, outputs, inputs);                                                     \
   }                                                                                              \
-  void linear_##SUFFIX(const T *x, const T *packed, const float *bias, T *y, int64_t rows,       \
+  void linear_##SUFFIX(const T *x, const Packed<T> *packed, const float *bias, T *y, int64_t rows,       \
                        int64_t inputs, int64_t outputs) {                                        \
     linear(x, packed, nullptr, bias, y, rows, inputs, outputs);                                  \
   }                                                                                              \
@@ -66,8 +65,8 @@ int64_t strip_columns() { return kStrip; }
   }                                                                                              \
   void attend_##SUFFIX(const AttendArguments *a) { attend<T>(*a); }
 FOR_EACH_TYPE(DEFINE_ENTRIES)
-void pack_i8(const int8_t *w, int8_t *packed, int64_t outputs, int64_t inputs) {
-  pack_panels(w, packed, outputs, inputs);
+int64_t pack_i8(const int8_t *w, int8_t *packed, int64_t outputs, int64_t inputs) {
+  return pack(w, packed, outputs, inputs);
 }
 int64_t draw_token(const float *row, int64_t vocab, double temperature, int64_t top_k,
                    double top_p, double min_p, double uniform) {

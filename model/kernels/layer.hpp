@@ -112,10 +112,11 @@ void linear(const T *x, const LinearArguments &a, T *y, int64_t rows) {
     linear(x, static_cast<const int8_t *>(a.packed), a.scale, a.bias, y, rows, a.inputs,
            a.outputs);
   else if (a.once && rows <= kReading)
-    linear(x, static_cast<const Once<T> *>(a.packed), nullptr, a.bias, y, rows, a.inputs,
+    linear(x, static_cast<const Once<Packed<T>> *>(a.packed), nullptr, a.bias, y, rows, a.inputs,
            a.outputs);
   else
-    linear(x, static_cast<const T *>(a.packed), nullptr, a.bias, y, rows, a.inputs, a.outputs);
+    linear(x, static_cast<const Packed<T> *>(a.packed), nullptr, a.bias, y, rows, a.inputs,
+           a.outputs);
 }
 
 // `act` on every head of queries or keys, count of them from the first-th on, in place.

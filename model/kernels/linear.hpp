@@ -8,37 +8,9 @@
 
 #include <omp.h>
 
-#include "pairs.hpp"
-#include "vectors.hpp"
+#include "coded.hpp"
 
 namespace {
-
-// What is multiplied at once: one input, widened, or a pair of them as they are.
-template <class T>
-using Factor = std::conditional_t<kPairs<T>, Pair, float>;
-template <class X>
-constexpr int64_t kInputs = std::is_same_v<X, Pair> ? 2 : 1;
-
-// Of a panel, with a last one that has no second.
-inline int64_t even(int64_t inputs) { return inputs + inputs % 2; }
-
-// packed [strip, even(inputs), kStrip]; what is past the last output or input is zero. The
-// columns of a panel lie as load_two finds them; where bfloat16 is multiplied in pairs, a column's
-// two side by side.
-template <class T>
-void pack_panels(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
-  constexpr int64_t kPanel = ::kPanel<float>;
-  const int64_t strips = (outputs + kStrip - 1) / kStrip;
-#pragma omp parallel for
-  for (int64_t p = 0; p < strips; ++p)
-    for (int64_t k = 0; k < even(inputs); ++k)
-      for (int64_t j = 0; j < kStrip; ++j) {
-        const int64_t n = p * kStrip + j, first = (p * even(inputs) + k) * kStrip;
-        const int64_t place = kPairs<T> ? 2 * j + k % 2 * (1 - kStrip)
-                                        : j / kPanel * kPanel + place_of_lane<T>(j % kPanel);
-        packed[first + place] = n < outputs && k < inputs ? weight[n * inputs + k] : T{};
-      }
-}
 
 // Adds ROWS rows times one panel to sum, of which rows are SUM apart, or with NEW puts it there.
 // Number k of row r is x[k * K + r * R]: with K = 0, the rows lie side by side, as [inputs, ROWS].
@@ -75,6 +47,12 @@ void multiply(int64_t rows, const Real *x, int64_t inputs, const W *panel, Real 
   if constexpr (ROWS > 1)
     if (rows < ROWS) return multiply<ROWS - 1, K, R, SUM, STEP, NEW>(rows, x, inputs, panel, sum);
   multiply_tile<ROWS, K, R, SUM, STEP, NEW>(x, inputs, panel, sum);
+}
+
+template <int ROWS, class X, class W>
+void multiply_strip(int64_t rows, const X *x, int64_t steps, const W *strip, float *sums) {
+  for (int64_t j = 0; j < kStrip; j += kPanel<float>)
+    multiply<ROWS, 0, 1, kStrip, kStrip>(rows, x, steps, strip + j, sums + j);
 }
 
 // One row times a strip. Every number is summed in the same order as above.
@@ -120,8 +98,7 @@ void fill_row(const T *x, int64_t inputs, float *row) {
 }
 
 // Of 8-bit weights, whose widening costs too much to be repeated for every tile of rows.
-template <class W>
-void widen_strip(const W *strip, int64_t inputs, float *widened) {
+inline void widen_strip(const int8_t *strip, int64_t inputs, float *widened) {
   constexpr int64_t kLanes = ::kLanes<float>, kPanel = 2 * kLanes;
   for (int64_t i = 0; i < inputs * kStrip; i += kPanel) {
     Vec<float> left, right;
@@ -169,20 +146,22 @@ struct Outputs {
 template <class T, class W>
 void linear_row(const T *x, const W *packed, int64_t inputs, const Outputs<T> &outputs) {
   typedef Factor<T> X;
-  const int64_t strips = (outputs.count + kStrip - 1) / kStrip;
-  const int64_t steps = (inputs + kInputs<X> - 1) / kInputs<X>;
+  const int64_t strips = strips_of(outputs.count), steps = steps_of<X, W>(inputs);
 #pragma omp parallel
   {
-    const std::unique_ptr<X[]> wide(new X[steps]);
+    const std::unique_ptr<X[]> wide(new X[steps]{});
     fill_row(x, inputs, wide.get());
     alignas(64) float sums[kStrip];
 #pragma omp for schedule(static) nowait
     for (int64_t p = 0; p < strips; ++p) {
-      const W *weights = packed + p * even(inputs) * kStrip;
-      if constexpr (kStrip == kPanel<float>)
-        multiply_tile<1, 1, 0, kStrip, kStrip, true>(wide.get(), steps, weights, sums);
+      const W *strip = strip_at(packed, p, inputs);
+      if constexpr (kIsCoded<W>) {
+        std::fill(sums, sums + kStrip, 0.0f);
+        multiply_strip<1>(1, wide.get(), steps, reader_of(strip), sums);
+      } else if constexpr (kStrip == kPanel<float>)
+        multiply_tile<1, 1, 0, kStrip, kStrip, true>(wide.get(), steps, strip, sums);
       else
-        multiply_row(wide.get(), steps, weights, sums);
+        multiply_row(wide.get(), steps, strip, sums);
       outputs.finish(p, 0, 1, sums);
     }
   }
@@ -193,53 +172,54 @@ template <class T, class W>
 void linear(const T *x, const W *packed, const float *scale, const float *bias, T *y,
             int64_t rows, int64_t inputs, int64_t outputs) {
   typedef Factor<T> X;
-  typedef std::conditional_t<kPairs<T>, bf16, float> Widened;
-  constexpr int64_t kPanel = ::kPanel<float>, kStep = kInputs<X> * kStrip;
-  constexpr int64_t kChunk = 4 * kRows;                   // rows per pass over the weights
-  constexpr int64_t kDepth = kPiece / kStep / sizeof(W);  // steps
-  constexpr int64_t kWidened = sizeof(W) == 1 ? 64 : 0;   // steps that tiles share, widened
+  constexpr int64_t kStep = kInputs<X> * kStrip;
+  constexpr int64_t kChunk = 4 * kRows;  // rows per pass over the weights
+  constexpr int64_t kDepth = kPiece / kStep / (kIsCoded<W> ? sizeof(bf16) : sizeof(W));  // steps
+  constexpr int64_t kWidened = std::is_same_v<W, int8_t> ? 64 : 0;  // steps that tiles share
   const Outputs<T> to{scale, bias, y, outputs};
   if (rows == 1) return linear_row(x, packed, inputs, to);
-  const int64_t strips = (outputs + kStrip - 1) / kStrip, tiles = (rows + kRows - 1) / kRows;
-  const int64_t steps = (inputs + kInputs<X> - 1) / kInputs<X>;
+  const int64_t strips = strips_of(outputs), tiles = (rows + kRows - 1) / kRows;
+  const int64_t steps = steps_of<X, W>(inputs);
   // Tile by tile of kRows rows, [steps, rows of the tile], so that a tile reads one stream.
   const int64_t tile_size = kRows * steps + kLanes<float>;  // fill_tile writes past the end
   const std::unique_ptr<X[]> wide(new X[tiles * tile_size]);
 #pragma omp parallel
   {
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < tiles; ++t)
-      fill_tile(x + t * kRows * inputs, inputs, std::min<int64_t>(kRows, rows - t * kRows),
-                wide.get() + t * tile_size);
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t count = std::min<int64_t>(kRows, rows - t * kRows);
+      X *tile = wide.get() + t * tile_size;
+      fill_tile(x + t * kRows * inputs, inputs, count, tile);
+      std::fill(tile + steps_of<X, T>(inputs) * count, tile + steps * count, X{});
+    }
     alignas(64) float sums[kChunk * kStrip];
-    alignas(64) Widened widened[(kWidened + 1) * kStep];
+    alignas(64) std::conditional_t<kPairs<T>, bf16, float> widened[(kWidened + 1) * kStep];
     for (int64_t chunk = 0; chunk < rows; chunk += kChunk) {
       const int64_t chunk_rows = std::min(kChunk, rows - chunk);
       // Adds so many steps of weights, the k-th and on, to the sums of all of the chunk's rows.
-      const auto add = [&](const auto *weights, int64_t k, int64_t depth) {
-        for (int64_t j = 0; j < kStrip; j += kPanel)
-          for (int64_t m = 0; m < chunk_rows; m += kRows) {
-            const int64_t count = std::min<int64_t>(kRows, chunk_rows - m);
-            const X *tile = wide.get() + (chunk + m) / kRows * tile_size + k * count;
-            multiply<kRows, 0, 1, kStrip, kStrip>(count, tile, depth, weights + j,
-                                                  sums + m * kStrip + j);
-          }
+      const auto add = [&](const auto &weights, int64_t k, int64_t depth) {
+        for (int64_t m = 0; m < chunk_rows; m += kRows) {
+          const int64_t count = std::min<int64_t>(kRows, chunk_rows - m);
+          const X *tile = wide.get() + (chunk + m) / kRows * tile_size + k * count;
+          multiply_strip<kTile<W>>(count, tile, depth, weights, sums + m * kStrip);
+        }
       };
 #pragma omp for schedule(static) nowait
       for (int64_t p = 0; p < strips; ++p) {
+        const W *strip = strip_at(packed, p, inputs);
         std::fill(sums, sums + chunk_rows * kStrip, 0.0f);
         const bool shared = kWidened && chunk_rows > kRows;
         const int64_t step = shared ? kWidened : kDepth;
-        for (int64_t k = 0; k < steps; k += step) {
+        auto weights = reader_of(strip);
+        for (int64_t k = 0; k < steps; k += step, weights += step * kStep) {
           const int64_t depth = std::min(step, steps - k);
-          const W *piece = packed + p * even(inputs) * kStrip + k * kStep;
           if constexpr (kWidened > 0)
             if (shared) {
-              widen_strip(piece, depth, widened);
+              widen_strip(weights, depth, widened);
               add(widened, k, depth);
               continue;
             }
-          add(piece, k, depth);
+          add(weights, k, depth);
         }
         to.finish(p, chunk, chunk_rows, sums);
       }

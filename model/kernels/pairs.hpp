@@ -129,4 +129,10 @@ constexpr bool kPairs = false;
 
 #endif
 
+// What is multiplied at once: one input, widened, or a pair of them as they are.
+template <class T>
+using Factor = std::conditional_t<kPairs<T>, Pair, float>;
+template <class X>
+constexpr int64_t kInputs = std::is_same_v<X, Pair> ? 2 : 1;
+
 }  // namespace

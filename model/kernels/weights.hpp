@@ -13,19 +13,25 @@ namespace {
 // short that one row's sums would wait for each other. A row then reads one stream; from several
 // at once memory gives up to a third less.
 constexpr int kStrip = std::max(kPanel<float>, 32);
+constexpr int kLine = 64;  // bytes that come from memory at once
 // Bytes that all tiles of rows meet before those that follow. They stay in the first cache.
 constexpr int kPiece = 16384;
 // Rows that take weights as fast as memory gives them. It gives most to those that only read,
 // all of a strip at once.
 constexpr int kReading = kStrip == kPanel<float> ? 2 * kRows / 3 : 1;
 
+inline int64_t strips_of(int64_t outputs) { return (outputs + kStrip - 1) / kStrip; }
+
+// Of a strip, with a last one that has no second.
+inline int64_t even(int64_t inputs) { return inputs + inputs % 2; }
+
 // Where more rows take longer, the next piece is fetched meanwhile: STEP weights of it for each
 // STEP that a tile is at. Attention's panels lie in a cache already; there it changes nothing.
 template <int ROWS, int STEP, class W>
 inline void fetch_ahead(const W *weights) {
-  constexpr int kLine = 64 / int(sizeof(W)), kNext = kPiece / int(sizeof(W));
+  constexpr int kSize = int(sizeof(W)), kNext = kPiece / kSize;
   if constexpr (ROWS > kReading)
-    for (int i = 0; i < STEP; i += kLine) __builtin_prefetch(weights + kNext + i, 0, 2);
+    for (int i = 0; i < STEP; i += kLine / kSize) __builtin_prefetch(weights + kNext + i, 0, 2);
 }
 
 // One of more weights than caches hold, each of which a step reads once. They pass the caches by,
@@ -36,6 +42,12 @@ struct Once {
 };
 template <class W>
 struct RealOf<Once<W>> : RealOf<W> {};
+
+// Rows that meet weights together, at most.
+template <class W>
+constexpr int kTile = kRows;
+template <class W>
+constexpr int kTile<Once<W>> = kReading;
 
 // The bytes of one vector of them, which start at a multiple of its size.
 inline VecBits load_past(const void *weights) {

@@ -54,6 +54,27 @@ def test_bfloat16_panels_round_once(inputs, rows, kernels):
     )
 
 
+@pytest.mark.parametrize("rows", [1, 2, 7, 12, 13, 70, 601])
+@pytest.mark.parametrize("inputs", [4, 70, 601])
+@pytest.mark.parametrize("spread", [0, 1, 100])
+def test_no_bit_of_a_bfloat16_weight_is_lost(spread, inputs, rows, kernels):
+    """Whatever their sizes are: at 0 all are near 1, at 100 they go from 1e-30 to 1e30."""
+    generator = torch.Generator().manual_seed(spread)
+    sizes = 2.0 ** (torch.rand(70, inputs, generator=generator) * 2 - 1).mul(spread)
+    layer = made(inputs, 70, False, torch.bfloat16)
+    layer.weight.copy_(torch.randn(70, inputs, generator=generator) * sizes)
+    layer.weight[torch.rand(70, inputs, generator=generator) < 0.1] = 0
+    picked = torch.randint(inputs, (rows,), generator=generator)
+    x = F.one_hot(picked, inputs).bfloat16()
+    assert torch.equal(PanelLinear(layer, kernels)(x), layer.weight.T[picked])
+
+
+def test_a_bfloat16_weight_takes_12_bits(kernels):
+    layer = made(576, 1536, False, torch.bfloat16)
+    taken = PanelLinear(layer, kernels).panels.nbytes / layer.weight.numel() * 8
+    assert taken < 12.2 or taken == 16  # where the processor cannot shuffle bytes
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 12, 13, 40, 97])
 @pytest.mark.parametrize(("inputs", "outputs", "bias"), [(7, 3, True), (600, 33, False)])

@@ -1,0 +1,263 @@
+// Weights in bfloat16 that take 12 bits each and lose none of their own, for processors that
+// multiply bfloat16. There few rows wait for memory.
+//
+// The upper byte of a weight is its sign and most of its exponent. Weights of a strip are so much
+// alike in size that 16 upper bytes are nearly all that it has: a weight's code, of four bits, says
+// which of them is its own. Where it is another one, the strip has it in a list.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+
+#include "packing.hpp"
+
+namespace {
+
+// Packed [strips] offsets in bytes, int64; then strips that start on cache lines: a head, the
+// exceptions and, from the next line on, units.
+struct Coded {
+  uint8_t byte;
+};
+
+// What weights of type T are packed as.
+template <class T>
+using Packed = std::conditional_t<kPairs<T>, Coded, T>;
+template <class W>
+constexpr bool kIsCoded = std::is_same_v<W, Coded> || std::is_same_v<W, Once<Coded>>;
+
+// Weights that are coded together, as they would follow each other uncoded: two vectors of lower
+// bytes, one of codes.
+constexpr int64_t kUnit = 2 * kVectorBytes, kUnitBytes = 3 * kVectorBytes;
+constexpr int64_t kUnitInputs = kUnit / kStrip;
+
+inline int64_t units_of(int64_t inputs) { return (inputs + kUnitInputs - 1) / kUnitInputs; }
+
+// How often a row of X is multiplied by weights, the zeros after its last input included.
+template <class X, class W>
+int64_t steps_of(int64_t inputs) {
+  const int64_t padded = kIsCoded<W> ? units_of(inputs) * kUnitInputs : inputs;
+  return (padded + kInputs<X> - 1) / kInputs<X>;
+}
+
+template <class W>
+const W *strip_at(const W *packed, int64_t p, int64_t inputs) {
+  if constexpr (kIsCoded<W>)
+    return packed + reinterpret_cast<const int64_t *>(packed)[p];
+  else
+    return packed + p * even(inputs) * kStrip;
+}
+
+// What reads a strip: a pointer, where there are no codes.
+template <class W>
+std::enable_if_t<!kIsCoded<W>, const W *> reader_of(const W *strip) {
+  return strip;
+}
+
+#if defined(__AVX512BF16__)
+
+struct Head {
+  uint8_t upper[16];
+  int64_t units;  // bytes from the strip's start to its units
+};
+// A weight whose upper byte has no code. The last one of a strip is of no unit.
+struct Exception {
+  int32_t unit;
+  uint8_t place, upper;  // place: of the weight's bytes among those of the unit
+};
+
+// Where the bytes of a unit's weight are among its lower ones, and those that are looked up:
+// interleaving takes the first half of each 16 bytes into one vector, the second into another.
+inline int64_t place_of(int64_t weight) {
+  const int64_t words = kVectorBytes / 2, vector = weight / words, within = weight % words;
+  return vector / 2 * kVectorBytes + within / 8 * 16 + vector % 2 * 8 + within % 8;
+}
+
+// The upper bytes that most of a strip's weights have, and the code of each; kNone without one.
+struct Uppers {
+  static constexpr int kCodes = 16;
+  static constexpr uint8_t kNone = kCodes;
+
+  Uppers(const bf16 *weights, int64_t count) : exceptions(count) {
+    int64_t counts[256] = {}, order[256];
+    for (int64_t i = 0; i < count; ++i) ++counts[weights[i].bits >> 8];
+    for (int64_t i = 0; i < 256; ++i) order[i] = i;
+    std::partial_sort(order, order + kCodes, order + 256, [&](int64_t a, int64_t b) {
+      return counts[a] != counts[b] ? counts[a] > counts[b] : a < b;
+    });
+    std::fill(code, code + 256, kNone);
+    for (int i = 0; i < kCodes; ++i) {
+      upper[i] = uint8_t(order[i]);
+      code[order[i]] = uint8_t(i);
+      exceptions -= counts[order[i]];
+    }
+  }
+
+  uint8_t upper[kCodes], code[256];
+  int64_t exceptions;
+};
+
+inline int64_t whole_lines(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+
+// Bytes of a strip before its units.
+inline int64_t before_units(int64_t exceptions) {
+  return whole_lines(int64_t(sizeof(Head)) + (exceptions + 1) * int64_t(sizeof(Exception)));
+}
+
+// weights: of one strip, uncoded.
+inline void code_strip(const bf16 *weights, const Uppers &uppers, int64_t units, Coded *strip) {
+  auto *head = reinterpret_cast<Head *>(strip);
+  auto *exception = reinterpret_cast<Exception *>(head + 1);
+  std::copy(uppers.upper, uppers.upper + Uppers::kCodes, head->upper);
+  head->units = before_units(uppers.exceptions);
+  uint8_t *unit = reinterpret_cast<uint8_t *>(strip) + head->units;
+  for (int64_t u = 0; u < units; ++u, unit += kUnitBytes) {
+    uint8_t *codes = unit + kUnit;
+    std::fill(codes, codes + kVectorBytes, 0);
+    for (int64_t i = 0; i < kUnit; ++i) {
+      const uint16_t bits = weights[u * kUnit + i].bits;
+      const int64_t place = place_of(i);
+      const uint8_t upper = uint8_t(bits >> 8), code = uppers.code[upper];
+      unit[place] = uint8_t(bits);
+      if (code == Uppers::kNone)
+        *exception++ = {int32_t(u), uint8_t(place), upper};
+      else
+        codes[place % kVectorBytes] |= uint8_t(code << (place / kVectorBytes * 4));
+    }
+  }
+  *exception = {-1, 0, 0};
+}
+
+// As that of packing.hpp, with codes.
+inline int64_t pack(const bf16 *weight, Coded *packed, int64_t outputs, int64_t inputs) {
+  const int64_t strips = strips_of(outputs), units = units_of(inputs);
+  const std::unique_ptr<int64_t[]> offsets(new int64_t[strips + 1]);
+  const auto each_strip = [&](auto &&act) {
+#pragma omp parallel
+    {
+      const std::unique_ptr<bf16[]> weights(new bf16[units * kUnit]);
+#pragma omp for schedule(static)
+      for (int64_t p = 0; p < strips; ++p) {
+        pack_strip(weight, p, outputs, inputs, units * kUnitInputs, weights.get());
+        act(p, weights.get(), Uppers(weights.get(), units * kUnit));
+      }
+    }
+  };
+  each_strip([&](int64_t p, const bf16 *, const Uppers &uppers) {
+    offsets[p + 1] = before_units(uppers.exceptions) + units * kUnitBytes;
+  });
+  offsets[0] = whole_lines(strips * int64_t(sizeof(int64_t)));
+  for (int64_t p = 0; p < strips; ++p) offsets[p + 1] += offsets[p];
+  if (packed) {
+    std::memcpy(packed, offsets.get(), strips * sizeof(int64_t));
+    each_strip([&](int64_t p, const bf16 *weights, const Uppers &uppers) {
+      code_strip(weights, uppers, units, packed + offsets[p]);
+    });
+  }
+  return offsets[strips];
+}
+
+inline __m512i bytes_at(const Coded *from) { return _mm512_loadu_si512(from); }
+inline __m512i bytes_at(const Once<Coded> *from) { return (__m512i)load_past(from); }
+
+// Reads a strip unit by unit, from the first on.
+template <class W>
+class Units {
+ public:
+  explicit Units(const W *strip)
+      : uppers_(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)strip))),
+        unit_(strip + reinterpret_cast<const Head *>(strip)->units),
+        exception_(reinterpret_cast<const Exception *>(strip + sizeof(Head))) {}
+
+  // The next one's weights, as load_pairs has those of two steps. FETCH: those, too, that lie
+  // kPiece bytes on.
+  template <bool FETCH>
+  [[gnu::always_inline]] void next(__m512i (&weights)[4]) {
+    const __m512i half = _mm512_set1_epi8(15), codes = bytes_at(unit_ + kUnit);
+    const __m512i others = _mm512_srli_epi16(codes, 4);
+    __m512i first = _mm512_shuffle_epi8(uppers_, _mm512_and_si512(codes, half));
+    __m512i second = _mm512_shuffle_epi8(uppers_, _mm512_and_si512(others, half));
+    if (__builtin_expect(exception_->unit == number_, 0)) {
+      uint8_t upper[kUnit];
+      std::memcpy(upper, &first, kVectorBytes);
+      std::memcpy(upper + kVectorBytes, &second, kVectorBytes);
+      for (; exception_->unit == number_; ++exception_)
+        upper[exception_->place] = exception_->upper;
+      std::memcpy(&first, upper, kVectorBytes);
+      std::memcpy(&second, upper + kVectorBytes, kVectorBytes);
+    }
+    const __m512i lower = bytes_at(unit_), more = bytes_at(unit_ + kVectorBytes);
+    weights[0] = _mm512_unpacklo_epi8(lower, first);
+    weights[1] = _mm512_unpackhi_epi8(lower, first);
+    weights[2] = _mm512_unpacklo_epi8(more, second);
+    weights[3] = _mm512_unpackhi_epi8(more, second);
+    if constexpr (FETCH)
+      for (int i = 0; i < kUnitBytes; i += kLine) __builtin_prefetch(unit_ + kPiece + i, 0, 2);
+    unit_ += kUnitBytes;
+    ++number_;
+  }
+
+  // Skips so many weights, whole units.
+  void operator+=(int64_t weights) {
+    unit_ += weights / kUnit * kUnitBytes;
+    number_ += int32_t(weights / kUnit);
+    while (exception_->unit >= 0 && exception_->unit < number_) ++exception_;
+  }
+
+ private:
+  __m512i uppers_;  // four times
+  const W *unit_;
+  const Exception *exception_;
+  int32_t number_ = 0;
+};
+
+template <class W>
+std::enable_if_t<kIsCoded<W>, Units<W>> reader_of(const W *strip) {
+  return Units<W>(strip);
+}
+
+// Rows that take codes as fast as memory gives them.
+constexpr int kWaiting = kRows / 3;
+
+// Adds ROWS rows times a strip to sum [ROWS, kStrip], in the order of multiply_tile. Number k of
+// row r is x[k * ROWS + r].
+template <int ROWS, class W>
+[[gnu::noinline]] void multiply_units(const Pair *x, int64_t steps, Units<W> units, float *sum) {
+  constexpr int kLanes = ::kLanes<float>;
+  Vec<float> left_sum[ROWS], right_sum[ROWS];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r) {
+    left_sum[r] = load(sum + r * kStrip);
+    right_sum[r] = load(sum + r * kStrip + kLanes);
+  }
+  for (; steps > 0; steps -= 2) {
+    __m512i weights[4];
+    units.template next<(ROWS > kWaiting)>(weights);
+#pragma GCC unroll 2
+    for (int i = 0; i < 4; i += 2, x += ROWS)
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) {
+        left_sum[r] = plus_pairs(left_sum[r], weights[i], x[r]);
+        right_sum[r] = plus_pairs(right_sum[r], weights[i + 1], x[r]);
+      }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r) {
+    store(left_sum[r], sum + r * kStrip);
+    store(right_sum[r], sum + r * kStrip + kLanes);
+  }
+}
+
+// As that of linear.hpp.
+template <int ROWS, class W>
+void multiply_strip(int64_t rows, const Pair *x, int64_t steps, const Units<W> &strip, float *sum) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return multiply_strip<ROWS - 1>(rows, x, steps, strip, sum);
+  multiply_units<ROWS>(x, steps, strip, sum);
+}
+
+#endif
+
+}  // namespace

@@ -1,0 +1,37 @@
+// How the weights of linear layers are packed, once.
+
+#pragma once
+
+#include <cstdint>
+
+#include "pairs.hpp"
+
+namespace {
+
+// Strip p of weight [outputs, inputs], as [padded, kStrip]; what is past the last output or input
+// is zero. The columns of a panel lie as load_two finds them; where bfloat16 is multiplied in
+// pairs, a column's two side by side.
+template <class T>
+void pack_strip(const T *weight, int64_t p, int64_t outputs, int64_t inputs, int64_t padded,
+                T *strip) {
+  constexpr int64_t kPanel = ::kPanel<float>;
+  for (int64_t k = 0; k < padded; ++k)
+    for (int64_t j = 0; j < kStrip; ++j) {
+      const int64_t n = p * kStrip + j;
+      const int64_t place = kPairs<T> ? 2 * j + k % 2 * (1 - kStrip)
+                                      : j / kPanel * kPanel + place_of_lane<T>(j % kPanel);
+      strip[k * kStrip + place] = n < outputs && k < inputs ? weight[n * inputs + k] : T{};
+    }
+}
+
+// packed [strips, even(inputs), kStrip], or null to ask how many bytes it takes.
+template <class T>
+int64_t pack(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
+  const int64_t strips = strips_of(outputs), size = even(inputs) * kStrip;
+#pragma omp parallel for if (packed)
+  for (int64_t p = 0; p < (packed ? strips : 0); ++p)
+    pack_strip(weight, p, outputs, inputs, even(inputs), packed + p * size);
+  return strips * size * int64_t(sizeof(T));
+}
+
+}  // namespace
