@@ -21,7 +21,6 @@ from model.encodings.rope import RoPE
 from model.kernels.build import Kernels
 from model.loading import Checkpoint, CheckpointError
 from model.positional_work import PositionalWork
-from model.transformer import Decoder
 from server import listen, placement
 from server.app import HttpOptions, create_app, own_version
 from server.async_engine import AsyncEngine
@@ -183,7 +182,7 @@ def _complete(
         manager,
         rules,
         limits,
-        _meter(model.decoder, shape, block_size),
+        _meter(model, context, block_size),
         kernels,
         audit=Audit(config.cache.audit),
         drain_times=decoder.drain,
@@ -224,10 +223,21 @@ def _complete(
     return Loaded(served, made.engine, facts, model.place, planner, defect)
 
 
-def _meter(decoder: Decoder | EncoderDecoder, shape: ModelConfig, block_size: int) -> PositionMeter:
+def _meter(model: Prepared, context: int, block_size: int) -> PositionMeter:
+    """Raises CommandError for an encoding that cannot say what its positions cost."""
+    decoder, shape = model.decoder, model.checkpoint.config
+
     def cost(context: int) -> PositionalWork:
         return decoder.encoding.work(shape, context, block_size)
 
+    for seen in (1, context):
+        try:
+            cost(seen)
+        except Exception as error:  # of code that need not be ours; later it would end the engine
+            raise CommandError(
+                f"{model.name}: work() of the encoding {shape.encoding.name} fails for {seen} "
+                f"tokens ({type(error).__name__}: {error}); mend it, or leave it out."
+            ) from error
     source_cost = no_cost
     if isinstance(decoder, EncoderDecoder) and isinstance(shape, EncoderDecoderConfig):
         encoder, encoding = shape.encoder, decoder.encoder.encoding

@@ -101,6 +101,7 @@ class Attending {
     int64_t position;
     float slope;
     const float *table, *dense;  // its row of them
+    Real far;                    // the table's last column
     Real base, totals[kLanes];
   };
 
@@ -226,7 +227,10 @@ class Attending {
     state.position = a_.positions[row];
     state.base = -INFINITY;
     if (a_.slopes) state.slope = a_.slopes[query_head];
-    if (a_.bias_table) state.table = a_.bias_table + query_head * a_.bias_span;
+    if (a_.bias_table) {
+      state.table = a_.bias_table + query_head * a_.bias_span;
+      state.far = Real(state.table[a_.bias_span - 1]);
+    }
     if (a_.dense_bias) state.dense = a_.dense_bias + (query_head * rows + row) * a_.bias_span;
     return state;
   }
@@ -245,7 +249,7 @@ class Attending {
     if (state.table) {
       const int32_t last = int32_t(a_.bias_span - 1);
       if (!a_.bias_by_key && nearest + a_.bias_zero >= last)  // far keys share the last column
-        add_to_all(Real(state.table[last]), padded, scores);
+        add_to_all(state.far, padded, scores);
       else
         add_columns(chunk, state, nearest, padded, scores);
     }

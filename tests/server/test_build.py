@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from model.encodings.rope import RoPE
 from model.transformer import Decoder
 from server import build, decoders, placement
 from server.build import load_models
@@ -199,6 +200,13 @@ def test_numbers_that_are_not_finite_are_found_at_the_start(folder, monkeypatch)
     monkeypatch.setattr(Decoder, "forward", lambda self, batch, kv: torch.full((1, 4), torch.nan))
     with pytest.raises(CommandError, match="not finite; try --dtype float32"):
         load(str(folder), "--kv-memory", "1M")
+
+
+def test_an_encoding_that_cannot_tell_its_work_is_found_at_the_start(folder, monkeypatch):
+    """It would end the engine at its first step."""
+    monkeypatch.setattr(RoPE, "work", lambda self, config, context, block_size: 1 / (64 - context))
+    with pytest.raises(CommandError, match=r"rope fails for 64 tokens \(ZeroDivisionError: "):
+        load(str(folder), *SMALL)
 
 
 def test_no_folder(tmp_path):
