@@ -47,8 +47,9 @@ SERVE_OPTIONS = (
     Option(
         "--quantize",
         "model",
-        "int8: linear layers' weights in 8 bits, which take half as much memory as bfloat16, and "
-        "on a CPU half as much to read (a GPU widens them for every pass); answers change a little",
+        "int8: linear layers' weights in 8 bits, half of what bfloat16 takes in memory and, on a "
+        "CPU, has to be read (two thirds where the CPU multiplies bfloat16; a GPU widens them for "
+        "every pass); answers change a little",
         auto(choice("int8")),
         shown="auto, as they are",
         metavar="TYPE",

@@ -106,7 +106,8 @@ class EndsArguments(ctypes.Structure):
     _fields_ = (
         ("embedding", c_void_p),
         ("vocab", c_int64),
-        *((name, c_double) for name in ("embed_scale", "eps")),
+        ("vectors", c_void_p),
+        *((name, c_double) for name in ("embed_scale", "vector_scale", "eps")),
         ("norm", c_void_p),
         ("head", LinearArguments),
     )

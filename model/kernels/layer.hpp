@@ -101,7 +101,8 @@ enum Part { kNorm, kLinear, kTurn, kStore, kAttention, kGate, kResidual, kEmbedd
 extern "C" struct EndsArguments {
   const void *embedding;  // [vocab, width]
   int64_t vocab;
-  double embed_scale, eps;
+  const float *vectors;  // of positions, [positions, width], added to the embedding; or null
+  double embed_scale, vector_scale, eps;
   const void *norm;  // [width]
   LinearArguments head;
 };
@@ -312,9 +313,10 @@ void layers(const LayerArguments *each, int64_t count, const StepArguments &step
   }
 }
 
-// tokens [rows] → x [rows, width]. False where there is no such token.
+// tokens and positions [rows] → x [rows, width]. False where there is no such token.
 template <class T>
-bool embed(const EndsArguments &ends, const int64_t *tokens, T *x, int64_t rows, int64_t width) {
+bool embed(const EndsArguments &ends, const int64_t *tokens, const int64_t *positions, T *x,
+           int64_t rows, int64_t width) {
   for (int64_t r = 0; r < rows; ++r)
     if (tokens[r] < 0 || tokens[r] >= ends.vocab) return false;
 #pragma omp parallel for schedule(static) if (rows > 1)
@@ -323,6 +325,11 @@ bool embed(const EndsArguments &ends, const int64_t *tokens, T *x, int64_t rows,
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i)
       narrow(widen(from[i]) * float(ends.embed_scale), x + r * width + i);
+    if (!ends.vectors) continue;
+    const float *vector = ends.vectors + positions[r] * width;
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i)
+      narrow(widen(x[r * width + i]) + vector[i] * float(ends.vector_scale), x + r * width + i);
   }
   return true;
 }
@@ -336,7 +343,8 @@ bool pass(const EndsArguments &ends, const LayerArguments *each, int64_t count,
   const int64_t width = each->down.outputs;
   if (tokens) {
     T *stream = static_cast<T *>(step.scratch);
-    if (!embed(ends, tokens, stream, step.rows, width)) return false;
+    const int64_t *positions = step.attends[each->kind].positions;
+    if (!embed(ends, tokens, positions, stream, step.rows, width)) return false;
     step.x = stream;
     times.spent(kEmbedding);
   }

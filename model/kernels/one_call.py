@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from cache.kv import KVCache
 from model.batch import ForwardBatch
 from model.encodings.base import MaterialisedBias, PositionalEncoding
+from model.encodings.learned import Learned
+from model.encodings.sinusoidal import Sinusoidal
 from model.kernels.build import EndsArguments, Kernels, StepArguments
 from model.kernels.layers import KernelLayers, linear_arguments
 from model.kernels.modules import Int8PanelLinear, KernelRMSNorm, PanelLinear
@@ -45,18 +47,20 @@ class OneCall:
         self._kernels = kernels
         self._embedding = decoder.embed.weight.contiguous()
         self._outputs = head.outputs
-        self._pointed_at = (norm, head)
+        vectors, scale = _vectors(decoder.encoding) or (None, 1.0)
+        self._pointed_at = (norm, head, vectors)
         self._ends = EndsArguments(
             embedding=self._embedding.data_ptr(),
             vocab=len(self._embedding),
+            vectors=None if vectors is None else vectors.data_ptr(),
             embed_scale=decoder.config.embed_scale,
+            vector_scale=scale,
             eps=norm.eps,
             norm=norm.weight.data_ptr(),
             head=linear_arguments(head, layers.once),
         )
-        self._looks_up = (
-            type(decoder.encoding).embed is PositionalEncoding.embed and decoder.embed_norm is None
-        )
+        adds_nothing = type(decoder.encoding).embed is PositionalEncoding.embed
+        self._embeds = (adds_nothing or vectors is not None) and decoder.embed_norm is None
         self._told: _Told | None = None
 
     def __call__(self, decoder: Decoder, batch: ForwardBatch, kv: KVCache) -> Tensor:
@@ -71,7 +75,7 @@ class OneCall:
         step, seconds = told.step, self._layers.seconds
         step.seconds = None if seconds is None else seconds.data_ptr()
         tokens: Tensor | None = batch.tokens
-        if not self._looks_up:
+        if not self._embeds:
             with torch.inference_mode():
                 x = decoder.embedded(batch).contiguous()
             step.x, tokens = x.data_ptr(), None
@@ -104,6 +108,13 @@ def one_call(decoder: Decoder, kernels: Kernels) -> OneCall | None:
     ):
         return None
     return OneCall(decoder, layers, norm, head, kernels)
+
+
+def _vectors(encoding: PositionalEncoding) -> tuple[Tensor, float] | None:
+    """What `embed` adds, float32 [positions, width], and what it is multiplied by."""
+    if type(encoding) is Learned:  # what derives from it may do anything in a way of its own
+        return encoding.table[encoding.offset :], encoding.scale
+    return (encoding.table, 1.0) if type(encoding) is Sinusoidal else None
 
 
 def _one_bias(decoder: Decoder) -> bool:

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from model.config import EncodingSpec
+from model.encodings.learned import Learned
 from model.kernels import layers
 from tests.model.kernels.test_layers import BLOCK, ragged, substituted
 from tests.model.running import full_of_nan, new_cache
@@ -64,6 +66,27 @@ def test_every_encoding(encoding, dtype, stored, kernels):
 )
 def test_every_shape(changes, int8, kernels):
     decoder = substituted("rope", kernels, torch.bfloat16, int8=int8, **changes)
+    assert decoder.one_call is not None
+    assert same(decoder, ragged(FRESH), cache(decoder), cache(decoder))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("encoding", ["learned", "sinusoidal"])
+def test_vectors_of_positions_that_are_scaled(encoding, dtype, kernels):
+    options = {**ENCODINGS[encoding].options, "scale": 0.7}
+    decoder = substituted(encoding, kernels, dtype, options=options, embed_scale=3.3)
+    assert same(decoder, ragged(FRESH), cache(decoder), cache(decoder))
+
+
+class Doubled(Learned):
+    def embed(self, x, positions):
+        return 2 * super().embed(x, positions)
+
+
+def test_what_derives_from_an_encoding_embeds_in_its_own_way(kernels, monkeypatch):
+    spec = EncodingSpec(f"{__name__}:Doubled", ENCODINGS["learned"].options)
+    monkeypatch.setitem(ENCODINGS, "doubled", spec)
+    decoder = substituted("doubled", kernels)
     assert decoder.one_call is not None
     assert same(decoder, ragged(FRESH), cache(decoder), cache(decoder))
 
