@@ -49,6 +49,8 @@ void multiply(int64_t rows, const Real *x, int64_t inputs, const W *panel, Real 
   multiply_tile<ROWS, K, R, SUM, STEP, NEW>(x, inputs, panel, sum);
 }
 
+// Adds up to ROWS rows, which lie side by side, times so many steps of a strip to sums [rows,
+// kStrip].
 template <int ROWS, class X, class W>
 void multiply_strip(int64_t rows, const X *x, int64_t steps, const W *strip, float *sums) {
   for (int64_t j = 0; j < kStrip; j += kPanel<float>)

@@ -240,7 +240,8 @@ def test_paths_are_taken_as_they_are(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("source", ["nowhere", "./a/b", "a/b.gguf", "/a/b", "a/b/c", "../x"])
-def test_what_is_neither_path_nor_name(source: str) -> None:
+def test_what_is_neither_path_nor_name(source: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(CommandError, match="neither a file nor a directory here"):
         pull.locate(source)
 
