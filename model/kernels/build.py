@@ -128,10 +128,9 @@ class Kernels:
         pack = getattr(self._library, f"pack_{PACKED_SUFFIXES[weight.dtype]}")
         pack.restype = c_int64
         weight = weight.contiguous()
-        sizes = map(c_int64, weight.shape)
-        size: int = pack(_as_c(weight), None, *sizes)
-        packed = self._pages.empty(size, dtype=torch.uint8)
-        pack(_as_c(weight), _as_c(packed), *map(c_int64, weight.shape))
+        sizes = [c_int64(size) for size in weight.shape]
+        packed = self._pages.empty(pack(_as_c(weight), None, *sizes), dtype=torch.uint8)
+        pack(_as_c(weight), _as_c(packed), *sizes)
         return packed
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
