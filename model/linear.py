@@ -35,6 +35,7 @@ class Int8Linear(nn.Module):
     """y = (x · roundedᵀ) · scale + bias: 8-bit weights with one scale for each output.
 
     Weights alone are rounded; sums are of the input's precision or wider, so nothing of x is lost.
+    Of the CPU kernels, those for processors that multiply 8-bit integers round x, too.
     """
 
     def __init__(self, linear: Linear) -> None:

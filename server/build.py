@@ -208,7 +208,7 @@ def _complete(
     )
     _register(metrics, facts, shape, position_apart=decoder.position_apart)
     metrics.compared(name, parity.error, parity.tolerance)
-    defect = parity.defect(name, facts.kv_dtype)
+    defect = parity.defect(name)
     if defect is not None:
         log.error("%s", defect)
     planner = CachePlanner(

@@ -49,7 +49,8 @@ SERVE_OPTIONS = (
         "model",
         "int8: linear layers' weights in 8 bits, half of what bfloat16 takes in memory and, on a "
         "CPU, has to be read (two thirds where the CPU multiplies bfloat16; a GPU widens them for "
-        "every pass); answers change a little",
+        "every pass); a CPU that multiplies 8-bit integers (AVX512-VNNI) rounds inputs to 8 bits, "
+        "too, and prompts and many requests take less time; answers change a little",
         auto(choice("int8")),
         shown="auto, as they are",
         metavar="TYPE",

@@ -37,6 +37,15 @@ def pytest_configure(config):
         _prepare(full=config.getoption("--full"))
 
 
+@pytest.fixture(scope="session")
+def kernels():
+    """The compiled CPU kernels, from where the server keeps them, to save the seconds."""
+    from model.kernels.build import load
+    from server.pull import home
+
+    return load(home() / "kernels")
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """For models so small that a second thread only waits for more."""

@@ -22,9 +22,6 @@ struct Coded {
   uint8_t byte;
 };
 
-// What weights of type T are packed as.
-template <class T>
-using Packed = std::conditional_t<kPairs<T>, Coded, T>;
 template <class W>
 constexpr bool kIsCoded = std::is_same_v<W, Coded> || std::is_same_v<W, Once<Coded>>;
 
@@ -34,27 +31,6 @@ constexpr int64_t kUnit = 2 * kVectorBytes, kUnitBytes = 3 * kVectorBytes;
 constexpr int64_t kUnitInputs = kUnit / kStrip;
 
 inline int64_t units_of(int64_t inputs) { return (inputs + kUnitInputs - 1) / kUnitInputs; }
-
-// How often a row of X is multiplied by weights, the zeros after its last input included.
-template <class X, class W>
-int64_t steps_of(int64_t inputs) {
-  const int64_t padded = kIsCoded<W> ? units_of(inputs) * kUnitInputs : inputs;
-  return (padded + kInputs<X> - 1) / kInputs<X>;
-}
-
-template <class W>
-const W *strip_at(const W *packed, int64_t p, int64_t inputs) {
-  if constexpr (kIsCoded<W>)
-    return packed + reinterpret_cast<const int64_t *>(packed)[p];
-  else
-    return packed + p * even(inputs) * kStrip;
-}
-
-// What reads a strip: a pointer, where there are no codes.
-template <class W>
-std::enable_if_t<!kIsCoded<W>, const W *> reader_of(const W *strip) {
-  return strip;
-}
 
 #if defined(__AVX512BF16__)
 

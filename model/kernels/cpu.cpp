@@ -5,7 +5,8 @@
 // the number of threads: a request's numbers do not change with its neighbours. Arithmetic is
 // float32, or float64 for float64; bfloat16 is a storage format here, widened on load and rounded
 // to nearest even on store. Only pairs.hpp multiplies it as it is, which rounds no product either,
-// and its weights are then coded.hpp's, which keep every bit.
+// and its weights are then coded.hpp's, which keep every bit. Weights in 8 bits are multiplied as
+// float32, or by integers.hpp, which rounds inputs.
 
 #include "layer.hpp"
 #include "sampling.hpp"
@@ -33,7 +34,7 @@ void fold_sums(const char *stored, const int64_t *blocks, const uint64_t *multip
                        int64_t inputs, int64_t outputs) {                                        \
     linear(x, packed, nullptr, bias, y, rows, inputs, outputs);                                  \
   }                                                                                              \
-  void linear_i8_##SUFFIX(const T *x, const int8_t *packed, const float *scale,                  \
+  void linear_i8_##SUFFIX(const T *x, const Packed<int8_t> *packed, const float *scale,         \
                           const float *bias, T *y, int64_t rows, int64_t inputs,                 \
                           int64_t outputs) {                                                     \
     linear(x, packed, scale, bias, y, rows, inputs, outputs);                                    \
@@ -65,7 +66,7 @@ void fold_sums(const char *stored, const int64_t *blocks, const uint64_t *multip
   }                                                                                              \
   void attend_##SUFFIX(const AttendArguments *a) { attend<T>(*a); }
 FOR_EACH_TYPE(DEFINE_ENTRIES)
-int64_t pack_i8(const int8_t *w, int8_t *packed, int64_t outputs, int64_t inputs) {
+int64_t pack_i8(const int8_t *w, Packed<int8_t> *packed, int64_t outputs, int64_t inputs) {
   return pack(w, packed, outputs, inputs);
 }
 int64_t draw_token(const float *row, int64_t vocab, double temperature, int64_t top_k,

@@ -110,7 +110,7 @@ extern "C" struct EndsArguments {
 template <class T>
 void linear(const T *x, const LinearArguments &a, T *y, int64_t rows) {
   if (a.scale)
-    linear(x, static_cast<const int8_t *>(a.packed), a.scale, a.bias, y, rows, a.inputs,
+    linear(x, static_cast<const Packed<int8_t> *>(a.packed), a.scale, a.bias, y, rows, a.inputs,
            a.outputs);
   else if (a.once && rows <= kReading)
     linear(x, static_cast<const Once<Packed<T>> *>(a.packed), nullptr, a.bias, y, rows, a.inputs,

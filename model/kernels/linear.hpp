@@ -9,8 +9,43 @@
 #include <omp.h>
 
 #include "coded.hpp"
+#include "integers.hpp"
 
 namespace {
+
+// What weights of type T are packed as.
+template <class T>
+using Packed =
+    std::conditional_t<kPairs<T>, Coded,
+                       std::conditional_t<kIntegers && std::is_same_v<T, int8_t>, Raised, T>>;
+// As which rows of T meet them: inputs rounded, a pair of them as they are, or one, widened.
+template <class T, class W>
+using Factor = std::conditional_t<
+    kIsRaised<W>, Rounded,
+    std::conditional_t<kPairs<T> && !std::is_same_v<W, int8_t>, Pair, float>>;
+template <class X>
+constexpr int64_t kInputs = std::is_same_v<X, Rounded> ? kGroup : std::is_same_v<X, Pair> ? 2 : 1;
+
+// How often a row of X is multiplied by weights, the zeros after its last input included.
+template <class X, class W>
+int64_t steps_of(int64_t inputs) {
+  const int64_t padded = kIsCoded<W> ? units_of(inputs) * kUnitInputs : inputs;
+  return (padded + kInputs<X> - 1) / kInputs<X>;
+}
+
+template <class W>
+const W *strip_at(const W *packed, int64_t p, int64_t inputs) {
+  if constexpr (kIsCoded<W>)
+    return packed + reinterpret_cast<const int64_t *>(packed)[p];
+  else
+    return packed + p * (kIsRaised<W> ? groups_of(inputs) * kGroup : even(inputs)) * kStrip;
+}
+
+// What reads a strip: a pointer, where there are no codes.
+template <class W>
+std::enable_if_t<!kIsCoded<W>, const W *> reader_of(const W *strip) {
+  return strip;
+}
 
 // Adds ROWS rows times one panel to sum, of which rows are SUM apart, or with NEW puts it there.
 // Number k of row r is x[k * K + r * R]: with K = 0, the rows lie side by side, as [inputs, ROWS].
@@ -52,7 +87,7 @@ void multiply(int64_t rows, const Real *x, int64_t inputs, const W *panel, Real 
 // Adds up to ROWS rows, which lie side by side, times so many steps of a strip to sums [rows,
 // kStrip].
 template <int ROWS, class X, class W>
-void multiply_strip(int64_t rows, const X *x, int64_t steps, const W *strip, float *sums) {
+std::enable_if_t<!kIsRaised<W>> multiply_strip(int64_t rows, const X *x, int64_t steps, const W *strip, float *sums) {
   for (int64_t j = 0; j < kStrip; j += kPanel<float>)
     multiply<ROWS, 0, 1, kStrip, kStrip>(rows, x, steps, strip + j, sums + j);
 }
@@ -76,19 +111,20 @@ template <class W>
   }
 }
 
-// x [rows, inputs] → tile [inputs, rows], of at most kRows rows. Writes up to a vector more.
+// x [rows, stride], `inputs` of each → tile [inputs, rows], of at most kRows rows. Writes up to a
+// vector more.
 template <class T>
-void fill_tile(const T *x, int64_t inputs, int64_t rows, float *tile) {
+void fill_tile(const T *x, int64_t stride, int64_t inputs, int64_t rows, float *tile) {
   constexpr int64_t kLanes = ::kLanes<float>;
   int64_t k = 0;
   for (; rows > 2 && k + kLanes <= inputs; k += kLanes) {
     Vec<float> square[kLanes] = {};
-    for (int64_t r = 0; r < rows; ++r) square[r] = load_wide(x + r * inputs + k);
+    for (int64_t r = 0; r < rows; ++r) square[r] = load_wide(x + r * stride + k);
     transpose<float>(square);
     for (int64_t i = 0; i < kLanes; ++i) store(square[i], tile + (k + i) * rows);
   }
   for (; k < inputs; ++k)
-    for (int64_t r = 0; r < rows; ++r) tile[k * rows + r] = widen(x[r * inputs + k]);
+    for (int64_t r = 0; r < rows; ++r) tile[k * rows + r] = widen(x[r * stride + k]);
 }
 
 inline void fill_row(const float *x, int64_t inputs, float *row) {
@@ -147,7 +183,7 @@ struct Outputs {
 // One row. Every thread widens it for itself, which takes less than waiting for another.
 template <class T, class W>
 void linear_row(const T *x, const W *packed, int64_t inputs, const Outputs<T> &outputs) {
-  typedef Factor<T> X;
+  typedef Factor<T, W> X;
   const int64_t strips = strips_of(outputs.count), steps = steps_of<X, W>(inputs);
 #pragma omp parallel
   {
@@ -157,7 +193,7 @@ void linear_row(const T *x, const W *packed, int64_t inputs, const Outputs<T> &o
 #pragma omp for schedule(static) nowait
     for (int64_t p = 0; p < strips; ++p) {
       const W *strip = strip_at(packed, p, inputs);
-      if constexpr (kIsCoded<W>) {
+      if constexpr (kIsCoded<W> || kIsRaised<W>) {
         std::fill(sums, sums + kStrip, 0.0f);
         multiply_strip<1>(1, wide.get(), steps, reader_of(strip), sums);
       } else if constexpr (kStrip == kPanel<float>)
@@ -173,7 +209,7 @@ void linear_row(const T *x, const W *packed, int64_t inputs, const Outputs<T> &o
 template <class T, class W>
 void linear(const T *x, const W *packed, const float *scale, const float *bias, T *y,
             int64_t rows, int64_t inputs, int64_t outputs) {
-  typedef Factor<T> X;
+  typedef Factor<T, W> X;
   constexpr int64_t kStep = kInputs<X> * kStrip;
   constexpr int64_t kChunk = 4 * kRows;  // rows per pass over the weights
   constexpr int64_t kDepth = kPiece / kStep / (kIsCoded<W> ? sizeof(bf16) : sizeof(W));  // steps
@@ -182,20 +218,25 @@ void linear(const T *x, const W *packed, const float *scale, const float *bias, 
   if (rows == 1) return linear_row(x, packed, inputs, to);
   const int64_t strips = strips_of(outputs), tiles = (rows + kRows - 1) / kRows;
   const int64_t steps = steps_of<X, W>(inputs);
+  // Inputs that one thread fills a tile with: rounding takes long enough to be shared.
+  const int64_t part = kIsRaised<W> ? kGroup : inputs, parts = (inputs + part - 1) / part;
   // Tile by tile of kRows rows, [steps, rows of the tile], so that a tile reads one stream.
   const int64_t tile_size = kRows * steps + kLanes<float>;  // fill_tile writes past the end
   const std::unique_ptr<X[]> wide(new X[tiles * tile_size]);
 #pragma omp parallel
   {
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < tiles; ++t) {
+    for (int64_t i = 0; i < tiles * parts; ++i) {
+      const int64_t t = i / parts, first = i % parts * part, last = std::min(first + part, inputs);
       const int64_t count = std::min<int64_t>(kRows, rows - t * kRows);
       X *tile = wide.get() + t * tile_size;
-      fill_tile(x + t * kRows * inputs, inputs, count, tile);
-      std::fill(tile + steps_of<X, T>(inputs) * count, tile + steps * count, X{});
+      fill_tile(x + t * kRows * inputs + first, inputs, last - first, count,
+                tile + first / kInputs<X> * count);
+      if (last == inputs)
+        std::fill(tile + steps_of<X, T>(inputs) * count, tile + steps * count, X{});
     }
     alignas(64) float sums[kChunk * kStrip];
-    alignas(64) std::conditional_t<kPairs<T>, bf16, float> widened[(kWidened + 1) * kStep];
+    alignas(64) float widened[kWidened * kStep + 1];
     for (int64_t chunk = 0; chunk < rows; chunk += kChunk) {
       const int64_t chunk_rows = std::min(kChunk, rows - chunk);
       // Adds so many steps of weights, the k-th and on, to the sums of all of the chunk's rows.

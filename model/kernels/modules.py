@@ -35,7 +35,8 @@ class PanelLinear(nn.Module):
 
 
 class Int8PanelLinear(nn.Module):
-    """The same over 8-bit panels, widened as they are read."""
+    """The same over 8-bit panels. Where the processor multiplies 8-bit integers, inputs are rounded
+    to 8 bits as well, 32 of a row together; elsewhere weights are widened as they are read."""
 
     def __init__(self, linear: Int8Linear, kernels: Kernels) -> None:
         super().__init__()

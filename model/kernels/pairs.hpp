@@ -43,17 +43,6 @@ inline void load_pairs(const Once<bf16> *weights, __m512i &left, __m512i &right)
   left = (__m512i)load_past(weights);
   right = (__m512i)load_past(weights + 2 * kLanes<float>);
 }
-// Of 8 bits an input's columns lie together: float32 has them in its upper half, exactly.
-inline void load_pairs(const int8_t *weights, __m512i &left, __m512i &right) {
-  constexpr int kLanes = ::kLanes<float>;
-  const auto pairs = [](const int8_t *first, const int8_t *second) {
-    return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32((__m512i)load_wide(first), 16),
-                                   (__m512i)load_wide(second));
-  };
-  left = pairs(weights, weights + 2 * kLanes);
-  right = pairs(weights + kLanes, weights + 3 * kLanes);
-}
-
 // As the functions of linear.hpp that have the same names, with pairs for inputs.
 template <int ROWS, int K, int R, int SUM, int STEP, bool NEW, class W>
 [[gnu::noinline]] void multiply_tile(const Pair *x, int64_t steps, const W *panel, float *sum) {
@@ -94,32 +83,22 @@ inline void fill_row(const bf16 *x, int64_t inputs, Pair *row) {
   std::memcpy(row, x, inputs * sizeof(bf16));
 }
 
-// x [rows, inputs] → tile [steps, rows], of at most kRows rows. Writes up to a vector more.
-inline void fill_tile(const bf16 *x, int64_t inputs, int64_t rows, Pair *tile) {
+// x [rows, stride], `inputs` of each → tile [steps, rows], of at most kRows rows. Writes up to a
+// vector more.
+inline void fill_tile(const bf16 *x, int64_t stride, int64_t inputs, int64_t rows, Pair *tile) {
   constexpr int64_t kLanes = ::kLanes<float>;
   int64_t k = 0;
   for (; rows > 2 && 2 * (k + kLanes) <= inputs; k += kLanes) {
     Vec<float> square[kLanes] = {};
     for (int64_t r = 0; r < rows; ++r)
-      std::memcpy(&square[r], x + r * inputs + 2 * k, sizeof(square[r]));
+      std::memcpy(&square[r], x + r * stride + 2 * k, sizeof(square[r]));
     transpose<float>(square);
     for (int64_t i = 0; i < kLanes; ++i)
       std::memcpy(tile + (k + i) * rows, &square[i], sizeof(square[i]));
   }
   for (; 2 * k < inputs; ++k)
     for (int64_t r = 0; r < rows; ++r)
-      fill_row(x + r * inputs + 2 * k, std::min<int64_t>(2, inputs - 2 * k), tile + k * rows + r);
-}
-
-inline void widen_strip(const int8_t *strip, int64_t steps, bf16 *widened) {
-  constexpr int64_t kLanes = ::kLanes<float>, kStep = 2 * kStrip;
-  for (int64_t k = 0; k < steps; ++k) {
-    __m512i left, right;
-    load_pairs(strip + k * kStep, left, right);
-    __builtin_prefetch(strip + (k + 12) * kStep);
-    _mm512_storeu_si512(widened + k * kStep, left);
-    _mm512_storeu_si512(widened + k * kStep + 2 * kLanes, right);
-  }
+      fill_row(x + r * stride + 2 * k, std::min<int64_t>(2, inputs - 2 * k), tile + k * rows + r);
 }
 
 #else
@@ -128,11 +107,5 @@ template <class T>
 constexpr bool kPairs = false;
 
 #endif
-
-// What is multiplied at once: one input, widened, or a pair of them as they are.
-template <class T>
-using Factor = std::conditional_t<kPairs<T>, Pair, float>;
-template <class X>
-constexpr int64_t kInputs = std::is_same_v<X, Pair> ? 2 : 1;
 
 }  // namespace

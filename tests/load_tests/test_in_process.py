@@ -15,21 +15,14 @@ from load_tests.in_process import (
 from load_tests.step_cost import ARMS
 from model.encodings.alibi import ALiBi
 from model.encodings.base import EncodingError, MaterialisedBias, TableBias
-from model.kernels.build import load
 from model.kernels.modules import PanelLinear
 from model.transformer import Decoder
-from server.pull import home
 
 CPU = torch.device("cpu")
 
 
 def made(kernels, arms=ARMS) -> dict[str, Decoder]:
     return decoders("small", arms, context=64, dtype=torch.float32, device=CPU, kernels=kernels)
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return load(home() / "kernels")
 
 
 @pytest.fixture(scope="module")

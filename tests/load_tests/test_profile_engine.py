@@ -27,13 +27,11 @@ from load_tests.profile_engine import (
 )
 from model.attention.cpu import CpuBackend
 from model.attention.reference import ReferenceAttention
-from model.kernels.build import load
 from model.kernels.substitutes import substitute
 from server.auditing import Auditor
 from server.engine import Engine
 from server.metrics import Metrics
 from server.position_meter import PositionMeter
-from server.pull import home
 from server.runner import Runner
 from server.scheduler import Scheduler
 from tests.model.tiny import CONFIG, tiny
@@ -41,11 +39,6 @@ from tests.model.tiny import CONFIG, tiny
 STEPS = 4
 OUTSIDE = {SAMPLING, SCHEDULER, BATCH, AUDIT, METRICS, REST}
 MODULES = {LINEAR, HEAD, ATTENTION, POSITION, NORM, GATE, EMBEDDING, DECODER}
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return load(home() / "kernels")
 
 
 def times(decoder, **more):

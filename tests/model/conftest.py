@@ -2,15 +2,7 @@ import gguf
 import numpy as np
 import pytest
 
-from model.kernels.build import load
-from server.pull import home
 from tests.smollm2 import smollm2_path
-
-
-@pytest.fixture(scope="session")
-def kernels():
-    """The compiled CPU kernels, from where the server keeps them, to save the seconds."""
-    return load(home() / "kernels")
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from model import encoder_decoder, transformer
+from model.attention.cpu import CpuBackend
 from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
+from model.kernels.substitutes import substitute
+from model.linear import quantize
 from model.loading import open_checkpoint
 from server.app import HttpOptions, create_app
 from server.build import engine_of, load_models
@@ -28,7 +31,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def defect(decoder, block_size=16, context=CONTEXT, stored=None):
     kv = new_cache(decoder, 2, block_size, stored)
     found = check_parity(decoder, decoder.config, kv, context)
-    return found.defect("m", "this dtype")
+    return found.defect("m")
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,15 @@ def defect(decoder, block_size=16, context=CONTEXT, stored=None):
 def test_a_model_that_is_right(encoding, backend, dtype):
     assert defect(tiny(encoding, backend, dtype)) is None
     assert defect(tiny(encoding, backend, dtype), stored=torch.int8) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("encoding", ["rope", "sinusoidal", "nope"])
+def test_kernels_with_weights_in_8_bits(encoding, dtype, kernels):
+    decoder = tiny(encoding, CpuBackend(kernels), dtype)
+    quantize(decoder)
+    substitute(decoder, kernels, dtype)
+    assert defect(decoder) is None
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 256])

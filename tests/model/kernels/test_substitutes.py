@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cache.rounding import restored, rounded
 from model.attention.cpu import CpuBackend
 from model.encodings.rope import RoPE
 from model.kernels.modules import (
@@ -80,17 +81,43 @@ def test_a_bfloat16_weight_takes_12_bits(kernels):
     assert PanelLinear(layer, kernels).panels.nbytes * 8 < 12.2 * layer.weight.numel()
 
 
+GROUP = 32  # inputs that integers.hpp rounds together
+
+
+def in_8_bits(x):
+    """float64 [rows, inputs], as integers.hpp takes them."""
+    groups = F.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    return restored(*rounded(groups), torch.float64).flatten(1)[:, : x.shape[1]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 12, 13, 40, 97])
-@pytest.mark.parametrize(("inputs", "outputs", "bias"), [(7, 3, True), (600, 33, False)])
-def test_int8_panels_equal_the_definition(rows, inputs, outputs, bias, dtype, kernels):
+@pytest.mark.parametrize("rows", [1, 2, 6, 7, 12, 13, 40, 97])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "bias"), [(7, 3, True), (64, 70, True), (600, 33, False)]
+)
+def test_int8_panels_round_inputs_in_groups_or_not_at_all(
+    rows, inputs, outputs, bias, dtype, kernels
+):
+    """In groups where the processor multiplies 8-bit integers, and nowhere just some of them."""
     layer = Int8Linear(made(inputs, outputs, bias, dtype))
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
-    exact = x.double() @ (layer.rounded.double() * layer.scale.double()[:, None]).T
-    exact = exact if layer.bias is None else exact + layer.bias.double()
-    error = (Int8PanelLinear(layer, kernels)(x).double() - exact).abs()
+    found = Int8PanelLinear(layer, kernels)(x).double()
+    weight = layer.rounded.double() * layer.scale.double()[:, None]
+    offset = 0.0 if layer.bias is None else layer.bias.double()
     rounding = 2**-8 if dtype is torch.bfloat16 else 0.0
-    assert (error <= exact.abs() * rounding + 1e-5).all()
+    exact = [given @ weight.T + offset for given in (x.double(), in_8_bits(x))]
+    assert any(((found - y).abs() <= y.abs() * rounding + 1e-5).all() for y in exact)
+
+
+def test_8_bit_layers_keep_what_is_not_finite_to_its_row(kernels):
+    layer = Int8PanelLinear(Int8Linear(made(64, 40, False, torch.bfloat16)), kernels)
+    x = torch.randn(14, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    before = layer(x)
+    x[3, 5], x[12, 40] = torch.nan, torch.inf
+    after = layer(x)
+    assert not after[[3, 12]].isfinite().any()
+    others = [row for row in range(14) if row not in (3, 12)]
+    assert torch.equal(after[others], before[others])
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -103,11 +130,11 @@ def threads(request):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("outputs", [5, 32, 33, 70, 100, 200])  # a single row meets some at once
-def test_a_rows_result_does_not_depend_on_the_others(outputs, rounded, dtype, threads, kernels):
+def test_a_rows_result_does_not_depend_on_the_others(outputs, int8, dtype, threads, kernels):
     layer = made(64, outputs, False, dtype)
-    packed = Int8PanelLinear(Int8Linear(layer), kernels) if rounded else PanelLinear(layer, kernels)
+    packed = Int8PanelLinear(Int8Linear(layer), kernels) if int8 else PanelLinear(layer, kernels)
     x = torch.randn(100, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     together = packed(x)
     for row in (0, 11, 12, 95, 96, 99):
