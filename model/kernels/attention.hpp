@@ -31,6 +31,9 @@ inline std::vector<Piece> pieces_of(const AttendArguments &a, bool whole_vectors
   const int64_t group = a.heads / a.kv_heads, threads = omp_get_max_threads();
   const bool requests_suffice = threads == 1 || a.requests >= 2 * threads;
   const std::vector<char> needed = needed_rows(a);
+  // Keys are laid out once for each piece; but pieces must be enough for all threads.
+  const bool many = a.query_starts[a.requests] * a.heads >= 8 * threads * kQueries;
+  const int64_t size = many ? kQueries : kQueries / 2;
   int64_t pairs = 0;
   for (int64_t r = 0; r < a.requests; ++r) {
     const int64_t queries = (a.query_starts[r + 1] - a.query_starts[r]) * group;
@@ -38,8 +41,8 @@ inline std::vector<Piece> pieces_of(const AttendArguments &a, bool whole_vectors
     const bool halves = few && !requests_suffice && a.context_lens[r] > kShort;
     const bool all_heads = few && (requests_suffice || 2 * a.requests >= threads);
     const int64_t heads = all_heads ? a.kv_heads : 1;
-    for (int64_t first = 0; first < queries; first += kQueries) {
-      const int64_t count = std::min<int64_t>(kQueries, queries - first);
+    for (int64_t first = 0; first < queries; first += size) {
+      const int64_t count = std::min(size, queries - first);
       const auto row = needed.begin() + a.query_starts[r];
       if (std::count(row + first / group, row + (first + count - 1) / group + 1, 1) == 0) continue;
       for (int64_t head = 0; head < a.kv_heads; head += heads) {

@@ -59,7 +59,7 @@ class Buffer {
 };
 
 
-constexpr int64_t kQueries = 8 * kRows;  // of one task, at most
+constexpr int64_t kQueries = 16 * kRows;  // of one task, at most
 
 // Of the keys that a few queries see: the later ones, the earlier ones, or all.
 enum Half { kLater, kEarlier, kWhole };

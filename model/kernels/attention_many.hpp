@@ -59,13 +59,12 @@ class ManyQueries : Attending<Real, S, 64> {
 
   void make_room() {
     if (q_) return;
-    q_ = q_buffer_.grow(kQueries * steps_);
+    q_ = q_buffer_.grow(kQueries * steps_ + kLanes);  // filling writes past the end
     sums_ = sums_buffer_.grow(kQueries * panels_ * kPanel);
     keys_ = keys_buffer_.grow(kKeys * steps_ * Keys::kInputs);
     values_ = values_buffer_.grow(kKeys * panels_ * kPanel);
     std::fill(values_, values_ + kKeys * panels_ * kPanel, typename Values::Number{});
-    row_ = row_buffer_.grow(a_.head_dim);
-    query_ = query_buffer_.grow(steps_);
+    tile_ = tile_buffer_.grow(kRows * a_.head_dim);
     turned_ = a_.frame == kNothing ? nullptr : turned_buffer_.grow(kLanes * a_.head_dim);
   }
 
@@ -74,11 +73,10 @@ class ManyQueries : Attending<Real, S, 64> {
   void load_queries() {
     for (int64_t at = 0; at < piece_.count; at += kRows) {
       const int64_t queries = std::min<int64_t>(kRows, piece_.count - at);
-      for (int64_t r = 0; r < queries; ++r) {
-        this->template load_query<T>(0, at + r, query_scale_, a_.frame != kNothing, row_);
-        Keys::fill_query(row_, a_.head_dim, query_);
-        for (int64_t k = 0; k < steps_; ++k) q_[at * steps_ + k * queries + r] = query_[k];
-      }
+      for (int64_t r = 0; r < queries; ++r)
+        this->template load_query<T>(0, at + r, query_scale_, a_.frame != kNothing,
+                                     tile_ + r * a_.head_dim);
+      Keys::fill_queries(tile_, a_.head_dim, queries, q_ + at * steps_);
     }
   }
 
@@ -150,6 +148,11 @@ class ManyQueries : Attending<Real, S, 64> {
         for (int64_t p = 0; p < panels_; ++p, to += kPanel) {
           const Real *from = sums_of(at, queries, p) + r * kPanel;
           const int64_t columns = std::min<int64_t>(kPanel, a_.head_dim - p * kPanel);
+          if constexpr (kPairs<T>)
+            if (columns == kPanel) {
+              store_narrowed(load(from) * inverse, load(from + kLanes) * inverse, to);
+              continue;
+            }
           for (int64_t j = 0; j < columns; ++j) narrow(from[j] * inverse, to + j);
         }
       }
@@ -158,14 +161,14 @@ class ManyQueries : Attending<Real, S, 64> {
 
   const Real query_scale_, score_scale_;
   const int64_t steps_, panels_;  // of a head: what is multiplied one after another, and columns
-  Buffer<typename Keys::Factor> q_buffer_, query_buffer_;
+  Buffer<typename Keys::Factor> q_buffer_;
   Buffer<KeyNumber> keys_buffer_;
   Buffer<typename Values::Number> values_buffer_;
-  Buffer<Real> sums_buffer_, row_buffer_, turned_buffer_;
-  typename Keys::Factor *q_ = nullptr, *query_;
+  Buffer<Real> sums_buffer_, tile_buffer_, turned_buffer_;
+  typename Keys::Factor *q_ = nullptr;
   KeyNumber *keys_;
   typename Values::Number *values_;
-  Real *sums_, *row_, *turned_;
+  Real *sums_, *tile_, *turned_;
   typename Base::State states_[kQueries];
   Chunk chunk_;
 };

@@ -19,8 +19,10 @@ struct WidenedKeys {
   // That part of the scale which queries take; scores take the rest.
   static Real scale_of_query(double scale) { return Real(scale); }
 
-  static void fill_query(const Real *row, int64_t dim, Real *query) {
-    std::copy(row, row + dim, query);
+  // rows [queries, dim] → tile [dim, queries].
+  static void fill_queries(const Real *rows, int64_t dim, int64_t queries, Real *tile) {
+    for (int64_t r = 0; r < queries; ++r)
+      for (int64_t d = 0; d < dim; ++d) tile[d * queries + r] = rows[r * dim + d];
   }
 
   // key(0) and on, kLanes at most, become columns of a panel [dim, kPanel]; past the last one is
@@ -87,15 +89,20 @@ struct PairedKeys {
     return std::ldexp(1.0f, exponent - 1);
   }
 
-  static void fill_query(const float *row, int64_t dim, Pair *query) {
-    int64_t d = 0;
-    for (; d + kPanel <= dim; d += kPanel)
-      store_narrowed(load(row + d), load(row + d + kLanes), query + d / 2);
-    for (; d < dim; d += 2) {
-      bf16 pair[2] = {};
-      narrow(row[d], pair);
-      if (d + 1 < dim) narrow(row[d + 1], pair + 1);
-      std::memcpy(query + d / 2, pair, sizeof(pair));
+  // As above, to [steps, queries]. Writes up to a vector more.
+  static void fill_queries(const float *rows, int64_t dim, int64_t queries, Pair *tile) {
+    bf16 part[kRows * kPanel];
+    for (int64_t d = 0; d < dim; d += kPanel, tile += kLanes * queries) {
+      const int64_t columns = std::min<int64_t>(kPanel, dim - d);
+      for (int64_t r = 0; r < queries; ++r) {
+        const float *from = rows + r * dim + d;
+        bf16 *to = part + r * kPanel;
+        if (columns == kPanel)
+          store_narrowed(load(from), load(from + kLanes), to);
+        else
+          for (int64_t j = 0; j < columns; ++j) narrow(from[j], to + j);
+      }
+      fill_tile(part, kPanel, columns, queries, tile);
     }
   }
 
@@ -105,7 +112,11 @@ struct PairedKeys {
     int64_t d = 0;
     for (; d + 2 * kLanes <= dim; d += 2 * kLanes) {
       Vec<float> rows[kLanes] = {};  // of pairs
-      for (int n = 0; n < count; ++n) std::memcpy(&rows[n], key(n) + d, sizeof(rows[n]));
+      const auto load_row = [&](int n) { std::memcpy(&rows[n], key(n) + d, sizeof(rows[n])); };
+      if (count == kLanes)
+        for (int n = 0; n < kLanes; ++n) load_row(n);
+      else
+        for (int n = 0; n < count; ++n) load_row(n);
       transpose<float>(rows);
       for (int i = 0; i < kLanes; ++i)
         std::memcpy(to + (d + 2 * i) * kPanel, &rows[i], sizeof(rows[i]));
