@@ -41,13 +41,14 @@ class PackedOnce(Kernels):
 
     def __init__(self, kernels: Kernels) -> None:
         vars(self).update(vars(kernels))
-        self._panels: dict[int, Tensor] = {}
+        self._panels: dict[tuple[int, bool], Tensor] = {}
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor, gated: bool = False) -> Tensor:
         """By address: a weight lives until the last decoder that shares it has its panels."""
-        if weight.data_ptr() not in self._panels:
-            self._panels[weight.data_ptr()] = super().pack(weight)
-        return self._panels[weight.data_ptr()]
+        key = weight.data_ptr(), gated
+        if key not in self._panels:
+            self._panels[key] = super().pack(weight, gated)
+        return self._panels[key]
 
 
 def decoders(

@@ -19,12 +19,7 @@ from model.batch import ForwardBatch
 from model.encodings.base import PositionalEncoding
 from model.kernels.build import Kernels
 from model.kernels.layers import KernelLayers, Part
-from model.kernels.modules import (
-    Int8PanelLinear,
-    KernelRMSNorm,
-    KernelSiluGate,
-    PanelLinear,
-)
+from model.kernels.modules import GatedPanelLinear, KernelRMSNorm, PanelLinear
 from model.linear import Int8Linear, Linear
 from model.transformer import Decoder, Gate, LayerNorm, RMSNorm
 from server.metrics import Metrics
@@ -49,15 +44,14 @@ _TOLD: Mapping[Part, str] = {
     Part.TURN: POSITION,
     Part.STORE: STORE,
     Part.ATTENTION: ATTENTION,
-    Part.GATE: GATE,
     Part.RESIDUAL: RESIDUAL,
     Part.EMBEDDING: EMBEDDING,
     Part.HEAD: HEAD,
 }
 _MODULES: Mapping[type[nn.Module], str] = {
-    **dict.fromkeys((Linear, Int8Linear, PanelLinear, Int8PanelLinear), LINEAR),
+    **dict.fromkeys((Linear, Int8Linear, PanelLinear, GatedPanelLinear), LINEAR),
     **dict.fromkeys((RMSNorm, LayerNorm, KernelRMSNorm), NORM),
-    **dict.fromkeys((Gate, KernelSiluGate), GATE),
+    Gate: GATE,
     nn.Embedding: EMBEDDING,
 }
 _NAME = "profiled"

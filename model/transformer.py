@@ -161,10 +161,10 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.gate_up = Linear(
+        self.gate_up: nn.Module = Linear(
             config.width, 2 * config.ffn_width, bias=config.mlp_bias, dtype=dtype, device=device
         )
-        self.gate = Gate(config.activation)
+        self.gate: nn.Module = Gate(config.activation)
         self.down = Linear(
             config.ffn_width, config.width, bias=config.mlp_bias, dtype=dtype, device=device
         )

@@ -19,7 +19,7 @@ from cache.kv import KVCache
 from cache.manager import CacheManager
 from model.config import EncoderDecoderConfig, ModelConfig
 from model.encoder_decoder import EncoderDecoder
-from model.kernels.modules import Int8PanelLinear
+from model.kernels.modules import PanelLinear
 from model.sampling import SamplingParams
 from model.transformer import Decoder
 from server.batching import build_batch
@@ -74,7 +74,8 @@ def check_parity(
         difference = (logits - whole).abs().nan_to_num(nan=torch.inf)
         error = max(error, float(difference.max()))
         largest = max(largest, float(whole.abs().max()))
-    rounded = any(isinstance(each, Int8PanelLinear) for each in decoder.modules())
+    panels = [each for each in decoder.modules() if isinstance(each, PanelLinear)]
+    rounded = any(each.scale is not None for each in panels)
     tolerance = max(TOLERANCES[kv.dtype], TOLERANCES[torch.int8] if rounded else 0.0)
     return Parity(error, tolerance * largest)
 

@@ -41,6 +41,7 @@ FLAGS = [
 ]
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 PACKED_SUFFIXES = SUFFIXES | {torch.int8: "i8"}
+HALF = 16  # of the outputs that weights.hpp's kStrip has side by side
 ATTENTION_SUFFIXES = SUFFIXES | {torch.float64: "f64"}
 
 
@@ -68,11 +69,11 @@ class AttendArguments(ctypes.Structure):
 
 
 class LinearArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in layer.hpp."""
+    """Mirrors the struct of the same name in linear.hpp."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("packed", "scale", "bias")),
-        *((name, c_int64) for name in ("inputs", "outputs", "once")),
+        *((name, c_int64) for name in ("inputs", "outputs", "once", "gated")),
     )
 
 
@@ -113,6 +114,16 @@ class EndsArguments(ctypes.Structure):
     )
 
 
+def in_strips(rows: Tensor) -> Tensor:
+    """[2 · width, ..] of gate, up → strips of HALF rows of gate and as many of up, zeros past the
+    last."""
+    count, *rest = rows.shape
+    strips = -(-count // (2 * HALF))
+    halves = rows.new_zeros(2, strips * HALF, *rest)
+    halves[:, : count // 2] = rows.view(2, count // 2, *rest)
+    return halves.view(2, strips, HALF, *rest).transpose(0, 1).reshape(-1, *rest)
+
+
 class Kernels:
     """The compiled library. Tensors handed in are contiguous, on the CPU, of one dtype."""
 
@@ -123,32 +134,25 @@ class Kernels:
         self._draw = self._library.draw_token
         self._draw.restype = c_int64
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """[outputs, inputs] → bytes that `linear` reads, in a form of its own."""
+    def pack(self, weight: Tensor, gated: bool = False) -> Tensor:
+        """[outputs, inputs] → bytes that `linear` reads, in a form of its own.
+
+        gated: whether the outputs are gate, up.
+        """
         pack = getattr(self._library, f"pack_{PACKED_SUFFIXES[weight.dtype]}")
         pack.restype = c_int64
-        weight = weight.contiguous()
+        weight = in_strips(weight) if gated else weight.contiguous()
         sizes = [c_int64(size) for size in weight.shape]
         packed = self._pages.empty(pack(_as_c(weight), None, *sizes), dtype=torch.uint8)
         pack(_as_c(weight), _as_c(packed), *sizes)
         return packed
 
-    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-        """x [T, inputs] times packed weights, plus a float32 bias [outputs] → [T, outputs]."""
+    def linear(self, arguments: LinearArguments, x: Tensor) -> Tensor:
+        """x [T, inputs] → [T, outputs]."""
         x = x.contiguous()
-        rows, inputs = x.shape
-        y = x.new_empty(rows, outputs)
-        self._call("linear", x.dtype, x, packed, bias, y, rows, inputs, outputs)
-        return y
-
-    def linear_int8(
-        self, x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, outputs: int
-    ) -> Tensor:
-        """The same with weights packed as int8, and float32 [outputs] that each row is times."""
-        x = x.contiguous()
-        rows, inputs = x.shape
-        y = x.new_empty(rows, outputs)
-        self._call("linear_i8", x.dtype, x, packed, scale, bias, y, rows, inputs, outputs)
+        y = x.new_empty(len(x), arguments.outputs)
+        rows = c_int64(len(x))
+        self._function("linear", x.dtype)(ctypes.byref(arguments), _as_c(x), _as_c(y), rows)
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -157,14 +161,6 @@ class Kernels:
         y = torch.empty_like(x)
         width = x.shape[-1]
         self._call("rms_norm", x.dtype, x, weight, y, x.numel() // width, width, eps)
-        return y
-
-    def gated(self, x: Tensor) -> Tensor:
-        """silu(gate) · up of x [T, 2 · width] = gate, up → [T, width]."""
-        x = x.contiguous()
-        rows, width = x.shape[0], x.shape[1] // 2
-        y = x.new_empty(rows, width)
-        self._call("gated", x.dtype, x, y, rows, width)
         return y
 
     def rotate(

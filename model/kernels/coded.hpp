@@ -12,7 +12,7 @@
 #include <cstring>
 #include <memory>
 
-#include "packing.hpp"
+#include "outputs.hpp"
 
 namespace {
 
@@ -197,17 +197,14 @@ std::enable_if_t<kIsCoded<W>, Units<W>> reader_of(const W *strip) {
 // Rows that take codes as fast as memory gives them.
 constexpr int kWaiting = kRows / 3;
 
-// Adds ROWS rows times a strip to sum [ROWS, kStrip], in the order of multiply_tile. Number k of
+// Adds ROWS rows times a piece of a strip to their sums, in the order of multiply_tile. Number k of
 // row r is x[k * ROWS + r].
-template <int ROWS, class W>
-[[gnu::noinline]] void multiply_units(const Pair *x, int64_t steps, Units<W> units, float *sum) {
-  constexpr int kLanes = ::kLanes<float>;
+template <int ROWS, class W, class T>
+[[gnu::noinline]] void multiply_units(const Pair *x, int64_t steps, Units<W> units,
+                                      const Sums<T> &sums) {
   Vec<float> left_sum[ROWS], right_sum[ROWS];
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r) {
-    left_sum[r] = load(sum + r * kStrip);
-    right_sum[r] = load(sum + r * kStrip + kLanes);
-  }
+  sums.begin(0, left_sum);
+  sums.begin(kLanes<float>, right_sum);
   for (; steps > 0; steps -= 2) {
     __m512i weights[4];
     units.template next<(ROWS > kWaiting)>(weights);
@@ -219,19 +216,16 @@ template <int ROWS, class W>
         right_sum[r] = plus_pairs(right_sum[r], weights[i + 1], x[r]);
       }
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r) {
-    store(left_sum[r], sum + r * kStrip);
-    store(right_sum[r], sum + r * kStrip + kLanes);
-  }
+  sums.end(left_sum, right_sum);
 }
 
 // As that of linear.hpp.
-template <int ROWS, class W>
-void multiply_strip(int64_t rows, const Pair *x, int64_t steps, const Units<W> &strip, float *sum) {
+template <int ROWS, class W, class T>
+void multiply_strip(int64_t rows, const Pair *x, int64_t steps, const Units<W> &strip,
+                    const Sums<T> &sums) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return multiply_strip<ROWS - 1>(rows, x, steps, strip, sum);
-  multiply_units<ROWS>(x, steps, strip, sum);
+    if (rows < ROWS) return multiply_strip<ROWS - 1>(rows, x, steps, strip, sums);
+  multiply_units<ROWS>(x, steps, strip, sums);
 }
 
 #endif

@@ -30,21 +30,12 @@ void fold_sums(const char *stored, const int64_t *blocks, const uint64_t *multip
   int64_t pack_##SUFFIX(const T *w, Packed<T> *packed, int64_t outputs, int64_t inputs) {        \
     return pack(w, packed, outputs, inputs);                                                     \
   }                                                                                              \
-  void linear_##SUFFIX(const T *x, const Packed<T> *packed, const float *bias, T *y, int64_t rows,       \
-                       int64_t inputs, int64_t outputs) {                                        \
-    linear(x, packed, nullptr, bias, y, rows, inputs, outputs);                                  \
-  }                                                                                              \
-  void linear_i8_##SUFFIX(const T *x, const Packed<int8_t> *packed, const float *scale,         \
-                          const float *bias, T *y, int64_t rows, int64_t inputs,                 \
-                          int64_t outputs) {                                                     \
-    linear(x, packed, scale, bias, y, rows, inputs, outputs);                                    \
+  void linear_##SUFFIX(const LinearArguments *a, const T *x, T *y, int64_t rows) {               \
+    linear(*a, x, y, rows);                                                                      \
   }                                                                                              \
   void rms_norm_##SUFFIX(const T *x, const T *weight, T *y, int64_t rows, int64_t width,         \
                          float eps) {                                                            \
     rms_norm(x, weight, y, rows, width, eps);                                                    \
-  }                                                                                              \
-  void gated_##SUFFIX(const T *x, T *y, int64_t rows, int64_t width) {                           \
-    gated(x, y, rows, width);                                                                    \
   }                                                                                              \
   void rotate_##SUFFIX(const T *x, T *y, const float *cosines, const float *sines,               \
                        const int64_t *positions, int64_t rows, int64_t stride, int64_t heads,    \

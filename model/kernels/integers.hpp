@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "packing.hpp"
+#include "outputs.hpp"
 
 namespace {
 
@@ -35,7 +35,8 @@ struct Rounded {
 
 constexpr bool kIntegers = true;
 
-// packed [strips, inputs / 4, kStrip, 4], whole groups of inputs, or null to ask how many bytes it takes.
+// packed [strips, inputs / 4, kStrip, 4], whole groups of inputs; or null to ask how many bytes
+// it takes.
 inline int64_t pack(const int8_t *weight, Raised *packed, int64_t outputs, int64_t inputs) {
   const int64_t strips = strips_of(outputs), padded = groups_of(inputs) * kGroup;
 #pragma omp parallel for if (packed)
@@ -54,7 +55,8 @@ inline int64_t pack(const int8_t *weight, Raised *packed, int64_t outputs, int64
 template <class T>
 void round_group(const T *x, Rounded &group) {
   const Vec<float> left = load_wide(x), right = load_wide(x + kLanes<float>);
-  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);  // bits are ordered alike, NaN comes last
+  // Bits of magnitudes are ordered as these are, and NaN comes last.
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
   const int32_t most = _mm512_reduce_max_epi32(
       _mm512_max_epi32((__m512i)left & magnitude, (__m512i)right & magnitude));
   float largest;
@@ -92,16 +94,16 @@ void fill_row(const T *x, int64_t inputs, Rounded *row) {
 inline __m512i numbers_at(const Raised *weights) { return _mm512_loadu_si512(weights); }
 inline __m512i numbers_at(const Once<Raised> *weights) { return (__m512i)load_past(weights); }
 
-// Adds ROWS rows times the first VECTORS of a strip's two vectors of columns to sum [ROWS, kStrip].
-template <int ROWS, int VECTORS, class W>
+// Adds ROWS rows times a piece of a strip to their sums, of VECTORS vectors of columns from number
+// FIRST on.
+template <int ROWS, int FIRST, int VECTORS, class W, class T>
 [[gnu::noinline]] void multiply_groups(const Rounded *x, int64_t groups, const W *strip,
-                                       float *sum) {
+                                       const Sums<T> &sums) {
   constexpr int kLanes = ::kLanes<float>;
-  Vec<float> sums[ROWS][VECTORS];
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r)
+  strip += FIRST * kVectorBytes;
+  Vec<float> sum[VECTORS][ROWS];
 #pragma GCC unroll 2
-    for (int v = 0; v < VECTORS; ++v) sums[r][v] = load(sum + r * kStrip + v * kLanes);
+  for (int v = 0; v < VECTORS; ++v) sums.begin((FIRST + v) * kLanes, sum[v]);
   for (; groups > 0; --groups, x += ROWS) {
     __m512i whole[ROWS][VECTORS];
 #pragma GCC unroll 16
@@ -126,28 +128,36 @@ template <int ROWS, int VECTORS, class W>
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
       for (int v = 0; v < VECTORS; ++v)
-        sums[r][v] = plus_product(sums[r][v], (Vec<float>)_mm512_cvtepi32_ps(whole[r][v]),
-                                  Vec<float>{} + x[r].scale);
+        sum[v][r] = plus_product(sum[v][r], (Vec<float>)_mm512_cvtepi32_ps(whole[r][v]),
+                                 Vec<float>{} + x[r].scale);
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 2
-    for (int v = 0; v < VECTORS; ++v) store(sums[r][v], sum + r * kStrip + v * kLanes);
+  if constexpr (VECTORS == 2) {
+    sums.end(sum[0], sum[1]);
+  } else if constexpr (FIRST == 1) {
+    if (!sums.direct()) return sums.keep(kLanes, sum[0]);
+    Vec<float> left[ROWS];
+    for (int r = 0; r < ROWS; ++r) left[r] = load(sums.kept + r * kStrip);
+    sums.end(left, sum[0]);
+  } else {
+    sums.keep(0, sum[0]);
+  }
 }
 
 // Rows whose sums of both vectors of columns fit into registers.
 constexpr int kBoth = 6;
 
 // As that of linear.hpp.
-template <int ROWS, class W>
-std::enable_if_t<kIsRaised<W>> multiply_strip(int64_t rows, const Rounded *x, int64_t groups,
-                                              const W *strip, float *sums) {
+template <int ROWS, class W, class T>
+void multiply_strip(int64_t rows, const Rounded *x, int64_t groups, const W *strip,
+                    const Sums<T> &sums) {
   if constexpr (ROWS > 1)
     if (rows < ROWS) return multiply_strip<ROWS - 1>(rows, x, groups, strip, sums);
-  constexpr int kVectors = ROWS > kBoth ? 1 : 2;
-  for (int v = 0; v < 2; v += kVectors)
-    multiply_groups<ROWS, kVectors>(x, groups, strip + v * kVectorBytes,
-                                    sums + v * kLanes<float>);
+  if constexpr (ROWS <= kBoth) {
+    multiply_groups<ROWS, 0, 2>(x, groups, strip, sums);
+  } else {
+    multiply_groups<ROWS, 0, 1>(x, groups, strip, sums);
+    multiply_groups<ROWS, 1, 1>(x, groups, strip, sums);
+  }
 }
 
 #else

@@ -29,20 +29,6 @@ void rms_norm(const T *x, const T *weight, T *y, int64_t rows, int64_t width, fl
     rms_norm_row(x + r * width, weight, y + r * width, width, eps);
 }
 
-// y = silu(gate) * up; x [rows, 2 width] holds gate, then up.
-template <class T>
-void gated(const T *x, T *y, int64_t rows, int64_t width) {
-#pragma omp parallel for schedule(static) if (rows > 1)
-  for (int64_t r = 0; r < rows; ++r) {
-    const T *gate = x + r * 2 * width, *up = gate + width;
-#pragma omp simd
-    for (int64_t i = 0; i < width; ++i) {
-      const float g = widen(gate[i]);
-      narrow(g / (1.0f + exponential(-g)) * widen(up[i]), y + r * width + i);
-    }
-  }
-}
-
 // Turns pairs of the first 2 * half coordinates of each head; x has `stride` elements per row.
 template <bool INTERLEAVED, class T>
 void rotate(const T *x, T *y, const float *cosines, const float *sines, const int64_t *positions,
@@ -58,15 +44,6 @@ void rotate(const T *x, T *y, const float *cosines, const float *sines, const in
     }
   }
 }
-
-
-extern "C" struct LinearArguments {
-  const void *packed;
-  const float *scale;  // [outputs] of 8-bit weights, or null
-  const float *bias;   // [outputs] or null
-  int64_t inputs, outputs;
-  int64_t once;  // whether caches would not keep the weights until the next step
-};
 
 // What does not change from step to step.
 extern "C" struct LayerArguments {
@@ -95,7 +72,7 @@ extern "C" struct StepArguments {
   int64_t layer_bytes, layer_scales;  // from a layer's keys to the next one's, and its scales
   double *seconds;                    // [parts] to add to, or null
 };
-enum Part { kNorm, kLinear, kTurn, kStore, kAttention, kGate, kResidual, kEmbedding, kHead };
+enum Part { kNorm, kLinear, kTurn, kStore, kAttention, kResidual, kEmbedding, kHead };
 
 // What a decoder computes before its layers and after them. Does not change from step to step.
 extern "C" struct EndsArguments {
@@ -106,19 +83,6 @@ extern "C" struct EndsArguments {
   const void *norm;  // [width]
   LinearArguments head;
 };
-
-template <class T>
-void linear(const T *x, const LinearArguments &a, T *y, int64_t rows) {
-  if (a.scale)
-    linear(x, static_cast<const Packed<int8_t> *>(a.packed), a.scale, a.bias, y, rows, a.inputs,
-           a.outputs);
-  else if (a.once && rows <= kReading)
-    linear(x, static_cast<const Once<Packed<T>> *>(a.packed), nullptr, a.bias, y, rows, a.inputs,
-           a.outputs);
-  else
-    linear(x, static_cast<const Packed<T> *>(a.packed), nullptr, a.bias, y, rows, a.inputs,
-           a.outputs);
-}
 
 // `act` on every head of queries or keys, count of them from the first-th on, in place.
 template <class T, class Act>
@@ -259,8 +223,7 @@ void layer(const LayerArguments &a, const StepArguments &step, T *scratch, PartT
   T *small = scratch;  // [rows, width], as often as it is needed
   T *qkv = small + rows * width, *q = qkv + rows * a.qkv.outputs;
   T *heads = q + rows * attended, *kept = heads + rows * attended;
-  T *gate_up = kept + kept_rows * attended;
-  T *gate = gate_up + kept_rows * a.gate_up.outputs;
+  T *inner = kept + kept_rows * attended;  // [kept rows, down.inputs]
   AttendArguments attend = attends_to(a, step);
   attend.q = q;
   attend.out = heads;
@@ -269,7 +232,7 @@ void layer(const LayerArguments &a, const StepArguments &step, T *scratch, PartT
 
   rms_norm(x, static_cast<const T *>(a.attention_norm), small, rows, width, float(a.eps));
   times.spent(kNorm);
-  linear(small, a.qkv, qkv, rows);
+  linear(a.qkv, small, qkv, rows);
   times.spent(kLinear);
   norm_heads(a, attend, rows, qkv);
   times.spent(kNorm);
@@ -283,17 +246,14 @@ void layer(const LayerArguments &a, const StepArguments &step, T *scratch, PartT
     for (int64_t r = 0; r < kept_rows; ++r)
       std::copy(heads + step.kept[r] * attended, heads + (step.kept[r] + 1) * attended,
                 kept + r * attended);
-  linear(step.kept ? kept : heads, a.out, small, kept_rows);
+  linear(a.out, step.kept ? kept : heads, small, kept_rows);
   times.spent(kLinear);
   add_rows(x, step.kept, small, y, kept_rows, width);
   times.spent(kResidual);
   rms_norm(y, static_cast<const T *>(a.mlp_norm), small, kept_rows, width, float(a.eps));
   times.spent(kNorm);
-  linear(small, a.gate_up, gate_up, kept_rows);
-  times.spent(kLinear);
-  gated(gate_up, gate, kept_rows, a.down.inputs);
-  times.spent(kGate);
-  linear(gate, a.down, small, kept_rows);
+  linear(a.gate_up, small, inner, kept_rows);
+  linear(a.down, inner, small, kept_rows);
   times.spent(kLinear);
   add_rows<T>(y, nullptr, small, y, kept_rows, width);
   times.spent(kResidual);
@@ -352,7 +312,7 @@ bool pass(const EndsArguments &ends, const LayerArguments *each, int64_t count,
   T *y = static_cast<T *>(step.y);
   rms_norm(y, static_cast<const T *>(ends.norm), y, step.kept_rows, width, float(ends.eps));
   times.spent(kNorm);
-  linear(y, ends.head, logits, step.kept_rows);
+  linear(ends.head, y, logits, step.kept_rows);
   times.spent(kHead);
   return true;
 }

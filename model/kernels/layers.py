@@ -23,16 +23,9 @@ from model.kernels.build import (
     AttendArguments,
     Kernels,
     LayerArguments,
-    LinearArguments,
     StepArguments,
 )
-from model.kernels.modules import (
-    Int8PanelLinear,
-    KernelRMSNorm,
-    KernelRoPE,
-    KernelSiluGate,
-    PanelLinear,
-)
+from model.kernels.modules import GatedPanelLinear, KernelRMSNorm, KernelRoPE, PanelLinear
 from model.transformer import Block, GatedMLP, Layers
 
 
@@ -40,14 +33,13 @@ class Part(IntEnum):
     """What the time of a pass is spent on, as layer.hpp numbers it."""
 
     NORM = 0
-    LINEAR = 1
+    LINEAR = 1  # and the gate of an MLP
     TURN = 2  # queries and keys turned
     STORE = 3  # keys and values written
     ATTENTION = 4  # with the bias, and with the turning that a key frame leaves to attention
-    GATE = 5
-    RESIDUAL = 6
-    EMBEDDING = 7
-    HEAD = 8
+    RESIDUAL = 5
+    EMBEDDING = 6
+    HEAD = 7
 
 
 # Bytes of weights, more than a processor's last cache holds. Where it is larger, they are read from
@@ -62,7 +54,7 @@ class Parts:
     """Of a layer: all that the one call computes."""
 
     norms: dict[str, KernelRMSNorm]
-    linears: dict[str, PanelLinear | Int8PanelLinear]
+    linears: dict[str, PanelLinear]
     attend: CpuAttention
     encoding: PositionalEncoding
 
@@ -85,11 +77,7 @@ def parts_of(block: nn.Module) -> Parts | None:
         "down": mlp.down,
     }
     kernel_norms = {name: each for name, each in norms.items() if isinstance(each, KernelRMSNorm)}
-    panels = {
-        name: each
-        for name, each in linears.items()
-        if isinstance(each, PanelLinear | Int8PanelLinear)
-    }
+    panels = {name: each for name, each in linears.items() if isinstance(each, PanelLinear)}
     wanted = {name for name, each in norms.items() if each is not None}
     encoding = attention.encoding
     turned_by_us = isinstance(encoding, KernelRoPE)
@@ -97,7 +85,7 @@ def parts_of(block: nn.Module) -> Parts | None:
         attention.clip is not None
         or kernel_norms.keys() != wanted
         or panels.keys() != linears.keys()
-        or not isinstance(mlp.gate, KernelSiluGate)
+        or not isinstance(mlp.gate_up, GatedPanelLinear)
         or not isinstance(attention.attend, CpuAttention)
         or not (turned_by_us or type(encoding).rotate is PositionalEncoding.rotate)
     ):
@@ -134,7 +122,7 @@ class KernelLayers(Layers):
         attended, self._width = of_one.out.inputs, of_one.down.outputs
         # Numbers of scratch for each row, and for each row that is kept.
         self._per_row = 2 * self._width + of_one.qkv.outputs + 2 * attended
-        self._per_kept = attended + of_one.gate_up.outputs + of_one.down.inputs
+        self._per_kept = attended + of_one.down.inputs
 
     def forward(
         self,
@@ -225,7 +213,7 @@ def _layer_arguments(parts: Parts, index: int, kind: int, once: bool) -> LayerAr
     """All but what changes from step to step."""
     arguments = LayerArguments(
         **{name: norm.weight.data_ptr() for name, norm in parts.norms.items()},
-        **{name: linear_arguments(each, once) for name, each in parts.linears.items()},
+        **{name: each.arguments(once) for name, each in parts.linears.items()},
         index=index,
         kind=kind,
         eps=parts.norms["mlp_norm"].eps,  # one for all norms of a model
@@ -236,16 +224,3 @@ def _layer_arguments(parts: Parts, index: int, kind: int, once: bool) -> LayerAr
         arguments.pairs, arguments.interleaved = rope.cos.shape[1], int(rope.interleaved)
         arguments.turned = _TURNED[rope.key_frame]
     return arguments
-
-
-def linear_arguments(linear: PanelLinear | Int8PanelLinear, once: bool) -> LinearArguments:
-    """once: whether caches would not keep its weights until the next step."""
-    scale = linear.scale if isinstance(linear, Int8PanelLinear) else None
-    return LinearArguments(
-        packed=linear.panels.data_ptr(),
-        scale=None if scale is None else scale.data_ptr(),
-        bias=None if linear.bias is None else linear.bias.data_ptr(),
-        inputs=linear.inputs,
-        outputs=linear.outputs,
-        once=once,
-    )

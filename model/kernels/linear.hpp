@@ -41,6 +41,10 @@ const W *strip_at(const W *packed, int64_t p, int64_t inputs) {
     return packed + p * (kIsRaised<W> ? groups_of(inputs) * kGroup : even(inputs)) * kStrip;
 }
 
+// Whether rows' sums go from registers to the outputs.
+template <class W>
+constexpr bool kIsDirect = kIsCoded<W> || kIsRaised<W>;
+
 // What reads a strip: a pointer, where there are no codes.
 template <class W>
 std::enable_if_t<!kIsCoded<W>, const W *> reader_of(const W *strip) {
@@ -87,7 +91,7 @@ void multiply(int64_t rows, const Real *x, int64_t inputs, const W *panel, Real 
 // Adds up to ROWS rows, which lie side by side, times so many steps of a strip to sums [rows,
 // kStrip].
 template <int ROWS, class X, class W>
-std::enable_if_t<!kIsRaised<W>> multiply_strip(int64_t rows, const X *x, int64_t steps, const W *strip, float *sums) {
+void multiply_strip(int64_t rows, const X *x, int64_t steps, const W *strip, float *sums) {
   for (int64_t j = 0; j < kStrip; j += kPanel<float>)
     multiply<ROWS, 0, 1, kStrip, kStrip>(rows, x, steps, strip + j, sums + j);
 }
@@ -147,76 +151,56 @@ inline void widen_strip(const int8_t *strip, int64_t inputs, float *widened) {
   }
 }
 
-// Where sums go: y, with a scale of each output's weights and a bias, if there are any.
-template <class T>
-struct Outputs {
-  const float *scale, *bias;  // [count] or null
-  T *y;                       // [rows, count]
-  int64_t count;
-
-  // Of strip p and `rows` rows from number `first` on: sums [rows, kStrip].
-  void finish(int64_t p, int64_t first, int64_t rows, const float *sums) const {
-    const int64_t column = p * kStrip, columns = std::min<int64_t>(kStrip, count - column);
-    for (int64_t m = 0; m < rows; ++m) {
-      T *to = y + (first + m) * count + column;
-      if constexpr (kPairs<T>)
-        if (columns == kStrip) {
-          finish_strip(sums + m * kStrip, column, to);
-          continue;
-        }
-      for (int64_t j = 0; j < columns; ++j)
-        narrow(sums[m * kStrip + j] * (scale ? scale[column + j] : 1.0f) +
-                   (bias ? bias[column + j] : 0.0f),
-               to + j);
-    }
+// Adds up to kTile rows, which lie side by side, times a piece of a strip to their sums.
+template <class W, class X, class Reader, class T>
+void add_piece(int64_t rows, const X *x, int64_t steps, const Reader &weights,
+               const Sums<T> &sums) {
+  if constexpr (kIsDirect<W>) {
+    multiply_strip<kTile<W>>(rows, x, steps, weights, sums);
+    if (sums.direct()) return;
+  } else {
+    if (sums.first) std::fill(sums.kept, sums.kept + rows * kStrip, 0.0f);
+    multiply_strip<kTile<W>>(rows, x, steps, weights, sums.kept);
   }
-
-  void finish_strip(const float *sums, int64_t column, T *to) const {
-    const int64_t middle = column + kLanes<float>;
-    Vec<float> left = load(sums), right = load(sums + kLanes<float>);
-    if (scale) left *= load(scale + column), right *= load(scale + middle);
-    if (bias) left += load(bias + column), right += load(bias + middle);
-    store_narrowed(left, right, to);
-  }
-};
+  if (sums.last) sums.outputs.finish(sums.strip, sums.row, rows, sums.kept);
+}
 
 // One row. Every thread widens it for itself, which takes less than waiting for another.
 template <class T, class W>
 void linear_row(const T *x, const W *packed, int64_t inputs, const Outputs<T> &outputs) {
   typedef Factor<T, W> X;
-  const int64_t strips = strips_of(outputs.count), steps = steps_of<X, W>(inputs);
+  const int64_t steps = steps_of<X, W>(inputs);
 #pragma omp parallel
   {
     const std::unique_ptr<X[]> wide(new X[steps]{});
     fill_row(x, inputs, wide.get());
-    alignas(64) float sums[kStrip];
+    alignas(64) float kept[kStrip];
 #pragma omp for schedule(static) nowait
-    for (int64_t p = 0; p < strips; ++p) {
+    for (int64_t p = 0; p < outputs.strips(); ++p) {
       const W *strip = strip_at(packed, p, inputs);
-      if constexpr (kIsCoded<W> || kIsRaised<W>) {
-        std::fill(sums, sums + kStrip, 0.0f);
-        multiply_strip<1>(1, wide.get(), steps, reader_of(strip), sums);
-      } else if constexpr (kStrip == kPanel<float>)
-        multiply_tile<1, 1, 0, kStrip, kStrip, true>(wide.get(), steps, strip, sums);
-      else
-        multiply_row(wide.get(), steps, strip, sums);
-      outputs.finish(p, 0, 1, sums);
+      if constexpr (kIsDirect<W>) {
+        add_piece<W>(1, wide.get(), steps, reader_of(strip),
+                     Sums<T>{outputs, p, 0, true, true, kept});
+      } else {
+        if constexpr (kStrip == kPanel<float>)
+          multiply_tile<1, 1, 0, kStrip, kStrip, true>(wide.get(), steps, strip, kept);
+        else
+          multiply_row(wide.get(), steps, strip, kept);
+        outputs.finish(p, 0, 1, kept);
+      }
     }
   }
 }
 
-// scale [outputs] or null: what each output's weights are to be multiplied by.
 template <class T, class W>
-void linear(const T *x, const W *packed, const float *scale, const float *bias, T *y,
-            int64_t rows, int64_t inputs, int64_t outputs) {
+void linear(const T *x, const W *packed, int64_t rows, int64_t inputs, const Outputs<T> &outputs) {
   typedef Factor<T, W> X;
   constexpr int64_t kStep = kInputs<X> * kStrip;
   constexpr int64_t kChunk = 4 * kRows;  // rows per pass over the weights
   constexpr int64_t kDepth = kPiece / kStep / (kIsCoded<W> ? sizeof(bf16) : sizeof(W));  // steps
   constexpr int64_t kWidened = std::is_same_v<W, int8_t> ? 64 : 0;  // steps that tiles share
-  const Outputs<T> to{scale, bias, y, outputs};
-  if (rows == 1) return linear_row(x, packed, inputs, to);
-  const int64_t strips = strips_of(outputs), tiles = (rows + kRows - 1) / kRows;
+  if (rows == 1) return linear_row(x, packed, inputs, outputs);
+  const int64_t strips = outputs.strips(), tiles = (rows + kRows - 1) / kRows;
   const int64_t steps = steps_of<X, W>(inputs);
   // Inputs that one thread fills a tile with: rounding takes long enough to be shared.
   const int64_t part = kIsRaised<W> ? kGroup : inputs, parts = (inputs + part - 1) / part;
@@ -235,22 +219,23 @@ void linear(const T *x, const W *packed, const float *scale, const float *bias, 
       if (last == inputs)
         std::fill(tile + steps_of<X, T>(inputs) * count, tile + steps * count, X{});
     }
-    alignas(64) float sums[kChunk * kStrip];
+    alignas(64) float kept[kChunk * kStrip];
     alignas(64) float widened[kWidened * kStep + 1];
     for (int64_t chunk = 0; chunk < rows; chunk += kChunk) {
       const int64_t chunk_rows = std::min(kChunk, rows - chunk);
-      // Adds so many steps of weights, the k-th and on, to the sums of all of the chunk's rows.
-      const auto add = [&](const auto &weights, int64_t k, int64_t depth) {
+      // Adds so many steps of strip p, the k-th and on, to the sums of all of the chunk's rows.
+      const auto add = [&](int64_t p, const auto &weights, int64_t k, int64_t depth) {
         for (int64_t m = 0; m < chunk_rows; m += kRows) {
           const int64_t count = std::min<int64_t>(kRows, chunk_rows - m);
           const X *tile = wide.get() + (chunk + m) / kRows * tile_size + k * count;
-          multiply_strip<kTile<W>>(count, tile, depth, weights, sums + m * kStrip);
+          add_piece<W>(count, tile, depth, weights,
+                       Sums<T>{outputs, p, chunk + m, k == 0, k + depth == steps,
+                               kept + m * kStrip});
         }
       };
 #pragma omp for schedule(static) nowait
       for (int64_t p = 0; p < strips; ++p) {
         const W *strip = strip_at(packed, p, inputs);
-        std::fill(sums, sums + chunk_rows * kStrip, 0.0f);
         const bool shared = kWidened && chunk_rows > kRows;
         const int64_t step = shared ? kWidened : kDepth;
         auto weights = reader_of(strip);
@@ -259,15 +244,35 @@ void linear(const T *x, const W *packed, const float *scale, const float *bias, 
           if constexpr (kWidened > 0)
             if (shared) {
               widen_strip(weights, depth, widened);
-              add(widened, k, depth);
+              add(p, widened, k, depth);
               continue;
             }
-          add(weights, k, depth);
+          add(p, weights, k, depth);
         }
-        to.finish(p, chunk, chunk_rows, sums);
       }
     }
   }
+}
+
+extern "C" struct LinearArguments {
+  const void *packed;
+  const float *scale;  // of 8-bit weights, or null
+  const float *bias;   // or null
+  int64_t inputs, outputs;
+  int64_t once;   // whether caches would not keep the weights until the next step
+  int64_t gated;  // whether outputs are gated, as Outputs has it
+};
+
+template <class T>
+void linear(const LinearArguments &a, const T *x, T *y, int64_t rows) {
+  const Outputs<T> outputs{a.scale, a.bias, y, a.outputs, a.gated != 0};
+  const auto by = [&](auto *packed) { linear(x, packed, rows, a.inputs, outputs); };
+  if (a.scale)
+    by(static_cast<const Packed<int8_t> *>(a.packed));
+  else if (a.once && rows <= kReading)
+    by(static_cast<const Once<Packed<T>> *>(a.packed));
+  else
+    by(static_cast<const Packed<T> *>(a.packed));
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ from cache.terms import Capability, KeyFrame, Op
 from model.config import ModelConfig
 from model.encodings.base import PositionalEncoding
 from model.encodings.rope import RoPE
-from model.kernels.build import Kernels
+from model.kernels.build import Kernels, LinearArguments, in_strips
 from model.linear import Int8Linear, Linear
 from model.positional_work import PositionalWork
 from model.rotation import Rotation
@@ -21,33 +21,51 @@ from model.transformer import RMSNorm
 
 
 class PanelLinear(nn.Module):
-    """Our kernel over packed panels. Each row's sum is independent of the other rows."""
+    """Our kernel over packed panels. Each row's sum is independent of the other rows.
 
-    def __init__(self, linear: Linear, kernels: Kernels) -> None:
+    Inputs of 8-bit weights are rounded to 8 bits as well, 32 of a row together, where the
+    processor multiplies 8-bit integers.
+    """
+
+    gated = False
+
+    def __init__(self, linear: Linear | Int8Linear, kernels: Kernels) -> None:
         super().__init__()
+        if isinstance(linear, Int8Linear):
+            weight, scale = linear.rounded, linear.scale
+        else:
+            weight, scale = linear.weight, None
         self.kernels = kernels
-        self.outputs, self.inputs = linear.weight.shape
-        self.panels = kernels.pack(linear.weight)
-        self.bias = None if linear.bias is None else linear.bias.float()
+        self.outputs, self.inputs = weight.shape
+        self.panels = kernels.pack(weight, self.gated)
+        order = in_strips if self.gated else torch.Tensor.contiguous
+        self.scale = None if scale is None else order(scale)
+        self.bias = None if linear.bias is None else order(linear.bias.float())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.linear(x, self.panels, self.bias, self.outputs)
+        return self.kernels.linear(self.arguments(once=False), x)
+
+    def arguments(self, once: bool) -> LinearArguments:
+        """once: whether caches would not keep its weights until the next step."""
+        return LinearArguments(
+            packed=self.panels.data_ptr(),
+            scale=None if self.scale is None else self.scale.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            once=once,
+            gated=self.gated,
+        )
 
 
-class Int8PanelLinear(nn.Module):
-    """The same over 8-bit panels. Where the processor multiplies 8-bit integers, inputs are rounded
-    to 8 bits as well, 32 of a row together; elsewhere weights are widened as they are read."""
+class GatedPanelLinear(PanelLinear):
+    """silu(gate) · up, of a linear layer whose outputs are gate, up."""
 
-    def __init__(self, linear: Int8Linear, kernels: Kernels) -> None:
-        super().__init__()
-        self.kernels = kernels
-        self.outputs, self.inputs = linear.rounded.shape
-        self.panels = kernels.pack(linear.rounded)
-        self.scale = linear.scale
-        self.bias = None if linear.bias is None else linear.bias.float()
+    gated = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.linear_int8(x, self.panels, self.scale, self.bias, self.outputs)
+    def __init__(self, linear: Linear | Int8Linear, kernels: Kernels) -> None:
+        super().__init__(linear, kernels)
+        self.outputs //= 2
 
 
 class KernelRMSNorm(nn.Module):
@@ -59,15 +77,6 @@ class KernelRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, self.weight, self.eps)
-
-
-class KernelSiluGate(nn.Module):
-    def __init__(self, kernels: Kernels) -> None:
-        super().__init__()
-        self.kernels = kernels
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.gated(x)
 
 
 class SubstituteRoPE(PositionalEncoding):

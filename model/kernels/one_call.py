@@ -17,8 +17,8 @@ from model.encodings.base import MaterialisedBias, PositionalEncoding
 from model.encodings.learned import Learned
 from model.encodings.sinusoidal import Sinusoidal
 from model.kernels.build import EndsArguments, Kernels, StepArguments
-from model.kernels.layers import KernelLayers, linear_arguments
-from model.kernels.modules import Int8PanelLinear, KernelRMSNorm, PanelLinear
+from model.kernels.layers import KernelLayers
+from model.kernels.modules import KernelRMSNorm, PanelLinear
 from model.transformer import Decoder
 
 
@@ -40,7 +40,7 @@ class OneCall:
         decoder: Decoder,
         layers: KernelLayers,
         norm: KernelRMSNorm,
-        head: PanelLinear | Int8PanelLinear,
+        head: PanelLinear,
         kernels: Kernels,
     ) -> None:
         self._layers = layers
@@ -57,7 +57,7 @@ class OneCall:
             vector_scale=scale,
             eps=norm.eps,
             norm=norm.weight.data_ptr(),
-            head=linear_arguments(head, layers.once),
+            head=head.arguments(layers.once),
         )
         adds_nothing = type(decoder.encoding).embed is PositionalEncoding.embed
         self._embeds = (adds_nothing or vectors is not None) and decoder.embed_norm is None
@@ -102,7 +102,7 @@ def one_call(decoder: Decoder, kernels: Kernels) -> OneCall | None:
     if (
         not isinstance(layers, KernelLayers)
         or not isinstance(norm, KernelRMSNorm)
-        or not isinstance(head, PanelLinear | Int8PanelLinear)
+        or not isinstance(head, PanelLinear)
         or decoder.project_out is not None
         or not _one_bias(decoder)
     ):

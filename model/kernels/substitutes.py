@@ -10,22 +10,24 @@ from model.encodings.rope import RoPE
 from model.kernels.build import SUFFIXES, Kernels
 from model.kernels.layers import KernelLayers, parts_of
 from model.kernels.modules import (
-    Int8PanelLinear,
+    GatedPanelLinear,
     KernelRMSNorm,
     KernelRoPE,
-    KernelSiluGate,
     PanelLinear,
     TritonRoPE,
 )
 from model.kernels.one_call import one_call
 from model.linear import Int8Linear, Linear
-from model.transformer import Decoder, Gate, Layers, RMSNorm
+from model.transformer import Decoder, Gate, GatedMLP, Layers, RMSNorm
 
 
 def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
     """Replace what can be, inside a model of this dtype on the CPU. Call once, after loading."""
     if dtype not in SUFFIXES:
         return
+    for module in model.modules():
+        if isinstance(module, GatedMLP):
+            _gate_at_once(module, kernels)
     _replace(model, lambda module: _faster(module, kernels))
     for parent, name, child in _children(model):
         if isinstance(child, Layers):
@@ -34,6 +36,13 @@ def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
                 setattr(parent, name, KernelLayers(child, parts, kernels))
     if isinstance(model, Decoder):
         model.one_call = one_call(model, kernels)
+
+
+def _gate_at_once(mlp: GatedMLP, kernels: Kernels) -> None:
+    gate, linear = mlp.gate, mlp.gate_up
+    silu = isinstance(gate, Gate) and gate.activation == "silu"
+    if silu and isinstance(linear, Linear | Int8Linear):
+        mlp.gate_up, mlp.gate = GatedPanelLinear(linear, kernels), nn.Identity()
 
 
 def substitute_on_gpu(model: nn.Module) -> None:
@@ -72,14 +81,10 @@ def has_bf16_arithmetic() -> bool:
 
 
 def _faster(module: nn.Module, kernels: Kernels) -> nn.Module | None:
-    if isinstance(module, Linear):
+    if isinstance(module, Linear | Int8Linear):
         return PanelLinear(module, kernels)
-    if isinstance(module, Int8Linear):
-        return Int8PanelLinear(module, kernels)
     if isinstance(module, RMSNorm):
         return KernelRMSNorm(module, kernels)
-    if isinstance(module, Gate) and module.activation == "silu":
-        return KernelSiluGate(kernels)
     if type(module) is RoPE:  # what derives from it may do anything in a way of its own
         return KernelRoPE(module, kernels)
     return None

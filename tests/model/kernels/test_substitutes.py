@@ -10,10 +10,9 @@ from cache.rounding import restored, rounded
 from model.attention.cpu import CpuBackend
 from model.encodings.rope import RoPE
 from model.kernels.modules import (
-    Int8PanelLinear,
+    GatedPanelLinear,
     KernelRMSNorm,
     KernelRoPE,
-    KernelSiluGate,
     PanelLinear,
 )
 from model.kernels.substitutes import has_bf16_arithmetic, substitute
@@ -90,6 +89,17 @@ def in_8_bits(x):
     return restored(*rounded(groups), torch.float64).flatten(1)[:, : x.shape[1]]
 
 
+def exact_sums(layer, x):
+    """float64, as the layer may compute them: of weights in 8 bits, inputs may be rounded, too."""
+    if isinstance(layer, Linear):
+        weight, inputs = layer.weight.double(), [x.double()]
+    else:
+        weight = layer.rounded.double() * layer.scale.double()[:, None]
+        inputs = [x.double(), in_8_bits(x)]
+    bias = 0.0 if layer.bias is None else layer.bias.double()
+    return [given @ weight.T + bias for given in inputs]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 6, 7, 12, 13, 40, 97])
 @pytest.mark.parametrize(
@@ -101,16 +111,14 @@ def test_int8_panels_round_inputs_in_groups_or_not_at_all(
     """In groups where the processor multiplies 8-bit integers, and nowhere just some of them."""
     layer = Int8Linear(made(inputs, outputs, bias, dtype))
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
-    found = Int8PanelLinear(layer, kernels)(x).double()
-    weight = layer.rounded.double() * layer.scale.double()[:, None]
-    offset = 0.0 if layer.bias is None else layer.bias.double()
+    found = PanelLinear(layer, kernels)(x).double()
     rounding = 2**-8 if dtype is torch.bfloat16 else 0.0
-    exact = [given @ weight.T + offset for given in (x.double(), in_8_bits(x))]
+    exact = exact_sums(layer, x)
     assert any(((found - y).abs() <= y.abs() * rounding + 1e-5).all() for y in exact)
 
 
 def test_8_bit_layers_keep_what_is_not_finite_to_its_row(kernels):
-    layer = Int8PanelLinear(Int8Linear(made(64, 40, False, torch.bfloat16)), kernels)
+    layer = PanelLinear(Int8Linear(made(64, 40, False, torch.bfloat16)), kernels)
     x = torch.randn(14, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     before = layer(x)
     x[3, 5], x[12, 40] = torch.nan, torch.inf
@@ -134,7 +142,7 @@ def threads(request):
 @pytest.mark.parametrize("outputs", [5, 32, 33, 70, 100, 200])  # a single row meets some at once
 def test_a_rows_result_does_not_depend_on_the_others(outputs, int8, dtype, threads, kernels):
     layer = made(64, outputs, False, dtype)
-    packed = Int8PanelLinear(Int8Linear(layer), kernels) if int8 else PanelLinear(layer, kernels)
+    packed = PanelLinear(Int8Linear(layer) if int8 else layer, kernels)
     x = torch.randn(100, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     together = packed(x)
     for row in (0, 11, 12, 95, 96, 99):
@@ -161,10 +169,25 @@ def test_rms_norm_equals_torch(shape, dtype, kernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gate_equals_torch(dtype, kernels):
-    x = (torch.randn(9, 2 * 37, generator=torch.Generator().manual_seed(1)) * 20).to(dtype)
-    gate, up = x.double().chunk(2, dim=-1)
-    close(KernelSiluGate(kernels)(x), F.silu(gate) * up)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 7, 12, 13, 50])
+@pytest.mark.parametrize(("inputs", "width", "bias"), [(40, 37, True), (600, 64, False)])
+def test_gated_panels_equal_torch(rows, inputs, width, bias, int8, dtype, kernels):
+    layer = made(inputs, 2 * width, bias, dtype)
+    layer = Int8Linear(layer) if int8 else layer
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    found = GatedPanelLinear(layer, kernels)(x)
+    halves = [y.chunk(2, dim=-1) for y in exact_sums(layer, x)]
+    assert any(is_close(found, F.silu(gate) * up) for gate, up in halves)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 16])  # part of a strip, and a whole one
+def test_gates_of_any_size(width, dtype, kernels):
+    layer = Linear(1, 2 * width, dtype=dtype, device=CPU)
+    layer.weight.fill_(1)
+    x = torch.linspace(-120, 120, 97)[:, None].to(dtype)
+    close(GatedPanelLinear(layer, kernels)(x), (F.silu(x.double()) * x.double()).expand(-1, width))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -203,6 +226,10 @@ def test_substituted_decoder_equals_its_original(kernels):
 
 
 def close(result, exact):
+    assert is_close(result, exact)
+
+
+def is_close(result, exact):
     """Within one rounding of the result's dtype."""
     step = 2**-8 if result.dtype is torch.bfloat16 else 2**-20
-    assert ((result.double() - exact).abs() <= exact.abs() * step + 1e-5).all()
+    return ((result.double() - exact).abs() <= exact.abs() * step + 1e-5).all()

@@ -1,0 +1,135 @@
+// Where a linear layer's sums go.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "packing.hpp"
+
+namespace {
+
+inline float silu(float x) { return x / (1.0f + exponential(-x)); }
+
+// One vector of numbers, narrowed.
+inline void store_as(Vec<float> x, float *to) { store(x, to); }
+inline void store_as(Vec<float> x, bf16 *to) {
+#if defined(__AVX512BF16__)
+  _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+#pragma omp simd
+  for (int i = 0; i < kLanes<float>; ++i) narrow(x[i], to + i);
+#endif
+}
+inline void store_two_as(Vec<float> left, Vec<float> right, float *to) {
+  store(left, to);
+  store(right, to + kLanes<float>);
+}
+inline void store_two_as(Vec<float> left, Vec<float> right, bf16 *to) {
+#if defined(__AVX512BF16__)
+  store_narrowed(left, right, to);
+#else
+  store_as(left, to);
+  store_as(right, to + kLanes<float>);
+#endif
+}
+
+// y, of sums times a scale of each output's weights and with a bias, if there are any. Gated: a
+// strip's first half are gates, and y is silu of them times the second half.
+template <class T>
+struct Outputs {
+  const float *scale, *bias;  // [strips, kStrip] of a gated layer, [width] of others; or null
+  T *y;                       // [rows, width]
+  int64_t width;
+  bool gated;
+
+  int64_t of_strip() const { return gated ? kStrip / 2 : kStrip; }
+  int64_t strips() const { return (width + of_strip() - 1) / of_strip(); }
+  bool whole(int64_t strip) const { return (strip + 1) * of_strip() <= width; }
+  T *place(int64_t strip, int64_t row) const { return y + row * width + strip * of_strip(); }
+
+  // Of rows from number `first` on, a strip that is whole and not gated, where it is two vectors.
+  template <int ROWS>
+  void put(int64_t strip, int64_t first, const Vec<float> (&left)[ROWS],
+           const Vec<float> (&right)[ROWS]) const {
+    const int64_t column = strip * kStrip, middle = column + kLanes<float>, step = width;
+    T *to = place(strip, first);
+    if (!scale && !bias) {
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) store_two_as(left[r], right[r], to + r * step);
+      return;
+    }
+    const Vec<float> one = Vec<float>{} + 1.0f;
+    const Vec<float> left_scale = scale ? load(scale + column) : one;
+    const Vec<float> right_scale = scale ? load(scale + middle) : one;
+    const Vec<float> left_bias = bias ? load(bias + column) : Vec<float>{};
+    const Vec<float> right_bias = bias ? load(bias + middle) : Vec<float>{};
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r)
+      store_two_as(left[r] * left_scale + left_bias, right[r] * right_scale + right_bias,
+                   to + r * step);
+  }
+
+  // Of rows from number `first` on, any strip: sums [rows, kStrip], which are overwritten.
+  void finish(int64_t strip, int64_t first, int64_t rows, float *sums) const {
+    const int64_t columns = std::min(of_strip(), width - strip * of_strip());
+    for (int64_t r = first; r < first + rows; ++r, sums += kStrip) {
+      scale_row(strip, sums);
+      if (gated) gate_row(sums);
+      T *to = place(strip, r);
+      if (columns == of_strip())
+        for (int64_t j = 0; j < columns; j += kLanes<float>) store_as(load(sums + j), to + j);
+      else
+        for (int64_t j = 0; j < columns; ++j) narrow(sums[j], to + j);
+    }
+  }
+
+ private:
+  void scale_row(int64_t strip, float *sums) const {
+    const int64_t column = strip * kStrip;
+    const int64_t count = gated ? kStrip : std::min<int64_t>(kStrip, width - column);
+    if (scale)
+      for (int64_t j = 0; j < count; ++j) sums[j] *= scale[column + j];
+    if (bias)
+      for (int64_t j = 0; j < count; ++j) sums[j] += bias[column + j];
+  }
+
+  static void gate_row(float *sums) {
+#pragma omp simd
+    for (int j = 0; j < kStrip / 2; ++j) sums[j] = silu(sums[j]) * sums[kStrip / 2 + j];
+  }
+};
+
+// Some rows' sums of a strip, whose weights come piece by piece.
+template <class T>
+struct Sums {
+  const Outputs<T> &outputs;
+  int64_t strip, row;  // the first of the rows
+  bool first, last;    // of the pieces
+  float *kept;         // from piece to piece: [rows, kStrip]
+
+  // Whether they go to the outputs from registers.
+  bool direct() const { return last && outputs.whole(strip) && !outputs.gated; }
+
+  template <int ROWS>
+  void begin(int64_t column, Vec<float> (&sum)[ROWS]) const {
+    const bool zero = first;
+    const float *from = kept + column;
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) sum[r] = zero ? Vec<float>{} : load(from + r * kStrip);
+  }
+  template <int ROWS>
+  void keep(int64_t column, const Vec<float> (&sum)[ROWS]) const {
+    float *to = kept + column;
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) store(sum[r], to + r * kStrip);
+  }
+  template <int ROWS>
+  void end(const Vec<float> (&left)[ROWS], const Vec<float> (&right)[ROWS]) const {
+    if (direct()) return outputs.put(strip, row, left, right);
+    keep(0, left);
+    keep(kLanes<float>, right);
+  }
+};
+
+}  // namespace
