@@ -85,10 +85,11 @@ def main(model: str, dtype: str, threads: str, port: str) -> None:
     scheduler.enable_prefix_caching = scheduler.dynamic_split_fuse = True
     # A processor without bfloat16 computes in float32, and then refuses keys in bfloat16.
     capable = "BF16" in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    precision = "bf16" if dtype == "bfloat16" and capable else "f32"
+    precision = "f32" if dtype == "float32" or not capable else "bf16"
     hints = dict.fromkeys(("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"), precision)
     hints |= {"INFERENCE_NUM_THREADS": threads}
-    pipe = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", hints)
+    folder = f"{model}-int8" if dtype == "int8" else model
+    pipe = genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", hints)
     new: queue.SimpleQueue[Stream] = queue.SimpleQueue()
     server = ThreadingHTTPServer(("127.0.0.1", int(port)), handler(new))
     server.socket.listen(128)  # a load comes all at once

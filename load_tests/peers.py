@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
         required=True,
         metavar="FOLDER",
         help="holds the weights as each system takes them: bf16/, bf16-noeos/, openvino/, "
-        "bfloat16.gguf",
+        "bfloat16.gguf; in 8 bits openvino-int8/, int8.gguf",
     )
     options.add_argument(
         "--peer",
@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         "--systems",
         metavar="A,B",
         help="PROGRAM:DTYPE in the order they take turns; the others are compared with the first "
-        "(default: ropewalk and every --peer, in bfloat16)",
+        "(default: ropewalk and every --peer, in bfloat16); int8: weights in 8 bits",
     )
     options.add_argument(
         "--ours",

@@ -18,6 +18,8 @@ from load_tests.client import DIALECTS, Dialect, Server
 
 OURS = "{python} -m server serve {model}/bf16 --host {host} --port {port} --dtype {dtype}"
 _OURS = "ropewalk"
+INT8 = "int8"  # in place of a type: weights in 8 bits, and bfloat16 besides
+_ROUND = frozenset({_OURS, "llamacpp", "openvino"})  # who can have those
 # Peer → its dialect, and the command with {program} for what `--peer` names.
 _PEERS: Mapping[str, tuple[str, str]] = {
     # Without a copy that has no end-of-text its answers would end early: it takes no ignore_eos.
@@ -38,7 +40,7 @@ _PEERS: Mapping[str, tuple[str, str]] = {
         "--served-model-name m --dtype {dtype} --max-model-len 4096 --max-num-seqs 32 "
         "--host {host} --port {port}",
     ),
-    # Computes in the type of its file. Room for 1,280 tokens in each of 32 slots.
+    # Computes as its file has the weights. Room for 1,280 tokens in each of 32 slots.
     "llamacpp": (
         "openai",
         "{program} -m {model}/{dtype}.gguf -a m -t {cores} -tb {cores} -np 32 --no-kv-unified "
@@ -81,6 +83,8 @@ def system_from(spec: str, *, ours: str, peers: Mapping[str, Path], model: Path)
     if name not in (_OURS, *_PEERS) or not dtype:
         known = ", ".join((_OURS, *_PEERS))
         raise ValueError(f"{spec!r} is not PROGRAM:DTYPE, with a program of {known}")
+    if dtype == INT8 and name not in _ROUND:
+        raise ValueError(f"{spec}: {INT8} is compared for {', '.join(sorted(_ROUND))}")
     if name != _OURS and name not in peers:
         raise ValueError(f"{spec} needs its program: add --peer {name}=PATH")
     dialect, template = ("openai", ours) if name == _OURS else _PEERS[name]
@@ -91,7 +95,7 @@ def system_from(spec: str, *, ours: str, peers: Mapping[str, Path], model: Path)
         program=shlex.quote(str(program)),
         prefix=shlex.quote(str(program.parent.parent)),
         model=shlex.quote(str(model)),
-        dtype=dtype,
+        dtype=f"bfloat16 --quantize {INT8}" if (name, dtype) == (_OURS, INT8) else dtype,
         cores=cores,
         last_core=cores - 1,
         host=process.HOST,
