@@ -109,22 +109,7 @@ struct PairedKeys {
   // As above, to [steps, kPanel, 2].
   template <class Key>
   static void fill_columns(Key key, int64_t count, int64_t dim, bf16 *to) {
-    int64_t d = 0;
-    for (; d + 2 * kLanes <= dim; d += 2 * kLanes) {
-      Vec<float> rows[kLanes] = {};  // of pairs
-      const auto load_row = [&](int n) { std::memcpy(&rows[n], key(n) + d, sizeof(rows[n])); };
-      if (count == kLanes)
-        for (int n = 0; n < kLanes; ++n) load_row(n);
-      else
-        for (int n = 0; n < count; ++n) load_row(n);
-      transpose<float>(rows);
-      for (int i = 0; i < kLanes; ++i)
-        std::memcpy(to + (d + 2 * i) * kPanel, &rows[i], sizeof(rows[i]));
-    }
-    for (; d < dim; d += 2)
-      for (int n = 0; n < kLanes; ++n)
-        for (int i = 0; i < 2; ++i)
-          to[d * kPanel + 2 * n + i] = n < count && d + i < dim ? key(n)[d + i] : bf16{};
+    pair_columns(key, count, dim, to);
   }
 };
 

@@ -44,34 +44,32 @@ struct Exception {
   uint8_t place, upper;  // place: of the weight's bytes among those of the unit
 };
 
-// Where the bytes of a unit's weight are among its lower ones, and those that are looked up:
-// interleaving takes the first half of each 16 bytes into one vector, the second into another.
-inline int64_t place_of(int64_t weight) {
-  const int64_t words = kVectorBytes / 2, vector = weight / words, within = weight % words;
-  return vector / 2 * kVectorBytes + within / 8 * 16 + vector % 2 * 8 + within % 8;
-}
-
-// The upper bytes that most of a strip's weights have, and the code of each; kNone without one.
+// The upper bytes that most of a strip's weights have, whose codes are their places here.
 struct Uppers {
   static constexpr int kCodes = 16;
-  static constexpr uint8_t kNone = kCodes;
 
   Uppers(const bf16 *weights, int64_t count) : exceptions(count) {
-    int64_t counts[256] = {}, order[256];
-    for (int64_t i = 0; i < count; ++i) ++counts[weights[i].bits >> 8];
-    for (int64_t i = 0; i < 256; ++i) order[i] = i;
+    // Weights are alike: counted in one table, each would wait for the one before.
+    constexpr int kTables = 4;
+    static_assert(kUnit % kTables == 0);
+    int32_t counts[kTables][256] = {};
+    int64_t order[256];
+    for (int64_t i = 0; i < count; i += kTables)
+      for (int t = 0; t < kTables; ++t) ++counts[t][weights[i + t].bits >> 8];
+    for (int64_t i = 0; i < 256; ++i) {
+      order[i] = i;
+      for (int t = 1; t < kTables; ++t) counts[0][i] += counts[t][i];
+    }
     std::partial_sort(order, order + kCodes, order + 256, [&](int64_t a, int64_t b) {
-      return counts[a] != counts[b] ? counts[a] > counts[b] : a < b;
+      return counts[0][a] != counts[0][b] ? counts[0][a] > counts[0][b] : a < b;
     });
-    std::fill(code, code + 256, kNone);
     for (int i = 0; i < kCodes; ++i) {
       upper[i] = uint8_t(order[i]);
-      code[order[i]] = uint8_t(i);
-      exceptions -= counts[order[i]];
+      exceptions -= counts[0][order[i]];
     }
   }
 
-  uint8_t upper[kCodes], code[256];
+  uint8_t upper[kCodes];
   int64_t exceptions;
 };
 
@@ -90,20 +88,44 @@ inline void code_strip(const bf16 *weights, const Uppers &uppers, int64_t units,
   head->units = before_units(uppers.exceptions);
   uint8_t *unit = reinterpret_cast<uint8_t *>(strip) + head->units;
   for (int64_t u = 0; u < units; ++u, unit += kUnitBytes) {
-    uint8_t *codes = unit + kUnit;
-    std::fill(codes, codes + kVectorBytes, 0);
-    for (int64_t i = 0; i < kUnit; ++i) {
-      const uint16_t bits = weights[u * kUnit + i].bits;
-      const int64_t place = place_of(i);
-      const uint8_t upper = uint8_t(bits >> 8), code = uppers.code[upper];
-      unit[place] = uint8_t(bits);
-      if (code == Uppers::kNone)
-        *exception++ = {int32_t(u), uint8_t(place), upper};
-      else
-        codes[place % kVectorBytes] |= uint8_t(code << (place / kVectorBytes * 4));
+    __m512i codes[2];
+    for (int half = 0; half < 2; ++half, weights += kUnit / 2) {
+      // What `Units` interleaves again.
+      const __m512i first = _mm512_loadu_si512(weights);
+      const __m512i second = _mm512_loadu_si512(weights + kUnit / 4);
+      const __m512i low = _mm512_set1_epi16(255);
+      const __m512i upper =
+          _mm512_packus_epi16(_mm512_srli_epi16(first, 8), _mm512_srli_epi16(second, 8));
+      _mm512_storeu_si512(unit + half * kVectorBytes,
+                          _mm512_packus_epi16(first & low, second & low));
+      codes[half] = _mm512_setzero_si512();
+      uint64_t left = ~uint64_t(0);
+      for (int c = 0; c < Uppers::kCodes; ++c) {
+        const __mmask64 has = _mm512_cmpeq_epi8_mask(upper, _mm512_set1_epi8(char(head->upper[c])));
+        codes[half] = _mm512_mask_mov_epi8(codes[half], has, _mm512_set1_epi8(char(c)));
+        left &= ~has;
+      }
+      alignas(kLine) uint8_t bytes[kVectorBytes];
+      if (left) _mm512_store_si512(bytes, upper);
+      for (; left; left &= left - 1) {
+        const int place = __builtin_ctzll(left);
+        *exception++ = {int32_t(u), uint8_t(half * kVectorBytes + place), bytes[place]};
+      }
     }
+    _mm512_storeu_si512(unit + kUnit, codes[0] | _mm512_slli_epi16(codes[1], 4));
   }
   *exception = {-1, 0, 0};
+}
+
+// Strip p of weight [outputs, inputs], uncoded: in pairs of inputs, [steps, kStrip, 2].
+inline void pair_strip(const bf16 *weight, int64_t p, int64_t outputs, int64_t inputs,
+                       bf16 *strip) {
+  constexpr int64_t kHalf = kStrip / 2;
+  static_assert(kStrip == kPanel<float>);
+  for (int64_t first = p * kStrip; first < (p + 1) * kStrip; first += kHalf, strip += kStrip) {
+    const int64_t count = std::clamp<int64_t>(outputs - first, 0, kHalf);
+    pair_columns([&](int64_t n) { return weight + (first + n) * inputs; }, count, inputs, strip);
+  }
 }
 
 // As that of packing.hpp, with codes.
@@ -113,10 +135,10 @@ inline int64_t pack(const bf16 *weight, Coded *packed, int64_t outputs, int64_t 
   const auto each_strip = [&](auto &&act) {
 #pragma omp parallel
     {
-      const std::unique_ptr<bf16[]> weights(new bf16[units * kUnit]);
+      const std::unique_ptr<bf16[]> weights(new bf16[units * kUnit]());  // zeros at the end
 #pragma omp for schedule(static)
       for (int64_t p = 0; p < strips; ++p) {
-        pack_strip(weight, p, outputs, inputs, units * kUnitInputs, weights.get());
+        pair_strip(weight, p, outputs, inputs, weights.get());
         act(p, weights.get(), Uppers(weights.get(), units * kUnit));
       }
     }

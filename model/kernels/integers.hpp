@@ -40,13 +40,20 @@ constexpr bool kIntegers = true;
 inline int64_t pack(const int8_t *weight, Raised *packed, int64_t outputs, int64_t inputs) {
   const int64_t strips = strips_of(outputs), padded = groups_of(inputs) * kGroup;
 #pragma omp parallel for if (packed)
-  for (int64_t p = 0; p < (packed ? strips : 0); ++p)
-    for (int64_t j = 0; j < kStrip; ++j)
-      for (int64_t k = 0; k < padded; ++k) {
-        const int64_t n = p * kStrip + j;
-        const int32_t number = n < outputs && k < inputs ? weight[n * inputs + k] : 0;
-        packed[(p * padded + k / 4 * 4) * kStrip + j * 4 + k % 4].number = number + kRaise;
+  for (int64_t p = 0; p < (packed ? strips : 0); ++p) {
+    Raised *to = packed + p * padded * kStrip;
+    for (int64_t k = 0; k < padded; k += 4)
+      for (int64_t n = p * kStrip; n < (p + 1) * kStrip; ++n, to += 4) {
+        const int8_t *from = weight + n * inputs + k;
+        uint32_t quad = 0;
+        if (n < outputs && k + 4 <= inputs)
+          std::memcpy(&quad, from, 4);
+        else if (n < outputs && k < inputs)
+          std::memcpy(&quad, from, inputs - k);
+        quad ^= 0x80808080;  // each of the four plus kRaise
+        std::memcpy(to, &quad, 4);
       }
+  }
   return strips * padded * kStrip;
 }
 

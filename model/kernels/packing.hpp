@@ -9,8 +9,7 @@
 namespace {
 
 // Strip p of weight [outputs, inputs], as [padded, kStrip]; what is past the last output or input
-// is zero. The columns of a panel lie as load_two finds them; where bfloat16 is multiplied in
-// pairs, a column's two side by side.
+// is zero. The columns of a panel lie as load_two finds them.
 template <class T>
 void pack_strip(const T *weight, int64_t p, int64_t outputs, int64_t inputs, int64_t padded,
                 T *strip) {
@@ -18,8 +17,7 @@ void pack_strip(const T *weight, int64_t p, int64_t outputs, int64_t inputs, int
   for (int64_t k = 0; k < padded; ++k)
     for (int64_t j = 0; j < kStrip; ++j) {
       const int64_t n = p * kStrip + j;
-      const int64_t place = kPairs<T> ? 2 * j + k % 2 * (1 - kStrip)
-                                      : j / kPanel * kPanel + place_of_lane<T>(j % kPanel);
+      const int64_t place = j / kPanel * kPanel + place_of_lane<T>(j % kPanel);
       strip[k * kStrip + place] = n < outputs && k < inputs ? weight[n * inputs + k] : T{};
     }
 }

@@ -34,6 +34,29 @@ inline Vec<float> plus_pairs(Vec<float> sum, __m512i weights, Pair x) {
   return (Vec<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)both);
 }
 
+// row(0) and on, kLanes at most, of `inputs` each, become columns of a panel [steps, kPanel, 2];
+// past the last row and the last input is zero.
+template <class Row>
+void pair_columns(Row row, int64_t count, int64_t inputs, bf16 *to) {
+  constexpr int64_t kLanes = ::kLanes<float>, kPanel = ::kPanel<float>;
+  int64_t k = 0;
+  for (; k + 2 * kLanes <= inputs; k += 2 * kLanes) {
+    Vec<float> rows[kLanes] = {};  // of pairs
+    const auto load_row = [&](int n) { std::memcpy(&rows[n], row(n) + k, sizeof(rows[n])); };
+    if (count == kLanes)
+      for (int n = 0; n < kLanes; ++n) load_row(n);
+    else
+      for (int n = 0; n < count; ++n) load_row(n);
+    transpose<float>(rows);
+    for (int i = 0; i < kLanes; ++i)
+      std::memcpy(to + (k + 2 * i) * kPanel, &rows[i], sizeof(rows[i]));
+  }
+  for (; k < inputs; k += 2)
+    for (int n = 0; n < kLanes; ++n)
+      for (int i = 0; i < 2; ++i)
+        to[k * kPanel + 2 * n + i] = n < count && k + i < inputs ? row(n)[k + i] : bf16{};
+}
+
 // The weights of one step: pairs of the first half of a panel's columns, and of the second.
 inline void load_pairs(const bf16 *weights, __m512i &left, __m512i &right) {
   left = _mm512_loadu_si512(weights);

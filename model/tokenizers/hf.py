@@ -74,21 +74,28 @@ def _prefix(tokenizer: tokenizers.Tokenizer) -> list[int]:
 
 
 def _entries(tokenizer: tokenizers.Tokenizer) -> Iterator[tuple[bytes, bytes]]:
-    description = json.loads(tokenizer.to_str())
-    decoder = description.get("decoder")
+    decoder = _decoder(tokenizer)
     rule = byte_rule(decoder)
     literal = decoder["type"] == "ByteLevel"  # added tokens are not written in the byte alphabet
-    added = {token["id"]: token for token in description.get("added_tokens", [])}
+    added = tokenizer.get_added_tokens_decoder()
     size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     for token in range(size):
         piece = tokenizer.id_to_token(token)
-        if piece is None or (token in added and added[token]["special"]):
+        if piece is None or (token in added and added[token].special):
             yield b"", b""
         elif token in added and literal:
-            text = added[token]["content"].encode()
+            text = added[token].content.encode()
             yield text, text
         else:
             yield rule(piece)
+
+
+def _decoder(tokenizer: tokenizers.Tokenizer) -> Any:
+    """As the file has it. Without a vocabulary, whose JSON takes long to read."""
+    bare = tokenizers.Tokenizer(tokenizers.models.BPE())
+    if tokenizer.decoder is not None:
+        bare.decoder = tokenizer.decoder
+    return json.loads(bare.to_str())["decoder"]
 
 
 def byte_rule(decoder: Mapping[str, Any] | None) -> Rule:

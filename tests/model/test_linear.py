@@ -3,7 +3,7 @@
 import torch
 
 from model.attention.reference import ReferenceAttention
-from model.linear import Int8Linear, Linear, quantize, rounded_rows
+from model.linear import ROUNDED_AT_ONCE, Int8Linear, Linear, quantize, rounded_rows
 from tests.model.running import run_uncached
 from tests.model.tiny import CPU, tiny
 
@@ -17,6 +17,18 @@ def test_rows_are_within_half_a_step() -> None:
     error = (packed.float() * scale[:, None] - matrix).abs()
     assert (error <= scale[:, None] * 0.5001).all()
     assert torch.equal(scale[:3] * 127, matrix[:3].abs().amax(dim=1))
+
+
+def test_large_matrices_are_rounded_row_by_row_and_left_as_they_are() -> None:
+    rows = 2 * ROUNDED_AT_ONCE // 700 + 3
+    matrix = torch.randn(rows, 700, generator=torch.Generator().manual_seed(2))
+    before = matrix.clone()
+    packed, scale = rounded_rows(matrix)
+    for row in (0, 1, ROUNDED_AT_ONCE // 700 - 1, ROUNDED_AT_ONCE // 700, rows - 1):
+        alone, of_row = rounded_rows(matrix[row : row + 1])
+        assert torch.equal(packed[row], alone[0])
+        assert scale[row] == of_row
+    assert torch.equal(matrix, before)
 
 
 def test_the_rounded_weights_are_multiplied_exactly() -> None:
