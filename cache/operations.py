@@ -5,6 +5,7 @@ here. Appending is no operation of this file: it is `reserve`, `write` and `comm
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -113,7 +114,7 @@ class Operations:
         self._copy(copies)
         placed = dict(copies)
         moving = [each._replace(block=placed.get(each.block, each.block)) for each in moving]
-        self._shift(operation.op, moving)
+        report = replace(report, rewritten=self._shift(operation.op, moving))
         self._witness.seal([each.block for each in moving if each.slots == self._kv.block_size])
         return report
 
@@ -195,15 +196,22 @@ class Operations:
                 for part in self._kv.layer(layer):
                     part[targets] = part[sources]
 
-    def _shift(self, op: Op, moving: Sequence[_Moving]) -> None:
-        """In the layers whose keys carry their position, one distance after the other."""
+    def _shift(self, op: Op, moving: Sequence[_Moving]) -> int:
+        """In the layers whose keys carry their position, one distance after the other.
+
+        How many keys were rewritten, as counted here, where it is done.
+        """
+        rewritten = 0
         for delta in dict.fromkeys(each.delta for each in moving if each.delta):
-            alike = [each.block for each in moving if each.delta == delta]
+            alike = [each for each in moving if each.delta == delta]
             for some in _batched(alike):
-                blocks = self._index(some)
+                blocks = self._index([each.block for each in some])
+                keys = self._kv.kv_heads * sum(each.slots for each in some)
                 for layer, rules in enumerate(self._rules):
                     if rules.capability(op, self._kv.dtype) in REWRITES:
                         self._kv.layer(layer).change_keys(blocks, partial(rules.shift, delta=delta))
+                        rewritten += keys
+        return rewritten
 
     def _index(self, blocks: Sequence[int]) -> Tensor:
         return torch.tensor(blocks, device=self._kv.device)

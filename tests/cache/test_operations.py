@@ -161,6 +161,15 @@ def test_renumbering_rewrites_the_keys_that_carry_their_position():
     assert torch.equal(moved_keys[1, 4:], keys[1, 8:] - 4)
 
 
+def test_keys_that_a_broken_operation_leaves_are_stale(monkeypatch):
+    world = World(REWRITE, REWRITE)
+    world.store("a", 14)
+    monkeypatch.setattr("cache.operations._batched", lambda some: [some[:1]] if some else [])
+    report = world.operations.apply(Evict("a", 1, 1, renumber=True))
+    assert (report.should_change, report.rewritten) == (2 * 6 * HEADS, 2 * BLOCK * HEADS)
+    assert report.stale == 2 * 2 * HEADS  # the last block's two slots, in both layers
+
+
 def test_renumbering_copies_what_others_hold():
     world = World(REWRITE, REWRITE)
     world.store("a", 14)
