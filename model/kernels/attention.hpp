@@ -32,8 +32,8 @@ inline std::vector<Piece> pieces_of(const AttendArguments &a, bool whole_vectors
   const bool requests_suffice = threads == 1 || a.requests >= 2 * threads;
   const std::vector<char> needed = needed_rows(a);
   // Keys are laid out once for each piece; but pieces must be enough for all threads.
-  const bool many = a.query_starts[a.requests] * a.heads >= 8 * threads * kQueries;
-  const int64_t size = many ? kQueries : kQueries / 2;
+  const bool enough = a.query_starts[a.requests] * a.heads >= 8 * threads * kQueries;
+  const int64_t size = enough ? kQueries : kQueries / 2;
   int64_t pairs = 0;
   for (int64_t r = 0; r < a.requests; ++r) {
     const int64_t queries = (a.query_starts[r + 1] - a.query_starts[r]) * group;
@@ -46,7 +46,7 @@ inline std::vector<Piece> pieces_of(const AttendArguments &a, bool whole_vectors
       const auto row = needed.begin() + a.query_starts[r];
       if (std::count(row + first / group, row + (first + count - 1) / group + 1, 1) == 0) continue;
       for (int64_t head = 0; head < a.kv_heads; head += heads) {
-        Piece piece{r, head, heads, first, count};
+        Piece piece{r, head, heads, first, count, few};
         if (!halves) {
           pieces.push_back(piece);
           continue;
@@ -67,7 +67,6 @@ void attend_with_heads(const AttendArguments &a) {
   typedef typename RealOf<T>::type Real;
   const bool whole_vectors = a.head_dim % kLanes<Real> == 0;
   const std::vector<Piece> pieces = pieces_of(a, whole_vectors);
-  const auto few_queries = [&](int64_t i) { return pieces[i].count <= kFew && whole_vectors; };
   typedef FewQueries<Real, S, DIM> Few;
   typename Few::Pairs pairs(a, pieces);
   // A prompt's last queries see most keys: they are not left for the end.
@@ -81,8 +80,8 @@ void attend_with_heads(const AttendArguments &a) {
     for (int64_t i = take(), next; i >= 0; i = next) {
       const bool ahead = i >= enough;
       next = ahead ? take() : -1;
-      if (few_queries(i))
-        few.template run<T>(pieces[i], next >= 0 && few_queries(next) ? &pieces[next] : nullptr,
+      if (pieces[i].few)
+        few.template run<T>(pieces[i], next >= 0 && pieces[next].few ? &pieces[next] : nullptr,
                             pairs);
       else
         many.template run<T>(pieces[i]);

@@ -68,6 +68,7 @@ enum Half { kLater, kEarlier, kWhole };
 // in each row those that share a key/value head, under each of `heads` key/value heads.
 struct Piece {
   int64_t request, first_head, heads, first_query, count;
+  bool few;  // whether FewQueries computes it: all pieces of a request alike, whatever their sizes
   Half half = kWhole;
   int64_t pair = 0;  // of pieces that are halves of each other: its number
 };

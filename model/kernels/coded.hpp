@@ -169,8 +169,8 @@ class Units {
         unit_(strip + reinterpret_cast<const Head *>(strip)->units),
         exception_(reinterpret_cast<const Exception *>(strip + sizeof(Head))) {}
 
-  // The next one's weights, as load_pairs has those of two steps. FETCH: those, too, that lie
-  // kPiece bytes on.
+  // The next one's weights: pairs of the first half of the columns, then of the second, of two
+  // steps. FETCH: those, too, that lie kPiece bytes on.
   template <bool FETCH>
   [[gnu::always_inline]] void next(__m512i (&weights)[4]) {
     const __m512i half = _mm512_set1_epi8(15), codes = bytes_at(unit_ + kUnit);

@@ -17,7 +17,7 @@ struct Raised {
 };
 constexpr int32_t kRaise = 128;
 template <class W>
-constexpr bool kIsRaised = std::is_same_v<W, Raised> || std::is_same_v<W, Once<Raised>>;
+constexpr bool kIsRaised = std::is_same_v<W, Raised>;
 
 // Inputs of a row that are rounded together, with a scale of their own.
 constexpr int64_t kGroup = 32;
@@ -74,7 +74,9 @@ void round_group(const T *x, Rounded &group) {
   const __m512i more = _mm512_cvtps_epi32((__m512)(right * steps));
   _mm_storeu_si128((__m128i *)group.quads, _mm512_cvtepi32_epi8(wide));
   _mm_storeu_si128((__m128i *)group.quads + 1, _mm512_cvtepi32_epi8(more));
-  group.gain = -kRaise * _mm512_reduce_add_epi32(_mm512_add_epi32(wide, more));
+  // Unsigned: of what is not finite it may be too large, and does not matter.
+  const uint32_t sum = uint32_t(_mm512_reduce_add_epi32(_mm512_add_epi32(wide, more)));
+  group.gain = int32_t(0u - uint32_t(kRaise) * sum);
   group.scale = largest * (1.0f / 127.0f);
 }
 
@@ -98,9 +100,6 @@ void fill_row(const T *x, int64_t inputs, Rounded *row) {
   fill_tile(x, inputs, inputs, 1, row);
 }
 
-inline __m512i numbers_at(const Raised *weights) { return _mm512_loadu_si512(weights); }
-inline __m512i numbers_at(const Once<Raised> *weights) { return (__m512i)load_past(weights); }
-
 // Adds ROWS rows times a piece of a strip to their sums, of VECTORS vectors of columns from number
 // FIRST on.
 template <int ROWS, int FIRST, int VECTORS, class W, class T>
@@ -121,7 +120,7 @@ template <int ROWS, int FIRST, int VECTORS, class W, class T>
     for (int i = 0; i < Rounded::kQuads; ++i, strip += 4 * kStrip) {
       __m512i weights[VECTORS];
 #pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; ++v) weights[v] = numbers_at(strip + v * kVectorBytes);
+      for (int v = 0; v < VECTORS; ++v) weights[v] = _mm512_loadu_si512(strip + v * kVectorBytes);
       if constexpr (VECTORS == 1) __builtin_prefetch(strip + kPiece, 0, 2);
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; ++r) {

@@ -38,7 +38,7 @@ const W *strip_at(const W *packed, int64_t p, int64_t inputs) {
   if constexpr (kIsCoded<W>)
     return packed + reinterpret_cast<const int64_t *>(packed)[p];
   else
-    return packed + p * (kIsRaised<W> ? groups_of(inputs) * kGroup : even(inputs)) * kStrip;
+    return packed + p * (kIsRaised<W> ? groups_of(inputs) * kGroup : inputs) * kStrip;
 }
 
 // Whether rows' sums go from registers to the outputs.

@@ -11,24 +11,23 @@ namespace {
 // Strip p of weight [outputs, inputs], as [padded, kStrip]; what is past the last output or input
 // is zero. The columns of a panel lie as load_two finds them.
 template <class T>
-void pack_strip(const T *weight, int64_t p, int64_t outputs, int64_t inputs, int64_t padded,
-                T *strip) {
+void pack_strip(const T *weight, int64_t p, int64_t outputs, int64_t inputs, T *strip) {
   constexpr int64_t kPanel = ::kPanel<float>;
-  for (int64_t k = 0; k < padded; ++k)
+  for (int64_t k = 0; k < inputs; ++k)
     for (int64_t j = 0; j < kStrip; ++j) {
       const int64_t n = p * kStrip + j;
       const int64_t place = j / kPanel * kPanel + place_of_lane<T>(j % kPanel);
-      strip[k * kStrip + place] = n < outputs && k < inputs ? weight[n * inputs + k] : T{};
+      strip[k * kStrip + place] = n < outputs ? weight[n * inputs + k] : T{};
     }
 }
 
-// packed [strips, even(inputs), kStrip], or null to ask how many bytes it takes.
+// packed [strips, inputs, kStrip], or null to ask how many bytes it takes.
 template <class T>
 int64_t pack(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
-  const int64_t strips = strips_of(outputs), size = even(inputs) * kStrip;
+  const int64_t strips = strips_of(outputs), size = inputs * kStrip;
 #pragma omp parallel for if (packed)
   for (int64_t p = 0; p < (packed ? strips : 0); ++p)
-    pack_strip(weight, p, outputs, inputs, even(inputs), packed + p * size);
+    pack_strip(weight, p, outputs, inputs, packed + p * size);
   return strips * size * int64_t(sizeof(T));
 }
 

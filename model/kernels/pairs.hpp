@@ -62,10 +62,7 @@ inline void load_pairs(const bf16 *weights, __m512i &left, __m512i &right) {
   left = _mm512_loadu_si512(weights);
   right = _mm512_loadu_si512(weights + 2 * kLanes<float>);
 }
-inline void load_pairs(const Once<bf16> *weights, __m512i &left, __m512i &right) {
-  left = (__m512i)load_past(weights);
-  right = (__m512i)load_past(weights + 2 * kLanes<float>);
-}
+
 // As the functions of linear.hpp that have the same names, with pairs for inputs.
 template <int ROWS, int K, int R, int SUM, int STEP, bool NEW, class W>
 [[gnu::noinline]] void multiply_tile(const Pair *x, int64_t steps, const W *panel, float *sum) {
@@ -113,8 +110,13 @@ inline void fill_tile(const bf16 *x, int64_t stride, int64_t inputs, int64_t row
   int64_t k = 0;
   for (; rows > 2 && 2 * (k + kLanes) <= inputs; k += kLanes) {
     Vec<float> square[kLanes] = {};
-    for (int64_t r = 0; r < rows; ++r)
+    const auto load_row = [&](int64_t r) {
       std::memcpy(&square[r], x + r * stride + 2 * k, sizeof(square[r]));
+    };
+    if (rows == kRows)
+      for (int r = 0; r < kRows; ++r) load_row(r);
+    else
+      for (int64_t r = 0; r < rows; ++r) load_row(r);
     transpose<float>(square);
     for (int64_t i = 0; i < kLanes; ++i)
       std::memcpy(tile + (k + i) * rows, &square[i], sizeof(square[i]));

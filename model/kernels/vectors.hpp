@@ -220,7 +220,7 @@ inline float exponential(float given) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const int32_t bits = (int32_t(n) + 127) << 23;
+  const uint32_t bits = uint32_t(int32_t(n) + 127) << 23;
   float power;
   std::memcpy(&power, &bits, 4);
   return given < -87.0f ? 0.0f : p * power;  // written so that NaN stays NaN

@@ -22,9 +22,6 @@ constexpr int kReading = kStrip == kPanel<float> ? 2 * kRows / 3 : 1;
 
 inline int64_t strips_of(int64_t outputs) { return (outputs + kStrip - 1) / kStrip; }
 
-// Of a strip, with a last one that has no second.
-inline int64_t even(int64_t inputs) { return inputs + inputs % 2; }
-
 // Where more rows take longer, the next piece is fetched meanwhile: STEP weights of it for each
 // STEP that a tile is at. Attention's panels lie in a cache already; there it changes nothing.
 template <int ROWS, int STEP, class W>

@@ -149,6 +149,22 @@ def test_numbers_do_not_depend_on_threads_nor_on_other_requests(
             assert torch.equal(attend(q[rows], kv, own, bias, None), together[rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+def test_a_prompts_numbers_do_not_depend_on_those_beside_it(heads, dtype, threads, kernels):
+    """Tasks have more queries where all have enough of them, and the last of a prompt has few."""
+    given = spec(*heads, 64, dtype)
+    q, kv, batch = problem(given, 16, [(0, 98), (0, 2000), (5, 100), (100, 33), (3, 290)])
+    attend = CpuBackend(kernels)(given)
+    threads(2)
+    together = attend(q, kv, batch, None, None)
+    for request in (0, 2, 3, 4):
+        rows, own = alone(batch, request)
+        assert torch.equal(attend(q[rows], kv, own, None, None), together[rows])
+    threads(7)
+    assert torch.equal(attend(q, kv, batch, None, None), together)
+
+
 def test_a_key_that_is_not_a_number_shows(kernels):
     """The server tells such answers from good ones by looking at the logits."""
     given = spec()
