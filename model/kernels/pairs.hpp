@@ -76,7 +76,6 @@ template <int ROWS, int K, int R, int SUM, int STEP, bool NEW, class W>
   for (int64_t k = 0; k < steps; ++k) {
     __m512i left, right;
     load_pairs(panel + k * 2 * STEP, left, right);
-    fetch_ahead<ROWS, 2 * STEP>(panel + k * 2 * STEP);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
       left_sum[r] = plus_pairs(left_sum[r], left, x[k * pair_step + r * R]);
