@@ -24,6 +24,7 @@ from server.request import (
     StepStats,
     TokenEvent,
 )
+from server.threads import use_all_threads
 
 log = getLogger(__name__)
 
@@ -228,6 +229,7 @@ class AsyncEngine:
     # --------------------------------------------------------------- on the engine thread
 
     def _run(self) -> None:
+        use_all_threads()
         try:
             while self._turn():
                 pass

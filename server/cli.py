@@ -265,10 +265,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 when something failed, 2 when the command was not understood."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except CommandError as error:
         print(f"ropewalk: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # whoever reads, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -10,6 +10,8 @@ import ctypes
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+import torch
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -23,10 +25,19 @@ def end_idle_threads() -> None:
         pause(_OMP_PAUSE_SOFT)
 
 
+def use_all_threads() -> None:
+    """As many as torch was told of, for kernels that the calling thread calls.
+
+    OpenMP keeps that number for each thread, and tells others of it only when torch computes.
+    """
+    torch.set_num_threads(torch.get_num_threads())
+
+
 async def aside(compute: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """What it returns, computed in a thread beside the event loop's and the engine's."""
 
     def computed() -> T:
+        use_all_threads()
         try:
             return compute(*arguments, **named)
         finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from server.threads import aside, end_idle_threads
+from server.threads import aside, end_idle_threads, use_all_threads
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="counted in /proc")
 
@@ -84,3 +84,22 @@ def test_what_is_computed_aside_leaves_none():
 
 def test_what_is_computed_aside_is_returned():
     assert asyncio.run(aside(computed)) == pytest.approx(math.e)
+
+
+def test_a_thread_of_ones_own_computes_in_as_many_as_were_asked_for(kernels):
+    """OpenMP would take one for each core, whatever torch was told of in another thread."""
+    counts = []
+
+    def compute():
+        use_all_threads()
+        before = threads()
+        kernels.rms_norm(torch.ones(64, 64), torch.ones(64), 1e-5)
+        counts.append(len(threads() - before))
+        end_idle_threads()
+
+    for count in (3, 2, 1):
+        torch.set_num_threads(count)
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+    assert counts == [2, 1, 0]
