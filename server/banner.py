@@ -27,6 +27,7 @@ class ModelFacts:
     chat: bool  # has a chat template
     key_frame: str | None = None  # of stored keys that attention still turns
     sides: int = 1  # an encoder-decoder keeps prompt and answer apart: 2
+    quantize: str | None = None  # what weights of linear layers are rounded to
 
 
 def banner(models: Sequence[ModelFacts], *, url: str, open_to_all: bool, version: str) -> str:
@@ -56,6 +57,7 @@ def _model_rows(model: ModelFacts) -> list[tuple[str, str]]:
     tokens = model.blocks * model.block_size
     pool = readable_bytes(tokens * model.kv_bytes_per_token)
     beyond = " (beyond training)" if model.max_context > model.trained_context else ""
+    rounded = "" if model.quantize is None else f" with {model.quantize} weights"
     each = " each for prompt and answer" if model.sides == 2 else ""
     trained = f"{model.trained_context:,}"
     frame = f", keys in the {model.key_frame} frame" if model.key_frame else ""
@@ -63,7 +65,7 @@ def _model_rows(model: ModelFacts) -> list[tuple[str, str]]:
         ("model", f"{model.name} ({model.architecture})"),
         ("encoding", model.encoding + frame),
         ("context", f"{model.max_context:,} tokens{each}{beyond}, trained on {trained}"),
-        ("device", f"{model.device}, {model.dtype}, {model.attention} attention"),
+        ("device", f"{model.device}, {model.dtype}{rounded}, {model.attention} attention"),
         ("keys and values", f"{model.kv_dtype}, {model.kv_bytes_per_token:,} bytes per token"),
         ("cache", f"{model.blocks:,} blocks of {model.block_size} tokens, {pool}"),
         ("at full length", f"{tokens / (model.sides * model.max_context):.1f} requests together"),

@@ -205,6 +205,7 @@ def _complete(
         chat=model.checkpoint.chat_template is not None,
         key_frame=None if rotation is None else rotation.frame,
         sides=sides,
+        quantize=config.loading.quantize,
     )
     _register(metrics, facts, shape, position_apart=decoder.position_apart)
     metrics.compared(name, parity.error, parity.tolerance)
@@ -345,6 +346,7 @@ def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:
             "vocab_size": vocab_size,
             "trained_context": facts.trained_context,
             "dtype": facts.dtype,
+            "quantize": facts.quantize,
         },
     )
 

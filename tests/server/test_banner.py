@@ -53,6 +53,11 @@ def test_the_frame_of_keys_is_said_when_attention_turns_them() -> None:
     assert "frame" not in printed(FACTS)
 
 
+def test_rounded_weights_are_said() -> None:
+    said = printed(dataclasses.replace(FACTS, quantize="int8"))
+    assert "cpu, bfloat16 with int8 weights, cpu attention" in said
+
+
 def test_it_is_a_box() -> None:
     box, _, below = printed(FACTS, dataclasses.replace(FACTS, name="x" * 70)).partition("\n\n")
     lines = box.splitlines()
