@@ -109,13 +109,8 @@ inline void fill_tile(const bf16 *x, int64_t stride, int64_t inputs, int64_t row
   int64_t k = 0;
   for (; rows > 2 && 2 * (k + kLanes) <= inputs; k += kLanes) {
     Vec<float> square[kLanes] = {};
-    const auto load_row = [&](int64_t r) {
+    for (int64_t r = 0; r < rows; ++r)
       std::memcpy(&square[r], x + r * stride + 2 * k, sizeof(square[r]));
-    };
-    if (rows == kRows)
-      for (int r = 0; r < kRows; ++r) load_row(r);
-    else
-      for (int64_t r = 0; r < rows; ++r) load_row(r);
     transpose<float>(square);
     for (int64_t i = 0; i < kLanes; ++i)
       std::memcpy(tile + (k + i) * rows, &square[i], sizeof(square[i]));
