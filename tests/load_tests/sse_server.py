@@ -8,7 +8,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 Pieces = Sequence[bytes | float]  # a number is seconds of silence
@@ -25,6 +25,7 @@ class Running:
     heads: list[str] = field(default_factory=list)
     in_flight: int = 0
     most_in_flight: int = 0
+    connections: set[asyncio.Task] = field(default_factory=set)
 
 
 def chunk(data: bytes) -> bytes:
@@ -96,6 +97,9 @@ def serving(answer: Answer = good, pause_s: float = 0.0) -> Iterator[Running]:
         started.set()
         await stopping.wait()
         server.close()
+        for connection in running.connections:
+            connection.cancel()
+        await asyncio.gather(*running.connections, return_exceptions=True)
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
@@ -109,22 +113,25 @@ def serving(answer: Answer = good, pause_s: float = 0.0) -> Iterator[Running]:
 
 def _handler(answer: Answer, pause_s: float, running: Running):
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        length = next(
-            int(line.split(":")[1])
-            for line in head.split("\r\n")
-            if line.lower().startswith("content-length:")
-        )
-        content = await reader.readexactly(length)
-        path = head.split(" ")[1]
-        body = json.loads(content) if content else {}
-        if path == "/v1/completions":
-            running.bodies.append(body)
-            running.heads.append(head)
+        connection = asyncio.current_task()
+        assert connection is not None
+        running.connections.add(connection)
+        try:
+            path, body = await _request(reader, running)
+            await respond(answer(path, body), writer)
+        except (ConnectionError, asyncio.IncompleteReadError):  # the client gave up first
+            pass
+        finally:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+            running.connections.discard(connection)
+
+    async def respond(pieces: Pieces, writer: asyncio.StreamWriter) -> None:
         running.in_flight += 1
         running.most_in_flight = max(running.most_in_flight, running.in_flight)
         try:
-            for piece in answer(path, body):
+            for piece in pieces:
                 if isinstance(piece, float):
                     await asyncio.sleep(piece)
                     continue
@@ -132,13 +139,27 @@ def _handler(answer: Answer, pause_s: float, running: Running):
                 await writer.drain()
                 if pause_s:
                     await asyncio.sleep(pause_s)
-        except ConnectionError:  # the client gave up first, as some tests want
-            pass
         finally:
             running.in_flight -= 1
-            writer.close()
 
     return handle
+
+
+async def _request(reader: asyncio.StreamReader, running: Running) -> tuple[str, dict]:
+    """Its path and body."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    length = next(
+        int(line.split(":")[1])
+        for line in head.split("\r\n")
+        if line.lower().startswith("content-length:")
+    )
+    content = await reader.readexactly(length)
+    path = head.split(" ")[1]
+    body = json.loads(content) if content else {}
+    if path == "/v1/completions":
+        running.bodies.append(body)
+        running.heads.append(head)
+    return path, body
 
 
 async def _forever(port: int) -> None:
