@@ -7,10 +7,9 @@
 #include <cstdint>
 #include <vector>
 
-#include <omp.h>
-
 #include "attention_few.hpp"
 #include "attention_many.hpp"
+#include "team.hpp"
 
 namespace {
 
@@ -26,9 +25,10 @@ inline std::vector<char> needed_rows(const AttendArguments &a) {
 
 // Queries under one key/value head are computed together, or cut where they are too many. Where
 // requests are fewer than threads could share, two tasks meet half of the keys each.
-inline std::vector<Piece> pieces_of(const AttendArguments &a, bool whole_vectors) {
+inline std::vector<Piece> pieces_of(const AttendArguments &a, int64_t threads,
+                                    bool whole_vectors) {
   std::vector<Piece> pieces;
-  const int64_t group = a.heads / a.kv_heads, threads = omp_get_max_threads();
+  const int64_t group = a.heads / a.kv_heads;
   const bool requests_suffice = threads == 1 || a.requests >= 2 * threads;
   const std::vector<char> needed = needed_rows(a);
   // Keys are laid out once for each piece; but pieces must be enough for all threads.
@@ -63,19 +63,18 @@ inline std::vector<Piece> pieces_of(const AttendArguments &a, bool whole_vectors
 }
 
 template <class T, class S, class Keys, class Values, int64_t DIM>
-void attend_with_heads(const AttendArguments &a) {
+void attend_with_heads(Team &team, const AttendArguments &a) {
   typedef typename RealOf<T>::type Real;
   const bool whole_vectors = a.head_dim % kLanes<Real> == 0;
-  const std::vector<Piece> pieces = pieces_of(a, whole_vectors);
+  const std::vector<Piece> pieces = pieces_of(a, team.size(), whole_vectors);
   typedef FewQueries<Real, S, DIM> Few;
   typename Few::Pairs pairs(a, pieces);
   // A prompt's last queries see most keys: they are not left for the end.
   std::atomic<int64_t> left(pieces.size());
-#pragma omp parallel
-  {
+  team.each([&](int64_t) {
     Few few(a);
     ManyQueries<Real, S, Keys, Values> many(a);
-    const int64_t enough = 4 * omp_get_num_threads();  // so that taking two leaves nobody idle
+    const int64_t enough = 4 * team.size();  // so that taking two leaves nobody idle
     const auto take = [&] { return left.fetch_sub(1) - 1; };
     for (int64_t i = take(), next; i >= 0; i = next) {
       const bool ahead = i >= enough;
@@ -87,34 +86,34 @@ void attend_with_heads(const AttendArguments &a) {
         many.template run<T>(pieces[i]);
       if (!ahead) next = take();
     }
-  }
+  });
 }
 
 template <class T, class S, class Keys, class Values>
-void attend_with(const AttendArguments &a) {
+void attend_with(Team &team, const AttendArguments &a) {
   // Registers of 32 bytes hold too little to gain by it, and doubles are for tests alone.
   if constexpr (kVectorBytes == 64 && !std::is_same_v<T, double>)
-    if (a.head_dim == kUsualHead) return attend_with_heads<T, S, Keys, Values, kUsualHead>(a);
-  attend_with_heads<T, S, Keys, Values, 0>(a);
+    if (a.head_dim == kUsualHead) return attend_with_heads<T, S, Keys, Values, kUsualHead>(team, a);
+  attend_with_heads<T, S, Keys, Values, 0>(team, a);
 }
 
 template <class T, class S>
-void attend_stored(const AttendArguments &a) {
+void attend_stored(Team &team, const AttendArguments &a) {
   typedef typename RealOf<T>::type Real;
 #if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<S, bf16>) {
-    if (a.frame == kNothing) return attend_with<T, S, PairedKeys, PairedValues>(a);
-    return attend_with<T, S, WidenedKeys<Real, S>, PairedValues>(a);
+    if (a.frame == kNothing) return attend_with<T, S, PairedKeys, PairedValues>(team, a);
+    return attend_with<T, S, WidenedKeys<Real, S>, PairedValues>(team, a);
   }
 #endif
-  attend_with<T, S, WidenedKeys<Real, S>, WidenedValues<Real, S>>(a);
+  attend_with<T, S, WidenedKeys<Real, S>, WidenedValues<Real, S>>(team, a);
 }
 
 template <class T>
-void attend(const AttendArguments &a) {
+void attend(Team &team, const AttendArguments &a) {
   if constexpr (!std::is_same_v<T, double>)  // which is for tests alone
-    if (a.key_scales) return attend_stored<T, int8_t>(a);
-  attend_stored<T, T>(a);
+    if (a.key_scales) return attend_stored<T, int8_t>(team, a);
+  attend_stored<T, T>(team, a);
 }
 
 }  // namespace

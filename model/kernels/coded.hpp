@@ -129,19 +129,18 @@ inline void pair_strip(const bf16 *weight, int64_t p, int64_t outputs, int64_t i
 }
 
 // As that of packing.hpp, with codes.
-inline int64_t pack(const bf16 *weight, Coded *packed, int64_t outputs, int64_t inputs) {
+inline int64_t pack(Team &team, const bf16 *weight, Coded *packed, int64_t outputs,
+                    int64_t inputs) {
   const int64_t strips = strips_of(outputs), units = units_of(inputs);
   const std::unique_ptr<int64_t[]> offsets(new int64_t[strips + 1]);
   const auto each_strip = [&](auto &&act) {
-#pragma omp parallel
-    {
+    team.each([&](int64_t thread) {
       const std::unique_ptr<bf16[]> weights(new bf16[units * kUnit]());  // zeros at the end
-#pragma omp for schedule(static)
-      for (int64_t p = 0; p < strips; ++p) {
+      team.of_share(strips, thread, [&](int64_t p) {
         pair_strip(weight, p, outputs, inputs, weights.get());
         act(p, weights.get(), Uppers(weights.get(), units * kUnit));
-      }
-    }
+      });
+    });
   };
   each_strip([&](int64_t p, const bf16 *, const Uppers &uppers) {
     offsets[p + 1] = before_units(uppers.exceptions) + units * kUnitBytes;

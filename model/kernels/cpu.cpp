@@ -18,52 +18,61 @@ extern "C" {
 void fold_sums(const char *stored, const int64_t *blocks, const uint64_t *multipliers,
                int64_t *sums, int64_t count, int64_t layers, int64_t all_blocks,
                int64_t block_bytes) {
-#pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < count * layers; ++i) {
-    const int64_t place = i % layers * all_blocks + blocks[i / layers];
-    sums[i] = fold_sum(stored + place * block_bytes, multipliers, block_bytes);
-  }
+  together([&](Team &team) {
+    team.share(count * layers, [=](int64_t i) {
+      const int64_t place = i % layers * all_blocks + blocks[i / layers];
+      sums[i] = fold_sum(stored + place * block_bytes, multipliers, block_bytes);
+    });
+  });
 }
 
 #define FOR_EACH_TYPE(DEFINE) DEFINE(f32, float) DEFINE(bf16, bf16)
-#define DEFINE_ENTRIES(SUFFIX, T)                                                                \
-  int64_t pack_##SUFFIX(const T *w, Packed<T> *packed, int64_t outputs, int64_t inputs) {        \
-    return pack(w, packed, outputs, inputs);                                                     \
-  }                                                                                              \
-  void linear_##SUFFIX(const LinearArguments *a, const T *x, T *y, int64_t rows) {               \
-    linear(*a, x, y, rows);                                                                      \
-  }                                                                                              \
-  void rms_norm_##SUFFIX(const T *x, const T *weight, T *y, int64_t rows, int64_t width,         \
-                         float eps) {                                                            \
-    rms_norm(x, weight, y, rows, width, eps);                                                    \
-  }                                                                                              \
-  void rotate_##SUFFIX(const T *x, T *y, const float *cosines, const float *sines,               \
-                       const int64_t *positions, int64_t rows, int64_t stride, int64_t heads,    \
-                       int64_t dim, int64_t half, int64_t interleaved) {                         \
-    (interleaved ? rotate<true, T> : rotate<false, T>)(x, y, cosines, sines, positions, rows,    \
-                                                       stride, heads, dim, half);                \
-  }                                                                                              \
-  void layers_##SUFFIX(const LayerArguments *each, int64_t count, const StepArguments *step) {   \
-    PartTimes times(step->seconds);                                                              \
-    layers<T>(each, count, *step, times);                                                        \
-  }                                                                                              \
-  int64_t pass_##SUFFIX(const EndsArguments *ends, const LayerArguments *each, int64_t count,    \
-                        const StepArguments *step, const int64_t *tokens, T *logits) {           \
-    return pass(*ends, each, count, *step, tokens, logits);                                      \
-  }                                                                                              \
-  void largest_##SUFFIX(const T *logits, float *values, int64_t *tokens, int64_t rows,            \
-                        int64_t vocab) {                                                         \
-    largest(logits, values, tokens, rows, vocab);                                                \
-  }                                                                                              \
-  void attend_##SUFFIX(const AttendArguments *a) { attend<T>(*a); }
+#define DEFINE_ENTRIES(SUFFIX, T) \
+  int64_t pack_##SUFFIX(const T *w, Packed<T> *packed, int64_t outputs, int64_t inputs) { \
+    return together([=](Team &team) { return pack(team, w, packed, outputs, inputs); }); \
+  } \
+  void linear_##SUFFIX(const LinearArguments *a, const T *x, T *y, int64_t rows) { \
+    together([=](Team &team) { linear(team, *a, x, y, rows); }); \
+  } \
+  void rms_norm_##SUFFIX(const T *x, const T *weight, T *y, int64_t rows, int64_t width, \
+                         float eps) { \
+    together([=](Team &team) { rms_norm(team, x, weight, y, rows, width, eps); }); \
+  } \
+  void rotate_##SUFFIX(const T *x, T *y, const float *cosines, const float *sines, \
+                       const int64_t *positions, int64_t rows, int64_t stride, int64_t heads, \
+                       int64_t dim, int64_t half, int64_t interleaved) { \
+    together([=](Team &team) { \
+      (interleaved ? rotate<true, T> : rotate<false, T>)(team, x, y, cosines, sines, positions, \
+                                                         rows, stride, heads, dim, half); \
+    }); \
+  } \
+  void layers_##SUFFIX(const LayerArguments *each, int64_t count, const StepArguments *step) { \
+    PartTimes times(step->seconds); \
+    together([&](Team &team) { layers<T>(team, each, count, *step, times); }); \
+  } \
+  int64_t pass_##SUFFIX(const EndsArguments *ends, const LayerArguments *each, int64_t count, \
+                        const StepArguments *step, const int64_t *tokens, T *logits) { \
+    return together([=](Team &team) { \
+      return pass(team, *ends, each, count, *step, tokens, logits); \
+    }); \
+  } \
+  void largest_##SUFFIX(const T *logits, float *values, int64_t *tokens, int64_t rows, \
+                        int64_t vocab) { \
+    together([=](Team &team) { largest(team, logits, values, tokens, rows, vocab); }); \
+  } \
+  void attend_##SUFFIX(const AttendArguments *a) { \
+    together([=](Team &team) { attend<T>(team, *a); }); \
+  }
 FOR_EACH_TYPE(DEFINE_ENTRIES)
 int64_t pack_i8(const int8_t *w, Packed<int8_t> *packed, int64_t outputs, int64_t inputs) {
-  return pack(w, packed, outputs, inputs);
+  return together([=](Team &team) { return pack(team, w, packed, outputs, inputs); });
 }
 int64_t draw_token(const float *row, int64_t vocab, double temperature, int64_t top_k,
                    double top_p, double min_p, double uniform) {
   return draw(row, vocab, {temperature, top_k, top_p, min_p}, uniform);
 }
 // Attention alone, for the tests that compare with an exact pass.
-void attend_f64(const AttendArguments *a) { attend<double>(*a); }
+void attend_f64(const AttendArguments *a) {
+  together([=](Team &team) { attend<double>(team, *a); });
+}
 }

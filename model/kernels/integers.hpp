@@ -37,10 +37,10 @@ constexpr bool kIntegers = true;
 
 // packed [strips, inputs / 4, kStrip, 4], whole groups of inputs; or null to ask how many bytes
 // it takes.
-inline int64_t pack(const int8_t *weight, Raised *packed, int64_t outputs, int64_t inputs) {
+inline int64_t pack(Team &team, const int8_t *weight, Raised *packed, int64_t outputs,
+                    int64_t inputs) {
   const int64_t strips = strips_of(outputs), padded = groups_of(inputs) * kGroup;
-#pragma omp parallel for if (packed)
-  for (int64_t p = 0; p < (packed ? strips : 0); ++p) {
+  team.share(packed ? strips : 0, [&](int64_t p) {
     Raised *to = packed + p * padded * kStrip;
     for (int64_t k = 0; k < padded; k += 4)
       for (int64_t n = p * kStrip; n < (p + 1) * kStrip; ++n, to += 4) {
@@ -53,7 +53,7 @@ inline int64_t pack(const int8_t *weight, Raised *packed, int64_t outputs, int64
         quad ^= 0x80808080;  // each of the four plus kRaise
         std::memcpy(to, &quad, 4);
       }
-  }
+  });
   return strips * padded * kStrip;
 }
 

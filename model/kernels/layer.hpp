@@ -23,18 +23,19 @@ inline void rms_norm_row(const T *x, const T *weight, T *y, int64_t width, float
   for (int64_t i = 0; i < width; ++i) narrow(widen(x[i]) * scale * widen(weight[i]), y + i);
 }
 template <class T>
-void rms_norm(const T *x, const T *weight, T *y, int64_t rows, int64_t width, float eps) {
-#pragma omp parallel for schedule(static) if (rows > 1)
-  for (int64_t r = 0; r < rows; ++r)
+void rms_norm(Team &team, const T *x, const T *weight, T *y, int64_t rows, int64_t width,
+              float eps) {
+  team.share(rows, [=](int64_t r) {
     rms_norm_row(x + r * width, weight, y + r * width, width, eps);
+  });
 }
 
 // Turns pairs of the first 2 * half coordinates of each head; x has `stride` elements per row.
 template <bool INTERLEAVED, class T>
-void rotate(const T *x, T *y, const float *cosines, const float *sines, const int64_t *positions,
-            int64_t rows, int64_t stride, int64_t heads, int64_t dim, int64_t half) {
-#pragma omp parallel for schedule(static)
-  for (int64_t r = 0; r < rows; ++r) {
+void rotate(Team &team, const T *x, T *y, const float *cosines, const float *sines,
+            const int64_t *positions, int64_t rows, int64_t stride, int64_t heads, int64_t dim,
+            int64_t half) {
+  team.share(rows, [=](int64_t r) {
     const float *cosine = cosines + positions[r] * half, *sine = sines + positions[r] * half;
     for (int64_t h = 0; h < heads; ++h) {
       const T *from = x + r * stride + h * dim;
@@ -42,7 +43,7 @@ void rotate(const T *x, T *y, const float *cosines, const float *sines, const in
       turn<INTERLEAVED>(from, to, cosine, sine, 1.0f, half);
       std::copy(from + 2 * half, from + dim, to + 2 * half);
     }
-  }
+  });
 }
 
 // What does not change from step to step.
@@ -86,35 +87,39 @@ extern "C" struct EndsArguments {
 
 // `act` on every head of queries or keys, count of them from the first-th on, in place.
 template <class T, class Act>
-void each_head(int64_t rows, int64_t stride, int64_t dim, T *qkv, int64_t first, int64_t count,
-               Act act) {
-#pragma omp parallel for schedule(static) if (rows > 1)
-  for (int64_t r = 0; r < rows; ++r)
+void each_head(Team &team, int64_t rows, int64_t stride, int64_t dim, T *qkv, int64_t first,
+               int64_t count, Act act) {
+  team.share(rows, [=](int64_t r) {
     for (int64_t h = first; h < first + count; ++h) act(r, qkv + r * stride + h * dim);
+  });
 }
 
 template <class T>
-void norm_heads(const LayerArguments &a, const AttendArguments &attend, int64_t rows, T *qkv) {
+void norm_heads(Team &team, const LayerArguments &a, const AttendArguments &attend, int64_t rows,
+                T *qkv) {
   const int64_t heads = attend.heads, dim = attend.head_dim;
   const auto by = [&](const void *weight) {
     return [&a, dim, weight](int64_t, T *head) {
       rms_norm_row(head, static_cast<const T *>(weight), head, dim, float(a.eps));
     };
   };
-  if (a.q_norm) each_head(rows, a.qkv.outputs, dim, qkv, 0, heads, by(a.q_norm));
-  if (a.k_norm) each_head(rows, a.qkv.outputs, dim, qkv, heads, attend.kv_heads, by(a.k_norm));
+  const auto norm = [&](int64_t first, int64_t count, const void *weight) {
+    if (weight) each_head(team, rows, a.qkv.outputs, dim, qkv, first, count, by(weight));
+  };
+  norm(0, heads, a.q_norm);
+  norm(heads, attend.kv_heads, a.k_norm);
 }
 
 template <class T>
-void turn_heads(const LayerArguments &a, const AttendArguments &attend, const StepArguments &step,
-                T *qkv) {
+void turn_heads(Team &team, const LayerArguments &a, const AttendArguments &attend,
+                const StepArguments &step, T *qkv) {
   const auto turn_from = [&](const int64_t *positions, int64_t first, int64_t count) {
     const auto by_position = [&a, positions](int64_t r, T *head) {
       const int64_t at = positions[r] * a.pairs;
       (a.interleaved ? turn<true, T, T, float> : turn<false, T, T, float>)(
           head, head, a.cosines + at, a.sines + at, 1.0f, a.pairs);
     };
-    each_head(step.rows, a.qkv.outputs, attend.head_dim, qkv, first, count, by_position);
+    each_head(team, step.rows, a.qkv.outputs, attend.head_dim, qkv, first, count, by_position);
   };
   if (a.turned == kByPosition)  // keys follow queries
     turn_from(attend.positions, 0, attend.heads + attend.kv_heads);
@@ -160,28 +165,27 @@ inline void store_token(const T *from, const void *cache, const float *scales, i
 
 // Keys and values into the cache, queries side by side.
 template <class T>
-void store_heads(const AttendArguments &to, const StepArguments &step, const T *qkv,
+void store_heads(Team &team, const AttendArguments &to, const StepArguments &step, const T *qkv,
                  int64_t stride, T *q) {
   const int64_t heads = to.kv_heads, dim = to.head_dim, queries = to.heads * dim;
-#pragma omp parallel for schedule(static) if (step.rows > 1)
-  for (int64_t r = 0; r < step.rows; ++r) {
+  team.share(step.rows, [&](int64_t r) {
     const T *from = qkv + r * stride, *key = from + queries;
     std::copy(from, key, q + r * queries);
     store_token(key, to.keys, to.key_scales, step.slots[r], heads, dim);
     store_token(key + heads * dim, to.values, to.value_scales, step.slots[r], heads, dim);
-  }
+  });
 }
 
 // y = x + d, of those rows of x that are kept; x and y may be the same where all are.
 template <class T>
-void add_rows(const T *x, const int64_t *kept, const T *d, T *y, int64_t rows, int64_t width) {
-#pragma omp parallel for schedule(static) if (rows > 1)
-  for (int64_t r = 0; r < rows; ++r) {
+void add_rows(Team &team, const T *x, const int64_t *kept, const T *d, T *y, int64_t rows,
+              int64_t width) {
+  team.share(rows, [=](int64_t r) {
     const T *from = x + (kept ? kept[r] : r) * width;
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i)
       narrow(widen(from[i]) + widen(d[r * width + i]), y + r * width + i);
-  }
+  });
 }
 
 class PartTimes {
@@ -215,7 +219,8 @@ inline AttendArguments attends_to(const LayerArguments &a, const StepArguments &
 // One layer of a decoder: x + attention(norm(x)), then x + mlp(norm(x)). Of the step it is one
 // layer's x and y that count, which may be the same.
 template <class T>
-void layer(const LayerArguments &a, const StepArguments &step, T *scratch, PartTimes &times) {
+void layer(Team &team, const LayerArguments &a, const StepArguments &step, T *scratch,
+           PartTimes &times) {
   const int64_t width = a.down.outputs, attended = a.out.inputs;
   const int64_t rows = step.rows, kept_rows = step.kept_rows;
   const T *x = static_cast<const T *>(step.x);
@@ -230,38 +235,38 @@ void layer(const LayerArguments &a, const StepArguments &step, T *scratch, PartT
   attend.kept = step.kept;
   attend.kept_rows = step.kept ? kept_rows : 0;
 
-  rms_norm(x, static_cast<const T *>(a.attention_norm), small, rows, width, float(a.eps));
+  rms_norm(team, x, static_cast<const T *>(a.attention_norm), small, rows, width, float(a.eps));
   times.spent(kNorm);
-  linear(a.qkv, small, qkv, rows);
+  linear(team, a.qkv, small, qkv, rows);
   times.spent(kLinear);
-  norm_heads(a, attend, rows, qkv);
+  norm_heads(team, a, attend, rows, qkv);
   times.spent(kNorm);
-  turn_heads(a, attend, step, qkv);
+  turn_heads(team, a, attend, step, qkv);
   times.spent(kTurn);
-  store_heads(attend, step, qkv, a.qkv.outputs, q);
+  store_heads(team, attend, step, qkv, a.qkv.outputs, q);
   times.spent(kStore);
-  ::attend<T>(attend);
+  ::attend<T>(team, attend);
   times.spent(kAttention);
   if (step.kept)
     for (int64_t r = 0; r < kept_rows; ++r)
       std::copy(heads + step.kept[r] * attended, heads + (step.kept[r] + 1) * attended,
                 kept + r * attended);
-  linear(a.out, step.kept ? kept : heads, small, kept_rows);
+  linear(team, a.out, step.kept ? kept : heads, small, kept_rows);
   times.spent(kLinear);
-  add_rows(x, step.kept, small, y, kept_rows, width);
+  add_rows(team, x, step.kept, small, y, kept_rows, width);
   times.spent(kResidual);
-  rms_norm(y, static_cast<const T *>(a.mlp_norm), small, kept_rows, width, float(a.eps));
+  rms_norm(team, y, static_cast<const T *>(a.mlp_norm), small, kept_rows, width, float(a.eps));
   times.spent(kNorm);
-  linear(a.gate_up, small, inner, kept_rows);
-  linear(a.down, inner, small, kept_rows);
+  linear(team, a.gate_up, small, inner, kept_rows);
+  linear(team, a.down, inner, small, kept_rows);
   times.spent(kLinear);
-  add_rows<T>(y, nullptr, small, y, kept_rows, width);
+  add_rows<T>(team, y, nullptr, small, y, kept_rows, width);
   times.spent(kResidual);
 }
 
 // `count` layers, one after another; rows are kept of the last one.
 template <class T>
-void layers(const LayerArguments *each, int64_t count, const StepArguments &step,
+void layers(Team &team, const LayerArguments *each, int64_t count, const StepArguments &step,
             PartTimes &times) {
   T *stream = static_cast<T *>(step.scratch);  // [rows, width]
   T *scratch = stream + step.rows * each->down.outputs;
@@ -269,50 +274,49 @@ void layers(const LayerArguments *each, int64_t count, const StepArguments &step
     StepArguments now = step;
     if (i > 0) now.x = stream;
     if (i < count - 1) now.y = stream, now.kept = nullptr, now.kept_rows = step.rows;
-    layer(each[i], now, scratch, times);
+    layer(team, each[i], now, scratch, times);
   }
 }
 
 // tokens and positions [rows] → x [rows, width]. False where there is no such token.
 template <class T>
-bool embed(const EndsArguments &ends, const int64_t *tokens, const int64_t *positions, T *x,
+bool embed(Team &team, const EndsArguments &ends, const int64_t *tokens, const int64_t *positions, T *x,
            int64_t rows, int64_t width) {
   for (int64_t r = 0; r < rows; ++r)
     if (tokens[r] < 0 || tokens[r] >= ends.vocab) return false;
-#pragma omp parallel for schedule(static) if (rows > 1)
-  for (int64_t r = 0; r < rows; ++r) {
+  team.share(rows, [&](int64_t r) {
     const T *from = static_cast<const T *>(ends.embedding) + tokens[r] * width;
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i)
       narrow(widen(from[i]) * float(ends.embed_scale), x + r * width + i);
-    if (!ends.vectors) continue;
+    if (!ends.vectors) return;
     const float *vector = ends.vectors + positions[r] * width;
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i)
       narrow(widen(x[r * width + i]) + vector[i] * float(ends.vector_scale), x + r * width + i);
-  }
+  });
   return true;
 }
 
 // A decoder's pass: logits [kept rows, vocab]. tokens: null where step.x is what the layers get.
 // False, and nothing has been computed, where there is no such token.
 template <class T>
-bool pass(const EndsArguments &ends, const LayerArguments *each, int64_t count,
+bool pass(Team &team, const EndsArguments &ends, const LayerArguments *each, int64_t count,
           StepArguments step, const int64_t *tokens, T *logits) {
   PartTimes times(step.seconds);
   const int64_t width = each->down.outputs;
   if (tokens) {
     T *stream = static_cast<T *>(step.scratch);
     const int64_t *positions = step.attends[each->kind].positions;
-    if (!embed(ends, tokens, positions, stream, step.rows, width)) return false;
+    if (!embed(team, ends, tokens, positions, stream, step.rows, width)) return false;
     step.x = stream;
     times.spent(kEmbedding);
   }
-  layers<T>(each, count, step, times);
+  layers<T>(team, each, count, step, times);
   T *y = static_cast<T *>(step.y);
-  rms_norm(y, static_cast<const T *>(ends.norm), y, step.kept_rows, width, float(ends.eps));
+  rms_norm(team, y, static_cast<const T *>(ends.norm), y, step.kept_rows, width, float(ends.eps));
   times.spent(kNorm);
-  linear(ends.head, y, logits, step.kept_rows);
+  linear(team, ends.head, y, logits, step.kept_rows);
   times.spent(kHead);
   return true;
 }

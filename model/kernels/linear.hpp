@@ -167,16 +167,14 @@ void add_piece(int64_t rows, const X *x, int64_t steps, const Reader &weights,
 
 // One row. Every thread widens it for itself, which takes less than waiting for another.
 template <class T, class W>
-void linear_row(const T *x, const W *packed, int64_t inputs, const Outputs<T> &outputs) {
+void linear_row(Team &team, const T *x, const W *packed, int64_t inputs, const Outputs<T> &outputs) {
   typedef Factor<T, W> X;
   const int64_t steps = steps_of<X, W>(inputs);
-#pragma omp parallel
-  {
+  team.each([&](int64_t thread) {
     const std::unique_ptr<X[]> wide(new X[steps]{});
     fill_row(x, inputs, wide.get());
     alignas(64) float kept[kStrip];
-#pragma omp for schedule(static) nowait
-    for (int64_t p = 0; p < outputs.strips(); ++p) {
+    team.of_share(outputs.strips(), thread, [&](int64_t p) {
       const W *strip = strip_at(packed, p, inputs);
       if constexpr (kIsDirect<W>) {
         add_piece<W>(1, wide.get(), steps, reader_of(strip),
@@ -188,18 +186,19 @@ void linear_row(const T *x, const W *packed, int64_t inputs, const Outputs<T> &o
           multiply_row(wide.get(), steps, strip, kept);
         outputs.finish(p, 0, 1, kept);
       }
-    }
-  }
+    });
+  });
 }
 
 template <class T, class W>
-void linear(const T *x, const W *packed, int64_t rows, int64_t inputs, const Outputs<T> &outputs) {
+void linear(Team &team, const T *x, const W *packed, int64_t rows, int64_t inputs,
+            const Outputs<T> &outputs) {
   typedef Factor<T, W> X;
   constexpr int64_t kStep = kInputs<X> * kStrip;
   constexpr int64_t kChunk = 4 * kRows;  // rows per pass over the weights
   constexpr int64_t kDepth = kPiece / kStep / (kIsCoded<W> ? sizeof(bf16) : sizeof(W));  // steps
   constexpr int64_t kWidened = std::is_same_v<W, int8_t> ? 64 : 0;  // steps that tiles share
-  if (rows == 1) return linear_row(x, packed, inputs, outputs);
+  if (rows == 1) return linear_row(team, x, packed, inputs, outputs);
   const int64_t strips = outputs.strips(), tiles = (rows + kRows - 1) / kRows;
   const int64_t steps = steps_of<X, W>(inputs);
   // Inputs that one thread fills a tile with: rounding takes long enough to be shared.
@@ -207,18 +206,16 @@ void linear(const T *x, const W *packed, int64_t rows, int64_t inputs, const Out
   // Tile by tile of kRows rows, [steps, rows of the tile], so that a tile reads one stream.
   const int64_t tile_size = kRows * steps + kLanes<float>;  // fill_tile writes past the end
   const std::unique_ptr<X[]> wide(new X[tiles * tile_size]);
-#pragma omp parallel
-  {
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < tiles * parts; ++i) {
-      const int64_t t = i / parts, first = i % parts * part, last = std::min(first + part, inputs);
-      const int64_t count = std::min<int64_t>(kRows, rows - t * kRows);
-      X *tile = wide.get() + t * tile_size;
-      fill_tile(x + t * kRows * inputs + first, inputs, last - first, count,
-                tile + first / kInputs<X> * count);
-      if (last == inputs)
-        std::fill(tile + steps_of<X, T>(inputs) * count, tile + steps * count, X{});
-    }
+  team.share(tiles * parts, [&](int64_t i) {
+    const int64_t t = i / parts, first = i % parts * part, last = std::min(first + part, inputs);
+    const int64_t count = std::min<int64_t>(kRows, rows - t * kRows);
+    X *tile = wide.get() + t * tile_size;
+    fill_tile(x + t * kRows * inputs + first, inputs, last - first, count,
+              tile + first / kInputs<X> * count);
+    if (last == inputs)
+      std::fill(tile + steps_of<X, T>(inputs) * count, tile + steps * count, X{});
+  });
+  team.each([&](int64_t thread) {
     alignas(64) float kept[kChunk * kStrip];
     alignas(64) float widened[kWidened * kStep + 1];
     for (int64_t chunk = 0; chunk < rows; chunk += kChunk) {
@@ -233,8 +230,7 @@ void linear(const T *x, const W *packed, int64_t rows, int64_t inputs, const Out
                                kept + m * kStrip});
         }
       };
-#pragma omp for schedule(static) nowait
-      for (int64_t p = 0; p < strips; ++p) {
+      team.of_share(strips, thread, [&](int64_t p) {
         const W *strip = strip_at(packed, p, inputs);
         const bool shared = kWidened && chunk_rows > kRows;
         const int64_t step = shared ? kWidened : kDepth;
@@ -249,9 +245,9 @@ void linear(const T *x, const W *packed, int64_t rows, int64_t inputs, const Out
             }
           add(p, weights, k, depth);
         }
-      }
+      });
     }
-  }
+  });
 }
 
 extern "C" struct LinearArguments {
@@ -264,9 +260,9 @@ extern "C" struct LinearArguments {
 };
 
 template <class T>
-void linear(const LinearArguments &a, const T *x, T *y, int64_t rows) {
+void linear(Team &team, const LinearArguments &a, const T *x, T *y, int64_t rows) {
   const Outputs<T> outputs{a.scale, a.bias, y, a.outputs, a.gated != 0};
-  const auto by = [&](auto *packed) { linear(x, packed, rows, a.inputs, outputs); };
+  const auto by = [&](auto *packed) { linear(team, x, packed, rows, a.inputs, outputs); };
   if (a.scale)
     by(static_cast<const Packed<int8_t> *>(a.packed));
   else if (a.once && rows <= kReading)

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "pairs.hpp"
+#include "team.hpp"
 
 namespace {
 
@@ -23,11 +24,11 @@ void pack_strip(const T *weight, int64_t p, int64_t outputs, int64_t inputs, T *
 
 // packed [strips, inputs, kStrip], or null to ask how many bytes it takes.
 template <class T>
-int64_t pack(const T *weight, T *packed, int64_t outputs, int64_t inputs) {
+int64_t pack(Team &team, const T *weight, T *packed, int64_t outputs, int64_t inputs) {
   const int64_t strips = strips_of(outputs), size = inputs * kStrip;
-#pragma omp parallel for if (packed)
-  for (int64_t p = 0; p < (packed ? strips : 0); ++p)
+  team.share(packed ? strips : 0, [&](int64_t p) {
     pack_strip(weight, p, outputs, inputs, packed + p * size);
+  });
   return strips * size * int64_t(sizeof(T));
 }
 

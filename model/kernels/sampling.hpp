@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "team.hpp"
 #include "vectors.hpp"
 
 namespace {
@@ -31,15 +32,14 @@ float largest_of(const T *x, int64_t from, int64_t to) {
 // The largest number of each row and the first place it stands at; NaN for a row with a NaN. Of
 // few rows every thread reads a part: that of one row is what it has just computed.
 template <class T>
-void largest(const T *logits, float *values, int64_t *tokens, int64_t rows, int64_t vocab) {
+void largest(Team &team, const T *logits, float *values, int64_t *tokens, int64_t rows, int64_t vocab) {
   constexpr int64_t kPart = 512;  // that is looked through once more
   const int64_t parts = (vocab + kPart - 1) / kPart;
   const std::unique_ptr<float[]> most(new float[rows * parts]);
-#pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < rows * parts; ++i) {
+  team.share(rows * parts, [&](int64_t i) {
     const int64_t first = i % parts * kPart;
     most[i] = largest_of(logits + i / parts * vocab, first, std::min(first + kPart, vocab));
-  }
+  });
   for (int64_t r = 0; r < rows; ++r) {
     const float *own = most.get() + r * parts;
     values[r] = largest_of(own, 0, parts);

@@ -1,0 +1,135 @@
+// The threads of one call, which compute its parts together.
+//
+// OpenMP brings them once for the call, and they meet here between its parts: that takes a fifth
+// of what it takes OpenMP to send them off and bring them back. Who waits gives its core to others
+// soon. OpenMP's threads keep theirs for milliseconds, for each of the hundreds of parts of a
+// step, also from the thread they wait for, once another program leaves both of them one core.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <type_traits>
+#include <utility>
+
+#include <omp.h>
+
+namespace {
+
+class Team {
+ public:
+  int64_t size() const { return size_; }
+
+  // act(thread) by each, thread in [0, size). Returns when all are done.
+  template <class Act>
+  void each(const Act &act) {
+    if (size_ == 1) return call<Act>(&act, 0);
+    tell(call<Act>, &act);
+    call<Act>(&act, 0);
+    await_others();
+  }
+
+  // act(i) of each i in [0, count): a thread's lie side by side. Returns when all are done.
+  template <class Act>
+  void share(int64_t count, const Act &act) {
+    const auto own = [&](int64_t thread) { of_share(count, thread, act); };
+    count > 1 ? each(own) : call<decltype(own)>(&own, 0);
+  }
+
+  // act(i) of those i in [0, count) that are this thread's; the first is thread 0's.
+  template <class Act>
+  void of_share(int64_t count, int64_t thread, const Act &act) const {
+    const auto from = [&](int64_t t) { return (count * t + size_ - 1) / size_; };
+    for (int64_t i = from(thread), end = from(thread + 1); i < end; ++i) act(i);
+  }
+
+  // act() by the first of OpenMP's threads, which the others follow.
+  template <class Act>
+  void meet(const Act &act) {
+#pragma omp parallel
+    if (const int64_t thread = omp_get_thread_num(); thread == 0) {
+      size_ = omp_get_num_threads();
+      act();
+      leave();
+    } else {
+      follow(thread);
+    }
+  }
+
+ private:
+  typedef void (*Call)(const void *act, int64_t thread);
+
+  // The only copy of it: compilers may sum in another order where they know more.
+  template <class Act>
+  [[gnu::noipa]] static void call(const void *act, int64_t thread) {
+    (*static_cast<const Act *>(act))(thread);
+  }
+
+  void tell(Call call, const void *act) {
+    call_ = call;
+    act_ = act;
+    done_.store(0, std::memory_order_relaxed);
+    told_.fetch_add(1, std::memory_order_release);
+  }
+
+  void leave() {
+    if (size_ == 1) return;
+    tell(nullptr, nullptr);
+    await_others();  // OpenMP would await them in its own way
+  }
+
+  void await_others() const {
+    await([&] { return done_.load(std::memory_order_acquire) == size_ - 1; });
+  }
+
+  void follow(int64_t thread) {
+    for (int64_t seen = 0;; ++seen) {
+      await([&] { return told_.load(std::memory_order_acquire) != seen; });
+      const Call call = call_;
+      if (call) call(act_, thread);
+      done_.fetch_add(1, std::memory_order_release);
+      if (!call) return;
+    }
+  }
+
+  template <class Holds>
+  static void await(const Holds &holds) {
+    constexpr int kPauses = 1000;  // tens of microseconds: longer than most waits
+    for (int i = 0; !holds(); ++i)
+      if (i < kPauses)
+        pause();
+      else
+        std::this_thread::yield();
+  }
+
+  static void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  int64_t size_ = 1;
+  Call call_ = nullptr;
+  const void *act_ = nullptr;
+  alignas(64) std::atomic<int64_t> told_{0};  // acts, all in all
+  alignas(64) std::atomic<int64_t> done_{0};  // threads, with the last of them
+};
+
+// What act(team) returns, in one of its threads.
+template <class Act>
+auto together(const Act &act) {
+  typedef decltype(act(std::declval<Team &>())) Result;
+  Team team;
+  if constexpr (std::is_void_v<Result>) {
+    team.meet([&] { act(team); });
+  } else {
+    Result result;
+    team.meet([&] { result = act(team); });
+    return result;
+  }
+}
+
+}  // namespace
