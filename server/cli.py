@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -82,10 +82,21 @@ def serve(flags: argparse.Namespace) -> int:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    wait_briefly(os.environ)
     # Late, as the one exception to imports at the top: it loads torch, which takes seconds.
     from server import build
 
     return build.run(config)
+
+
+def wait_briefly(environ: MutableMapping[str, str]) -> None:
+    """Have threads that wait for the next step give up their cores after about 1 ms.
+
+    GNU's OpenMP reads it when torch loads. It would wait ten times as long, and beside another
+    busy program also keep the core from the thread that prepares the step. See docs/speed.md.
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys():
+        environ["GOMP_SPINCOUNT"] = "30000"
 
 
 def talk(flags: argparse.Namespace) -> int:

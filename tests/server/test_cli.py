@@ -236,6 +236,13 @@ def test_version_and_help_answer_without_torch() -> None:
     assert loaded == "False"
 
 
+@pytest.mark.parametrize("told", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
+def test_threads_wait_briefly_unless_told_otherwise(told) -> None:
+    environ = dict(told)
+    cli.wait_briefly(environ)
+    assert environ == (told or {"GOMP_SPINCOUNT": "30000"})
+
+
 def test_as_a_program() -> None:
     wrong = run("serve", "--port", "x")
     assert (wrong.returncode, wrong.stdout) == (2, "")

@@ -36,8 +36,8 @@ class Served:
     def __init__(self, model: Path, folder: Path, *flags: str) -> None:
         self.log = folder / "server.log"
         command = [sys.executable, "-m", "server", "serve", f"m={model}", "--port", "0", *flags]
-        # What it imports is logged, too.
-        env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
+        # What it imports and how OpenMP waits is logged, too.
+        env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1", "OMP_DISPLAY_ENV": "verbose"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
         self.port = self._wait()
@@ -288,6 +288,16 @@ def test_what_only_compiling_needs_is_not_imported(server):
     log = server.log.read_text()
     imported = {line.rpartition(" ")[2] for line in log.splitlines()}
     assert "server.build" in imported and not imported & {"sympy", "torch._dynamo"}
+
+
+@pytest.mark.skipif(
+    bool({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()), reason="told otherwise"
+)
+def test_its_threads_wait_briefly(server):
+    log = server.log.read_text()
+    if "OPENMP DISPLAY ENVIRONMENT" not in log or "GOMP_" not in log:
+        pytest.skip("not GNU's OpenMP")
+    assert "GOMP_SPINCOUNT = '30000'" in log
 
 
 def test_sigterm_lets_running_streams_finish(server):
