@@ -95,7 +95,7 @@ class Team {
 
   template <class Holds>
   static void await(const Holds &holds) {
-    constexpr int kPauses = 1000;  // tens of microseconds: longer than most waits
+    constexpr int kPauses = 100;  // microseconds, as most waits
     for (int i = 0; !holds(); ++i)
       if (i < kPauses)
         pause();
