@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from server.terminal import counted
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -67,7 +69,7 @@ def _model_rows(model: ModelFacts) -> list[tuple[str, str]]:
         ("context", f"{model.max_context:,} tokens{each}{beyond}, trained on {trained}"),
         ("device", f"{model.device}, {model.dtype}{rounded}, {model.attention} attention"),
         ("keys and values", f"{model.kv_dtype}, {model.kv_bytes_per_token:,} bytes per token"),
-        ("cache", f"{model.blocks:,} blocks of {model.block_size} tokens, {pool}"),
+        ("cache", f"{counted(model.blocks, 'block')} of {model.block_size} tokens, {pool}"),
         ("at full length", f"{tokens / (model.sides * model.max_context):.1f} requests together"),
     ]
 

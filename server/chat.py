@@ -1,6 +1,6 @@
 """A conversation in the terminal with a running server, over its public HTTP API.
 
-Uses the standard library only and nothing of the server: it is one more client.
+Knows nothing of the server that its API does not say: it is one more client.
 """
 
 import http.client
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from server.errors import CommandError, UsageError
+from server.terminal import counted
 
 HELP = """\
 in the conversation:
@@ -40,7 +41,7 @@ class Answer:
 
     text: str = ""
     finish: str | None = None
-    tokens: int = 0
+    tokens: int | None = None  # told with the last chunk
     first_s: float | None = None  # until the first text
     total_s: float = 0.0
 
@@ -208,12 +209,16 @@ def printable(text: str) -> str:
 
 
 def stats_line(answer: Answer) -> str:
-    """Tokens, time to the first, and tokens per second after it."""
-    if answer.first_s is None:
-        return f"{answer.tokens} tokens, {answer.finish}"
-    after = answer.total_s - answer.first_s
-    rate = f", {(answer.tokens - 1) / after:.1f} tokens/s" if answer.tokens > 1 and after else ""
-    return f"{answer.tokens} tokens, first after {answer.first_s * 1000:.0f} ms{rate}"
+    """Tokens, time to the first, and tokens per second after it, as far as they are known."""
+    told = [] if answer.tokens is None else [counted(answer.tokens, "token")]
+    if answer.first_s is None or answer.tokens is None:
+        told.append(str(answer.finish))
+    if answer.first_s is not None:
+        told.append(f"first after {answer.first_s * 1000:.0f} ms")
+        after = answer.total_s - answer.first_s
+        if answer.tokens and answer.tokens > 1 and after:
+            told.append(f"{(answer.tokens - 1) / after:.1f} tokens/s")
+    return ", ".join(told)
 
 
 def _command(chat: Chat, words: str) -> str:

@@ -206,6 +206,7 @@ def parser() -> Parser:
         formatter_class=Help,
         allow_abbrev=False,
     )
+    top.add_argument("--version", action="store_true", help="print the version")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command")
 
     add = partial(_add_command, commands)
@@ -294,6 +295,8 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return bench(arguments[1:])
     top = parser()
     flags = top.parse_args(arguments)
+    if flags.version:
+        return version(flags)
     if flags.command is None:
         top.print_help()
         return 0

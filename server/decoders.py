@@ -3,7 +3,6 @@
 Knows no cache, engine or HTTP.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from logging import getLogger
@@ -27,7 +26,7 @@ from model.transformer import Decoder
 from server import placement, pull
 from server.config import ModelOptions, ModelSource
 from server.errors import CommandError
-from server.terminal import said_if_long
+from server.terminal import bar_if_long, said_if_long
 
 log = getLogger(__name__)
 
@@ -173,7 +172,7 @@ def _assembled(
 
 
 def _load(checkpoint: Checkpoint, name: str, decoder: Decoder | EncoderDecoder) -> None:
-    with tqdm(desc=f"loading {name}", unit="tensor", leave=False, file=sys.stderr) as bar:
+    with bar_if_long(f"loading {name}", 0, "tensor") as bar:
         load_decoder(checkpoint, decoder, _progress(bar))
 
 

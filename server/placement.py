@@ -15,6 +15,7 @@ from cache.kv import bytes_per_entry
 from model.config import ModelConfig
 from model.kernels.substitutes import has_bf16_arithmetic
 from server.errors import CommandError
+from server.terminal import counted
 
 log = getLogger(__name__)
 
@@ -72,7 +73,7 @@ def device_name(device: torch.device) -> str:
     """For people: "cpu, 2 threads", or which GPU."""
     if device.type == "cuda":
         return f"cuda ({torch.cuda.get_device_name(device)})"
-    return f"cpu, {torch.get_num_threads()} threads"
+    return f"cpu, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

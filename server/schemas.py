@@ -60,6 +60,8 @@ Prompt = Annotated[
 
 
 def _stop_list(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise ValueError("should be a string or a list of strings")
     return [value] if isinstance(value, str) else value
 
 

@@ -36,6 +36,11 @@ def bar_if_long(text: str, total: int, unit: str) -> "tqdm[None]":
     )
 
 
+def counted(count: int, noun: str) -> str:
+    """1,024 and "token" as "1,024 tokens"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def line_width() -> int:
     """In characters: the terminal's, and no more than is comfortable to read."""
     return min(shutil.get_terminal_size((100, 24)).columns, 100)

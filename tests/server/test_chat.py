@@ -198,7 +198,9 @@ def test_stats() -> None:
     assert out.getvalue().splitlines()[1].startswith("(3 tokens, first after ")
     timed = Answer(text="x", finish="stop", tokens=11, first_s=0.25, total_s=2.25)
     assert stats_line(timed) == "11 tokens, first after 250 ms, 5.0 tokens/s"
-    assert stats_line(Answer(finish="stop", tokens=1)) == "1 tokens, stop"
+    assert stats_line(Answer(finish="stop", tokens=1)) == "1 token, stop"
+    stopped = Answer(text="x", finish="interrupted", first_s=0.25, total_s=2.25)
+    assert stats_line(stopped) == "interrupted, first after 250 ms"
 
 
 def test_model_cannot_command_the_terminal() -> None:

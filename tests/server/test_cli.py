@@ -247,7 +247,8 @@ def test_as_a_program() -> None:
     wrong = run("serve", "--port", "x")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("ropewalk: --port: 'x' is not")
-    assert run("version").returncode == 0
+    named, flagged = run("version"), run("--version")
+    assert (named.returncode, named.stdout) == (0, flagged.stdout)
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:

@@ -53,8 +53,10 @@ def test_bfloat16_where_the_hardware_multiplies_it(monkeypatch, has, dtype):
     assert placement.pick_dtype("float16", CUDA) == torch.float16
 
 
-def test_the_device_has_a_name_for_people():
-    assert placement.device_name(CPU) == f"cpu, {torch.get_num_threads()} threads"
+@pytest.mark.parametrize(("threads", "name"), [(1, "cpu, 1 thread"), (3, "cpu, 3 threads")])
+def test_the_device_has_a_name_for_people(monkeypatch, threads, name):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert placement.device_name(CPU) == name
 
 
 def test_bytes_per_token():
