@@ -6,8 +6,6 @@
 #include <cstdint>
 #include <memory>
 
-#include <omp.h>
-
 #include "coded.hpp"
 #include "integers.hpp"
 
