@@ -280,8 +280,8 @@ void layers(Team &team, const LayerArguments *each, int64_t count, const StepArg
 
 // tokens and positions [rows] → x [rows, width]. False where there is no such token.
 template <class T>
-bool embed(Team &team, const EndsArguments &ends, const int64_t *tokens, const int64_t *positions, T *x,
-           int64_t rows, int64_t width) {
+bool embed(Team &team, const EndsArguments &ends, const int64_t *tokens, const int64_t *positions,
+           T *x, int64_t rows, int64_t width) {
   for (int64_t r = 0; r < rows; ++r)
     if (tokens[r] < 0 || tokens[r] >= ends.vocab) return false;
   team.share(rows, [&](int64_t r) {

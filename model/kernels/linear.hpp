@@ -165,7 +165,8 @@ void add_piece(int64_t rows, const X *x, int64_t steps, const Reader &weights,
 
 // One row. Every thread widens it for itself, which takes less than waiting for another.
 template <class T, class W>
-void linear_row(Team &team, const T *x, const W *packed, int64_t inputs, const Outputs<T> &outputs) {
+void linear_row(Team &team, const T *x, const W *packed, int64_t inputs,
+                const Outputs<T> &outputs) {
   typedef Factor<T, W> X;
   const int64_t steps = steps_of<X, W>(inputs);
   team.each([&](int64_t thread) {

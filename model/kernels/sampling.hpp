@@ -32,7 +32,8 @@ float largest_of(const T *x, int64_t from, int64_t to) {
 // The largest number of each row and the first place it stands at; NaN for a row with a NaN. Of
 // few rows every thread reads a part: that of one row is what it has just computed.
 template <class T>
-void largest(Team &team, const T *logits, float *values, int64_t *tokens, int64_t rows, int64_t vocab) {
+void largest(Team &team, const T *logits, float *values, int64_t *tokens, int64_t rows,
+             int64_t vocab) {
   constexpr int64_t kPart = 512;  // that is looked through once more
   const int64_t parts = (vocab + kPart - 1) / kPart;
   const std::unique_ptr<float[]> most(new float[rows * parts]);
