@@ -90,7 +90,7 @@ def serve(flags: argparse.Namespace) -> int:
 
 
 def wait_briefly(environ: MutableMapping[str, str]) -> None:
-    """Have threads that wait for the next step give up their cores after about 1 ms.
+    """Have threads that wait for the next step give up their cores within 1 ms.
 
     GNU's OpenMP reads it when torch loads. It would wait ten times as long, and beside another
     busy program also keep the core from the thread that prepares the step. See docs/speed.md.
