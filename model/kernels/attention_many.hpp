@@ -7,11 +7,13 @@
 
 namespace {
 
+constexpr int64_t kManyKeys = 192;  // of a chunk: with fewer, largest scores take more time
+
 // Under one key/value head, in tiles of kRows. Keys: WidenedKeys, or PairedKeys where they stay
 // unturned. Values: WidenedValues or PairedValues.
 template <class Real, class S, class Keys, class Values>
-class ManyQueries : Attending<Real, S, 64> {
-  typedef Attending<Real, S, 64> Base;
+class ManyQueries : Attending<Real, S, kManyKeys> {
+  typedef Attending<Real, S, kManyKeys> Base;
   typedef typename Base::Chunk Chunk;
   typedef typename Keys::Number KeyNumber;
   using Base::a_, Base::piece_, Base::kKeys, Base::kLanes, Base::kPanel, Base::kScaled;

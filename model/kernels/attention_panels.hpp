@@ -146,10 +146,12 @@ struct PairedValues {
   static Vec<float> exponentials(float *x, int64_t count, float base) {
     const __m512i ones = _mm512_set1_epi32(0x3f803f80);
     Vec<float> sum{};
+    const auto power = [&](const float *at) {
+      return coarse_power_of_2(load(at) * kLog2E - base * kLog2E);
+    };
     for (int64_t n = 0; n < count; n += 2 * kLanes) {
-      const Vec<float> first = power(load(x + n), base);
-      const Vec<float> second =
-          n + kLanes < count ? power(load(x + n + kLanes), base) : Vec<float>{};
+      const Vec<float> first = power(x + n);
+      const Vec<float> second = n + kLanes < count ? power(x + n + kLanes) : Vec<float>{};
       const __m512i both = narrowed(first, second);
       _mm512_storeu_si512(x + n / 2, both);
       sum = (Vec<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)both, (__m512bh)ones);
@@ -165,21 +167,6 @@ struct PairedValues {
   static Words side_by_side(Words a, Words b, std::integer_sequence<int, I...>) {
     const Words order = {uint16_t(FIRST + I / 2 + I % 2 * kPanel)...};
     return __builtin_shuffle(a, b, order);
-  }
-
-  // e^(x - base) as 2^n times a polynomial on [-1/2, 1/2], fitted to 3e-6 of it. 0 where it would
-  // be subnormal; NaN stays NaN.
-  static Vec<float> power(Vec<float> x, float base) {
-    constexpr float kLog2E = 1.44269504f;
-    const Vec<float> y = x * kLog2E - base * kLog2E;
-    const Vec<float> n = (Vec<float>)_mm512_roundscale_ps((__m512)y, 0);
-    const Vec<float> r = y - n;
-    Vec<float> p = r * 0.00956051f + 0.05591704f;
-    p = p * r + 0.24024981f;
-    p = p * r + 0.69312197f;
-    p = p * r + 0.99999917f;
-    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)y, _mm512_set1_ps(-126), _CMP_NLT_UQ);
-    return (Vec<float>)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)n);
   }
 };
 

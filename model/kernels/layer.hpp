@@ -15,12 +15,26 @@ namespace {
 // y = x / sqrt(mean(x^2) + eps) * weight; x and y may be the same.
 template <class T>
 inline void rms_norm_row(const T *x, const T *weight, T *y, int64_t width, float eps) {
+  constexpr int64_t kLanes = ::kLanes<float>, kSums = 4;  // one alone would wait for itself
+  Vec<float> sums[kSums] = {};
+  int64_t i = 0;
+  for (; i + kSums * kLanes <= width; i += kSums * kLanes)
+    for (int64_t n = 0; n < kSums; ++n) {
+      const Vec<float> some = load_wide(x + i + n * kLanes);
+      sums[n] = plus_product(sums[n], some, some);
+    }
+  for (; i + kLanes <= width; i += kLanes) {
+    const Vec<float> some = load_wide(x + i);
+    sums[0] = plus_product(sums[0], some, some);
+  }
+  const Vec<float> lanes = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   float squares = 0.0f;
-#pragma omp simd reduction(+ : squares)
-  for (int64_t i = 0; i < width; ++i) squares += widen(x[i]) * widen(x[i]);
+  for (int64_t n = 0; n < kLanes; ++n) squares += lanes[n];
+  for (; i < width; ++i) squares += widen(x[i]) * widen(x[i]);
   const float scale = 1.0f / std::sqrt(squares / float(width) + eps);
-#pragma omp simd
-  for (int64_t i = 0; i < width; ++i) narrow(widen(x[i]) * scale * widen(weight[i]), y + i);
+  for (i = 0; i + kLanes <= width; i += kLanes)
+    store_as(load_wide(x + i) * scale * load_wide(weight + i), y + i);
+  for (; i < width; ++i) narrow(widen(x[i]) * scale * widen(weight[i]), y + i);
 }
 template <class T>
 void rms_norm(Team &team, const T *x, const T *weight, T *y, int64_t rows, int64_t width,
@@ -110,21 +124,22 @@ void norm_heads(Team &team, const LayerArguments &a, const AttendArguments &atte
   norm(heads, attend.kv_heads, a.k_norm);
 }
 
+// positions and offsets: of the rows.
 template <class T>
-void turn_heads(Team &team, const LayerArguments &a, const AttendArguments &attend,
-                const StepArguments &step, T *qkv) {
-  const auto turn_from = [&](const int64_t *positions, int64_t first, int64_t count) {
-    const auto by_position = [&a, positions](int64_t r, T *head) {
-      const int64_t at = positions[r] * a.pairs;
+void turn_heads(Team &team, const LayerArguments &a, const AttendArguments &attend, int64_t rows,
+                const int64_t *positions, const int64_t *offsets, T *qkv) {
+  const auto turn_from = [&](const int64_t *places, int64_t first, int64_t count) {
+    const auto by_place = [&a, places](int64_t r, T *head) {
+      const int64_t at = places[r] * a.pairs;
       (a.interleaved ? turn<true, T, T, float> : turn<false, T, T, float>)(
           head, head, a.cosines + at, a.sines + at, 1.0f, a.pairs);
     };
-    each_head(team, step.rows, a.qkv.outputs, attend.head_dim, qkv, first, count, by_position);
+    each_head(team, rows, a.qkv.outputs, attend.head_dim, qkv, first, count, by_place);
   };
   if (a.turned == kByPosition)  // keys follow queries
-    turn_from(attend.positions, 0, attend.heads + attend.kv_heads);
+    turn_from(positions, 0, attend.heads + attend.kv_heads);
   else if (a.turned == kKeysByOffset)
-    turn_from(step.offsets, attend.heads, attend.kv_heads);
+    turn_from(offsets, attend.heads, attend.kv_heads);
 }
 
 // cache/rounding.py defines it, and both store the same bits: one key or value in 8 bits.
@@ -163,16 +178,16 @@ inline void store_token(const T *from, const void *cache, const float *scales, i
                 const_cast<float *>(scales) + slot * heads + h, dim);
 }
 
-// Keys and values into the cache, queries side by side.
+// Keys and values of some rows into their slots of the cache, queries side by side.
 template <class T>
-void store_heads(Team &team, const AttendArguments &to, const StepArguments &step, const T *qkv,
-                 int64_t stride, T *q) {
+void store_heads(Team &team, const AttendArguments &to, int64_t rows, const int64_t *slots,
+                 const T *qkv, int64_t stride, T *q) {
   const int64_t heads = to.kv_heads, dim = to.head_dim, queries = to.heads * dim;
-  team.share(step.rows, [&](int64_t r) {
+  team.share(rows, [&](int64_t r) {
     const T *from = qkv + r * stride, *key = from + queries;
     std::copy(from, key, q + r * queries);
-    store_token(key, to.keys, to.key_scales, step.slots[r], heads, dim);
-    store_token(key + heads * dim, to.values, to.value_scales, step.slots[r], heads, dim);
+    store_token(key, to.keys, to.key_scales, slots[r], heads, dim);
+    store_token(key + heads * dim, to.values, to.value_scales, slots[r], heads, dim);
   });
 }
 
@@ -181,10 +196,12 @@ template <class T>
 void add_rows(Team &team, const T *x, const int64_t *kept, const T *d, T *y, int64_t rows,
               int64_t width) {
   team.share(rows, [=](int64_t r) {
-    const T *from = x + (kept ? kept[r] : r) * width;
-#pragma omp simd
-    for (int64_t i = 0; i < width; ++i)
-      narrow(widen(from[i]) + widen(d[r * width + i]), y + r * width + i);
+    const T *from = x + (kept ? kept[r] : r) * width, *more = d + r * width;
+    T *to = y + r * width;
+    int64_t i = 0;
+    for (; i + kLanes<float> <= width; i += kLanes<float>)
+      store_as(load_wide(from + i) + load_wide(more + i), to + i);
+    for (; i < width; ++i) narrow(widen(from[i]) + widen(more[i]), to + i);
   });
 }
 
@@ -219,50 +236,95 @@ inline AttendArguments attends_to(const LayerArguments &a, const StepArguments &
 // One layer of a decoder: x + attention(norm(x)), then x + mlp(norm(x)). Of the step it is one
 // layer's x and y that count, which may be the same.
 template <class T>
-void layer(Team &team, const LayerArguments &a, const StepArguments &step, T *scratch,
-           PartTimes &times) {
-  const int64_t width = a.down.outputs, attended = a.out.inputs;
-  const int64_t rows = step.rows, kept_rows = step.kept_rows;
-  const T *x = static_cast<const T *>(step.x);
-  T *y = static_cast<T *>(step.y);
-  T *small = scratch;  // [rows, width], as often as it is needed
-  T *qkv = small + rows * width, *q = qkv + rows * a.qkv.outputs;
-  T *heads = q + rows * attended, *kept = heads + rows * attended;
-  T *inner = kept + kept_rows * attended;  // [kept rows, down.inputs]
-  AttendArguments attend = attends_to(a, step);
-  attend.q = q;
-  attend.out = heads;
-  attend.kept = step.kept;
-  attend.kept_rows = step.kept ? kept_rows : 0;
+class Layer {
+ public:
+  Layer(const LayerArguments &a, const StepArguments &step, T *scratch)
+      : a_(a),
+        step_(step),
+        width_(a.down.outputs),
+        attended_(a.out.inputs),
+        attend_(attends_to(a, step)),
+        q_(scratch),
+        heads_(q_ + step.rows * attended_),
+        small_(heads_ + step.rows * attended_),
+        wide_(small_ + step.rows * width_) {
+    attend_.q = q_;
+    attend_.out = heads_;
+    attend_.kept = step.kept;
+    attend_.kept_rows = step.kept ? step.kept_rows : 0;
+  }
 
-  rms_norm(team, x, static_cast<const T *>(a.attention_norm), small, rows, width, float(a.eps));
-  times.spent(kNorm);
-  linear(team, a.qkv, small, qkv, rows);
-  times.spent(kLinear);
-  norm_heads(team, a, attend, rows, qkv);
-  times.spent(kNorm);
-  turn_heads(team, a, attend, step, qkv);
-  times.spent(kTurn);
-  store_heads(team, attend, step, qkv, a.qkv.outputs, q);
-  times.spent(kStore);
-  ::attend<T>(team, attend);
-  times.spent(kAttention);
-  if (step.kept)
-    for (int64_t r = 0; r < kept_rows; ++r)
-      std::copy(heads + step.kept[r] * attended, heads + (step.kept[r] + 1) * attended,
-                kept + r * attended);
-  linear(team, a.out, step.kept ? kept : heads, small, kept_rows);
-  times.spent(kLinear);
-  add_rows(team, x, step.kept, small, y, kept_rows, width);
-  times.spent(kResidual);
-  rms_norm(team, y, static_cast<const T *>(a.mlp_norm), small, kept_rows, width, float(a.eps));
-  times.spent(kNorm);
-  linear(team, a.gate_up, small, inner, kept_rows);
-  linear(team, a.down, inner, small, kept_rows);
-  times.spent(kLinear);
-  add_rows<T>(team, y, nullptr, small, y, kept_rows, width);
-  times.spent(kResidual);
-}
+  // Times are the first thread's.
+  void run(Team &team, PartTimes &times) {
+    PartTimes others(nullptr);
+    by_rows(team, step_.rows, [&](Team &own, int64_t first, int64_t count, int64_t thread) {
+      before_attention(own, first, count, thread * kChunk, thread == 0 ? times : others);
+    });
+    times.spent(kLinear);
+    attend<T>(team, attend_);
+    times.spent(kAttention);
+    by_rows(team, step_.kept_rows, [&](Team &own, int64_t first, int64_t count, int64_t thread) {
+      after_attention(own, first, count, thread * kChunk, thread == 0 ? times : others);
+    });
+    times.spent(kLinear);
+  }
+
+ private:
+  // Of `count` rows from number `first` on. What only serves on the way lies in the scratch from
+  // row `place` on.
+  void before_attention(Team &team, int64_t first, int64_t count, int64_t place,
+                        PartTimes &times) {
+    T *small = small_ + place * width_, *qkv = wide_ + place * a_.qkv.outputs;
+    rms_norm(team, x() + first * width_, static_cast<const T *>(a_.attention_norm), small, count,
+             width_, float(a_.eps));
+    times.spent(kNorm);
+    linear(team, a_.qkv, small, qkv, count);
+    times.spent(kLinear);
+    norm_heads(team, a_, attend_, count, qkv);
+    times.spent(kNorm);
+    turn_heads(team, a_, attend_, count, attend_.positions + first, step_.offsets + first, qkv);
+    times.spent(kTurn);
+    store_heads(team, attend_, count, step_.slots + first, qkv, a_.qkv.outputs,
+                q_ + first * attended_);
+    times.spent(kStore);
+  }
+
+  // Of rows that are kept.
+  void after_attention(Team &team, int64_t first, int64_t count, int64_t place, PartTimes &times) {
+    T *small = small_ + place * width_, *inner = wide_ + place * a_.down.inputs;
+    T *y = static_cast<T *>(step_.y) + first * width_;
+    const int64_t *kept = step_.kept ? step_.kept + first : nullptr;
+    const T *from = kept ? x() : x() + first * width_;
+    T *heads = (kept ? q_ : heads_) + first * attended_;
+    if (kept)
+      for (int64_t r = 0; r < count; ++r)
+        std::copy(heads_ + kept[r] * attended_, heads_ + (kept[r] + 1) * attended_,
+                  heads + r * attended_);
+    linear(team, a_.out, heads, small, count);
+    times.spent(kLinear);
+    add_rows(team, from, kept, small, y, count, width_);
+    times.spent(kResidual);
+    rms_norm(team, y, static_cast<const T *>(a_.mlp_norm), small, count, width_, float(a_.eps));
+    times.spent(kNorm);
+    linear(team, a_.gate_up, small, inner, count);
+    linear(team, a_.down, inner, small, count);
+    times.spent(kLinear);
+    add_rows<T>(team, y, nullptr, small, y, count, width_);
+    times.spent(kResidual);
+  }
+
+  const T *x() const { return static_cast<const T *>(step_.x); }
+
+  const LayerArguments &a_;
+  const StepArguments &step_;
+  const int64_t width_, attended_;
+  AttendArguments attend_;
+  // [rows, attended_], of all rows; once keys have been met, q_ is free.
+  T *q_, *heads_;
+  // Of rows that are computed together: [rows, width_]; and [rows, outputs of qkv], then
+  // [rows, inputs of down].
+  T *small_, *wide_;
+};
 
 // `count` layers, one after another; rows are kept of the last one.
 template <class T>
@@ -274,7 +336,7 @@ void layers(Team &team, const LayerArguments *each, int64_t count, const StepArg
     StepArguments now = step;
     if (i > 0) now.x = stream;
     if (i < count - 1) now.y = stream, now.kept = nullptr, now.kept_rows = step.rows;
-    layer(team, each[i], now, scratch, times);
+    Layer<T>(each[i], now, scratch).run(team, times);
   }
 }
 

@@ -120,9 +120,9 @@ class KernelLayers(Layers):
         self.constants = (LayerArguments * len(parts))(*arguments)
         of_one = self.constants[0]
         attended, self._width = of_one.out.inputs, of_one.down.outputs
-        # Numbers of scratch for each row, and for each row that is kept.
-        self._per_row = 2 * self._width + of_one.qkv.outputs + 2 * attended
-        self._per_kept = attended + of_one.down.inputs
+        # Numbers of scratch for each row.
+        wide = max(of_one.qkv.outputs, of_one.down.inputs)
+        self._scratch = 2 * self._width + 2 * attended + wide
 
     def forward(
         self,
@@ -167,7 +167,7 @@ class KernelLayers(Layers):
         count = len(batch.tokens)
         kept = count if rows is None else len(rows)
         y = torch.empty(kept, self._width, dtype=dtype)
-        scratch = torch.empty(count * (self._per_row + self._per_kept), dtype=dtype)
+        scratch = torch.empty(count * self._scratch, dtype=dtype)
         attends, tensors = self._attends(kv, batch, run, bias)
         whole = kv.whole
         step = StepArguments(

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 
@@ -189,17 +190,21 @@ void linear_row(Team &team, const T *x, const W *packed, int64_t inputs,
   });
 }
 
+constexpr int64_t kChunk = 4 * kRows;  // rows per pass over the weights
+
+// Several rows, whose strips the threads share.
 template <class T, class W>
-void linear(Team &team, const T *x, const W *packed, int64_t rows, int64_t inputs,
-            const Outputs<T> &outputs) {
+void linear_rows(Team &team, const T *x, const W *packed, int64_t rows, int64_t inputs,
+                 const Outputs<T> &outputs) {
   typedef Factor<T, W> X;
   constexpr int64_t kStep = kInputs<X> * kStrip;
-  constexpr int64_t kChunk = 4 * kRows;  // rows per pass over the weights
-  constexpr int64_t kDepth = kPiece / kStep / (kIsCoded<W> ? sizeof(bf16) : sizeof(W));  // steps
+  // Steps that all tiles meet before those that follow: what the first cache holds, or the second,
+  // which is fast enough for what has to be unpacked.
+  constexpr int64_t kDepth = kIsCoded<W> ? 768 : kPiece / kStep / int64_t(sizeof(W));
   constexpr int64_t kWidened = std::is_same_v<W, int8_t> ? 64 : 0;  // steps that tiles share
-  if (rows == 1) return linear_row(team, x, packed, inputs, outputs);
   const int64_t strips = outputs.strips(), tiles = (rows + kRows - 1) / kRows;
-  const int64_t steps = steps_of<X, W>(inputs);
+  const int64_t tile_rows = (rows + tiles - 1) / tiles;  // of all but the last one
+  const int64_t steps = steps_of<X, W>(inputs), chunk_size = kChunk / kRows * tile_rows;
   // Inputs that one thread fills a tile with: rounding takes long enough to be shared.
   const int64_t part = kIsRaised<W> ? kGroup : inputs, parts = (inputs + part - 1) / part;
   // Tile by tile of kRows rows, [steps, rows of the tile], so that a tile reads one stream.
@@ -207,9 +212,9 @@ void linear(Team &team, const T *x, const W *packed, int64_t rows, int64_t input
   const std::unique_ptr<X[]> wide(new X[tiles * tile_size]);
   team.share(tiles * parts, [&](int64_t i) {
     const int64_t t = i / parts, first = i % parts * part, last = std::min(first + part, inputs);
-    const int64_t count = std::min<int64_t>(kRows, rows - t * kRows);
+    const int64_t count = std::min(tile_rows, rows - t * tile_rows);
     X *tile = wide.get() + t * tile_size;
-    fill_tile(x + t * kRows * inputs + first, inputs, last - first, count,
+    fill_tile(x + t * tile_rows * inputs + first, inputs, last - first, count,
               tile + first / kInputs<X> * count);
     if (last == inputs)
       std::fill(tile + steps_of<X, T>(inputs) * count, tile + steps * count, X{});
@@ -217,13 +222,13 @@ void linear(Team &team, const T *x, const W *packed, int64_t rows, int64_t input
   team.each([&](int64_t thread) {
     alignas(64) float kept[kChunk * kStrip];
     alignas(64) float widened[kWidened * kStep + 1];
-    for (int64_t chunk = 0; chunk < rows; chunk += kChunk) {
-      const int64_t chunk_rows = std::min(kChunk, rows - chunk);
+    for (int64_t chunk = 0; chunk < rows; chunk += chunk_size) {
+      const int64_t chunk_rows = std::min(chunk_size, rows - chunk);
       // Adds so many steps of strip p, the k-th and on, to the sums of all of the chunk's rows.
       const auto add = [&](int64_t p, const auto &weights, int64_t k, int64_t depth) {
-        for (int64_t m = 0; m < chunk_rows; m += kRows) {
-          const int64_t count = std::min<int64_t>(kRows, chunk_rows - m);
-          const X *tile = wide.get() + (chunk + m) / kRows * tile_size + k * count;
+        for (int64_t m = 0; m < chunk_rows; m += tile_rows) {
+          const int64_t count = std::min(tile_rows, chunk_rows - m);
+          const X *tile = wide.get() + (chunk + m) / tile_rows * tile_size + k * count;
           add_piece<W>(count, tile, depth, weights,
                        Sums<T>{outputs, p, chunk + m, k == 0, k + depth == steps,
                                kept + m * kStrip});
@@ -231,7 +236,7 @@ void linear(Team &team, const T *x, const W *packed, int64_t rows, int64_t input
       };
       team.of_share(strips, thread, [&](int64_t p) {
         const W *strip = strip_at(packed, p, inputs);
-        const bool shared = kWidened && chunk_rows > kRows;
+        const bool shared = kWidened && chunk_rows > tile_rows;
         const int64_t step = shared ? kWidened : kDepth;
         auto weights = reader_of(strip);
         for (int64_t k = 0; k < steps; k += step, weights += step * kStep) {
@@ -246,6 +251,33 @@ void linear(Team &team, const T *x, const W *packed, int64_t rows, int64_t input
         }
       });
     }
+  });
+}
+
+// act(team, first, count, thread): of all rows by the whole team; or, where there are enough of
+// them, of some at a time by each thread alone. What a part of `act` then leaves for the next one,
+// of kChunk rows at most, stays in the thread's own cache.
+template <class Act>
+void by_rows(Team &team, int64_t rows, const Act &act) {
+  const int64_t each = team.size() * kChunk;
+  if (rows <= kChunk || rows < each) return act(team, int64_t(0), rows, int64_t(0));
+  const int64_t chunks = (rows + each - 1) / each * team.size();
+  const int64_t size = (rows + chunks - 1) / chunks;
+  std::atomic<int64_t> taken(0);
+  team.each([&](int64_t thread) {
+    Team alone;
+    for (int64_t first; (first = size * taken.fetch_add(1)) < rows;)
+      act(alone, first, std::min(size, rows - first), thread);
+  });
+}
+
+template <class T, class W>
+void linear(Team &team, const T *x, const W *packed, int64_t rows, int64_t inputs,
+            const Outputs<T> &outputs) {
+  if (rows == 0) return;
+  if (rows == 1) return linear_row(team, x, packed, inputs, outputs);
+  by_rows(team, rows, [&](Team &own, int64_t first, int64_t count, int64_t) {
+    linear_rows(own, x + first * inputs, packed, count, inputs, outputs.from(first));
   });
 }
 

@@ -46,6 +46,7 @@ struct Outputs {
   int64_t of_strip() const { return gated ? kStrip / 2 : kStrip; }
   int64_t strips() const { return (width + of_strip() - 1) / of_strip(); }
   bool whole(int64_t strip) const { return (strip + 1) * of_strip() <= width; }
+  Outputs from(int64_t row) const { return {scale, bias, y + row * width, width, gated}; }
   T *place(int64_t strip, int64_t row) const { return y + row * width + strip * of_strip(); }
 
   // Of rows from number `first` on, a strip that is whole and not gated, where it is two vectors.
@@ -95,6 +96,15 @@ struct Outputs {
   }
 
   static void gate_row(float *sums) {
+#if defined(__AVX512BF16__)
+    if constexpr (kPairs<T>) {
+      for (int j = 0; j < kStrip / 2; j += kLanes<float>) {
+        const Vec<float> gate = load(sums + j), up = load(sums + kStrip / 2 + j);
+        store(gate / (1.0f + coarse_power_of_2(gate * -kLog2E)) * up, sums + j);
+      }
+      return;
+    }
+#endif
 #pragma omp simd
     for (int j = 0; j < kStrip / 2; ++j) sums[j] = silu(sums[j]) * sums[kStrip / 2 + j];
   }

@@ -34,6 +34,19 @@ inline Vec<float> plus_pairs(Vec<float> sum, __m512i weights, Pair x) {
   return (Vec<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)both);
 }
 
+// 2^x to 3e-6 of it, for what is rounded to bfloat16: a polynomial on [-1/2, 1/2] times a power of
+// two. 0 where it would be subnormal; NaN stays NaN.
+inline Vec<float> coarse_power_of_2(Vec<float> x) {
+  const Vec<float> n = (Vec<float>)_mm512_roundscale_ps((__m512)x, 0);
+  const Vec<float> r = x - n;
+  Vec<float> p = r * 0.00956051f + 0.05591704f;
+  p = p * r + 0.24024981f;
+  p = p * r + 0.69312197f;
+  p = p * r + 0.99999917f;
+  const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126), _CMP_NLT_UQ);
+  return (Vec<float>)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)n);
+}
+
 // row(0) and on, kLanes at most, of `inputs` each, become columns of a panel [steps, kPanel, 2];
 // past the last row and the last input is zero.
 template <class Row>

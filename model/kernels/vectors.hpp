@@ -205,13 +205,15 @@ inline Real largest_lane(Vec<Real> x) {
       x, std::make_integer_sequence<int, kLanes<Real>>())[0];
 }
 
+constexpr float kLog2E = 1.44269504f;
+
 inline double exponential(double x) { return std::exp(x); }
 
 // e^x to about two units in the last place, in a form that compilers vectorise: 2^n times a
 // polynomial (Cephes' coefficients) on [-ln 2 / 2, ln 2 / 2]. 0 where it would be subnormal.
 inline float exponential(float given) {
   const float x = std::min(std::max(given, -87.0f), 88.0f);
-  const float n = std::nearbyint(x * 1.44269504f);
+  const float n = std::nearbyint(x * kLog2E);
   const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;

@@ -51,12 +51,13 @@ def both(decoder, rows=None, stored=None, lengths=LENGTHS):
     assert isinstance(fused, KernelLayers)
     rows = torch.arange(len(batch.tokens)) if rows is None else rows
     generator = torch.Generator().manual_seed(4)
-    made = new_cache(decoder, 12, BLOCK, stored)
+    blocks = 1 + sum(-(-length // BLOCK) for length, _ in lengths)
+    made = new_cache(decoder, blocks, BLOCK, stored)
     noise = [torch.randn(part.shape, generator=generator) for part in made.whole]
     x = torch.randn(len(batch.tokens), 24, generator=generator).to(decoder.embed.weight.dtype)
     found = []
     for way in (fused, partial(Layers.forward, fused)):
-        kv = new_cache(decoder, 12, BLOCK, stored)
+        kv = new_cache(decoder, blocks, BLOCK, stored)
         for part, numbers in zip(kv.whole, noise, strict=True):
             part.copy_(numbers)
         biases = step_biases(decoder.encoding, len(fused), batch, BLOCK)
@@ -116,6 +117,17 @@ def test_weights_that_no_cache_keeps(count, int8, dtype, kernels, monkeypatch):
     decoder = substituted("rope", kernels, dtype, int8=int8)
     assert decoder.layers.once
     assert equal(both(decoder, lengths=((37, count),)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("int8", [False, True])
+def test_rows_that_are_enough_for_every_thread(int8, dtype, threads, kernels):
+    """Each then takes some of them through all that lies before attention, and after it."""
+    decoder = substituted("rope", kernels, dtype, int8=int8, qk_norm=True)
+    lengths = ((170, 170), (20, 1), (40, 23))
+    assert equal(both(decoder, lengths=lengths))
+    assert equal(both(decoder, rows=torch.arange(5, 190), lengths=lengths))
+    assert equal(both(decoder, rows=torch.tensor([169]), lengths=lengths))
 
 
 class Unlike(RoPE):
