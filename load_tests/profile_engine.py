@@ -19,9 +19,9 @@ from model.batch import ForwardBatch
 from model.encodings.base import PositionalEncoding
 from model.kernels.build import Kernels
 from model.kernels.layers import KernelLayers, Part
-from model.kernels.modules import GatedPanelLinear, KernelRMSNorm, PanelLinear
+from model.kernels.modules import GatedPanelLinear, KernelNorm, PanelLinear
 from model.linear import Int8Linear, Linear
-from model.transformer import Decoder, Gate, LayerNorm, RMSNorm
+from model.transformer import Activate, Decoder, Gate, LayerNorm, RMSNorm
 from server.metrics import Metrics
 from server.pass_timer import told_by, watched
 from server.wiring import Wired
@@ -50,8 +50,8 @@ _TOLD: Mapping[Part, str] = {
 }
 _MODULES: Mapping[type[nn.Module], str] = {
     **dict.fromkeys((Linear, Int8Linear, PanelLinear, GatedPanelLinear), LINEAR),
-    **dict.fromkeys((RMSNorm, LayerNorm, KernelRMSNorm), NORM),
-    Gate: GATE,
+    **dict.fromkeys((RMSNorm, LayerNorm, KernelNorm), NORM),
+    **dict.fromkeys((Gate, Activate), GATE),
     nn.Embedding: EMBEDDING,
 }
 _NAME = "profiled"

@@ -74,6 +74,15 @@ class Gate(nn.Module):
         return ACTIVATIONS[self.activation](gate) * up
 
 
+class Activate(nn.Module):
+    def __init__(self, activation: Activation) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ACTIVATIONS[self.activation](x)
+
+
 class Attention(nn.Module):
     """Project, rotate, write, attend, project back."""
 
@@ -179,10 +188,10 @@ class PlainMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.up = Linear(
+        self.up: nn.Module = Linear(
             config.width, config.ffn_width, bias=config.mlp_bias, dtype=dtype, device=device
         )
-        self.activate = ACTIVATIONS[config.activation]
+        self.activate: nn.Module = Activate(config.activation)
         self.down = Linear(
             config.ffn_width, config.width, bias=config.mlp_bias, dtype=dtype, device=device
         )

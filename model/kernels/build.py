@@ -73,19 +73,26 @@ class LinearArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("packed", "scale", "bias")),
-        *((name, c_int64) for name in ("inputs", "outputs", "once", "gated")),
+        *((name, c_int64) for name in ("inputs", "outputs", "once", "gated", "activation")),
     )
+
+
+class NormArguments(ctypes.Structure):
+    """Mirrors the struct of the same name in layer.hpp."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("centred", c_int64))
 
 
 class LayerArguments(ctypes.Structure):
     """Mirrors the struct of the same name in layer.hpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
-        *((name, LinearArguments) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, NormArguments) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
+        *((name, LinearArguments) for name in ("qkv", "out", "up", "down")),
         *((name, c_void_p) for name in ("cosines", "sines")),
-        *((name, c_int64) for name in ("pairs", "interleaved", "turned", "index", "kind")),
-        ("eps", c_double),
+        *((name, c_int64) for name in ("pairs", "interleaved", "turned")),
+        *((name, c_int64) for name in ("parallel", "index", "kind")),
+        *((name, c_double) for name in ("eps", "clip")),
     )
 
 
@@ -109,7 +116,7 @@ class EndsArguments(ctypes.Structure):
         ("vocab", c_int64),
         ("vectors", c_void_p),
         *((name, c_double) for name in ("embed_scale", "vector_scale", "eps")),
-        ("norm", c_void_p),
+        ("norm", NormArguments),
         ("head", LinearArguments),
     )
 
@@ -155,12 +162,13 @@ class Kernels:
         self._function("linear", x.dtype)(ctypes.byref(arguments), _as_c(x), _as_c(y), rows)
         return y
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm(self, arguments: NormArguments, x: Tensor, eps: float) -> Tensor:
         """Over the last dimension of x."""
         x = x.contiguous()
         y = torch.empty_like(x)
         width = x.shape[-1]
-        self._call("rms_norm", x.dtype, x, weight, y, x.numel() // width, width, eps)
+        sizes = c_int64(x.numel() // width), c_int64(width), c_float(eps)
+        self._function("norm", x.dtype)(ctypes.byref(arguments), _as_c(x), _as_c(y), *sizes)
         return y
 
     def rotate(

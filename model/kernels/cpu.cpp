@@ -34,9 +34,9 @@ void fold_sums(const char *stored, const int64_t *blocks, const uint64_t *multip
   void linear_##SUFFIX(const LinearArguments *a, const T *x, T *y, int64_t rows) { \
     together([=](Team &team) { linear(team, *a, x, y, rows); }); \
   } \
-  void rms_norm_##SUFFIX(const T *x, const T *weight, T *y, int64_t rows, int64_t width, \
-                         float eps) { \
-    together([=](Team &team) { rms_norm(team, x, weight, y, rows, width, eps); }); \
+  void norm_##SUFFIX(const NormArguments *a, const T *x, T *y, int64_t rows, int64_t width, \
+                     float eps) { \
+    together([=](Team &team) { norm_rows(team, *a, x, y, rows, width, eps); }); \
   } \
   void rotate_##SUFFIX(const T *x, T *y, const float *cosines, const float *sines, \
                        const int64_t *positions, int64_t rows, int64_t stride, int64_t heads, \

@@ -12,36 +12,52 @@
 
 namespace {
 
-// y = x / sqrt(mean(x^2) + eps) * weight; x and y may be the same.
-template <class T>
-inline void rms_norm_row(const T *x, const T *weight, T *y, int64_t width, float eps) {
+// RMSNorm, or, where rows are centred, LayerNorm.
+extern "C" struct NormArguments {
+  const void *weight, *bias;  // [width]; a bias may be null
+  int64_t centred;
+};
+
+// of(x) of every number of a row, added up.
+template <class T, class Of>
+inline float sum_over(const T *x, int64_t width, const Of &of) {
   constexpr int64_t kLanes = ::kLanes<float>, kSums = 4;  // one alone would wait for itself
   Vec<float> sums[kSums] = {};
   int64_t i = 0;
   for (; i + kSums * kLanes <= width; i += kSums * kLanes)
-    for (int64_t n = 0; n < kSums; ++n) {
-      const Vec<float> some = load_wide(x + i + n * kLanes);
-      sums[n] = plus_product(sums[n], some, some);
-    }
-  for (; i + kLanes <= width; i += kLanes) {
-    const Vec<float> some = load_wide(x + i);
-    sums[0] = plus_product(sums[0], some, some);
-  }
+    for (int64_t n = 0; n < kSums; ++n) sums[n] += of(load_wide(x + i + n * kLanes));
+  for (; i + kLanes <= width; i += kLanes) sums[0] += of(load_wide(x + i));
   const Vec<float> lanes = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-  float squares = 0.0f;
-  for (int64_t n = 0; n < kLanes; ++n) squares += lanes[n];
-  for (; i < width; ++i) squares += widen(x[i]) * widen(x[i]);
-  const float scale = 1.0f / std::sqrt(squares / float(width) + eps);
-  for (i = 0; i + kLanes <= width; i += kLanes)
-    store_as(load_wide(x + i) * scale * load_wide(weight + i), y + i);
-  for (; i < width; ++i) narrow(widen(x[i]) * scale * widen(weight[i]), y + i);
+  float sum = 0.0f;
+  for (int64_t n = 0; n < kLanes; ++n) sum += lanes[n];
+  for (; i < width; ++i) sum += of(widen(x[i]));
+  return sum;
+}
+
+// y = (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias, with 0 for the mean where rows
+// are not centred; x and y may be the same.
+template <class T>
+inline void norm_row(const NormArguments &norm, const T *x, T *y, int64_t width, float eps) {
+  const T *weight = static_cast<const T *>(norm.weight), *bias = static_cast<const T *>(norm.bias);
+  const float mean =
+      norm.centred ? sum_over(x, width, [](auto some) { return some; }) / float(width) : 0.0f;
+  const auto square = [mean](auto some) { return (some - mean) * (some - mean); };
+  const float scale = 1.0f / std::sqrt(sum_over(x, width, square) / float(width) + eps);
+  int64_t i = 0;
+  for (; i + kLanes<float> <= width; i += kLanes<float>) {
+    Vec<float> scaled = (load_wide(x + i) - mean) * scale * load_wide(weight + i);
+    if (bias) scaled += load_wide(bias + i);
+    store_as(scaled, y + i);
+  }
+  for (; i < width; ++i) {
+    const float scaled = (widen(x[i]) - mean) * scale * widen(weight[i]);
+    narrow(bias ? scaled + widen(bias[i]) : scaled, y + i);
+  }
 }
 template <class T>
-void rms_norm(Team &team, const T *x, const T *weight, T *y, int64_t rows, int64_t width,
-              float eps) {
-  team.share(rows, [=](int64_t r) {
-    rms_norm_row(x + r * width, weight, y + r * width, width, eps);
-  });
+void norm_rows(Team &team, const NormArguments &norm, const T *x, T *y, int64_t rows,
+               int64_t width, float eps) {
+  team.share(rows, [=](int64_t r) { norm_row(norm, x + r * width, y + r * width, width, eps); });
 }
 
 // Turns pairs of the first 2 * half coordinates of each head; x has `stride` elements per row.
@@ -62,13 +78,14 @@ void rotate(Team &team, const T *x, T *y, const float *cosines, const float *sin
 
 // What does not change from step to step.
 extern "C" struct LayerArguments {
-  const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // [width] twice, [head_dim] or null
-  LinearArguments qkv, out, gate_up, down;
-  const float *cosines, *sines;  // [positions, pairs]
+  NormArguments attention_norm, mlp_norm, q_norm, k_norm;  // weights of the last two may be null
+  LinearArguments qkv, out, up, down;                      // up: and its gate, if it has one
+  const float *cosines, *sines;                            // [positions, pairs]
   int64_t pairs, interleaved, turned;
-  int64_t index;  // of its keys and values in the cache
-  int64_t kind;   // of its attention among the step's
-  double eps;
+  int64_t parallel;  // whether the MLP is of the layer's input
+  int64_t index;     // of its keys and values in the cache
+  int64_t kind;      // of its attention among the step's
+  double eps, clip;  // clip: the largest magnitude of queries, keys and values; 0: any
 };
 // By what queries and keys are turned before keys are stored.
 constexpr int64_t kByNothing = 0, kByPosition = 1, kKeysByOffset = 2;
@@ -95,7 +112,7 @@ extern "C" struct EndsArguments {
   int64_t vocab;
   const float *vectors;  // of positions, [positions, width], added to the embedding; or null
   double embed_scale, vector_scale, eps;
-  const void *norm;  // [width]
+  NormArguments norm;
   LinearArguments head;
 };
 
@@ -112,16 +129,23 @@ template <class T>
 void norm_heads(Team &team, const LayerArguments &a, const AttendArguments &attend, int64_t rows,
                 T *qkv) {
   const int64_t heads = attend.heads, dim = attend.head_dim;
-  const auto by = [&](const void *weight) {
-    return [&a, dim, weight](int64_t, T *head) {
-      rms_norm_row(head, static_cast<const T *>(weight), head, dim, float(a.eps));
-    };
+  const auto norm_each = [&](const NormArguments &norm, int64_t first, int64_t count) {
+    const auto by = [&](int64_t, T *head) { norm_row(norm, head, head, dim, float(a.eps)); };
+    if (norm.weight) each_head(team, rows, a.qkv.outputs, dim, qkv, first, count, by);
   };
-  const auto norm = [&](int64_t first, int64_t count, const void *weight) {
-    if (weight) each_head(team, rows, a.qkv.outputs, dim, qkv, first, count, by(weight));
-  };
-  norm(0, heads, a.q_norm);
-  norm(heads, attend.kv_heads, a.k_norm);
+  norm_each(a.q_norm, 0, heads);
+  norm_each(a.k_norm, heads, attend.kv_heads);
+}
+
+// NaN stays NaN.
+template <class T>
+void clip_rows(Team &team, float most, int64_t rows, int64_t width, T *x) {
+  team.share(rows, [=](int64_t r) {
+    for (int64_t i = r * width; i < (r + 1) * width; ++i) {
+      const float own = widen(x[i]);
+      narrow(own > most ? most : own < -most ? -most : own, x + i);
+    }
+  });
 }
 
 // positions and offsets: of the rows.
@@ -191,17 +215,15 @@ void store_heads(Team &team, const AttendArguments &to, int64_t rows, const int6
   });
 }
 
-// y = x + d, of those rows of x that are kept; x and y may be the same where all are.
+// y = x + d; x and y may be the same.
 template <class T>
-void add_rows(Team &team, const T *x, const int64_t *kept, const T *d, T *y, int64_t rows,
-              int64_t width) {
+void add_rows(Team &team, const T *x, const T *d, T *y, int64_t rows, int64_t width) {
   team.share(rows, [=](int64_t r) {
-    const T *from = x + (kept ? kept[r] : r) * width, *more = d + r * width;
-    T *to = y + r * width;
-    int64_t i = 0;
-    for (; i + kLanes<float> <= width; i += kLanes<float>)
-      store_as(load_wide(from + i) + load_wide(more + i), to + i);
-    for (; i < width; ++i) narrow(widen(from[i]) + widen(more[i]), to + i);
+    int64_t i = r * width;
+    const int64_t end = i + width;
+    for (; i + kLanes<float> <= end; i += kLanes<float>)
+      store_as(load_wide(x + i) + load_wide(d + i), y + i);
+    for (; i < end; ++i) narrow(widen(x[i]) + widen(d[i]), y + i);
   });
 }
 
@@ -233,8 +255,8 @@ inline AttendArguments attends_to(const LayerArguments &a, const StepArguments &
   return attend;
 }
 
-// One layer of a decoder: x + attention(norm(x)), then x + mlp(norm(x)). Of the step it is one
-// layer's x and y that count, which may be the same.
+// One layer of a decoder: x + attention(norm(x)), then x + mlp(norm(x)); or both at once. Of the
+// step it is one layer's x and y that count, which may be the same.
 template <class T>
 class Layer {
  public:
@@ -246,8 +268,9 @@ class Layer {
         attend_(attends_to(a, step)),
         q_(scratch),
         heads_(q_ + step.rows * attended_),
-        small_(heads_ + step.rows * attended_),
-        wide_(small_ + step.rows * width_) {
+        normed_(heads_ + step.rows * attended_),
+        sums_(normed_ + step.rows * width_),
+        wide_(sums_ + step.rows * width_) {
     attend_.q = q_;
     attend_.out = heads_;
     attend_.kept = step.kept;
@@ -274,11 +297,11 @@ class Layer {
   // row `place` on.
   void before_attention(Team &team, int64_t first, int64_t count, int64_t place,
                         PartTimes &times) {
-    T *small = small_ + place * width_, *qkv = wide_ + place * a_.qkv.outputs;
-    rms_norm(team, x() + first * width_, static_cast<const T *>(a_.attention_norm), small, count,
-             width_, float(a_.eps));
+    T *normed = normed_ + place * width_, *qkv = wide_ + place * a_.qkv.outputs;
+    norm(team, a_.attention_norm, x() + first * width_, normed, count);
     times.spent(kNorm);
-    linear(team, a_.qkv, small, qkv, count);
+    linear(team, a_.qkv, normed, qkv, count);
+    if (a_.clip) clip_rows(team, float(a_.clip), count, a_.qkv.outputs, qkv);
     times.spent(kLinear);
     norm_heads(team, a_, attend_, count, qkv);
     times.spent(kNorm);
@@ -291,26 +314,39 @@ class Layer {
 
   // Of rows that are kept.
   void after_attention(Team &team, int64_t first, int64_t count, int64_t place, PartTimes &times) {
-    T *small = small_ + place * width_, *inner = wide_ + place * a_.down.inputs;
-    T *y = static_cast<T *>(step_.y) + first * width_;
-    const int64_t *kept = step_.kept ? step_.kept + first : nullptr;
-    const T *from = kept ? x() : x() + first * width_;
-    T *heads = (kept ? q_ : heads_) + first * attended_;
-    if (kept)
-      for (int64_t r = 0; r < count; ++r)
-        std::copy(heads_ + kept[r] * attended_, heads_ + (kept[r] + 1) * attended_,
-                  heads + r * attended_);
-    linear(team, a_.out, heads, small, count);
+    T *normed = normed_ + place * width_, *sums = sums_ + place * width_;
+    T *inner = wide_ + place * a_.down.inputs, *y = static_cast<T *>(step_.y) + first * width_;
+    const T *from = x() + first * width_, *heads = heads_ + first * attended_;
+    if (step_.kept) {
+      from = gather(x(), width_, first, count, y);
+      heads = gather(heads_, attended_, first, count, q_ + first * attended_);
+    }
+    linear(team, a_.out, heads, sums, count);
     times.spent(kLinear);
-    add_rows(team, from, kept, small, y, count, width_);
-    times.spent(kResidual);
-    rms_norm(team, y, static_cast<const T *>(a_.mlp_norm), small, count, width_, float(a_.eps));
+    if (a_.parallel) norm(team, a_.mlp_norm, from, normed, count);
     times.spent(kNorm);
-    linear(team, a_.gate_up, small, inner, count);
-    linear(team, a_.down, inner, small, count);
-    times.spent(kLinear);
-    add_rows<T>(team, y, nullptr, small, y, count, width_);
+    add_rows(team, from, sums, y, count, width_);
     times.spent(kResidual);
+    if (!a_.parallel) norm(team, a_.mlp_norm, y, normed, count);
+    times.spent(kNorm);
+    linear(team, a_.up, normed, inner, count);
+    linear(team, a_.down, inner, sums, count);
+    times.spent(kLinear);
+    add_rows(team, y, sums, y, count, width_);
+    times.spent(kResidual);
+  }
+
+  // Of the rows that are kept those from number `first` on, side by side.
+  const T *gather(const T *rows, int64_t width, int64_t first, int64_t count, T *to) const {
+    for (int64_t r = 0; r < count; ++r) {
+      const T *from = rows + step_.kept[first + r] * width;
+      std::copy(from, from + width, to + r * width);
+    }
+    return to;
+  }
+
+  void norm(Team &team, const NormArguments &of, const T *from, T *to, int64_t count) const {
+    norm_rows(team, of, from, to, count, width_, float(a_.eps));
   }
 
   const T *x() const { return static_cast<const T *>(step_.x); }
@@ -319,11 +355,11 @@ class Layer {
   const StepArguments &step_;
   const int64_t width_, attended_;
   AttendArguments attend_;
-  // [rows, attended_], of all rows; once keys have been met, q_ is free.
+  // Of all rows, [rows, attended_]; once keys have been met, q_ is free.
   T *q_, *heads_;
-  // Of rows that are computed together: [rows, width_]; and [rows, outputs of qkv], then
+  // Of rows that are computed together, [rows, width_]; and [rows, outputs of qkv], then
   // [rows, inputs of down].
-  T *small_, *wide_;
+  T *normed_, *sums_, *wide_;
 };
 
 // `count` layers, one after another; rows are kept of the last one.
@@ -376,7 +412,7 @@ bool pass(Team &team, const EndsArguments &ends, const LayerArguments *each, int
   }
   layers<T>(team, each, count, step, times);
   T *y = static_cast<T *>(step.y);
-  rms_norm(team, y, static_cast<const T *>(ends.norm), y, step.kept_rows, width, float(ends.eps));
+  norm_rows(team, ends.norm, y, y, step.kept_rows, width, float(ends.eps));
   times.spent(kNorm);
   linear(team, ends.head, y, logits, step.kept_rows);
   times.spent(kHead);

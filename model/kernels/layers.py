@@ -25,15 +25,15 @@ from model.kernels.build import (
     LayerArguments,
     StepArguments,
 )
-from model.kernels.modules import GatedPanelLinear, KernelRMSNorm, KernelRoPE, PanelLinear
-from model.transformer import Block, GatedMLP, Layers
+from model.kernels.modules import KernelNorm, KernelRoPE, PanelLinear
+from model.transformer import Block, GatedMLP, Layers, ParallelBlock, ParallelOneNormBlock
 
 
 class Part(IntEnum):
     """What the time of a pass is spent on, as layer.hpp numbers it."""
 
     NORM = 0
-    LINEAR = 1  # and the gate of an MLP
+    LINEAR = 1  # and the activation of an MLP
     TURN = 2  # queries and keys turned
     STORE = 3  # keys and values written
     ATTENTION = 4  # with the bias, and with the turning that a key frame leaves to attention
@@ -53,44 +53,49 @@ _TURNED = {KeyFrame.ABSOLUTE: 1, KeyFrame.RAW: 0, KeyFrame.BLOCK: 2}
 class Parts:
     """Of a layer: all that the one call computes."""
 
-    norms: dict[str, KernelRMSNorm]
+    norms: dict[str, KernelNorm]
     linears: dict[str, PanelLinear]
     attend: CpuAttention
     encoding: PositionalEncoding
+    clip: float | None
+    parallel: bool
+
+
+_BLOCKS = (Block, ParallelBlock, ParallelOneNormBlock)
 
 
 def parts_of(block: nn.Module) -> Parts | None:
     """None if the one call would not compute just what the block's own parts do."""
-    if type(block) is not Block or not isinstance(block.mlp, GatedMLP):
+    if not isinstance(block, Block | ParallelOneNormBlock) or type(block) not in _BLOCKS:
         return None
     attention, mlp = block.attention, block.mlp
     norms: dict[str, nn.Module | None] = {
         "attention_norm": block.attention_norm,
         "q_norm": attention.q_norm,
         "k_norm": attention.k_norm,
-        "mlp_norm": block.mlp_norm,
+        "mlp_norm": block.mlp_norm if isinstance(block, Block) else block.attention_norm,
     }
     linears: dict[str, nn.Module] = {
         "qkv": attention.qkv,
         "out": attention.out,
-        "gate_up": mlp.gate_up,
+        "up": mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up,
         "down": mlp.down,
     }
-    kernel_norms = {name: each for name, each in norms.items() if isinstance(each, KernelRMSNorm)}
+    kernel_norms = {name: each for name, each in norms.items() if isinstance(each, KernelNorm)}
     panels = {name: each for name, each in linears.items() if isinstance(each, PanelLinear)}
     wanted = {name for name, each in norms.items() if each is not None}
     encoding = attention.encoding
     turned_by_us = isinstance(encoding, KernelRoPE)
     if (
-        attention.clip is not None
-        or kernel_norms.keys() != wanted
+        kernel_norms.keys() != wanted
         or panels.keys() != linears.keys()
-        or not isinstance(mlp.gate_up, GatedPanelLinear)
+        or not isinstance(mlp.gate if isinstance(mlp, GatedMLP) else mlp.activate, nn.Identity)
         or not isinstance(attention.attend, CpuAttention)
         or not (turned_by_us or type(encoding).rotate is PositionalEncoding.rotate)
     ):
         return None
-    return Parts(kernel_norms, panels, attention.attend, encoding)
+    parallel = type(block) is not Block
+    return Parts(kernel_norms, panels, attention.attend, encoding, attention.clip, parallel)
 
 
 class KernelLayers(Layers):
@@ -122,7 +127,7 @@ class KernelLayers(Layers):
         attended, self._width = of_one.out.inputs, of_one.down.outputs
         # Numbers of scratch for each row.
         wide = max(of_one.qkv.outputs, of_one.down.inputs)
-        self._scratch = 2 * self._width + 2 * attended + wide
+        self._scratch = 3 * self._width + 2 * attended + wide
 
     def forward(
         self,
@@ -212,10 +217,12 @@ def _runs(biases: Iterable[StepBias | None]) -> Iterator[tuple[range, StepBias |
 def _layer_arguments(parts: Parts, index: int, kind: int, once: bool) -> LayerArguments:
     """All but what changes from step to step."""
     arguments = LayerArguments(
-        **{name: norm.weight.data_ptr() for name, norm in parts.norms.items()},
+        **{name: norm.arguments() for name, norm in parts.norms.items()},
         **{name: each.arguments(once) for name, each in parts.linears.items()},
         index=index,
         kind=kind,
+        parallel=parts.parallel,
+        clip=parts.clip or 0.0,
         eps=parts.norms["mlp_norm"].eps,  # one for all norms of a model
     )
     rope = parts.encoding

@@ -286,13 +286,13 @@ extern "C" struct LinearArguments {
   const float *scale;  // of 8-bit weights, or null
   const float *bias;   // or null
   int64_t inputs, outputs;
-  int64_t once;   // whether caches would not keep the weights until the next step
-  int64_t gated;  // whether outputs are gated, as Outputs has it
+  int64_t once;  // whether caches would not keep the weights until the next step
+  int64_t gated, activation;  // of the outputs, as Outputs has it
 };
 
 template <class T>
 void linear(Team &team, const LinearArguments &a, const T *x, T *y, int64_t rows) {
-  const Outputs<T> outputs{a.scale, a.bias, y, a.outputs, a.gated != 0};
+  const Outputs<T> outputs{a.scale, a.bias, y, a.outputs, a.gated != 0, a.activation};
   const auto by = [&](auto *packed) { linear(team, x, packed, rows, a.inputs, outputs); };
   if (a.scale)
     by(static_cast<const Packed<int8_t> *>(a.packed));

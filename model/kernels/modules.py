@@ -10,14 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from cache.terms import Capability, KeyFrame, Op
-from model.config import ModelConfig
+from model.config import Activation, ModelConfig
 from model.encodings.base import PositionalEncoding
 from model.encodings.rope import RoPE
-from model.kernels.build import Kernels, LinearArguments, in_strips
+from model.kernels.build import Kernels, LinearArguments, NormArguments, in_strips
 from model.linear import Int8Linear, Linear
 from model.positional_work import PositionalWork
 from model.rotation import Rotation
-from model.transformer import RMSNorm
+from model.transformer import LayerNorm, RMSNorm
+
+# As outputs.hpp numbers them.
+_ACTIVATIONS: dict[Activation | None, int] = {
+    None: 0,
+    "silu": 1,
+    "gelu": 2,
+    "gelu_tanh": 3,
+    "relu": 4,
+}
 
 
 class PanelLinear(nn.Module):
@@ -29,13 +38,19 @@ class PanelLinear(nn.Module):
 
     gated = False
 
-    def __init__(self, linear: Linear | Int8Linear, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        linear: Linear | Int8Linear,
+        kernels: Kernels,
+        activation: Activation | None = None,
+    ) -> None:
         super().__init__()
         if isinstance(linear, Int8Linear):
             weight, scale = linear.rounded, linear.scale
         else:
             weight, scale = linear.weight, None
         self.kernels = kernels
+        self.activation = activation
         self.outputs, self.inputs = weight.shape
         self.panels = kernels.pack(weight, self.gated)
         order = in_strips if self.gated else torch.Tensor.contiguous
@@ -55,28 +70,40 @@ class PanelLinear(nn.Module):
             outputs=self.outputs,
             once=once,
             gated=self.gated,
+            activation=_ACTIVATIONS[self.activation],
         )
 
 
 class GatedPanelLinear(PanelLinear):
-    """silu(gate) · up, of a linear layer whose outputs are gate, up."""
+    """activation(gate) · up, of a linear layer whose outputs are gate, up."""
 
     gated = True
 
-    def __init__(self, linear: Linear | Int8Linear, kernels: Kernels) -> None:
-        super().__init__(linear, kernels)
+    def __init__(
+        self, linear: Linear | Int8Linear, kernels: Kernels, activation: Activation
+    ) -> None:
+        super().__init__(linear, kernels, activation)
         self.outputs //= 2
 
 
-class KernelRMSNorm(nn.Module):
-    def __init__(self, norm: RMSNorm, kernels: Kernels) -> None:
+class KernelNorm(nn.Module):
+    def __init__(self, norm: RMSNorm | LayerNorm, kernels: Kernels) -> None:
         super().__init__()
         self.kernels = kernels
         self.weight = norm.weight
+        self.bias = norm.bias if isinstance(norm, LayerNorm) else None
+        self.centred = isinstance(norm, LayerNorm)
         self.eps = norm.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.rms_norm(x, self.weight, self.eps)
+        return self.kernels.norm(self.arguments(), x, self.eps)
+
+    def arguments(self) -> NormArguments:
+        return NormArguments(
+            weight=self.weight.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            centred=self.centred,
+        )
 
 
 class SubstituteRoPE(PositionalEncoding):

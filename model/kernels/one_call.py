@@ -18,7 +18,7 @@ from model.encodings.learned import Learned
 from model.encodings.sinusoidal import Sinusoidal
 from model.kernels.build import EndsArguments, Kernels, StepArguments
 from model.kernels.layers import KernelLayers
-from model.kernels.modules import KernelRMSNorm, PanelLinear
+from model.kernels.modules import KernelNorm, PanelLinear
 from model.transformer import Decoder
 
 
@@ -39,7 +39,7 @@ class OneCall:
         self,
         decoder: Decoder,
         layers: KernelLayers,
-        norm: KernelRMSNorm,
+        norm: KernelNorm,
         head: PanelLinear,
         kernels: Kernels,
     ) -> None:
@@ -56,7 +56,7 @@ class OneCall:
             embed_scale=decoder.config.embed_scale,
             vector_scale=scale,
             eps=norm.eps,
-            norm=norm.weight.data_ptr(),
+            norm=norm.arguments(),
             head=head.arguments(layers.once),
         )
         adds_nothing = type(decoder.encoding).embed is PositionalEncoding.embed
@@ -101,7 +101,7 @@ def one_call(decoder: Decoder, kernels: Kernels) -> OneCall | None:
     head: nn.Module = decoder.head
     if (
         not isinstance(layers, KernelLayers)
-        or not isinstance(norm, KernelRMSNorm)
+        or not isinstance(norm, KernelNorm)
         or not isinstance(head, PanelLinear)
         or decoder.project_out is not None
         or not _one_bias(decoder)

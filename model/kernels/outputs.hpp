@@ -9,7 +9,60 @@
 
 namespace {
 
-inline float silu(float x) { return x / (1.0f + exponential(-x)); }
+// What is done to a linear layer's outputs.
+enum Activation : int64_t { kNoActivation, kSilu, kGelu, kGeluTanh, kRelu };
+
+// e^x as exactly as numbers that are stored as T need it.
+template <class T>
+inline Vec<float> exponential_for(Vec<float> x) {
+#if defined(__AVX512BF16__)
+  if constexpr (kPairs<T>) return coarse_power_of_2(x * kLog2E);
+#endif
+  Vec<float> y;
+#pragma omp simd
+  for (int i = 0; i < kLanes<float>; ++i) y[i] = exponential(x[i]);
+  return y;
+}
+
+template <class T>
+inline Vec<float> silu(Vec<float> x) {
+  return x / (1.0f + exponential_for<T>(-x));
+}
+
+// x times what a normal distribution has below it. Above |x| that is, to 1e-7, a polynomial times
+// e^(-x^2 / 2) (Abramowitz and Stegun, 7.1.26).
+template <class T>
+inline Vec<float> gelu(Vec<float> x) {
+  const Vec<float> z = (x < 0 ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
+  Vec<float> p = t * 1.061405429f - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  const Vec<float> above = 0.5f * p * t * exponential_for<T>(-z * z);
+  return x * (x < 0 ? above : 1.0f - above);
+}
+
+// tanh in place of that distribution: 1 + tanh(u) = 2 / (1 + e^(-2u)).
+template <class T>
+inline Vec<float> gelu_tanh(Vec<float> x) {
+  const Vec<float> u = x * (x * x * 0.044715f + 1.0f) * 0.79788456f, v = -2.0f * u;
+  return x / (1.0f + exponential_for<T>(v > 80 ? Vec<float>{} + 80.0f : v));
+}
+
+template <class T>
+inline Vec<float> activated(Vec<float> x, int64_t activation) {
+  switch (activation) {
+    case kSilu:
+      return silu<T>(x);
+    case kGelu:
+      return gelu<T>(x);
+    case kGeluTanh:
+      return gelu_tanh<T>(x);
+    case kRelu:
+      return x < 0 ? Vec<float>{} : x;
+  }
+  return x;
+}
 
 // One vector of numbers, narrowed.
 inline void store_as(Vec<float> x, float *to) { store(x, to); }
@@ -34,22 +87,29 @@ inline void store_two_as(Vec<float> left, Vec<float> right, bf16 *to) {
 #endif
 }
 
-// y, of sums times a scale of each output's weights and with a bias, if there are any. Gated: a
-// strip's first half are gates, and y is silu of them times the second half.
+// y, of sums times a scale of each output's weights and with a bias, if there are any, activated.
+// Gated: a strip's first half are gates, which are activated and multiplied by the second half.
 template <class T>
 struct Outputs {
   const float *scale, *bias;  // [strips, kStrip] of a gated layer, [width] of others; or null
   T *y;                       // [rows, width]
   int64_t width;
   bool gated;
+  int64_t activation;
 
   int64_t of_strip() const { return gated ? kStrip / 2 : kStrip; }
   int64_t strips() const { return (width + of_strip() - 1) / of_strip(); }
   bool whole(int64_t strip) const { return (strip + 1) * of_strip() <= width; }
-  Outputs from(int64_t row) const { return {scale, bias, y + row * width, width, gated}; }
+  // As they are summed up, but for scale and bias.
+  bool plain() const { return !gated && activation == kNoActivation; }
+  Outputs from(int64_t row) const {
+    Outputs later = *this;
+    later.y += row * width;
+    return later;
+  }
   T *place(int64_t strip, int64_t row) const { return y + row * width + strip * of_strip(); }
 
-  // Of rows from number `first` on, a strip that is whole and not gated, where it is two vectors.
+  // Of rows from number `first` on, a strip that is whole and plain, where it is two vectors.
   template <int ROWS>
   void put(int64_t strip, int64_t first, const Vec<float> (&left)[ROWS],
            const Vec<float> (&right)[ROWS]) const {
@@ -76,7 +136,7 @@ struct Outputs {
     const int64_t columns = std::min(of_strip(), width - strip * of_strip());
     for (int64_t r = first; r < first + rows; ++r, sums += kStrip) {
       scale_row(strip, sums);
-      if (gated) gate_row(sums);
+      if (!plain()) activate_row(sums);
       T *to = place(strip, r);
       if (columns == of_strip())
         for (int64_t j = 0; j < columns; j += kLanes<float>) store_as(load(sums + j), to + j);
@@ -95,18 +155,11 @@ struct Outputs {
       for (int64_t j = 0; j < count; ++j) sums[j] += bias[column + j];
   }
 
-  static void gate_row(float *sums) {
-#if defined(__AVX512BF16__)
-    if constexpr (kPairs<T>) {
-      for (int j = 0; j < kStrip / 2; j += kLanes<float>) {
-        const Vec<float> gate = load(sums + j), up = load(sums + kStrip / 2 + j);
-        store(gate / (1.0f + coarse_power_of_2(gate * -kLog2E)) * up, sums + j);
-      }
-      return;
+  void activate_row(float *sums) const {
+    for (int64_t j = 0; j < of_strip(); j += kLanes<float>) {
+      const Vec<float> y = activated<T>(load(sums + j), activation);
+      store(gated ? y * load(sums + kStrip / 2 + j) : y, sums + j);
     }
-#endif
-#pragma omp simd
-    for (int j = 0; j < kStrip / 2; ++j) sums[j] = silu(sums[j]) * sums[kStrip / 2 + j];
   }
 };
 
@@ -119,7 +172,7 @@ struct Sums {
   float *kept;         // from piece to piece: [rows, kStrip]
 
   // Whether they go to the outputs from registers.
-  bool direct() const { return last && outputs.whole(strip) && !outputs.gated; }
+  bool direct() const { return last && outputs.whole(strip) && outputs.plain(); }
 
   template <int ROWS>
   void begin(int64_t column, Vec<float> (&sum)[ROWS]) const {

@@ -11,14 +11,23 @@ from model.kernels.build import SUFFIXES, Kernels
 from model.kernels.layers import KernelLayers, parts_of
 from model.kernels.modules import (
     GatedPanelLinear,
-    KernelRMSNorm,
+    KernelNorm,
     KernelRoPE,
     PanelLinear,
     TritonRoPE,
 )
 from model.kernels.one_call import one_call
 from model.linear import Int8Linear, Linear
-from model.transformer import Decoder, Gate, GatedMLP, Layers, RMSNorm
+from model.transformer import (
+    Activate,
+    Decoder,
+    Gate,
+    GatedMLP,
+    LayerNorm,
+    Layers,
+    PlainMLP,
+    RMSNorm,
+)
 
 
 def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
@@ -26,8 +35,8 @@ def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
     if dtype not in SUFFIXES:
         return
     for module in model.modules():
-        if isinstance(module, GatedMLP):
-            _gate_at_once(module, kernels)
+        if isinstance(module, GatedMLP | PlainMLP):
+            _activate_at_once(module, kernels)
     _replace(model, lambda module: _faster(module, kernels))
     for parent, name, child in _children(model):
         if isinstance(child, Layers):
@@ -38,11 +47,14 @@ def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
         model.one_call = one_call(model, kernels)
 
 
-def _gate_at_once(mlp: GatedMLP, kernels: Kernels) -> None:
-    gate, linear = mlp.gate, mlp.gate_up
-    silu = isinstance(gate, Gate) and gate.activation == "silu"
-    if silu and isinstance(linear, Linear | Int8Linear):
-        mlp.gate_up, mlp.gate = GatedPanelLinear(linear, kernels), nn.Identity()
+def _activate_at_once(mlp: GatedMLP | PlainMLP, kernels: Kernels) -> None:
+    match mlp:
+        case GatedMLP(gate_up=Linear() | Int8Linear() as linear, gate=Gate() as gate):
+            mlp.gate_up = GatedPanelLinear(linear, kernels, gate.activation)
+            mlp.gate = nn.Identity()
+        case PlainMLP(up=Linear() | Int8Linear() as linear, activate=Activate() as activate):
+            mlp.up = PanelLinear(linear, kernels, activate.activation)
+            mlp.activate = nn.Identity()
 
 
 def substitute_on_gpu(model: nn.Module) -> None:
@@ -83,8 +95,8 @@ def has_bf16_arithmetic() -> bool:
 def _faster(module: nn.Module, kernels: Kernels) -> nn.Module | None:
     if isinstance(module, Linear | Int8Linear):
         return PanelLinear(module, kernels)
-    if isinstance(module, RMSNorm):
-        return KernelRMSNorm(module, kernels)
+    if isinstance(module, RMSNorm | LayerNorm):
+        return KernelNorm(module, kernels)
     if type(module) is RoPE:  # what derives from it may do anything in a way of its own
         return KernelRoPE(module, kernels)
     return None

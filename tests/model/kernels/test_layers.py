@@ -119,6 +119,30 @@ def test_weights_that_no_cache_keeps(count, int8, dtype, kernels, monkeypatch):
     assert equal(both(decoder, lengths=((37, count),)))
 
 
+GPT2 = {"norm": "layer", "norm_bias": True, "gated": False, "activation": "gelu_tanh"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        GPT2 | {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+        {"norm": "layer", "qkv_clip": 0.4},
+        {"gated": False, "activation": "relu"},
+        {"activation": "gelu"},
+        {"block": "parallel"} | GPT2,
+        {"block": "parallel_one_norm", "gated": False, "activation": "silu"},
+    ],
+    ids=["gpt-2", "clip", "relu", "gelu-gate", "parallel", "parallel-one-norm"],
+)
+def test_every_kind_of_layer(changes, int8, dtype, kernels):
+    decoder = substituted("rope-partial", kernels, dtype, int8=int8, **changes)
+    assert equal(both(decoder))
+    assert equal(both(decoder, rows=torch.tensor([0, 42])))
+    assert equal(both(decoder, lengths=((150, 150), (40, 23))))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("int8", [False, True])
 def test_rows_that_are_enough_for_every_thread(int8, dtype, threads, kernels):
@@ -137,20 +161,8 @@ class Unlike(RoPE):
         return k.new_zeros(q.shape), k
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"norm": "layer"},
-        {"gated": False},
-        {"activation": "gelu"},
-        {"qkv_clip": 1.0},
-        {"block": "parallel"},
-        {"block": "post_norm"},
-    ],
-    ids=str,
-)
-def test_layers_that_compute_something_else_are_left_alone(changes, kernels):
-    decoder = substituted("rope", kernels, **changes)
+def test_layers_that_compute_something_else_are_left_alone(kernels):
+    decoder = substituted("rope", kernels, block="post_norm")
     assert not any(isinstance(each, KernelLayers) for each in decoder.modules())
 
 

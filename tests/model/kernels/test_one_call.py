@@ -8,7 +8,7 @@ import torch
 from model.config import EncodingSpec
 from model.encodings.learned import Learned
 from model.kernels import layers
-from tests.model.kernels.test_layers import BLOCK, ragged, substituted
+from tests.model.kernels.test_layers import BLOCK, GPT2, ragged, substituted
 from tests.model.running import full_of_nan, new_cache
 from tests.model.tiny import ENCODINGS, WIDE_ROPE
 
@@ -61,6 +61,8 @@ def test_every_encoding(encoding, dtype, stored, kernels):
         {"embed_norm": True},
         {"tied_embeddings": True},
         {"windows": (7, None, 7)},
+        {"embed_norm": True} | GPT2,
+        {"block": "parallel"},
     ],
     ids=str,
 )
@@ -130,8 +132,6 @@ def test_a_token_that_is_not_in_the_vocabulary(token, kernels):
     assert all(part.isnan().all() for part in kv.whole)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"norm": "layer"}, {"embed_width": 12}, {"activation": "gelu"}], ids=str
-)
+@pytest.mark.parametrize("changes", [{"embed_width": 12}, {"block": "post_norm"}], ids=str)
 def test_decoders_that_compute_something_else_are_left_alone(changes, kernels):
     assert substituted("rope", kernels, **changes).one_call is None

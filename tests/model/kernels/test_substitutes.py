@@ -11,13 +11,13 @@ from model.attention.cpu import CpuBackend
 from model.encodings.rope import RoPE
 from model.kernels.modules import (
     GatedPanelLinear,
-    KernelRMSNorm,
+    KernelNorm,
     KernelRoPE,
     PanelLinear,
 )
 from model.kernels.substitutes import has_bf16_arithmetic, substitute
 from model.linear import Int8Linear, Linear
-from model.transformer import Gate, RMSNorm
+from model.transformer import ACTIVATIONS, Activate, Gate, LayerNorm, RMSNorm
 from tests.model.running import run_uncached
 from tests.model.tiny import CPU, tiny
 
@@ -149,35 +149,60 @@ def test_special_values_survive_bfloat16_storage(kernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 24), (5, 3, 7), (40, 64)])
-def test_rms_norm_equals_torch(shape, dtype, kernels):
-    norm = RMSNorm(shape[-1], 1e-5, dtype, CPU)
-    norm.weight.copy_(torch.rand(shape[-1]) + 0.5)
-    x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
-    exact = F.rms_norm(x.double(), shape[-1:], norm.weight.double(), 1e-5)
-    close(KernelRMSNorm(norm, kernels)(x), exact)
+@pytest.mark.parametrize("kind", ["rms", "layer", "layer-with-bias"])
+@pytest.mark.parametrize("shape", [(1, 24), (5, 3, 7), (40, 64), (3, 600)])
+def test_norms_equal_torch(shape, kind, dtype, kernels):
+    width, generator = shape[-1], torch.Generator().manual_seed(1)
+    if kind == "rms":
+        norm = RMSNorm(width, 1e-5, dtype, CPU)
+    else:
+        norm = LayerNorm(width, 1e-5, kind == "layer-with-bias", dtype, CPU)
+    for parameter in norm.parameters():
+        parameter.copy_(torch.rand(width, generator=generator) + 0.5)
+    x = (torch.randn(shape, generator=generator) * 3 + 2).to(dtype)
+    close(KernelNorm(norm, kernels)(x), norm.double()(x.double()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("rows", [1, 2, 7, 12, 13, 50])
 @pytest.mark.parametrize(("inputs", "width", "bias"), [(40, 37, True), (600, 64, False)])
-def test_gated_panels_equal_torch(rows, inputs, width, bias, int8, dtype, kernels):
+def test_activated_panels_equal_torch(rows, inputs, width, bias, activation, int8, dtype, kernels):
+    """Of plain layers, and of gates."""
     layer = made(inputs, 2 * width, bias, dtype)
     layer = Int8Linear(layer) if int8 else layer
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
-    found = GatedPanelLinear(layer, kernels)(x)
-    halves = [y.chunk(2, dim=-1) for y in exact_sums(layer, x)]
-    assert any(is_close(found, F.silu(gate) * up) for gate, up in halves)
+    sums, act = exact_sums(layer, x), ACTIVATIONS[activation]
+    plain = PanelLinear(layer, kernels, activation)(x)
+    assert any(is_close(plain, act(y)) for y in sums)
+    gated = GatedPanelLinear(layer, kernels, activation)(x)
+    halves = [y.chunk(2, dim=-1) for y in sums]
+    assert any(is_close(gated, act(gate) * up) for gate, up in halves)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("width", [1, 16])  # part of a strip, and a whole one
-def test_gates_of_any_size(width, dtype, kernels):
+def test_activations_of_any_size(width, activation, dtype, kernels):
     layer = Linear(1, 2 * width, dtype=dtype, device=CPU)
     layer.weight.fill_(1)
-    x = torch.linspace(-120, 120, 97)[:, None].to(dtype)
-    close(GatedPanelLinear(layer, kernels)(x), (F.silu(x.double()) * x.double()).expand(-1, width))
+    x = torch.cat([torch.linspace(-120, 120, 97), torch.linspace(-6, 6, 97)])[:, None].to(dtype)
+    exact = ACTIVATIONS[activation](x.double())
+    close(PanelLinear(layer, kernels, activation)(x), exact.expand(-1, 2 * width))
+    close(GatedPanelLinear(layer, kernels, activation)(x), (exact * x.double()).expand(-1, width))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_of_what_is_not_finite(activation, dtype, kernels):
+    layer = Linear(1, 32, dtype=dtype, device=CPU)
+    layer.weight.fill_(1)
+    found = PanelLinear(layer, kernels, activation)(
+        torch.tensor([[torch.nan], [torch.inf]], dtype=dtype)
+    )
+    assert found[0].isnan().all()
+    assert (found[1] == torch.inf).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -197,10 +222,11 @@ def test_rope_equals_torch(width, layout, dtype, kernels):
 
 
 def test_substitute_replaces_what_it_can_and_leaves_float64_alone(kernels):
-    decoder = tiny("rope", dtype=torch.float32)
-    substitute(decoder, kernels, torch.float32)
-    left = [m for m in decoder.modules() if isinstance(m, Linear | RMSNorm | Gate | RoPE)]
-    assert left == []
+    known = Linear | RMSNorm | LayerNorm | Gate | Activate | RoPE
+    for changes in ({}, {"norm": "layer", "gated": False}):
+        decoder = tiny("rope", dtype=torch.float32, **changes)
+        substitute(decoder, kernels, torch.float32)
+        assert not any(isinstance(each, known) for each in decoder.modules())
     exact = tiny("rope", dtype=torch.float64)
     substitute(exact, kernels, torch.float64)
     assert isinstance(exact.head, Linear)
