@@ -29,12 +29,12 @@ from server.wiring import Wired
 T = TypeVar("T")
 
 LINEAR, HEAD, ATTENTION, POSITION = "linear layers", "head", "attention", "position"
-NORM, GATE, STORE, RESIDUAL = "norm", "gate", "keys and values stored", "residual"
+NORM, ACTIVATION, STORE, RESIDUAL = "norm", "activation", "keys and values stored", "residual"
 CALLS, EMBEDDING, DECODER = "kernel call", "embedding", "rest of the decoder"
 SAMPLING, SCHEDULER, BATCH = "sampling", "scheduler", "batch building"
 AUDIT, METRICS, REST = "audit", "metrics", "rest"
 PARTS = (
-    *(LINEAR, HEAD, ATTENTION, POSITION, NORM, GATE, STORE, RESIDUAL, CALLS),
+    *(LINEAR, HEAD, ATTENTION, POSITION, NORM, ACTIVATION, STORE, RESIDUAL, CALLS),
     *(EMBEDDING, DECODER, SAMPLING, SCHEDULER, BATCH, AUDIT, METRICS, REST),
 )
 
@@ -51,7 +51,7 @@ _TOLD: Mapping[Part, str] = {
 _MODULES: Mapping[type[nn.Module], str] = {
     **dict.fromkeys((Linear, Int8Linear, PanelLinear, GatedPanelLinear), LINEAR),
     **dict.fromkeys((RMSNorm, LayerNorm, KernelNorm), NORM),
-    **dict.fromkeys((Gate, Activate), GATE),
+    **dict.fromkeys((Gate, Activate), ACTIVATION),
     nn.Embedding: EMBEDDING,
 }
 _NAME = "profiled"

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from load_tests.profile_engine import (
+    ACTIVATION,
     ATTENTION,
     AUDIT,
     BATCH,
     CALLS,
     DECODER,
     EMBEDDING,
-    GATE,
     HEAD,
     LINEAR,
     METRICS,
@@ -38,7 +38,7 @@ from tests.model.tiny import CONFIG, tiny
 
 STEPS = 4
 OUTSIDE = {SAMPLING, SCHEDULER, BATCH, AUDIT, METRICS, REST}
-MODULES = {LINEAR, HEAD, ATTENTION, POSITION, NORM, GATE, EMBEDDING, DECODER}
+MODULES = {LINEAR, HEAD, ATTENTION, POSITION, NORM, ACTIVATION, EMBEDDING, DECODER}
 
 
 def times(decoder, **more):
@@ -89,7 +89,9 @@ def test_layers_tell_their_own_times(kernels):
     before = state(decoder)
     found = times(decoder, kernels=kernels)
     assert told_by_kernels(decoder)
-    assert list(found.parts) == [part for part in PARTS if part != GATE]  # linear layers do it
+    assert list(found.parts) == [
+        part for part in PARTS if part != ACTIVATION
+    ]  # linear layers do it
     assert set(PARTS) == MODULES | OUTSIDE | {STORE, RESIDUAL, CALLS}
     assert all(seconds > 0 for seconds in found.parts.values())
     assert state(decoder) == before
@@ -97,7 +99,7 @@ def test_layers_tell_their_own_times(kernels):
 
 def test_norms_and_activations_of_other_models_are_watched():
     found = times(tiny("learned", norm="layer", gated=False, activation="gelu"))
-    assert set(found.parts) == (MODULES | OUTSIDE) - {GATE}
+    assert set(found.parts) == MODULES | OUTSIDE
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_slow_attention_is_attention():
         (lambda decoder: decoder.head, HEAD),
         (lambda decoder: decoder.layers[1].mlp.down, LINEAR),
         (lambda decoder: decoder.norm, NORM),
-        (lambda decoder: decoder.layers[0].mlp.gate, GATE),
+        (lambda decoder: decoder.layers[0].mlp.gate, ACTIVATION),
         (lambda decoder: decoder.embed, EMBEDDING),
         (lambda decoder: decoder.layers[2], DECODER),
     ],
