@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from model.attention.cpu import CpuBackend
 from model.attention.reference import ReferenceAttention
+from model.kernels.substitutes import substitute
 from model.loading import CheckpointError, open_checkpoint
 from tests.model import checkpoints, plain
 from tests.model.plain import bloom, falcon, gpt2, gpt_neox, gptj, mpt, opt, xglm
@@ -73,6 +74,16 @@ def test_every_backend(name, backend, tmp_path, kernels):
         model,
         (3, 70, 17),
     )
+
+
+@pytest.mark.parametrize("name", sorted({*MODELS} - {"opt-350m"}))
+def test_in_one_call(name, tmp_path, kernels):
+    model = plain.random_model(copy.deepcopy(MODELS[name]))
+    backend = CpuBackend(kernels)
+    decoder = checkpoints.loaded(saved(model, tmp_path), context=CONTEXT, backend=backend)
+    substitute(decoder, kernels, torch.float32)
+    assert decoder.one_call is not None
+    check(decoder, model, (1, 150, 17, 2, 64))
 
 
 @pytest.mark.parametrize(
