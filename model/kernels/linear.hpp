@@ -190,7 +190,7 @@ void linear_row(Team &team, const T *x, const W *packed, int64_t inputs,
   });
 }
 
-constexpr int64_t kChunk = 4 * kRows;  // rows per pass over the weights
+constexpr int64_t kChunk = 4 * kRows;  // rows per pass over the weights, at most
 
 // Several rows, whose strips the threads share.
 template <class T, class W>
@@ -207,7 +207,7 @@ void linear_rows(Team &team, const T *x, const W *packed, int64_t rows, int64_t 
   const int64_t steps = steps_of<X, W>(inputs), chunk_size = kChunk / kRows * tile_rows;
   // Inputs that one thread fills a tile with: rounding takes long enough to be shared.
   const int64_t part = kIsRaised<W> ? kGroup : inputs, parts = (inputs + part - 1) / part;
-  // Tile by tile of kRows rows, [steps, rows of the tile], so that a tile reads one stream.
+  // Tile by tile of tile_rows rows, [steps, rows of the tile], so that a tile reads one stream.
   const int64_t tile_size = kRows * steps + kLanes<float>;  // fill_tile writes past the end
   const std::unique_ptr<X[]> wide(new X[tiles * tile_size]);
   team.share(tiles * parts, [&](int64_t i) {

@@ -17,6 +17,7 @@
 
 namespace {
 
+// One thread alone until it has met others.
 class Team {
  public:
   int64_t size() const { return size_; }
