@@ -25,7 +25,7 @@ class Running:
     heads: list[str] = field(default_factory=list)
     in_flight: int = 0
     most_in_flight: int = 0
-    connections: set[asyncio.Task] = field(default_factory=set)
+    connections: dict[asyncio.Task, asyncio.WriteTransport] = field(default_factory=dict)
 
 
 def chunk(data: bytes) -> bytes:
@@ -96,8 +96,11 @@ def serving(answer: Answer = good, pause_s: float = 0.0) -> Iterator[Running]:
         running.port = server.sockets[0].getsockname()[1]
         started.set()
         await stopping.wait()
+        for _ in range(3):  # accept, transport, handler: closed between them, a socket stays open
+            await asyncio.sleep(0)
         server.close()
-        for connection in running.connections:
+        for connection, transport in running.connections.items():
+            transport.abort()  # a task cancelled before its first step closes nothing
             connection.cancel()
         await asyncio.gather(*running.connections, return_exceptions=True)
 
@@ -112,10 +115,12 @@ def serving(answer: Answer = good, pause_s: float = 0.0) -> Iterator[Running]:
 
 
 def _handler(answer: Answer, pause_s: float, running: Running):
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = asyncio.current_task()
-        assert connection is not None
-        running.connections.add(connection)
+    def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = asyncio.create_task(converse(reader, writer))
+        running.connections[connection] = writer.transport
+        connection.add_done_callback(running.connections.pop)
+
+    async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             path, body = await _request(reader, running)
             await respond(answer(path, body), writer)
@@ -125,7 +130,6 @@ def _handler(answer: Answer, pause_s: float, running: Running):
             writer.close()
             with suppress(ConnectionError):
                 await writer.wait_closed()
-            running.connections.discard(connection)
 
     async def respond(pieces: Pieces, writer: asyncio.StreamWriter) -> None:
         running.in_flight += 1
