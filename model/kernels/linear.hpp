@@ -192,6 +192,49 @@ void linear_row(Team &team, const T *x, const W *packed, int64_t inputs,
 
 constexpr int64_t kChunk = 4 * kRows;  // rows per pass over the weights, at most
 
+// Rows x [rows, inputs] of T as weights of W meet them: in tiles of nearly one size, one after
+// another, each [steps, rows of the tile], so that it is read as one stream.
+template <class T, class W>
+class Tiles {
+ public:
+  typedef Factor<T, W> X;
+
+  Tiles(const T *x, int64_t rows, int64_t inputs)
+      : x_(x),
+        rows_(rows),
+        inputs_(inputs),
+        count_((rows + kRows - 1) / kRows),
+        tile_rows_((rows + count_ - 1) / count_),
+        steps_(steps_of<X, W>(inputs)) {}
+
+  int64_t tile_rows() const { return tile_rows_; }  // of all but the last one
+  int64_t steps() const { return steps_; }
+  std::unique_ptr<X[]> room() const { return std::unique_ptr<X[]>(new X[count_ * size()]); }
+
+  void fill(Team &team, X *to) const {
+    // Inputs that one thread fills a tile with: rounding takes long enough to be shared.
+    const int64_t part = kIsRaised<W> ? kGroup : inputs_, parts = (inputs_ + part - 1) / part;
+    team.share(count_ * parts, [&](int64_t i) {
+      const int64_t row = i / parts * tile_rows_, count = std::min(tile_rows_, rows_ - row);
+      const int64_t first = i % parts * part, last = std::min(first + part, inputs_);
+      X *tile = to + place(row);
+      fill_tile(x_ + row * inputs_ + first, inputs_, last - first, count,
+                tile + first / kInputs<X> * count);
+      if (last == inputs_)
+        std::fill(tile + steps_of<X, T>(inputs_) * count, tile + steps_ * count, X{});
+    });
+  }
+
+  // Of the tile that begins with a row.
+  int64_t place(int64_t row) const { return row / tile_rows_ * size(); }
+
+ private:
+  int64_t size() const { return kRows * steps_ + kLanes<float>; }  // fill_tile writes past the end
+
+  const T *x_;
+  const int64_t rows_, inputs_, count_, tile_rows_, steps_;
+};
+
 // Several rows, whose strips the threads share.
 template <class T, class W>
 void linear_rows(Team &team, const T *x, const W *packed, int64_t rows, int64_t inputs,
@@ -202,24 +245,19 @@ void linear_rows(Team &team, const T *x, const W *packed, int64_t rows, int64_t 
   // which is fast enough for what has to be unpacked.
   constexpr int64_t kDepth = kIsCoded<W> ? 768 : kPiece / kStep / int64_t(sizeof(W));
   constexpr int64_t kWidened = std::is_same_v<W, int8_t> ? 64 : 0;  // steps that tiles share
-  const int64_t strips = outputs.strips(), tiles = (rows + kRows - 1) / kRows;
-  const int64_t tile_rows = (rows + tiles - 1) / tiles;  // of all but the last one
-  const int64_t steps = steps_of<X, W>(inputs), chunk_size = kChunk / kRows * tile_rows;
-  // Inputs that one thread fills a tile with: rounding takes long enough to be shared.
-  const int64_t part = kIsRaised<W> ? kGroup : inputs, parts = (inputs + part - 1) / part;
-  // Tile by tile of tile_rows rows, [steps, rows of the tile], so that a tile reads one stream.
-  const int64_t tile_size = kRows * steps + kLanes<float>;  // fill_tile writes past the end
-  const std::unique_ptr<X[]> wide(new X[tiles * tile_size]);
-  team.share(tiles * parts, [&](int64_t i) {
-    const int64_t t = i / parts, first = i % parts * part, last = std::min(first + part, inputs);
-    const int64_t count = std::min(tile_rows, rows - t * tile_rows);
-    X *tile = wide.get() + t * tile_size;
-    fill_tile(x + t * tile_rows * inputs + first, inputs, last - first, count,
-              tile + first / kInputs<X> * count);
-    if (last == inputs)
-      std::fill(tile + steps_of<X, T>(inputs) * count, tile + steps * count, X{});
-  });
+  const Tiles<T, W> tiles(x, rows, inputs);
+  const int64_t steps = tiles.steps(), tile_rows = tiles.tile_rows();
+  const int64_t chunk_size = kChunk / kRows * tile_rows;
+  // Of few rows each thread fills tiles for itself: what another one has filled would have to come
+  // from its cache.
+  const bool apart = rows <= kChunk;
+  const std::unique_ptr<X[]> shared = apart ? nullptr : tiles.room();
+  if (!apart) tiles.fill(team, shared.get());
   team.each([&](int64_t thread) {
+    const std::unique_ptr<X[]> own = apart ? tiles.room() : nullptr;
+    Team alone;
+    if (apart) tiles.fill(alone, own.get());
+    const X *wide = apart ? own.get() : shared.get();
     alignas(64) float kept[kChunk * kStrip];
     alignas(64) float widened[kWidened * kStep + 1];
     for (int64_t chunk = 0; chunk < rows; chunk += chunk_size) {
@@ -228,21 +266,21 @@ void linear_rows(Team &team, const T *x, const W *packed, int64_t rows, int64_t 
       const auto add = [&](int64_t p, const auto &weights, int64_t k, int64_t depth) {
         for (int64_t m = 0; m < chunk_rows; m += tile_rows) {
           const int64_t count = std::min(tile_rows, chunk_rows - m);
-          const X *tile = wide.get() + (chunk + m) / tile_rows * tile_size + k * count;
+          const X *tile = wide + tiles.place(chunk + m) + k * count;
           add_piece<W>(count, tile, depth, weights,
                        Sums<T>{outputs, p, chunk + m, k == 0, k + depth == steps,
                                kept + m * kStrip});
         }
       };
-      team.of_share(strips, thread, [&](int64_t p) {
+      team.of_share(outputs.strips(), thread, [&](int64_t p) {
         const W *strip = strip_at(packed, p, inputs);
-        const bool shared = kWidened && chunk_rows > tile_rows;
-        const int64_t step = shared ? kWidened : kDepth;
+        const bool shares = kWidened && chunk_rows > tile_rows;
+        const int64_t step = shares ? kWidened : kDepth;
         auto weights = reader_of(strip);
         for (int64_t k = 0; k < steps; k += step, weights += step * kStep) {
           const int64_t depth = std::min(step, steps - k);
           if constexpr (kWidened > 0)
-            if (shared) {
+            if (shares) {
               widen_strip(weights, depth, widened);
               add(p, widened, k, depth);
               continue;
