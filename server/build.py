@@ -1,6 +1,7 @@
 """From a configuration to models, caches, engines, the application, a server."""
 
 import asyncio
+import gc
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -102,6 +103,8 @@ def run(config: ServerConfig) -> int:
         open_to_all=not http.api_keys,
         version=own_version(),
     )
+    gc.freeze()  # nor need any later collection look at what was loaded
+    gc.enable()
     asyncio.run(_serve(server, listener, text))
     return ENGINE_FAILED if engine.failure else 0
 

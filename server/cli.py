@@ -4,6 +4,7 @@ Imports no torch before a command needs it, so that --help and version answer at
 """
 
 import argparse
+import gc
 import http.client
 import importlib.metadata
 import logging
@@ -83,6 +84,8 @@ def serve(flags: argparse.Namespace) -> int:
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     wait_briefly(os.environ)
+    # Until all is loaded, which stays: looking for garbage in it would take a third of a second.
+    gc.disable()
     # Late, as the one exception to imports at the top: it loads torch, which takes seconds.
     from server import build
 

@@ -48,14 +48,18 @@ struct Exception {
 struct Uppers {
   static constexpr int kCodes = 16;
 
-  Uppers(const bf16 *weights, int64_t count) : exceptions(count) {
+  Uppers() = default;
+  // Of so many weights, and zeros.
+  Uppers(const bf16 *weights, int64_t count, int64_t zeros) : exceptions(count + zeros) {
     // Weights are alike: counted in one table, each would wait for the one before.
     constexpr int kTables = 4;
-    static_assert(kUnit % kTables == 0);
     int32_t counts[kTables][256] = {};
     int64_t order[256];
-    for (int64_t i = 0; i < count; i += kTables)
+    int64_t i = 0;
+    for (; i + kTables <= count; i += kTables)
       for (int t = 0; t < kTables; ++t) ++counts[t][weights[i + t].bits >> 8];
+    for (; i < count; ++i) ++counts[0][weights[i].bits >> 8];
+    counts[0][0] += int32_t(zeros);
     for (int64_t i = 0; i < 256; ++i) {
       order[i] = i;
       for (int t = 1; t < kTables; ++t) counts[0][i] += counts[t][i];
@@ -132,25 +136,23 @@ inline void pair_strip(const bf16 *weight, int64_t p, int64_t outputs, int64_t i
 inline int64_t pack(Team &team, const bf16 *weight, Coded *packed, int64_t outputs,
                     int64_t inputs) {
   const int64_t strips = strips_of(outputs), units = units_of(inputs);
+  const std::unique_ptr<Uppers[]> uppers(new Uppers[strips]);
+  team.share(strips, [&](int64_t p) {
+    const int64_t count = std::min<int64_t>(kStrip, outputs - p * kStrip) * inputs;
+    uppers[p] = Uppers(weight + p * kStrip * inputs, count, units * kUnit - count);
+  });
   const std::unique_ptr<int64_t[]> offsets(new int64_t[strips + 1]);
-  const auto each_strip = [&](auto &&act) {
+  offsets[0] = whole_lines(strips * int64_t(sizeof(int64_t)));
+  for (int64_t p = 0; p < strips; ++p)
+    offsets[p + 1] = offsets[p] + before_units(uppers[p].exceptions) + units * kUnitBytes;
+  if (packed) {
+    std::memcpy(packed, offsets.get(), strips * sizeof(int64_t));
     team.each([&](int64_t thread) {
       const std::unique_ptr<bf16[]> weights(new bf16[units * kUnit]());  // zeros at the end
       team.of_share(strips, thread, [&](int64_t p) {
         pair_strip(weight, p, outputs, inputs, weights.get());
-        act(p, weights.get(), Uppers(weights.get(), units * kUnit));
+        code_strip(weights.get(), uppers[p], units, packed + offsets[p]);
       });
-    });
-  };
-  each_strip([&](int64_t p, const bf16 *, const Uppers &uppers) {
-    offsets[p + 1] = before_units(uppers.exceptions) + units * kUnitBytes;
-  });
-  offsets[0] = whole_lines(strips * int64_t(sizeof(int64_t)));
-  for (int64_t p = 0; p < strips; ++p) offsets[p + 1] += offsets[p];
-  if (packed) {
-    std::memcpy(packed, offsets.get(), strips * sizeof(int64_t));
-    each_strip([&](int64_t p, const bf16 *weights, const Uppers &uppers) {
-      code_strip(weights, uppers, units, packed + offsets[p]);
     });
   }
   return offsets[strips];

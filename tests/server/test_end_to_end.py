@@ -1,6 +1,7 @@
 """A real server process over a tiny checkpoint, as users meet it: socket, signals, exit status."""
 
 import asyncio
+import gc
 import http.client
 import itertools
 import json
@@ -246,8 +247,10 @@ def test_a_lost_device_ends_the_process_with_status_70(monkeypatch, capsys, capl
     thread = threading.Thread(
         target=lambda: status.append(build.run(configured("any"))), daemon=True
     )
+    gc.disable()  # as `serve` does until all is loaded
     thread.start()
     eventually(lambda: "curl" in capsys.readouterr().out)
+    assert gc.isenabled()
     body = json.dumps({"model": "m", "prompt": "abc", "max_tokens": 90, "stream": True})
     code, answer = exchange(port, "POST", "/v1/completions", body)
     assert code == 200
