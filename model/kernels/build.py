@@ -73,7 +73,7 @@ class LinearArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("packed", "scale", "bias")),
-        *((name, c_int64) for name in ("inputs", "outputs", "once", "gated", "activation")),
+        *((name, c_int64) for name in ("inputs", "outputs", "gated", "activation")),
     )
 
 

@@ -158,9 +158,6 @@ inline int64_t pack(Team &team, const bf16 *weight, Coded *packed, int64_t outpu
   return offsets[strips];
 }
 
-inline __m512i bytes_at(const Coded *from) { return _mm512_loadu_si512(from); }
-inline __m512i bytes_at(const Once<Coded> *from) { return (__m512i)load_past(from); }
-
 // Reads a strip unit by unit, from the first on.
 template <class W>
 class Units {

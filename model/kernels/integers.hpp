@@ -17,7 +17,7 @@ struct Raised {
 };
 constexpr int32_t kRaise = 128;
 template <class W>
-constexpr bool kIsRaised = std::is_same_v<W, Raised>;
+constexpr bool kIsRaised = std::is_same_v<W, Raised> || std::is_same_v<W, Once<Raised>>;
 
 // Inputs of a row that are rounded together, with a scale of their own.
 constexpr int64_t kGroup = 32;
@@ -120,7 +120,7 @@ template <int ROWS, int FIRST, int VECTORS, class W, class T>
     for (int i = 0; i < Rounded::kQuads; ++i, strip += 4 * kStrip) {
       __m512i weights[VECTORS];
 #pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; ++v) weights[v] = _mm512_loadu_si512(strip + v * kVectorBytes);
+      for (int v = 0; v < VECTORS; ++v) weights[v] = bytes_at(strip + v * kVectorBytes);
       if constexpr (VECTORS == 1) __builtin_prefetch(strip + kPiece, 0, 2);
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; ++r) {

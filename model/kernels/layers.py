@@ -42,9 +42,6 @@ class Part(IntEnum):
     HEAD = 7
 
 
-# Bytes of weights, more than a processor's last cache holds. Where it is larger, they are read from
-# memory for nothing.
-_CACHED = 128 << 20
 # What layer.hpp turns before keys are stored, by their frame.
 _TURNED = {KeyFrame.ABSOLUTE: 1, KeyFrame.RAW: 0, KeyFrame.BLOCK: 2}
 
@@ -102,7 +99,6 @@ class KernelLayers(Layers):
     """Computes what `layers` do; `parts` are theirs.
 
     seconds: float64 [Part] that each call adds its times to, or None.
-    once: whether their weights are too many for caches to keep them until the next step.
     """
 
     def __init__(self, layers: Layers, parts: Sequence[Parts], kernels: Kernels) -> None:
@@ -116,10 +112,8 @@ class KernelLayers(Layers):
         self._kind_of = [list(dict.fromkeys(specs)).index(spec) for spec in specs]
         self._attends_type = AttendArguments * len(self._kinds)
         # What the kernels are told of each layer, whatever the step.
-        weights = sum(each.panels.nbytes for own in parts for each in own.linears.values())
-        self.once = weights > _CACHED
         arguments = [
-            _layer_arguments(own, index, kind, self.once)
+            _layer_arguments(own, index, kind)
             for index, (own, kind) in enumerate(zip(parts, self._kind_of, strict=True))
         ]
         self.constants = (LayerArguments * len(parts))(*arguments)
@@ -214,11 +208,11 @@ def _runs(biases: Iterable[StepBias | None]) -> Iterator[tuple[range, StepBias |
         first += len(same)
 
 
-def _layer_arguments(parts: Parts, index: int, kind: int, once: bool) -> LayerArguments:
+def _layer_arguments(parts: Parts, index: int, kind: int) -> LayerArguments:
     """All but what changes from step to step."""
     arguments = LayerArguments(
         **{name: norm.arguments() for name, norm in parts.norms.items()},
-        **{name: each.arguments(once) for name, each in parts.linears.items()},
+        **{name: each.arguments() for name, each in parts.linears.items()},
         index=index,
         kind=kind,
         parallel=parts.parallel,

@@ -324,7 +324,6 @@ extern "C" struct LinearArguments {
   const float *scale;  // of 8-bit weights, or null
   const float *bias;   // or null
   int64_t inputs, outputs;
-  int64_t once;  // whether caches would not keep the weights until the next step
   int64_t gated, activation;  // of the outputs, as Outputs has it
 };
 
@@ -332,12 +331,16 @@ template <class T>
 void linear(Team &team, const LinearArguments &a, const T *x, T *y, int64_t rows) {
   const Outputs<T> outputs{a.scale, a.bias, y, a.outputs, a.gated != 0, a.activation};
   const auto by = [&](auto *packed) { linear(team, x, packed, rows, a.inputs, outputs); };
+  const auto by_form = [&](auto *packed) {
+    typedef std::remove_const_t<std::remove_pointer_t<decltype(packed)>> W;
+    if constexpr (!std::is_same_v<W, int8_t>)  // those are widened from the first cache
+      if (rows <= kReading) return by(reinterpret_cast<const Once<W> *>(packed));
+    by(packed);
+  };
   if (a.scale)
-    by(static_cast<const Packed<int8_t> *>(a.packed));
-  else if (a.once && rows <= kReading)
-    by(static_cast<const Once<Packed<T>> *>(a.packed));
+    by_form(static_cast<const Packed<int8_t> *>(a.packed));
   else
-    by(static_cast<const Packed<T> *>(a.packed));
+    by_form(static_cast<const Packed<T> *>(a.packed));
 }
 
 }  // namespace

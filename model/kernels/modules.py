@@ -58,17 +58,15 @@ class PanelLinear(nn.Module):
         self.bias = None if linear.bias is None else order(linear.bias.float())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.linear(self.arguments(once=False), x)
+        return self.kernels.linear(self.arguments(), x)
 
-    def arguments(self, once: bool) -> LinearArguments:
-        """once: whether caches would not keep its weights until the next step."""
+    def arguments(self) -> LinearArguments:
         return LinearArguments(
             packed=self.panels.data_ptr(),
             scale=None if self.scale is None else self.scale.data_ptr(),
             bias=None if self.bias is None else self.bias.data_ptr(),
             inputs=self.inputs,
             outputs=self.outputs,
-            once=once,
             gated=self.gated,
             activation=_ACTIVATIONS[self.activation],
         )

@@ -57,7 +57,7 @@ class OneCall:
             vector_scale=scale,
             eps=norm.eps,
             norm=norm.arguments(),
-            head=head.arguments(layers.once),
+            head=head.arguments(),
         )
         adds_nothing = type(decoder.encoding).embed is PositionalEncoding.embed
         self._embeds = (adds_nothing or vectors is not None) and decoder.embed_norm is None

@@ -31,8 +31,8 @@ inline void fetch_ahead(const W *weights) {
     for (int i = 0; i < STEP; i += kLine / kSize) __builtin_prefetch(weights + kNext + i, 0, 2);
 }
 
-// One of more weights than caches hold, each of which a step reads once. They pass the caches by,
-// where the processor knows how: what else is there stays.
+// A weight that few rows read, once in a step. Such pass the caches by, where the processor knows
+// how, unless they are there: what else is there stays.
 template <class W>
 struct Once {
   W weight;
@@ -56,6 +56,17 @@ inline VecBits load_past(const void *weights) {
   return *static_cast<const VecBits *>(weights);
 #endif
 }
+#if defined(__AVX512F__)
+// One vector of weights, as they lie in memory.
+template <class W>
+inline __m512i bytes_at(const W *weights) {
+  return _mm512_loadu_si512(weights);
+}
+template <class W>
+inline __m512i bytes_at(const Once<W> *weights) {
+  return (__m512i)load_past(weights);
+}
+#endif
 inline void load_two(const Once<float> *weights, Vec<float> &a, Vec<float> &b) {
   a = (Vec<float>)load_past(weights);
   b = (Vec<float>)load_past(weights + kLanes<float>);

@@ -7,7 +7,6 @@ import torch
 
 from model.config import EncodingSpec
 from model.encodings.learned import Learned
-from model.kernels import layers
 from tests.model.kernels.test_layers import BLOCK, GPT2, ragged, substituted
 from tests.model.running import full_of_nan, new_cache
 from tests.model.tiny import ENCODINGS, WIDE_ROPE
@@ -93,8 +92,7 @@ def test_what_derives_from_an_encoding_embeds_in_its_own_way(kernels, monkeypatc
     assert same(decoder, ragged(FRESH), cache(decoder), cache(decoder))
 
 
-def test_weights_that_no_cache_keeps(kernels, monkeypatch):
-    monkeypatch.setattr(layers, "_CACHED", 0)
+def test_rows_whose_logits_are_wanted(kernels):
     decoder = substituted("rope", kernels, torch.bfloat16)
     for rows in ([36], [36, 41, 59]):
         batch = replace(ragged(FRESH), output_rows=torch.tensor(rows))
