@@ -1,4 +1,4 @@
-"""Compiles cpu.cpp and its headers on first use, keeps the result, and calls it through C entries.
+"""Compiles the C++ kernels on first use, keeps the result, and calls it through C entries.
 
 The library is built for the processor it runs on (-march=native) and stored under a name made
 of source, compiler and processor, so that a copied cache folder never holds a wrong one.
@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from torch import Tensor
 from cache.huge_pages import HugePages
 from model.sampling import SamplingParams
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
-HEADERS = sorted(SOURCE.parent.glob("*.hpp"))
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+HEADERS = sorted(Path(__file__).parent.glob("*.hpp"))
 FLAGS = [
     "-std=c++17",
     "-O3",
@@ -36,7 +37,6 @@ FLAGS = [
     "-freciprocal-math",
     *(["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "i686") else []),
     "-fopenmp",
-    "-shared",
     "-fPIC",
 ]
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -266,7 +266,7 @@ def _as_c(argument: Tensor | int | float | None) -> c_void_p | c_int64 | c_float
 
 
 def load(folder: Path) -> Kernels:
-    """The kernels of this machine, compiled into `folder` when not there yet (a few seconds).
+    """The kernels of this machine, compiled into `folder` when not there yet (some 15 seconds).
 
     Raises NoKernels when there is no compiler or it fails.
     """
@@ -292,15 +292,27 @@ def _compile(compiler: list[str], library: Path) -> None:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            objects = [str(Path(scratch) / f"{source.stem}.o") for source in SOURCES]
+            with ThreadPoolExecutor() as pool:  # one after another would take twice as long
+                compiled = [
+                    pool.submit(_run, compiler, "-c", "-o", to, str(source))
+                    for source, to in zip(SOURCES, objects, strict=True)
+                ]
+            for each in compiled:
+                each.result()
             built = Path(scratch) / library.name
-            command = [*compiler, *FLAGS, "-o", str(built), str(SOURCE)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                raise NoKernels(f"{shlex.join(compiler)} failed: {last}")
+            _run(compiler, "-shared", "-o", str(built), *objects)
             built.replace(library)  # atomic: two servers may start at once
     except OSError as error:
         raise NoKernels(f"the kernels cannot be built in {library.parent}: {error}") from error
+
+
+def _run(compiler: list[str], *arguments: str) -> None:
+    command = [*compiler, *FLAGS, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise NoKernels(f"{shlex.join(compiler)} failed: {last}")
 
 
 def _fingerprint(compiler: list[str]) -> str:
@@ -311,7 +323,7 @@ def _fingerprint(compiler: list[str]) -> str:
     except OSError as error:
         raise NoKernels(f"{shlex.join(compiler)} cannot be run: {error}") from error
     parts = (
-        *(each.read_text(encoding="utf-8") for each in (SOURCE, *HEADERS)),
+        *(each.read_text(encoding="utf-8") for each in (*SOURCES, *HEADERS)),
         version,
         *compiler[1:],
         " ".join(FLAGS),

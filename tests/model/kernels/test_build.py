@@ -7,7 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from model.kernels.build import NoKernels, load
+from model.kernels.build import SOURCES, NoKernels, load
+
+RUNS = len(SOURCES) + 1  # of the compiler: each source, and all together
 
 
 def compiler(folder, script):
@@ -30,7 +32,7 @@ def test_it_is_compiled_once(tmp_path, copying):
     weight = torch.randn(5, 4)
     for _ in range(2):
         assert load(tmp_path / "kernels").pack(weight).any()
-    assert (tmp_path / "ran").read_text() == "ran\n"
+    assert (tmp_path / "ran").read_text() == "ran\n" * RUNS
 
 
 def test_a_compiler_with_arguments(tmp_path, copying, monkeypatch):
@@ -46,7 +48,7 @@ def test_two_servers_may_start_at_once(tmp_path, copying):
     with ThreadPoolExecutor(2) as pool:
         for kernels in pool.map(lambda _: load(tmp_path / "kernels"), range(2)):
             assert kernels.pack(torch.ones(1, 1)).any()
-    assert (tmp_path / "ran").read_text() == "ran\n" * 2
+    assert (tmp_path / "ran").read_text() == "ran\n" * 2 * RUNS
     assert len(list((tmp_path / "kernels").iterdir())) == 1
 
 

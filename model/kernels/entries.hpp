@@ -8,25 +8,11 @@
 // and its weights are then coded.hpp's, which keep every bit. Weights in 8 bits are multiplied as
 // float32, or by integers.hpp, which rounds inputs.
 
+#pragma once
+
 #include "layer.hpp"
 #include "sampling.hpp"
-#include "sums.hpp"
 
-extern "C" {
-
-// stored [layers, blocks, block_bytes]; sums [count, layers].
-void fold_sums(const char *stored, const int64_t *blocks, const uint64_t *multipliers,
-               int64_t *sums, int64_t count, int64_t layers, int64_t all_blocks,
-               int64_t block_bytes) {
-  together([&](Team &team) {
-    team.share(count * layers, [=](int64_t i) {
-      const int64_t place = i % layers * all_blocks + blocks[i / layers];
-      sums[i] = fold_sum(stored + place * block_bytes, multipliers, block_bytes);
-    });
-  });
-}
-
-#define FOR_EACH_TYPE(DEFINE) DEFINE(f32, float) DEFINE(bf16, bf16)
 #define DEFINE_ENTRIES(SUFFIX, T) \
   int64_t pack_##SUFFIX(const T *w, Packed<T> *packed, int64_t outputs, int64_t inputs) { \
     return together([=](Team &team) { return pack(team, w, packed, outputs, inputs); }); \
@@ -63,16 +49,3 @@ void fold_sums(const char *stored, const int64_t *blocks, const uint64_t *multip
   void attend_##SUFFIX(const AttendArguments *a) { \
     together([=](Team &team) { attend<T>(team, *a); }); \
   }
-FOR_EACH_TYPE(DEFINE_ENTRIES)
-int64_t pack_i8(const int8_t *w, Packed<int8_t> *packed, int64_t outputs, int64_t inputs) {
-  return together([=](Team &team) { return pack(team, w, packed, outputs, inputs); });
-}
-int64_t draw_token(const float *row, int64_t vocab, double temperature, int64_t top_k,
-                   double top_p, double min_p, double uniform) {
-  return draw(row, vocab, {temperature, top_k, top_p, min_p}, uniform);
-}
-// Attention alone, for the tests that compare with an exact pass.
-void attend_f64(const AttendArguments *a) {
-  together([=](Team &team) { attend<double>(team, *a); });
-}
-}

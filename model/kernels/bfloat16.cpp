@@ -1,0 +1,5 @@
+#include "entries.hpp"
+
+extern "C" {
+DEFINE_ENTRIES(bf16, bf16)
+}

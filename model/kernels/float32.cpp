@@ -1,0 +1,32 @@
+// What is not of bfloat16. Two sources take half the time of one to compile.
+
+#include "entries.hpp"
+#include "sums.hpp"
+
+extern "C" {
+
+// stored [layers, blocks, block_bytes]; sums [count, layers].
+void fold_sums(const char *stored, const int64_t *blocks, const uint64_t *multipliers,
+               int64_t *sums, int64_t count, int64_t layers, int64_t all_blocks,
+               int64_t block_bytes) {
+  together([&](Team &team) {
+    team.share(count * layers, [=](int64_t i) {
+      const int64_t place = i % layers * all_blocks + blocks[i / layers];
+      sums[i] = fold_sum(stored + place * block_bytes, multipliers, block_bytes);
+    });
+  });
+}
+
+DEFINE_ENTRIES(f32, float)
+int64_t pack_i8(const int8_t *w, Packed<int8_t> *packed, int64_t outputs, int64_t inputs) {
+  return together([=](Team &team) { return pack(team, w, packed, outputs, inputs); });
+}
+int64_t draw_token(const float *row, int64_t vocab, double temperature, int64_t top_k,
+                   double top_p, double min_p, double uniform) {
+  return draw(row, vocab, {temperature, top_k, top_p, min_p}, uniform);
+}
+// Attention alone, for the tests that compare with an exact pass.
+void attend_f64(const AttendArguments *a) {
+  together([=](Team &team) { attend<double>(team, *a); });
+}
+}
