@@ -20,9 +20,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_options(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(cli.os.environ):
-        if name.startswith("ROPEWALK_"):
+        # ROPEWALK_HOME stays: the kernels that other tests have compiled are there.
+        if name.startswith("ROPEWALK_") and name not in cli.OTHER_VARIABLES:
             monkeypatch.delenv(name)
 
 
