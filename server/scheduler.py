@@ -27,6 +27,7 @@ from server.request import (
     TokenEvent,
 )
 
+ALONE = 2  # times as many tokens in a step of one request, while there is no other
 ANSWERED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CONTEXT)
 SHRUNK = (
     "The cache has lost blocks that changed in memory, and this request no longer fits; send a "
@@ -146,7 +147,7 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """The next step's work; empty when idle. May preempt, and then admits nobody."""
-        budget = self._limits.max_step_tokens
+        budget = self._budget()
         work: list[Work] = []
         preempted = 0
         for request in tuple(self._running.values()):
@@ -167,6 +168,11 @@ class Scheduler:
             tuple(self._shifter.drain()),
             self._drain_forks(),
         )
+
+    def _budget(self) -> int:
+        """Tokens of the next step. Larger ones are faster, and a lone request delays nobody."""
+        alone = len(self._running) + len(self._waiting) == 1
+        return self._limits.max_step_tokens * (ALONE if alone else 1)
 
     def foresee(self, plan: Plan) -> Plan | None:
         """What follows `plan`, which is not recorded yet, where its tokens make no difference.

@@ -156,7 +156,8 @@ SERVE_OPTIONS = (
     Option(
         "--max-step-tokens",
         "limits",
-        "tokens computed in one step; long prompts are cut into such chunks",
+        "tokens computed in one step; long prompts are cut into such chunks, or twice as long ones "
+        "while there is no other request",
         count(1, 1 << 20),
         512,
         metavar="TOKENS",

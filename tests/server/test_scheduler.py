@@ -92,8 +92,9 @@ def test_a_request_is_computed_then_decoded_token_by_token():
 
 
 def test_a_long_prompt_is_computed_in_chunks_and_samples_once():
-    s = scheduler(tokens=4)
+    s = scheduler(tokens=4, seqs=1)
     add(s, "a", range(10), max_tokens=1)
+    add(s, "b", [1])
     shapes, samples, tokens = [], [], []
     for _ in range(3):
         plan = s.plan()
@@ -103,6 +104,16 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_once():
     assert shapes == [("a", 0, 4), ("a", 4, 4), ("a", 8, 2)]
     assert samples == [False, False, True]
     assert len(tokens) == 1
+
+
+def test_a_request_takes_twice_as_many_tokens_while_there_is_no_other():
+    s = scheduler(tokens=4, seqs=2)
+    add(s, "a", range(30), max_tokens=1)
+    assert shape(step(s)[0]) == [("a", 0, 8)]
+    add(s, "b", [50], max_tokens=1)
+    assert shape(step(s)[0]) == [("a", 8, 4)]
+    s.abort("b")
+    assert shape(step(s)[0]) == [("a", 12, 8)]
 
 
 def test_the_budget_goes_to_the_oldest_first_and_running_before_waiting():
@@ -576,7 +587,7 @@ def test_times_come_from_the_given_clock():
 
 
 def test_computed_prompt_tokens_are_counted_once_per_request():
-    s = scheduler(tokens=4, prefix_sharing=False)
+    s = scheduler(tokens=2, prefix_sharing=False)  # a lone request may take twice as many
     add(s, "a", range(6), max_tokens=4)
     step(s)
     assert s.computed_prompt_tokens == 4
