@@ -3,6 +3,7 @@
 import argparse
 import gc
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ class Report:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    # Whoever starts it in the background may have it ignored, and what was found would be lost.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     words = sys.argv[1:] if argv is None else list(argv)
     return run("gpu_check", parser(), words, partial(_measure, words), _report)
 
@@ -186,6 +189,7 @@ class _Check:
     def everything(self) -> Iterator[Found]:
         for shape in self.args.shapes:
             config, setting = SHAPES[shape], self.setting
+            placement.return_freed_memory()  # what measured the ceiling, or served another shape
             room = placement.free_memory(setting.device) - weight_bytes(config, setting.dtype)
             cells = []
             for cell in (Cell(*each) for each in product(self.args.batches, self.args.contexts)):

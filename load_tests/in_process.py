@@ -140,6 +140,8 @@ def replayed(decoder: Decoder, kv: KVCache, requests: int, context: int) -> Forw
         return decoder
     try:
         return ReplayedDecoder(decoder, kv, decoder, [Bucket(requests, context, kv)], record)
+    except torch.AcceleratorError:
+        raise
     except RuntimeError as error:  # as the server does, for want of memory or whatever else
         log.warning("batch %d, context %d without CUDA graphs: %s", requests, context, error)
         return decoder

@@ -5,7 +5,7 @@ top_k, top_p, min_p. Log-probabilities are the model's own, before all of these.
 
 On a device all rows are worked on together, and nothing of it is asked for until all is under
 way: one copy brings everything back. Until then its tokens can be computed with where they are.
-What a row gets does not depend on the others.
+What a row gets does not depend on the others, but for which of equally likely tokens a GPU prefers.
 """
 
 from collections import Counter, defaultdict

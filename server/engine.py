@@ -190,8 +190,9 @@ class Engine:
             if len(work) == 1:
                 log.exception("a request failed alone")
                 return {work[0].request.id: Sampled(0, error=_as_failure(error))}
-            middle = len(work) // 2
-            return {**self._compute(work[:middle]), **self._compute(work[middle:])}
+        # Only here: while the failure was handled, it kept the memory of what had been computed.
+        middle = len(work) // 2
+        return {**self._compute(work[:middle]), **self._compute(work[middle:])}
 
     def _gaps(self, events: list[TokenEvent]) -> tuple[float, ...]:
         """Seconds since the previous token of each request that got one now."""

@@ -65,7 +65,8 @@ def pick_dtype(wanted: str | None, device: torch.device) -> torch.dtype:
     if wanted is not None:
         return DTYPES[wanted]
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        multiplies = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if multiplies else torch.float32
     return torch.bfloat16 if has_bf16_arithmetic() else torch.float32
 
 

@@ -62,15 +62,11 @@ def _sample_rows(logits: Tensor, batch: StepBatch, sampler: Sampler) -> dict[str
     if batch.prompts:
         rows = logits[tensor_on(logits.device, [each.row for each in batch.samples])]
     asks = [_ask(each) for each in batch.samples]
-    try:
-        sampled = [_sampled(each) for each in sampler.pick(rows, asks)]
-    except torch.AcceleratorError:
-        raise  # the device is lost, for all
-    except Exception:  # whose fault it is shows when each is picked alone, with the same draw
-        sampled = [
-            _sampled_alone(each.request, row, ask, sampler)
-            for each, row, ask in zip(batch.samples, rows, asks, strict=True)
-        ]
+    # Whose fault it is when they fail together shows when each is picked alone, with the same draw.
+    sampled = _sampled_together(rows, asks, sampler) or [
+        _sampled_alone(each.request, row, ask, sampler)
+        for each, row, ask in zip(batch.samples, rows, asks, strict=True)
+    ]
     return {of.request.id: each for of, each in zip(batch.samples, sampled, strict=True)}
 
 
@@ -78,6 +74,16 @@ def _ask(sample: Sample) -> Ask:
     request = sample.request
     uniform = 0.0 if request.params.greedy else request.draw(sample.place)
     return Ask(request.params, request.tokens, request.num_prompt, uniform)
+
+
+def _sampled_together(rows: Tensor, asks: Sequence[Ask], sampler: Sampler) -> list[Sampled] | None:
+    """None where that fails. By then the memory it took is free."""
+    try:
+        return [_sampled(each) for each in sampler.pick(rows, asks)]
+    except torch.AcceleratorError:
+        raise  # the device is lost, for all
+    except Exception:
+        return None
 
 
 def _sampled_alone(request: Request, row: Tensor, ask: Ask, sampler: Sampler) -> Sampled:

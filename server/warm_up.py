@@ -14,7 +14,7 @@ import torch
 from cache.kv import KVCache
 from cache.manager import Table
 from cache.operations import BLOCKS_AT_ONCE
-from model.batch import Cross, of_one
+from model.batch import Cross, ForwardBatch, of_one
 from model.catalogue import example
 from model.config import ModelConfig
 from model.encoder_decoder import EncoderDecoder
@@ -39,7 +39,10 @@ class Speed:
 def warm_up(
     decoder: Decoder | EncoderDecoder, kv: KVCache, shape: ModelConfig, context: int, name: str
 ) -> Speed:
-    """Raises CommandError when logits are not finite. Leaves nothing that a request reads."""
+    """Raises CommandError when the first pass fails, or its logits are not finite.
+
+    Leaves nothing that a request reads.
+    """
     # Memory may hold anything, numbers that are slow to compute with included.
     for part in kv.whole:
         part[:, 0] = 0
@@ -48,7 +51,7 @@ def warm_up(
     batch = of_one([0] * count, 0, first, kv.block_size, wanted=1, device=kv.device)
     if isinstance(decoder, EncoderDecoder):
         batch = replace(batch, cross=Cross(new=batch, seen=batch))
-    if not bool(decoder(batch, kv).isfinite().all()):
+    if not _is_finite(decoder, batch, kv, name):
         raise CommandError(f"{name} computes numbers that are not finite; try --dtype float32")
     if isinstance(decoder, EncoderDecoder):
         batch = replace(batch, cross=Cross(new=None, seen=batch))
@@ -57,6 +60,19 @@ def warm_up(
         copy=_seconds(_copy(kv), kv.device) / BLOCKS_AT_ONCE,
         compute=_seconds(lambda: decoder(batch, kv), kv.device),
     )
+
+
+def _is_finite(
+    decoder: Decoder | EncoderDecoder, batch: ForwardBatch, kv: KVCache, name: str
+) -> bool:
+    try:
+        return bool(decoder(batch, kv).isfinite().all())
+    except Exception as error:  # of memory, of kernels, or of an encoding that is not ours
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise CommandError(
+            f"{name}: the first pass failed ({reason}); less --kv-memory leaves it more memory, "
+            "and --attention sdpa does without kernels of our own"
+        ) from error
 
 
 def _turn(kv: KVCache, shape: ModelConfig) -> Callable[[], None]:

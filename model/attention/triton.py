@@ -26,6 +26,7 @@ LEAST = 16  # rows and columns of a product of tiles
 # The largest tiles that ptxas compiles for compute capability 8.0 and 9.0 without spilling in
 # bfloat16, by head_dim; which are the fastest has not been measured.
 TILE_BYTES = 16384  # of keys
+ROOMY = 163 * 1024  # bytes of shared memory, as these have: with less, tiles are half as large
 MOST_KEYS = 64
 
 
@@ -46,6 +47,7 @@ class TritonAttention:
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
+        self.tile_bytes = tile_bytes(_shared_memory(spec.device))
         # By name and not before it is needed: machines without a GPU have no Triton.
         self.kernels = import_module("model.kernels.triton_attention")
 
@@ -125,10 +127,23 @@ class TritonAttention:
             "WINDOW": spec.window or 0,
             "CAUSAL": spec.causal,
             "SCALED": isinstance(kv, Int8LayerKV),
-            "KEYS": max(LEAST, min(MOST_KEYS, TILE_BYTES // (width * q.element_size()))),
+            "KEYS": max(LEAST, min(MOST_KEYS, self.tile_bytes // (width * q.element_size()))),
             "DIMS": width,
             "WIDE": q.device.type == "cpu",
         }
+
+
+def tile_bytes(shared: int) -> int:
+    """Of keys, where a program may have so many bytes of shared memory."""
+    return TILE_BYTES if shared >= ROOMY else TILE_BYTES // 2
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have; where kernels are interpreted, enough."""
+    if device.type != "cuda":
+        return ROOMY
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0))  # builds for AMD lack it
 
 
 def _lacking() -> str | None:

@@ -17,7 +17,7 @@ STEP = ["positions", "query_starts", "context_lens", "block_tables", "block_base
 
 
 @triton.jit(
-    do_not_specialize=["table_width", "bias_row", "bias_span"],
+    do_not_specialize=["table_width", "bias_head", "bias_row", "bias_span"],
     do_not_specialize_on_alignment=STEP,
 )
 def attend(

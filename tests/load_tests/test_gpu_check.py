@@ -1,5 +1,6 @@
 """The whole check on a CPU and a tiny shape; and scripts/gpu-check where there is no GPU."""
 
+import itertools
 import json
 import subprocess
 from pathlib import Path
@@ -123,12 +124,17 @@ def test_a_system_that_cannot_be_made_leaves_the_other(monkeypatch, tmp_path, ca
     assert len(found_in(tmp_path / "gpu.json")["figures"]) == 5
 
 
-@pytest.mark.parametrize("where", [(placement, "return_freed_memory"), (gpu_parts, "prefill_of")])
+@pytest.mark.parametrize(
+    ("where", "before"), [((placement, "return_freed_memory"), 1), ((gpu_parts, "prefill_of"), 0)]
+)
 def test_a_device_that_is_lost_ends_the_run_and_leaves_what_it_had(
-    where, alone, monkeypatch, capsys
+    where, before, alone, monkeypatch, capsys
 ):
+    calls = itertools.count()
+
     def lost(*_):
-        raise torch.AcceleratorError("an illegal memory access")
+        if next(calls) >= before:
+            raise torch.AcceleratorError("an illegal memory access")
 
     monkeypatch.setattr(*where, lost)
     assert main(TINY) == 1

@@ -1,6 +1,7 @@
 """One model's loop body over a fake model: faults stay with their request, counts are exact."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -65,6 +66,26 @@ def test_a_request_that_breaks_the_forward_fails_alone(guilty, ahead, caplog):
     finishes = [ended.finish for step in stats for ended in step.ended]
     assert sorted(finishes) == [FinishReason.ERROR] + [FinishReason.LENGTH] * 15
     assert manager.counts().active == 0
+
+
+def test_what_a_failed_batch_took_is_free_before_its_halves_are_computed():
+    """Else a batch that ran out of memory would leave none for them."""
+    taken = []
+
+    def hungry(batch, kv):
+        assert all(each() is None for each in taken)
+        activations = torch.zeros(len(batch.context_lens))
+        taken.append(weakref.ref(activations))
+        if len(activations) > 1:
+            raise RuntimeError("out of memory")
+        return counting(batch, kv)
+
+    engine, _ = make_engine(hungry)
+    for i in range(4):
+        engine.submit(make_request(f"r{i}", [i]))
+    events, _ = run(engine)
+    assert all(event.error is None for event in events)
+    assert len(tokens_of(events, "r3")) == 5
 
 
 def test_a_failing_chunk_of_a_long_prompt_ends_its_request(caplog):

@@ -47,7 +47,9 @@ def test_cuda_asked_for_in_vain(monkeypatch):
 @pytest.mark.parametrize(("has", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_bfloat16_where_the_hardware_multiplies_it(monkeypatch, has, dtype):
     monkeypatch.setattr(placement, "has_bf16_arithmetic", lambda: has)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: has)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: has or including_emulation
+    )
     assert placement.pick_dtype(None, CPU) == placement.pick_dtype(None, CUDA) == dtype
     assert placement.pick_dtype("float32", CPU) == torch.float32
     assert placement.pick_dtype("float16", CUDA) == torch.float16

@@ -51,3 +51,17 @@ def test_numbers_that_are_not_finite_are_refused() -> None:
     decoder.head.weight.fill_(torch.inf)
     with pytest.raises(CommandError, match="m computes numbers that are not finite"):
         warm_up.warm_up(decoder, new_cache(decoder, 2), CONFIG, 256, "m")
+
+
+def test_a_first_pass_that_fails_says_why_in_one_sentence() -> None:
+    decoder = tiny(dtype=torch.float32)
+
+    def fails(*given: object) -> None:
+        raise RuntimeError("out of memory\nand a long report")
+
+    decoder.forward = fails
+    with pytest.raises(
+        CommandError, match=r"m: the first pass failed \(RuntimeError: out of"
+    ) as said:
+        warm_up.warm_up(decoder, new_cache(decoder, 2), CONFIG, 256, "m")
+    assert "long report" not in str(said.value)

@@ -257,13 +257,15 @@ def test_what_a_machine_lacks(complete, monkeypatch):
 
 
 def error_on_one_device(given, lengths, bias):
-    """As in a server, where nothing is moved to the backend and back."""
+    """As in a server, where nothing is moved to the backend and back. Beyond a rounding of what is
+    right: both are rounded to the same type."""
     given = replace(given, device=DEVICE)
     q, kv, batch = problem(given, 16, lengths)
     some = biases(given.heads, batch)[bias]
     there = [moved(each, DEVICE) for each in (q, kv, batch, some)]
     exact = ReferenceAttention(given)(*there, None)
-    return (TritonAttention(given)(*there, None) - exact).abs().max()
+    difference = (TritonAttention(given)(*there, None) - exact).abs()
+    return (difference - exact.abs() * torch.finfo(given.dtype).eps).max()
 
 
 def test_on_one_device():

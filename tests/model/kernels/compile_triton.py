@@ -1,7 +1,8 @@
 """Compiles the Triton kernels for a GPU that need not be there, as the backend launches them.
 
 Run by test_triton_attention.py, because the interpreter and the compiler are not for one process:
-python -m tests.model.kernels.compile_triton CAPABILITY DTYPE HEAD_DIM BIAS FRAME [int8]
+python -m tests.model.kernels.compile_triton CAPABILITY SHARED DTYPE HEAD_DIM BIAS FRAME [int8]
+with SHARED bytes of shared memory.
 """
 
 import sys
@@ -13,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from cache.terms import KeyFrame
-from model.attention.triton import TritonAttention
+from model.attention.triton import TritonAttention, tile_bytes
 from model.kernels import triton_attention, triton_rope
 from model.kernels.modules import TritonRoPE
 from model.rotation import Layout
@@ -65,9 +66,10 @@ def _type(value, constant):
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def main(capability, dtype, head_dim, bias, frame, stored=""):
+def main(capability, shared, dtype, head_dim, bias, frame, stored=""):
     given = spec(32, 8, int(head_dim), getattr(torch, dtype))
     attend = TritonAttention(given)
+    attend.tile_bytes = tile_bytes(int(shared))
     names = ("attend", "merge")
     kernels = {name: Compiling(getattr(triton_attention, name), int(capability)) for name in names}
     attend.kernels = SimpleNamespace(**kernels)
