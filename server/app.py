@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from model.catalogue import Place
 from server.cache_plan import CachePlanner
@@ -49,8 +50,9 @@ _log = logging.getLogger("server.http")
 class HttpOptions:
     """`max_body_bytes` None derives it from the longest context; seconds where named `_s`.
 
-    `allowed_hosts` empty allows every Host header. `share_prefixes` lets requests with different
-    keys share cached prefixes, which lets one find out what another sent.
+    `allowed_hosts` empty allows every Host header. `allowed_origins` are those whose web pages may
+    read answers. `share_prefixes` lets requests with different keys share cached prefixes, which
+    lets one find out what another sent.
     """
 
     api_keys: frozenset[str] = field(default=frozenset(), repr=False)  # never in a log line
@@ -59,6 +61,7 @@ class HttpOptions:
     stalled_write_s: float = 30.0
     ping_s: float = 15.0
     allowed_hosts: frozenset[str] = frozenset()
+    allowed_origins: frozenset[str] = frozenset()
     share_prefixes: bool = False
 
 
@@ -158,6 +161,14 @@ def _add_middleware(
     if options.allowed_hosts:
         app.add_middleware(AllowedHosts, hosts=options.allowed_hosts)
     app.add_middleware(Guard, refused=lambda error: _count(metrics, error, None))
+    if options.allowed_origins:  # browsers read errors, too, only with these headers
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(options.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     app.add_middleware(RequestId)
 
 

@@ -83,6 +83,7 @@ def run(config: ServerConfig) -> int:
         max_body_bytes=http.max_body_bytes,
         request_timeout_s=http.request_timeout_s,
         allowed_hosts=http.allowed_hosts,
+        allowed_origins=http.allowed_origins,
         share_prefixes=http.share_prefixes,
     )
     planners = {model.served.name: model.planner for model in loaded}

@@ -72,6 +72,7 @@ class HttpConfig:
     port: int  # 0: any free one
     api_keys: frozenset[str] = field(repr=False)  # empty: open; never in a log line
     allowed_hosts: frozenset[str]  # Host headers served; empty: all
+    allowed_origins: frozenset[str]  # whose web pages may read answers
     share_prefixes: bool  # between API keys
     max_body_bytes: int | None  # None: by the longest context
     request_timeout_s: float
@@ -118,6 +119,13 @@ def host_name(value: str) -> str:
     return re.sub(r":[0-9]*\Z", "", host)
 
 
+def web_origin(value: str) -> str:
+    """As browsers name it in the header Origin."""
+    if value == "*" or re.fullmatch(r"https?://[^/?#\s@]+", value):
+        return value.lower()
+    raise ValueError(f"{value!r} is no origin; write for example https://chat.example, or *")
+
+
 T = TypeVar("T", ModelOptions, CacheOptions, LimitOptions)
 
 
@@ -139,6 +147,7 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
             port=values["port"],
             api_keys=frozenset(values["api_key"]),
             allowed_hosts=_allowed_hosts(values["host"], values["allowed_host"]),
+            allowed_origins=frozenset(values["allowed_origin"]),
             share_prefixes=values["share_prefixes"],
             max_body_bytes=values["max_body"],
             request_timeout_s=values["request_timeout"],

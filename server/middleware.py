@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import logging
 import re
+import time
 import uuid
 from collections.abc import Callable, Collection, MutableMapping
 from typing import Any
@@ -65,7 +66,10 @@ def state_of(scope: Scope) -> MutableMapping[str, Any]:
 
 
 class RequestId:
-    """Every response says which request it answers; a client's own id is echoed if harmless."""
+    """Every response says which request it answers; a client's own id is echoed if harmless.
+
+    A line in the log, for whoever debugs, says how each request ended.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -77,16 +81,29 @@ class RequestId:
         own = uuid.uuid4().hex.encode()
         shown = given if given is not None and _REQUEST_ID.fullmatch(given) else own
         state_of(scope)["id"] = shown.decode("ascii")
+        began, status = time.perf_counter(), "not answered"
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = str(message["status"])
                 message = {
                     **message,
                     "headers": [*message.get("headers", ()), (b"x-request-id", shown)],
                 }
             await send(message)
 
-        return await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            _log.debug(
+                "request %s: %s %r, %s, %.3f s",
+                state_of(scope)["id"],
+                scope["method"],
+                scope["path"],
+                status,
+                time.perf_counter() - began,
+            )
 
 
 class Guard:

@@ -1,6 +1,6 @@
 """The options of `ropewalk serve`: each a flag and a ROPEWALK_* variable. No torch."""
 
-from server.config import ModelSource, host_address, host_name, model_source
+from server.config import ModelSource, host_address, host_name, model_source, web_origin
 from server.metrics_compat import ALIASES
 from server.options import Option, auto, choice, count, seconds, size, switch
 
@@ -196,6 +196,18 @@ SERVE_OPTIONS = (
         many=True,
     ),
     Option(
+        "--allowed-origin",
+        "http",
+        "origin of web pages that may use the server from a browser, such as "
+        "https://chat.example, or * for all; repeatable",
+        web_origin,
+        (),
+        "none",
+        "ORIGIN",
+        env="ROPEWALK_ALLOWED_ORIGINS",
+        many=True,
+    ),
+    Option(
         "--share-prefixes",
         "http",
         "let clients with different keys share cached prefixes, by which one can find out what "
@@ -241,7 +253,7 @@ SERVE_OPTIONS = (
     Option(
         "--log-level",
         "http",
-        "debug, info, warning or error",
+        "debug, which has a line for every request, info, warning or error",
         choice("debug", "info", "warning", "error"),
         "info",
         metavar="LEVEL",

@@ -1,6 +1,7 @@
 """Routes over a scripted engine: shapes of answers, defaults, refusals, statuses and headers."""
 
 import json
+import logging
 import threading
 
 import pytest
@@ -759,3 +760,13 @@ def test_cache_salts():
         complete(app, cache_salt=salt, max_tokens=1)
     assert engine.requests[0].salt == ""
     assert len({request.salt for request in engine.requests}) == 3
+
+
+def test_the_log_has_a_line_for_every_request_for_whoever_debugs(caplog):
+    caplog.set_level(logging.DEBUG, "server.http")
+    response = complete(toy_app())
+    ask(toy_app(), "GET", "/no%0Awhere")
+    first, second = (record.getMessage() for record in caplog.records)
+    told = f"request {response.headers['x-request-id']}: POST '/v1/completions', 200, "
+    assert first.startswith(told) and first.endswith(" s")
+    assert "\n" not in second and ", 404, " in second

@@ -94,3 +94,31 @@ def test_foreign_hosts_are_refused_where_hosts_are_named():
     ):
         assert ask(app, "GET", "/v1/models", headers={"host": host}).status_code == status
         assert ask(app, "GET", "/health/live", headers={"host": host}).status_code == 200
+
+
+PAGE = "https://chat.example"
+
+
+@pytest.mark.parametrize(("allowed", "named"), [(PAGE, PAGE), ("*", "*")])
+def test_pages_of_an_allowed_origin_may_ask_and_read_errors_too(allowed, named):
+    app = toy_app(allowed_origins=frozenset({allowed}), api_keys=frozenset({"sesame"}))
+    asked = {
+        "origin": PAGE,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
+    before = ask(app, "OPTIONS", "/v1/completions", headers=asked)  # a browser sends no key yet
+    assert before.status_code == 200
+    assert before.headers["access-control-allow-origin"] == named
+    assert "authorization" in before.headers["access-control-allow-headers"]
+    for headers, status in (({}, 401), (bearer("sesame"), 200)):
+        response = ask(app, "GET", "/v1/models", headers={"origin": PAGE} | headers)
+        assert response.status_code == status
+        assert response.headers["access-control-allow-origin"] == named
+        assert "x-request-id" in response.headers["access-control-expose-headers"]
+
+
+def test_pages_of_other_origins_may_not():
+    for app in (toy_app(), toy_app(allowed_origins=frozenset({"https://other.example"}))):
+        response = ask(app, "GET", "/v1/models", headers={"origin": PAGE})
+        assert "access-control-allow-origin" not in response.headers
