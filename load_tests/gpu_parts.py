@@ -10,12 +10,13 @@ from typing import Literal
 import torch
 
 from load_tests.engines import decoding
-from load_tests.in_process import blocks_for, new_cache, passes
+from load_tests.in_process import blocks_for, new_cache, passes, replayed, step
 from load_tests.roofline import Ceiling
 from load_tests.rounds import Call, Clock, Interval, median_of, rounds
 from load_tests.step_cost import AGAIN, LIMITS, ZERO, Cost, costs_of
 from model.kernels.build import Kernels
 from model.transformer import Decoder
+from server.graphs import recorder
 
 log = getLogger(__name__)
 
@@ -25,6 +26,7 @@ Work = Literal["pass", "step", "prefill"]
 OWN = "ropewalk"
 WAITED = "ropewalk, each step waited for"  # in service the next one is launched before
 NO_TIME = "its part's time was over"
+NOT_REPLAYED = "no CUDA graph could be recorded, as the log says"
 STEPS = 32  # of an engine that are timed, after as many that are not
 
 
@@ -141,11 +143,14 @@ def passes_of(
             decoder.config, setting.dtype, cell.batch, cell.context
         )
 
-        def measured(cell: Cell = cell) -> list[float]:
-            calls = passes({OWN: decoder}, kv, cell.batch, cell.context, rows=1)
-            return sampled(calls[OWN], setting, budget)
+        def measured(cell: Cell = cell, least: float = least) -> Figure:
+            forward = replayed(decoder, kv, cell.batch, cell.context)
+            batch = step(cell.batch, cell.context, 1, torch.device("cpu"))
+            samples = sampled(partial(forward, batch, kv), setting, budget)
+            how = NOT_REPLAYED if forward is decoder and recorder(decoder) else ""
+            return figure("pass", OWN, shape, cell, samples, least=least, how=how)
 
-        yield _tried("pass", OWN, shape, cell, measured, least=least)
+        yield _tried("pass", OWN, shape, cell, measured)
 
 
 def prefill_of(
@@ -176,22 +181,20 @@ def steps_of(
             yield LeftOut("step", OWN, shape, cell, NO_TIME)
             continue
         for system, ahead in ways.items():
-            measured = partial(_steps, decoder, cell, kernels, ahead)
+
+            def measured(cell: Cell = cell, system: str = system, ahead: bool = ahead) -> Figure:
+                samples = _steps(decoder, cell, kernels, ahead)
+                return figure("step", system, shape, cell, samples)
+
             yield _tried("step", system, shape, cell, measured)
 
 
 def _tried(
-    work: Work,
-    system: str,
-    shape: str,
-    cell: Cell,
-    measured: Callable[[], list[float]],
-    *,
-    least: float | None = None,
+    work: Work, system: str, shape: str, cell: Cell, measured: Callable[[], Figure]
 ) -> Found:
     """What fails in one cell leaves the others, but for a device that is lost."""
     try:
-        return figure(work, system, shape, cell, measured(), least=least)
+        return measured()
     except torch.AcceleratorError:
         raise
     except Exception as error:  # of kernels, compilers, memory

@@ -73,6 +73,7 @@ def _figures(work: Work, figures: Sequence[Figure]) -> str:
         )
     ways = dict.fromkeys(each.how for each in peer.values() if each.how)
     told = [f"{PEER}: {'; '.join(ways)}."] if ways else []
+    told += [f"{OWN}, {_where(*key)}: {each.how}." for key, each in own.items() if each.how]
     return "\n\n".join([markdown(rows), *told])
 
 
@@ -96,5 +97,8 @@ def _speed(work: Work, cell: Cell, found: Figure | None) -> str:
 
 
 def _told(each: LeftOut) -> str:
-    where = f", batch {each.cell.batch}, context {each.cell.context:,}" if each.cell else ""
-    return f"- {each.system}, {each.work}: {each.shape}{where}: {each.reason}"
+    return f"- {each.system}, {each.work}: {_where(each.shape, each.cell)}: {each.reason}"
+
+
+def _where(shape: str, cell: Cell | None) -> str:
+    return f"{shape}, batch {cell.batch}, context {cell.context:,}" if cell else shape

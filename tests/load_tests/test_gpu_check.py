@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from load_tests import gpu_check, gpu_parts, gpu_peer, roofline
+from load_tests import gpu_check, gpu_parts, gpu_peer, in_process, roofline
 from load_tests.gpu_check import main
 from load_tests.roofline import weight_bytes
 from load_tests.step_cost import AGAIN, ARMS
@@ -181,3 +181,14 @@ def test_the_script_says_that_there_is_no_gpu(tmp_path):
     )
     words = last.partition("load_tests.gpu_check ")[2].split()
     assert words == TINY[:8] and gpu_check.parser().parse_args(words)
+
+
+def test_passes_that_could_not_be_recorded_are_told(alone, monkeypatch, capsys):
+    def record(compute):
+        raise RuntimeError("no memory")
+
+    for module in (in_process, gpu_parts):
+        monkeypatch.setattr(module, "recorder", lambda decoder: record)
+    assert main(TINY) == 0
+    told = "ropewalk, tiny, batch 2, context 64: no CUDA graph could be recorded, as the log says."
+    assert told in capsys.readouterr().out
