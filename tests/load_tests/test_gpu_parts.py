@@ -90,14 +90,14 @@ def test_steps_that_fail_are_no_figures(made, monkeypatch):
 
 
 def test_a_cell_that_fails_leaves_the_others(made, monkeypatch):
-    whole = gpu_parts.passes
+    whole = gpu_parts.replayed
 
-    def fails(decoders, kv, batch, *rest, **named):
-        if batch == CELLS[0].batch:
+    def fails(decoder, kv, requests, context):
+        if requests == CELLS[0].batch:
             raise torch.OutOfMemoryError("more than there is\nof memory")
-        return whole(decoders, kv, batch, *rest, **named)
+        return whole(decoder, kv, requests, context)
 
-    monkeypatch.setattr(gpu_parts, "passes", fails)
+    monkeypatch.setattr(gpu_parts, "replayed", fails)
     measured, left = passes_of("tiny", made["rope"], CELLS, SETTING, Budget(60))
     assert measured.cell == CELLS[1] and left.cell == CELLS[0] and left.failed
     assert left.reason == "OutOfMemoryError: more than there is"
@@ -107,7 +107,7 @@ def test_a_lost_device_is_no_cells_failure(made, monkeypatch):
     def lost(*_, **__):
         raise torch.AcceleratorError("an illegal memory access")
 
-    monkeypatch.setattr(gpu_parts, "passes", lost)
+    monkeypatch.setattr(gpu_parts, "replayed", lost)
     with pytest.raises(torch.AcceleratorError):
         list(passes_of("tiny", made["rope"], CELLS, SETTING, Budget(60)))
     monkeypatch.setattr(gpu_peer, "_continuous", lost)
