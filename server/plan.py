@@ -9,9 +9,10 @@ from server.request import ContextShift, Request, ServeError, TokenLogprob
 @dataclass(frozen=True, slots=True)
 class Limits:
     max_seqs: int  # requests in one step
-    max_step_tokens: int  # tokens in one step; twice as many while one request is alone
+    max_step_tokens: int  # tokens in one step
     max_context: int  # tokens of one request that the model sees, prompt and generated
     max_queue: int  # requests that wait although they could not be taken at once
+    lone_factor: int = 1  # times as many tokens in a step while there is but one request
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -27,7 +27,6 @@ from server.request import (
     TokenEvent,
 )
 
-ALONE = 2  # times as many tokens in a step of one request, while there is no other
 ANSWERED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CONTEXT)
 SHRUNK = (
     "The cache has lost blocks that changed in memory, and this request no longer fits; send a "
@@ -170,9 +169,9 @@ class Scheduler:
         )
 
     def _budget(self) -> int:
-        """Tokens of the next step. Larger ones are faster, and a lone request delays nobody."""
+        """Tokens of the next step."""
         alone = len(self._running) + len(self._waiting) == 1
-        return self._limits.max_step_tokens * (ALONE if alone else 1)
+        return self._limits.max_step_tokens * (self._limits.lone_factor if alone else 1)
 
     def foresee(self, plan: Plan) -> Plan | None:
         """What follows `plan`, which is not recorded yet, where its tokens make no difference.

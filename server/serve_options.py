@@ -157,7 +157,7 @@ SERVE_OPTIONS = (
         "--max-step-tokens",
         "limits",
         "tokens computed in one step; long prompts are cut into such chunks, or twice as long ones "
-        "while there is no other request",
+        "while a server of one model has no other request",
         count(1, 1 << 20),
         512,
         metavar="TOKENS",
@@ -253,7 +253,7 @@ SERVE_OPTIONS = (
     Option(
         "--log-level",
         "http",
-        "debug, which has a line for every request, info, warning or error",
+        "debug (with a line for every request), info, warning or error",
         choice("debug", "info", "warning", "error"),
         "info",
         metavar="LEVEL",

@@ -32,7 +32,7 @@ class ProvenanceMachine(RuleBasedStateMachine):
         crowd=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 31)), min_size=1, max_size=5),
     )
     def start(self, blocks, size, seqs, budget, context, waiting, collide, drain, crowd):
-        limits = Limits(seqs, budget, context, waiting)
+        limits = Limits(seqs, budget, context, waiting, lone_factor=2)
         options = {"digest": colliding_digest if collide else keyed_digest(b"fixed")}
         self.world = World(blocks, size, limits, **options)
         self.drain_at_end = drain

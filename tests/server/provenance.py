@@ -131,7 +131,8 @@ class World:
         plan = self.scheduler.plan()
         self.preemptions += plan.preempted
         self.shifts += len(plan.shifts)
-        most = self.limits.max_step_tokens * (2 if len(self.live) == 1 else 1)
+        factor = self.limits.lone_factor if len(self.live) == 1 else 1
+        most = self.limits.max_step_tokens * factor
         assert sum(work.count for work in plan.work) <= most  # SC2
         assert len({work.request.id for work in plan.work}) == len(plan.work)
         assert len(plan.work) <= self.limits.max_seqs

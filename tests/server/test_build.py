@@ -155,6 +155,14 @@ def test_two_models_share_the_memory(folder):
     assert generated(one, [7, 8]) == generated(two, [7, 8])
 
 
+@pytest.mark.parametrize(("names", "first"), [("a", 16), ("ab", 8)])
+def test_a_lone_request_takes_larger_steps_where_there_is_no_other_model(folder, names, first):
+    flags = ("--kv-memory", "1M", "--max-step-tokens", "8", "--max-seqs", "4")
+    loaded, *_ = load(*(f"{name}={folder}" for name in names), *flags)
+    loaded.engine.submit(make_request("long", [1] * 20))
+    assert loaded.engine.step().stats.computed_prompt_tokens == first
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -306,15 +306,15 @@ def test_block_counts_and_preemptions_are_told(ahead):
 def test_a_step_says_what_it_computes_and_with_how_much_context(ahead):
     """A step that was launched ahead comes before whatever was asked for since."""
     engine, _ = make_engine(max_step_tokens=8, ahead=ahead)
-    engine.submit(make_request("long", list(range(20)), max_tokens=3))
+    engine.submit(make_request("long", list(range(10)), max_tokens=3))
     engine.step()
     engine.submit(make_request("short", [1], max_tokens=3))
     _, stats = run(engine)
     told = [(step.phase, step.decode_context) for step in stats]
     assert told == [
         (Phase.PREFILL, None),
-        (Phase.DECODE, 21),
-        (Phase.DECODE, 22),
+        (Phase.DECODE, 11),
+        (Phase.DECODE, 12),
     ]
     engine.submit(make_request("first", [1, 2], max_tokens=3 + ahead))
     engine.step()
