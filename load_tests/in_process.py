@@ -141,7 +141,7 @@ def replayed(decoder: Decoder, kv: KVCache, requests: int, context: int) -> Forw
     try:
         return ReplayedDecoder(decoder, kv, decoder, [Bucket(requests, context, kv)], record)
     except torch.AcceleratorError:
-        raise
+        raise  # the device is lost
     except RuntimeError as error:  # as the server does, for want of memory or whatever else
         log.warning("batch %d, context %d without CUDA graphs: %s", requests, context, error)
         return decoder

@@ -82,7 +82,7 @@ def _sampled_together(rows: Tensor, asks: Sequence[Ask], sampler: Sampler) -> li
         return [_sampled(each) for each in sampler.pick(rows, asks)]
     except torch.AcceleratorError:
         raise  # the device is lost, for all
-    except Exception:
+    except Exception:  # whatever it is, one request's must not reach the others
         return None
 
 

@@ -169,6 +169,8 @@ def test_keys_are_not_in_the_printed_config() -> None:
         (["--dtype", "int8"], {}, "--dtype: 'int8' is not offered; choose bfloat16, float16 or"),
         (["--kv-memory", "0"], {}, "--kv-memory: '0' is not an amount of memory"),
         (["--host", "http://x"], {}, "--host: 'http://x' is not a host"),
+        (["--allowed-origin", "chat.example"], {}, "--allowed-origin: 'chat.example' is no origin"),
+        (["--allowed-origin", "https://a.example/b"], {}, "write for example https://chat.example"),
         (["--api-key", ""], {}, "--api-key: an API key is empty or holds a space"),
         (["--request-timeout", "nan"], {}, "--request-timeout: nan is outside 1 to 86400"),
         (["--max-seqs", "0"], {}, "--max-seqs: 0 is outside 1 to 4096"),
