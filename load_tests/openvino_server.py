@@ -88,7 +88,7 @@ def main(model: str, dtype: str, threads: str, port: str) -> None:
     precision = "f32" if dtype == "float32" or not capable else "bf16"
     hints = dict.fromkeys(("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"), precision)
     hints |= {"INFERENCE_NUM_THREADS": threads}
-    folder = f"{model}-int8" if dtype == "int8" else model
+    folder = f"{model}-{dtype}" if dtype in ("int8", "int4") else model
     pipe = genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", hints)
     new: queue.SimpleQueue[Stream] = queue.SimpleQueue()
     server = ThreadingHTTPServer(("127.0.0.1", int(port)), handler(new))

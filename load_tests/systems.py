@@ -18,8 +18,9 @@ from load_tests.client import DIALECTS, Dialect, Server
 
 OURS = "{python} -m server serve {model}/bf16 --host {host} --port {port} --dtype {dtype}"
 _OURS = "ropewalk"
-INT8 = "int8"  # in place of a type: weights in 8 bits, and bfloat16 besides
-_ROUND = frozenset({_OURS, "llamacpp", "openvino"})  # who can have those
+# In place of a type: weights in so many bits, and bfloat16 besides; and who can have those.
+_FEW_BITS = ("int8", "int4")
+_ROUND = frozenset({_OURS, "llamacpp", "openvino"})
 # Peer → its dialect, and the command with {program} for what `--peer` names.
 _PEERS: Mapping[str, tuple[str, str]] = {
     # Without a copy that has no end-of-text its answers would end early: it takes no ignore_eos.
@@ -83,8 +84,9 @@ def system_from(spec: str, *, ours: str, peers: Mapping[str, Path], model: Path)
     if name not in (_OURS, *_PEERS) or not dtype:
         known = ", ".join((_OURS, *_PEERS))
         raise ValueError(f"{spec!r} is not PROGRAM:DTYPE, with a program of {known}")
-    if dtype == INT8 and name not in _ROUND:
-        raise ValueError(f"{spec}: {INT8} is compared for {', '.join(sorted(_ROUND))}")
+    rounds = dtype in _FEW_BITS
+    if rounds and name not in _ROUND:
+        raise ValueError(f"{spec}: {dtype} is compared for {', '.join(sorted(_ROUND))}")
     if name != _OURS and name not in peers:
         raise ValueError(f"{spec} needs its program: add --peer {name}=PATH")
     dialect, template = ("openai", ours) if name == _OURS else _PEERS[name]
@@ -95,7 +97,7 @@ def system_from(spec: str, *, ours: str, peers: Mapping[str, Path], model: Path)
         program=shlex.quote(str(program)),
         prefix=shlex.quote(str(program.parent.parent)),
         model=shlex.quote(str(model)),
-        dtype=f"bfloat16 --quantize {INT8}" if (name, dtype) == (_OURS, INT8) else dtype,
+        dtype=f"bfloat16 --quantize {dtype}" if rounds and name == _OURS else dtype,
         cores=cores,
         last_core=cores - 1,
         host=process.HOST,

@@ -1,9 +1,13 @@
 """Linear layers, as torch multiplies them. Faster forms are model/kernels/modules.py's."""
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+GROUP = 32  # inputs of an output whose weights in 4 bits have one scale
 ROUNDED_AT_ONCE = 1 << 19  # weights: widened they stay in a cache
 
 
@@ -72,9 +76,109 @@ def rounded_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     return rounded, scale
 
 
-def quantize(model: nn.Module) -> None:
-    """Round the weights of all linear layers inside a model. Call once, after loading."""
+class Int4Linear(nn.Module):
+    """y = x · weightᵀ + bias, of 4-bit weights: number · scale + least, as GGUF's Q4_1 has them.
+
+    GROUP inputs of an output share a scale and a least weight. Of x the same is true as above.
+    """
+
+    def __init__(self, groups: "Groups", bias: Tensor | None) -> None:
+        super().__init__()
+        self.groups = groups
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.groups.widened().to(x.dtype), self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Weights in 4 bits, GROUP of a row together."""
+
+    numbers: Tensor  # uint8 [rows, columns], from 0 to 15
+    scales: Tensor  # float16 [rows, groups]
+    leasts: Tensor  # float16 [rows, groups]
+
+    def widened(self) -> Tensor:
+        """float32 [rows, columns]."""
+
+        def of_each(values: Tensor) -> Tensor:
+            return values.float().repeat_interleave(GROUP, dim=1)[:, : self.numbers.shape[1]]
+
+        return self.numbers * of_each(self.scales) + of_each(self.leasts)
+
+
+def rounded_groups(weight: Tensor) -> Groups:
+    """Near a weight [rows, columns]; very near, if a file had that in 4 bits before.
+
+    Such a file leaves the weights of a group on even steps, from 8 to 15 of them between the least
+    and the largest. Where 15 do not fit, that number is taken by which the group loses least.
+    """
+    rows, columns = weight.shape
+    # What is past the last column repeats it and changes no least and no largest.
+    wide = F.pad(weight.float()[None], (0, -columns % GROUP), mode="replicate")[0]
+    wide = wide.view(-1, GROUP)
+    least = wide.amin(dim=1, keepdim=True).half()
+    span = wide.amax(dim=1, keepdim=True) - least.float()
+    scale, numbers, lost = _on_steps(15, wide, least, span)
+    for steps in range(14, 7, -1):
+        # A tenth of a step is more than bfloat16 rounds by and less than chance comes to.
+        (left,) = torch.where((lost > GROUP * (0.1 * scale.float()).square()).squeeze(1))
+        if len(left) == 0:
+            break
+        tried = _on_steps(steps, wide[left], least[left], span[left])
+        (better,) = torch.where((tried[2] < lost[left]).squeeze(1))
+        for held, new in zip((scale, numbers, lost), tried, strict=True):
+            held[left[better]] = new[better]
+    numbers = numbers.view(rows, -1)[:, :columns].contiguous()
+    return Groups(numbers, scale.view(rows, -1), least.view(rows, -1))
+
+
+def _on_steps(
+    steps: int, wide: Tensor, least: Tensor, span: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale and numbers of groups whose span has so many steps, and the square of what is lost."""
+    scale = (span / steps).half()
+    step = scale.float()
+    numbers = ((wide - least) / step.clamp(min=1e-12)).round_().clamp_(0, 15)
+    lost = (numbers * step + least - wide).square_().sum(dim=1, keepdim=True)
+    return scale, numbers.to(torch.uint8), lost
+
+
+AnyLinear = Linear | Int8Linear | Int4Linear
+
+
+def quantize(model: nn.Module, bits: Literal[8, 4] = 8) -> None:
+    """Round the weights of all linear layers inside a model. Call once, after loading.
+
+    bits: 8; or 4 for layers that lose no more by it than by 8, and 8 for the others.
+    """
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, Linear):
-                setattr(module, name, Int8Linear(child))
+                setattr(module, name, _in_4_bits(child) if bits == 4 else Int8Linear(child))
+
+
+def _in_4_bits(linear: Linear) -> Int4Linear | Int8Linear:
+    groups = _lossless_groups(linear.weight)
+    return Int8Linear(linear) if groups is None else Int4Linear(groups, linear.bias)
+
+
+def _lossless_groups(weight: Tensor) -> Groups | None:
+    """None where 4 bits lose more than 8."""
+    found: list[Groups] = []
+    for rows in torch.split(weight, max(1, ROUNDED_AT_ONCE // weight.shape[1])):
+        groups = rounded_groups(rows)
+        rounded, scale = rounded_rows(rows)
+        if not _lost(groups.widened(), rows) <= _lost(rounded * scale[:, None], rows):
+            return None
+        found.append(groups)
+    return Groups(
+        torch.cat([each.numbers for each in found]),
+        torch.cat([each.scales for each in found]),
+        torch.cat([each.leasts for each in found]),
+    )
+
+
+def _lost(rounded: Tensor, weight: Tensor) -> Tensor:
+    return (rounded - weight.float()).square().sum()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from logging import getLogger
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from model.attention.backends import all_backends
@@ -16,10 +17,10 @@ from model.catalogue import Place
 from model.config import EncoderDecoderConfig, EncodingSpec
 from model.encoder_decoder import EncoderDecoder
 from model.encodings.base import PositionalEncoding, create, find
-from model.kernels.build import Kernels, NoKernels
+from model.kernels.build import SUFFIXES, Kernels, NoKernels
 from model.kernels.build import load as load_kernels
 from model.kernels.substitutes import substitute, substitute_on_gpu
-from model.linear import quantize
+from model.linear import Int4Linear, Int8Linear, quantize
 from model.loading import Checkpoint, CheckpointError, load_decoder, open_checkpoint
 from model.shapes import PREFIX, random_checkpoint
 from model.transformer import Decoder
@@ -84,10 +85,15 @@ def prepare(
     if loading.encoding is not None:
         _refuse_missing_weights(checkpoint, encoding)
     backend = _backend(checkpoint, loading, encoding, dtype, device, kernels)
+    if loading.quantize == "int4":
+        _refuse_without_int4(kernels, dtype)
     decoder = _assembled(checkpoint, encoding, backend, context, dtype, device)
     _load(checkpoint, source.name, decoder)
     if loading.quantize == "int8":
         quantize(decoder)
+    if loading.quantize == "int4":
+        quantize(decoder, 4)
+        _tell_of_int4(source.name, decoder)
     if isinstance(kernels, Kernels):
         substitute(decoder, kernels, dtype)
     substitute_on_gpu(decoder)
@@ -139,6 +145,32 @@ def _refuse_missing_weights(checkpoint: Checkpoint, encoding: PositionalEncoding
                 f"--encoding {checkpoint.config.encoding.name} has trained weights, which "
                 f"{checkpoint.path} lacks; serve a model that was trained with it"
             )
+
+
+def _refuse_without_int4(kernels: Kernels | str, dtype: torch.dtype) -> None:
+    """Where nothing multiplies weights in 4 bits, they would only take longer than those in 8."""
+    lacking = None
+    if isinstance(kernels, str):
+        lacking = f"the CPU kernels, but {kernels}"
+    elif not kernels.multiplies_int4():
+        lacking = "a processor that multiplies 8-bit integers (AVX512-VNNI)"
+    elif dtype not in SUFFIXES:
+        lacking = "--dtype bfloat16 or float32"
+    if lacking is not None:
+        raise CommandError(f"--quantize int4 needs {lacking}; use int8")
+
+
+def _tell_of_int4(name: str, decoder: nn.Module) -> None:
+    in_4 = sum(isinstance(module, Int4Linear) for module in decoder.modules())
+    in_8 = sum(isinstance(module, Int8Linear) for module in decoder.modules())
+    if in_4 == 0:
+        log.warning(
+            "%s: all layers would lose by 4 bits and are in 8; a GGUF file in Q4_0 or Q4_1 has "
+            "such weights",
+            name,
+        )
+    else:
+        log.info("%s: %d linear layers in 4 bits, %d in 8", name, in_4, in_8)
 
 
 def _backend(

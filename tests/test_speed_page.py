@@ -19,7 +19,7 @@ COMMANDS = re.findall(r"^\.venv/bin/python -m .*$|(?<=`)\.venv/bin/python -m [^`
 
 def test_programs_are_there():
     modules = {shlex.split(command)[2] for command in COMMANDS}
-    assert {"load_tests.gpu_check", "load_tests.peers", "tests.model.measure_int8"} <= modules
+    assert {"load_tests.gpu_check", "load_tests.peers", "tests.model.measure_quantize"} <= modules
     assert [name for name in modules if find_spec(name) is None] == []
 
 

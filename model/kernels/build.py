@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cache.huge_pages import HugePages
+from model.linear import Groups
 from model.sampling import SamplingParams
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
@@ -73,7 +74,7 @@ class LinearArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("packed", "scale", "bias")),
-        *((name, c_int64) for name in ("inputs", "outputs", "gated", "activation")),
+        *((name, c_int64) for name in ("inputs", "outputs", "bits", "gated", "activation")),
     )
 
 
@@ -153,6 +154,26 @@ class Kernels:
         packed = self._pages.empty(pack(_as_c(weight), None, *sizes), dtype=torch.uint8)
         pack(_as_c(weight), _as_c(packed), *sizes)
         return packed
+
+    def multiplies_int4(self) -> bool:
+        """Whether `pack_int4` has a form for this processor."""
+        return self._size_of_int4(1, 1) > 0
+
+    def pack_int4(self, weight: Groups, gated: bool = False) -> Tensor:
+        """As `pack` does."""
+        order = in_strips if gated else Tensor.contiguous
+        given = [order(each) for each in (weight.numbers, weight.scales, weight.leasts)]
+        outputs, inputs = given[0].shape
+        packed = self._pages.empty(self._size_of_int4(outputs, inputs), dtype=torch.uint8)
+        sizes = c_int64(outputs), c_int64(inputs)
+        self._library.pack_i4(*map(_as_c, (*given, packed)), *sizes)
+        return packed
+
+    def _size_of_int4(self, outputs: int, inputs: int) -> int:
+        pack = self._library.pack_i4
+        pack.restype = c_int64
+        size: int = pack(None, None, None, None, c_int64(outputs), c_int64(inputs))
+        return size
 
     def linear(self, arguments: LinearArguments, x: Tensor) -> Tensor:
         """x [T, inputs] → [T, outputs]."""

@@ -1,4 +1,4 @@
-// Products of 8-bit weights with inputs that are rounded to 8 bits as well, four at a time, where
+// Products of weights in 8 or 4 bits with inputs that are rounded to 8 bits, four at a time, where
 // the processor has that. They are whole numbers, so their sums are exact.
 
 #pragma once
@@ -19,6 +19,16 @@ constexpr int32_t kRaise = 128;
 template <class W>
 constexpr bool kIsRaised = std::is_same_v<W, Raised> || std::is_same_v<W, Once<Raised>>;
 
+// Two weights in 4 bits, of one input: the lower half is one of the first vector of a strip's
+// columns, the upper half one of the second.
+struct Nibbles {
+  uint8_t byte;
+};
+template <class W>
+constexpr bool kIsNibbles = std::is_same_v<W, Nibbles> || std::is_same_v<W, Once<Nibbles>>;
+template <class W>
+constexpr bool kRoundsInputs = kIsRaised<W> || kIsNibbles<W>;
+
 // Inputs of a row that are rounded together, with a scale of their own.
 constexpr int64_t kGroup = 32;
 inline int64_t groups_of(int64_t inputs) { return (inputs + kGroup - 1) / kGroup; }
@@ -29,7 +39,14 @@ struct Rounded {
   int32_t quads[kQuads];  // numbers, four to a word
   int32_t gain;           // what raised weights add to their products, negative
   float scale;
+  float total;  // the sum of all inputs, as they are rounded
 };
+
+// Bytes of a strip's weights for such a group. In 4 bits they come after a scale and a least weight
+// for each column.
+template <class W>
+constexpr int64_t kGroupBytes =
+    kIsNibbles<W> ? kStrip * (2 * int64_t(sizeof(uint16_t)) + kGroup / 2) : kStrip * kGroup;
 
 #if defined(__AVX512VNNI__)
 
@@ -57,6 +74,32 @@ inline int64_t pack(Team &team, const int8_t *weight, Raised *packed, int64_t ou
   return strips * padded * kStrip;
 }
 
+// The same of weights in 4 bits: numbers [outputs, inputs] from 0 to 15; scales and leasts, float16
+// [outputs, groups]. packed [strips, groups, kGroupBytes].
+inline int64_t pack(Team &team, const uint8_t *numbers, const uint16_t *scales,
+                    const uint16_t *leasts, Nibbles *packed, int64_t outputs, int64_t inputs) {
+  const int64_t strips = strips_of(outputs), groups = groups_of(inputs);
+  team.share(packed ? strips : 0, [&](int64_t p) {
+    const auto number = [&](int64_t column, int64_t k) {
+      const int64_t n = p * kStrip + column;
+      return n < outputs && k < inputs ? numbers[n * inputs + k] : uint8_t(0);
+    };
+    uint8_t *to = reinterpret_cast<uint8_t *>(packed) + p * groups * kGroupBytes<Nibbles>;
+    for (int64_t g = 0; g < groups; ++g) {
+      for (const uint16_t *each : {scales, leasts})
+        for (int64_t n = p * kStrip; n < (p + 1) * kStrip; ++n, to += sizeof(uint16_t)) {
+          const uint16_t own = n < outputs ? each[n * groups + g] : 0;
+          std::memcpy(to, &own, sizeof(own));
+        }
+      for (int64_t k = g * kGroup; k < (g + 1) * kGroup; k += 4)
+        for (int64_t column = 0; column < kStrip / 2; ++column)
+          for (int64_t i = k; i < k + 4; ++i)
+            *to++ = uint8_t(number(column, i) | number(column + kStrip / 2, i) << 4);
+    }
+  });
+  return strips * groups * kGroupBytes<Nibbles>;
+}
+
 // In equal steps, the largest at ±127, to the bit as cache/rounding.py does it. What is not finite
 // gets a scale that is not. x: kGroup numbers.
 template <class T>
@@ -78,6 +121,7 @@ void round_group(const T *x, Rounded &group) {
   const uint32_t sum = uint32_t(_mm512_reduce_add_epi32(_mm512_add_epi32(wide, more)));
   group.gain = int32_t(0u - uint32_t(kRaise) * sum);
   group.scale = largest * (1.0f / 127.0f);
+  group.total = float(int32_t(sum)) * group.scale;
 }
 
 // x [rows, stride], `inputs` of each → tile [groups, rows].
@@ -100,28 +144,92 @@ void fill_row(const T *x, int64_t inputs, Rounded *row) {
   fill_tile(x, inputs, inputs, 1, row);
 }
 
+// A group of a strip's weights: of VECTORS vectors of columns from number FIRST on.
+template <int FIRST, int VECTORS, class W>
+class RaisedGroup {
+ public:
+  explicit RaisedGroup(const W *weights) : weights_(weights + FIRST * kVectorBytes) {}
+
+  // Where whole sums begin.
+  __m512i start(const Rounded &x) const { return _mm512_set1_epi32(x.gain); }
+  // Weights that meet the i-th quad of inputs, of column vector v.
+  [[gnu::always_inline]] void load_quad(int i, __m512i (&to)[VECTORS]) const {
+    const W *quad = weights_ + i * 4 * kStrip;
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; ++v) to[v] = bytes_at(quad + v * kVectorBytes);
+    if constexpr (VECTORS == 1) __builtin_prefetch(quad + kPiece, 0, 2);
+  }
+  Vec<float> plus(Vec<float> sum, Vec<float> whole, int, const Rounded &x) const {
+    return plus_product(sum, whole, Vec<float>{} + x.scale);
+  }
+
+ private:
+  const W *weights_;
+};
+
+template <int FIRST, int VECTORS, class W>
+class NibbleGroup {
+ public:
+  explicit NibbleGroup(const W *weights) : weights_(weights + 2 * kVectorBytes) {
+    const __m512i scales = bytes_at(weights), leasts = bytes_at(weights + kVectorBytes);
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; ++v) {
+      scale_[v] = widened_half(scales, FIRST + v);
+      least_[v] = widened_half(leasts, FIRST + v);
+    }
+    if constexpr (VECTORS == 1 && FIRST == 0) {
+      __builtin_prefetch(weights + kPiece, 0, 2);
+      __builtin_prefetch(weights + kPiece + kVectorBytes, 0, 2);
+    }
+  }
+
+  __m512i start(const Rounded &) const { return _mm512_setzero_si512(); }
+  [[gnu::always_inline]] void load_quad(int i, __m512i (&to)[VECTORS]) const {
+    const __m512i both = bytes_at(weights_ + i * kVectorBytes), half = _mm512_set1_epi8(15);
+    if constexpr (FIRST == 0) to[0] = both & half;
+    if constexpr (FIRST + VECTORS == 2) to[VECTORS - 1] = _mm512_srli_epi16(both, 4) & half;
+    if constexpr (VECTORS == 1 && FIRST == 0)
+      __builtin_prefetch(weights_ + kPiece + i * kVectorBytes, 0, 2);
+  }
+  Vec<float> plus(Vec<float> sum, Vec<float> whole, int v, const Rounded &x) const {
+    sum = plus_product(sum, least_[v], Vec<float>{} + x.total);
+    return plus_product(sum, whole, scale_[v] * x.scale);
+  }
+
+ private:
+  // Of float16.
+  static Vec<float> widened_half(__m512i both, int half) {
+    return (Vec<float>)_mm512_cvtph_ps(half ? _mm512_extracti64x4_epi64(both, 1)
+                                            : _mm512_castsi512_si256(both));
+  }
+
+  const W *weights_;
+  Vec<float> scale_[VECTORS], least_[VECTORS];
+};
+
 // Adds ROWS rows times a piece of a strip to their sums, of VECTORS vectors of columns from number
 // FIRST on.
 template <int ROWS, int FIRST, int VECTORS, class W, class T>
 [[gnu::noinline]] void multiply_groups(const Rounded *x, int64_t groups, const W *strip,
                                        const Sums<T> &sums) {
+  typedef std::conditional_t<kIsNibbles<W>, NibbleGroup<FIRST, VECTORS, W>,
+                             RaisedGroup<FIRST, VECTORS, W>>
+      Group;
   constexpr int kLanes = ::kLanes<float>;
-  strip += FIRST * kVectorBytes;
   Vec<float> sum[VECTORS][ROWS];
 #pragma GCC unroll 2
   for (int v = 0; v < VECTORS; ++v) sums.begin((FIRST + v) * kLanes, sum[v]);
-  for (; groups > 0; --groups, x += ROWS) {
+  for (; groups > 0; --groups, x += ROWS, strip += kGroupBytes<W>) {
+    const Group group(strip);
     __m512i whole[ROWS][VECTORS];
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; ++v) whole[r][v] = _mm512_set1_epi32(x[r].gain);
+      for (int v = 0; v < VECTORS; ++v) whole[r][v] = group.start(x[r]);
 #pragma GCC unroll 8
-    for (int i = 0; i < Rounded::kQuads; ++i, strip += 4 * kStrip) {
+    for (int i = 0; i < Rounded::kQuads; ++i) {
       __m512i weights[VECTORS];
-#pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; ++v) weights[v] = bytes_at(strip + v * kVectorBytes);
-      if constexpr (VECTORS == 1) __builtin_prefetch(strip + kPiece, 0, 2);
+      group.load_quad(i, weights);
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; ++r) {
         const __m512i quad = _mm512_set1_epi32(x[r].quads[i]);
@@ -134,8 +242,7 @@ template <int ROWS, int FIRST, int VECTORS, class W, class T>
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
       for (int v = 0; v < VECTORS; ++v)
-        sum[v][r] = plus_product(sum[v][r], (Vec<float>)_mm512_cvtepi32_ps(whole[r][v]),
-                                 Vec<float>{} + x[r].scale);
+        sum[v][r] = group.plus(sum[v][r], (Vec<float>)_mm512_cvtepi32_ps(whole[r][v]), v, x[r]);
   }
   if constexpr (VECTORS == 2) {
     sums.end(sum[0], sum[1]);

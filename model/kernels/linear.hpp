@@ -20,7 +20,7 @@ using Packed =
 // As which rows of T meet them: inputs rounded, a pair of them as they are, or one, widened.
 template <class T, class W>
 using Factor = std::conditional_t<
-    kIsRaised<W>, Rounded,
+    kRoundsInputs<W>, Rounded,
     std::conditional_t<kPairs<T> && !std::is_same_v<W, int8_t>, Pair, float>>;
 template <class X>
 constexpr int64_t kInputs = std::is_same_v<X, Rounded> ? kGroup : std::is_same_v<X, Pair> ? 2 : 1;
@@ -36,13 +36,15 @@ template <class W>
 const W *strip_at(const W *packed, int64_t p, int64_t inputs) {
   if constexpr (kIsCoded<W>)
     return packed + reinterpret_cast<const int64_t *>(packed)[p];
+  else if constexpr (kRoundsInputs<W>)
+    return packed + p * groups_of(inputs) * kGroupBytes<W>;
   else
-    return packed + p * (kIsRaised<W> ? groups_of(inputs) * kGroup : inputs) * kStrip;
+    return packed + p * inputs * kStrip;
 }
 
 // Whether rows' sums go from registers to the outputs.
 template <class W>
-constexpr bool kIsDirect = kIsCoded<W> || kIsRaised<W>;
+constexpr bool kIsDirect = kIsCoded<W> || kRoundsInputs<W>;
 
 // What reads a strip: a pointer, where there are no codes.
 template <class W>
@@ -213,7 +215,7 @@ class Tiles {
 
   void fill(Team &team, X *to) const {
     // Inputs that one thread fills a tile with: rounding takes long enough to be shared.
-    const int64_t part = kIsRaised<W> ? kGroup : inputs_, parts = (inputs_ + part - 1) / part;
+    const int64_t part = kRoundsInputs<W> ? kGroup : inputs_, parts = (inputs_ + part - 1) / part;
     team.share(count_ * parts, [&](int64_t i) {
       const int64_t row = i / parts * tile_rows_, count = std::min(tile_rows_, rows_ - row);
       const int64_t first = i % parts * part, last = std::min(first + part, inputs_);
@@ -240,7 +242,7 @@ template <class T, class W>
 void linear_rows(Team &team, const T *x, const W *packed, int64_t rows, int64_t inputs,
                  const Outputs<T> &outputs) {
   typedef Factor<T, W> X;
-  constexpr int64_t kStep = kInputs<X> * kStrip;
+  constexpr int64_t kStep = kRoundsInputs<W> ? kGroupBytes<W> : kInputs<X> * kStrip;
   // Steps that all tiles meet before those that follow: what the first cache holds, or the second,
   // which is fast enough for what has to be unpacked.
   constexpr int64_t kDepth = kIsCoded<W> ? 768 : kPiece / kStep / int64_t(sizeof(W));
@@ -324,6 +326,7 @@ extern "C" struct LinearArguments {
   const float *scale;  // of 8-bit weights, or null
   const float *bias;   // or null
   int64_t inputs, outputs;
+  int64_t bits;  // of a weight: 4, 8, or 0 where they are of the inputs' type
   int64_t gated, activation;  // of the outputs, as Outputs has it
 };
 
@@ -337,7 +340,10 @@ void linear(Team &team, const LinearArguments &a, const T *x, T *y, int64_t rows
       if (rows <= kReading) return by(reinterpret_cast<const Once<W> *>(packed));
     by(packed);
   };
-  if (a.scale)
+#if defined(__AVX512VNNI__)
+  if (a.bits == 4) return by_form(static_cast<const Nibbles *>(a.packed));
+#endif
+  if (a.bits == 8)
     by_form(static_cast<const Packed<int8_t> *>(a.packed));
   else
     by_form(static_cast<const Packed<T> *>(a.packed));

@@ -14,7 +14,7 @@ from model.config import Activation, ModelConfig
 from model.encodings.base import PositionalEncoding
 from model.encodings.rope import RoPE
 from model.kernels.build import Kernels, LinearArguments, NormArguments, in_strips
-from model.linear import Int8Linear, Linear
+from model.linear import AnyLinear, Int4Linear, Int8Linear
 from model.positional_work import PositionalWork
 from model.rotation import Rotation
 from model.transformer import LayerNorm, RMSNorm
@@ -32,29 +32,34 @@ _ACTIVATIONS: dict[Activation | None, int] = {
 class PanelLinear(nn.Module):
     """Our kernel over packed panels. Each row's sum is independent of the other rows.
 
-    Inputs of 8-bit weights are rounded to 8 bits as well, 32 of a row together, where the
-    processor multiplies 8-bit integers.
+    Inputs of weights in 8 bits, or in 4, are rounded to 8 bits as well, 32 of a row together,
+    where the processor multiplies 8-bit integers.
     """
 
     gated = False
 
     def __init__(
         self,
-        linear: Linear | Int8Linear,
+        linear: AnyLinear,
         kernels: Kernels,
         activation: Activation | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(linear, Int8Linear):
-            weight, scale = linear.rounded, linear.scale
-        else:
-            weight, scale = linear.weight, None
         self.kernels = kernels
         self.activation = activation
-        self.outputs, self.inputs = weight.shape
-        self.panels = kernels.pack(weight, self.gated)
         order = in_strips if self.gated else torch.Tensor.contiguous
-        self.scale = None if scale is None else order(scale)
+        self.scale = None
+        match linear:
+            case Int4Linear():
+                weight, self.bits = linear.groups.numbers, 4
+                self.panels = kernels.pack_int4(linear.groups, self.gated)
+            case Int8Linear():
+                weight, self.bits = linear.rounded, 8
+                self.panels, self.scale = kernels.pack(weight, self.gated), order(linear.scale)
+            case _:
+                weight, self.bits = linear.weight, 0
+                self.panels = kernels.pack(weight, self.gated)
+        self.outputs, self.inputs = weight.shape
         self.bias = None if linear.bias is None else order(linear.bias.float())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,6 +72,7 @@ class PanelLinear(nn.Module):
             bias=None if self.bias is None else self.bias.data_ptr(),
             inputs=self.inputs,
             outputs=self.outputs,
+            bits=self.bits,
             gated=self.gated,
             activation=_ACTIVATIONS[self.activation],
         )
@@ -77,9 +83,7 @@ class GatedPanelLinear(PanelLinear):
 
     gated = True
 
-    def __init__(
-        self, linear: Linear | Int8Linear, kernels: Kernels, activation: Activation
-    ) -> None:
+    def __init__(self, linear: AnyLinear, kernels: Kernels, activation: Activation) -> None:
         super().__init__(linear, kernels, activation)
         self.outputs //= 2
 

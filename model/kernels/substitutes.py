@@ -17,7 +17,7 @@ from model.kernels.modules import (
     TritonRoPE,
 )
 from model.kernels.one_call import one_call
-from model.linear import Int8Linear, Linear
+from model.linear import AnyLinear, Int4Linear, Int8Linear, Linear
 from model.transformer import (
     Activate,
     Decoder,
@@ -49,10 +49,14 @@ def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
 
 def _activate_at_once(mlp: GatedMLP | PlainMLP, kernels: Kernels) -> None:
     match mlp:
-        case GatedMLP(gate_up=Linear() | Int8Linear() as linear, gate=Gate() as gate):
+        case GatedMLP(
+            gate_up=Linear() | Int8Linear() | Int4Linear() as linear, gate=Gate() as gate
+        ):
             mlp.gate_up = GatedPanelLinear(linear, kernels, gate.activation)
             mlp.gate = nn.Identity()
-        case PlainMLP(up=Linear() | Int8Linear() as linear, activate=Activate() as activate):
+        case PlainMLP(
+            up=Linear() | Int8Linear() | Int4Linear() as linear, activate=Activate() as activate
+        ):
             mlp.up = PanelLinear(linear, kernels, activate.activation)
             mlp.activate = nn.Identity()
 
@@ -93,7 +97,7 @@ def has_bf16_arithmetic() -> bool:
 
 
 def _faster(module: nn.Module, kernels: Kernels) -> nn.Module | None:
-    if isinstance(module, Linear | Int8Linear):
+    if isinstance(module, AnyLinear):
         return PanelLinear(module, kernels)
     if isinstance(module, RMSNorm | LayerNorm):
         return KernelNorm(module, kernels)

@@ -44,12 +44,13 @@ def test_commands_of_the_peers_that_need_more_than_their_options():
     assert made("openvino:float32").command.endswith(f"/m/openvino float32 {last + 1} {{port}}")
 
 
-def test_weights_in_8_bits():
-    assert made("ropewalk:int8").command.endswith(" --dtype bfloat16 --quantize int8")
-    assert " -m /m/int8.gguf " in made("llamacpp:int8").command
-    assert " /m/openvino int8 " in made("openvino:int8").command
-    with pytest.raises(ValueError, match="vllm:int8: int8 is compared for llamacpp, openvino, rop"):
-        made("vllm:int8")
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_weights_of_few_bits(bits):
+    assert made(f"ropewalk:{bits}").command.endswith(f" --dtype bfloat16 --quantize {bits}")
+    assert f" -m /m/{bits}.gguf " in made(f"llamacpp:{bits}").command
+    assert f" /m/openvino {bits} " in made(f"openvino:{bits}").command
+    with pytest.raises(ValueError, match=f"vllm:{bits}: {bits} is compared for llamacpp, openvino"):
+        made(f"vllm:{bits}")
 
 
 @pytest.mark.parametrize("spec", ["ropewalk", "sglang:bfloat16", ""])

@@ -12,7 +12,7 @@ import torch
 
 from model.kernels.build import load
 from server.pull import home
-from tests.model.measure_int8 import LENGTH, decoders, losses, windows
+from tests.model.measure_quantize import LENGTH, decoders, losses, windows
 
 COUNT = 8  # texts
 

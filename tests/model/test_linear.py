@@ -1,9 +1,21 @@
-"""8-bit weights: near the given ones, and nothing else rounded."""
+"""Weights in 8 and 4 bits: near the given ones, and nothing else rounded."""
 
+import gguf
+import numpy as np
+import pytest
 import torch
 
 from model.attention.reference import ReferenceAttention
-from model.linear import ROUNDED_AT_ONCE, Int8Linear, Linear, quantize, rounded_rows
+from model.linear import (
+    GROUP,
+    ROUNDED_AT_ONCE,
+    Int4Linear,
+    Int8Linear,
+    Linear,
+    quantize,
+    rounded_groups,
+    rounded_rows,
+)
 from tests.model.running import run_uncached
 from tests.model.tiny import CPU, tiny
 
@@ -59,3 +71,83 @@ def test_every_linear_layer_is_rounded_and_the_model_computes_nearly_the_same() 
     assert not [m for m in decoder.modules() if isinstance(m, Linear)]
     after = run_uncached(decoder, tokens)
     assert 0 < (after - before).square().mean().sqrt() < 0.1 * before.std()
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def of_a_file(kind):
+    """[48, 256] as such a GGUF file has them."""
+    if kind == "Q4_K":  # a scale and a least of 6 bits each, times float16 for 256 weights
+        numbers = torch.randint(16, (48, 8, 32), generator=torch.Generator().manual_seed(1))
+        numbers[:, ::2] = numbers[:, ::2].clamp(2, 12)  # which need not come to both ends
+        scales, leasts = (torch.randint(1, 64, (48, 8, 1)) for _ in range(2))
+        return (numbers * (scales * 0.001) - leasts * 0.009).flatten(1)
+    kind = gguf.GGMLQuantizationType[kind]
+    values = gguf.quants.quantize(drawn(48, 256).numpy() * np.float32(0.05), kind)
+    return torch.from_numpy(gguf.quants.dequantize(values, kind))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
+def test_weights_of_a_file_in_4_bits_are_found_again(kind):
+    weight = of_a_file(kind)
+    step = rounded_groups(weight).scales.float().repeat_interleave(GROUP, dim=1)
+    error = (rounded_groups(weight).widened() - weight).abs()
+    assert (error <= 0.02 * step + 2**-11 * weight.abs()).all()  # how float16 rounds both
+    rounded = weight.bfloat16()
+    lost = (rounded_groups(rounded).widened() - weight).norm()
+    assert lost < 2 * (rounded.float() - weight).norm()
+
+
+@pytest.mark.parametrize("columns", [1, 20, 32, 45, 200])
+def test_any_weight_is_within_half_a_step(columns):
+    weight = drawn(9, columns) * torch.logspace(-3, 3, 9)[:, None]
+    weight[4] = 0.75
+    groups = rounded_groups(weight)
+    assert groups.numbers.shape == weight.shape
+    assert groups.numbers.dtype == torch.uint8
+    assert groups.numbers.max() <= 15
+    step = groups.scales.float().repeat_interleave(GROUP, dim=1)[:, :columns]
+    assert ((groups.widened() - weight).abs() <= 0.52 * step + 2**-10 * weight.abs()).all()
+    assert torch.equal(groups.widened()[4], weight[4])
+
+
+def test_4_bits_are_for_layers_that_lose_nothing_by_them():
+    decoder = tiny("rope", ReferenceAttention, torch.float32)
+    mlp, attention = decoder.layers[1].mlp, decoder.layers[2].attention
+    for layer in (mlp.down, attention.out):
+        layer.weight.copy_(rounded_groups(layer.weight).widened())
+    tokens = list(range(30))
+    before = run_uncached(decoder, tokens)
+    quantize(decoder, 4)
+    assert isinstance(mlp.down, Int4Linear)
+    assert isinstance(attention.out, Int4Linear)
+    assert sum(isinstance(each, Int4Linear) for each in decoder.modules()) == 2
+    assert not [each for each in decoder.modules() if isinstance(each, Linear)]
+    after = run_uncached(decoder, tokens)
+    assert 0 < (after - before).square().mean().sqrt() < 0.1 * before.std()
+
+
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, 1e5, 1e-7])
+def test_what_float16_does_not_hold_is_not_put_into_4_bits(odd):
+    model = torch.nn.Sequential(Linear(64, 2, dtype=torch.float32, device=CPU))
+    model[0].weight.copy_(odd * (torch.arange(128).view(2, 64) % 16 + 1))
+    quantize(model, 4)
+    assert isinstance(model[0], Int8Linear)
+
+
+def test_weights_in_4_bits_are_multiplied_exactly():
+    layer = Linear(40, 9, bias=True, dtype=torch.float64, device=CPU)
+    layer.weight.copy_(drawn(9, 40))
+    layer.bias.copy_(drawn(9, seed=1))
+    groups, x = rounded_groups(layer.weight), drawn(5, 40, seed=2).double()
+    numbers = groups.numbers.double()
+    expected = layer.bias.expand(5, 9).clone()
+    for first in (0, 32):
+        each = slice(first, first + 32)
+        weight = (
+            numbers[:, each] * groups.scales[:, [first // 32]] + groups.leasts[:, [first // 32]]
+        )
+        expected += x[:, each] @ weight.T
+    assert (Int4Linear(groups, layer.bias)(x) - expected).abs().max() < 1e-5

@@ -1,15 +1,19 @@
 """From a configuration to loaded models: what is chosen, and what is refused in one sentence."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from model.encodings.rope import RoPE
+from model.kernels.build import Kernels, NoKernels
 from model.transformer import Decoder
 from server import build, decoders, placement
 from server.build import load_models
 from server.errors import CommandError
 from server.metrics import Metrics
-from tests.model.checkpoints import llama, random_model, save
+from tests.model.checkpoints import llama, random_model, save, write_gguf
+from tests.model.test_parity import BLOCKED
 from tests.server.fake_engine import configured, make_request
 
 SMALL = ("--kv-memory", "1M", "--max-model-len", "64")
@@ -86,6 +90,40 @@ def test_int8_models_are_served(attention) -> None:
     (plain,) = load("shape:small", "--attention", attention, *SMALL)
     prompt = list(range(40))
     assert len(generated(loaded, prompt)) == len(generated(plain, prompt)) == 8
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_weights_that_a_file_has_in_4_bits_stay_in_these(kind, tmp_path, kernels, caplog) -> None:
+    if not kernels.multiplies_int4():
+        pytest.skip("this processor does not multiply 8-bit integers, or the compiler is told so")
+    caplog.set_level("INFO")
+    path = write_gguf(tmp_path / "tiny.gguf", random_model(llama(**BLOCKED)), kind)
+    (loaded,) = load(f"m={path}", "--quantize", "int4", *SMALL)
+    assert loaded.facts.quantize == "int4"
+    assert loaded.defect is None
+    assert "m: 13 linear layers in 4 bits, 0 in 8" in caplog.text
+    assert len(generated(loaded, list(range(40)))) == 8
+
+
+def test_weights_that_would_lose_by_4_bits_get_8(kernels, caplog) -> None:
+    if not kernels.multiplies_int4():
+        pytest.skip("this processor does not multiply 8-bit integers, or the compiler is told so")
+    (loaded,) = load("shape:small", "--quantize", "int4", *SMALL)
+    (in_8,) = load("shape:small", "--quantize", "int8", *SMALL)
+    assert "shape:small: all layers would lose by 4 bits and are in 8" in caplog.text
+    assert generated(loaded, [1, 2, 3]) == generated(in_8, [1, 2, 3])
+
+
+def test_4_bits_are_refused_where_nothing_multiplies_them(folder, kernels, monkeypatch) -> None:
+    flags = (str(folder), "--quantize", "int4", *SMALL)
+    with pytest.raises(CommandError, match="needs --dtype bfloat16 or float32; use int8"):
+        load(*flags, "--dtype", "float16")
+    monkeypatch.setattr(Kernels, "multiplies_int4", lambda self: False)
+    with pytest.raises(CommandError, match=r"needs a processor that .*\(AVX512-VNNI\); use int8"):
+        load(*flags)
+    monkeypatch.setattr(decoders, "load_kernels", Mock(side_effect=NoKernels("no compiler")))
+    with pytest.raises(CommandError, match="needs the CPU kernels, but no compiler; use int8"):
+        load(*flags)
 
 
 @pytest.mark.parametrize("attention", ["cpu", "sdpa", "reference"])

@@ -10,7 +10,6 @@ from model.attention.cpu import CpuBackend
 from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
 from model.kernels.substitutes import substitute
-from model.linear import quantize
 from model.loading import open_checkpoint
 from server.app import HttpOptions, create_app
 from server.build import engine_of, load_models
@@ -18,6 +17,7 @@ from server.metrics import Metrics
 from server.models import Models
 from server.parity import check_parity
 from tests.model import checkpoints, encoder_decoders, plain
+from tests.model.few_bits import round_weights
 from tests.model.running import new_cache
 from tests.model.test_planted_mistakes import Backend
 from tests.model.tiny import CONTEXT, ENCODINGS, tiny
@@ -45,9 +45,10 @@ def test_a_model_that_is_right(encoding, backend, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("encoding", ["rope", "sinusoidal", "nope"])
-def test_kernels_with_weights_in_8_bits(encoding, dtype, kernels):
+@pytest.mark.parametrize("bits", [8, 4])
+def test_kernels_with_weights_of_few_bits(bits, encoding, dtype, kernels):
     decoder = tiny(encoding, CpuBackend(kernels), dtype)
-    quantize(decoder)
+    round_weights(decoder, bits, kernels)
     substitute(decoder, kernels, dtype)
     assert defect(decoder) is None
 

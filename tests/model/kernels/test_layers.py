@@ -16,9 +16,9 @@ from model.encodings.rope import RoPE
 from model.kernels.layers import KernelLayers, Part
 from model.kernels.modules import KernelRoPE
 from model.kernels.substitutes import substitute
-from model.linear import quantize
 from model.transformer import Layers
 from server.pass_timer import TimedDecoder
+from tests.model.few_bits import BITS, round_weights
 from tests.model.running import CPU, Running, make_batch, new_cache
 from tests.model.tiny import ENCODINGS, WIDE_ROPE, tiny
 
@@ -26,10 +26,9 @@ BLOCK = 16
 LENGTHS = ((37, 37), (20, 1), (5, 2), (18, 3))  # tokens of a request, and those to be computed
 
 
-def substituted(encoding, kernels, dtype=torch.float32, *, int8=False, **changes):
+def substituted(encoding, kernels, dtype=torch.float32, *, bits=16, **changes):
     decoder = tiny(encoding, CpuBackend(kernels), dtype, **changes)
-    if int8:
-        quantize(decoder)
+    round_weights(decoder, bits, kernels)
     substitute(decoder, kernels, dtype)
     return decoder
 
@@ -89,7 +88,7 @@ def test_keys_and_values_in_8_bits(encoding, dtype, kernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -100,18 +99,18 @@ def test_keys_and_values_in_8_bits(encoding, dtype, kernels):
     ],
     ids=["norms", "biases", "no-groups", "windows"],
 )
-def test_every_shape(changes, int8, dtype, kernels):
-    decoder = substituted("rope-interleaved", kernels, dtype, int8=int8, **changes)
+def test_every_shape(changes, bits, dtype, kernels):
+    decoder = substituted("rope-interleaved", kernels, dtype, bits=bits, **changes)
     assert equal(both(decoder))
     assert equal(both(decoder, rows=torch.tensor([0, 42])))
     assert equal(both(decoder, rows=torch.tensor([], dtype=torch.int64)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 6, 8, 9, 12])
-def test_few_rows(count, int8, dtype, kernels):
-    decoder = substituted("rope", kernels, dtype, int8=int8)
+def test_few_rows(count, bits, dtype, kernels):
+    decoder = substituted("rope", kernels, dtype, bits=bits)
     assert equal(both(decoder, lengths=((37, count),)))
 
 
@@ -119,7 +118,7 @@ GPT2 = {"norm": "layer", "norm_bias": True, "gated": False, "activation": "gelu_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -132,18 +131,18 @@ GPT2 = {"norm": "layer", "norm_bias": True, "gated": False, "activation": "gelu_
     ],
     ids=["gpt-2", "clip", "relu", "gelu-gate", "parallel", "parallel-one-norm"],
 )
-def test_every_kind_of_layer(changes, int8, dtype, kernels):
-    decoder = substituted("rope-partial", kernels, dtype, int8=int8, **changes)
+def test_every_kind_of_layer(changes, bits, dtype, kernels):
+    decoder = substituted("rope-partial", kernels, dtype, bits=bits, **changes)
     assert equal(both(decoder))
     assert equal(both(decoder, rows=torch.tensor([0, 42])))
     assert equal(both(decoder, lengths=((150, 150), (40, 23))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("int8", [False, True])
-def test_rows_that_are_enough_for_every_thread(int8, dtype, threads, kernels):
+@pytest.mark.parametrize("bits", BITS)
+def test_rows_that_are_enough_for_every_thread(bits, dtype, threads, kernels):
     """Each then takes some of them through all that lies before attention, and after it."""
-    decoder = substituted("rope", kernels, dtype, int8=int8, qk_norm=True)
+    decoder = substituted("rope", kernels, dtype, bits=bits, qk_norm=True)
     lengths = ((170, 170), (20, 1), (40, 23))
     assert equal(both(decoder, lengths=lengths))
     assert equal(both(decoder, rows=torch.arange(5, 190), lengths=lengths))

@@ -7,6 +7,7 @@ import torch
 
 from model.config import EncodingSpec
 from model.encodings.learned import Learned
+from tests.model.few_bits import BITS
 from tests.model.kernels.test_layers import BLOCK, GPT2, ragged, substituted
 from tests.model.running import full_of_nan, new_cache
 from tests.model.tiny import ENCODINGS, WIDE_ROPE
@@ -51,7 +52,7 @@ def test_every_encoding(encoding, dtype, stored, kernels):
     assert same(decoder, some, cache(decoder, stored), cache(decoder, stored))
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -65,8 +66,8 @@ def test_every_encoding(encoding, dtype, stored, kernels):
     ],
     ids=str,
 )
-def test_every_shape(changes, int8, kernels):
-    decoder = substituted("rope", kernels, torch.bfloat16, int8=int8, **changes)
+def test_every_shape(changes, bits, kernels):
+    decoder = substituted("rope", kernels, torch.bfloat16, bits=bits, **changes)
     assert decoder.one_call is not None
     assert same(decoder, ragged(FRESH), cache(decoder), cache(decoder))
 

@@ -16,8 +16,9 @@ from model.kernels.modules import (
     PanelLinear,
 )
 from model.kernels.substitutes import has_bf16_arithmetic, substitute
-from model.linear import Int8Linear, Linear
+from model.linear import Int4Linear, Int8Linear, Linear
 from model.transformer import ACTIVATIONS, Activate, Gate, LayerNorm, RMSNorm
+from tests.model.few_bits import BITS, in_bits
 from tests.model.running import run_uncached
 from tests.model.tiny import CPU, tiny
 
@@ -79,6 +80,13 @@ def test_a_bfloat16_weight_takes_12_bits(kernels):
     assert PanelLinear(layer, kernels).panels.nbytes * 8 < 12.2 * layer.weight.numel()
 
 
+def test_a_weight_in_4_bits_takes_5(kernels):
+    """With the group's scale and least."""
+    layer = made(576, 1536, False, torch.bfloat16)
+    packed = PanelLinear(in_bits(layer, 4, kernels), kernels)
+    assert packed.panels.nbytes * 8 == 5 * layer.weight.numel()
+
+
 GROUP = 32  # inputs that integers.hpp rounds together
 
 
@@ -89,12 +97,15 @@ def in_8_bits(x):
 
 
 def exact_sums(layer, x):
-    """float64, as the layer may compute them: of weights in 8 bits, inputs may be rounded, too."""
-    if isinstance(layer, Linear):
-        weight, inputs = layer.weight.double(), [x.double()]
-    else:
-        weight = layer.rounded.double() * layer.scale.double()[:, None]
-        inputs = [x.double(), in_8_bits(x)]
+    """float64, as the layer may compute them: with few bits, inputs may be rounded, too."""
+    match layer:
+        case Linear():
+            weight, inputs = layer.weight.double(), [x.double()]
+        case Int8Linear():
+            weight = layer.rounded.double() * layer.scale.double()[:, None]
+            inputs = [x.double(), in_8_bits(x)]
+        case Int4Linear():
+            weight, inputs = layer.groups.widened().double(), [in_8_bits(x)]
     bias = 0.0 if layer.bias is None else layer.bias.double()
     return [given @ weight.T + bias for given in inputs]
 
@@ -104,11 +115,12 @@ def exact_sums(layer, x):
 @pytest.mark.parametrize(
     ("inputs", "outputs", "bias"), [(7, 3, True), (64, 70, True), (600, 33, False)]
 )
-def test_int8_panels_round_inputs_in_groups_or_not_at_all(
-    rows, inputs, outputs, bias, dtype, kernels
+@pytest.mark.parametrize("bits", [8, 4])
+def test_panels_of_few_bits_round_inputs_in_groups_or_not_at_all(
+    bits, rows, inputs, outputs, bias, dtype, kernels
 ):
     """In groups where the processor multiplies 8-bit integers, and nowhere just some of them."""
-    layer = Int8Linear(made(inputs, outputs, bias, dtype))
+    layer = in_bits(made(inputs, outputs, bias, dtype), bits, kernels)
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
     found = PanelLinear(layer, kernels)(x).double()
     rounding = 2**-8 if dtype is torch.bfloat16 else 0.0
@@ -116,8 +128,9 @@ def test_int8_panels_round_inputs_in_groups_or_not_at_all(
     assert any(((found - y).abs() <= y.abs() * rounding + 1e-5).all() for y in exact)
 
 
-def test_8_bit_layers_keep_what_is_not_finite_to_its_row(kernels):
-    layer = PanelLinear(Int8Linear(made(64, 40, False, torch.bfloat16)), kernels)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_layers_of_few_bits_keep_what_is_not_finite_to_its_row(bits, kernels):
+    layer = PanelLinear(in_bits(made(64, 40, False, torch.bfloat16), bits, kernels), kernels)
     x = torch.randn(14, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     before = layer(x)
     x[3, 5], x[12, 40] = torch.nan, torch.inf
@@ -128,11 +141,11 @@ def test_8_bit_layers_keep_what_is_not_finite_to_its_row(kernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("outputs", [5, 32, 33, 70, 100, 200])  # a single row meets some at once
-def test_a_rows_result_does_not_depend_on_the_others(outputs, int8, dtype, threads, kernels):
+def test_a_rows_result_does_not_depend_on_the_others(outputs, bits, dtype, threads, kernels):
     layer = made(64, outputs, False, dtype)
-    packed = PanelLinear(Int8Linear(layer) if int8 else layer, kernels)
+    packed = PanelLinear(in_bits(layer, bits, kernels), kernels)
     x = torch.randn(150, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     together = packed(x)
     for row in (0, 11, 12, 49, 50, 95, 96, 149):
@@ -164,14 +177,13 @@ def test_norms_equal_torch(shape, kind, dtype, kernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("rows", [1, 2, 7, 12, 13, 50])
 @pytest.mark.parametrize(("inputs", "width", "bias"), [(40, 37, True), (600, 64, False)])
-def test_activated_panels_equal_torch(rows, inputs, width, bias, activation, int8, dtype, kernels):
+def test_activated_panels_equal_torch(rows, inputs, width, bias, activation, bits, dtype, kernels):
     """Of plain layers, and of gates."""
-    layer = made(inputs, 2 * width, bias, dtype)
-    layer = Int8Linear(layer) if int8 else layer
+    layer = in_bits(made(inputs, 2 * width, bias, dtype), bits, kernels)
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
     sums, act = exact_sums(layer, x), ACTIVATIONS[activation]
     plain = PanelLinear(layer, kernels, activation)(x)

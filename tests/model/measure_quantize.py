@@ -1,15 +1,16 @@
-"""What 8-bit weights cost in quality and give in speed, on SmolLM2: a measurement, not a test.
+"""What weights in 8 and 4 bits cost in quality and give in speed, on SmolLM2: no test.
 
 Run by hand, with nothing else on the machine and after `ropewalk family prepare`:
-python -m tests.model.measure_int8
+python -m tests.model.measure_quantize
 Prints two tables. Loss: nats per token on the family's held-out texts. Time: a decoding step,
 median and quartiles of rounds in which each precision runs once.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import mean, median, quantiles
+from typing import Literal
 
 import sentencepiece
 import torch
@@ -30,7 +31,8 @@ from tests.smollm2 import smollm2_path
 
 COUNT, LENGTH = 24, 512  # windows of text, and tokens of each
 BATCHES, KEYS, ROUNDS, BLOCK = (1, 8, 32), 128, 40, 16
-PRECISIONS = ("float32", "bfloat16", "bfloat16 int8")
+ROUNDED: Mapping[str, Literal[8, 4]] = {"bfloat16 int8": 8, "bfloat16 int4": 4}
+PRECISIONS = ("float32", "bfloat16", *ROUNDED)
 
 
 def decoders(kernels: Kernels, precisions: Sequence[str] = PRECISIONS) -> dict[str, Decoder]:
@@ -42,8 +44,8 @@ def decoders(kernels: Kernels, precisions: Sequence[str] = PRECISIONS) -> dict[s
         encoding = create(config.encoding, config, 1024, CPU)
         decoder = Decoder(config, encoding, CpuBackend(kernels), dtype=dtype, device=CPU)
         load_decoder(checkpoint, decoder)
-        if precision.endswith("int8"):
-            quantize(decoder)
+        if precision in ROUNDED:
+            quantize(decoder, ROUNDED[precision])
         substitute(decoder, kernels, dtype)
         made[precision] = decoder
     return made
@@ -98,14 +100,17 @@ def main() -> None:
     print(f"|precision|nats per token, {len(texts)} windows of {LENGTH}|\n|---|---:|")
     for precision, decoder in made.items():
         print(f"|{precision}|{mean(losses(decoder, texts)):.4f}|", flush=True)
-    print("\n|batch|" + "|".join(f"{precision}, ms" for precision in made) + "|int8 is faster by|")
-    print("|---:|" + "---:|" * (len(made) + 1))
+    print("\n|batch|" + "".join(f"{name}, ms|" for name in made), end="")
+    print("".join(f"{name} is faster by|" for name in ROUNDED))
+    print("|---:|" + "---:|" * (len(made) + len(ROUNDED)))
     for batch_size in BATCHES:
         taken = step_times(made, batch_size)
         cells = [f"{1e3 * median(times):.1f}" for times in taken.values()]
-        pairs = zip(taken["bfloat16"], taken["bfloat16 int8"], strict=True)
-        low, middle, high = quantiles([plain / rounded for plain, rounded in pairs], n=4)
-        print(f"|{batch_size}|{'|'.join(cells)}|{middle:.2f} ({low:.2f} to {high:.2f})|")
+        for name in ROUNDED:
+            pairs = zip(taken["bfloat16"], taken[name], strict=True)
+            low, middle, high = quantiles([plain / rounded for plain, rounded in pairs], n=4)
+            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+        print(f"|{batch_size}|{'|'.join(cells)}|", flush=True)
 
 
 if __name__ == "__main__":
