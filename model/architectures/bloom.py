@@ -21,7 +21,7 @@ class Bloom(PlainDecoder):
         attention_softmax_in_fp32 bias_dropout_fusion hidden_dropout masked_softmax_fusion n_inner
         offset_alibi slow_but_exact skip_bias_add skip_bias_add_qkv
     """
-    names = stored.PlainNames(
+    names = stored.Names(
         embed="transformer.word_embeddings",
         embed_norm="transformer.word_embeddings_layernorm",
         norm="transformer.ln_f",

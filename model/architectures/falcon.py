@@ -33,7 +33,7 @@ class Falcon(PlainDecoder):
         apply_residual_connection_post_layernorm hidden_dropout num_kv_heads
         num_ln_in_parallel_attn rope_parameters rope_theta
     """
-    names = stored.PlainNames(
+    names = stored.Names(
         embed="transformer.word_embeddings",
         norm="transformer.ln_f",
         head="lm_head",

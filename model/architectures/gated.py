@@ -32,6 +32,8 @@ class GatedDecoder(Architecture):
     """Override what differs from: no biases, full attention, q and k stored in halves."""
 
     model_class: str  # in config.json's architectures
+    names: stored.Names = stored.HUGGING_FACE
+    gguf_names: stored.Names = stored.GGUF
     qk_norm: bool = False
     gguf_pairs: bool = False  # q and k rows of GGUF hold turning coordinates side by side
     harmless: ClassVar[frozenset[str]] = frozenset()  # more of config.json that changes no logits
@@ -149,11 +151,18 @@ class GatedDecoder(Architecture):
         return config
 
     def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> stored.Parameters:
-        return stored.gated_decoder(config, stored.HUGGING_FACE, None)
+        return stored.decoder(config, self.names)
 
     def parameters_in_gguf(self, config: ModelConfig) -> stored.Parameters:
-        width = config.encoding.options["width"] if self.gguf_pairs else None
-        return stored.gated_decoder(config, stored.GGUF, width)
+        orders: tuple[stored.Order | None, ...] = ()
+        if self.gguf_pairs:
+            width = config.encoding.options["width"]
+            orders = (
+                stored.Pairs(config.heads, width),
+                stored.Pairs(config.kv_heads, width),
+                None,
+            )
+        return stored.decoder(config, self.gguf_names, qkv_orders=orders)
 
     def is_derived(self, name: str) -> bool:
         return (

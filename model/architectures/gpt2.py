@@ -31,7 +31,7 @@ class GPT2(PlainDecoder):
         attn_pdrop embd_pdrop n_ctx reorder_and_upcast_attn resid_pdrop summary_activation
         summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     """
-    names = stored.PlainNames(
+    names = stored.Names(
         embed="transformer.wte",
         positions="transformer.wpe",
         norm="transformer.ln_f",

@@ -31,7 +31,7 @@ class GPTNeoX(PlainDecoder):
         attention_probs_dropout_prob gradient_checkpointing hidden_dropout hidden_dropout_prob
         is_decoder
     """
-    names = stored.PlainNames(
+    names = stored.Names(
         embed="gpt_neox.embed_in",
         norm="gpt_neox.final_layer_norm",
         head="embed_out",

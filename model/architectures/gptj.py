@@ -26,14 +26,14 @@ class GPTJ(PlainDecoder):
     model_type = "gptj"
     model_class = "GPTJForCausalLM"
     gguf_name = "gptj"
-    gguf_names = replace(stored.PLAIN_GGUF, qkv=("attn_q", "attn_k", "attn_v"), mlp_norm=None)
+    gguf_names = replace(stored.GGUF, mlp_norm=None)
     prefix = "transformer."
     harmless = """
         attn_pdrop embd_pdrop gradient_checkpointing n_ctx resid_pdrop rotary scale_attn_weights
         summary_activation summary_first_dropout summary_proj_to_labels summary_type
         summary_use_proj
     """
-    names = stored.PlainNames(
+    names = stored.Names(
         embed="transformer.wte",
         norm="transformer.ln_f",
         head="lm_head",

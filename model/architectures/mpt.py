@@ -36,7 +36,7 @@ class MPT(PlainDecoder):
         emb_pdrop embedding_fraction init_config init_device learned_pos_emb resid_pdrop
         tokenizer_name verbose
     """
-    names = stored.PlainNames(
+    names = stored.Names(
         embed="transformer.wte",
         norm="transformer.norm_f",
         head="lm_head",

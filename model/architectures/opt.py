@@ -22,7 +22,7 @@ class OPT(PlainDecoder):
     model_class = "OPTForCausalLM"
     prefix = "model."
     harmless = "activation_dropout dropout init_std layerdrop"
-    names = stored.PlainNames(
+    names = stored.Names(
         embed="model.decoder.embed_tokens",
         positions="model.decoder.embed_positions",
         project_in="model.decoder.project_in",

@@ -1,13 +1,13 @@
 """Phi-3, Phi-3.5 mini and Phi-4 (mini): Llama with q, k, v fused and gate, up fused."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 from model.architectures import stored
 from model.architectures.common import MAX_CONTEXT
 from model.architectures.fields import Fields
 from model.architectures.gated import GatedDecoder
-from model.architectures.stored import Parameters, Stored
 from model.config import ModelConfig
 from model.weights.base import WeightFile
 
@@ -17,6 +17,10 @@ class Phi3(GatedDecoder):
     model_class = "Phi3ForCausalLM"
     gguf_name = "phi3"
     adopted = "modeling_phi3.Phi3ForCausalLM"
+    names = replace(
+        stored.HUGGING_FACE, qkv=("self_attn.qkv_proj",), gate=None, up="mlp.gate_up_proj"
+    )
+    gguf_names = stored.GGUF_FUSED
     harmless = frozenset({"embd_pdrop", "resid_pdrop"})
     # The first checkpoints called longrope "su", and one of its drafts "yarn".
     rope_kinds: ClassVar[Mapping[str, str]] = {
@@ -44,27 +48,3 @@ class Phi3(GatedDecoder):
         if fields.get(key) == 0:  # how its converter writes that there is none
             return (None,) * layers
         return (fields.optional_integer(key, MAX_CONTEXT),) * layers
-
-    def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> Parameters:
-        found = stored.gated_decoder(config, stored.HUGGING_FACE, None)
-        layer = "model.layers.{}."
-        return _fused(config, found, f"{layer}self_attn.qkv_proj", f"{layer}mlp.gate_up_proj")
-
-    def parameters_in_gguf(self, config: ModelConfig) -> Parameters:
-        found = stored.gated_decoder(config, stored.GGUF, None)
-        return _fused(config, found, "blk.{}.attn_qkv", "blk.{}.ffn_up")
-
-
-def _fused(config: ModelConfig, apart: Parameters, qkv: str, gate_up: str) -> Parameters:
-    """One stored matrix each, in the order that the decoder has: q, k, v; gate, up."""
-    rows = (config.heads + 2 * config.kv_heads) * config.head_dim
-    found = dict(apart)
-    for layer in range(config.layers):
-        for name, stored_name, count in (
-            ("attention.qkv", qkv, rows),
-            ("mlp.gate_up", gate_up, 2 * config.ffn_width),
-        ):
-            found[f"layers.{layer}.{name}.weight"] = (
-                Stored(f"{stored_name.format(layer)}.weight", (count, config.width)),
-            )
-    return found

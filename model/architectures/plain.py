@@ -32,8 +32,8 @@ class PlainDecoder(Architecture):
     """Override what differs from: q, k and v one after the other, nothing transposed."""
 
     model_class: str  # in config.json's architectures
-    names: stored.PlainNames  # in safetensors
-    gguf_names: stored.PlainNames = stored.PLAIN_GGUF
+    names: stored.Names  # in safetensors
+    gguf_names: stored.Names = stored.GGUF_FUSED
     adopted: str | None = None  # the family's own code, which transformers has taken over
     prefix: str = ""  # of all names but the head's; files of the bare model leave it out
     fused_by_head: bool = False  # in safetensors
@@ -76,12 +76,8 @@ class PlainDecoder(Architecture):
         return config
 
     def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> stored.Parameters:
-        found = stored.plain_decoder(
-            config,
-            self.names,
-            qkv_order=stored.FusedByHead(config.heads) if self.fused_by_head else None,
-            transposed=self.transposed,
-        )
+        orders = (stored.FusedByHead(config.heads),) if self.fused_by_head else ()
+        found = stored.decoder(config, self.names, qkv_orders=orders, transposed=self.transposed)
         if any(name.startswith(self.prefix) for name in names):
             return found
         return {
@@ -92,7 +88,7 @@ class PlainDecoder(Architecture):
         }
 
     def parameters_in_gguf(self, config: ModelConfig) -> stored.Parameters:
-        return stored.plain_decoder(config, self.gguf_names)
+        return stored.decoder(config, self.gguf_names)
 
     def copies(self, config: ModelConfig, names: frozenset[str]) -> dict[str, str]:
         if not config.tied_embeddings:

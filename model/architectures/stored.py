@@ -1,10 +1,10 @@
 """From the decoder's parameters to the tensors a checkpoint stores, by name, shape and order.
 
-Knows both formats' names for the usual gated decoder; opens no file.
+Knows both formats' names for the usual decoders; opens no file.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -81,126 +81,7 @@ Parameters = Mapping[str, tuple[Stored, ...]]  # parameter of the Decoder → it
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a format calls the tensors of a gated decoder, without .weight and .bias."""
-
-    embed: str
-    norm: str
-    head: str
-    layer: str  # with {} for its index
-    attention_norm: str
-    q: str
-    k: str
-    v: str
-    out: str
-    q_norm: str
-    k_norm: str
-    mlp_norm: str
-    gate: str
-    up: str
-    down: str
-
-
-HUGGING_FACE = Names(
-    embed="model.embed_tokens",
-    norm="model.norm",
-    head="lm_head",
-    layer="model.layers.{}.",
-    attention_norm="input_layernorm",
-    q="self_attn.q_proj",
-    k="self_attn.k_proj",
-    v="self_attn.v_proj",
-    out="self_attn.o_proj",
-    q_norm="self_attn.q_norm",
-    k_norm="self_attn.k_norm",
-    mlp_norm="post_attention_layernorm",
-    gate="mlp.gate_proj",
-    up="mlp.up_proj",
-    down="mlp.down_proj",
-)
-GGUF = Names(
-    embed="token_embd",
-    norm="output_norm",
-    head="output",
-    layer="blk.{}.",
-    attention_norm="attn_norm",
-    q="attn_q",
-    k="attn_k",
-    v="attn_v",
-    out="attn_output",
-    q_norm="attn_q_norm",
-    k_norm="attn_k_norm",
-    mlp_norm="ffn_norm",
-    gate="ffn_gate",
-    up="ffn_up",
-    down="ffn_down",
-)
-
-
-def gated_decoder(config: ModelConfig, names: Names, paired_width: int | None) -> Parameters:
-    """Every parameter of a Decoder of this shape.
-
-    paired_width: leading coordinates of each head whose q and k rows are stored in pairs, or
-    None when they are stored in halves.
-    """
-    vocabulary = (config.vocab_size, config.width)
-    found: dict[str, tuple[Stored, ...]] = {
-        "embed.weight": (Stored(f"{names.embed}.weight", vocabulary),),
-        "norm.weight": (Stored(f"{names.norm}.weight", (config.width,)),),
-    }
-    if not config.tied_embeddings:
-        found["head.weight"] = (Stored(f"{names.head}.weight", vocabulary),)
-    for layer in range(config.layers):
-        stored = names.layer.format(layer)
-        for name, rows in _layer(config, names, paired_width).items():
-            found[f"layers.{layer}.{name}"] = tuple(
-                Stored(stored + row.name, row.shape, row.order) for row in rows
-            )
-    return found
-
-
-def _layer(config: ModelConfig, names: Names, paired_width: int | None) -> Parameters:
-    """One layer's parameters, both sides named without the layer."""
-    width, ffn_width, head_dim = config.width, config.ffn_width, config.head_dim
-    q_rows, kv_rows = config.heads * head_dim, config.kv_heads * head_dim
-    q_pairs = k_pairs = None
-    if paired_width is not None:
-        q_pairs = Pairs(config.heads, paired_width)
-        k_pairs = Pairs(config.kv_heads, paired_width)
-    linears = {  # parameter: has a bias, columns, (stored name, rows, order) of each piece
-        "attention.qkv": (
-            config.qkv_bias,
-            width,
-            ((names.q, q_rows, q_pairs), (names.k, kv_rows, k_pairs), (names.v, kv_rows, None)),
-        ),
-        "attention.out": (config.out_bias, q_rows, ((names.out, width, None),)),
-        "mlp.gate_up": (
-            config.mlp_bias,
-            width,
-            ((names.gate, ffn_width, None), (names.up, ffn_width, None)),
-        ),
-        "mlp.down": (config.mlp_bias, ffn_width, ((names.down, width, None),)),
-    }
-    found: dict[str, tuple[Stored, ...]] = {
-        "attention_norm.weight": (Stored(f"{names.attention_norm}.weight", (width,)),),
-        "mlp_norm.weight": (Stored(f"{names.mlp_norm}.weight", (width,)),),
-    }
-    if config.qk_norm:
-        found["attention.q_norm.weight"] = (Stored(f"{names.q_norm}.weight", (head_dim,)),)
-        found["attention.k_norm.weight"] = (Stored(f"{names.k_norm}.weight", (head_dim,)),)
-    for name, (bias, columns, pieces) in linears.items():
-        found[f"{name}.weight"] = tuple(
-            Stored(f"{piece}.weight", (rows, columns), pairs) for piece, rows, pairs in pieces
-        )
-        if bias:
-            found[f"{name}.bias"] = tuple(
-                Stored(f"{piece}.bias", (rows,), pairs) for piece, rows, pairs in pieces
-            )
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class PlainNames:
-    """What a family calls the tensors of a decoder without gates, without .weight and .bias."""
+    """What a family calls the tensors of a decoder, without .weight and .bias."""
 
     embed: str
     norm: str
@@ -212,13 +93,31 @@ class PlainNames:
     mlp_norm: str | None  # None: the MLP reads the attention's norm
     up: str
     down: str
+    gate: str | None = None  # None in a gated MLP: `up` holds the gate before it
+    q_norm: str | None = None
+    k_norm: str | None = None
     embed_norm: str | None = None
     positions: str | None = None  # the learned encoding's table
     project_in: str | None = None
     project_out: str | None = None
 
 
-PLAIN_GGUF = PlainNames(
+HUGGING_FACE = Names(
+    embed="model.embed_tokens",
+    norm="model.norm",
+    head="lm_head",
+    layer="model.layers.{}.",
+    attention_norm="input_layernorm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.o_proj",
+    q_norm="self_attn.q_norm",
+    k_norm="self_attn.k_norm",
+    mlp_norm="post_attention_layernorm",
+    gate="mlp.gate_proj",
+    up="mlp.up_proj",
+    down="mlp.down_proj",
+)
+GGUF = Names(
     embed="token_embd",
     embed_norm="token_embd_norm",
     positions="position_embd",
@@ -226,24 +125,30 @@ PLAIN_GGUF = PlainNames(
     head="output",
     layer="blk.{}.",
     attention_norm="attn_norm",
-    qkv=("attn_qkv",),
+    qkv=("attn_q", "attn_k", "attn_v"),
     out="attn_output",
+    q_norm="attn_q_norm",
+    k_norm="attn_k_norm",
     mlp_norm="ffn_norm",
+    gate="ffn_gate",
     up="ffn_up",
     down="ffn_down",
 )
+GGUF_FUSED = replace(GGUF, qkv=("attn_qkv",), gate=None)
+
+Piece = tuple[str, int, Order | None]  # stored name, rows
 
 
-def plain_decoder(
+def decoder(
     config: ModelConfig,
-    names: PlainNames,
+    names: Names,
     *,
-    qkv_order: Order | None = None,
+    qkv_orders: Sequence[Order | None] = (),
     transposed: bool = False,
 ) -> Parameters:
-    """Every parameter of a decoder with plain feed-forwards.
+    """Every parameter of a Decoder of this shape.
 
-    qkv_order: of the rows of a fused q, k, v, weights and biases alike.
+    qkv_orders: of the rows of each of `names.qkv`, weights and biases alike.
     transposed: the layers' matrices are stored [inputs, outputs].
     """
     embedded = config.embed_width or config.width
@@ -264,19 +169,23 @@ def plain_decoder(
         )
     for layer in range(config.layers):
         own = names.layer.format(layer)
-        for name, (bias, columns, pieces) in _plain_linears(config, names).items():
-            order = qkv_order if name == "attention.qkv" else None
+        for name, (bias, columns, pieces) in _linears(config, names, qkv_orders).items():
             found[f"layers.{layer}.{name}.weight"] = tuple(
                 Stored(f"{own}{piece}.weight", (columns, rows), Transposed())
                 if transposed
                 else Stored(f"{own}{piece}.weight", (rows, columns), order)
-                for piece, rows in pieces
+                for piece, rows, order in pieces
             )
             if bias:
                 found[f"layers.{layer}.{name}.bias"] = tuple(
-                    Stored(f"{own}{piece}.bias", (rows,), order) for piece, rows in pieces
+                    Stored(f"{own}{piece}.bias", (rows,), order) for piece, rows, order in pieces
                 )
-    for name, stored_name in _plain_norms(config, names).items():
+        for name, piece in (("q_norm", names.q_norm), ("k_norm", names.k_norm)):
+            if config.qk_norm:
+                found[f"layers.{layer}.attention.{name}.weight"] = (
+                    Stored(f"{own}{piece}.weight", (config.head_dim,)),
+                )
+    for name, stored_name in _norms(config, names).items():
         found[f"{name}.weight"] = (Stored(f"{stored_name}.weight", (config.width,)),)
         if config.norm_bias:
             found[f"{name}.bias"] = (Stored(f"{stored_name}.bias", (config.width,)),)
@@ -287,7 +196,8 @@ def plain_decoder(
     return found
 
 
-def _plain_norms(config: ModelConfig, names: PlainNames) -> dict[str, str | None]:
+def _norms(config: ModelConfig, names: Names) -> dict[str, str | None]:
+    """Over the width; those of queries and keys are narrower."""
     found: dict[str, str | None] = {}
     if config.embed_norm:
         found["embed_norm"] = names.embed_norm
@@ -301,15 +211,29 @@ def _plain_norms(config: ModelConfig, names: PlainNames) -> dict[str, str | None
     return found
 
 
-def _plain_linears(
-    config: ModelConfig, names: PlainNames
-) -> dict[str, tuple[bool, int, tuple[tuple[str, int], ...]]]:
-    """Parameter → has a bias, columns, (stored name, rows) of each piece."""
+def _linears(
+    config: ModelConfig, names: Names, qkv_orders: Sequence[Order | None]
+) -> dict[str, tuple[bool, int, tuple[Piece, ...]]]:
+    """Parameter → has a bias, columns, pieces."""
     q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    rows = (q_rows + 2 * kv_rows,) if len(names.qkv) == 1 else (q_rows, kv_rows, kv_rows)
+    width, ffn_width, bias = config.width, config.ffn_width, config.mlp_bias
+    up = (names.up,) if names.gate is None or not config.gated else (names.gate, names.up)
+    up_rows = (ffn_width, ffn_width) if config.gated else (ffn_width,)
     return {
-        "attention.qkv": (config.qkv_bias, config.width, tuple(zip(names.qkv, rows, strict=True))),
-        "attention.out": (config.out_bias, q_rows, ((names.out, config.width),)),
-        "mlp.up": (config.mlp_bias, config.width, ((names.up, config.ffn_width),)),
-        "mlp.down": (config.mlp_bias, config.ffn_width, ((names.down, config.width),)),
+        "attention.qkv": (
+            config.qkv_bias,
+            width,
+            _pieces(names.qkv, (q_rows, kv_rows, kv_rows), qkv_orders),
+        ),
+        "attention.out": (config.out_bias, q_rows, ((names.out, width, None),)),
+        "mlp.gate_up" if config.gated else "mlp.up": (bias, width, _pieces(up, up_rows)),
+        "mlp.down": (bias, ffn_width, ((names.down, width, None),)),
     }
+
+
+def _pieces(
+    names: Sequence[str], rows: Sequence[int], orders: Sequence[Order | None] = ()
+) -> tuple[Piece, ...]:
+    """A name for each of `rows`, or one for all of them together."""
+    counts = [sum(rows)] if len(names) == 1 else rows
+    return tuple(zip(names, counts, orders or [None] * len(names), strict=True))

@@ -20,7 +20,7 @@ class XGLM(PlainDecoder):
     model_class = "XGLMForCausalLM"
     prefix = "model."
     harmless = "activation_dropout dropout init_std layerdrop"
-    names = stored.PlainNames(
+    names = stored.Names(
         embed="model.embed_tokens",
         norm="model.layer_norm",
         head="lm_head",
