@@ -222,7 +222,7 @@ def _check_tensors(
     unused = sorted(
         name
         for name in names - needed.keys() - architecture.copies(config, names).keys()
-        if not architecture.is_derived(name)
+        if not architecture.derived.fullmatch(name)
     )
     if unused:
         raise CheckpointError(

@@ -7,9 +7,11 @@ is listed, so nothing else needs an edit. Knows descriptions and names, never a 
 import importlib
 import inspect
 import pkgutil
+import re
 from abc import ABC, abstractmethod
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 from model.architectures.fields import Fields
 from model.architectures.stored import Parameters
@@ -22,6 +24,8 @@ class Architecture(ABC):
 
     model_type: str  # of config.json
     gguf_name: str | None = None  # general.architecture; None when the format has none for it
+    # Names of stored tensors that follow from the config, so that they may be left unread.
+    derived: ClassVar[re.Pattern[str]] = re.compile("(?!)")
 
     @abstractmethod
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
@@ -41,10 +45,6 @@ class Architecture(ABC):
     def parameters_in_gguf(self, config: ModelConfig) -> Parameters:
         """Where GGUF holds the decoder's parameters. Families without a gguf_name: never asked."""
         raise NotImplementedError
-
-    def is_derived(self, name: str) -> bool:
-        """Whether a stored tensor follows from the config, so that it may be left unread."""
-        return False
 
     def copies(self, config: ModelConfig, names: frozenset[str]) -> dict[str, str]:
         """Tensors that may be there if they equal another: {copy: original}.

@@ -3,6 +3,7 @@
 Reads their descriptions in both formats. An architecture's own file says only what differs.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -39,6 +40,7 @@ class GatedDecoder(Architecture):
     harmless: ClassVar[frozenset[str]] = frozenset()  # more of config.json that changes no logits
     adopted: str | None = None  # the family's own code, which transformers has taken over
     rope_kinds: ClassVar[Mapping[str, str]] = rotation.KINDS
+    derived = re.compile("|".join([rotation.TABLE, *map(re.escape, rotation_gguf.ROPE_TENSORS)]))
 
     def head_dim(self, fields: Fields) -> int | None:
         """From config.json; None: width / heads."""
@@ -163,12 +165,6 @@ class GatedDecoder(Architecture):
                 None,
             )
         return stored.decoder(config, self.gguf_names, qkv_orders=orders)
-
-    def is_derived(self, name: str) -> bool:
-        return (
-            name in rotation_gguf.ROPE_TENSORS
-            or rotation.ROTATION_TABLE.fullmatch(name) is not None
-        )
 
     def copies(self, config: ModelConfig, names: frozenset[str]) -> dict[str, str]:
         return {"lm_head.weight": "model.embed_tokens.weight"} if config.tied_embeddings else {}

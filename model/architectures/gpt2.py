@@ -17,8 +17,6 @@ from model.architectures.fields import Fields
 from model.architectures.plain import PlainDecoder, plain_config, tied
 from model.config import EncodingSpec, ModelConfig
 
-MASKS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
-
 
 class GPT2(PlainDecoder):
     model_type = "gpt2"
@@ -26,6 +24,7 @@ class GPT2(PlainDecoder):
     gguf_name = "gpt2"
     prefix = "transformer."
     transposed = True
+    derived = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")  # masks
     # reorder_and_upcast_attn changes the order of rounding only.
     harmless = """
         attn_pdrop embd_pdrop n_ctx reorder_and_upcast_attn resid_pdrop summary_activation
@@ -69,6 +68,3 @@ class GPT2(PlainDecoder):
     def shape_from_gguf(self, fields: Fields, own: str, usual: ModelConfig) -> ModelConfig:
         options = {"positions": usual.trained_context, "offset": 0}
         return replace(usual, encoding=EncodingSpec("learned", options), activation="gelu_tanh")
-
-    def is_derived(self, name: str) -> bool:
-        return MASKS.fullmatch(name) is not None

@@ -18,7 +18,6 @@ from model.architectures.plain import PlainDecoder, plain_config, tied
 from model.architectures.rotation import rope_from_hf, rope_spec
 from model.config import ModelConfig
 
-DERIVED = re.compile(r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)")
 NEWER_HEAD = "lm_head.weight"  # where the names are those that transformers has in memory
 
 
@@ -27,6 +26,7 @@ class GPTNeoX(PlainDecoder):
     model_class = "GPTNeoXForCausalLM"
     gguf_name = "gptneox"
     fused_by_head = True
+    derived = re.compile(r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)")
     harmless = """
         attention_probs_dropout_prob gradient_checkpointing hidden_dropout hidden_dropout_prob
         is_decoder
@@ -94,9 +94,6 @@ class GPTNeoX(PlainDecoder):
         if config.tied_embeddings:
             found[NEWER_HEAD] = f"{self.names.embed}.weight"
         return found
-
-    def is_derived(self, name: str) -> bool:
-        return DERIVED.fullmatch(name) is not None
 
 
 def _require_share(fields: Fields) -> None:

@@ -19,8 +19,6 @@ from model.architectures.plain import PlainDecoder, plain_config, tied
 from model.architectures.rotation import rope_spec
 from model.config import ModelConfig
 
-DERIVED = re.compile(r"transformer\.h\.\d+\.attn\.((masked_)?bias|embed_positions)")
-
 
 class GPTJ(PlainDecoder):
     model_type = "gptj"
@@ -28,6 +26,7 @@ class GPTJ(PlainDecoder):
     gguf_name = "gptj"
     gguf_names = replace(stored.GGUF, mlp_norm=None)
     prefix = "transformer."
+    derived = re.compile(r"transformer\.h\.\d+\.attn\.((masked_)?bias|embed_positions)")
     harmless = """
         attn_pdrop embd_pdrop gradient_checkpointing n_ctx resid_pdrop rotary scale_attn_weights
         summary_activation summary_first_dropout summary_proj_to_labels summary_type
@@ -82,6 +81,3 @@ class GPTJ(PlainDecoder):
             out_bias=False,
             head_bias=True,
         )
-
-    def is_derived(self, name: str) -> bool:
-        return DERIVED.fullmatch(name) is not None

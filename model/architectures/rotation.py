@@ -4,7 +4,6 @@ A setting that is unknown, contradicts another or has no effect is refused, beca
 would change the answers. Knows descriptions, no particular family.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,8 +14,8 @@ from model.rope_scaling import longrope_magnitude, yarn_magnitude
 from model.rotation import Layout
 from model.weights.base import shown
 
-# Copies of the frequencies beside the weights of old checkpoints.
-ROTATION_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+# Copies of the frequencies beside the weights of old checkpoints: a pattern of their names.
+TABLE = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 KINDS: Mapping[str, str] = {
     kind: kind
     for kind in ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")

@@ -5,6 +5,7 @@ and ByT5 do none of these.
 """
 
 import dataclasses
+import re
 
 from model.architectures.base import Architecture
 from model.architectures.common import (
@@ -43,6 +44,11 @@ class T5(Architecture):
     model_type = "t5"
     model_class = "T5ForConditionalGeneration"
     gguf_name: str | None = "t5"
+    # Old files hold a bias for the cross-attention, which no version has read.
+    derived = re.compile(
+        r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
+        r"|dec\.blk\.0\.cross_attn_rel_b\.weight"
+    )
     feed_forward = "relu"  # where config.json does not say
     per_layer = False  # whether every layer has a bias of its own
     harmless: tuple[str, ...] = ()  # further keys of config.json that change nothing
@@ -132,13 +138,6 @@ class T5(Architecture):
 
     def parameters_in_gguf(self, config: ModelConfig) -> Parameters:
         return encoder_decoder(config, GGUF)
-
-    def is_derived(self, name: str) -> bool:
-        # Old files hold a bias for the cross-attention, which no version has read.
-        return name in (
-            "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
-            "dec.blk.0.cross_attn_rel_b.weight",
-        )
 
     def copies(self, config: ModelConfig, names: frozenset[str]) -> dict[str, str]:
         sides = ("encoder", "decoder")

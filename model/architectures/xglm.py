@@ -1,5 +1,7 @@
 """XGLM: sinusoidal positions from row 2 on, embeddings times the root of the width."""
 
+import re
+
 from model.architectures import stored
 from model.architectures.common import (
     MAX_CONTEXT,
@@ -19,6 +21,7 @@ class XGLM(PlainDecoder):
     model_type = "xglm"
     model_class = "XGLMForCausalLM"
     prefix = "model."
+    derived = re.compile(r"model\.embed_positions\.weights")
     harmless = "activation_dropout dropout init_std layerdrop"
     names = stored.Names(
         embed="model.embed_tokens",
@@ -53,6 +56,3 @@ class XGLM(PlainDecoder):
             activation=activation(fields, "activation_function", "gelu"),
             embed_scale=1.0 if fields.flag("scale_embedding") is False else width**0.5,
         )
-
-    def is_derived(self, name: str) -> bool:
-        return name == "model.embed_positions.weights"
