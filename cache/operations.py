@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from cache.kv import KVCache
+from cache.ledger import Ledger
 from cache.manager import CacheManager, Copy
+from cache.tensors import tensor_on
 from cache.terms import (
-    BlockEvent,
     Capability,
     Evict,
     Fork,
@@ -50,16 +51,6 @@ class KeyRules(Protocol):
     def shift(self, keys: Tensor, delta: int) -> Tensor: ...
 
 
-class Witness(Protocol):
-    """Verifies blocks before an operation touches them, and seals what it left: a Ledger."""
-
-    def observe(self, events: Sequence[BlockEvent]) -> None: ...
-
-    def verify(self, blocks: Sequence[int], seq: str) -> None: ...
-
-    def seal(self, blocks: Sequence[int]) -> None: ...
-
-
 class _Moving(NamedTuple):
     """A block whose keys are to stand `delta` positions later; `slots` of it are filled."""
 
@@ -69,15 +60,18 @@ class _Moving(NamedTuple):
 
 
 class Operations:
-    """Applies operations to one model's cache. `rules`: one for each layer."""
+    """Applies operations to one model's cache. `rules`: one for each layer.
+
+    `ledger` verifies blocks before an operation touches them, and seals what it left.
+    """
 
     def __init__(
-        self, manager: CacheManager, kv: KVCache, rules: Sequence[KeyRules], witness: Witness
+        self, manager: CacheManager, kv: KVCache, rules: Sequence[KeyRules], ledger: Ledger
     ) -> None:
         self._manager = manager
         self._kv = kv
         self._rules = rules
-        self._witness = witness
+        self._ledger = ledger
 
     def capability(self, op: Op) -> Capability:
         """The hardest of the layers'."""
@@ -102,20 +96,20 @@ class Operations:
         report = self.dry_run(operation)
         moving = self._moving(operation)
         moved = [each.block for each in moving]
-        self._witness.verify(moved, operation.changed)
+        self._ledger.verify(moved, operation.changed)
         copies = self._rearrange(operation, rewrite=bool(moving))
         if copies is None:
             raise NoRoom(f"{operation.op.value} needs more free blocks than there are")
         # What is copied from a changed block is as wrong, and would be sealed as right.
         copied = {copy.source for copy in copies}.difference(moved)
-        self._witness.verify(tuple(copied), operation.changed)
+        self._ledger.verify(tuple(copied), operation.changed)
         # Blocks given up are verified, and the seals of blocks taken void, before any is written.
-        self._witness.observe(self._manager.drain_events())
+        self._ledger.observe(self._manager.drain_events())
         self._copy(copies)
         placed = dict(copies)
         moving = [each._replace(block=placed.get(each.block, each.block)) for each in moving]
         report = replace(report, rewritten=self._shift(operation.op, moving))
-        self._witness.seal([each.block for each in moving if each.slots == self._kv.block_size])
+        self._ledger.seal([each.block for each in moving if each.slots == self._kv.block_size])
         return report
 
     def _moving(self, operation: Operation) -> list[_Moving]:
@@ -191,7 +185,9 @@ class Operations:
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         for some in _batched(copies):
-            sources, targets = (self._index(each) for each in zip(*some, strict=True))
+            sources, targets = (
+                tensor_on(self._kv.device, each) for each in zip(*some, strict=True)
+            )
             for layer in range(self._kv.layers):
                 for part in self._kv.layer(layer):
                     part[targets] = part[sources]
@@ -205,16 +201,13 @@ class Operations:
         for delta in dict.fromkeys(each.delta for each in moving if each.delta):
             alike = [each for each in moving if each.delta == delta]
             for some in _batched(alike):
-                blocks = self._index([each.block for each in some])
+                blocks = tensor_on(self._kv.device, [each.block for each in some])
                 keys = self._kv.kv_heads * sum(each.slots for each in some)
                 for layer, rules in enumerate(self._rules):
                     if rules.capability(op, self._kv.dtype) in REWRITES:
                         self._kv.layer(layer).change_keys(blocks, partial(rules.shift, delta=delta))
                         rewritten += keys
         return rewritten
-
-    def _index(self, blocks: Sequence[int]) -> Tensor:
-        return torch.tensor(blocks, device=self._kv.device)
 
 
 def _batched(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:

@@ -30,7 +30,7 @@ class Rules:
         return keys + delta
 
 
-class Witness:
+class FakeLedger:
     """Keeps what it was told, and in which order."""
 
     def __init__(self):
@@ -64,8 +64,8 @@ class World:
         for part in self.kv.whole:
             part.copy_(torch.randn(part.shape, generator=generator))
         self.manager = CacheManager(blocks, BLOCK)
-        self.witness = Witness()
-        self.operations = Operations(self.manager, self.kv, [Rules(m) for m in moved], self.witness)
+        self.ledger = FakeLedger()
+        self.operations = Operations(self.manager, self.kv, [Rules(m) for m in moved], self.ledger)
         self.tokens = 0
 
     def store(self, seq, length):
@@ -184,12 +184,12 @@ def test_renumbering_copies_what_others_hold():
     assert torch.equal(after[0], before[0]) and torch.equal(after[1], before[1])
 
 
-def test_the_witness_sees_blocks_before_and_after():
+def test_the_ledger_sees_blocks_before_and_after():
     world = World(REWRITE, REWRITE)
     world.store("a", 14)
-    world.witness.calls.clear()
+    world.ledger.calls.clear()
     world.apply(Evict("a", 1, 1, renumber=True))
-    assert world.witness.calls == [
+    assert world.ledger.calls == [
         ("verify", [3, 4], "a"),
         ("observe", ["taken"] * 4 + ["filled"] * 3 + ["released"] + ["taken"] * 2),
         ("seal", [3]),
