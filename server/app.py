@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from model.catalogue import Place
+from server.async_engine import AsyncEngine
 from server.cache_plan import CachePlanner
 from server.http_errors import (
     InternalError,
@@ -38,7 +39,7 @@ from server.models import Models
 from server.request import RequestFailed, ServeError
 from server.routes.cache import cache_routes
 from server.routes.encodings import encoding_routes
-from server.routes.generation import EngineLike, Timing
+from server.routes.generation import Timing
 from server.routes.openai import Serving, openai_routes
 from server.routes.operations import operation_routes
 from server.routes.tokens import token_routes
@@ -67,7 +68,7 @@ class HttpOptions:
 
 def create_app(
     models: Models,
-    engine: EngineLike,
+    engine: AsyncEngine,
     metrics: Metrics,
     options: HttpOptions,
     place: Place | None = None,

@@ -6,15 +6,14 @@ server/wire.py's business.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from json import dumps
-from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.cache_view import CacheView
+from server.async_engine import AsyncEngine
 from server.completion import Choice, Piece, choice_usage, total_usage
 from server.http_errors import DeadlineExceeded, InternalError, error_bytes
 from server.lifeline import Drain, End, Ended, Lifeline
@@ -22,11 +21,9 @@ from server.metrics import Metrics
 from server.middleware import state_of
 from server.request import (
     FinishReason,
-    Request,
     RequestFailed,
     ServeError,
     ShuttingDown,
-    TokenEvent,
 )
 from server.schemas import StreamOptions
 from server.sse import DONE, EventStream
@@ -34,23 +31,6 @@ from server.streams import Streams, read_together
 from server.wire import Wire
 
 _log = logging.getLogger("server.http")
-
-
-class EngineLike(Protocol):
-    """What the HTTP side asks of an engine: server/async_engine.py's AsyncEngine."""
-
-    @property
-    def alive(self) -> bool: ...
-    @property
-    def failure(self) -> str | None: ...
-    @property
-    def unsound(self) -> str | None: ...
-    def start(self) -> None: ...
-    async def stop(self) -> None: ...
-    def generate(self, model: str, request: Request) -> AsyncGenerator[list[TokenEvent], None]: ...
-    async def cache_view(self, model: str) -> CacheView: ...
-
-    async def flush(self, model: str) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +57,7 @@ class Generation(Response):
     """Runs the engine for an Answer. Errors before the first byte are raised, for a status."""
 
     def __init__(
-        self, answer: Answer, engine: EngineLike, metrics: Metrics, drain: Drain, timing: Timing
+        self, answer: Answer, engine: AsyncEngine, metrics: Metrics, drain: Drain, timing: Timing
     ) -> None:
         super().__init__()
         self._answer = answer

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from server.async_engine import AsyncEngine
 from server.body import parse_object
 from server.lifeline import Drain
 from server.metrics import Metrics
 from server.middleware import state_of
 from server.models import Models, Served
 from server.prepare import Prompt, chat_prompt, choices_for, combined_salt, completion_prompts
-from server.routes.generation import Answer, EngineLike, Generation, Timing
+from server.routes.generation import Answer, Generation, Timing
 from server.schemas import ChatBody, CompletionBody, StreamOptions, read_body
 from server.wire import ChatWire, CompletionWire, Wire
 
@@ -24,7 +25,7 @@ class Serving:
     """What the routes of models need."""
 
     models: Models
-    engine: EngineLike
+    engine: AsyncEngine
     metrics: Metrics
     drain: Drain
     timing: Timing
