@@ -24,9 +24,10 @@ from model.batch import ForwardBatch
 from model.encodings.base import PositionalEncoding
 from model.shapes import SHAPES
 from model.tokenizers.numbers import NumberTokenizer
-from server.app import HttpOptions, create_app
+from server.app import create_app
 from server.async_engine import AsyncEngine
 from server.completion import Choice
+from server.config import HttpOptions
 from server.errors import CommandError
 from server.in_thread import HOST, in_thread
 from server.models import Models, Served

@@ -6,7 +6,6 @@ Takes everything it uses; builds no model, engine or server. server/build.py wir
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI, Request, Response
@@ -16,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from model.catalogue import Place
 from server.async_engine import AsyncEngine
 from server.cache_plan import CachePlanner
+from server.config import HttpOptions
 from server.http_errors import (
     InternalError,
     MethodNotAllowed,
@@ -45,25 +45,6 @@ from server.routes.operations import operation_routes
 from server.routes.tokens import token_routes
 
 _log = logging.getLogger("server.http")
-
-
-@dataclass(frozen=True, slots=True)
-class HttpOptions:
-    """`max_body_bytes` None derives it from the longest context; seconds where named `_s`.
-
-    `allowed_hosts` empty allows every Host header. `allowed_origins` are those whose web pages may
-    read answers. `share_prefixes` lets requests with different keys share cached prefixes, which
-    lets one find out what another sent.
-    """
-
-    api_keys: frozenset[str] = field(default=frozenset(), repr=False)  # never in a log line
-    max_body_bytes: int | None = None
-    request_timeout_s: float = 300.0
-    stalled_write_s: float = 30.0
-    ping_s: float = 15.0
-    allowed_hosts: frozenset[str] = frozenset()
-    allowed_origins: frozenset[str] = frozenset()
-    share_prefixes: bool = False
 
 
 def create_app(

@@ -23,7 +23,7 @@ from model.kernels.build import Kernels
 from model.loading import Checkpoint, CheckpointError
 from model.positional_work import PositionalWork
 from server import listen, placement
-from server.app import HttpOptions, create_app, own_version
+from server.app import create_app, own_version
 from server.async_engine import AsyncEngine
 from server.banner import ModelFacts, banner
 from server.cache_plan import CachePlanner
@@ -64,8 +64,7 @@ class Loaded:
 
 def run(config: ServerConfig) -> int:
     """Load every model, serve until told to stop; the exit status. CommandError when it cannot."""
-    http = config.http
-    listener = listen.bind(http.host, http.port)
+    listener = listen.bind(config.host, config.port)
     threads = placement.pick_threads(config.loading.threads)
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
@@ -79,30 +78,22 @@ def run(config: ServerConfig) -> int:
             server.should_exit = True
 
     engine = engine_of(config, loaded, metrics, stop)
-    options = HttpOptions(
-        api_keys=http.api_keys,
-        max_body_bytes=http.max_body_bytes,
-        request_timeout_s=http.request_timeout_s,
-        allowed_hosts=http.allowed_hosts,
-        allowed_origins=http.allowed_origins,
-        share_prefixes=http.share_prefixes,
-    )
     planners = {model.served.name: model.planner for model in loaded}
-    app = create_app(served, engine, metrics, options, loaded[0].place, planners)
+    app = create_app(served, engine, metrics, config.http, loaded[0].place, planners)
     port = listener.getsockname()[1]
     listening = uvicorn_config(
         app,
-        host=http.host,
+        host=config.host,
         port=port,
         log_level=config.log_level,
         access_log=False,
         log_config=None,
     )
-    server = Server(listening, app.state.drain, http.drain_timeout_s)
+    server = Server(listening, app.state.drain, config.drain_timeout_s)
     text = banner(
         [model.facts for model in loaded],
-        url=listen.local_url(http.host, port),
-        open_to_all=not http.api_keys,
+        url=listen.local_url(config.host, port),
+        open_to_all=not config.http.api_keys,
         version=own_version(),
     )
     gc.freeze()  # nor need any later collection look at what was loaded

@@ -79,7 +79,7 @@ def serve(flags: argparse.Namespace) -> int:
             "set ROPEWALK_API_KEYS for the server, or unset it"
         )
     # Asked before torch and the weights are loaded: a taken port should be said at once.
-    listen.bind(config.http.host, config.http.port).close()
+    listen.bind(config.host, config.port).close()
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

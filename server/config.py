@@ -65,18 +65,17 @@ class LimitOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class HttpConfig:
-    """Where the server listens, to whom it answers, and how long."""
+class HttpOptions:
+    """To whom the server answers, and how long."""
 
-    host: str
-    port: int  # 0: any free one
-    api_keys: frozenset[str] = field(repr=False)  # empty: open; never in a log line
-    allowed_hosts: frozenset[str]  # Host headers served; empty: all
-    allowed_origins: frozenset[str]  # whose web pages may read answers
-    share_prefixes: bool  # between API keys
-    max_body_bytes: int | None  # None: by the longest context
-    request_timeout_s: float
-    drain_timeout_s: float
+    api_keys: frozenset[str] = field(default=frozenset(), repr=False)  # empty: open; never logged
+    allowed_hosts: frozenset[str] = frozenset()  # Host headers served; empty: all
+    allowed_origins: frozenset[str] = frozenset()  # whose web pages may read answers
+    share_prefixes: bool = False  # between API keys: one can find out what another sent
+    max_body_bytes: int | None = None  # None: by the longest context
+    request_timeout_s: float = 300.0
+    stalled_write_s: float = 30.0
+    ping_s: float = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,10 @@ class ServerConfig:
     loading: ModelOptions
     cache: CacheOptions
     limits: LimitOptions
-    http: HttpConfig
+    http: HttpOptions
+    host: str  # to listen on
+    port: int  # 0: any free one
+    drain_timeout_s: float
     metrics_compat: str  # a key of server.metrics_compat.ALIASES
     log_level: str
 
@@ -142,17 +144,17 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
         loading=_of(ModelOptions, values),
         cache=_of(CacheOptions, values),
         limits=_of(LimitOptions, values),
-        http=HttpConfig(
-            host=values["host"],
-            port=values["port"],
+        http=HttpOptions(
             api_keys=frozenset(values["api_key"]),
             allowed_hosts=_allowed_hosts(values["host"], values["allowed_host"]),
             allowed_origins=frozenset(values["allowed_origin"]),
             share_prefixes=values["share_prefixes"],
             max_body_bytes=values["max_body"],
             request_timeout_s=values["request_timeout"],
-            drain_timeout_s=values["drain_timeout"],
         ),
+        host=values["host"],
+        port=values["port"],
+        drain_timeout_s=values["drain_timeout"],
         metrics_compat=values["metrics_compat"],
         log_level=values["log_level"],
     )

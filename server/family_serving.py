@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from server.app import HttpOptions, create_app
+from server.app import create_app
 from server.async_engine import AsyncEngine
 from server.build import load_models
-from server.config import ServerConfig, server_config
+from server.config import HttpOptions, ServerConfig, server_config
 from server.errors import CommandError
 from server.in_thread import HOST, in_thread
 from server.metrics import Metrics

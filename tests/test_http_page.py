@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from server import app, http_errors, middleware, protocol
+from server import http_errors, middleware, protocol
+from server.config import HttpOptions
 from server.request import ServeError
 from tests.server.toy import toy_app
 
@@ -35,7 +36,7 @@ def test_every_path_is_there_and_no_other() -> None:
 
 
 def test_limits_are_those_of_the_code() -> None:
-    options = app.HttpOptions()
+    options = HttpOptions()
     for said in (
         f"more than {protocol.HEAD_SECONDS:.0f} s to arrive",
         f"more than {protocol.REQUEST_SECONDS:.0f} s|",

@@ -14,7 +14,7 @@ import pytest
 
 from server.cli import parser
 from server.client_options import CHAT_OPTIONS, HEALTH_OPTIONS
-from server.config import HttpConfig
+from server.config import HttpOptions
 from server.pull import SMOLLM2, stored
 from server.serve_options import SERVE_OPTIONS
 
@@ -204,7 +204,7 @@ def test_configuration_page_lists_every_option() -> None:
 
 
 def test_keys_never_show_in_the_configuration() -> None:
-    assert not HttpConfig.__dataclass_fields__["api_keys"].repr
+    assert not HttpOptions.__dataclass_fields__["api_keys"].repr
 
 
 # ---- against a running server with the default model ----

@@ -13,9 +13,10 @@ from load_tests.hits import cached_tokens
 from load_tests.prompts import PromptMaker
 from load_tests.terms import Profile, Request
 from load_tests.workloads import WORKLOADS, Sizes
-from server.app import HttpOptions, create_app
+from server.app import create_app
 from server.async_engine import AsyncEngine
 from server.build import load_models
+from server.config import HttpOptions
 from server.metrics import Metrics
 from server.models import Models
 from tests.model.checkpoints import llama, random_model, save

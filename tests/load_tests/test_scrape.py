@@ -8,9 +8,10 @@ import torch
 from load_tests.client import DIALECTS, Server, Unreachable, complete
 from load_tests.scrape import settled, snapshot, view
 from load_tests.terms import Outcome, Request
-from server.app import HttpOptions, create_app
+from server.app import create_app
 from server.async_engine import AsyncEngine
 from server.build import load_models
+from server.config import HttpOptions
 from server.metrics import Metrics
 from server.models import Models
 from tests.load_tests.sse_server import serving, whole

@@ -147,7 +147,7 @@ def test_all_encodings_share_a_process_and_each_setting_has_its_own(tmp_path, fa
     assert {each["max_model_len"] for each in [shared, *own]} == {300}
     assert {each["request_timeout"] for each in [shared, *own]} == {7}
     for each in [shared, *own]:
-        assert understood(each["argv"]).http.port == each["port"]
+        assert understood(each["argv"]).port == each["port"]
     ports = Counter(arm.server.port for arm in arms)
     assert sorted(ports.values()) == [1, 1, 2]
     assert {each["port"] for each in [shared, *own]} == set(ports)

@@ -17,9 +17,10 @@ from model.encodings.base import PositionalEncoding, TableBias, create, find, na
 from model.loading import CheckpointError, open_checkpoint
 from model.saving import save_checkpoint
 from model.transformer import Decoder
-from server.app import HttpOptions, create_app
+from server.app import create_app
 from server.async_engine import AsyncEngine
 from server.build import load_models
+from server.config import HttpOptions
 from server.metrics import Metrics
 from server.models import Models
 from tests.model import checkpoints

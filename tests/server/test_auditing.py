@@ -12,9 +12,10 @@ from cache.ledger import Ledger
 from cache.manager import CacheManager
 from cache.terms import Audit
 from model.sampler import Sampler
-from server.app import HttpOptions, create_app
+from server.app import create_app
 from server.async_engine import AsyncEngine
 from server.auditing import Auditor
+from server.config import HttpOptions
 from server.engine import Engine
 from server.metrics import Metrics
 from server.models import Models

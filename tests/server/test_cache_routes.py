@@ -11,9 +11,10 @@ import pytest
 
 from cache.terms import Capability
 from model.encodings.base import names
-from server.app import HttpOptions, create_app
+from server.app import create_app
 from server.async_engine import AsyncEngine
 from server.build import load_models
+from server.config import HttpOptions
 from server.metrics import Metrics
 from server.models import Models
 from server.request import Overflow

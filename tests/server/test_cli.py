@@ -72,7 +72,7 @@ def test_serve_hands_the_configuration_over(built, monkeypatch) -> None:
     port = free_port()
     assert cli.main(["serve", "tiny=x.gguf", "--port", str(port)]) == 0
     assert built[0].models == (ModelSource("tiny", "x.gguf"),)
-    assert (built[0].http.port, built[0].limits.max_queue) == (port, 5)
+    assert (built[0].port, built[0].limits.max_queue) == (port, 5)
 
 
 def test_exit_code_of_the_server_is_the_commands(built, monkeypatch) -> None:

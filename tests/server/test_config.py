@@ -9,7 +9,7 @@ import pytest
 from server.client_options import CHAT_OPTIONS, HEALTH_OPTIONS
 from server.config import (
     LOOPBACK_NAMES,
-    HttpConfig,
+    HttpOptions,
     ModelSource,
     ServerConfig,
     model_source,
@@ -42,9 +42,9 @@ def config(*flags: str, **environ: str) -> ServerConfig:
 def test_defaults() -> None:
     plain = config()
     assert plain.models == (ModelSource("smollm2", "smollm2"),)
-    assert (plain.http.host, plain.http.port) == ("127.0.0.1", 8000)
+    assert (plain.host, plain.port) == ("127.0.0.1", 8000)
     assert plain.http.api_keys == frozenset()
-    assert (plain.http.request_timeout_s, plain.http.drain_timeout_s) == (300, 30)
+    assert (plain.http.request_timeout_s, plain.drain_timeout_s) == (300, 30)
     assert (plain.limits.max_seqs, plain.limits.max_step_tokens) == (64, 512)
     assert plain.cache.block_size == 16
     assert plain.cache.prefix_sharing
@@ -76,16 +76,14 @@ def test_every_flag_reaches_the_config() -> None:
     )
     assert dataclasses.astuple(given.cache) == (1 << 30, "int8", 32, False, "full", 9)
     assert dataclasses.astuple(given.limits) == (3, 7, 1)
-    assert given.http == HttpConfig(
-        host="::1",
-        port=9,
+    assert (given.host, given.port, given.drain_timeout_s) == ("::1", 9, 0.5)
+    assert given.http == HttpOptions(
         api_keys=frozenset({"k1", "k2"}),
         allowed_hosts=frozenset({"a.example", "localhost", "127.0.0.1", "[::1]"}),
         allowed_origins=frozenset({"https://a.example:8443"}),
         share_prefixes=True,
         max_body_bytes=2 << 20,
         request_timeout_s=5.0,
-        drain_timeout_s=0.5,
     )
     assert given.log_level == "debug"
     assert given.metrics_compat == "vllm"
@@ -122,10 +120,10 @@ def test_variable_equals_flag(option) -> None:
 
 
 def test_flag_beats_variable_beats_default() -> None:
-    assert config(ROPEWALK_PORT="9").http.port == 9
-    assert config("--port", "10", ROPEWALK_PORT="9").http.port == 10
-    assert config("--port", "10", ROPEWALK_PORT="broken").http.port == 10
-    assert config(ROPEWALK_PORT=" ").http.port == 8000
+    assert config(ROPEWALK_PORT="9").port == 9
+    assert config("--port", "10", ROPEWALK_PORT="9").port == 10
+    assert config("--port", "10", ROPEWALK_PORT="broken").port == 10
+    assert config(ROPEWALK_PORT=" ").port == 8000
     assert config("--prefix-sharing", ROPEWALK_PREFIX_SHARING="0").cache.prefix_sharing
 
 

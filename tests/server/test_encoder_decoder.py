@@ -15,10 +15,11 @@ from model.loading import open_checkpoint
 from model.sampler import Sampler
 from model.sampling import SamplingParams
 from model.tokenizers.base import Detokenizer
-from server.app import HttpOptions, create_app
+from server.app import create_app
 from server.async_engine import AsyncEngine
 from server.build import load_models
 from server.completion import Choice
+from server.config import HttpOptions
 from server.decoders import prepare
 from server.engine import Engine
 from server.errors import CommandError

@@ -13,7 +13,8 @@ from model.attention.backends import all_backends
 from model.catalogue import LENGTHS, Place
 from model.encodings.base import names
 from server import cli, encodings_command, placement
-from server.app import HttpOptions, create_app
+from server.app import create_app
+from server.config import HttpOptions
 from server.encodings_command import lines
 from server.metrics import Metrics
 from server.models import Models

@@ -10,9 +10,10 @@ import pytest
 
 from model.architectures.base import architectures
 from model.loading import open_checkpoint
-from server.app import HttpOptions, create_app
+from server.app import create_app
 from server.async_engine import AsyncEngine
 from server.build import load_models
+from server.config import HttpOptions
 from server.metrics import Metrics
 from server.models import Models
 from tests.model import checkpoints, plain

@@ -11,8 +11,9 @@ from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
 from model.kernels.substitutes import substitute
 from model.loading import open_checkpoint
-from server.app import HttpOptions, create_app
+from server.app import create_app
 from server.build import engine_of, load_models
+from server.config import HttpOptions
 from server.metrics import Metrics
 from server.models import Models
 from server.parity import check_parity

@@ -12,9 +12,10 @@ from model.encodings.base import create, find
 from model.positional_work import PositionalWork
 from model.saving import save_checkpoint
 from model.transformer import Decoder
-from server.app import HttpOptions, create_app
+from server.app import create_app
 from server.async_engine import AsyncEngine
 from server.build import load_models
+from server.config import HttpOptions
 from server.metrics import Metrics
 from server.models import Models
 from server.plan import Work

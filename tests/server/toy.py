@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import httpx
 
 from model.tokenizers.chat import ChatTemplate
-from server.app import HttpOptions, create_app
+from server.app import create_app
+from server.config import HttpOptions
 from server.metrics import Metrics
 from server.models import Models, Served
 from server.protocol import Server, uvicorn_config
