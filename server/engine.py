@@ -217,7 +217,6 @@ class Engine:
     ) -> StepStats:
         plan = now.plan
         computed_after, evicted_after = self._totals()
-        counts = self._manager.counts()
         written = sum(work.rows for work in plan.work)
         generated = {event.request_id for event in events if event.token is not None}
         audit = self._auditor.drain()
@@ -238,10 +237,7 @@ class Engine:
             ),
             evicted_blocks=evicted_after - evicted,
             flushed_blocks=flushed,
-            blocks_free=counts.free,
-            blocks_active=counts.active,
-            blocks_cached=counts.cached,
-            blocks_quarantined=counts.quarantined,
+            blocks=self._manager.counts(),
             sealed_blocks=audit.sealed,
             verified_blocks=audit.verified,
             mutated_entries=audit.mutated,

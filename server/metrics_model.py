@@ -4,8 +4,10 @@ Children are looked up once, because `observe_step` runs on the engine thread af
 """
 
 from bisect import bisect_left
+from dataclasses import fields
 from typing import Any
 
+from cache.manager import BlockCounts
 from cache.terms import OpReport
 from model.positional_work import PositionalWork
 from server.http_errors import REJECTION_REASONS
@@ -13,7 +15,7 @@ from server.metrics_families import Families
 from server.request import ContextShift, FinishReason, PassTimes, Phase, RequestSummary, StepStats
 
 OUTCOMES = ("reindexed", "rerotated", "recomputed")
-BLOCK_STATES = ("free", "active", "cached", "quarantined")
+BLOCK_STATES = tuple(field.name for field in fields(BlockCounts))
 CONTEXT_BOUNDS = (128, 512, 2048, 8192)
 CONTEXTS = (*map(str, CONTEXT_BOUNDS), "+Inf")
 
@@ -94,11 +96,9 @@ class ModelMetrics:
     def observe_step(self, stats: StepStats) -> None:
         self._running.set(stats.running)
         self._waiting.set(stats.waiting)
-        self._blocks["free"].set(stats.blocks_free)
-        self._blocks["active"].set(stats.blocks_active)
-        self._blocks["cached"].set(stats.blocks_cached)
-        self._blocks["quarantined"].set(stats.blocks_quarantined)
-        self._usage.set(stats.blocks_active / self._num_blocks)
+        for state, gauge in self._blocks.items():
+            gauge.set(getattr(stats.blocks, state))
+        self._usage.set(stats.blocks.active / self._num_blocks)
         for counter, amount in (
             (self._computed, stats.computed_prompt_tokens),
             (self._cached, stats.cached_prompt_tokens),

@@ -16,6 +16,7 @@ import random
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from cache.manager import BlockCounts
 from cache.terms import OpReport
 from model.positional_work import NO_WORK, PositionalWork
 from model.sampling import SamplingParams
@@ -252,6 +253,9 @@ class ContextShift:
         return "rerotated" if self.report.rewritten else "reindexed"
 
 
+NO_BLOCKS = BlockCounts(free=0, active=0, cached=0)
+
+
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """What one engine step did, and how things stand after it."""
@@ -269,10 +273,7 @@ class StepStats:
     prefix_queried_tokens: int = 0  # once per request, at first admission
     evicted_blocks: int = 0  # cached content given up to make room
     flushed_blocks: int = 0  # cached content forgotten on demand
-    blocks_free: int = 0
-    blocks_active: int = 0
-    blocks_cached: int = 0
-    blocks_quarantined: int = 0
+    blocks: BlockCounts = NO_BLOCKS
     sealed_blocks: int = 0
     verified_blocks: int = 0
     mutated_entries: int = 0  # of the layers and parts of blocks that changed

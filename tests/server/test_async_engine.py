@@ -298,7 +298,7 @@ async def test_a_flush_is_observed_before_it_is_answered():
     await collect(running, make_request("a", range(9)))
     assert manager.counts().cached == 3
     assert await running.flush("m") == 3
-    assert (seen[-1].flushed_blocks, seen[-1].blocks_cached) == (3, 0)
+    assert (seen[-1].flushed_blocks, seen[-1].blocks.cached) == (3, 0)
     assert await running.flush("m") == 0
     assert sum(stats.flushed_blocks for stats in seen) == 3
     await running.stop()

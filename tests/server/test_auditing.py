@@ -131,7 +131,7 @@ def test_who_holds_the_block_ends_and_nobody_else(caplog):
             assert isinstance(event.error, CacheChanged) and event.token is None
     assert ended.stats.generated_tokens == 1
     assert ended.stats.mutated_entries == ENTRIES * world.kv.kv_heads
-    assert ended.stats.blocks_quarantined == 1
+    assert ended.stats.blocks.quarantined == 1
     assert world.engine.mutated_blocks == 1
     world.run()
     assert world.tokens("other") == counted_from(6, 30)
@@ -233,7 +233,7 @@ def test_an_aborted_request_is_told_nothing():
     step = world.step()
     assert step.events == []
     assert [ended.finish for ended in step.stats.ended] == [FinishReason.ABORT]
-    assert step.stats.blocks_quarantined == 1
+    assert step.stats.blocks.quarantined == 1
 
 
 def test_two_changed_blocks_of_one_request_are_two_faults_and_one_end():

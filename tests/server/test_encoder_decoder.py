@@ -204,7 +204,7 @@ def test_the_cache_has_room_for_both_sides(models):
     assert full.num_generated == 64
     assert not full.preemptions
     # Nothing is kept for others: equal tokens of two decoders mean nothing.
-    assert (stats.blocks_free, stats.blocks_cached) == (9, 0)
+    assert (stats.blocks.free, stats.blocks.cached) == (9, 0)
 
 
 class SpacedTokenizer:

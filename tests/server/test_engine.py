@@ -293,9 +293,9 @@ def test_block_counts_and_preemptions_are_told(ahead):
     events, stats = run(engine)
     assert sum(step.preemptions for step in stats) > 0
     for step in stats:
-        blocks = (step.blocks_free, step.blocks_active, step.blocks_cached)
+        blocks = (step.blocks.free, step.blocks.active, step.blocks.cached)
         assert sum(blocks) == 8
-        assert step.blocks_quarantined == step.mutated_entries == 0
+        assert step.blocks.quarantined == step.mutated_entries == 0
     for i in range(4):
         assert tokens_of(events, f"r{i}") == [(i + 3 + n) % VOCAB for n in range(12)]
     # What is computed again after a preemption is not counted as prompt again.

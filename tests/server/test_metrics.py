@@ -5,6 +5,7 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cache.manager import BlockCounts
 from cache.terms import Capability, Op, OpReport
 from model.positional_work import PositionalWork
 from server.http_errors import REJECTION_REASONS
@@ -128,10 +129,7 @@ def test_a_step_is_counted():
         prefix_queried_tokens=30,
         evicted_blocks=4,
         flushed_blocks=6,
-        blocks_free=5,
-        blocks_active=4,
-        blocks_cached=1,
-        blocks_quarantined=2,
+        blocks=BlockCounts(free=5, active=4, cached=1, quarantined=2),
         sealed_blocks=7,
         verified_blocks=8,
         mutated_entries=9,
@@ -252,7 +250,7 @@ def test_requests_that_never_got_a_token_have_no_latencies():
 def test_ratios_stay_between_0_and_1():
     metrics = metrics_of_toy()
     for active in (0, 5, 10):
-        metrics.observe_step("toy", StepStats(blocks_active=active, blocks_free=10 - active))
+        metrics.observe_step("toy", StepStats(blocks=BlockCounts(10 - active, active, 0)))
         assert value(metrics, "kv_cache_usage_ratio") == active / 10
 
 

@@ -3,6 +3,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cache.manager import BlockCounts
 from server import build
 from server.errors import CommandError
 from server.metrics import Metrics
@@ -32,7 +33,7 @@ def worked(choice: str) -> Metrics:
         StepStats(
             running=3,
             waiting=2,
-            blocks_active=4,
+            blocks=BlockCounts(free=6, active=4, cached=0),
             cached_prompt_tokens=16,
             generated_tokens=7,
             prefix_queried_tokens=30,
