@@ -70,18 +70,12 @@ class StepTimes:
         return sum(self.parts.values())
 
 
-def metrics_for(name: str, kv: KVCache, context: int) -> Metrics:
+def metrics_for(name: str, kv: KVCache) -> Metrics:
     """The server's, with one model."""
     metrics = Metrics()
-    blocks = kv.whole.keys.shape[1]
+    blocks, bytes_per_token = kv.whole.keys.shape[1], kv.bytes_per_token
     metrics.add_model(
-        name,
-        "",
-        {},
-        bytes_per_token=kv.bytes_per_token,
-        blocks=blocks,
-        block_size=kv.block_size,
-        max_context=context,
+        name, "", {}, bytes_per_token=bytes_per_token, blocks=blocks, block_size=kv.block_size
     )
     return metrics
 
@@ -121,8 +115,7 @@ def step_times(
         kernels=kernels,
         forward=forward,
     )
-    longest = needed_context(context, steps)
-    observe = watch.during(METRICS)(metrics_for(_NAME, made.kv, longest).observe_step)
+    observe = watch.during(METRICS)(metrics_for(_NAME, made.kv).observe_step)
     draw = random.Random(0)
     taken: list[dict[str, float]] = []
     unwatched: list[float] = []

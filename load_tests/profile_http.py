@@ -73,7 +73,7 @@ def http_times(
     limits = Limits(requests, 2 * requests, context, max_queue=requests)
     manager, meter = manager_of(kv), PositionMeter()
     made = wired(_NAME, forward, kv, manager, [encoding], limits, meter, "nothing is computed")
-    metrics = metrics_for(_NAME, kv, context)
+    metrics = metrics_for(_NAME, kv)
     steady = Steady(requests, steps, clock)
 
     def observe(model: str, stats: StepStats) -> None:

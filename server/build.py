@@ -276,7 +276,6 @@ def _register(
         bytes_per_token=facts.kv_bytes_per_token,
         blocks=facts.blocks,
         block_size=facts.block_size,
-        max_context=facts.max_context,
         position_apart=position_apart,
     )
 

@@ -77,19 +77,17 @@ class Metrics:
         bytes_per_token: int,
         blocks: int,
         block_size: int,
-        max_context: int,
         position_apart: bool = False,
     ) -> None:
         """Makes every series of a model, at zero. `bytes_per_token` counts K and V of all layers.
 
-        Of `info`, INFO_LABELS are shown; `max_context` stands in for an absent trained_context.
+        Of `info`, INFO_LABELS are shown.
         `position_apart`: positional work is timed apart from attention.
         Raises ValueError for a name added before.
         """
         if model_name in self._models:
             raise ValueError(f"the metrics of {model_name!r} exist already; add each model once")
         shown = {
-            "trained_context": str(max_context),
             **info,
             "block_size": str(block_size),
             "num_blocks": str(blocks),

@@ -358,9 +358,7 @@ def test_what_an_encoder_made_is_sealed_and_ends_its_request():
 @contextlib.contextmanager
 def serving(world, **options):
     metrics = Metrics()
-    metrics.add_model(
-        "toy", "rope", {}, bytes_per_token=64, blocks=39, block_size=BLOCK, max_context=100
-    )
+    metrics.add_model("toy", "rope", {}, bytes_per_token=64, blocks=39, block_size=BLOCK)
     engine = AsyncEngine({"toy": world.engine}, metrics.observe_step, **options)
     app = create_app(Models([toy(max_context=100)]), engine, metrics, HttpOptions())
     with running(app) as (url, _), httpx.Client(base_url=url, timeout=30) as client:

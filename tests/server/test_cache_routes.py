@@ -56,9 +56,7 @@ class Standing(ScriptedEngine):
 def app_of(engine=None, **planners):
     served, metrics = [toy(name) for name in planners], Metrics()
     for name in planners:
-        metrics.add_model(
-            name, "rope", {}, bytes_per_token=BYTES, blocks=8, block_size=BLOCK, max_context=100
-        )
+        metrics.add_model(name, "rope", {}, bytes_per_token=BYTES, blocks=8, block_size=BLOCK)
     engine = engine or ScriptedEngine()
     return create_app(Models(served), engine, metrics, HttpOptions(), None, planners)
 
@@ -286,9 +284,7 @@ def test_another_site_cannot_flush() -> None:
 def test_a_prefix_is_not_hit_after_a_flush() -> None:
     """Over HTTP and through the engine's thread, and counted as such."""
     metrics = Metrics()
-    metrics.add_model(
-        "a", "rope", {}, bytes_per_token=BYTES, blocks=39, block_size=BLOCK, max_context=100
-    )
+    metrics.add_model("a", "rope", {}, bytes_per_token=BYTES, blocks=39, block_size=BLOCK)
     engine = AsyncEngine({"a": make_engine()[0]}, metrics.observe_step)
     planners = {"a": make_planner()}
     app = create_app(Models([toy("a")]), engine, metrics, HttpOptions(), None, planners)

@@ -21,11 +21,16 @@ def metrics_of_toy() -> Metrics:
     metrics.add_model(
         "toy",
         "rope",
-        {"kv_dtype": "bfloat16", "layers": "2", "kv_heads": "1", "head_dim": "8"},
+        {
+            "kv_dtype": "bfloat16",
+            "layers": "2",
+            "kv_heads": "1",
+            "head_dim": "8",
+            "trained_context": "512",
+        },
         bytes_per_token=64,
         blocks=10,
         block_size=16,
-        max_context=512,
         position_apart=True,
     )
     return metrics
@@ -256,7 +261,7 @@ def test_ratios_stay_between_0_and_1():
 
 def test_models_are_kept_apart_and_unknown_ones_are_errors():
     metrics = metrics_of_toy()
-    size = {"bytes_per_token": 64, "blocks": 4, "block_size": 16, "max_context": 64}
+    size = {"bytes_per_token": 64, "blocks": 4, "block_size": 16}
     metrics.add_model("b", "nope", {}, **size)
     metrics.observe_step("b", StepStats(generated_tokens=7))
     assert value(metrics, "generated_tokens_total") == 0

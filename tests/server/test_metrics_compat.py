@@ -27,7 +27,7 @@ READ_BY_GATEWAYS = {
 
 def worked(choice: str) -> Metrics:
     metrics = Metrics(ALIASES[choice])
-    metrics.add_model("m", "t5", {}, bytes_per_token=64, blocks=10, block_size=16, max_context=512)
+    metrics.add_model("m", "t5", {}, bytes_per_token=64, blocks=10, block_size=16)
     metrics.observe_step(
         "m",
         StepStats(

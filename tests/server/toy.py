@@ -171,7 +171,6 @@ def toy_app(engine=None, served: Sequence[Served] | None = None, metrics=None, *
             bytes_per_token=64,
             blocks=8,
             block_size=16,
-            max_context=one.max_context,
         )
     app = create_app(Models(served), engine or ScriptedEngine(), metrics, HttpOptions(**options))
     app.state.metrics = metrics
