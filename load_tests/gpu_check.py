@@ -20,7 +20,8 @@ from load_tests.gpu_parts import OWN, Budget, Cell, Found, LeftOut, Purse, Setti
 from load_tests.gpu_peer import PEER
 from load_tests.gpu_table import as_json, tables
 from load_tests.in_process import decoders
-from load_tests.measured import add_place, heading, place_of, positive, run, save, several
+from load_tests.measured import add_place, heading, place_of, run, save
+from load_tests.options import count, counts
 from load_tests.progress import Progress
 from load_tests.roofline import Ceiling, ceiling, kv_bytes, weight_bytes
 from load_tests.step_cost import ARMS
@@ -112,23 +113,23 @@ def parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(SHAPES)} (default: smollm2,llama-1b)",
     )
     options.add_argument(
-        "--batches", type=several, default=(1, 8, 64, 256), metavar="N,...", help="1,8,64,256"
+        "--batches", type=counts, default=(1, 8, 64, 256), metavar="N,...", help="1,8,64,256"
     )
     options.add_argument(
         "--contexts",
-        type=several,
+        type=counts,
         default=(512, 4096, 16384),
         metavar="N,...",
         help="tokens of each request (default: 512,4k,16k)",
     )
     options.add_argument(
-        "--prefill", type=positive, default=1024, metavar="N", help="default: %(default)s tokens"
+        "--prefill", type=count, default=1024, metavar="N", help="default: %(default)s tokens"
     )
     options.add_argument(
-        "--rounds", type=positive, default=40, help="samples of a pass (default: %(default)s)"
+        "--rounds", type=count, default=40, help="samples of a pass (default: %(default)s)"
     )
     options.add_argument(
-        "--seconds", type=positive, default=400, help="for everything (default: %(default)s)"
+        "--seconds", type=count, default=400, help="for everything (default: %(default)s)"
     )
     add_place(options)
     options.add_argument(

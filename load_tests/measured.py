@@ -13,6 +13,7 @@ import torch
 
 from load_tests.charts import standalone
 from load_tests.environment import environment
+from load_tests.options import count
 from load_tests.rounds import Clock, clock_of
 from model.encodings.base import EncodingError
 from model.shapes import SHAPES
@@ -58,7 +59,7 @@ def add_place(options: argparse.ArgumentParser) -> None:
     """Where, in which numbers and by which clock: what `place_of` reads, and the order."""
     add_device(options)
     options.add_argument(
-        "--threads", type=positive, default=1, help="of the CPU kernels (default: %(default)s)"
+        "--threads", type=count, default=1, help="of the CPU kernels (default: %(default)s)"
     )
     options.add_argument(
         "--clock",
@@ -80,19 +81,6 @@ def add_device(options: argparse.ArgumentParser) -> None:
         choices=tuple(placement.DTYPES),
         help="default: what `ropewalk serve` takes on the device",
     )
-
-
-def positive(text: str) -> int:
-    """A whole number above 0, also as 4k. Raises ValueError."""
-    number = int(text[:-1]) * 1024 if text.endswith("k") else int(text)
-    if number < 1:
-        raise ValueError(f"{text} is not above 0")
-    return number
-
-
-def several(text: str) -> tuple[int, ...]:
-    """1,8,64. Raises ValueError."""
-    return tuple(positive(part) for part in text.split(","))
 
 
 def place_of(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, Clock]:

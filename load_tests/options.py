@@ -86,14 +86,14 @@ def add_load_options(options: argparse.ArgumentParser) -> None:
     above = "one or several of those above"
     _add(load, "--workload NAME,...", _workloads, "stream", f"{above} (default: stream)")
     _add(load, "--profile PROFILE,...", _profiles, None, f"{above} (default: the workload's own)")
-    _add(load, "--runs N", _count, 5, "of every arm (default: 5)")
+    _add(load, "--runs N", count, 5, "of every arm (default: 5)")
     _add(
-        load, "--contexts N,...", _counts, sizes.contexts, "tokens, of longctx (default: 512,2k,8k)"
+        load, "--contexts N,...", counts, sizes.contexts, "tokens, of longctx (default: 512,2k,8k)"
     )
     for name, meaning in _COUNTS.items():
         default = getattr(sizes, name)
         flag = f"--{name.replace('_', '-')} N"
-        _add(load, flag, _count, default, f"{meaning} (default: {default})")
+        _add(load, flag, count, default, f"{meaning} (default: {default})")
     load.add_argument(
         "--prompt-form",
         choices=("ids", "text"),
@@ -142,7 +142,7 @@ def _add_server_options(options: argparse.ArgumentParser) -> None:
         "config.json for random weights of that shape",
     )
     room = "tokens that started servers have room for (default: what the workload needs)"
-    _add(server, "--context N", _count, None, room)
+    _add(server, "--context N", count, None, room)
     server.add_argument(
         "--api-key",
         default=os.environ.get("ROPEWALK_API_KEY"),
@@ -240,16 +240,17 @@ def _profiles(text: str) -> tuple[Profile | Literal["sweep"], ...]:
     return tuple(parse_profile(name) for name in _names(text))
 
 
-def _count(text: str) -> int:
-    """A number from 1 up; 2k is 2,048."""
+def count(text: str) -> int:
+    """A number from 1 up; 2k is 2,048. Raises argparse's own error."""
     match = re.fullmatch(r"([1-9]\d*)(k?)", text)
     if match is None:
-        raise ValueError(f"{text!r} is not a number from 1 up, such as 8 or 2k")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up, such as 8 or 2k")
     return int(match[1]) * (1024 if match[2] else 1)
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(_count(part) for part in _names(text))
+def counts(text: str) -> tuple[int, ...]:
+    """1,8,64: such numbers, each once."""
+    return tuple(dict.fromkeys(count(part.strip()) for part in text.split(",")))
 
 
 def _seconds(text: str) -> float:

@@ -19,7 +19,7 @@ from load_tests.client import Arm, complete
 from load_tests.environment import environment
 from load_tests.facts import Facts, arms_of
 from load_tests.footprint import resident_bytes
-from load_tests.options import checked
+from load_tests.options import checked, count
 from load_tests.peer_table import (
     PROCESSES,
     ROWS,
@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     ):
         options.add_argument(
             name,
-            type=checked(_count),
+            type=count,
             default=default,
             metavar="N",
             help=f"{meaning} (default: %(default)s)",
@@ -209,12 +209,6 @@ async def _answer(arm: Arm, prompts: PromptMaker, prompt_tokens: int) -> None:
     outcome = await complete(arm.server, request)
     if outcome.error is not None:
         raise NoSuccess(f"{arm.label} at {arm.server.url}: {outcome.error}")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{text!r} is not a number from 1 up")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from load_tests.in_process import decoders
-from load_tests.measured import add_device, markdown, place_of, positive, run, several, write
+from load_tests.measured import add_device, markdown, place_of, run, write
+from load_tests.options import checked, count, counts
 from load_tests.profile_engine import StepTimes, needed_context, step_times, told_by_kernels
 from load_tests.profile_http import http_times
 from load_tests.progress import Progress
@@ -82,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument("--profile-step", action="store_true", help=argparse.SUPPRESS)
     options.add_argument(
         "--serve",
-        type=_shape,
+        type=checked(_shape),
         default="shape:smollm2",
         metavar="MODEL",
         help="shape:NAME or the path of a config.json (default: %(default)s)",
@@ -95,21 +96,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     options.add_argument(
         "--batch",
-        type=several,
+        type=counts,
         default=(1, 8, 32),
         metavar="N,...",
         help="requests that decode (default: 1,8,32)",
     )
     options.add_argument(
-        "--context", type=positive, default=512, metavar="N", help="tokens (default: %(default)s)"
+        "--context", type=count, default=512, metavar="N", help="tokens (default: %(default)s)"
     )
     options.add_argument(
-        "--steps", type=positive, default=48, metavar="N", help="watched (default: %(default)s)"
+        "--steps", type=count, default=48, metavar="N", help="watched (default: %(default)s)"
     )
     add_device(options)
     options.add_argument(
         "--threads",
-        type=positive,
+        type=count,
         default=max((os.cpu_count() or 1) - 1, 1),
         metavar="N",
         help="of the CPU kernels (default: one less than cores, as servers of --serve have)",
@@ -120,15 +121,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _shape(text: str) -> str:
-    """As `decoders` takes it."""
-    try:
-        source = parse_serve(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    """As `decoders` takes it. Raises ValueError."""
+    source = parse_serve(text)
     if source == FAMILY:
-        raise argparse.ArgumentTypeError(
-            f"{FAMILY} cannot be profiled; use {SHAPE}small, which has the same shape"
-        )
+        raise ValueError(f"{FAMILY} cannot be profiled; use {SHAPE}small, which has the same shape")
     return source.removeprefix(SHAPE)
 
 

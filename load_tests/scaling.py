@@ -11,7 +11,8 @@ import torch
 
 from load_tests.charts import Mark, Series, lines
 from load_tests.in_process import decoders
-from load_tests.measured import add_options, markdown, place_of, run, several, write
+from load_tests.measured import add_options, markdown, place_of, run, write
+from load_tests.options import counts
 from load_tests.plot import plain_tick
 from load_tests.progress import Progress
 from load_tests.rounds import MIN_ROUNDS, Call, Clock, Interval, median_of, rounds
@@ -124,8 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, counted in SIZES.items():
         options.add_argument(
             f"--{name}",
-            type=several,
-            default=several(_DEFAULTS[name]),
+            type=counts,
+            default=counts(_DEFAULTS[name]),
             metavar="A,B",
             help=f"{counted}, from small to large (default: {_DEFAULTS[name]})",
         )

@@ -9,7 +9,8 @@ from typing import Literal
 
 from load_tests.charts import Row, dots
 from load_tests.in_process import blocks_for, decoders, new_cache, passes
-from load_tests.measured import add_options, markdown, place_of, positive, run, write
+from load_tests.measured import add_options, markdown, place_of, run, write
+from load_tests.options import count
 from load_tests.plot import percent_tick
 from load_tests.progress import Progress
 from load_tests.rounds import MIN_ROUNDS, Interval, median_of, ratios, rounds
@@ -138,12 +139,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="A,B",
         help=f"besides {ZERO} (default: %(default)s)",
     )
-    options.add_argument("--context", type=positive, default=4096, help="tokens (default: 4k)")
+    options.add_argument("--context", type=count, default=4096, help="tokens (default: 4k)")
     options.add_argument(
-        "--batch", type=positive, default=8, help="requests that decode (default: %(default)s)"
+        "--batch", type=count, default=8, help="requests that decode (default: %(default)s)"
     )
     options.add_argument(
-        "--chunk", type=positive, default=512, help="tokens of a prefill (default: %(default)s)"
+        "--chunk", type=count, default=512, help="tokens of a prefill (default: %(default)s)"
     )
     options.add_argument(
         "--rounds", type=int, default=100, help="of decode; 0: none (default: %(default)s)"
@@ -179,15 +180,15 @@ def _measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
         "prefill": (1, args.chunk, args.prefill_rounds),
     }
     samples: dict[str, list[dict[str, float]]] = {}
-    for work, (requests, rows, count) in steps.items():
-        if count < 1:
+    for work, (requests, rows, wanted) in steps.items():
+        if wanted < 1:
             continue
         calls = passes(made, kv, requests, args.context, rows)
-        progress.start(f"{work}: {count} rounds of {len(calls)} passes")
+        progress.start(f"{work}: {wanted} rounds of {len(calls)} passes")
         samples[work] = []
-        for taken in rounds(calls, count, clock, args.seed):
+        for taken in rounds(calls, wanted, clock, args.seed):
             samples[work].append(taken)
-            progress.note(f"{work}: {len(samples[work])} of {count} rounds")
+            progress.note(f"{work}: {len(samples[work])} of {wanted} rounds")
     progress.clear()
     return samples
 

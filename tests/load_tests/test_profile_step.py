@@ -72,7 +72,7 @@ def test_the_caption_says_how_it_was_measured():
         (["--serve", "no"], "'no' is nothing to serve"),
         (["--serve", "shape:no"], "shape:no is no shape known here"),
         (["--encodings", "no"], "There is no encoding 'no'"),
-        (["--batch", "0"], "invalid several value"),
+        (["--batch", "0"], "'0' is not a number from 1 up"),
     ],
 )
 def test_what_cannot_be_measured(words, complaint, capsys):
