@@ -266,8 +266,13 @@ def _ability_as_json(ability: Ability) -> dict[str, object]:
     return {**told, "seconds_per_1000_tokens": seconds, "bytes_per_1000_tokens": size}
 
 
-def measured_for() -> dict[str, int]:
-    """The shape that `work` is stated for."""
+def listing(place: Place, entries: Iterable[dict[str, object]]) -> dict[str, object]:
+    """Entries as JSON, with what they hold for: the place, and the shape that `work` is of."""
+    names = ("layers", "heads", "kv_heads", "head_dim", "width")
     return {
-        name: getattr(SHAPE, name) for name in ("layers", "heads", "kv_heads", "head_dim", "width")
+        "object": "list",
+        "device": place.device.type,
+        "dtype": str(place.dtype).removeprefix("torch."),
+        "work_of": {name: getattr(SHAPE, name) for name in names},
+        "data": list(entries),
     }

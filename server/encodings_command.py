@@ -18,8 +18,8 @@ from model.catalogue import (
     Place,
     as_json,
     catalogue,
+    listing,
     measured,
-    measured_for,
     timed_trial,
 )
 from model.encodings.base import EncodingError
@@ -67,7 +67,7 @@ def _entries(place: Place, others: Sequence[str]) -> list[EncodingFacts]:
 
 
 def _print_json(place: Place, entries: Sequence[EncodingFacts]) -> int:
-    body = {**heading(place), "data": [as_json(entry) for entry in entries]}
+    body = listing(place, map(as_json, entries))
     print(json.dumps(body, indent=2, ensure_ascii=False))
     return 0
 
@@ -76,16 +76,6 @@ def this_machine() -> Place:
     """Device, numbers and kernels that `serve` would choose by itself."""
     device = placement.pick_device(None)
     return Place(all_backends(find_kernels(device)), placement.pick_dtype(None, device), device)
-
-
-def heading(place: Place) -> dict[str, object]:
-    """What the entries hold for."""
-    return {
-        "object": "list",
-        "device": place.device.type,
-        "dtype": placement.dtype_name(place.dtype),
-        "work_of": measured_for(),
-    }
 
 
 def lines(entry: EncodingFacts, width: int) -> Iterator[str]:

@@ -3,9 +3,8 @@
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
-from model.catalogue import EncodingFacts, Place, as_json, catalogue, measured_for
+from model.catalogue import EncodingFacts, Place, as_json, catalogue, listing
 from server.models import Models
-from server.placement import dtype_name
 from server.threads import aside
 
 
@@ -20,15 +19,7 @@ def encoding_routes(models: Models, place: Place) -> APIRouter:
             served = [one.encoding for one in models]
             found[:] = await aside(catalogue, place, served)
         data = [{**as_json(entry), "models": _served_with(models, entry)} for entry in found]
-        return JSONResponse(
-            {
-                "object": "list",
-                "device": place.device.type,
-                "dtype": dtype_name(place.dtype),
-                "work_of": measured_for(),
-                "data": data,
-            }
-        )
+        return JSONResponse(listing(place, data))
 
     return router
 
