@@ -44,13 +44,8 @@ async def completion_prompts(body: CompletionBody, served: Served) -> list[Promp
             "leave it out",
             "echo",
         )
-    sources: Sequence[str | list[int]]
-    if isinstance(body.prompt, str) or isinstance(body.prompt[0], int):
-        sources = [body.prompt]
-    else:
-        sources = body.prompt
     prompts = []
-    for source in sources:
+    for source in body.prompts:
         if isinstance(source, str):
             tokens = await encode(source, served, bos=body.add_special_tokens)
             text: str | None = source

@@ -5,7 +5,7 @@ prompt becomes tokens. A rejection names the field and never repeats what was se
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -134,6 +134,13 @@ class CompletionBody(GenerationBody):
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
     add_special_tokens: bool = True
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Each to be completed by itself."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -283,17 +290,10 @@ def _check_together(body: GenerationBody) -> None:
 
 
 def _check_fan_out(body: CompletionBody) -> None:
-    count = prompt_count(body)
+    count = len(body.prompts)
     if count * body.n > MAX_PROMPTS:
         raise InvalidField(
             f"prompt asks for {count * body.n} completions ({count} prompts × n {body.n}); "
             f"send at most {MAX_PROMPTS} at once",
             "prompt",
         )
-
-
-def prompt_count(body: CompletionBody) -> int:
-    prompt = body.prompt
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
-        return 1
-    return len(prompt)
