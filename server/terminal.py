@@ -23,6 +23,21 @@ def said_if_long(text: str) -> Iterator[None]:
         timer.cancel()
 
 
+def bar(
+    text: str, total: int, unit: str, *, done: int = 0, log_every_s: float = 10
+) -> "tqdm[None]":
+    """A progress bar that stays. A log file needs no animation, but a line now and then."""
+    return tqdm(
+        total=total,
+        initial=done,
+        desc=text,
+        unit=unit,
+        unit_scale=unit in ("B", "token"),
+        unit_divisor=1024 if unit == "B" else 1000,
+        mininterval=0.2 if sys.stderr.isatty() else log_every_s,
+    )
+
+
 def bar_if_long(text: str, total: int, unit: str) -> "tqdm[None]":
     """A progress bar that shows itself after PATIENCE_S, and leaves nothing behind."""
     return tqdm(
