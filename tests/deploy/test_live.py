@@ -10,16 +10,10 @@ import httpx
 import pytest
 import yaml
 
-from server.app import create_app
-from server.async_engine import AsyncEngine
-from server.build import load_models
-from server.config import HttpOptions
-from server.metrics import Metrics
-from server.models import Models
 from tests.deploy.files import ALERTS, PROMETHEUS, RECORDED, queries, read, selectors
 from tests.deploy.programs import program
 from tests.model import checkpoints, plain
-from tests.server.fake_engine import configured
+from tests.server.fake_engine import loaded_app
 from tests.server.toy import running, wait_for
 
 CONTEXT = 60
@@ -73,10 +67,7 @@ def server(command, tmp_path_factory):
         for name, model in made.items()
     ]
     flags = ("--dtype", "float32", "--kv-memory", "4M", "--max-model-len", str(CONTEXT))
-    metrics = Metrics()
-    loaded = load_models(configured(*sources, *flags, "--block-size", "4"), metrics)
-    engine = AsyncEngine({each.served.name: each.engine for each in loaded}, metrics.observe_step)
-    app = create_app(Models(each.served for each in loaded), engine, metrics, HttpOptions())
+    app = loaded_app(*sources, *flags, "--block-size", "4")
     with running(app) as (url, _):
         yield url
 

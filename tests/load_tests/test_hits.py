@@ -13,14 +13,8 @@ from load_tests.hits import cached_tokens
 from load_tests.prompts import PromptMaker
 from load_tests.terms import Profile, Request
 from load_tests.workloads import WORKLOADS, Sizes
-from server.app import create_app
-from server.async_engine import AsyncEngine
-from server.build import load_models
-from server.config import HttpOptions
-from server.metrics import Metrics
-from server.models import Models
 from tests.model.checkpoints import llama, random_model, save
-from tests.server.fake_engine import configured
+from tests.server.fake_engine import loaded_app
 from tests.server.toy import running, sample
 
 BLOCK = 16
@@ -87,23 +81,25 @@ def test_text_has_no_theory():
 
 
 @pytest.fixture(scope="module")
-def metrics():
-    return Metrics()
-
-
-@pytest.fixture(scope="module")
-def url(metrics, tmp_path_factory):
+def app(tmp_path_factory):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     config = llama(max_position_embeddings=256)
     folder = save(random_model(config), tmp_path_factory.mktemp("model"))
     flags = ("--dtype", "float32", "--kv-memory", "64M", "--max-seqs", "8")
-    (loaded,) = load_models(configured(f"m={folder}", *flags), metrics)
-    engine = AsyncEngine({"m": loaded.engine}, metrics.observe_step)
-    app = create_app(Models([loaded.served]), engine, metrics, HttpOptions())
+    yield loaded_app(f"m={folder}", *flags)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def url(app):
     with running(app) as (url, _):
         yield url
-    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def metrics(app):
+    return app.state.metrics
 
 
 def plan_of(workload, profile, sizes=SIZES):

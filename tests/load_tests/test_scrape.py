@@ -8,15 +8,9 @@ import torch
 from load_tests.client import DIALECTS, Server, Unreachable, complete
 from load_tests.scrape import settled, snapshot, view
 from load_tests.terms import Outcome, Request
-from server.app import create_app
-from server.async_engine import AsyncEngine
-from server.build import load_models
-from server.config import HttpOptions
-from server.metrics import Metrics
-from server.models import Models
 from tests.load_tests.sse_server import serving, whole
 from tests.model import checkpoints
-from tests.server.fake_engine import configured
+from tests.server.fake_engine import loaded_app
 from tests.server.toy import running
 
 PREFIX = tuple(range(40, 72))  # two blocks
@@ -130,11 +124,8 @@ def server(tmp_path_factory):
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("tiny")
     checkpoints.save(checkpoints.random_model(checkpoints.llama()), folder)
-    metrics = Metrics()
     flags = ("--dtype", "float32", "--kv-memory", "8M", "--max-model-len", "100")
-    loaded = load_models(configured(f"tiny={folder}", *flags), metrics)
-    engine = AsyncEngine({each.served.name: each.engine for each in loaded}, metrics.observe_step)
-    app = create_app(Models(each.served for each in loaded), engine, metrics, HttpOptions())
+    app = loaded_app(f"tiny={folder}", *flags)
     with contextlib.ExitStack() as stack:
         url, _ = stack.enter_context(running(app))
         yield Server("127.0.0.1", int(url.rpartition(":")[2]), DIALECTS["openai"], "tiny")

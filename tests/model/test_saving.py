@@ -17,19 +17,13 @@ from model.encodings.base import PositionalEncoding, TableBias, create, find, na
 from model.loading import CheckpointError, open_checkpoint
 from model.saving import save_checkpoint
 from model.transformer import Decoder
-from server.app import create_app
-from server.async_engine import AsyncEngine
-from server.build import load_models
-from server.config import HttpOptions
-from server.metrics import Metrics
-from server.models import Models
 from tests.model import checkpoints
 from tests.model.architectures.test_configs import ABSENT
 from tests.model.checkpoints import CPU
 from tests.model.running import run_uncached
 from tests.model.test_parity import greedy
 from tests.model.tiny import ROPE
-from tests.server.fake_engine import configured
+from tests.server.fake_engine import loaded_app
 from tests.server.toy import running
 
 CONTEXT = 96
@@ -262,10 +256,7 @@ def test_it_is_served(save, tmp_path):
     made = {name: decoder_of(replace(shape, encoding=ENCODINGS[name])) for name in ("t5", "alibi")}
     sources = [f"{name}={save(made[name], folder=tmp_path / name)}" for name in made]
     flags = ("--dtype", "float32", "--kv-memory", "16M", "--max-model-len", str(CONTEXT))
-    metrics = Metrics()
-    loaded = load_models(configured(*sources, *flags), metrics)
-    engine = AsyncEngine({each.served.name: each.engine for each in loaded}, metrics.observe_step)
-    app = create_app(Models(each.served for each in loaded), engine, metrics, HttpOptions())
+    app = loaded_app(*sources, *flags)
     tokenizer = open_checkpoint(tmp_path / "t5").tokenizer
     prompt = list(b"To be or not, and so on: the rope is longer than the walk")
     body = {"prompt": prompt, "max_tokens": 32, "temperature": 0, "ignore_eos": True, "logprobs": 1}

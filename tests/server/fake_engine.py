@@ -15,10 +15,15 @@ from model.config import EncodingSpec
 from model.encodings.base import find
 from model.sampler import Sampler
 from model.sampling import SamplingParams
+from server.app import create_app
+from server.async_engine import AsyncEngine
 from server.auditing import Auditor
+from server.build import load_models
 from server.cache_plan import CachePlanner
-from server.config import server_config
+from server.config import HttpOptions, server_config
 from server.engine import Engine
+from server.metrics import Metrics
+from server.models import Models
 from server.options import add_options, read_options
 from server.plan import Limits
 from server.position_meter import PositionMeter
@@ -102,6 +107,16 @@ def configured(*flags):
     parser = argparse.ArgumentParser()
     add_options(parser, SERVE_OPTIONS)
     return server_config(read_options(SERVE_OPTIONS, parser.parse_args(flags), {}))
+
+
+def loaded_app(*flags):
+    """The application of a server with these flags; its metrics are in its state."""
+    metrics = Metrics()
+    loaded = load_models(configured(*flags), metrics)
+    engine = AsyncEngine({each.served.name: each.engine for each in loaded}, metrics.observe_step)
+    app = create_app(Models(each.served for each in loaded), engine, metrics, HttpOptions())
+    app.state.metrics = metrics
+    return app
 
 
 def make_request(name, prompt, **params):

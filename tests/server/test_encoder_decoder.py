@@ -15,16 +15,12 @@ from model.loading import open_checkpoint
 from model.sampler import Sampler
 from model.sampling import SamplingParams
 from model.tokenizers.base import Detokenizer
-from server.app import create_app
-from server.async_engine import AsyncEngine
 from server.build import load_models
 from server.completion import Choice
-from server.config import HttpOptions
 from server.decoders import prepare
 from server.engine import Engine
 from server.errors import CommandError
 from server.metrics import Metrics
-from server.models import Models
 from server.plan import Limits, Sampled
 from server.position_meter import PositionMeter
 from server.request import InvalidField, PromptTooLong, Request, TokenEvent
@@ -35,7 +31,7 @@ from tests.model import encoder_decoders as tiny
 from tests.model.encoder_decoders import CPU, START, STOP, Answering
 from tests.model.test_parity_t5 import reference_greedy
 from tests.products import combined
-from tests.server.fake_engine import auditor_of, configured
+from tests.server.fake_engine import auditor_of, configured, loaded_app
 from tests.server.toy import running, sample, wait_for
 
 MODELS = {"t5": (tiny.t5(), False), "t5-v1.1": (tiny.t5_v11(), True), "umt5": (tiny.umt5(), True)}
@@ -59,13 +55,10 @@ def models(tmp_path_factory):
 @contextlib.contextmanager
 def serving(folders, *flags):
     """(a client of a real application over real engines, its metrics)."""
-    metrics = Metrics()
     sources = [f"{name}={folder}" for name, folder in folders.items()]
-    loaded = load_models(configured(*sources, "--dtype", "float32", *flags), metrics)
-    engine = AsyncEngine({each.served.name: each.engine for each in loaded}, metrics.observe_step)
-    app = create_app(Models(each.served for each in loaded), engine, metrics, HttpOptions())
+    app = loaded_app(*sources, "--dtype", "float32", *flags)
     with running(app) as (url, _), httpx.Client(base_url=url, timeout=30) as client:
-        yield client, metrics
+        yield client, app.state.metrics
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,10 @@ import pytest
 
 from model.architectures.base import architectures
 from model.loading import open_checkpoint
-from server.app import create_app
-from server.async_engine import AsyncEngine
-from server.build import load_models
-from server.config import HttpOptions
-from server.metrics import Metrics
-from server.models import Models
 from tests.model import checkpoints, plain
 from tests.model.test_parity import reference_greedy
 from tests.model.test_parity_rope import phi3, smollm3
-from tests.server.fake_engine import configured
+from tests.server.fake_engine import loaded_app
 from tests.server.toy import running
 
 GATED = {
@@ -61,12 +55,9 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def client(models):
     """Of one server with all of them."""
-    metrics = Metrics()
     sources = [f"{name}={folder}" for name, (folder, _) in models.items()]
     flags = ("--dtype", "float32", "--kv-memory", "64M", "--max-model-len", "100")
-    loaded = load_models(configured(*sources, *flags), metrics)
-    engine = AsyncEngine({each.served.name: each.engine for each in loaded}, metrics.observe_step)
-    app = create_app(Models(each.served for each in loaded), engine, metrics, HttpOptions())
+    app = loaded_app(*sources, *flags)
     with contextlib.ExitStack() as stack:
         url, _ = stack.enter_context(running(app))
         yield stack.enter_context(httpx.Client(base_url=url, timeout=30))

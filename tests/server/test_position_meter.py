@@ -12,17 +12,11 @@ from model.encodings.base import create, find
 from model.positional_work import PositionalWork
 from model.saving import save_checkpoint
 from model.transformer import Decoder
-from server.app import create_app
-from server.async_engine import AsyncEngine
-from server.build import load_models
-from server.config import HttpOptions
-from server.metrics import Metrics
-from server.models import Models
 from server.plan import Work
 from server.position_meter import PositionMeter
 from tests.model import checkpoints
 from tests.model.tiny import ROPE, T5
-from tests.server.fake_engine import configured, make_engine, make_request
+from tests.server.fake_engine import loaded_app, make_engine, make_request
 from tests.server.toy import running, sample
 
 BLOCK = 16
@@ -144,19 +138,16 @@ def workload(tmp_path_factory):
             parameter.normal_(std=0.1)
         tokenizer = [tokenizer_folder / "tokenizer.json"]
         save_checkpoint(decoder.state_dict(), config, folder / name, tokenizer=tokenizer)
-    metrics = Metrics()
     flags = ("--dtype", "float32", "--kv-memory", "16M", "--max-model-len", str(CONTEXT))
     sources = [f"{name}={folder / name}" for name in ENCODINGS]
-    loaded = load_models(configured(*sources, *flags), metrics)
-    engine = AsyncEngine({each.served.name: each.engine for each in loaded}, metrics.observe_step)
-    app = create_app(Models(each.served for each in loaded), engine, metrics, HttpOptions())
+    app = loaded_app(*sources, *flags)
     with running(app) as (url, _), httpx.Client(base_url=url, timeout=30) as client:
         for name in ENCODINGS:
             for prompt in (PROMPTS["short"], PROMPTS["long"], PROMPTS["long"]):
                 body = {"model": name, "prompt": prompt, "max_tokens": GENERATED}
                 answer = client.post("/v1/completions", json=body | {"ignore_eos": True})
                 assert answer.status_code == 200, answer.text
-    return configs, metrics
+    return configs, app.state.metrics
 
 
 def contexts():
