@@ -39,7 +39,6 @@ from server.models import Models
 from server.request import RequestFailed, ServeError
 from server.routes.cache import cache_routes
 from server.routes.encodings import encoding_routes
-from server.routes.generation import Timing
 from server.routes.openai import Serving, openai_routes
 from server.routes.operations import operation_routes
 from server.routes.tokens import token_routes
@@ -81,8 +80,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.drain = drain
-    timing = Timing(options.request_timeout_s, options.ping_s, options.stalled_write_s)
-    serving = Serving(models, engine, metrics, drain, timing)
+    serving = Serving(models, engine, metrics, drain, options)
     app.include_router(openai_routes(serving))
     app.include_router(token_routes(serving))
     if place is not None:

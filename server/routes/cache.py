@@ -66,7 +66,7 @@ async def _flushed(serving: Serving, model: str) -> int:
 async def _patience(serving: Serving) -> AsyncIterator[None]:
     """Raises DeadlineExceeded when the engine does not answer in time."""
     try:
-        async with asyncio.timeout(serving.timing.request_s):
+        async with asyncio.timeout(serving.options.request_timeout_s):
             yield
     except TimeoutError:
         raise DeadlineExceeded("the engine is still in a step; ask again later") from None

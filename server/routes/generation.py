@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.async_engine import AsyncEngine
 from server.completion import Choice, Piece, choice_usage, total_usage
+from server.config import HttpOptions
 from server.http_errors import DeadlineExceeded, InternalError, error_bytes
 from server.lifeline import Drain, End, Ended, Lifeline
 from server.metrics import Metrics
@@ -34,15 +35,6 @@ _log = logging.getLogger("server.http")
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds: for a whole request, between pings, and for one write to be taken."""
-
-    request_s: float
-    ping_s: float
-    stalled_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
     """What is to be generated and how it is told. `stream` None means one whole body."""
 
@@ -57,19 +49,25 @@ class Generation(Response):
     """Runs the engine for an Answer. Errors before the first byte are raised, for a status."""
 
     def __init__(
-        self, answer: Answer, engine: AsyncEngine, metrics: Metrics, drain: Drain, timing: Timing
+        self,
+        answer: Answer,
+        engine: AsyncEngine,
+        metrics: Metrics,
+        drain: Drain,
+        options: HttpOptions,
     ) -> None:
         super().__init__()
         self._answer = answer
         self._engine = engine
         self._metrics = metrics
         self._drain = drain
-        self._timing = timing
+        self._options = options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        timing, model = self._timing, self._answer.model
-        lifeline = Lifeline(receive, timing.request_s, self._drain)
-        out = EventStream(send, lifeline, ping_s=timing.ping_s, stalled_s=timing.stalled_s)
+        options, model = self._options, self._answer.model
+        stalled_s = options.stalled_write_s
+        lifeline = Lifeline(receive, options.request_timeout_s, self._drain)
+        out = EventStream(send, lifeline, ping_s=options.ping_s, stalled_s=stalled_s)
         try:
             async with lifeline:
                 await self._run(out, lifeline, send)
@@ -94,7 +92,7 @@ class Generation(Response):
             raise error
         self._metrics.stream_error(model)
         try:
-            async with asyncio.timeout(timing.stalled_s):
+            async with asyncio.timeout(stalled_s):
                 await out.finish(b"data: " + error_bytes(error) + b"\n\n")
         except TimeoutError:
             _abort_connection(scope)

@@ -10,12 +10,13 @@ from fastapi.responses import JSONResponse
 
 from server.async_engine import AsyncEngine
 from server.body import parse_object
+from server.config import HttpOptions
 from server.lifeline import Drain
 from server.metrics import Metrics
 from server.middleware import state_of
 from server.models import Models, Served
 from server.prepare import Prompt, chat_prompt, choices_for, combined_salt, completion_prompts
-from server.routes.generation import Answer, Generation, Timing
+from server.routes.generation import Answer, Generation
 from server.schemas import ChatBody, CompletionBody, StreamOptions, read_body
 from server.wire import ChatWire, CompletionWire, Wire
 
@@ -28,7 +29,7 @@ class Serving:
     engine: AsyncEngine
     metrics: Metrics
     drain: Drain
-    timing: Timing
+    options: HttpOptions
 
     def find(self, request: Request, name: str | None) -> Served:
         """The model; from here on, refusals count as this model's."""
@@ -52,7 +53,7 @@ class Serving:
             wire=wire,
             stream=(body.stream_options or StreamOptions()) if body.stream else None,
         )
-        return Generation(answer, self.engine, self.metrics, self.drain, self.timing)
+        return Generation(answer, self.engine, self.metrics, self.drain, self.options)
 
 
 def openai_routes(serving: Serving) -> APIRouter:
