@@ -2,7 +2,7 @@
 
 import argparse
 
-from server.encodings_options import whole
+from server.options import checked, count
 
 HELP = """\
 examples:
@@ -47,20 +47,20 @@ def add_audit_flags(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="begin with this text")
     prompt.add_argument(
         "--prompt-tokens",
-        type=whole(1, 4096),
+        type=checked(count(1, 4096)),
         metavar="N",
         help="begin with so many drawn tokens (default: 104 for tiny, else 24)",
     )
     add(
         "--steps",
-        type=whole(1, 4096),
+        type=checked(count(1, 4096)),
         metavar="N",
         default=None,
         help="tokens generated after the prompt, one a step (default: 32 for tiny, else 16)",
     )
     add(
         "--trained-length",
-        type=whole(1, 8192),
+        type=checked(count(1, 8192)),
         metavar="N",
         help="where the dynamic arms begin to stretch (default: half of the steps in)",
     )

@@ -1,12 +1,8 @@
 """Flags of `ropewalk encodings` and `ropewalk explain`, and what their help says. No torch."""
 
 import argparse
-from collections.abc import Callable
-from typing import TypeVar
 
-from server.options import count, number
-
-Value = TypeVar("Value")
+from server.options import checked, count, number
 
 LIST_HELP = """\
 examples:
@@ -62,11 +58,15 @@ def add_explain_flags(parser: argparse.ArgumentParser) -> None:
         help="explain this checkpoint's encoding, with its own settings and trained weights: "
         "a directory, a .gguf file or smollm2",
     )
-    add("--layer", type=whole(0, 4096), help="which of the model's layers (default: 0)")
-    add("--context", type=whole(64, 1 << 17), help="positions (default: 2048, or the model's)")
-    add("--heads", type=whole(1, 256), help="heads of a layer (default: 8)")
-    add("--head-dim", type=whole(2, 512), help="coordinates of a head (default: 64)")
-    add("--base", type=_decimal(1e-3, 1e12), help="rope's base; short for --option base=...")
+    add("--layer", type=checked(count(0, 4096)), help="which of the model's layers (default: 0)")
+    add(
+        "--context",
+        type=checked(count(64, 1 << 17)),
+        help="positions (default: 2048, or the model's)",
+    )
+    add("--heads", type=checked(count(1, 256)), help="heads of a layer (default: 8)")
+    add("--head-dim", type=checked(count(2, 512)), help="coordinates of a head (default: 64)")
+    add("--base", type=checked(number(1e-3, 1e12)), help="rope's base; short for --option base=...")
     add(
         "--option",
         action="append",
@@ -74,24 +74,3 @@ def add_explain_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="an option of the encoding, the value as JSON or text; repeatable",
     )
-
-
-def whole(low: int, high: int) -> Callable[[str], int]:
-    """`count` for a flag of argparse's own."""
-    return _told(count(low, high))
-
-
-def _decimal(low: float, high: float) -> Callable[[str], float]:
-    return _told(number(low, high))
-
-
-def _told(parse: Callable[[str], Value]) -> Callable[[str], Value]:
-    """argparse keeps the words of this error alone."""
-
-    def parsed(text: str) -> Value:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parsed

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from server.encodings_options import whole
+from server.options import checked, count
 
 TOKENS = 19_000_000  # twice the texts
 GROWING = 6_000_000  # tokens
@@ -140,27 +140,30 @@ def _add_train_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokens",
-        type=whole(1, 1 << 40),
+        type=checked(count(1, 1 << 40)),
         default=TOKENS,
         metavar="N",
         help=f"per model (default: {TOKENS:_})",
     )
     parser.add_argument(
         "--growing",
-        type=whole(0, 1 << 40),
+        type=checked(count(0, 1 << 40)),
         default=GROWING,
         metavar="N",
         help="read the first N tokens, at most half of all, in short pieces that become longer "
         f"(default: {GROWING:_}; 0: whole windows from the first)",
     )
     parser.add_argument(
-        "--seed", type=whole(0, 1 << 32), default=0, help="of first weights and order (default: 0)"
+        "--seed",
+        type=checked(count(0, 1 << 32)),
+        default=0,
+        help="of first weights and order (default: 0)",
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
     )
     parser.add_argument(
-        "--threads", type=whole(1, 1024), metavar="N", help="default: torch's choice"
+        "--threads", type=checked(count(1, 1024)), metavar="N", help="default: torch's choice"
     )
     parser.add_argument(
         "--no-compile",

@@ -9,9 +9,11 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from server.errors import UsageError
+
+Value = TypeVar("Value")
 
 PREFIX = "ROPEWALK_"
 # Kubernetes sets these in every pod beside a Service whose name begins with "ropewalk".
@@ -141,6 +143,18 @@ def refuse_unknown(environ: Mapping[str, str], known: Iterable[str]) -> None:
         close = difflib.get_close_matches(variable, sorted(names), n=1)
         hint = f"did you mean {close[0]}?" if close else "ropewalk serve --help lists them"
         raise UsageError(f"the environment variable {variable} is not one of ropewalk's; {hint}")
+
+
+def checked(parse: Callable[[str], Value]) -> Callable[[str], Value]:
+    """`parse` for a flag of argparse's own, which keeps the words of this error alone."""
+
+    def parsed(text: str) -> Value:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
 
 
 # ---- text → value: each raises ValueError with the reason and an example ----
