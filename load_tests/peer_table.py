@@ -69,8 +69,8 @@ def _output_rate(run: Run) -> float | None:
     return figures(run).values.get("output_tokens_per_s")
 
 
-def _seconds(run: Run) -> float | None:
-    return max(o.ended for o in run.outcomes) - min(o.sent for o in run.outcomes)
+def _seconds(run: Run) -> float:
+    return run.ended - run.began
 
 
 def _closed(name: str, workers: int) -> Row:

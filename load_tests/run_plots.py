@@ -61,8 +61,8 @@ def order_plots(subject: Subject) -> Iterator[Plot]:
         Span(
             run.arm,
             subject.looks[run.arm],
-            _start(run) / _MINUTE,
-            _end(run) / _MINUTE,
+            run.began / _MINUTE,
+            run.ended / _MINUTE,
             f"{run.arm}: {run.point.label}, {run.profile.label}, block {run.block}",
         )
         for run in sorted(runs, key=lambda run: list(subject.arms).index(run.arm))
@@ -73,9 +73,10 @@ def order_plots(subject: Subject) -> Iterator[Plot]:
         head = "runs of each block against their like"
         charts.append(dots(head, {"": drift}, "slower than the median", percent_tick, centred=True))
     table = [("minute", "arm", "what", "block", "seconds")]
-    first = min(map(_start, runs))
-    for run in sorted(runs, key=_start):
-        minute, seconds = (_start(run) - first) / _MINUTE, _end(run) - _start(run)
+    runs = sorted(runs, key=lambda run: run.began)
+    first = runs[0].began
+    for run in runs:
+        minute, seconds = (run.began - first) / _MINUTE, run.ended - run.began
         what = f"{run.point.label}, {run.profile.label}"
         table.append((f"{minute:.1f}", run.arm, what, str(run.block), digits(seconds)))
     yield Plot(
@@ -119,14 +120,6 @@ def _health(lags: Sequence[Row], failed: dict[str, Counter[str]], sent: int) -> 
     (reason, times), *_ = reasons.most_common(1)
     count = reasons.total()
     return f"{count:,} of {sent:,} requests failed, {times:,} of them with “{reason}”. {late}"
-
-
-def _start(run: Run) -> float:
-    return min(outcome.sent for outcome in run.outcomes)
-
-
-def _end(run: Run) -> float:
-    return max(outcome.ended for outcome in run.outcomes)
 
 
 def _drift(subject: Subject) -> list[Row]:

@@ -129,11 +129,11 @@ class Runner:
         arm = next(arm for arm in arms if self._can(arm, load))
         self._progress.start(f"finding the rates, {arm.label}, {load.label}")
         prompts = self._new_prompts(f"{self._seed}/{load.label}")
-        outcomes = (await self.run(arm, load, load.plan(prompts, self._sizes), 0)).outcomes
-        served = sum(outcome.error is None for outcome in outcomes)
+        run = await self.run(arm, load, load.plan(prompts, self._sizes), 0)
+        served = sum(outcome.error is None for outcome in run.outcomes)
         if not served:
-            raise NoSuccess(f"{arm.label} under {load.label}: {outcomes[0].error}")
-        return served / (max(o.ended for o in outcomes) - min(o.sent for o in outcomes))
+            raise NoSuccess(f"{arm.label} under {load.label}: {run.outcomes[0].error}")
+        return served / (run.ended - run.began)
 
     async def run(self, arm: Arm, load: Load, plan: Plan, block: int) -> Run:
         """One run, whatever becomes of its requests."""

@@ -139,6 +139,14 @@ class Run:
     steady_to: float  # when the first worker found nothing left to send, or the last arrival
     server: ServerView | None = None  # None: no /metrics there
 
+    @property
+    def began(self) -> float:
+        return min(outcome.sent for outcome in self.outcomes)
+
+    @property
+    def ended(self) -> float:
+        return max(outcome.ended for outcome in self.outcomes)
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
