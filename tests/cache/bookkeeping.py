@@ -1,9 +1,18 @@
-"""Operations on the cache's integers alone, for tests that have no tensors."""
+"""The cache's integers alone, for tests that have no tensors."""
 
 from collections.abc import Callable
 
 from cache.manager import CacheManager, Copy
 from cache.terms import Capability, Evict, Fork, NoRoom, Op, OpReport
+
+
+def store(cache: CacheManager, seq: str, tokens, **options) -> int | None:
+    """Reserve room for all tokens and commit them."""
+    computed = cache.reserve(seq, tokens, len(tokens), **options)
+    if computed is not None:
+        cache.commit(seq, tokens, len(tokens))
+    cache.check()
+    return computed
 
 
 class Bookkeeping:

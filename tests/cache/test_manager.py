@@ -2,17 +2,9 @@ import pytest
 
 from cache.block_pool import InvariantError
 from cache.manager import BlockCounts, CacheManager
+from tests.cache.bookkeeping import store
 
 LONG = list(range(100, 120))
-
-
-def store(cache: CacheManager, seq: str, tokens, **options) -> int | None:
-    """Reserve room for all tokens and commit them."""
-    computed = cache.reserve(seq, tokens, len(tokens), **options)
-    if computed is not None:
-        cache.commit(seq, tokens, len(tokens))
-    cache.check()
-    return computed
 
 
 def blocks(cache: CacheManager, seq: str) -> list[int]:

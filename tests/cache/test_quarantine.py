@@ -4,17 +4,10 @@ import pytest
 
 from cache.block_pool import BlockPool, InvariantError
 from cache.manager import BlockCounts, CacheManager
+from tests.cache.bookkeeping import store
 from tests.cache.events import filled, released, reused, taken
 
 TOKENS = list(range(100, 120))
-
-
-def store(cache: CacheManager, seq: str, tokens, **options) -> int | None:
-    computed = cache.reserve(seq, tokens, len(tokens), **options)
-    if computed is not None:
-        cache.commit(seq, tokens, len(tokens))
-    cache.check()
-    return computed
 
 
 # ------------------------------------------------------------------------------ events

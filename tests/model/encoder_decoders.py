@@ -13,7 +13,7 @@ from model.batch import Cross
 from model.encoder_decoder import EncoderDecoder
 from model.encodings.base import create
 from model.loading import load_decoder
-from tests.model.checkpoints import CPU, END, TOKENS, finish, tiny_tokenizer
+from tests.model.checkpoints import CPU, END, TOKENS, finish
 from tests.model.running import Running, make_batch
 
 BLOCK = 16
@@ -82,12 +82,6 @@ def scales(model):
     config = model.config
     umt5 = config.model_type == "umt5" and config.tie_word_embeddings
     return umt5 or getattr(config, "scale_decoder_outputs", False)
-
-
-def save(model, folder, **options):
-    model.save_pretrained(folder, **options)
-    tiny_tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
 
 
 def loaded(checkpoint, dtype=torch.float32, backend=SdpaAttention, context=512):

@@ -15,6 +15,7 @@ from model.kernels.modules import PanelLinear
 from model.kernels.substitutes import substitute
 from model.loading import open_checkpoint
 from tests.model import encoder_decoders as tiny
+from tests.model.checkpoints import save
 from tests.model.encoder_decoders import START, Answering, mt5, t5, t5_v11, umt5
 
 UNEVEN = {"relative_attention_num_buckets": 13, "relative_attention_max_distance": 50}
@@ -35,7 +36,7 @@ def pair(request, tmp_path_factory):
     """(the checkpoint, the model of transformers)."""
     config, own_head = MODELS[request.param]
     model = tiny.random_model(config, own_head=own_head)
-    folder = tiny.save(model, tmp_path_factory.mktemp("model"))
+    folder = save(model, tmp_path_factory.mktemp("model"))
     return open_checkpoint(folder), model
 
 
@@ -152,14 +153,14 @@ def published_umt5():
 
 def test_umt5_as_published(tmp_path):
     model = published_umt5()
-    checkpoint = open_checkpoint(tiny.save(model, tmp_path))
+    checkpoint = open_checkpoint(save(model, tmp_path))
     assert not json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"]
     check_logits(tiny.loaded(checkpoint), model)
 
 
 def test_an_unused_bias_of_old_files_is_left_unread(tmp_path):
     model = tiny.random_model(t5())
-    tiny.save(model, tmp_path)
+    save(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     tensors[name] = torch.full((32, 3), 1e3)

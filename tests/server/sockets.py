@@ -7,6 +7,12 @@ from urllib.parse import urlsplit
 from tests.server.toy import wait_for
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def connect(url: str, *, receive_buffer: int | None = None) -> socket.socket:
     parts = urlsplit(url)
     client = socket.socket()

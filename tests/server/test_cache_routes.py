@@ -168,9 +168,7 @@ def test_what_was_dropped_is_shown() -> None:
 
 
 def test_both_sides_of_an_encoder_decoder_are_shown(tmp_path) -> None:
-    folder = encoder_decoders.save(
-        encoder_decoders.random_model(encoder_decoders.t5()), tmp_path / "t5"
-    )
+    folder = save(encoder_decoders.random_model(encoder_decoders.t5()), tmp_path / "t5")
     (loaded,) = load_models(configured(str(folder), "--kv-memory", "1M"), Metrics())
     asked = make_request("x", [0], max_tokens=9)
     loaded.engine.submit(replace(asked, source=tuple(range(3, 21))))

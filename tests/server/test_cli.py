@@ -15,6 +15,7 @@ from server.config import ModelSource
 from server.errors import CommandError
 from server.serve_options import SERVE_OPTIONS
 from tests.server.fake_server import serving
+from tests.server.sockets import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,12 +60,6 @@ def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60, check=False
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_serve_hands_the_configuration_over(built, monkeypatch) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -16,6 +15,7 @@ from tests.server.sockets import (
     completion,
     connect,
     exchange,
+    free_port,
     read_all,
     read_until,
     response,
@@ -125,10 +125,11 @@ PROGRAM = """
 
 @pytest.mark.full  # test_end_to_end.py shows it of a server with a model
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_process_with_0_after_its_last_stream(number, free_port):
-    url = f"http://127.0.0.1:{free_port}"
+def test_a_signal_ends_the_process_with_0_after_its_last_stream(number):
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(free_port)],
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(port)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -154,13 +155,6 @@ def answers(url: str) -> bool:
         return response(exchange(url, get("/health/ready")))[0] == 200
     except ConnectionRefusedError:
         return False
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_an_idle_server_stops_within_a_second():

@@ -28,6 +28,7 @@ from server.runner import Runner
 from server.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model import encoder_decoders as tiny
+from tests.model.checkpoints import save
 from tests.model.encoder_decoders import CPU, START, STOP, Answering
 from tests.model.test_parity_t5 import reference_greedy
 from tests.products import combined
@@ -48,7 +49,7 @@ def models(tmp_path_factory):
     made = {}
     for name, (config, own_head) in MODELS.items():
         model = tiny.random_model(config, own_head=own_head)
-        made[name] = tiny.save(model, tmp_path_factory.mktemp(name)), model
+        made[name] = save(model, tmp_path_factory.mktemp(name)), model
     return made
 
 

@@ -18,6 +18,7 @@ from server.metrics import Metrics
 from server.models import Models
 from server.parity import check_parity
 from tests.model import checkpoints, encoder_decoders, plain
+from tests.model.checkpoints import save
 from tests.model.few_bits import round_weights
 from tests.model.running import new_cache
 from tests.model.test_planted_mistakes import Backend
@@ -69,7 +70,7 @@ def test_a_context_may_be_shorter_than_the_sequences(context):
 @pytest.mark.parametrize("backend", [SdpaAttention, ReferenceAttention], ids=lambda each: each.name)
 def test_an_encoder_decoder_that_is_right(backend, dtype, tmp_path):
     model = encoder_decoders.random_model(encoder_decoders.umt5(), own_head=True)
-    checkpoint = open_checkpoint(encoder_decoders.save(model, tmp_path))
+    checkpoint = open_checkpoint(save(model, tmp_path))
     decoder = encoder_decoders.loaded(checkpoint, dtype, backend)
     assert defect(decoder) is defect(decoder, stored=torch.int8) is None
 
@@ -131,7 +132,7 @@ def test_what_is_no_number_is_found():
 def test_an_encoded_prompt_that_moves_is_found(tmp_path, monkeypatch):
     """Once it is encoded, the decoder looks one token short of its end."""
     model = encoder_decoders.random_model(encoder_decoders.umt5(), own_head=True)
-    checkpoint = open_checkpoint(encoder_decoders.save(model, tmp_path))
+    checkpoint = open_checkpoint(save(model, tmp_path))
     decoder = encoder_decoders.loaded(checkpoint)
     right = encoder_decoder.CrossAttention.forward
 

@@ -10,6 +10,7 @@ from model.loading import open_checkpoint
 from server.pass_timer import TimedDecoder
 from server.request import PassTimes
 from tests.model import encoder_decoders
+from tests.model.checkpoints import save
 from tests.model.running import CPU, Running, make_batch, new_cache
 from tests.model.tiny import CONFIG, tiny
 
@@ -60,7 +61,7 @@ def test_work_that_attention_does_is_not_told_from_it(encoding):
 
 def test_an_encoder_and_what_looks_at_it_count_as_attention(tmp_path):
     model = encoder_decoders.random_model(encoder_decoders.t5())
-    checkpoint = open_checkpoint(encoder_decoders.save(model, tmp_path))
+    checkpoint = open_checkpoint(save(model, tmp_path))
     decoder = encoder_decoders.loaded(checkpoint)
     timed = TimedDecoder(decoder, CPU, every=1, clock=ticking())
     ids = itertools.count(1)

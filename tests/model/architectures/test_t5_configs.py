@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from model.loading import CheckpointError, open_checkpoint
 from tests.model import encoder_decoders as tiny
+from tests.model.checkpoints import save
 
 # The keys of google-t5/t5-small and of google/umt5-small, with sizes of ours.
 SMALL = {"d_model": 32, "d_kv": 7, "num_heads": 3, "d_ff": 40, "vocab_size": 260}
@@ -46,8 +47,8 @@ def weights(tmp_path_factory):
     """{model_type: a folder}, UMT5 with a head of its own."""
     sizes = {"d_model": 32, "d_kv": 7, "num_heads": 3}
     return {
-        "t5": tiny.save(tiny.random_model(tiny.t5()), tmp_path_factory.mktemp("t5")),
-        "umt5": tiny.save(
+        "t5": save(tiny.random_model(tiny.t5()), tmp_path_factory.mktemp("t5")),
+        "umt5": save(
             tiny.random_model(tiny.umt5(**sizes), own_head=True), tmp_path_factory.mktemp("umt5")
         ),
     }
