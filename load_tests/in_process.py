@@ -16,7 +16,7 @@ from model.attention.backends import all_backends
 from model.attention.base import choose_for
 from model.batch import ForwardBatch
 from model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
-from model.encodings.base import EncodingError, create
+from model.encodings.base import EncodingError, create, names
 from model.kernels.build import Kernels
 from model.kernels.substitutes import substitute, substitute_on_gpu
 from model.loading import Checkpoint, load_decoder, load_encoding
@@ -155,11 +155,13 @@ def request(name: str, prompt: list[int], max_tokens: int = 1 << 30) -> Request:
 
 def _checkpoint(shape: str, arm: str, context: int) -> Checkpoint:
     name, _, variant = arm.partition(":")
+    if variant and name not in VARIANTS:
+        if name in names():
+            raise EncodingError(f"{arm}: {name} has no forms or frames; leave out {variant!r}.")
+        name, variant = arm, ""  # package.module:Class
     checkpoint = random_checkpoint(f"{PREFIX}{shape}", name, context)
     if not variant:
         return checkpoint
-    if name not in VARIANTS:
-        raise EncodingError(f"{arm}: {name} has no forms or frames; leave out {variant!r}.")
     spec = checkpoint.config.encoding
     spec = EncodingSpec(name, {**spec.options, VARIANTS[name]: variant})
     return replace(checkpoint, config=replace(checkpoint.config, encoding=spec))

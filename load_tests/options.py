@@ -218,8 +218,11 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _encodings(text: str) -> tuple[str, ...]:
     for name in (names := _names(text)):
-        if name not in ENCODINGS:
-            raise ValueError(f"there is no encoding {name!r}; use some of {', '.join(ENCODINGS)}")
+        if name not in ENCODINGS and ":" not in name:
+            raise ValueError(
+                f"there is no encoding {name!r}; use some of {', '.join(ENCODINGS)}, or "
+                "package.module:Class"
+            )
     return names
 
 

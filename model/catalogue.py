@@ -21,6 +21,7 @@ from model.encodings.base import (
     freeze_all,
     names,
 )
+from model.hooks import check_hooks
 from model.positional_work import PositionalWork
 from model.rotation import Rotation
 from model.trial import Cost, TimedTrial, Trial
@@ -78,7 +79,7 @@ class EncodingFacts:
     options: Mapping[str, str]  # name: what it is
     limit: str
     beyond_trained: str
-    bias: str | None  # what it adds to the scores: linear, table or key
+    bias: str | None  # what it adds to the scores: linear, table, key or pair
     backends: tuple[Support, ...]
     work: Mapping[int, PositionalWork]  # by keys seen
     operations: tuple[Ability, ...]  # every operation, in each frame that its keys can have
@@ -112,6 +113,7 @@ def facts(name: str, place: Place) -> EncodingFacts:
     unbuilt = None
     try:
         encoding = example(kind, SHAPE, SHAPE.trained_context)
+        check_hooks(encoding, SHAPE, SHAPE.trained_context, torch.device("cpu"))
     except EncodingError as error:
         unbuilt = str(error)
     else:
@@ -216,7 +218,7 @@ def summary(kind: type[PositionalEncoding]) -> str:
 
 
 def bias_name(kind: type[ScoreBias]) -> str:
-    """linear, table or key."""
+    """linear, table, key or pair."""
     return kind.__name__.removesuffix("Bias").lower()
 
 

@@ -105,14 +105,13 @@ def load_encoding(checkpoint: Checkpoint, encoding: PositionalEncoding) -> None:
 
 
 def _fill(checkpoint: Checkpoint, target: Tensor, pieces: tuple[Stored, ...]) -> None:
-    row = 0
-    for piece in pieces:
+    joined = len(pieces) > 1
+    parts = torch.split(target, [piece.result[0] for piece in pieces]) if joined else (target,)
+    for piece, rows in zip(pieces, parts, strict=True):
         tensor = checkpoint.weights.read(piece.name)
         if piece.order is not None:
             tensor = piece.order.undo(tensor)
-        rows = target[row : row + len(tensor)]
         rows.copy_(tensor)
-        row += len(tensor)
         # After the copy: a weight may also become infinite by conversion to float16.
         if not all(bound.isfinite() for bound in rows.aminmax()):
             raise CheckpointError(
@@ -133,6 +132,8 @@ def _check_copies(checkpoint: Checkpoint) -> None:
 
 def _joined_shape(pieces: tuple[Stored, ...]) -> tuple[int, ...]:
     shapes = [piece.result for piece in pieces]
+    if len(shapes) == 1:
+        return shapes[0]  # of any number of dimensions
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 

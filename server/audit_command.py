@@ -8,7 +8,7 @@ import json
 import random
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 
 from model import audit_arms
-from model.audit import Arm, AuditStep, audit, entries
+from model.audit import Arm, Audit, AuditStep, audit, entries
 from model.audit_page import to_html
 from model.audit_report import COLUMNS, HEADLINE, Report, as_json, cells
 from model.config import EncoderDecoderConfig
 from model.encodings.base import EncodingError
+from model.hooks import where
 from model.loading import CheckpointError, open_checkpoint
 from model.tokenizers.base import InvalidText
 from model.transformer import Decoder
@@ -79,8 +80,19 @@ def _audited(flags: argparse.Namespace) -> Report:
         bar_if_long(f"auditing {subject.name}", len(arms) * (steps + 1), "step") as bar,
         threads(1 if flags.model == TINY else torch.get_num_threads()),
     ):
-        audits = tuple(audit(arm, subject.prompt, steps, bar.update) for arm in arms)
+        audits = tuple(_audit(arm, subject.prompt, steps, bar.update) for arm in arms)
     return Report(subject.name, subject.note, subject.decoder.config, audits)
+
+
+def _audit(arm: Arm, prompt: Sequence[int], steps: int, tell: Callable[[], object]) -> Audit:
+    try:
+        return audit(arm, prompt, steps, tell)
+    except Exception as error:
+        if arm.name in (*audit_arms.ALL, *audit_arms.VARIANTS):
+            raise
+        raise EncodingError(
+            f"{arm.name} fails ({where(error)}); docs/encodings.md says what a class must keep to."
+        ) from error
 
 
 @contextmanager

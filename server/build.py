@@ -230,14 +230,6 @@ def _meter(model: Prepared, context: int, block_size: int) -> PositionMeter:
     def cost(context: int) -> PositionalWork:
         return decoder.encoding.work(shape, context, block_size)
 
-    for seen in (1, context):
-        try:
-            cost(seen)
-        except Exception as error:  # of code that need not be ours; later it would end the engine
-            raise CommandError(
-                f"{model.name}: work() of the encoding {shape.encoding.name} fails for {seen} "
-                f"tokens ({type(error).__name__}: {error}); mend it, or leave it out."
-            ) from error
     source_cost = no_cost
     if isinstance(decoder, EncoderDecoder) and isinstance(shape, EncoderDecoderConfig):
         encoder, encoding = shape.encoder, decoder.encoder.encoding

@@ -17,6 +17,7 @@ from model.catalogue import Place
 from model.config import EncoderDecoderConfig, EncodingSpec
 from model.encoder_decoder import EncoderDecoder
 from model.encodings.base import PositionalEncoding, create, find
+from model.hooks import check_hooks
 from model.kernels.build import SUFFIXES, Kernels, NoKernels
 from model.kernels.build import load as load_kernels
 from model.kernels.substitutes import substitute, substitute_on_gpu
@@ -89,6 +90,8 @@ def prepare(
         _refuse_without_int4(kernels, dtype)
     decoder = _assembled(checkpoint, encoding, backend, context, dtype, device)
     _load(checkpoint, source.name, decoder)
+    if not isinstance(shape, EncoderDecoderConfig):  # those have encodings of this project alone
+        check_hooks(encoding, shape, context, device)
     if loading.quantize == "int8":
         quantize(decoder)
     if loading.quantize == "int4":

@@ -10,6 +10,7 @@ from model.encodings.base import (
     KeyBias,
     LinearBias,
     MaterialisedBias,
+    PairBias,
     PositionalEncoding,
     TableBias,
 )
@@ -37,13 +38,15 @@ def step_biases(
     for layer in range(layers):
         own = encoding.for_layer(layer)
         if own is not built_for:
-            bias = own.score_bias()
-            if isinstance(bias, MaterialisedBias):
-                bias = _dense(bias, batch, block_size)
+            added = own.score_bias()
+            if isinstance(added, MaterialisedBias | PairBias):
+                bias = _dense(added, batch, block_size)
+            else:
+                bias = added
             built_for = own
         yield bias
 
 
-def _dense(bias: MaterialisedBias, batch: ForwardBatch, block_size: int) -> DenseBias:
+def _dense(bias: MaterialisedBias | PairBias, batch: ForwardBatch, block_size: int) -> DenseBias:
     keys = batch.key_positions(block_size)[batch.row_requests()]
-    return DenseBias(bias.at(batch.positions[:, None] - keys))
+    return DenseBias(bias.between(batch.positions[:, None], keys).squeeze(2))

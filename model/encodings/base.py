@@ -8,7 +8,7 @@ import importlib
 import inspect
 import math
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -79,7 +79,24 @@ class KeyBias:
         return bias.expand(*bias.shape[:-2], queries.shape[-1], -1)
 
 
-ScoreBias = LinearBias | TableBias | KeyBias
+@dataclass(frozen=True, slots=True)
+class PairBias:
+    """Adds of(query positions, key positions) to the score: any function of both.
+
+    Computed for all rows and keys of a step before its layer reads it, so it costs most. Keys
+    after a query, and slots that hold none, are asked for as well: what is given there must be
+    a number, and is not used.
+    """
+
+    of: Callable[[Tensor, Tensor], Tensor]  # [..., Q] and [..., K] → [heads, ..., Q, K] float32
+
+    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Positions [..., Q] and [..., K] → bias [heads, ..., Q, K]."""
+        return self.of(queries, keys)
+
+
+BIASES = (LinearBias, TableBias, MaterialisedBias, KeyBias, PairBias)
+ScoreBias = LinearBias | TableBias | KeyBias | PairBias
 
 
 class PositionalEncoding(nn.Module):

@@ -12,6 +12,7 @@ import torch
 from model.catalogue import example, hooks, summary
 from model.config import EncodingSpec, ModelConfig
 from model.encodings.base import EncodingError, PositionalEncoding, find
+from model.hooks import check_hooks
 from model.loading import Checkpoint, load_encoding
 
 # drawn: made up, because no checkpoint was named.
@@ -70,6 +71,7 @@ def from_name(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Sub
     """
     kind = find(name)
     whole = example(kind, config, config.trained_context, options)
+    check_hooks(whole, config, config.trained_context, torch.device("cpu"))
     drawn = any(True for _ in whole.parameters())
     return _subject(
         name,
@@ -93,6 +95,7 @@ def from_checkpoint(checkpoint: Checkpoint, context: int | None, layer: int) -> 
     served = context or config.trained_context
     whole = kind.create(options, config, served, torch.device("cpu"))
     load_encoding(checkpoint, whole)
+    check_hooks(whole, config, served, torch.device("cpu"))
     trained = any(True for _ in whole.parameters())
     return _subject(
         f"{config.encoding.name} in {checkpoint.path.name}",

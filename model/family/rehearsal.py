@@ -1,8 +1,5 @@
 """Whether an encoding can be trained and measured: known in a second, before hours of training."""
 
-import traceback
-from pathlib import Path
-
 import torch
 
 from model.config import ModelConfig
@@ -11,8 +8,9 @@ from model.family.dense import refreeze
 from model.family.errors import FamilyError
 from model.family.losses import token_losses
 from model.family.recipe import ENCODINGS, model_name, new_decoder, shape
+from model.hooks import check_hooks, where
 
-TOKENS, BLOCK_SIZE = 32, 16
+TOKENS = 32
 
 
 def rehearse(encoding: str, context: int) -> None:
@@ -35,11 +33,9 @@ def rehearse(encoding: str, context: int) -> None:
     except EncodingError as error:
         raise FamilyError(str(error)) from error
     except Exception as error:  # its own code may raise anything
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise FamilyError(
-            f"{encoding} cannot be trained ({Path(frame.filename).name}, line {frame.lineno}: "
-            f"{reason}); docs/encodings.md says what a class must keep to"
+            f"{encoding} cannot be trained ({where(error)}); docs/encodings.md says what a class "
+            "must keep to"
         ) from error
     still = [name for name, each in decoder.named_parameters() if each.grad is None]
     if still:
@@ -51,15 +47,13 @@ def rehearse(encoding: str, context: int) -> None:
 
 @torch.no_grad()
 def _at_length(config: ModelConfig, context: int) -> None:
-    """What an evaluation asks of the encoding at the last positions that it has."""
-    encoding = create(config.encoding, config, context, torch.device("cpu"))
+    """What an evaluation asks of the encoding, up to the last positions that it has."""
+    cpu = torch.device("cpu")
+    encoding = create(config.encoding, config, context, cpu)
     encoding.first_values(torch.Generator().manual_seed(0))
     freeze_all(encoding)
-    reach = min(context, encoding.max_positions or context)
-    positions = torch.arange(reach - TOKENS, reach)
-    encoding.embed(torch.zeros(TOKENS, config.width), positions)
-    heads = torch.zeros(TOKENS, config.heads, config.head_dim)
-    encoding.rotate(heads, heads.clone(), positions, positions % BLOCK_SIZE)
+    check_hooks(encoding, config, context, cpu)
     bias = encoding.score_bias()
     if bias is not None:
-        bias.between(positions, torch.arange(reach))
+        reach = min(context, encoding.max_positions or context)
+        bias.between(torch.arange(reach - TOKENS, reach), torch.arange(reach))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cache.kv import KVCache
 from model.batch import ForwardBatch
-from model.encodings.base import MaterialisedBias, PositionalEncoding
+from model.encodings.base import MaterialisedBias, PairBias, PositionalEncoding
 from model.encodings.learned import Learned
 from model.encodings.sinusoidal import Sinusoidal
 from model.kernels.build import EndsArguments, Kernels, StepArguments
@@ -123,7 +123,7 @@ def _one_bias(decoder: Decoder) -> bool:
     biases = [encoding.score_bias() for encoding in own]
     if all(bias is None for bias in biases):
         return True
-    return len(set(map(id, own))) == 1 and not isinstance(biases[0], MaterialisedBias)
+    return len(set(map(id, own))) == 1 and not isinstance(biases[0], MaterialisedBias | PairBias)
 
 
 _NAMES = [field.name for field in fields(ForwardBatch) if field.type is Tensor]

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from model.attention.triton import TritonAttention
+from model.encodings.base import PositionalEncoding
 from model.encodings.rope import RoPE
 from model.kernels.build import SUFFIXES, Kernels
 from model.kernels.layers import KernelLayers, parts_of
@@ -84,9 +85,11 @@ def _replace(model: nn.Module, faster: Callable[[nn.Module], nn.Module | None]) 
 
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """But for what an encoding holds: it may ask more of its parts than a substitute does."""
     return [
         (parent, name, child)
         for parent in model.modules()
+        if not isinstance(parent, PositionalEncoding)
         for name, child in parent.named_children()
     ]
 

@@ -283,6 +283,23 @@ class Waves(NoPosition):
         return found
 
 
+class DistanceOverPosition(NoPosition):
+    """An MLP of log(1 + distance) / log(1 + position), the position no smaller than a threshold.
+
+    Arxiv 2310.04418, equations 4 and 6.
+    """
+
+    def bias(self, layer, positions):
+        inner, outer = (torch.tensor(self.options[of], dtype=WIDE) for of in ("inner", "outer"))
+        count = len(positions)
+        found = torch.zeros(self.config.heads, count, count, dtype=WIDE)
+        for i, query in enumerate(positions.tolist()):
+            for j, key in enumerate(positions.tolist()[: i + 1]):
+                near = math.log1p(query - key) / math.log1p(max(query, self.options["threshold"]))
+                found[:, i, j] = ((near * inner + 0.1).clamp(min=0) * outer).sum(dim=1)
+        return found.float().to(WIDE)
+
+
 RULES = {
     "nope": NoPosition,
     "alibi": Slopes,
@@ -291,4 +308,5 @@ RULES = {
     "rope": Rotary,
     "tests.model.tiny:WideRoPE": WideRotary,
     "t5": BucketBias,
+    "tests.model.tiny:Fire": DistanceOverPosition,
 }

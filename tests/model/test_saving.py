@@ -74,11 +74,12 @@ FIELDS = {  # ModelConfig's: another value, with what it needs to have an effect
 
 
 class Curve(PositionalEncoding):
-    """From outside the package, with a weight of its own."""
+    """From outside the package, with weights of its own, one of them a number."""
 
     def __init__(self, heads, steps, device):
         super().__init__()
         self.height = nn.Parameter(torch.empty(heads, device=device), requires_grad=False)
+        self.lift = nn.Parameter(torch.empty((), device=device), requires_grad=False)
         self.steps = steps
         self.table = torch.empty(heads, steps, device=device)
 
@@ -87,7 +88,7 @@ class Curve(PositionalEncoding):
         return cls(config.heads, options["steps"], device)
 
     def freeze(self):
-        self.table.copy_(self.height[:, None] * torch.arange(self.steps).sqrt())
+        self.table.copy_(self.lift + self.height[:, None] * torch.arange(self.steps).sqrt())
 
     def score_bias(self):
         return TableBias(self.table)
@@ -107,7 +108,7 @@ WEIGHTS = {  # of the encodings that have some
     "t5-per-layer": [f"encoding.layers.{layer}.weight" for layer in range(3)],
     "learned": ["encoding.table"],
     "learned-offset": ["encoding.table"],
-    "outside": ["encoding.height"],
+    "outside": ["encoding.height", "encoding.lift"],
 }
 
 

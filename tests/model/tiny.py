@@ -9,7 +9,7 @@ import torch
 from model.attention.base import AttentionBackend
 from model.attention.reference import ReferenceAttention
 from model.config import EncodingSpec, ModelConfig
-from model.encodings.base import LinearBias, PositionalEncoding, TableBias, create
+from model.encodings.base import LinearBias, PairBias, PositionalEncoding, TableBias, create
 from model.encodings.rope import RoPE
 from model.transformer import Decoder
 
@@ -61,6 +61,29 @@ class Table(PositionalEncoding):
         return TableBias(self.table, zero=3)
 
 
+class Fire(PositionalEncoding):
+    """A score bias of distance and position, as FIRE has it (arXiv 2310.04418): no table."""
+
+    @classmethod
+    def create(cls, options, config, context, device):
+        made, wide = cls(), {"dtype": torch.float64, "device": device}
+        made.inner, made.outer = (torch.tensor(options[of], **wide) for of in ("inner", "outer"))
+        made.threshold = options["threshold"]
+        return made
+
+    def score_bias(self):
+        return PairBias(self.between)
+
+    def between(self, queries, keys):
+        """Rounded once, whatever comes together."""
+        queries, keys = queries[..., :, None].double(), keys[..., None, :].double()
+        near = torch.log1p((queries - keys).clamp(min=0)) / torch.log1p(
+            queries.clamp(min=self.threshold)
+        )
+        units = torch.relu(near[..., None] * self.inner.view(-1, *[1] * near.dim(), 5) + 0.1)
+        return torch.einsum("h...n,hn->h...", units, self.outer).float()
+
+
 class WideRoPE(RoPE):
     """With exact angles and tables, so that what turns twice is where it would be by one turn."""
 
@@ -70,6 +93,12 @@ class WideRoPE(RoPE):
 
 
 WIDE_ROPE = f"{__name__}:WideRoPE"
+# Of each head, five units inside its function.
+FIRE = {
+    "threshold": 20,
+    "inner": [[0.3 * unit - 0.2 * head for unit in range(5)] for head in range(CONFIG.heads)],
+    "outer": [[(unit - 2) * 0.4 + 0.1 * head for unit in range(5)] for head in range(CONFIG.heads)],
+}
 ENCODINGS = {
     "nope": EncodingSpec("nope", {}),
     "rope": EncodingSpec("rope", ROPE),
@@ -103,6 +132,7 @@ ENCODINGS = {
         "sinusoidal", {"layout": "split", "slowest": "last", "offset": 2}
     ),
     "table": EncodingSpec(f"{__name__}:Table", {}),
+    "fire": EncodingSpec(f"{__name__}:Fire", FIRE),
 }
 ABSOLUTE = {"learned", "sinusoidal", "sinusoidal-split"}  # a constant added to positions matters
 # What models of these encodings have besides.

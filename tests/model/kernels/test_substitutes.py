@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from cache.rounding import restored, rounded
 from model.attention.cpu import CpuBackend
+from model.config import EncodingSpec
+from model.encodings.base import PositionalEncoding
 from model.encodings.rope import RoPE
 from model.kernels.modules import (
     GatedPanelLinear,
@@ -20,7 +22,7 @@ from model.linear import Int4Linear, Int8Linear, Linear
 from model.transformer import ACTIVATIONS, Activate, Gate, LayerNorm, RMSNorm
 from tests.model.few_bits import BITS, in_bits
 from tests.model.running import run_uncached
-from tests.model.tiny import CPU, tiny
+from tests.model.tiny import CPU, ENCODINGS, tiny
 
 
 def made(inputs, outputs, bias, dtype):
@@ -251,6 +253,36 @@ def test_substituted_decoder_equals_its_original(kernels):
         before = run_uncached(decoder, tokens)
         substitute(decoder, kernels, torch.float32)
         assert (run_uncached(decoder, tokens) - before).abs().max() < 1e-4
+
+
+class TwoHalves(PositionalEncoding):
+    """Each half of a head turns by itself: what RoPE gets are parts of vectors."""
+
+    @classmethod
+    def create(cls, options, config, context, device):
+        made, width = cls(), config.head_dim // 2
+        made.first, made.second = (
+            RoPE(base=base, width=width, layout="half", context=context, device=device)
+            for base in (10.0, 100.0)
+        )
+        return made
+
+    def rotate(self, q, k, positions, offsets):
+        halves = zip(q.chunk(2, dim=-1), k.chunk(2, dim=-1), strict=True)
+        turned = [
+            rope.rotate(*half, positions, offsets)
+            for rope, half in zip((self.first, self.second), halves, strict=True)
+        ]
+        return tuple(torch.cat(parts, dim=-1) for parts in zip(*turned, strict=True))
+
+
+def test_what_an_encoding_holds_is_left_to_it(kernels, monkeypatch):
+    monkeypatch.setitem(ENCODINGS, "halves", EncodingSpec(f"{__name__}:TwoHalves", {}))
+    decoder, tokens = tiny("halves", CpuBackend(kernels), torch.float32), list(range(40))
+    before = run_uncached(decoder, tokens)
+    substitute(decoder, kernels, torch.float32)
+    assert type(decoder.encoding.first) is RoPE
+    assert (run_uncached(decoder, tokens) - before).abs().max() < 1e-4
 
 
 def close(result, exact):

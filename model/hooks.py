@@ -1,0 +1,234 @@
+"""What an encoding's hooks give, looked at once before kernels and a cache rely on it.
+
+A class may come from anywhere. What it does wrong ends a start with one sentence; kernels, which
+read memory by address, would answer with wrong numbers.
+"""
+
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from cache.terms import Capability, Op
+from model.config import ModelConfig
+from model.encodings.base import (
+    BIASES,
+    EncodingError,
+    KeyBias,
+    LinearBias,
+    PairBias,
+    PositionalEncoding,
+    ScoreBias,
+)
+from model.positional_work import PositionalWork
+from model.rotation import Rotation
+
+ROWS = 3  # that are asked for at either end of the context
+BLOCK_SIZE = 16  # tokens, and by how many positions keys are moved
+EXACT = 1e-3  # of the largest coordinate: what float32 rounds by, many times over
+
+Given = TypeVar("Given")
+
+
+def check_hooks(
+    encoding: PositionalEncoding, config: ModelConfig, context: int, device: torch.device
+) -> None:
+    """Call each hook of a frozen encoding as a server of `context` tokens would.
+
+    Raises EncodingError for one that raises, gives another kind or size than it must, or says of
+    stored keys what is not so.
+    """
+    with torch.inference_mode():
+        for own in dict.fromkeys(encoding.for_layer(layer) for layer in range(config.layers)):
+            _Hooks(own, config, context, device).check_layer()
+        _Hooks(encoding, config, context, device).check_whole()
+
+
+def where(error: Exception) -> str:
+    """The file and line that raised it, and what it says, in one line."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return f"{Path(frame.filename).name}, line {frame.lineno}: {reason}"
+
+
+class _Hooks:
+    def __init__(
+        self, encoding: PositionalEncoding, config: ModelConfig, context: int, device: torch.device
+    ) -> None:
+        self._encoding, self._config, self._device = encoding, config, device
+        self._context = min(context, encoding.max_positions or context)
+        ends = {*range(self._context)[:ROWS], *range(self._context)[-ROWS:]}
+        self._positions = torch.tensor(sorted(ends), device=device)
+        drawn, rows = torch.Generator().manual_seed(0), len(ends)
+        self._x, self._q, self._k = (
+            torch.randn(rows, *size, generator=drawn).to(device)
+            for size in (
+                (config.width,),
+                (config.heads, config.head_dim),
+                (config.kv_heads, config.head_dim),
+            )
+        )
+
+    def check_layer(self) -> None:
+        self._check_rows("rotate", lambda rows: torch.cat(self._rotated(rows), dim=1))
+        self._check_bias()
+        self._check_rotation()
+        for op in Op:
+            self._capability(op)
+        if self._movable(Capability.FREE, Capability.REWRITE):
+            self._check_move()
+
+    def check_whole(self) -> None:
+        """What a model asks once."""
+        self._check_rows("embed", self._embedded)
+        first = slice(0, ROWS)
+        if self._movable(Capability.FREE) and not _alike(
+            self._embedded(first), self._embedded(first, BLOCK_SIZE)
+        ):
+            raise self._error(
+                "embed puts positions into keys and values, which then cannot be moved: set "
+                "WHY_FIXED to a sentence that says so"
+            )
+        for context in (1, self._context):
+            self._ask("work", PositionalWork, self._config, context, BLOCK_SIZE)
+
+    def _check_rows(self, hook: str, call: Callable[[slice], Tensor]) -> None:
+        """Tokens come in chunks, beside those of others: each row is to be its own position's."""
+        whole = call(slice(None))
+        if not whole.isfinite().all():
+            raise self._error(f"{hook} gives numbers that are not finite")
+        for rows in (slice(0, ROWS), slice(-ROWS, None)):
+            if not _alike(call(rows), whole[rows]):
+                raise self._error(
+                    f"{hook} gives a token something else when other tokens come with it; it must "
+                    "follow from the token's position alone"
+                )
+
+    def _check_bias(self) -> None:
+        bias = self._ask("score_bias", object)
+        if bias is None:
+            return
+        if not isinstance(bias, BIASES) or type(bias) not in BIASES:  # one derived is another one
+            known = ", ".join(kind.__name__ for kind in BIASES)
+            raise self._error(
+                f"score_bias gives {type(bias).__name__}; it must be None or one of {known}"
+            )
+        heads = self._config.heads
+        values = self._values(bias)
+        if len(values) not in (1, heads):
+            raise self._error(f"score_bias is of {len(values)} heads and must be of {heads}, or 1")
+        if isinstance(bias, KeyBias) and bias.table.shape[1] < self._context:
+            raise self._error(
+                f"score_bias is of {bias.table.shape[1]} positions of keys and the context "
+                f"{self._context}; set max_positions, or make more"
+            )
+        if values.isnan().any():
+            raise self._error("score_bias holds NaN")
+
+    def _check_rotation(self) -> None:
+        rotation = self._ask("rotation", object)
+        if rotation is None:
+            return
+        rotation = self._need_kind("rotation", rotation, Rotation)
+        positions, pairs = rotation.cos.shape
+        if rotation.sin.shape != rotation.cos.shape or 2 * pairs > self._config.head_dim:
+            raise self._error(
+                f"rotation has tables {list(rotation.cos.shape)} and {list(rotation.sin.shape)}; "
+                f"both must be [positions, pairs], of heads of {self._config.head_dim} coordinates"
+            )
+        if positions < self._context:
+            raise self._error(
+                f"rotation has {positions} positions for a context of {self._context}; set "
+                "max_positions, or make more"
+            )
+
+    def _check_move(self) -> None:
+        """Keys of some positions against those of other ones, by what an operation does."""
+        first = slice(0, ROWS)
+        _, keys = self._rotated(first)
+        _, moved = self._rotated(first, BLOCK_SIZE)
+        if self._capability(Op.EVICT_RENUMBER) is Capability.REWRITE:
+            keys = self._ask("shift", Tensor, keys, BLOCK_SIZE)
+        if keys.shape != moved.shape or not _alike(keys, moved):
+            raise self._error(
+                "keys that are moved would not be those that rotate makes there: override "
+                "capability and shift, or set WHY_FIXED to a sentence that says why they stay"
+            )
+
+    def _movable(self, *how: Capability) -> bool:
+        """Whether a move is one of these, and there is room to try it."""
+        room = self._context >= BLOCK_SIZE + ROWS
+        return room and self._capability(Op.EVICT_RENUMBER) in how
+
+    def _capability(self, op: Op) -> Capability:
+        found = self._ask("capability", Capability, op, torch.float32)
+        if found is Capability.IMPOSSIBLE and not self._encoding.WHY_FIXED:
+            raise self._error(f"{op.value} is impossible without a reason; say it in WHY_FIXED")
+        return found
+
+    def _rotated(self, rows: slice, later: int = 0) -> tuple[Tensor, Tensor]:
+        """Queries and keys of these rows, so many positions later than they are."""
+        positions = self._positions[rows] + later
+        given = (self._q[rows], self._k[rows])
+        copies = [each.clone() for each in given]
+        found = self._ask("rotate", tuple, *copies, positions, positions % BLOCK_SIZE)
+        if _sizes(found) != _sizes(given):
+            raise self._error(f"rotate gives {_sizes(found)} for {_sizes(given)}")
+        return found
+
+    def _embedded(self, rows: slice, later: int = 0) -> Tensor:
+        x = self._x[rows]
+        found = self._ask("embed", Tensor, x.clone(), self._positions[rows] + later)
+        if found.shape != x.shape:
+            raise self._error(f"embed gives {list(found.shape)} for {list(x.shape)}")
+        return found
+
+    def _values(self, bias: ScoreBias) -> Tensor:
+        """[heads, ...]: all of a table, or some of what is no table."""
+        if isinstance(bias, LinearBias):
+            return bias.slopes
+        if not isinstance(bias, PairBias):
+            return bias.table
+        rows = len(self._positions)
+        values = self._answer("score_bias", bias.between, self._positions, self._positions)
+        values = self._need_kind("score_bias", values, Tensor)
+        if values.shape[1:] != (rows, rows):
+            raise self._error(
+                f"score_bias gives {list(values.shape)} for {rows} queries and as many keys"
+            )
+        return values
+
+    def _ask(self, hook: str, kind: type[Given], *arguments: object) -> Given:
+        found = self._answer(hook, getattr(self._encoding, hook), *arguments)
+        return self._need_kind(hook, found, kind)
+
+    def _answer(self, hook: str, call: Callable[..., object], *arguments: object) -> object:
+        try:
+            return call(*arguments)
+        except Exception as error:  # its own code may raise anything
+            raise self._error(f"{hook} fails ({where(error)})") from error
+
+    def _need_kind(self, hook: str, found: object, kind: type[Given]) -> Given:
+        if not isinstance(found, kind):
+            raise self._error(f"{hook} gives {type(found).__name__}, not {kind.__name__}")
+        return found
+
+    def _error(self, what: str) -> EncodingError:
+        name = type(self._encoding).__name__
+        return EncodingError(f"{name}: {what}. docs/encodings.md says what a class must keep to.")
+
+
+def _sizes(tensors: Iterable[object]) -> str:
+    """float32 [3, 4, 8] and float32 [3, 2, 8]."""
+    said = (
+        f"{each.dtype} {list(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
+        for each in tensors
+    )
+    return " and ".join(said).replace("torch.", "")
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return bool(((a - b).abs() <= EXACT * b.abs().max()).all())

@@ -1,0 +1,157 @@
+"""What a class of one's own does wrong is one sentence, before a kernel reads its memory."""
+
+import pytest
+import torch
+
+from cache.terms import Capability, KeyFrame
+from model.encodings.base import (
+    EncodingError,
+    KeyBias,
+    LinearBias,
+    PairBias,
+    PositionalEncoding,
+    TableBias,
+)
+from model.encodings.rope import RoPE
+from model.hooks import check_hooks
+from model.rotation import Rotation
+from tests.model.tiny import CONFIG, CONTEXT, CPU, ENCODINGS, tiny
+
+
+def said(encoding, context=CONTEXT):
+    with pytest.raises(EncodingError) as refused:
+        check_hooks(encoding, CONFIG, context, CPU)
+    text = str(refused.value)
+    assert text.startswith(f"{type(encoding).__name__}: ")
+    assert text.endswith(". docs/encodings.md says what a class must keep to.")
+    return text
+
+
+@pytest.mark.parametrize("context", [1, 5, 40, CONTEXT])
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_what_is_right_passes(name, context):
+    encoding = tiny(name).encoding
+    if encoding.max_positions is None or context <= encoding.max_positions:
+        check_hooks(encoding, CONFIG, context, CPU)
+
+
+def with_hooks(**hooks):
+    return type("Own", (PositionalEncoding,), hooks)()
+
+
+def rotates(act):
+    return with_hooks(rotate=lambda self, q, k, positions, offsets: act(q, k, positions))
+
+
+@pytest.mark.parametrize(
+    ("act", "why"),
+    [
+        (lambda q, k, at: (q[..., :4], k), r"rotate gives float32 \[6, 6, 4\] and float32 \["),
+        (lambda q, k, at: (q[:, :1], k), "rotate gives float32 "),
+        (lambda q, k, at: (q, k.double()), r"and float64 \[6, 2, 8\] for "),
+        (lambda q, k, at: (q, None), "and NoneType for "),
+        (lambda q, k, at: q, "rotate gives Tensor, not tuple"),
+        (lambda q, k, at: (q, k / 0), "rotate gives numbers that are not finite"),
+        (lambda q, k, at: (q, k[at]), "rotate fails .test_hooks.py, line .*: IndexError: "),
+        (lambda q, k, at: (q, k * at.max()), "when other tokens come with it"),
+        (lambda q, k, at: (q * torch.arange(1, len(q) + 1)[:, None, None], k), "other tokens come"),
+        (lambda q, k, at: (q, k * (1 + at)[:, None, None]), "override capability and shift"),
+    ],
+)
+def test_rotate(act, why):
+    with pytest.raises(EncodingError, match=why):
+        check_hooks(rotates(act), CONFIG, CONTEXT, CPU)
+
+
+def test_keys_that_move_are_those_that_rotate_makes():
+    """RoPE's own shift, another one, and none at all."""
+
+    class Backwards(RoPE):
+        def shift(self, keys, delta):
+            return super().shift(keys, -delta)
+
+    class Forgetful(RoPE):
+        def capability(self, op, dtype):
+            return Capability.FREE
+
+    class Honest(Forgetful):
+        WHY_FIXED = "nobody has thought about it"
+
+        def capability(self, op, dtype):
+            return PositionalEncoding.capability(self, op, dtype)
+
+    options = ENCODINGS["rope"].options
+    check_hooks(Honest.create(options, CONFIG, CONTEXT, CPU), CONFIG, CONTEXT, CPU)
+    for kind in (Backwards, Forgetful):
+        assert "keys that are moved" in said(kind.create(options, CONFIG, CONTEXT, CPU))
+
+
+@pytest.mark.parametrize(
+    ("act", "why"),
+    [
+        (lambda x, at: x[:1], r"embed gives \[1, 24\] for \[6, 24\]"),
+        (lambda x, at: x[:, :5], r"embed gives \[6, 5\] for "),
+        (lambda x, at: x + len(x), "embed gives a token something else when"),
+        (lambda x, at: x + at[:, None], "set WHY_FIXED"),
+        (lambda x, at: None, "embed gives NoneType, not Tensor"),
+    ],
+)
+def test_embed(act, why):
+    own = with_hooks(embed=lambda self, x, positions: act(x, positions))
+    with pytest.raises(EncodingError, match=why):
+        check_hooks(own, CONFIG, CONTEXT, CPU)
+
+
+class Steeper(TableBias):
+    def between(self, queries, keys):
+        return 2 * super().between(queries, keys)
+
+
+HEADS = CONFIG.heads
+
+
+@pytest.mark.parametrize(
+    ("bias", "why"),
+    [
+        (torch.zeros(HEADS, CONTEXT), "score_bias gives Tensor; it must be None or one of Linear"),
+        (Steeper(torch.zeros(HEADS, 8)), "score_bias gives Steeper; "),
+        (TableBias(torch.zeros(3, 8)), "score_bias is of 3 heads and must be of 6, or 1"),
+        (LinearBias(torch.zeros(2)), "score_bias is of 2 heads"),
+        (TableBias(torch.full((1, 8), torch.nan)), "score_bias holds NaN"),
+        (KeyBias(torch.zeros(HEADS, 8)), f"of 8 positions of keys and the context {CONTEXT}"),
+        (PairBias(lambda q, k: torch.zeros(HEADS, 2, 2)), r"gives \[6, 2, 2\] for 6 queries"),
+        (PairBias(lambda q, k: 1 / 0), "score_bias fails .test_hooks.py, line .*: ZeroDivision"),
+        (PairBias(lambda q, k: None), "score_bias gives NoneType, not Tensor"),
+    ],
+)
+def test_score_bias(bias, why):
+    own = with_hooks(score_bias=lambda self: bias)
+    with pytest.raises(EncodingError, match=why):
+        check_hooks(own, CONFIG, CONTEXT, CPU)
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [((CONTEXT, 5), "of heads of 8 coordinates"), ((9, 4), f"has 9 positions for .* {CONTEXT}")],
+)
+def test_rotation(shape, why):
+    turning = Rotation(torch.ones(shape), torch.zeros(shape), "half", KeyFrame.RAW)
+    own = with_hooks(rotation=lambda self: turning)
+    with pytest.raises(EncodingError, match=why):
+        check_hooks(own, CONFIG, CONTEXT, CPU)
+
+
+def test_work_and_capability():
+    def impossible(self, op, dtype):
+        return Capability.IMPOSSIBLE
+
+    assert "work gives int, not" in said(with_hooks(work=lambda self, *given: 3))
+    assert "append is impossible without a reason" in said(with_hooks(capability=impossible))
+    assert "capability gives str" in said(with_hooks(capability=lambda self, *given: "free"))
+
+
+def test_layers_of_their_own_are_looked_at():
+    wrong = rotates(lambda q, k, at: (q, k[:1]))
+    own = with_hooks(for_layer=lambda self, layer: wrong if layer == 2 else self)
+    with pytest.raises(EncodingError, match="rotate gives"):
+        check_hooks(own, CONFIG, CONTEXT, CPU)
