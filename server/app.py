@@ -156,4 +156,4 @@ def _body_limit(models: Models, options: HttpOptions) -> int:
     if options.max_body_bytes is not None:
         return options.max_body_bytes
     longest = max(served.max_context for served in models)
-    return min(1 << 20, (64 << 10) + 16 * longest)
+    return min(4 << 20, (64 << 10) + 256 * longest)

@@ -34,7 +34,8 @@ class Choice:
     """One completion as it grows.
 
     `cut` says that the choice ended here, at a stop string, and the engine must still be told.
-    `tokens` counts what was generated, the token that ended the choice included.
+    `tokens` counts what was generated, the token that ended the choice included. With
+    `prompt_alone` the request's one token, by which the prompt gets computed, is not told.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Choice:
         include_stop: bool = False,
         stop_token_ids: frozenset[int] = frozenset(),
         echo: str = "",
+        prompt_alone: bool = False,
     ) -> None:
         self.index = index
         self.request = request
@@ -60,6 +62,7 @@ class Choice:
         alone = bool(request.source)
         self._detokenizer = Detokenizer(tokenizer, stop, include_stop=include_stop, first=alone)
         self._stop_token_ids = stop_token_ids
+        self._prompt_alone = prompt_alone
         self._scores = request.params.logprobs is not None
         self._echo, self._echoed_characters = echo, len(echo)
         # Of the scored tokens spelled so far:
@@ -108,6 +111,9 @@ class Choice:
             piece.scored += zip(self.prompt, event.prompt_logprobs, strict=True)
 
     def _add(self, piece: Piece, event: TokenEvent) -> None:
+        if self._prompt_alone:
+            self.finished, piece.finish = True, "length"
+            return
         if event.token is not None:
             self.tokens += 1
             if self._scores:

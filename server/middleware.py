@@ -239,7 +239,9 @@ class BodyLimit:
         return await self._app(scope, counted, send)
 
     def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"the body is larger than {self._limit} bytes; send less at once")
+        return BodyTooLarge(
+            f"the body is larger than {self._limit} bytes (--max-body); send less at once"
+        )
 
 
 def _check_media(scope: Scope) -> None:

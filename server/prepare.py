@@ -46,6 +46,7 @@ async def completion_prompts(body: CompletionBody, served: Served) -> list[Promp
         )
     prompts = []
     for source in body.prompts:
+        await asyncio.sleep(0)  # others' turn: there may be a thousand
         if isinstance(source, str):
             tokens = await encode(source, served, bos=body.add_special_tokens)
             text: str | None = source
@@ -159,7 +160,7 @@ def sampling_params(
     echoed = isinstance(body, CompletionBody) and body.echo
     model_stops = frozenset() if body.ignore_eos else served.stop_ids
     return SamplingParams(
-        max_tokens=_max_tokens(body, served, num_prompt),
+        max_tokens=max(1, _max_tokens(body, served, num_prompt)),
         min_tokens=body.min_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
@@ -237,6 +238,7 @@ def choices_for(
                     include_stop=body.include_stop_str_in_output,
                     stop_token_ids=frozenset(body.stop_token_ids),
                     echo=prompt.text or "",
+                    prompt_alone=body.wanted_tokens == 0,
                 )
             )
     return choices

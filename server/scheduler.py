@@ -93,7 +93,10 @@ class Scheduler:
         if request.id in self._running or request.id in self._waiting:
             raise ValueError(f"request id {request.id!r} is in use")
         if len(self._waiting) >= self._limits.max_queue + self._seats():
-            raise QueueFull(f"All {self._limits.max_queue} places in the queue are taken; retry.")
+            raise QueueFull(
+                f"All {self._limits.max_queue} places in the queue (--max-queue) are taken; retry "
+                "later, or send fewer at once."
+            )
         self._waiting[request.id] = request
 
     def _seats(self) -> int:

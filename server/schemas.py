@@ -23,13 +23,13 @@ from server.fields import supported_fields
 from server.refusal import refusal
 from server.request import InvalidField
 
-MAX_PROMPTS = 128
+MAX_PROMPTS = 1024
+MAX_STOP_IDS = 128
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_BIASES = 300
-MAX_COMPLETION_LOGPROBS = 5
-MAX_CHAT_LOGPROBS = 20
+MAX_LOGPROBS = 20
 
 _FAIL_FAST = Field(fail_fast=True)
 # Below 2**31 here; below the vocabulary once the model is known.
@@ -113,7 +113,7 @@ class GenerationBody(_Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     stop: Stops = []
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_PROMPTS), _FAIL_FAST] = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), _FAIL_FAST] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -131,8 +131,9 @@ class GenerationBody(_Strict):
 
 class CompletionBody(GenerationBody):
     prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None  # 0: the prompt's scores alone
     echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool = True
 
     @property
@@ -186,7 +187,7 @@ class Message(_Strict):
 class ChatBody(GenerationBody):
     messages: Annotated[list[Message], Field(min_length=1), _FAIL_FAST]
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_CHAT_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: Literal[False] = False
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
@@ -224,7 +225,7 @@ class CachePlanBody(_Strict):
     offset: Count | None = None
 
 
-_Body = TypeVar("_Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, CachePlanBody)
+AnyBody = TypeVar("AnyBody", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, CachePlanBody)
 
 # What clients send back from an earlier answer, without meaning when empty.
 _EMPTY_MESSAGE_FIELDS = (
@@ -238,7 +239,7 @@ _EMPTY_MESSAGE_FIELDS = (
 )
 
 
-def read_body(schema: type[_Body], body: Mapping[str, Any]) -> _Body:
+def read_body(schema: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
     """`body` as `schema`. Raises InvalidField or a subclass, naming the field at fault."""
     fields = supported_fields(body, schema.model_fields)
     messages = fields.get("messages")
@@ -287,6 +288,11 @@ def _check_together(body: GenerationBody) -> None:
         raise InvalidField("top_logprobs needs logprobs to be true", "top_logprobs")
     if isinstance(body, CompletionBody):
         _check_fan_out(body)
+        if body.max_tokens == 0 and not body.echo:
+            raise InvalidField(
+                "max_tokens should be greater than or equal to 1; 0 needs echo, to score a prompt",
+                "max_tokens",
+            )
 
 
 def _check_fan_out(body: CompletionBody) -> None:

@@ -169,7 +169,7 @@ SERVE_OPTIONS = (
         "limits",
         "sequences that may wait for others to end; more are refused with 429",
         count(1, 1 << 20),
-        128,
+        1024,
         metavar="COUNT",
     ),
     HOST,
@@ -223,7 +223,7 @@ SERVE_OPTIONS = (
         "http",
         "largest body of a request: 512K, 4M",
         auto(size),
-        shown="auto, 64K and 16 bytes for each token of the longest context, at most 1M",
+        shown="auto, 64K and 256 bytes for each token of the longest context, at most 4M",
         metavar="BYTES",
     ),
     Option(

@@ -8,13 +8,13 @@ from dataclasses import asdict
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from server.body import parse_object
 from server.cache_plan import CachePlanner
 from server.cache_view import CacheView, RequestView, SequenceView
 from server.http_errors import DeadlineExceeded
 from server.models import Served
+from server.routes.bodies import body_of
 from server.routes.openai import Serving
-from server.schemas import CachePlanBody, read_body
+from server.schemas import CachePlanBody
 from server.threads import aside
 
 
@@ -42,7 +42,7 @@ def cache_routes(serving: Serving, planners: Mapping[str, CachePlanner]) -> APIR
 
     @router.post("/v1/cache/plan", response_model=None)
     async def plan(request: Request) -> Response:
-        body = read_body(CachePlanBody, parse_object(await request.body()))
+        body = await body_of(request, CachePlanBody)
         served = serving.find(request, body.model)
         planner = planners[served.name]
         question = planner.question(body)

@@ -9,15 +9,15 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from server.async_engine import AsyncEngine
-from server.body import parse_object
 from server.config import HttpOptions
 from server.lifeline import Drain
 from server.metrics import Metrics
 from server.middleware import state_of
 from server.models import Models, Served
 from server.prepare import Prompt, chat_prompt, choices_for, combined_salt, completion_prompts
+from server.routes.bodies import body_of
 from server.routes.generation import Answer, Generation
-from server.schemas import ChatBody, CompletionBody, StreamOptions, read_body
+from server.schemas import ChatBody, CompletionBody, StreamOptions
 from server.wire import ChatWire, CompletionWire, Wire
 
 
@@ -61,7 +61,7 @@ def openai_routes(serving: Serving) -> APIRouter:
 
     @router.post("/v1/completions", response_model=None)
     async def completions(request: Request) -> Response:
-        body = read_body(CompletionBody, parse_object(await request.body()))
+        body = await body_of(request, CompletionBody)
         served = serving.find(request, body.model)
         prompts = await completion_prompts(body, served)
         wire = CompletionWire(_id("cmpl"), served.name, int(time.time()))
@@ -69,7 +69,7 @@ def openai_routes(serving: Serving) -> APIRouter:
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat_completions(request: Request) -> Response:
-        body = read_body(ChatBody, parse_object(await request.body()))
+        body = await body_of(request, ChatBody)
         served = serving.find(request, body.model)
         prompt = await chat_prompt(body, served)
         wire = ChatWire(_id("chatcmpl"), served.name, int(time.time()))

@@ -4,13 +4,13 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from model.tokenizers.base import decode
-from server.body import parse_object
 from server.http_errors import MissingField
 from server.models import Served
 from server.prepare import check_ids, encode, encode_chat
 from server.request import InvalidField
+from server.routes.bodies import body_of
 from server.routes.openai import Serving
-from server.schemas import DetokenizeBody, TokenizeBody, read_body
+from server.schemas import DetokenizeBody, TokenizeBody
 from server.wire import spelled
 
 
@@ -19,7 +19,7 @@ def token_routes(serving: Serving) -> APIRouter:
 
     @router.post("/tokenize", response_model=None)
     async def tokenize(request: Request) -> Response:
-        body = read_body(TokenizeBody, parse_object(await request.body()))
+        body = await body_of(request, TokenizeBody)
         served = serving.find(request, body.model)
         tokens = await _tokens(body, served)
         strings = [
@@ -36,7 +36,7 @@ def token_routes(serving: Serving) -> APIRouter:
 
     @router.post("/detokenize", response_model=None)
     async def detokenize(request: Request) -> Response:
-        body = read_body(DetokenizeBody, parse_object(await request.body()))
+        body = await body_of(request, DetokenizeBody)
         served = serving.find(request, body.model)
         check_ids(body.tokens, served, "tokens")
         return JSONResponse({"prompt": decode(served.tokenizer, body.tokens)})

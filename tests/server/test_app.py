@@ -428,6 +428,33 @@ def test_echo_repeats_the_prompt_with_its_scores():
     )
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_prompt_is_scored_without_an_answer(n, stream):
+    """As evaluations ask, of which some want no token besides."""
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    asked = {"echo": True, "logprobs": 1, "max_tokens": 0, "n": n, "stream": stream} | options
+    answer = complete(toy_app(), prompt=["abc", "xy"], **asked)
+    found = events(answer.text) if stream else [answer.json()]
+    choices = [choice for each in found for choice in each["choices"] if choice["finish_reason"]]
+    assert sorted(choice["index"] for choice in choices) == list(range(2 * n))
+    assert {choice["text"] for choice in choices} == {"abc", "xy"}
+    for choice in choices:
+        assert choice["finish_reason"] == "length"
+        scores = choice["logprobs"]
+        assert scores["tokens"] == ["", *choice["text"]]  # the first begins every text
+        assert scores["token_logprobs"] == [None] + [-0.5] * len(choice["text"])
+    assert found[-1]["usage"]["completion_tokens"] == 0
+    assert found[-1]["usage"]["prompt_tokens"] == 7
+
+
+def test_no_tokens_without_echo_are_refused():
+    refused = complete(toy_app(), max_tokens=0)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "max_tokens"
+    assert "0 needs echo" in refused.json()["error"]["message"]
+
+
 def test_models():
     served = [toy("org/a"), toy("b", max_context=64, encoding="nope")]
     app = toy_app(served=served)

@@ -21,7 +21,9 @@ def chat(**fields):
 
 
 @pytest.mark.parametrize(
-    "prompt", ["a", "", ["a", "b"], [1, 2], [[1], [2, 3]], [0], ["a"] * 128], ids=repr
+    "prompt",
+    ["a", "", ["a", "b"], [1, 2], [[1], [2, 3]], [0], ["a"] * 1024],
+    ids=lambda each: repr(each)[:24],
 )
 def test_prompt_forms(prompt):
     assert completion(prompt=prompt).prompt == prompt
@@ -46,8 +48,8 @@ def test_prompt_forms(prompt):
         ([-1], "prompt[0]"),
         ([2**31], "prompt[0]"),
         ([HUGE], "prompt[0]"),
-        (["a"] * 129, "prompt"),
-        ([[1]] * 129, "prompt"),
+        (["a"] * 1025, "prompt"),
+        ([[1]] * 1025, "prompt"),
     ],
     ids=lambda value: repr(value)[:20],
 )
@@ -119,7 +121,7 @@ OUT_OF_RANGE = [
     *(("frequency_penalty", bad) for bad in (-2.1, 1e300)),
     *(("seed", bad) for bad in (2**63, -(2**63) - 1, 1.5, "1", True)),
     *(("n", bad) for bad in (0, -1, 17, 10**9, 1.0, "2", True)),
-    *(("logprobs", bad) for bad in (-1, 6, 10**9, True, 1.0)),
+    *(("logprobs", bad) for bad in (-1, 21, 10**9, True, 1.0)),
     *(("max_tokens", bad) for bad in (0, -1, 2**31, 1.0, "16", True)),
     *(("max_completion_tokens", bad) for bad in (0, 1.5)),
     *(("min_tokens", bad) for bad in (-1, 0.5, True)),
@@ -242,7 +244,7 @@ def test_fields_that_contradict_each_other():
         ("max_completion_tokens", {"max_tokens": 1, "max_completion_tokens": 2}),
         ("min_tokens", {"max_tokens": 1, "min_tokens": 2}),
         ("stream_options", {"stream_options": {"include_usage": True}}),
-        ("prompt", {"prompt": ["a"] * 65, "n": 2}),
+        ("prompt", {"prompt": ["a"] * 513, "n": 2}),
     ):
         with pytest.raises(InvalidField) as refused:
             completion(**fields)

@@ -1,0 +1,20 @@
+"""Request bodies, read beside the event loop where they are long."""
+
+import asyncio
+
+from starlette.requests import Request
+
+from server.body import parse_object
+from server.schemas import AnyBody, read_body
+
+LONG = 1 << 16  # bytes, which take some milliseconds
+
+
+async def body_of(request: Request, schema: type[AnyBody]) -> AnyBody:
+    """Raises what `parse_object` and `read_body` raise."""
+    data = await request.body()
+
+    def read() -> AnyBody:
+        return read_body(schema, parse_object(data))
+
+    return await asyncio.to_thread(read) if len(data) > LONG else read()
