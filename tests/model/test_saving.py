@@ -79,7 +79,7 @@ class Curve(PositionalEncoding):
     def __init__(self, heads, steps, device):
         super().__init__()
         self.height = nn.Parameter(torch.empty(heads, device=device), requires_grad=False)
-        self.lift = nn.Parameter(torch.empty((), device=device), requires_grad=False)
+        self.gain = nn.Parameter(torch.empty((), device=device), requires_grad=False)
         self.steps = steps
         self.table = torch.empty(heads, steps, device=device)
 
@@ -88,7 +88,7 @@ class Curve(PositionalEncoding):
         return cls(config.heads, options["steps"], device)
 
     def freeze(self):
-        self.table.copy_(self.lift + self.height[:, None] * torch.arange(self.steps).sqrt())
+        self.table.copy_(self.gain * self.height[:, None] * torch.arange(self.steps).sqrt())
 
     def score_bias(self):
         return TableBias(self.table)
@@ -108,7 +108,7 @@ WEIGHTS = {  # of the encodings that have some
     "t5-per-layer": [f"encoding.layers.{layer}.weight" for layer in range(3)],
     "learned": ["encoding.table"],
     "learned-offset": ["encoding.table"],
-    "outside": ["encoding.height", "encoding.lift"],
+    "outside": ["encoding.gain", "encoding.height"],
 }
 
 
@@ -205,7 +205,7 @@ def test_every_encoding(encoding, save):
     assert found == WEIGHTS.get(encoding, [])
     for name in found:
         # Other weights than these are other answers: they are not stored in vain.
-        save_file(stored | {name: stored[name].flip(0)}, folder / "model.safetensors")
+        save_file(stored | {name: -stored[name]}, folder / "model.safetensors")
         assert not run_uncached(loaded(folder), TOKENS).equal(run_uncached(decoder, TOKENS))
 
 
