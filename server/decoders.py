@@ -156,7 +156,7 @@ def _refuse_without_int4(kernels: Kernels | str, dtype: torch.dtype) -> None:
     if isinstance(kernels, str):
         lacking = f"the CPU kernels, but {kernels}"
     elif not kernels.multiplies_int4():
-        lacking = "a processor that multiplies 8-bit integers (AVX512-VNNI)"
+        lacking = "a processor that multiplies 8-bit integers (AVX2)"
     elif dtype not in SUFFIXES:
         lacking = "--dtype bfloat16 or float32"
     if lacking is not None:

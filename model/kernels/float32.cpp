@@ -24,13 +24,10 @@ int64_t pack_i8(const int8_t *w, Packed<int8_t> *packed, int64_t outputs, int64_
 // 0 where the processor has no products for them.
 int64_t pack_i4(const uint8_t *numbers, const uint16_t *scales, const uint16_t *leasts,
                 Nibbles *packed, int64_t outputs, int64_t inputs) {
-#if defined(__AVX512VNNI__)
+  if (!kNibbleProducts) return 0;
   return together([=](Team &team) {
     return pack(team, numbers, scales, leasts, packed, outputs, inputs);
   });
-#else
-  return 0;
-#endif
 }
 int64_t draw_token(const float *row, int64_t vocab, double temperature, int64_t top_k,
                    double top_p, double min_p, double uniform) {

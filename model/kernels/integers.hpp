@@ -48,34 +48,8 @@ template <class W>
 constexpr int64_t kGroupBytes =
     kIsNibbles<W> ? kStrip * (2 * int64_t(sizeof(uint16_t)) + kGroup / 2) : kStrip * kGroup;
 
-#if defined(__AVX512VNNI__)
-
-constexpr bool kIntegers = true;
-
-// packed [strips, inputs / 4, kStrip, 4], whole groups of inputs; or null to ask how many bytes
-// it takes.
-inline int64_t pack(Team &team, const int8_t *weight, Raised *packed, int64_t outputs,
-                    int64_t inputs) {
-  const int64_t strips = strips_of(outputs), padded = groups_of(inputs) * kGroup;
-  team.share(packed ? strips : 0, [&](int64_t p) {
-    Raised *to = packed + p * padded * kStrip;
-    for (int64_t k = 0; k < padded; k += 4)
-      for (int64_t n = p * kStrip; n < (p + 1) * kStrip; ++n, to += 4) {
-        const int8_t *from = weight + n * inputs + k;
-        uint32_t quad = 0;
-        if (n < outputs && k + 4 <= inputs)
-          std::memcpy(&quad, from, 4);
-        else if (n < outputs && k < inputs)
-          std::memcpy(&quad, from, inputs - k);
-        quad ^= 0x80808080;  // each of the four plus kRaise
-        std::memcpy(to, &quad, 4);
-      }
-  });
-  return strips * padded * kStrip;
-}
-
-// The same of weights in 4 bits: numbers [outputs, inputs] from 0 to 15; scales and leasts, float16
-// [outputs, groups]. packed [strips, groups, kGroupBytes].
+// numbers [outputs, inputs] from 0 to 15; scales and leasts, float16 [outputs, groups] → packed
+// [strips, groups, kGroupBytes]; or null to ask how many bytes it takes.
 inline int64_t pack(Team &team, const uint8_t *numbers, const uint16_t *scales,
                     const uint16_t *leasts, Nibbles *packed, int64_t outputs, int64_t inputs) {
   const int64_t strips = strips_of(outputs), groups = groups_of(inputs);
@@ -100,6 +74,32 @@ inline int64_t pack(Team &team, const uint8_t *numbers, const uint16_t *scales,
   return strips * groups * kGroupBytes<Nibbles>;
 }
 
+#if defined(__AVX512VNNI__)
+
+constexpr bool kIntegers = true, kNibbleProducts = true;
+
+// packed [strips, inputs / 4, kStrip, 4], whole groups of inputs; or null to ask how many bytes
+// it takes.
+inline int64_t pack(Team &team, const int8_t *weight, Raised *packed, int64_t outputs,
+                    int64_t inputs) {
+  const int64_t strips = strips_of(outputs), padded = groups_of(inputs) * kGroup;
+  team.share(packed ? strips : 0, [&](int64_t p) {
+    Raised *to = packed + p * padded * kStrip;
+    for (int64_t k = 0; k < padded; k += 4)
+      for (int64_t n = p * kStrip; n < (p + 1) * kStrip; ++n, to += 4) {
+        const int8_t *from = weight + n * inputs + k;
+        uint32_t quad = 0;
+        if (n < outputs && k + 4 <= inputs)
+          std::memcpy(&quad, from, 4);
+        else if (n < outputs && k < inputs)
+          std::memcpy(&quad, from, inputs - k);
+        quad ^= 0x80808080;  // each of the four plus kRaise
+        std::memcpy(to, &quad, 4);
+      }
+  });
+  return strips * padded * kStrip;
+}
+
 // In equal steps, the largest at ±127, to the bit as cache/rounding.py does it. What is not finite
 // gets a scale that is not. x: kGroup numbers.
 template <class T>
@@ -122,26 +122,6 @@ void round_group(const T *x, Rounded &group) {
   group.gain = int32_t(0u - uint32_t(kRaise) * sum);
   group.scale = largest * (1.0f / 127.0f);
   group.total = float(int32_t(sum)) * group.scale;
-}
-
-// x [rows, stride], `inputs` of each → tile [groups, rows].
-template <class T>
-void fill_tile(const T *x, int64_t stride, int64_t inputs, int64_t rows, Rounded *tile) {
-  for (int64_t k = 0; k < inputs; k += kGroup)
-    for (int64_t r = 0; r < rows; ++r, ++tile) {
-      const T *group = x + r * stride + k;
-      if (inputs - k >= kGroup) {
-        round_group(group, *tile);
-      } else {
-        T last[kGroup] = {};
-        std::copy(group, group + inputs - k, last);
-        round_group(last, *tile);
-      }
-    }
-}
-template <class T>
-void fill_row(const T *x, int64_t inputs, Rounded *row) {
-  fill_tile(x, inputs, inputs, 1, row);
 }
 
 // A group of a strip's weights: of VECTORS vectors of columns from number FIRST on.
@@ -276,6 +256,147 @@ void multiply_strip(int64_t rows, const Rounded *x, int64_t groups, const W *str
 #else
 
 constexpr bool kIntegers = false;
+
+#if defined(__AVX2__) && defined(__F16C__)
+
+// Weights in 4 bits alone: products of two inputs, of which 16 bits hold the sum of a whole group.
+constexpr bool kNibbleProducts = true;
+
+// As above.
+template <class T>
+void round_group(const T *x, Rounded &group) {
+  float values[kGroup];
+  int32_t most = 0;
+  for (int64_t k = 0; k < kGroup; ++k) values[k] = widen(x[k]);
+#pragma omp simd reduction(max : most)
+  for (int64_t k = 0; k < kGroup; ++k) {
+    int32_t bits;
+    std::memcpy(&bits, values + k, 4);
+    bits &= 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  float largest;
+  std::memcpy(&largest, &most, 4);
+  if (largest < 1e-30f) largest = 1e-30f;
+  const float steps = 127.0f / largest;
+  int32_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t k = 0; k < kGroup; ++k) {
+    const int32_t number = int32_t(std::nearbyint(values[k] * steps));
+    reinterpret_cast<int8_t *>(group.quads)[k] = int8_t(number);
+    sum += number;
+  }
+  group.scale = largest * (1.0f / 127.0f);
+  group.total = float(sum) * group.scale;
+}
+
+inline __m256i half_at(const Nibbles *weights) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(weights));
+}
+inline __m256i half_at(const Once<Nibbles> *weights) {
+  return _mm256_stream_load_si256(reinterpret_cast<const __m256i *>(weights));
+}
+
+// Adds ROWS rows times a piece of a strip to sums [rows, kStrip], of VECTORS times 8 columns from
+// the FIRST such eight on.
+template <int ROWS, int FIRST, int VECTORS, class W>
+[[gnu::noinline]] void multiply_groups(const Rounded *x, int64_t groups, const W *strip,
+                                       float *sums) {
+  constexpr int kEight = 8, kLineBytes = kStrip * 2, kHalf = 32;
+  const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  __m256 sum[ROWS][VECTORS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v)
+      sum[r][v] = _mm256_loadu_ps(sums + r * kStrip + (FIRST + v) * kEight);
+  for (; groups > 0; --groups, x += ROWS, strip += kGroupBytes<W>) {
+    const W *numbers = strip + 2 * kLineBytes;
+    __m256i whole[ROWS][VECTORS] = {};
+#pragma GCC unroll 8
+    for (int i = 0; i < Rounded::kQuads; ++i) {
+      __m256i weights[VECTORS];
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v) {
+        const int eight = FIRST + v;  // the first two are lower halves
+        const __m256i both = half_at(numbers + i * 2 * kHalf + eight % 2 * kHalf);
+        weights[v] = _mm256_and_si256(eight < 2 ? both : _mm256_srli_epi16(both, 4), low);
+      }
+      if constexpr (ROWS > 1 && FIRST == 0)
+        __builtin_prefetch(numbers + kPiece + i * 2 * kHalf, 0, 2);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; ++r) {
+        const __m256i quad = _mm256_set1_epi32(x[r].quads[i]);
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v)
+          whole[r][v] = _mm256_add_epi16(whole[r][v], _mm256_maddubs_epi16(weights[v], quad));
+      }
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) {
+      const auto widened = [&](int line) {
+        const W *halves = strip + line * kLineBytes + (FIRST + v) * 2 * kEight;
+        return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(halves)));
+      };
+      const __m256 scale = widened(0), least = widened(1);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; ++r) {
+        const __m256 products = _mm256_cvtepi32_ps(_mm256_madd_epi16(whole[r][v], ones));
+        sum[r][v] += least * _mm256_set1_ps(x[r].total);
+        sum[r][v] += products * (scale * _mm256_set1_ps(x[r].scale));
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v)
+      _mm256_storeu_ps(sums + r * kStrip + (FIRST + v) * kEight, sum[r][v]);
+}
+
+// As that of linear.hpp.
+template <int ROWS, class W>
+void multiply_strip(int64_t rows, const Rounded *x, int64_t groups, const W *strip, float *sums) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return multiply_strip<ROWS - 1>(rows, x, groups, strip, sums);
+  if constexpr (ROWS == 1) {
+    multiply_groups<ROWS, 0, 4>(x, groups, strip, sums);
+  } else {
+    multiply_groups<ROWS, 0, 1>(x, groups, strip, sums);
+    multiply_groups<ROWS, 1, 1>(x, groups, strip, sums);
+    multiply_groups<ROWS, 2, 1>(x, groups, strip, sums);
+    multiply_groups<ROWS, 3, 1>(x, groups, strip, sums);
+  }
+}
+
+#else
+
+constexpr bool kNibbleProducts = false;
+
+#endif
+#endif
+
+#if defined(__AVX2__)
+
+// x [rows, stride], `inputs` of each → tile [groups, rows].
+template <class T>
+void fill_tile(const T *x, int64_t stride, int64_t inputs, int64_t rows, Rounded *tile) {
+  for (int64_t k = 0; k < inputs; k += kGroup)
+    for (int64_t r = 0; r < rows; ++r, ++tile) {
+      const T *group = x + r * stride + k;
+      if (inputs - k >= kGroup) {
+        round_group(group, *tile);
+      } else {
+        T last[kGroup] = {};
+        std::copy(group, group + inputs - k, last);
+        round_group(last, *tile);
+      }
+    }
+}
+template <class T>
+void fill_row(const T *x, int64_t inputs, Rounded *row) {
+  fill_tile(x, inputs, inputs, 1, row);
+}
 
 #endif
 

@@ -44,7 +44,7 @@ const W *strip_at(const W *packed, int64_t p, int64_t inputs) {
 
 // Whether rows' sums go from registers to the outputs.
 template <class W>
-constexpr bool kIsDirect = kIsCoded<W> || kRoundsInputs<W>;
+constexpr bool kIsDirect = kIsCoded<W> || (kIntegers && kRoundsInputs<W>);
 
 // What reads a strip: a pointer, where there are no codes.
 template <class W>
@@ -178,7 +178,7 @@ void linear_row(Team &team, const T *x, const W *packed, int64_t inputs,
     alignas(64) float kept[kStrip];
     team.of_share(outputs.strips(), thread, [&](int64_t p) {
       const W *strip = strip_at(packed, p, inputs);
-      if constexpr (kIsDirect<W>) {
+      if constexpr (kIsDirect<W> || kRoundsInputs<W>) {
         add_piece<W>(1, wide.get(), steps, reader_of(strip),
                      Sums<T>{outputs, p, 0, true, true, kept});
       } else {
@@ -340,9 +340,8 @@ void linear(Team &team, const LinearArguments &a, const T *x, T *y, int64_t rows
       if (rows <= kReading) return by(reinterpret_cast<const Once<W> *>(packed));
     by(packed);
   };
-#if defined(__AVX512VNNI__)
-  if (a.bits == 4) return by_form(static_cast<const Nibbles *>(a.packed));
-#endif
+  if constexpr (kNibbleProducts)
+    if (a.bits == 4) return by_form(static_cast<const Nibbles *>(a.packed));
   if (a.bits == 8)
     by_form(static_cast<const Packed<int8_t> *>(a.packed));
   else
