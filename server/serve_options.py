@@ -49,10 +49,10 @@ SERVE_OPTIONS = (
         "model",
         "int8: linear layers' weights in 8 bits, half of what bfloat16 takes in memory and, on a "
         "CPU, has to be read (two thirds where the CPU multiplies bfloat16; a GPU widens them for "
-        "every pass); a CPU that multiplies 8-bit integers (AVX512-VNNI) rounds inputs to 8 bits, "
-        "too, and prompts and many requests take less time; answers change a little. int4, on a CPU "
-        "with AVX2: 4 bits for layers whose weights a file had in 4 bits (GGUF's Q4_0, Q4_1, "
-        "Q4_K), which lose nothing by it, and int8 for the others",
+        "every pass); a CPU with AVX2 rounds inputs to 8 bits, too, and prompts and many requests "
+        "take less time; answers change a little. int4, on such a CPU: 4 bits for layers whose "
+        "weights a file had in 4 bits (GGUF's Q4_0, Q4_1, Q4_K), which lose nothing by it, and "
+        "int8 for the others",
         auto(choice("int8", "int4")),
         shown="auto, as they are",
         metavar="TYPE",

@@ -24,7 +24,7 @@ int64_t pack_i8(const int8_t *w, Packed<int8_t> *packed, int64_t outputs, int64_
 // 0 where the processor has no products for them.
 int64_t pack_i4(const uint8_t *numbers, const uint16_t *scales, const uint16_t *leasts,
                 Nibbles *packed, int64_t outputs, int64_t inputs) {
-  if (!kNibbleProducts) return 0;
+  if (!kIntegers) return 0;
   return together([=](Team &team) {
     return pack(team, numbers, scales, leasts, packed, outputs, inputs);
   });

@@ -11,11 +11,23 @@
 
 namespace {
 
-// An 8-bit weight, plus 128.
+// Whether four products are added up at once, of weights without a sign; else it is two.
+#if defined(__AVX512VNNI__)
+constexpr bool kQuadProducts = true;
+#else
+constexpr bool kQuadProducts = false;
+#endif
+#if defined(__AVX2__) && defined(__F16C__)
+constexpr bool kIntegers = true;
+#else
+constexpr bool kIntegers = false;
+#endif
+
+// An 8-bit weight, plus kRaise.
 struct Raised {
   uint8_t number;
 };
-constexpr int32_t kRaise = 128;
+constexpr int32_t kRaise = kQuadProducts ? 128 : 0;
 template <class W>
 constexpr bool kIsRaised = std::is_same_v<W, Raised> || std::is_same_v<W, Once<Raised>>;
 
@@ -48,6 +60,28 @@ template <class W>
 constexpr int64_t kGroupBytes =
     kIsNibbles<W> ? kStrip * (2 * int64_t(sizeof(uint16_t)) + kGroup / 2) : kStrip * kGroup;
 
+// packed [strips, inputs / 4, kStrip, 4], whole groups of inputs; or null to ask how many bytes
+// it takes.
+inline int64_t pack(Team &team, const int8_t *weight, Raised *packed, int64_t outputs,
+                    int64_t inputs) {
+  const int64_t strips = strips_of(outputs), padded = groups_of(inputs) * kGroup;
+  team.share(packed ? strips : 0, [&](int64_t p) {
+    Raised *to = packed + p * padded * kStrip;
+    for (int64_t k = 0; k < padded; k += 4)
+      for (int64_t n = p * kStrip; n < (p + 1) * kStrip; ++n, to += 4) {
+        const int8_t *from = weight + n * inputs + k;
+        uint32_t quad = 0;
+        if (n < outputs && k + 4 <= inputs)
+          std::memcpy(&quad, from, 4);
+        else if (n < outputs && k < inputs)
+          std::memcpy(&quad, from, inputs - k);
+        quad ^= 0x01010101u * kRaise;  // added to each of the four
+        std::memcpy(to, &quad, 4);
+      }
+  });
+  return strips * padded * kStrip;
+}
+
 // numbers [outputs, inputs] from 0 to 15; scales and leasts, float16 [outputs, groups] → packed
 // [strips, groups, kGroupBytes]; or null to ask how many bytes it takes.
 inline int64_t pack(Team &team, const uint8_t *numbers, const uint16_t *scales,
@@ -75,30 +109,6 @@ inline int64_t pack(Team &team, const uint8_t *numbers, const uint16_t *scales,
 }
 
 #if defined(__AVX512VNNI__)
-
-constexpr bool kIntegers = true, kNibbleProducts = true;
-
-// packed [strips, inputs / 4, kStrip, 4], whole groups of inputs; or null to ask how many bytes
-// it takes.
-inline int64_t pack(Team &team, const int8_t *weight, Raised *packed, int64_t outputs,
-                    int64_t inputs) {
-  const int64_t strips = strips_of(outputs), padded = groups_of(inputs) * kGroup;
-  team.share(packed ? strips : 0, [&](int64_t p) {
-    Raised *to = packed + p * padded * kStrip;
-    for (int64_t k = 0; k < padded; k += 4)
-      for (int64_t n = p * kStrip; n < (p + 1) * kStrip; ++n, to += 4) {
-        const int8_t *from = weight + n * inputs + k;
-        uint32_t quad = 0;
-        if (n < outputs && k + 4 <= inputs)
-          std::memcpy(&quad, from, 4);
-        else if (n < outputs && k < inputs)
-          std::memcpy(&quad, from, inputs - k);
-        quad ^= 0x80808080;  // each of the four plus kRaise
-        std::memcpy(to, &quad, 4);
-      }
-  });
-  return strips * padded * kStrip;
-}
 
 // In equal steps, the largest at ±127, to the bit as cache/rounding.py does it. What is not finite
 // gets a scale that is not. x: kGroup numbers.
@@ -253,14 +263,7 @@ void multiply_strip(int64_t rows, const Rounded *x, int64_t groups, const W *str
   }
 }
 
-#else
-
-constexpr bool kIntegers = false;
-
-#if defined(__AVX2__) && defined(__F16C__)
-
-// Weights in 4 bits alone: products of two inputs, of which 16 bits hold the sum of a whole group.
-constexpr bool kNibbleProducts = true;
+#elif defined(__AVX2__) && defined(__F16C__)
 
 // As above.
 template <class T>
@@ -290,68 +293,107 @@ void round_group(const T *x, Rounded &group) {
   group.total = float(sum) * group.scale;
 }
 
-inline __m256i half_at(const Nibbles *weights) {
+// 32 bytes of weights.
+template <class W>
+__m256i half_at(const W *weights) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(weights));
 }
-inline __m256i half_at(const Once<Nibbles> *weights) {
+template <class W>
+__m256i half_at(const Once<W> *weights) {
   return _mm256_stream_load_si256(reinterpret_cast<const __m256i *>(weights));
 }
 
+// A group of a strip's weights, eight columns at a time.
+template <class W>
+class RaisedEights {
+ public:
+  explicit RaisedEights(const W *weights) : weights_(weights) {}
+
+  // Those of column eight v that meet the i-th quad of inputs.
+  __m256i quad(int i, int v) const { return half_at(weights_ + i * 4 * kStrip + v * 32); }
+  // Two products fit into 16 bits, for one factor is at most 127 as the other is.
+  static __m256i plus(__m256i whole, __m256i weights, __m256i quad) {
+    const __m256i pairs =
+        _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(quad, weights));
+    return _mm256_add_epi32(whole, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  __m256 add_to(__m256 sum, __m256i whole, int, const Rounded &x) const {
+    return sum + _mm256_cvtepi32_ps(whole) * _mm256_set1_ps(x.scale);
+  }
+
+ private:
+  const W *weights_;
+};
+
+template <class W>
+class NibbleEights {
+ public:
+  explicit NibbleEights(const W *weights) : halves_(weights), weights_(weights + 4 * kStrip) {}
+
+  __m256i quad(int i, int v) const {  // of columns, the first two eights are lower halves
+    const __m256i both = half_at(weights_ + i * 2 * kStrip + v % 2 * 32);
+    return _mm256_and_si256(v < 2 ? both : _mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
+  }
+  // 16 bits hold the products of a whole group.
+  static __m256i plus(__m256i whole, __m256i weights, __m256i quad) {
+    return _mm256_add_epi16(whole, _mm256_maddubs_epi16(weights, quad));
+  }
+  __m256 add_to(__m256 sum, __m256i whole, int v, const Rounded &x) const {
+    whole = _mm256_madd_epi16(whole, _mm256_set1_epi16(1));
+    sum += widened(kStrip + v * 8) * _mm256_set1_ps(x.total);
+    return sum + _mm256_cvtepi32_ps(whole) * (widened(v * 8) * _mm256_set1_ps(x.scale));
+  }
+
+ private:
+  // Of scales and, after them, leasts.
+  __m256 widened(int place) const {
+    return _mm256_cvtph_ps(
+        _mm_loadu_si128(reinterpret_cast<const __m128i *>(halves_ + 2 * place)));
+  }
+
+  const W *halves_, *weights_;
+};
+
 // Adds ROWS rows times a piece of a strip to sums [rows, kStrip], of VECTORS times 8 columns from
-// the FIRST such eight on.
+// eight number FIRST on.
 template <int ROWS, int FIRST, int VECTORS, class W>
 [[gnu::noinline]] void multiply_groups(const Rounded *x, int64_t groups, const W *strip,
                                        float *sums) {
-  constexpr int kEight = 8, kLineBytes = kStrip * 2, kHalf = 32;
-  const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  typedef std::conditional_t<kIsNibbles<W>, NibbleEights<W>, RaisedEights<W>> Group;
   __m256 sum[ROWS][VECTORS];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; ++v)
-      sum[r][v] = _mm256_loadu_ps(sums + r * kStrip + (FIRST + v) * kEight);
+      sum[r][v] = _mm256_loadu_ps(sums + r * kStrip + (FIRST + v) * 8);
   for (; groups > 0; --groups, x += ROWS, strip += kGroupBytes<W>) {
-    const W *numbers = strip + 2 * kLineBytes;
+    const Group group(strip);
+    if constexpr (ROWS > 1 && FIRST == 0)
+      for (int i = 0; i < kGroupBytes<W>; i += kLine) __builtin_prefetch(strip + kPiece + i, 0, 2);
     __m256i whole[ROWS][VECTORS] = {};
 #pragma GCC unroll 8
     for (int i = 0; i < Rounded::kQuads; ++i) {
       __m256i weights[VECTORS];
 #pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; ++v) {
-        const int eight = FIRST + v;  // the first two are lower halves
-        const __m256i both = half_at(numbers + i * 2 * kHalf + eight % 2 * kHalf);
-        weights[v] = _mm256_and_si256(eight < 2 ? both : _mm256_srli_epi16(both, 4), low);
-      }
-      if constexpr (ROWS > 1 && FIRST == 0)
-        __builtin_prefetch(numbers + kPiece + i * 2 * kHalf, 0, 2);
+      for (int v = 0; v < VECTORS; ++v) weights[v] = group.quad(i, FIRST + v);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; ++r) {
         const __m256i quad = _mm256_set1_epi32(x[r].quads[i]);
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; ++v)
-          whole[r][v] = _mm256_add_epi16(whole[r][v], _mm256_maddubs_epi16(weights[v], quad));
+        for (int v = 0; v < VECTORS; ++v) whole[r][v] = Group::plus(whole[r][v], weights[v], quad);
       }
     }
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) {
-      const auto widened = [&](int line) {
-        const W *halves = strip + line * kLineBytes + (FIRST + v) * 2 * kEight;
-        return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(halves)));
-      };
-      const __m256 scale = widened(0), least = widened(1);
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) {
-        const __m256 products = _mm256_cvtepi32_ps(_mm256_madd_epi16(whole[r][v], ones));
-        sum[r][v] += least * _mm256_set1_ps(x[r].total);
-        sum[r][v] += products * (scale * _mm256_set1_ps(x[r].scale));
-      }
-    }
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v)
+        sum[r][v] = group.add_to(sum[r][v], whole[r][v], FIRST + v, x[r]);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; ++v)
-      _mm256_storeu_ps(sums + r * kStrip + (FIRST + v) * kEight, sum[r][v]);
+      _mm256_storeu_ps(sums + r * kStrip + (FIRST + v) * 8, sum[r][v]);
 }
 
 // As that of linear.hpp.
@@ -369,14 +411,9 @@ void multiply_strip(int64_t rows, const Rounded *x, int64_t groups, const W *str
   }
 }
 
-#else
-
-constexpr bool kNibbleProducts = false;
-
-#endif
 #endif
 
-#if defined(__AVX2__)
+#if defined(__AVX2__) && defined(__F16C__)
 
 // x [rows, stride], `inputs` of each → tile [groups, rows].
 template <class T>

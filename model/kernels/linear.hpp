@@ -44,7 +44,7 @@ const W *strip_at(const W *packed, int64_t p, int64_t inputs) {
 
 // Whether rows' sums go from registers to the outputs.
 template <class W>
-constexpr bool kIsDirect = kIsCoded<W> || (kIntegers && kRoundsInputs<W>);
+constexpr bool kIsDirect = kIsCoded<W> || (kQuadProducts && kRoundsInputs<W>);
 
 // What reads a strip: a pointer, where there are no codes.
 template <class W>
@@ -340,7 +340,7 @@ void linear(Team &team, const LinearArguments &a, const T *x, T *y, int64_t rows
       if (rows <= kReading) return by(reinterpret_cast<const Once<W> *>(packed));
     by(packed);
   };
-  if constexpr (kNibbleProducts)
+  if constexpr (kIntegers)
     if (a.bits == 4) return by_form(static_cast<const Nibbles *>(a.packed));
   if (a.bits == 8)
     by_form(static_cast<const Packed<int8_t> *>(a.packed));
