@@ -107,6 +107,18 @@ class Sampler:
                 picked[i] = each
         return picked
 
+    def scores(self, rows: Tensor, tokens: Tensor, count: int) -> Tensor:
+        """As `token_scores`."""
+        return token_scores(rows, tokens, count)
+
+    def scores_of(
+        self, rows: Tensor, tokens: Tensor, asks: Sequence[Ask]
+    ) -> Iterator[tuple[list[int], Tensor]]:
+        """By how many are wanted: which rows, and their `scores`."""
+        for count, members in _grouped(asks, lambda ask: ask.params.logprobs):
+            if count is not None:
+                yield members, self.scores(taken(rows, members), taken(tokens, members), count)
+
     def begin(
         self, rows: Tensor, asks: Sequence[Ask], candidates: int = FIRST_CANDIDATES
     ) -> "Picking":
@@ -119,7 +131,7 @@ class Sampler:
             asked = [asks[i] for i in drawing]
             wide = adjusted(taken(rows, drawing), asked)
             tokens[at], enough[at] = self.draw(wide, asked, candidates)
-        scores = list(scores_of(rows, tokens, asks))
+        scores = list(self.scores_of(rows, tokens, asks))
         return Picking(largest.isfinite(), tokens, enough, scores)
 
     def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,26 +244,17 @@ def _at(weights: Tensor, uniform: Tensor) -> Tensor:
     return index[:, 0].clamp(max=weights.shape[-1] - 1)
 
 
-def scores_of(
-    rows: Tensor, tokens: Tensor, asks: Sequence[Ask]
-) -> Iterator[tuple[list[int], Tensor]]:
-    """By how many are wanted: which rows, and for each the log-probability of its token, then the
-    most likely tokens, then theirs.
-    """
-    for count, members in _grouped(asks, lambda ask: ask.params.logprobs):
-        if count is not None:
-            yield members, token_scores(taken(rows, members), taken(tokens, members), count)
-
-
 def token_scores(rows: Tensor, tokens: Tensor, count: int) -> Tensor:
-    """Rows of logits [S, vocab], tokens [S] → [S, 1 + 2 · count] float64.
+    """Rows of logits [S, vocab], tokens [S] → [S, 2 + 2 · count] float64.
 
-    The token's log-probability, the `count` most likely tokens, best first, and theirs.
+    The row's largest number, the token's log-probability, the `count` most likely tokens, best
+    first, and theirs.
     """
     logprobs = rows.float().log_softmax(dim=-1)
     values, best = logprobs.topk(count)
     own = logprobs.gather(1, tokens[:, None])
-    return torch.cat((own.double(), best.double(), values.double()), dim=1)
+    largest = rows.amax(dim=-1, keepdim=True)
+    return torch.cat([each.double() for each in (largest, own, best, values)], dim=1)
 
 
 class Picking:
@@ -290,12 +293,12 @@ def _sent(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 def note(picked: list[Picked], members: list[int], scores: Sequence[Sequence[float]]) -> None:
     """Rows of `token_scores` with those that they are of."""
-    for i, (own, *top) in zip(members, scores, strict=True):
+    for i, (_, own, *top) in zip(members, scores, strict=True):
         picked[i] = replace(picked[i], logprob=own, top=ranked(top))
 
 
 def ranked(numbers: Sequence[float]) -> tuple[tuple[int, float], ...]:
-    """A row of `token_scores` after its first → tokens and log-probabilities, best first."""
+    """A row of `token_scores` after its first two → tokens and log-probabilities, best first."""
     count = len(numbers) // 2
     return tuple(zip(map(int, numbers[:count]), numbers[count:], strict=True))
 

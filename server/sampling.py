@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from logging import getLogger
+from math import isfinite
 
 import torch
 from torch import Tensor
 
 from cache.tensors import tensor_on
-from model.sampler import Ask, Picked, Sampler, ranked, token_scores
+from model.sampler import Ask, Picked, Sampler, ranked
 from server.batching import PromptRows, Sample, StepBatch
 from server.plan import Sampled
 from server.request import NumericalError, Request, RequestFailed, TokenLogprob
@@ -24,7 +25,7 @@ def sample(logits: Tensor, batch: StepBatch, sampler: Sampler) -> Mapping[str, S
     broken = {
         prompt.request.id: _not_finite()
         for prompt in batch.prompts
-        if not _note_prompt(logits[prompt.rows], prompt)
+        if not _note_prompt(logits[prompt.rows], prompt, sampler)
     }
     return _sample_rows(logits, batch, sampler) | broken
 
@@ -110,16 +111,14 @@ def _not_finite() -> Sampled:
     return Sampled(0, error=NumericalError(reason))
 
 
-def _note_prompt(rows: Tensor, prompt: PromptRows) -> bool:
+def _note_prompt(rows: Tensor, prompt: PromptRows, sampler: Sampler) -> bool:
     """Whether all rows are finite; only then they are noted."""
     request, first = prompt.request, prompt.first
     count = request.params.prompt_logprobs
     assert count is not None, "only requests that want prompt log-probabilities have such rows"
     tokens = request.tokens[first : first + len(rows)]
-    scores = token_scores(rows, tensor_on(rows.device, tokens), count)
-    finite = rows.amax(dim=-1, keepdim=True).isfinite()
-    numbers = torch.cat((finite, scores), dim=1).tolist()
-    if not all(good for good, *_ in numbers):
+    numbers = sampler.scores(rows, tensor_on(rows.device, tokens), count).tolist()
+    if not all(isfinite(largest) for largest, *_ in numbers):
         return False
     # A preempted request computes its prompt again: keep one entry per token.
     del request.prompt_logprobs[first:]

@@ -215,6 +215,16 @@ class Kernels:
         self._function("largest", logits.dtype)(_as_c(logits), values, tokens, *sizes)
         return list(values), list(tokens)
 
+    def scores(self, logits: Tensor, tokens: Tensor, count: int) -> Tensor:
+        """As model/sampler.py's `token_scores`, but for rounding. count: at most vocab."""
+        logits = logits.contiguous()
+        rows, vocab = logits.shape
+        if count > vocab:
+            raise ValueError(f"{count} of {vocab} tokens are asked for")
+        found = torch.empty(rows, 2 + 2 * count, dtype=torch.float64)
+        self._call("scores", logits.dtype, logits, tokens, found, rows, vocab, count)
+        return found
+
     def draw(self, row: Tensor, params: SamplingParams, uniform: float) -> int:
         """As model/sampler.py's function of that name; row is float32."""
         row = row.contiguous()

@@ -46,6 +46,14 @@
                         int64_t vocab) { \
     together([=](Team &team) { largest(team, logits, values, tokens, rows, vocab); }); \
   } \
+  void scores_##SUFFIX(const T *logits, const int64_t *tokens, double *found, int64_t rows, \
+                       int64_t vocab, int64_t count) { \
+    together([=](Team &team) { \
+      team.share(rows, [=](int64_t r) { \
+        score_row(logits + r * vocab, vocab, tokens[r], count, found + r * (2 + 2 * count)); \
+      }); \
+    }); \
+  } \
   void attend_##SUFFIX(const AttendArguments *a) { \
     together([=](Team &team) { attend<T>(team, *a); }); \
   }

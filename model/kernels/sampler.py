@@ -14,7 +14,6 @@ from model.sampler import (
     Sampler,
     adjusted,
     note,
-    scores_of,
     taken,
 )
 
@@ -47,9 +46,14 @@ class KernelSampler(Sampler):
             Picked(token, isfinite(value)) for token, value in zip(tokens, largest, strict=True)
         ]
         if any(ask.params.logprobs is not None for ask in asks):
-            for members, scores in scores_of(rows, torch.tensor(tokens), asks):
+            for members, scores in self.scores_of(rows, torch.tensor(tokens), asks):
                 note(picked, members, scores.tolist())
         return picked
+
+    def scores(self, rows: Tensor, tokens: Tensor, count: int) -> Tensor:
+        if rows.dtype not in SUFFIXES:
+            return super().scores(rows, tokens, count)
+        return self._kernels.scores(rows, tokens, count)
 
     def _drawn(self, row: Tensor, ask: Ask) -> int:
         if ask.params.greedy:

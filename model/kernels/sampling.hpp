@@ -57,6 +57,45 @@ struct Candidate {
   int64_t token;
 };
 
+constexpr int64_t kScored = 512;  // numbers that are passed over where none is large enough
+
+// model/sampler.py's token_scores, of one row: the largest number, the token's log-probability, the
+// `count` likeliest tokens, best first, and theirs. Of equal numbers the first counts as larger.
+template <class T>
+void score_row(const T *row, int64_t vocab, int64_t token, int64_t count, double *found) {
+  std::vector<float> most((vocab + kScored - 1) / kScored);
+  for (int64_t i = 0; i < int64_t(most.size()); ++i)
+    most[i] = largest_of(row, i * kScored, std::min((i + 1) * kScored, vocab));
+  const float largest = largest_of(most.data(), 0, most.size());
+  double total = 0;
+  std::vector<Candidate> best;
+  const auto enters = [&](float logit) {
+    return int64_t(best.size()) < count || (count > 0 && logit > best.back().logit);
+  };
+  for (int64_t first = 0; first < vocab; first += kScored) {
+    const int64_t end = std::min(first + kScored, vocab);
+    float part = 0;
+#pragma omp simd reduction(+ : part)
+    for (int64_t i = first; i < end; ++i) part += exponential(widen(row[i]) - largest);
+    total += part;
+    if (!enters(most[first / kScored])) continue;
+    for (int64_t i = first; i < end; ++i) {
+      const Candidate own{widen(row[i]), i};
+      if (!enters(own.logit)) continue;
+      if (int64_t(best.size()) == count) best.pop_back();
+      const auto above = [](const Candidate &a, const Candidate &b) { return a.logit > b.logit; };
+      best.insert(std::upper_bound(best.begin(), best.end(), own, above), own);
+    }
+  }
+  const double less = largest + std::log(total);
+  found[0] = largest;
+  found[1] = widen(row[token]) - less;
+  for (int64_t i = 0; i < count; ++i) {
+    found[2 + i] = double(best[i].token);
+    found[2 + count + i] = best[i].logit - less;
+  }
+}
+
 // Truncation that keeps a beginning of the tokens by likelihood.
 struct Truncation {
   double temperature;

@@ -2,6 +2,7 @@
 
 import math
 import random
+from functools import partial
 from itertools import product
 
 import pytest
@@ -320,13 +321,44 @@ def test_a_stop_token_without_a_logit_forbids_nothing():
 
 def test_top_logprobs_are_ordered():
     row = torch.tensor([0.1, 0.5, 0.4]).log()
-    ((own, *top),) = token_scores(row[None], torch.tensor([0]), 2).tolist()
+    ((largest, own, *top),) = token_scores(row[None], torch.tensor([0]), 2).tolist()
+    assert largest == row.max()
     (first, second) = ranked(top)
     assert (first[0], second[0]) == (1, 2)
     assert first[1] == pytest.approx(torch.tensor(0.5).log().item())
     assert own == pytest.approx(torch.tensor(0.1).log().item())
-    assert token_scores(row[None], torch.tensor([0]), 0).tolist() == [[own]]
+    assert token_scores(row[None], torch.tensor([0]), 0).tolist() == [[largest, own]]
     assert ranked([]) == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [0, 1, 5, 20])
+@pytest.mark.parametrize("vocab", [20, 511, 513, 5000])
+def test_kernels_score_as_torch_does(vocab, count, dtype, kernels):
+    generator = torch.Generator().manual_seed(vocab)
+    rows = (4 * torch.randn(7, vocab, generator=generator)).to(dtype)
+    rows[1] = rows[1].sort().values  # the likeliest come last
+    rows[2] = rows[2].sort(descending=True).values
+    rows[3, ::2] = -torch.inf
+    tokens = torch.randint(vocab, (7,), generator=generator)
+    found = kernels.scores(rows, tokens, count)
+    exact = rows.double().log_softmax(dim=-1)
+    assert torch.equal(found[:, 0], rows.double().amax(dim=-1))
+    near = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)  # it adds up in float32
+    near(found[:, 1], exact.gather(1, tokens[:, None])[:, 0])
+    best, values = found[:, 2 : 2 + count].long(), found[:, 2 + count :]
+    near(values, exact.topk(count).values)
+    near(values, exact.gather(1, best))
+    assert all(len(set(row)) == count for row in best.tolist())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_is_seen_in_its_scores(bad, kernels):
+    rows = torch.zeros(3, 700)
+    rows[1, 600] = bad
+    found = kernels.scores(rows, torch.tensor([5, 5, 5]), 2)
+    assert found[:, 0].isfinite().tolist() == [True, False, True]
+    assert found[[0, 2]].isfinite().all()
 
 
 # ---------------------------------------------------------------------- many rows at once
