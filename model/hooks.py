@@ -28,6 +28,7 @@ from model.rotation import Rotation
 
 ROWS = 3  # that are asked for at either end of the context
 BLOCK_SIZE = 16  # tokens, and by how many positions keys are moved
+HALF = torch.bfloat16  # hooks are asked in it, too, and must keep it
 EXACT = 1e-3  # of the largest coordinate: what float32 rounds by, many times over
 
 Given = TypeVar("Given")
@@ -74,6 +75,7 @@ class _Hooks:
 
     def check_layer(self) -> None:
         self._check_rows("rotate", lambda rows: torch.cat(self._rotated(rows), dim=1))
+        self._rotated(slice(None), dtype=HALF)
         self._check_bias()
         self._check_rotation()
         for op in Op:
@@ -84,6 +86,7 @@ class _Hooks:
     def check_whole(self) -> None:
         """What a model asks once."""
         self._check_rows("embed", self._embedded)
+        self._embedded(slice(None), dtype=HALF)
         first = slice(0, ROWS)
         if self._movable(Capability.FREE) and not _alike(
             self._embedded(first), self._embedded(first, BLOCK_SIZE)
@@ -169,21 +172,23 @@ class _Hooks:
             raise self._error(f"{op.value} is impossible without a reason; say it in WHY_FIXED")
         return found
 
-    def _rotated(self, rows: slice, later: int = 0) -> tuple[Tensor, Tensor]:
+    def _rotated(
+        self, rows: slice, later: int = 0, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
         """Queries and keys of these rows, so many positions later than they are."""
         positions = self._positions[rows] + later
-        given = (self._q[rows], self._k[rows])
+        given = (self._q[rows].to(dtype), self._k[rows].to(dtype))
         copies = [each.clone() for each in given]
         found = self._ask("rotate", tuple, *copies, positions, positions % BLOCK_SIZE)
         if _sizes(found) != _sizes(given):
             raise self._error(f"rotate gives {_sizes(found)} for {_sizes(given)}")
         return found
 
-    def _embedded(self, rows: slice, later: int = 0) -> Tensor:
-        x = self._x[rows]
+    def _embedded(self, rows: slice, later: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+        x = self._x[rows].to(dtype)
         found = self._ask("embed", Tensor, x.clone(), self._positions[rows] + later)
-        if found.shape != x.shape:
-            raise self._error(f"embed gives {list(found.shape)} for {list(x.shape)}")
+        if _sizes([found]) != _sizes([x]):
+            raise self._error(f"embed gives {_sizes([found])} for {_sizes([x])}")
         return found
 
     def _values(self, bias: ScoreBias) -> Tensor:
@@ -192,12 +197,23 @@ class _Hooks:
             return bias.slopes
         if not isinstance(bias, PairBias):
             return bias.table
-        rows = len(self._positions)
-        values = self._answer("score_bias", bias.between, self._positions, self._positions)
+        rows, at = len(self._positions), self._positions
+        values = self._pairs(bias, at, at, (rows, rows))
+        if not _alike(
+            self._pairs(bias, at[:, None], at.expand(rows, rows), (rows, 1, rows))[:, :, 0], values
+        ):
+            raise self._error("score_bias gives a pair something else when it is asked by the row")
+        return values
+
+    def _pairs(
+        self, bias: PairBias, queries: Tensor, keys: Tensor, size: tuple[int, ...]
+    ) -> Tensor:
+        values = self._answer("score_bias", bias.between, queries, keys)
         values = self._need_kind("score_bias", values, Tensor)
-        if values.shape[1:] != (rows, rows):
+        if values.shape[1:] != size:
             raise self._error(
-                f"score_bias gives {list(values.shape)} for {rows} queries and as many keys"
+                f"score_bias gives {list(values.shape)} for queries {list(queries.shape)} and keys "
+                f"{list(keys.shape)}, and not [heads, {', '.join(map(str, size))}]"
             )
         return values
 

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.encodings.base import outside_encodings
+
 GROUP = 32  # inputs of an output whose weights in 4 bits have one scale
 ROUNDED_AT_ONCE = 1 << 19  # weights: widened they stay in a cache
 
@@ -149,11 +151,11 @@ AnyLinear = Linear | Int8Linear | Int4Linear
 
 
 def quantize(model: nn.Module, bits: Literal[8, 4] = 8) -> None:
-    """Round the weights of all linear layers inside a model. Call once, after loading.
+    """Round the weights of linear layers, but for those of encodings. Call once, after loading.
 
     bits: 8; or 4 for layers that lose no more by it than by 8, and 8 for the others.
     """
-    for module in list(model.modules()):
+    for module in outside_encodings(model):
         for name, child in list(module.named_children()):
             if isinstance(child, Linear):
                 setattr(module, name, _in_4_bits(child) if bits == 4 else Int8Linear(child))

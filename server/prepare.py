@@ -22,6 +22,7 @@ from server.schemas import ChatBody, CompletionBody, GenerationBody, Message
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_BYTES_PER_TOKEN = 16
+MAX_SCORES = 1 << 21  # of prompts in one answer, some 100 bytes each
 # Shorter texts are tokenised on the event loop: changing threads costs more than they do.
 LONG_TEXT = 4096
 
@@ -157,6 +158,12 @@ def sampling_params(
     check_ids(body.stop_token_ids, served, "stop_token_ids")
     check_ids(body.logit_bias, served, "logit_bias")
     logprobs = body.wanted_logprobs
+    if logprobs is not None and logprobs > served.vocab_size:
+        raise InvalidField(
+            f"logprobs of {logprobs} tokens are asked for, and {served.name} has "
+            f"{served.vocab_size}; ask for fewer",
+            "logprobs",
+        )
     echoed = isinstance(body, CompletionBody) and body.echo
     model_stops = frozenset() if body.ignore_eos else served.stop_ids
     return SamplingParams(
@@ -204,6 +211,7 @@ def choices_for(
     body: CompletionBody | ChatBody, prompts: Sequence[Prompt], served: Served, salt: str
 ) -> list[Choice]:
     """`n` choices per prompt, each with its own request and random numbers."""
+    _check_scores(body, prompts)
     arrival = time.monotonic()
     choices: list[Choice] = []
     for prompt in prompts:
@@ -242,6 +250,19 @@ def choices_for(
                 )
             )
     return choices
+
+
+def _check_scores(body: CompletionBody | ChatBody, prompts: Sequence[Prompt]) -> None:
+    """All are in memory before the first is told."""
+    if not (isinstance(body, CompletionBody) and body.echo and body.logprobs is not None):
+        return
+    scores = sum(len(prompt.tokens) for prompt in prompts) * body.n * (1 + body.logprobs)
+    if scores > MAX_SCORES:
+        raise InvalidField(
+            f"prompt, n and logprobs ask for {scores} log-probabilities, and {MAX_SCORES} are "
+            "given at most; send fewer prompts at once",
+            "prompt",
+        )
 
 
 def choice_rng(seed: int | None, index: int) -> random.Random:

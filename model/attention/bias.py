@@ -7,6 +7,7 @@ from torch import Tensor
 
 from model.batch import ForwardBatch
 from model.encodings.base import (
+    EncodingError,
     KeyBias,
     LinearBias,
     MaterialisedBias,
@@ -49,4 +50,10 @@ def step_biases(
 
 def _dense(bias: MaterialisedBias | PairBias, batch: ForwardBatch, block_size: int) -> DenseBias:
     keys = batch.key_positions(block_size)[batch.row_requests()]
-    return DenseBias(bias.between(batch.positions[:, None], keys).squeeze(2))
+    values = bias.between(batch.positions[:, None], keys)
+    if values.shape[1:] != (len(keys), 1, keys.shape[1]):  # which kernels would read as it were
+        raise EncodingError(
+            f"score_bias gives {list(values.shape)} for queries [{len(keys)}, 1] and keys "
+            f"{list(keys.shape)}; it must be [heads, ..., queries, keys]."
+        )
+    return DenseBias(values[:, :, 0])

@@ -216,6 +216,16 @@ def freeze_all(module: nn.Module) -> None:
             each.freeze()
 
 
+def outside_encodings(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that are in no encoding: what one holds may not be replaced.
+
+    An encoding may ask more of its parts than a substitute does.
+    """
+    encodings = [each for each in model.modules() if isinstance(each, PositionalEncoding)]
+    inside = {part for each in encodings for part in each.modules()}
+    return [each for each in model.modules() if each not in inside]
+
+
 def find(name: str) -> type[PositionalEncoding]:
     """The class that a name stands for, as in `create`. Raises EncodingError."""
     module_name, _, class_name = name.partition(":")

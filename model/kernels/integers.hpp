@@ -282,15 +282,15 @@ void round_group(const T *x, Rounded &group) {
   std::memcpy(&largest, &most, 4);
   if (largest < 1e-30f) largest = 1e-30f;
   const float steps = 127.0f / largest;
-  int32_t sum = 0;
+  uint32_t sum = 0;  // unsigned as above
 #pragma omp simd reduction(+ : sum)
   for (int64_t k = 0; k < kGroup; ++k) {
     const int32_t number = int32_t(std::nearbyint(values[k] * steps));
     reinterpret_cast<int8_t *>(group.quads)[k] = int8_t(number);
-    sum += number;
+    sum += uint32_t(number);
   }
   group.scale = largest * (1.0f / 127.0f);
-  group.total = float(sum) * group.scale;
+  group.total = float(int32_t(sum)) * group.scale;
 }
 
 // 32 bytes of weights.

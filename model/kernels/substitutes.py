@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from model.attention.triton import TritonAttention
-from model.encodings.base import PositionalEncoding
+from model.encodings.base import outside_encodings
 from model.encodings.rope import RoPE
 from model.kernels.build import SUFFIXES, Kernels
 from model.kernels.layers import KernelLayers, parts_of
@@ -85,11 +85,9 @@ def _replace(model: nn.Module, faster: Callable[[nn.Module], nn.Module | None]) 
 
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """But for what an encoding holds: it may ask more of its parts than a substitute does."""
     return [
         (parent, name, child)
-        for parent in model.modules()
-        if not isinstance(parent, PositionalEncoding)
+        for parent in outside_encodings(model)
         for name, child in parent.named_children()
     ]
 

@@ -1,4 +1,4 @@
-"""Request bodies, read beside the event loop where they are long."""
+"""Request bodies, long ones read in a thread: the event loop then waits in pieces."""
 
 import asyncio
 

@@ -31,6 +31,8 @@ from server.sse import DONE, EventStream
 from server.streams import Streams, read_together
 from server.wire import Wire
 
+MANY = 1024  # scored tokens, which take milliseconds to write
+
 _log = logging.getLogger("server.http")
 
 
@@ -152,7 +154,13 @@ class Generation(Response):
                 if choice.cut:
                     await _cut(streams, choice)
         done = [(choice, _joined(pieces[choice.index])) for choice in choices]
-        body = dumps(answer.wire.whole(done, total_usage(choices, answer.n))).encode()
+        usage = total_usage(choices, answer.n)
+
+        def written() -> bytes:
+            return dumps(answer.wire.whole(done, usage)).encode()
+
+        scored = sum(len(piece.scored) for _, piece in done)
+        body = await asyncio.to_thread(written) if scored > MANY else written()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

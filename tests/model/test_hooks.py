@@ -52,6 +52,7 @@ def rotates(act):
         (lambda q, k, at: (q, None), "and NoneType for "),
         (lambda q, k, at: q, "rotate gives Tensor, not tuple"),
         (lambda q, k, at: (q, k / 0), "rotate gives numbers that are not finite"),
+        (lambda q, k, at: (q, k * torch.ones(8)), r"gives bfloat16 .* and float32 .* for bfloat16"),
         (lambda q, k, at: (q, k[at]), "rotate fails .test_hooks.py, line .*: IndexError: "),
         (lambda q, k, at: (q, k * at.max()), "when other tokens come with it"),
         (lambda q, k, at: (q * torch.arange(1, len(q) + 1)[:, None, None], k), "other tokens come"),
@@ -89,11 +90,12 @@ def test_keys_that_move_are_those_that_rotate_makes():
 @pytest.mark.parametrize(
     ("act", "why"),
     [
-        (lambda x, at: x[:1], r"embed gives \[1, 24\] for \[6, 24\]"),
-        (lambda x, at: x[:, :5], r"embed gives \[6, 5\] for "),
+        (lambda x, at: x[:1], r"embed gives float32 \[1, 24\] for float32 \[6, 24\]"),
+        (lambda x, at: x[:, :5], r"embed gives float32 \[6, 5\] for "),
         (lambda x, at: x + len(x), "embed gives a token something else when"),
         (lambda x, at: x + at[:, None], "set WHY_FIXED"),
         (lambda x, at: None, "embed gives NoneType, not Tensor"),
+        (lambda x, at: x * torch.ones(24), "embed gives float32 .* for bfloat16"),
     ],
 )
 def test_embed(act, why):
@@ -119,7 +121,8 @@ HEADS = CONFIG.heads
         (LinearBias(torch.zeros(2)), "score_bias is of 2 heads"),
         (TableBias(torch.full((1, 8), torch.nan)), "score_bias holds NaN"),
         (KeyBias(torch.zeros(HEADS, 8)), f"of 8 positions of keys and the context {CONTEXT}"),
-        (PairBias(lambda q, k: torch.zeros(HEADS, 2, 2)), r"gives \[6, 2, 2\] for 6 queries"),
+        (PairBias(lambda q, k: torch.zeros(HEADS, 2, 2)), r"gives \[6, 2, 2\] for queries \[6\]"),
+        (PairBias(lambda q, k: (q[:, None] - k[None]).float()[None]), r"gives \[1, 6, 6, .* not"),
         (PairBias(lambda q, k: 1 / 0), "score_bias fails .test_hooks.py, line .*: ZeroDivision"),
         (PairBias(lambda q, k: None), "score_bias gives NoneType, not Tensor"),
     ],

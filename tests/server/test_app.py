@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from server import prepare
 from server.request import FinishReason, QueueFull, RequestFailed, ShuttingDown
 from tests.server.toy import (
     BEGIN,
@@ -446,6 +447,15 @@ def test_a_prompt_is_scored_without_an_answer(n, stream):
         assert scores["token_logprobs"] == [None] + [-0.5] * len(choice["text"])
     assert found[-1]["usage"]["completion_tokens"] == 0
     assert found[-1]["usage"]["prompt_tokens"] == 7
+
+
+def test_more_scores_than_memory_is_meant_for_are_refused(monkeypatch):
+    monkeypatch.setattr(prepare, "MAX_SCORES", 30)
+    asked = {"echo": True, "logprobs": 1, "max_tokens": 0}
+    assert complete(toy_app(), prompt=["abcd", "abcd"], **asked).status_code == 200
+    refused = complete(toy_app(), prompt=["abcd", "abcd"], n=2, **asked)
+    assert "40 log-probabilities, and 30 are given" in error_of(refused, 400)["message"]
+    assert complete(toy_app(), prompt=["abcd", "abcd"], n=2, max_tokens=1).status_code == 200
 
 
 def test_no_tokens_without_echo_are_refused():

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from cache.rounding import restored, rounded
 from model.attention.cpu import CpuBackend
@@ -18,7 +19,7 @@ from model.kernels.modules import (
     PanelLinear,
 )
 from model.kernels.substitutes import has_bf16_arithmetic, substitute
-from model.linear import Int4Linear, Int8Linear, Linear
+from model.linear import Int4Linear, Int8Linear, Linear, quantize
 from model.transformer import ACTIVATIONS, Activate, Gate, LayerNorm, RMSNorm
 from tests.model.few_bits import BITS, in_bits
 from tests.model.running import run_uncached
@@ -261,17 +262,18 @@ class TwoHalves(PositionalEncoding):
     @classmethod
     def create(cls, options, config, context, device):
         made, width = cls(), config.head_dim // 2
-        made.first, made.second = (
+        made.parts = nn.ModuleList(
             RoPE(base=base, width=width, layout="half", context=context, device=device)
             for base in (10.0, 100.0)
         )
+        made.unused = Linear(8, 8, dtype=torch.float32, device=device)
         return made
 
     def rotate(self, q, k, positions, offsets):
         halves = zip(q.chunk(2, dim=-1), k.chunk(2, dim=-1), strict=True)
         turned = [
             rope.rotate(*half, positions, offsets)
-            for rope, half in zip((self.first, self.second), halves, strict=True)
+            for rope, half in zip(self.parts, halves, strict=True)
         ]
         return tuple(torch.cat(parts, dim=-1) for parts in zip(*turned, strict=True))
 
@@ -281,7 +283,9 @@ def test_what_an_encoding_holds_is_left_to_it(kernels, monkeypatch):
     decoder, tokens = tiny("halves", CpuBackend(kernels), torch.float32), list(range(40))
     before = run_uncached(decoder, tokens)
     substitute(decoder, kernels, torch.float32)
-    assert type(decoder.encoding.first) is RoPE
+    quantize(decoder)
+    assert all(type(part) is RoPE for part in decoder.encoding.parts)
+    assert type(decoder.encoding.unused) is Linear
     assert (run_uncached(decoder, tokens) - before).abs().max() < 1e-4
 
 
