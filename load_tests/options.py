@@ -165,7 +165,13 @@ def _add_arm_options(options: argparse.ArgumentParser) -> None:
     arms = options.add_argument_group("arms: what is compared, with nope as the zero")
     every, settings = ",".join(ENCODINGS), ", ".join(setting_names())
     first = "the first that each has"
-    _add(arms, "--encodings NAME,...", _encodings, (), f"of --serve (default: {every})")
+    _add(
+        arms,
+        "--encodings NAME,...",
+        _encodings,
+        (),
+        f"of --serve, or package.module:Class (default: {every})",
+    )
     _add(arms, "--arms NAME:SETTING,...", _arms, (), f"of --serve, one server each: {settings}")
     _add(arms, "--models NAME,...", _names, (), f"of running servers (default: {first})")
 

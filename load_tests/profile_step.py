@@ -92,7 +92,8 @@ def _parser() -> argparse.ArgumentParser:
         "--encodings",
         default="rope",
         metavar="NAME,...",
-        help="also with a form or frame, as t5:table or rope:block (default: %(default)s)",
+        help="also with a form or frame, as t5:table or rope:block, or package.module:Class "
+        "(default: %(default)s)",
     )
     options.add_argument(
         "--batch",

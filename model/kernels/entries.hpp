@@ -5,8 +5,8 @@
 // the number of threads: a request's numbers do not change with its neighbours. Arithmetic is
 // float32, or float64 for float64; bfloat16 is a storage format here, widened on load and rounded
 // to nearest even on store. Only pairs.hpp multiplies it as it is, which rounds no product either,
-// and its weights are then coded.hpp's, which keep every bit. Weights in 8 bits are multiplied as
-// float32, or by integers.hpp, which rounds inputs.
+// and its weights are then coded.hpp's, which keep every bit. Weights in 8 or 4 bits are multiplied
+// by integers.hpp, which rounds inputs, or those in 8 as float32.
 
 #pragma once
 

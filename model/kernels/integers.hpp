@@ -268,29 +268,12 @@ void multiply_strip(int64_t rows, const Rounded *x, int64_t groups, const W *str
 // As above.
 template <class T>
 void round_group(const T *x, Rounded &group) {
-  float values[kGroup];
-  int32_t most = 0;
-  for (int64_t k = 0; k < kGroup; ++k) values[k] = widen(x[k]);
-#pragma omp simd reduction(max : most)
-  for (int64_t k = 0; k < kGroup; ++k) {
-    int32_t bits;
-    std::memcpy(&bits, values + k, 4);
-    bits &= 0x7fffffff;
-    most = bits > most ? bits : most;
-  }
-  float largest;
-  std::memcpy(&largest, &most, 4);
-  if (largest < 1e-30f) largest = 1e-30f;
-  const float steps = 127.0f / largest;
-  uint32_t sum = 0;  // unsigned as above
+  int8_t *numbers = reinterpret_cast<int8_t *>(group.quads);
+  round_numbers(x, numbers, &group.scale, kGroup);
+  int32_t sum = 0;
 #pragma omp simd reduction(+ : sum)
-  for (int64_t k = 0; k < kGroup; ++k) {
-    const int32_t number = int32_t(std::nearbyint(values[k] * steps));
-    reinterpret_cast<int8_t *>(group.quads)[k] = int8_t(number);
-    sum += uint32_t(number);
-  }
-  group.scale = largest * (1.0f / 127.0f);
-  group.total = float(int32_t(sum)) * group.scale;
+  for (int64_t k = 0; k < kGroup; ++k) sum += numbers[k];
+  group.total = float(sum) * group.scale;
 }
 
 // 32 bytes of weights.

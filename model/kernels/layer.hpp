@@ -166,28 +166,6 @@ void turn_heads(Team &team, const LayerArguments &a, const AttendArguments &atte
     turn_from(offsets, attend.heads, attend.kv_heads);
 }
 
-// cache/rounding.py defines it, and both store the same bits: one key or value in 8 bits.
-template <class T>
-inline void round_entry(const T *x, int8_t *numbers, float *scale, int64_t dim) {
-  int32_t most = 0;  // of the magnitudes' bits: they are ordered alike, and NaN comes last
-#pragma omp simd reduction(max : most)
-  for (int64_t d = 0; d < dim; ++d) {
-    const float value = widen(x[d]);
-    int32_t bits;
-    std::memcpy(&bits, &value, 4);
-    bits &= 0x7fffffff;
-    most = bits > most ? bits : most;
-  }
-  float largest;
-  std::memcpy(&largest, &most, 4);
-  if (largest < 1e-30f) largest = 1e-30f;
-  const float steps = 127.0f / largest;
-#pragma omp simd
-  for (int64_t d = 0; d < dim; ++d)
-    numbers[d] = int8_t(int32_t(std::nearbyint(widen(x[d]) * steps)));
-  *scale = largest * (1.0f / 127.0f);
-}
-
 // Keys, or values, of one token into the cache. scales: of all tokens, or null.
 template <class T>
 inline void store_token(const T *from, const void *cache, const float *scales, int64_t slot,
@@ -198,7 +176,7 @@ inline void store_token(const T *from, const void *cache, const float *scales, i
     return;
   }
   for (int64_t h = 0; h < heads; ++h)
-    round_entry(from + h * dim, static_cast<int8_t *>(stored) + (slot * heads + h) * dim,
+    round_numbers(from + h * dim, static_cast<int8_t *>(stored) + (slot * heads + h) * dim,
                 const_cast<float *>(scales) + slot * heads + h, dim);
 }
 

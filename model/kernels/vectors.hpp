@@ -240,6 +240,29 @@ inline Vec<Real> exponentials(Real *x, int64_t count, Real base) {
   return sum;
 }
 
+// x in 8 bits, in equal steps, the largest at ±127. cache/rounding.py defines it, and both give
+// the same bits.
+template <class T>
+inline void round_numbers(const T *x, int8_t *numbers, float *scale, int64_t count) {
+  int32_t most = 0;  // of the magnitudes' bits: they are ordered alike, and NaN comes last
+#pragma omp simd reduction(max : most)
+  for (int64_t d = 0; d < count; ++d) {
+    const float value = widen(x[d]);
+    int32_t bits;
+    std::memcpy(&bits, &value, 4);
+    bits &= 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  float largest;
+  std::memcpy(&largest, &most, 4);
+  if (largest < 1e-30f) largest = 1e-30f;
+  const float steps = 127.0f / largest;
+#pragma omp simd
+  for (int64_t d = 0; d < count; ++d)
+    numbers[d] = int8_t(int32_t(std::nearbyint(widen(x[d]) * steps)));
+  *scale = largest * (1.0f / 127.0f);
+}
+
 // Turns the pairs of the first 2 * half coordinates of one head, in place or not. way: 1, or -1
 // for the opposite angle.
 template <bool INTERLEAVED, class From, class To, class Real>
