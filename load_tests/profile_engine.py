@@ -21,7 +21,7 @@ from model.kernels.build import Kernels
 from model.kernels.layers import KernelLayers, Part
 from model.kernels.modules import GatedPanelLinear, KernelNorm, PanelLinear
 from model.linear import Int8Linear, Linear
-from model.transformer import Activate, Decoder, Gate, LayerNorm, RMSNorm
+from model.transformer import Activate, Attention, Decoder, Gate, LayerNorm, RMSNorm
 from server.metrics import Metrics
 from server.pass_timer import told_by, watched
 from server.wiring import Wired
@@ -173,11 +173,12 @@ def _watched_in(decoder: Decoder, made: Wired) -> Iterator[tuple[object, str, st
             yield module, "forward", _MODULES[type(module)]
         elif hasattr(module, "attend"):
             yield module, "attend", ATTENTION
+            if isinstance(module, Attention):
+                yield module, "turned", POSITION
         elif isinstance(module, KernelLayers):
             yield module, "forward", CALLS
         elif isinstance(module, PositionalEncoding):
             yield module, "embed", POSITION
-            yield module, "rotate", POSITION
 
 
 def _clock(device: torch.device) -> float:

@@ -83,6 +83,10 @@ class Activate(nn.Module):
         return ACTIVATIONS[self.activation](x)
 
 
+# Queries, keys, positions and offsets → queries and keys, as PositionalEncoding.rotate.
+Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 class Attention(nn.Module):
     """Project, rotate, write, attend, project back."""
 
@@ -99,7 +103,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
-        self.sizes = (heads, kv_heads, kv_heads)
+        self.sizes = [heads, kv_heads, kv_heads]
         self.head_dim = head_dim
         self.qkv = Linear(
             config.width,
@@ -117,6 +121,8 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(head_dim, config.norm_eps, dtype, device)
         self.clip = config.qkv_clip
         self.encoding = encoding.for_layer(layer)
+        # The encoding's `rotate`, faster. Set after loading.
+        self.kernel_rotate: Rotate | None = None
         bias, rotation = self.encoding.score_bias(), self.encoding.rotation()
         self.attend = backend(
             AttentionSpec(
@@ -135,13 +141,29 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, width] → q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
-        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        qkv = self.qkv(x)
         if self.clip is not None:
             qkv = qkv.clamp(-self.clip, self.clip)
-        q, k, v = qkv.split(self.sizes, dim=1)
+        q, k, v = self.parts(qkv)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
+
+    def parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """[T, outputs of `qkv`] → its queries, keys and values, as `project` has them."""
+        return torch.split(qkv.view(len(qkv), -1, self.head_dim), self.sizes, dim=1)
+
+    def turned(self, q: Tensor, k: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """By the encoding. Raises EncodingError for what kernels would read as something else."""
+        rotate = self.kernel_rotate or self.encoding.rotate
+        turned = rotate(q, k, batch.positions, batch.offsets)
+        for before, after in zip((q, k), turned, strict=True):
+            if (after.dtype, after.shape) != (before.dtype, before.shape):
+                raise EncodingError(
+                    f"rotate of {type(self.encoding).__name__} makes {after.dtype} "
+                    f"{list(after.shape)} of {before.dtype} {list(before.shape)}; it must keep both"
+                )
+        return turned
 
     def forward(
         self,
@@ -153,7 +175,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[T, width] → [S, width] of `rows`, or of all. Every row's key and value are stored."""
         q, k, v = self.project(x)
-        q, k = self.encoding.rotate(q, k, batch.positions, batch.offsets)
+        q, k = self.turned(q, k, batch)
         kv.write(k, v, batch.slots)
         y = self.attend(q, kv, batch, bias, self.encoding.rotation())
         projected: Tensor = self.out(kept(y.flatten(1), rows))

@@ -19,6 +19,7 @@ from cache.kv import KVCache
 from model.batch import ForwardBatch
 from model.encodings.base import PositionalEncoding
 from model.kernels.layers import KernelLayers, Part
+from model.transformer import Attention
 from server.request import PassTimes
 
 EVERY = 16  # passes, of which one is timed, at random: answers of equal length have a rhythm
@@ -48,13 +49,15 @@ class TimedDecoder:
             partial(_CudaWatch, device) if device.type == "cuda" else partial(_Watch, clock)
         )
         self._attentions = [each for each in decoder.modules() if hasattr(each, "attend")]
-        self._encodings = [
-            each for each in decoder.modules() if isinstance(each, PositionalEncoding)
+        encodings = [each for each in decoder.modules() if isinstance(each, PositionalEncoding)]
+        self._positional: list[tuple[nn.Module, str]] = [
+            *((each, "embed") for each in encodings),
+            *((each, "turned") for each in decoder.modules() if isinstance(each, Attention)),
         ]
         self._stacks = [each for each in decoder.modules() if isinstance(each, KernelLayers)]
         # Whether all work for positions is outside attention, which can then be told from it.
         self.position_apart = all(
-            each.score_bias() is None and each.rotation() is None for each in self._encodings
+            each.score_bias() is None and each.rotation() is None for each in encodings
         )
         self._times: list[PassTimes] = []
 
@@ -74,9 +77,8 @@ class TimedDecoder:
         with ExitStack() as seams:
             for attention in self._attentions:
                 seams.enter_context(watched(attention, "attend", watch, "attention"))
-            for encoding in self._encodings if self.position_apart else ():
-                for name in ("embed", "rotate"):
-                    seams.enter_context(watched(encoding, name, watch, "position"))
+            for owner, name in self._positional if self.position_apart else ():
+                seams.enter_context(watched(owner, name, watch, "position"))
             inside = seams.enter_context(told_by(self._stacks))
             with watch.during("forward"):
                 logits: Tensor = self._decoder(batch, kv)

@@ -203,6 +203,12 @@ def create(
     return find(spec.name).create(spec.options, config, context, device)
 
 
+def function_of(hook: Callable[..., object]) -> Callable[..., object]:
+    """What a hook calls, to be compared with a class's own: PositionalEncoding.rotate, say."""
+    function: Callable[..., object] = getattr(hook, "__func__", hook)
+    return function
+
+
 def need_scale(encoding: str, scale: object) -> None:
     """Raises EncodingError unless it can multiply vectors and leave something of them."""
     if not (isinstance(scale, int | float) and 0 < scale < math.inf):

@@ -11,7 +11,7 @@ import torch
 
 from model.catalogue import example, hooks, summary
 from model.config import EncodingSpec, ModelConfig
-from model.encodings.base import EncodingError, PositionalEncoding, find
+from model.encodings.base import EncodingError, PositionalEncoding, find, function_of
 from model.hooks import check_hooks
 from model.loading import Checkpoint, load_encoding
 
@@ -39,12 +39,12 @@ class Subject:
     @property
     def turns(self) -> bool:
         """Whether this layer's queries and keys are touched."""
-        return type(self.encoding).rotate is not PositionalEncoding.rotate
+        return function_of(self.encoding.rotate) is not PositionalEncoding.rotate
 
     @property
     def embeds(self) -> bool:
         """Whether something is added to the embeddings."""
-        return type(self.whole).embed is not PositionalEncoding.embed
+        return function_of(self.whole.embed) is not PositionalEncoding.embed
 
 
 def shape(*, heads: int, head_dim: int, context: int) -> ModelConfig:

@@ -103,6 +103,7 @@ class StepArguments(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "y", "scratch", "offsets", "slots", "kept")),
         *((name, c_int64) for name in ("rows", "kept_rows")),
+        *((name, c_void_p) for name in ("qkv", "q", "k")),
         ("attends", POINTER(AttendArguments)),
         *((name, c_int64) for name in ("layer_bytes", "layer_scales")),
         ("seconds", c_void_p),
@@ -256,11 +257,13 @@ class Kernels:
         dtype: torch.dtype,
         layers: "ctypes.Array[LayerArguments]",
         run: range,
+        halves: range,
         step: StepArguments,
     ) -> None:
-        """Those of `run`, one after another."""
+        """These halves of the layers of `run`, counted from its first one's."""
         first = ctypes.byref(layers, run.start * ctypes.sizeof(LayerArguments))
-        self._function("layers", dtype)(first, c_int64(len(run)), ctypes.byref(step))
+        counts = map(c_int64, (len(run), halves.start, halves.stop))
+        self._function("layers", dtype)(first, *counts, ctypes.byref(step))
 
     def decoder_pass(
         self,

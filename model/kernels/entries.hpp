@@ -32,9 +32,10 @@
                                                          rows, stride, heads, dim, half); \
     }); \
   } \
-  void layers_##SUFFIX(const LayerArguments *each, int64_t count, const StepArguments *step) { \
+  void layers_##SUFFIX(const LayerArguments *each, int64_t count, int64_t first, int64_t end, \
+                       const StepArguments *step) { \
     PartTimes times(step->seconds); \
-    together([&](Team &team) { layers<T>(team, each, count, *step, times); }); \
+    together([&](Team &team) { layers<T>(team, each, count, first, end, *step, times); }); \
   } \
   int64_t pass_##SUFFIX(const EndsArguments *ends, const LayerArguments *each, int64_t count, \
                         const StepArguments *step, const int64_t *tokens, T *logits) { \

@@ -89,6 +89,7 @@ extern "C" struct LayerArguments {
 };
 // By what queries and keys are turned before keys are stored.
 constexpr int64_t kByNothing = 0, kByPosition = 1, kKeysByOffset = 2;
+constexpr int64_t kByOthers = 3;  // than these kernels, between the two halves of the layer
 
 extern "C" struct StepArguments {
   const void *x;           // [rows, width]
@@ -98,6 +99,10 @@ extern "C" struct StepArguments {
   const int64_t *slots;    // [rows]
   const int64_t *kept;     // rows of x that y is of, or null: all
   int64_t rows, kept_rows;
+  // Where others turn, or null: queries, keys and values of all rows before that, as the layer's
+  // qkv has them; and of all rows the queries and keys that have been turned.
+  void *qkv;
+  const void *q, *k;
   // Of each kind of attention: keys, values and scales of the cache's first layer. Queries and
   // output lie in the scratch.
   const AttendArguments *attends;
@@ -180,17 +185,11 @@ inline void store_token(const T *from, const void *cache, const float *scales, i
                 const_cast<float *>(scales) + slot * heads + h, dim);
 }
 
-// Keys and values of some rows into their slots of the cache, queries side by side.
+// Keys and values of one row into their slot of the cache.
 template <class T>
-void store_heads(Team &team, const AttendArguments &to, int64_t rows, const int64_t *slots,
-                 const T *qkv, int64_t stride, T *q) {
-  const int64_t heads = to.kv_heads, dim = to.head_dim, queries = to.heads * dim;
-  team.share(rows, [&](int64_t r) {
-    const T *from = qkv + r * stride, *key = from + queries;
-    std::copy(from, key, q + r * queries);
-    store_token(key, to.keys, to.key_scales, slots[r], heads, dim);
-    store_token(key + heads * dim, to.values, to.value_scales, slots[r], heads, dim);
-  });
+void store_row(const AttendArguments &to, const T *key, const T *value, int64_t slot) {
+  store_token(key, to.keys, to.key_scales, slot, to.kv_heads, to.head_dim);
+  store_token(value, to.values, to.value_scales, slot, to.kv_heads, to.head_dim);
 }
 
 // y = x + d; x and y may be the same.
@@ -233,8 +232,9 @@ inline AttendArguments attends_to(const LayerArguments &a, const StepArguments &
   return attend;
 }
 
-// One layer of a decoder: x + attention(norm(x)), then x + mlp(norm(x)); or both at once. Of the
-// step it is one layer's x and y that count, which may be the same.
+// One layer of a decoder: x + attention(norm(x)), then x + mlp(norm(x)); or both at once. Its
+// first half ends where queries and keys are turned. Of the step it is one layer's x and y that
+// count, which may be the same.
 template <class T>
 class Layer {
  public:
@@ -244,24 +244,37 @@ class Layer {
         width_(a.down.outputs),
         attended_(a.out.inputs),
         attend_(attends_to(a, step)),
+        stored_(attend_.kv_heads * attend_.head_dim),
         q_(scratch),
         heads_(q_ + step.rows * attended_),
         normed_(heads_ + step.rows * attended_),
         sums_(normed_ + step.rows * width_),
         wide_(sums_ + step.rows * width_) {
-    attend_.q = q_;
+    attend_.q = by_others() ? step.q : q_;
     attend_.out = heads_;
     attend_.kept = step.kept;
     attend_.kept_rows = step.kept ? step.kept_rows : 0;
   }
 
   // Times are the first thread's.
-  void run(Team &team, PartTimes &times) {
+  void first_half(Team &team, PartTimes &times) {
     PartTimes others(nullptr);
     by_rows(team, step_.rows, [&](Team &own, int64_t first, int64_t count, int64_t thread) {
       before_attention(own, first, count, thread * kChunk, thread == 0 ? times : others);
     });
     times.spent(kLinear);
+  }
+
+  void second_half(Team &team, PartTimes &times) {
+    PartTimes others(nullptr);
+    if (by_others()) {
+      const T *keys = static_cast<const T *>(step_.k), *qkv = static_cast<const T *>(step_.qkv);
+      team.share(step_.rows, [&](int64_t r) {
+        const T *value = qkv + r * a_.qkv.outputs + attended_ + stored_;
+        store_row(attend_, keys + r * stored_, value, step_.slots[r]);
+      });
+      times.spent(kStore);
+    }
     attend<T>(team, attend_);
     times.spent(kAttention);
     by_rows(team, step_.kept_rows, [&](Team &own, int64_t first, int64_t count, int64_t thread) {
@@ -276,6 +289,7 @@ class Layer {
   void before_attention(Team &team, int64_t first, int64_t count, int64_t place,
                         PartTimes &times) {
     T *normed = normed_ + place * width_, *qkv = wide_ + place * a_.qkv.outputs;
+    if (by_others()) qkv = static_cast<T *>(step_.qkv) + first * a_.qkv.outputs;
     norm(team, a_.attention_norm, x() + first * width_, normed, count);
     times.spent(kNorm);
     linear(team, a_.qkv, normed, qkv, count);
@@ -283,10 +297,14 @@ class Layer {
     times.spent(kLinear);
     norm_heads(team, a_, attend_, count, qkv);
     times.spent(kNorm);
+    if (by_others()) return;
     turn_heads(team, a_, attend_, count, attend_.positions + first, step_.offsets + first, qkv);
     times.spent(kTurn);
-    store_heads(team, attend_, count, step_.slots + first, qkv, a_.qkv.outputs,
-                q_ + first * attended_);
+    team.share(count, [&](int64_t r) {
+      const T *query = qkv + r * a_.qkv.outputs, *key = query + attended_;
+      std::copy(query, key, q_ + (first + r) * attended_);
+      store_row(attend_, key, key + stored_, step_.slots[first + r]);
+    });
     times.spent(kStore);
   }
 
@@ -327,12 +345,15 @@ class Layer {
     norm_rows(team, of, from, to, count, width_, float(a_.eps));
   }
 
+  bool by_others() const { return a_.turned == kByOthers; }
+
   const T *x() const { return static_cast<const T *>(step_.x); }
 
   const LayerArguments &a_;
   const StepArguments &step_;
   const int64_t width_, attended_;
   AttendArguments attend_;
+  const int64_t stored_;  // numbers of a row's keys, and of its values
   // Of all rows, [rows, attended_]; once keys have been met, q_ is free.
   T *q_, *heads_;
   // Of rows that are computed together, [rows, width_]; and [rows, outputs of qkv], then
@@ -340,17 +361,19 @@ class Layer {
   T *normed_, *sums_, *wide_;
 };
 
-// `count` layers, one after another; rows are kept of the last one.
+// Halves [first, end) of `count` layers, one after another; rows are kept of the last one.
 template <class T>
-void layers(Team &team, const LayerArguments *each, int64_t count, const StepArguments &step,
-            PartTimes &times) {
+void layers(Team &team, const LayerArguments *each, int64_t count, int64_t first, int64_t end,
+            const StepArguments &step, PartTimes &times) {
   T *stream = static_cast<T *>(step.scratch);  // [rows, width]
   T *scratch = stream + step.rows * each->down.outputs;
-  for (int64_t i = 0; i < count; ++i) {
+  for (int64_t half = first; half < end; ++half) {
+    const int64_t i = half / 2;
     StepArguments now = step;
     if (i > 0) now.x = stream;
     if (i < count - 1) now.y = stream, now.kept = nullptr, now.kept_rows = step.rows;
-    Layer<T>(each[i], now, scratch).run(team, times);
+    Layer<T> layer(each[i], now, scratch);
+    half % 2 ? layer.second_half(team, times) : layer.first_half(team, times);
   }
 }
 
@@ -388,7 +411,7 @@ bool pass(Team &team, const EndsArguments &ends, const LayerArguments *each, int
     step.x = stream;
     times.spent(kEmbedding);
   }
-  layers<T>(team, each, count, step, times);
+  layers<T>(team, each, count, 0, 2 * count, step, times);
   T *y = static_cast<T *>(step.y);
   norm_rows(team, ends.norm, y, y, step.kept_rows, width, float(ends.eps));
   times.spent(kNorm);

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ctypes import Array
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -15,18 +16,25 @@ from torch import Tensor, nn
 
 from cache.kv import Int8LayerKV, KVCache
 from cache.terms import KeyFrame
-from model.attention.bias import StepBias
+from model.attention.bias import DenseBias, StepBias
 from model.attention.cpu import CpuAttention
 from model.batch import ForwardBatch
-from model.encodings.base import PositionalEncoding
+from model.encodings.base import PositionalEncoding, function_of
 from model.kernels.build import (
     AttendArguments,
     Kernels,
     LayerArguments,
     StepArguments,
 )
-from model.kernels.modules import KernelNorm, KernelRoPE, PanelLinear
-from model.transformer import Block, GatedMLP, Layers, ParallelBlock, ParallelOneNormBlock
+from model.kernels.modules import KernelNorm, KernelRotate, PanelLinear
+from model.transformer import (
+    Attention,
+    Block,
+    GatedMLP,
+    Layers,
+    ParallelBlock,
+    ParallelOneNormBlock,
+)
 
 
 class Part(IntEnum):
@@ -42,8 +50,9 @@ class Part(IntEnum):
     HEAD = 7
 
 
-# What layer.hpp turns before keys are stored, by their frame.
-_TURNED = {KeyFrame.ABSOLUTE: 1, KeyFrame.RAW: 0, KeyFrame.BLOCK: 2}
+# By what layer.hpp turns queries and keys before keys are stored.
+_BY_NOTHING, _BY_OTHERS = 0, 3
+_BY_TABLES = {KeyFrame.ABSOLUTE: 1, KeyFrame.RAW: _BY_NOTHING, KeyFrame.BLOCK: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +61,18 @@ class Parts:
 
     norms: dict[str, KernelNorm]
     linears: dict[str, PanelLinear]
+    attention: Attention
     attend: CpuAttention
-    encoding: PositionalEncoding
-    clip: float | None
     parallel: bool
+
+    @property
+    def turned(self) -> int:
+        """By what, as layer.hpp numbers it."""
+        rotate = self.attention.kernel_rotate
+        if isinstance(rotate, KernelRotate):
+            return _BY_TABLES[rotate.key_frame]
+        untouched = function_of(self.attention.encoding.rotate) is PositionalEncoding.rotate
+        return _BY_NOTHING if untouched else _BY_OTHERS
 
 
 _BLOCKS = (Block, ParallelBlock, ParallelOneNormBlock)
@@ -81,18 +98,14 @@ def parts_of(block: nn.Module) -> Parts | None:
     kernel_norms = {name: each for name, each in norms.items() if isinstance(each, KernelNorm)}
     panels = {name: each for name, each in linears.items() if isinstance(each, PanelLinear)}
     wanted = {name for name, each in norms.items() if each is not None}
-    encoding = attention.encoding
-    turned_by_us = isinstance(encoding, KernelRoPE)
     if (
         kernel_norms.keys() != wanted
         or panels.keys() != linears.keys()
         or not isinstance(mlp.gate if isinstance(mlp, GatedMLP) else mlp.activate, nn.Identity)
         or not isinstance(attention.attend, CpuAttention)
-        or not (turned_by_us or type(encoding).rotate is PositionalEncoding.rotate)
     ):
         return None
-    parallel = type(block) is not Block
-    return Parts(kernel_norms, panels, attention.attend, encoding, attention.clip, parallel)
+    return Parts(kernel_norms, panels, attention, attention.attend, type(block) is not Block)
 
 
 class KernelLayers(Layers):
@@ -107,10 +120,13 @@ class KernelLayers(Layers):
         self._parts = parts
         self._kernels = kernels
         # Layers that attend alike are of one kind: most models have one or two.
-        specs = [(each.attend.spec, id(each.encoding)) for each in parts]
+        specs = [(each.attend.spec, id(each.attention.encoding)) for each in parts]
         self._kinds = [specs.index(spec) for spec in dict.fromkeys(specs)]  # a layer of each
         self._kind_of = [list(dict.fromkeys(specs)).index(spec) for spec in specs]
         self._attends_type = AttendArguments * len(self._kinds)
+        self.turned_by_others = {
+            index for index, each in enumerate(parts) if each.turned == _BY_OTHERS
+        }
         # What the kernels are told of each layer, whatever the step.
         arguments = [
             _layer_arguments(own, index, kind)
@@ -131,9 +147,9 @@ class KernelLayers(Layers):
         biases: Iterable[StepBias | None],
         rows: Tensor,
     ) -> Tensor:
-        for run, bias in _runs(biases):
+        for run, added in _runs(biases):
             last = run.stop == len(self)
-            x = self._compute(x, batch, kv, run, bias, rows if last else None)
+            x = self._compute(x, batch, kv, run, added, rows if last else None)
         return x
 
     def _compute(
@@ -142,14 +158,28 @@ class KernelLayers(Layers):
         batch: ForwardBatch,
         kv: KVCache,
         run: range,
-        bias: StepBias | None,
+        biases: Sequence[StepBias | None],
         rows: Tensor | None,
     ) -> Tensor:
-        """These layers, which share a bias."""
+        """These layers, whose biases are `biases`."""
         x = x.contiguous()
-        step, (y, *_tensors) = self.arguments(x.dtype, batch, kv, run, bias, rows)
+        step, (y, *_tensors) = self.arguments(x.dtype, batch, kv, run, biases, rows)
         step.x = x.data_ptr()
-        self._kernels.layers(x.dtype, self.constants, run, step)
+        compute = partial(self._kernels.layers, x.dtype, self.constants, run)
+        done = 0  # halves
+        turning = [layer for layer in run if layer in self.turned_by_others]
+        if turning:
+            qkv = torch.empty(len(x), self.constants[0].qkv.outputs, dtype=x.dtype)
+            step.qkv = qkv.data_ptr()
+            q, k, _ = self._parts[0].attention.parts(qkv)
+        for layer in turning:
+            middle = 2 * (layer - run.start) + 1
+            compute(range(done, middle), step)
+            turned = self._parts[layer].attention.turned(q, k, batch)
+            turned_q, turned_k = (each.contiguous() for each in turned)
+            step.q, step.k = turned_q.data_ptr(), turned_k.data_ptr()
+            done = middle
+        compute(range(done, 2 * len(run)), step)
         return y
 
     def arguments(
@@ -158,16 +188,16 @@ class KernelLayers(Layers):
         batch: ForwardBatch,
         kv: KVCache,
         run: range,
-        bias: StepBias | None,
+        biases: Sequence[StepBias | None],
         rows: Tensor | None,
     ) -> tuple[StepArguments, list[Tensor]]:
-        """What layers that share a bias are told of a step, all but `x`; and tensors that it
-        points into and nobody else holds, of which the first is y [rows, width]."""
+        """What layers with these biases are told of a step, all but `x` and what others turn; and
+        tensors that it points into and nobody else holds, of which the first is y [rows, width]."""
         count = len(batch.tokens)
         kept = count if rows is None else len(rows)
         y = torch.empty(kept, self._width, dtype=dtype)
         scratch = torch.empty(count * self._scratch, dtype=dtype)
-        attends, tensors = self._attends(kv, batch, run, bias)
+        attends, tensors = self._attends(kv, batch, run, biases)
         whole = kv.whole
         step = StepArguments(
             y=y.data_ptr(),
@@ -185,27 +215,30 @@ class KernelLayers(Layers):
         return step, [y, scratch, *tensors]
 
     def _attends(
-        self, kv: KVCache, batch: ForwardBatch, run: range, bias: StepBias | None
+        self, kv: KVCache, batch: ForwardBatch, run: range, biases: Sequence[StepBias | None]
     ) -> tuple["Array[AttendArguments]", list[Tensor]]:
         """By kind, for the kinds of these layers; and tensors that nobody else holds."""
         attends = self._attends_type()
         held: list[Tensor] = []
         first = kv.layer(0)
-        for kind in set(self._kind_of[run.start : run.stop]):
+        added = dict(zip(self._kind_of[run.start : run.stop], biases, strict=True))
+        for kind, bias in added.items():
             parts = self._parts[self._kinds[kind]]
-            rotation = parts.encoding.rotation()
+            rotation = parts.attention.encoding.rotation()
             attends[kind], tensors = parts.attend.arguments(first, batch, bias, rotation)
             held += tensors
         return attends, held
 
 
-def _runs(biases: Iterable[StepBias | None]) -> Iterator[tuple[range, StepBias | None]]:
-    """Layers after one another that share a bias."""
+def _runs(
+    biases: Iterable[StepBias | None],
+) -> Iterator[tuple[range, Sequence[StepBias | None]]]:
+    """Layers after one another, and their biases, with no more than one dense bias among these."""
     first = 0
-    for _, run in groupby(biases, key=id):
-        same = list(run)
-        yield range(first, first + len(same)), same[0]
-        first += len(same)
+    for _, run in groupby(biases, key=lambda bias: isinstance(bias, DenseBias) and id(bias)):
+        added = list(run)
+        yield range(first, first + len(added)), added
+        first += len(added)
 
 
 def _layer_arguments(parts: Parts, index: int, kind: int) -> LayerArguments:
@@ -216,12 +249,12 @@ def _layer_arguments(parts: Parts, index: int, kind: int) -> LayerArguments:
         index=index,
         kind=kind,
         parallel=parts.parallel,
-        clip=parts.clip or 0.0,
+        turned=parts.turned,
+        clip=parts.attention.clip or 0.0,
         eps=parts.norms["mlp_norm"].eps,  # one for all norms of a model
     )
-    rope = parts.encoding
-    if isinstance(rope, KernelRoPE):
-        arguments.cosines, arguments.sines = rope.cos.data_ptr(), rope.sin.data_ptr()
-        arguments.pairs, arguments.interleaved = rope.cos.shape[1], int(rope.interleaved)
-        arguments.turned = _TURNED[rope.key_frame]
+    rotate = parts.attention.kernel_rotate
+    if isinstance(rotate, KernelRotate):
+        arguments.cosines, arguments.sines = rotate.cos.data_ptr(), rotate.sin.data_ptr()
+        arguments.pairs, arguments.interleaved = rotate.cos.shape[1], int(rotate.interleaved)
     return arguments

@@ -1,22 +1,21 @@
-"""Modules that compute what those of the decoder compute, faster: on the CPU, and one on a GPU.
+"""Modules, and what turns in them, faster than those of the decoder: on the CPU and on a GPU.
 
 The decoder's own modules stay the definition: each of these differs from its original by rounding
 only, and the tests hold both together. model/kernels/substitutes.py swaps them in.
 """
 
 from importlib import import_module
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from cache.terms import Capability, KeyFrame, Op
-from model.config import Activation, ModelConfig
-from model.encodings.base import PositionalEncoding
+from cache.terms import KeyFrame
+from model.config import Activation
+from model.encodings.base import PositionalEncoding, function_of
 from model.encodings.rope import RoPE
 from model.kernels.build import Kernels, LinearArguments, NormArguments, in_strips
 from model.linear import AnyLinear, Int4Linear, Int8Linear
-from model.positional_work import PositionalWork
-from model.rotation import Rotation
 from model.transformer import LayerNorm, RMSNorm
 
 # As outputs.hpp numbers them.
@@ -108,46 +107,33 @@ class KernelNorm(nn.Module):
         )
 
 
-class SubstituteRoPE(PositionalEncoding):
-    """Turns by the same tables, in the layers that turn; all else is the original's."""
+class RotateByTables:
+    """Called as the `rotate` of one RoPE, by the tables that it has by now."""
 
     def __init__(self, rope: RoPE) -> None:
-        super().__init__()
-        self.max_positions = rope.max_positions
         self.key_frame = rope.key_frame
         self.cos, self.sin = rope.cos.contiguous(), rope.sin.contiguous()
         self.interleaved = rope.layout == "interleaved"
-        self.original = (rope,)  # in a tuple, so that it is no submodule
 
-    def rotation(self) -> Rotation | None:
-        (rope,) = self.original
-        return rope.rotation()
-
-    def for_layer(self, layer: int) -> PositionalEncoding:
-        (rope,) = self.original
-        return self if rope.turns(layer) else rope.for_layer(layer)
-
-    def capability(self, op: Op, dtype: torch.dtype) -> Capability:
-        (rope,) = self.original
-        return rope.capability(op, dtype)
-
-    def shift(self, keys: Tensor, delta: int) -> Tensor:
-        (rope,) = self.original
-        return rope.shift(keys, delta)
-
-    def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
-        (rope,) = self.original
-        return rope.work(config, context, block_size)
+    @staticmethod
+    def can_stand_for(encoding: PositionalEncoding) -> TypeGuard[RoPE]:
+        """Whether it turns as RoPE does, whatever else it may do, by tables such as RoPE's."""
+        return (
+            isinstance(encoding, RoPE)
+            and function_of(encoding.rotate) is RoPE.rotate
+            and encoding.cos.dtype is encoding.sin.dtype is torch.float32
+            and encoding.cos.shape == encoding.sin.shape
+        )
 
 
-class KernelRoPE(SubstituteRoPE):
+class KernelRotate(RotateByTables):
     """On the CPU: queries and keys one after the other."""
 
     def __init__(self, rope: RoPE, kernels: Kernels) -> None:
         super().__init__(rope)
         self.kernels = kernels
 
-    def rotate(
+    def __call__(
         self, q: Tensor, k: Tensor, positions: Tensor, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
         match self.key_frame:
@@ -162,7 +148,7 @@ class KernelRoPE(SubstituteRoPE):
         return self.kernels.rotate(x, self.cos, self.sin, at, self.interleaved)
 
 
-class TritonRoPE(SubstituteRoPE):
+class TritonRotate(RotateByTables):
     """On a GPU: the queries and keys of a layer in one launch, which asks the device for nothing.
 
     Positions are not looked at: all must be below max_positions, as the server's are.
@@ -175,7 +161,7 @@ class TritonRoPE(SubstituteRoPE):
         # By name and not before it is needed: machines without a GPU have no Triton.
         self.kernels = import_module("model.kernels.triton_rope")
 
-    def rotate(
+    def __call__(
         self, q: Tensor, k: Tensor, positions: Tensor, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
         match self.key_frame:

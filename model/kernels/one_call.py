@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cache.kv import KVCache
 from model.batch import ForwardBatch
-from model.encodings.base import MaterialisedBias, PairBias, PositionalEncoding
+from model.encodings.base import MaterialisedBias, PairBias, PositionalEncoding, function_of
 from model.encodings.learned import Learned
 from model.encodings.sinusoidal import Sinusoidal
 from model.kernels.build import EndsArguments, Kernels, StepArguments
@@ -59,7 +59,7 @@ class OneCall:
             norm=norm.arguments(),
             head=head.arguments(),
         )
-        adds_nothing = type(decoder.encoding).embed is PositionalEncoding.embed
+        adds_nothing = function_of(decoder.encoding.embed) is PositionalEncoding.embed
         self._embeds = (adds_nothing or vectors is not None) and decoder.embed_norm is None
         self._told: _Told | None = None
 
@@ -88,9 +88,8 @@ class OneCall:
         self, decoder: Decoder, tensors: list[Tensor], batch: ForwardBatch, kv: KVCache
     ) -> _Told:
         layers, dtype = self._layers, self._embedding.dtype
-        bias = next(iter(decoder.biases(batch, kv)))
-        run = range(len(layers))
-        step, held = layers.arguments(dtype, batch, kv, run, bias, batch.output_rows)
+        biases, run = list(decoder.biases(batch, kv)), range(len(layers))
+        step, held = layers.arguments(dtype, batch, kv, run, biases, batch.output_rows)
         return _Told(tensors, ref(kv), step, held)
 
 
@@ -104,7 +103,8 @@ def one_call(decoder: Decoder, kernels: Kernels) -> OneCall | None:
         or not isinstance(norm, KernelNorm)
         or not isinstance(head, PanelLinear)
         or decoder.project_out is not None
-        or not _one_bias(decoder)
+        or layers.turned_by_others
+        or _has_dense_bias(decoder)
     ):
         return None
     return OneCall(decoder, layers, norm, head, kernels)
@@ -117,13 +117,11 @@ def _vectors(encoding: PositionalEncoding) -> tuple[Tensor, float] | None:
     return (encoding.table, 1.0) if type(encoding) is Sinusoidal else None
 
 
-def _one_bias(decoder: Decoder) -> bool:
-    """Whether all layers add the same to their scores, and in every step."""
-    own = [decoder.encoding.for_layer(layer) for layer in range(len(decoder.layers))]
-    biases = [encoding.score_bias() for encoding in own]
-    if all(bias is None for bias in biases):
-        return True
-    return len(set(map(id, own))) == 1 and not isinstance(biases[0], MaterialisedBias | PairBias)
+def _has_dense_bias(decoder: Decoder) -> bool:
+    """Whether a layer's bias is built anew in every step."""
+    layers = range(len(decoder.layers))
+    biases = [decoder.encoding.for_layer(layer).score_bias() for layer in layers]
+    return any(isinstance(bias, MaterialisedBias | PairBias) for bias in biases)
 
 
 _NAMES = [field.name for field in fields(ForwardBatch) if field.type is Tensor]

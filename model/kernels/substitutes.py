@@ -7,20 +7,21 @@ from torch import nn
 
 from model.attention.triton import TritonAttention
 from model.encodings.base import outside_encodings
-from model.encodings.rope import RoPE
 from model.kernels.build import SUFFIXES, Kernels
 from model.kernels.layers import KernelLayers, parts_of
 from model.kernels.modules import (
     GatedPanelLinear,
     KernelNorm,
-    KernelRoPE,
+    KernelRotate,
     PanelLinear,
-    TritonRoPE,
+    RotateByTables,
+    TritonRotate,
 )
 from model.kernels.one_call import one_call
 from model.linear import AnyLinear, Int4Linear, Int8Linear, Linear
 from model.transformer import (
     Activate,
+    Attention,
     Decoder,
     Gate,
     GatedMLP,
@@ -39,6 +40,9 @@ def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
         if isinstance(module, GatedMLP | PlainMLP):
             _activate_at_once(module, kernels)
     _replace(model, lambda module: _faster(module, kernels))
+    for attention in _attentions(model):
+        if RotateByTables.can_stand_for(attention.encoding):
+            attention.kernel_rotate = KernelRotate(attention.encoding, kernels)
     for parent, name, child in _children(model):
         if isinstance(child, Layers):
             parts = [found for layer in child if (found := parts_of(layer)) is not None]
@@ -63,9 +67,12 @@ def _activate_at_once(mlp: GatedMLP | PlainMLP, kernels: Kernels) -> None:
 
 
 def substitute_on_gpu(model: nn.Module) -> None:
-    """Replace RoPE in a model that attends in Triton; any other stays. Call once, after loading."""
-    if attends_in_triton(model):
-        _replace(model, _in_triton)
+    """Turn in Triton where a model attends in it. Call once, after loading."""
+    if not attends_in_triton(model):
+        return
+    for attention in _attentions(model):
+        if RotateByTables.can_stand_for(attention.encoding):
+            attention.kernel_rotate = TritonRotate(attention.encoding)
 
 
 def attends_in_triton(model: nn.Module) -> bool:
@@ -82,6 +89,10 @@ def _replace(model: nn.Module, faster: Callable[[nn.Module], nn.Module | None]) 
         replacement = made[child]
         if replacement is not None:
             setattr(parent, name, replacement)
+
+
+def _attentions(model: nn.Module) -> list[Attention]:
+    return [each for each in model.modules() if isinstance(each, Attention)]
 
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
@@ -102,10 +113,4 @@ def _faster(module: nn.Module, kernels: Kernels) -> nn.Module | None:
         return PanelLinear(module, kernels)
     if isinstance(module, RMSNorm | LayerNorm):
         return KernelNorm(module, kernels)
-    if type(module) is RoPE:  # what derives from it may do anything in a way of its own
-        return KernelRoPE(module, kernels)
     return None
-
-
-def _in_triton(module: nn.Module) -> nn.Module | None:
-    return TritonRoPE(module) if type(module) is RoPE else None

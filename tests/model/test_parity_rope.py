@@ -12,7 +12,7 @@ import transformers
 from model.attention.cpu import CpuBackend
 from model.config import EncodingSpec
 from model.encodings.rope import RoPE
-from model.kernels.modules import KernelRoPE
+from model.kernels.modules import KernelRotate
 from model.kernels.substitutes import substitute
 from model.loading import open_checkpoint
 from tests.model import checkpoints
@@ -289,16 +289,12 @@ def test_kernels(name, tmp_path, kernels):
     """Substituted where a layer turns, and left alone where none does."""
     model, checkpoint = saved(MODELS[name], tmp_path)
     decoder = loaded(checkpoint, context=CONTEXT, backend=CpuBackend(kernels))
-    before = [decoder.encoding.for_layer(index) for index in range(len(decoder.layers))]
-    work = decoder.encoding.work(checkpoint.config, 10, 16)
     substitute(decoder, kernels, torch.float32)
     turning = decoder.config.encoding.options.get("layers", range(9))
-    for index, original in enumerate(before):
-        encoding = decoder.layers[index].attention.encoding
-        kinds = isinstance(original, RoPE), isinstance(encoding, KernelRoPE)
+    for index, layer in enumerate(decoder.layers):
+        rotate, original = layer.attention.kernel_rotate, decoder.encoding.for_layer(index)
+        kinds = isinstance(original, RoPE), isinstance(rotate, KernelRotate)
         assert kinds == (index in turning,) * 2
-        assert type(decoder.encoding.for_layer(index)) is type(encoding)
-    assert decoder.encoding.work(checkpoint.config, 10, 16) == work
     assert difference(decoder, model, 66, 1, 20) <= TOLERANCE
 
 

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource, compile
 from cache.terms import KeyFrame
 from model.attention.triton import TritonAttention, tile_bytes
 from model.kernels import triton_attention, triton_rope
-from model.kernels.modules import TritonRoPE
+from model.kernels.modules import TritonRotate
 from model.rotation import Layout
 from tests.model.attention.test_cpu import biases, problem, spec
 from tests.model.attention.test_rotation import made
@@ -78,10 +78,11 @@ def main(capability, shared, dtype, head_dim, bias, frame, stored=""):
     kv = in_8_bits(kv) if stored == "int8" else kv
     attend(q, kv, batch, biases(32, batch)[int(bias)], rope.rotation())
     for layout in get_args(Layout):
-        turning = made(KeyFrame.ABSOLUTE, given.dtype, layout=layout, width=int(head_dim) // 2)
-        turning = TritonRoPE(turning)
+        turning = TritonRotate(
+            made(KeyFrame.ABSOLUTE, given.dtype, layout=layout, width=int(head_dim) // 2)
+        )
         turning.kernels = SimpleNamespace(turn=Compiling(triton_rope.turn, int(capability)))
-        turning.rotate(q, q[:, :8], batch.positions, batch.offsets)
+        turning(q, q[:, :8], batch.positions, batch.offsets)
 
 
 if __name__ == "__main__":

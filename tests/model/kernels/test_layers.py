@@ -2,10 +2,12 @@
 
 import itertools
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from model.attention.bias import step_biases
 from model.attention.cpu import CpuBackend
@@ -14,13 +16,13 @@ from model.config import EncodingSpec
 from model.encodings.base import EncodingError, LinearBias, PositionalEncoding
 from model.encodings.rope import RoPE
 from model.kernels.layers import KernelLayers, Part
-from model.kernels.modules import KernelRoPE
+from model.kernels.modules import KernelRotate
 from model.kernels.substitutes import substitute
 from model.transformer import Layers
 from server.pass_timer import TimedDecoder
 from tests.model.few_bits import BITS, round_weights
 from tests.model.running import CPU, Running, make_batch, new_cache
-from tests.model.tiny import ENCODINGS, WIDE_ROPE, tiny
+from tests.model.tiny import CONFIG, ENCODINGS, WIDE_ROPE, tiny
 
 BLOCK = 16
 LENGTHS = ((37, 37), (20, 1), (5, 2), (18, 3))  # tokens of a request, and those to be computed
@@ -149,32 +151,73 @@ def test_rows_that_are_enough_for_every_thread(bits, dtype, threads, kernels):
     assert equal(both(decoder, rows=torch.tensor([169]), lengths=lengths))
 
 
-class Unlike(RoPE):
-    """Turns in a way of its own."""
-
-    def rotate(self, q, k, positions, offsets):
-        return k.new_zeros(q.shape), k
-
-
 def test_layers_that_compute_something_else_are_left_alone(kernels):
     decoder = substituted("rope", kernels, block="post_norm")
     assert not any(isinstance(each, KernelLayers) for each in decoder.modules())
 
 
+class Unlike(RoPE):
+    """Turns in a way of its own."""
+
+    def rotate(self, q, k, positions, offsets):
+        return 0.5 * q, k + positions[:, None, None]
+
+
 class Biased(RoPE):
-    """Adds something besides."""
+    """Turns as RoPE does, and adds something besides."""
 
     def score_bias(self):
-        return LinearBias(torch.ones(4))
+        return LinearBias(torch.ones(CONFIG.heads))
 
 
-@pytest.mark.parametrize("encoding", ["rope-block", "Unlike", "Biased"])
-def test_encodings_that_the_kernels_do_not_know_are_left_alone(encoding, kernels, monkeypatch):
-    spec = EncodingSpec(f"{__name__}:{encoding}", ENCODINGS["rope"].options)
-    if encoding in globals():
-        monkeypatch.setitem(ENCODINGS, encoding, spec)
-    decoder = substituted(encoding, kernels)
-    assert not any(isinstance(each, KernelLayers | KernelRoPE) for each in decoder.modules())
+class Mixed(PositionalEncoding):
+    """Turns in the first and in the last layer, in a way of its own there; each adds its own."""
+
+    @classmethod
+    def create(cls, options, config, context, device):
+        made = cls()
+        rope = partial(dict, context=context, device=device)
+        options = ENCODINGS["rope"].options
+        made.each = nn.ModuleList(
+            [RoPE(**rope(options)), PositionalEncoding(), Unlike(**rope(options))]
+        )
+        for index, own in enumerate(made.each[1:]):
+            bias = LinearBias(torch.full((CONFIG.heads,), 0.1 + index))
+            own.score_bias = lambda bias=bias: bias
+        return made
+
+    def for_layer(self, layer):
+        return self.each[layer]
+
+
+def own(encoding, kernels, monkeypatch, dtype=torch.float32):
+    spec = EncodingSpec(f"{__name__}:{encoding}", {})
+    if issubclass(globals()[encoding], RoPE):
+        spec = replace(spec, options=ENCODINGS["rope"].options)
+    monkeypatch.setitem(ENCODINGS, encoding, spec)
+    return substituted(encoding, kernels, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("encoding", "by_tables", "one_call"),
+    [
+        ("Biased", [True, True, True], True),
+        ("Unlike", [False, False, False], False),
+        ("Mixed", [True, False, False], False),
+    ],
+)
+def test_encodings_of_ones_own(encoding, by_tables, one_call, dtype, kernels, monkeypatch):
+    """Also where it is their code that turns, between two calls of the kernels."""
+    decoder = own(encoding, kernels, monkeypatch, dtype)
+    rotates = [layer.attention.kernel_rotate for layer in decoder.layers]
+    assert [isinstance(each, KernelRotate) for each in rotates] == by_tables
+    assert (decoder.one_call is not None) == one_call
+    lengths = ((170, 170), (20, 1), (40, 23))  # of which each thread takes some
+    for kept in (None, torch.tensor([0, 42])):
+        assert equal(both(decoder, rows=kept))
+        assert equal(both(decoder, rows=kept, lengths=lengths))
+    assert equal(both(decoder, stored=torch.int8))
 
 
 class Careless(PositionalEncoding):
@@ -199,7 +242,7 @@ def test_another_dtype_is_refused_before_a_kernel_reads_it(kernels, monkeypatch)
     with pytest.raises(EncodingError, match=r"embed of Careless.*\.to\(x\.dtype\)"):
         decoder(ragged(), new_cache(decoder, 12, BLOCK))
     monkeypatch.setattr(Careless, "embed", PositionalEncoding.embed)
-    with pytest.raises(TypeError, match=r"queries are torch\.float32"):
+    with pytest.raises(EncodingError, match=r"rotate of Careless makes torch\.float32 .* keep"):
         decoder(ragged(), new_cache(decoder, 12, BLOCK))
 
 
@@ -207,7 +250,6 @@ def test_what_layers_share_they_still_share(kernels):
     """Or arguments of attention would be made for every layer in every step."""
     layers = substituted("rope", kernels).layers
     first, *others = (layer.attention.encoding for layer in layers)
-    assert isinstance(first, KernelRoPE)
     assert all(each is first for each in others)
 
 
@@ -217,9 +259,13 @@ def test_other_attention_is_left_alone(kernels):
     assert not any(isinstance(each, KernelLayers) for each in decoder.modules())
 
 
-@pytest.mark.parametrize(("encoding", "apart"), [("rope", True), ("nope", True), ("alibi", False)])
-def test_a_timed_pass_hears_from_inside(encoding, apart, kernels):
-    decoder = substituted(encoding, kernels)
+@pytest.mark.parametrize(
+    ("encoding", "apart"),
+    [("rope", True), ("nope", True), ("alibi", False), ("Unlike", True), ("Biased", False)],
+)
+def test_a_timed_pass_hears_from_inside(encoding, apart, kernels, monkeypatch):
+    made = partial(own, monkeypatch=monkeypatch) if encoding in globals() else substituted
+    decoder = made(encoding, kernels)
     timed = TimedDecoder(decoder, CPU, every=1)
     batch = ragged([(20, 20), (7, 7)])  # all that is read from the cache is written before
     logits = timed(batch, new_cache(decoder, 12, BLOCK))

@@ -15,7 +15,7 @@ from model.encodings.rope import RoPE
 from model.kernels.modules import (
     GatedPanelLinear,
     KernelNorm,
-    KernelRoPE,
+    KernelRotate,
     PanelLinear,
 )
 from model.kernels.substitutes import has_bf16_arithmetic, substitute
@@ -231,17 +231,19 @@ def test_rope_equals_torch(width, layout, dtype, kernels):
     positions = torch.tensor([0, 49, 3, 3, 17, 1])
     exact = rope.rotate(q.double(), k.double(), positions, positions % 16)
     for turned, expected in zip(
-        KernelRoPE(rope, kernels).rotate(q, k, positions, positions % 16), exact, strict=True
+        KernelRotate(rope, kernels)(q, k, positions, positions % 16), exact, strict=True
     ):
         close(turned, expected)
 
 
 def test_substitute_replaces_what_it_can_and_leaves_float64_alone(kernels):
-    known = Linear | RMSNorm | LayerNorm | Gate | Activate | RoPE
+    known = Linear | RMSNorm | LayerNorm | Gate | Activate
     for changes in ({}, {"norm": "layer", "gated": False}):
         decoder = tiny("rope", dtype=torch.float32, **changes)
         substitute(decoder, kernels, torch.float32)
         assert not any(isinstance(each, known) for each in decoder.modules())
+        rotates = [layer.attention.kernel_rotate for layer in decoder.layers]
+        assert all(isinstance(each, KernelRotate) for each in rotates)
     exact = tiny("rope", dtype=torch.float64)
     substitute(exact, kernels, torch.float64)
     assert isinstance(exact.head, Linear)

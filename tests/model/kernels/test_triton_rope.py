@@ -7,12 +7,13 @@ from cache.terms import KeyFrame
 from model.attention.reference import ReferenceAttention
 from model.attention.triton import TritonAttention
 from model.config import EncodingSpec
+from model.encodings.base import LinearBias
 from model.encodings.rope import RoPE
-from model.kernels.modules import TritonRoPE
+from model.kernels.modules import TritonRotate
 from model.kernels.substitutes import substitute_on_gpu
 from model.rope_scaling import scaling_from
 from tests.model.attention.triton_here import DEVICE
-from tests.model.tiny import ENCODINGS, WIDE_ROPE, YARN, tiny
+from tests.model.tiny import CONFIG, ENCODINGS, WIDE_ROPE, YARN, tiny
 from tests.products import thirds
 
 pytestmark = pytest.mark.triton
@@ -44,7 +45,7 @@ def check(original, q, k):
     """Both turn alike, and leave what they are given."""
     before = q.clone(), k.clone()
     expected = original.rotate(q, k, POSITIONS, OFFSETS)
-    found = TritonRoPE(original).rotate(q, k, POSITIONS, OFFSETS)
+    found = TritonRotate(original)(q, k, POSITIONS, OFFSETS)
     for turned, exact in zip(found, expected, strict=True):
         assert turned.dtype is exact.dtype
         assert turned.shape == exact.shape
@@ -78,7 +79,7 @@ def test_the_block_frame_turns_keys_by_their_offsets(layout):
     original = rope(6, layout, KeyFrame.BLOCK)
     q, k = queries_and_keys(10)
     check(original, q, k)
-    assert TritonRoPE(original).rotate(q, k, POSITIONS, OFFSETS)[0] is q
+    assert TritonRotate(original)(q, k, POSITIONS, OFFSETS)[0] is q
 
 
 @pytest.mark.parametrize("frame", [KeyFrame.ABSOLUTE, KeyFrame.BLOCK])
@@ -99,7 +100,7 @@ def test_queries_and_keys_may_lie_anyhow():
 @pytest.mark.parametrize("frame", KeyFrame)
 def test_no_rows(frame):
     q, k = queries_and_keys(10, rows=0)
-    found = TritonRoPE(rope(6, frame=frame)).rotate(q, k, POSITIONS[:0], OFFSETS[:0])
+    found = TritonRotate(rope(6, frame=frame))(q, k, POSITIONS[:0], OFFSETS[:0])
     assert [each.shape for each in found] == [q.shape, k.shape]
 
 
@@ -119,10 +120,10 @@ class Counting:
     ("frame", "launches"), [(KeyFrame.ABSOLUTE, 1), (KeyFrame.BLOCK, 1), (KeyFrame.RAW, 0)]
 )
 def test_one_launch_for_queries_and_keys(frame, launches):
-    turning = TritonRoPE(rope(6, frame=frame))
+    turning = TritonRotate(rope(6, frame=frame))
     turning.kernels = Counting(turning.kernels.turn)
     q, k = queries_and_keys(10)
-    found = turning.rotate(q, k, POSITIONS, OFFSETS)
+    found = turning(q, k, POSITIONS, OFFSETS)
     assert turning.kernels.launches == launches
     assert (found[0] is q, found[1] is k) == (frame is not KeyFrame.ABSOLUTE, launches == 0)
 
@@ -130,37 +131,37 @@ def test_one_launch_for_queries_and_keys(frame, launches):
 # ------------------------------------------------------------------------ in its place
 
 
-def kinds(decoder):
-    return [type(layer.attention.encoding) for layer in decoder.layers]
+def in_triton(decoder):
+    """Of each layer."""
+    return [isinstance(layer.attention.kernel_rotate, TritonRotate) for layer in decoder.layers]
 
 
 def test_it_is_put_where_rope_turns():
-    """Layers 0 and 2 alone; what they share they still share, and all else is the original's."""
+    """Layers 0 and 2 alone."""
     decoder = tiny("rope-scaled", TritonAttention, torch.float32)
-    original, untouched = decoder.encoding, decoder.layers[1].attention.encoding
     substitute_on_gpu(decoder)
-    made, *others = (layer.attention.encoding for layer in decoder.layers)
-    assert isinstance(made, TritonRoPE)
-    assert others == [untouched, made]
-    assert decoder.encoding is made
-    assert [made.for_layer(layer) for layer in range(3)] == [made, untouched, made]
-    assert made.work(decoder.config, 100, 16) == original.work(decoder.config, 100, 16)
-    assert (made.key_frame, made.max_positions) == (original.key_frame, original.max_positions)
-
-
-@pytest.mark.parametrize("name", ["rope-raw", "rope-raw-scaled"])
-def test_what_attention_turns_it_still_turns(name):
-    decoder = tiny(name, TritonAttention, torch.float32)
-    rotation = decoder.encoding.rotation()
-    substitute_on_gpu(decoder)
-    assert kinds(decoder)[0] is TritonRoPE
-    assert decoder.layers[0].attention.encoding.rotation() is rotation
+    assert in_triton(decoder) == [True, False, True]
 
 
 def test_other_attention_keeps_rope_in_torch():
     decoder = tiny("rope", ReferenceAttention, torch.float32)
     substitute_on_gpu(decoder)
-    assert kinds(decoder) == [RoPE] * 3
+    assert not any(in_triton(decoder))
+
+
+class Biased(RoPE):
+    """Turns as RoPE does, and adds something besides."""
+
+    def score_bias(self):
+        return LinearBias(torch.ones(CONFIG.heads))
+
+
+def test_it_is_put_where_a_class_turns_as_rope_does(monkeypatch):
+    spec = EncodingSpec(f"{__name__}:Biased", ENCODINGS["rope"].options)
+    monkeypatch.setitem(ENCODINGS, "biased", spec)
+    decoder = tiny("biased", TritonAttention, torch.float32)
+    substitute_on_gpu(decoder)
+    assert all(in_triton(decoder))
 
 
 class Unlike(RoPE):
@@ -176,4 +177,4 @@ def test_what_turns_otherwise_is_left_alone(kind, monkeypatch):
     monkeypatch.setitem(ENCODINGS, "other", spec)
     decoder = tiny("other", TritonAttention, torch.float32)
     substitute_on_gpu(decoder)
-    assert not any(isinstance(each, TritonRoPE) for each in decoder.modules())
+    assert not any(in_triton(decoder))
