@@ -1,6 +1,7 @@
 """The tensors of the paged KV cache. Which block belongs to whom is cache/manager.py's affair."""
 
 from collections.abc import Callable
+from copy import copy
 from typing import NamedTuple, Protocol, Self
 
 import torch
@@ -124,6 +125,19 @@ class KVCache:
             dtype=dtype,
             device=device,
         )
+
+    def first_layer_for(self, layers: int) -> Self:
+        """The same memory for so many layers in turn: each writes over what the one before wrote.
+
+        It is that of this cache's first layer.
+        """
+        shared = copy(self)
+        shared.layers = layers
+        shared._keys = self._keys[:1].expand(layers, -1, -1, -1, -1)
+        shared._values = self._values[:1].expand(layers, -1, -1, -1, -1)
+        if self._scales is not None:
+            shared._scales = self._scales[:, :1].expand(-1, layers, -1, -1, -1)
+        return shared
 
     def layer(self, index: int) -> PagedKV:
         keys, values = self._keys[index], self._values[index]

@@ -104,18 +104,17 @@ class Encoder(nn.Module):
     ) -> None:
         super().__init__()
         self.encoding = encoding
-        self.layers = nn.ModuleList(
+        self.layers = Layers(
             Block(config, layer, encoding, backend, dtype, device, causal=False)
             for layer in range(config.layers)
         )
         self.norm = make_norm(config, dtype, device)
 
-    def forward(self, x: Tensor, prompts: ForwardBatch, scratch: PagedKV) -> Tensor:
-        """x: embedded whole prompts [T, width]; `scratch` holds one layer's keys at a time."""
+    def forward(self, x: Tensor, prompts: ForwardBatch, kv: KVCache) -> Tensor:
+        """x: embedded whole prompts [T, width]. Their keys are written over kv's first layer."""
         x = self.encoding.embed(x, prompts.positions)
-        biases = step_biases(self.encoding, len(self.layers), prompts, scratch.keys.shape[1])
-        for block, bias in zip(self.layers, biases, strict=True):
-            x = block(x, prompts, scratch, bias)
+        biases = step_biases(self.encoding, len(self.layers), prompts, kv.block_size)
+        x = self.layers(x, prompts, kv.first_layer_for(len(self.layers)), biases)
         y: Tensor = self.norm(x)
         return y
 
@@ -174,7 +173,7 @@ class EncoderDecoder(nn.Module):
     def _encode(self, prompts: ForwardBatch, kv: KVCache) -> None:
         # Until the decoder's keys fill them, the prompts' blocks of the first layer hold the
         # encoder's own, one layer after the other: no second cache is needed.
-        encoded = self.encoder(self.embed(prompts.tokens), prompts, kv.layer(0))
+        encoded = self.encoder(self.embed(prompts.tokens), prompts, kv)
         for index, block in enumerate(self.layers):
             assert isinstance(block, CrossBlock)
             block.cross.store(encoded, prompts.slots, kv.layer(index))

@@ -324,7 +324,7 @@ class ParallelOneNormBlock(nn.Module):
 
 
 class Layers(nn.ModuleList):
-    """Blocks, one after another; the last one gives `rows` alone."""
+    """Blocks, one after another; the last one gives `rows` alone, or all."""
 
     def forward(
         self,
@@ -332,7 +332,7 @@ class Layers(nn.ModuleList):
         batch: ForwardBatch,
         kv: KVCache,
         biases: Iterable[StepBias | None],
-        rows: Tensor,
+        rows: Tensor | None = None,
     ) -> Tensor:
         last = len(self) - 1
         for index, (block, bias) in enumerate(zip(self, biases, strict=True)):

@@ -90,6 +90,8 @@ class LayerArguments(ctypes.Structure):
     _fields_ = (
         *((name, NormArguments) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, LinearArguments) for name in ("qkv", "out", "up", "down")),
+        ("cross_norm", NormArguments),
+        *((name, LinearArguments) for name in ("cross_q", "cross_out")),
         *((name, c_void_p) for name in ("cosines", "sines")),
         *((name, c_int64) for name in ("pairs", "interleaved", "turned")),
         *((name, c_int64) for name in ("parallel", "index", "kind")),
@@ -104,7 +106,7 @@ class StepArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("x", "y", "scratch", "offsets", "slots", "kept")),
         *((name, c_int64) for name in ("rows", "kept_rows")),
         *((name, c_void_p) for name in ("qkv", "q", "k")),
-        ("attends", POINTER(AttendArguments)),
+        *((name, POINTER(AttendArguments)) for name in ("attends", "cross")),
         *((name, c_int64) for name in ("layer_bytes", "layer_scales")),
         ("seconds", c_void_p),
     )

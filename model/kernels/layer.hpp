@@ -80,6 +80,9 @@ void rotate(Team &team, const T *x, T *y, const float *cosines, const float *sin
 extern "C" struct LayerArguments {
   NormArguments attention_norm, mlp_norm, q_norm, k_norm;  // weights of the last two may be null
   LinearArguments qkv, out, up, down;                      // up: and its gate, if it has one
+  // Of attention to an encoded prompt, between the other one and the MLP; null where there is none.
+  NormArguments cross_norm;
+  LinearArguments cross_q, cross_out;
   const float *cosines, *sines;                            // [positions, pairs]
   int64_t pairs, interleaved, turned;
   int64_t parallel;  // whether the MLP is of the layer's input
@@ -106,6 +109,7 @@ extern "C" struct StepArguments {
   // Of each kind of attention: keys, values and scales of the cache's first layer. Queries and
   // output lie in the scratch.
   const AttendArguments *attends;
+  const AttendArguments *cross;  // the same of attention to encoded prompts, or null
   int64_t layer_bytes, layer_scales;  // from a layer's keys to the next one's, and its scales
   double *seconds;                    // [parts] to add to, or null
 };
@@ -222,9 +226,9 @@ class PartTimes {
   Clock::time_point before_;
 };
 
-// What a layer attends to.
-inline AttendArguments attends_to(const LayerArguments &a, const StepArguments &step) {
-  AttendArguments attend = step.attends[a.kind];
+// Attention to the keys and values of a layer, by that to those of the first one.
+inline AttendArguments attends_to(const LayerArguments &a, const StepArguments &step,
+                                  AttendArguments attend) {
   const int64_t bytes = a.index * step.layer_bytes, scales = a.index * step.layer_scales;
   attend.keys = static_cast<const char *>(attend.keys) + bytes;
   attend.values = static_cast<const char *>(attend.values) + bytes;
@@ -232,20 +236,21 @@ inline AttendArguments attends_to(const LayerArguments &a, const StepArguments &
   return attend;
 }
 
-// One layer of a decoder: x + attention(norm(x)), then x + mlp(norm(x)); or both at once. Its
-// first half ends where queries and keys are turned. Of the step it is one layer's x and y that
-// count, which may be the same.
+// One layer of a decoder: x + attention(norm(x)), then x + mlp(norm(x)); or both at once; or with
+// x + attention(norm(x)) to an encoded prompt in between. Its first half ends where queries and
+// keys are turned. Of the step it is one layer's x and y that count, which may be the same.
 template <class T>
 class Layer {
  public:
-  Layer(const LayerArguments &a, const StepArguments &step, T *scratch)
+  Layer(const LayerArguments &a, const StepArguments &step)
       : a_(a),
         step_(step),
         width_(a.down.outputs),
         attended_(a.out.inputs),
-        attend_(attends_to(a, step)),
+        attend_(attends_to(a, step, step.attends[a.kind])),
         stored_(attend_.kv_heads * attend_.head_dim),
-        q_(scratch),
+        stream_(static_cast<T *>(step.scratch)),
+        q_(stream_ + step.rows * width_),
         heads_(q_ + step.rows * attended_),
         normed_(heads_ + step.rows * attended_),
         sums_(normed_ + step.rows * width_),
@@ -277,6 +282,7 @@ class Layer {
     }
     attend<T>(team, attend_);
     times.spent(kAttention);
+    if (step_.cross) cross(team, times);
     by_rows(team, step_.kept_rows, [&](Team &own, int64_t first, int64_t count, int64_t thread) {
       after_attention(own, first, count, thread * kChunk, thread == 0 ? times : others);
     });
@@ -308,16 +314,47 @@ class Layer {
     times.spent(kStore);
   }
 
+  // From attention to the sequence itself to that to its encoded prompt. Of all rows: what comes of
+  // those that are not kept is not read.
+  void cross(Team &team, PartTimes &times) {
+    PartTimes others(nullptr);
+    by_rows(team, step_.rows, [&](Team &own, int64_t first, int64_t count, int64_t thread) {
+      before_cross(own, first, count, thread * kChunk, thread == 0 ? times : others);
+    });
+    times.spent(kLinear);
+    AttendArguments prompts = attends_to(a_, step_, *step_.cross);
+    prompts.q = q_;
+    prompts.out = heads_;
+    prompts.kept = attend_.kept;
+    prompts.kept_rows = attend_.kept_rows;
+    attend<T>(team, prompts);
+    times.spent(kAttention);
+  }
+
+  void before_cross(Team &team, int64_t first, int64_t count, int64_t place, PartTimes &times) {
+    T *normed = normed_ + place * width_, *sums = sums_ + place * width_;
+    T *y = stream_ + first * width_;
+    linear(team, a_.out, heads_ + first * attended_, sums, count);
+    times.spent(kLinear);
+    add_rows(team, x() + first * width_, sums, y, count, width_);
+    times.spent(kResidual);
+    norm(team, a_.cross_norm, y, normed, count);
+    times.spent(kNorm);
+    linear(team, a_.cross_q, normed, q_ + first * attended_, count);
+    times.spent(kLinear);
+  }
+
   // Of rows that are kept.
   void after_attention(Team &team, int64_t first, int64_t count, int64_t place, PartTimes &times) {
     T *normed = normed_ + place * width_, *sums = sums_ + place * width_;
     T *inner = wide_ + place * a_.down.inputs, *y = static_cast<T *>(step_.y) + first * width_;
-    const T *from = x() + first * width_, *heads = heads_ + first * attended_;
+    const T *all = step_.cross ? stream_ : x();
+    const T *from = all + first * width_, *heads = heads_ + first * attended_;
     if (step_.kept) {
-      from = gather(x(), width_, first, count, y);
+      from = gather(all, width_, first, count, y);
       heads = gather(heads_, attended_, first, count, q_ + first * attended_);
     }
-    linear(team, a_.out, heads, sums, count);
+    linear(team, step_.cross ? a_.cross_out : a_.out, heads, sums, count);
     times.spent(kLinear);
     if (a_.parallel) norm(team, a_.mlp_norm, from, normed, count);
     times.spent(kNorm);
@@ -354,6 +391,7 @@ class Layer {
   const int64_t width_, attended_;
   AttendArguments attend_;
   const int64_t stored_;  // numbers of a row's keys, and of its values
+  T *stream_;  // from layer to layer, [rows, width_]
   // Of all rows, [rows, attended_]; once keys have been met, q_ is free.
   T *q_, *heads_;
   // Of rows that are computed together, [rows, width_]; and [rows, outputs of qkv], then
@@ -365,14 +403,12 @@ class Layer {
 template <class T>
 void layers(Team &team, const LayerArguments *each, int64_t count, int64_t first, int64_t end,
             const StepArguments &step, PartTimes &times) {
-  T *stream = static_cast<T *>(step.scratch);  // [rows, width]
-  T *scratch = stream + step.rows * each->down.outputs;
   for (int64_t half = first; half < end; ++half) {
     const int64_t i = half / 2;
     StepArguments now = step;
-    if (i > 0) now.x = stream;
-    if (i < count - 1) now.y = stream, now.kept = nullptr, now.kept_rows = step.rows;
-    Layer<T> layer(each[i], now, scratch);
+    if (i > 0) now.x = step.scratch;
+    if (i < count - 1) now.y = step.scratch, now.kept = nullptr, now.kept_rows = step.rows;
+    Layer<T> layer(each[i], now);
     half % 2 ? layer.second_half(team, times) : layer.first_half(team, times);
   }
 }

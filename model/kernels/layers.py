@@ -5,7 +5,7 @@ over what a step brings, and the rest was handed over when the decoder was made.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from ctypes import Array
+from ctypes import Array, pointer
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -19,6 +19,7 @@ from cache.terms import KeyFrame
 from model.attention.bias import DenseBias, StepBias
 from model.attention.cpu import CpuAttention
 from model.batch import ForwardBatch
+from model.encoder_decoder import CrossBlock
 from model.encodings.base import PositionalEncoding, function_of
 from model.kernels.build import (
     AttendArguments,
@@ -63,6 +64,7 @@ class Parts:
     linears: dict[str, PanelLinear]
     attention: Attention
     attend: CpuAttention
+    cross: CpuAttention | None
     parallel: bool
 
     @property
@@ -75,7 +77,7 @@ class Parts:
         return _BY_NOTHING if untouched else _BY_OTHERS
 
 
-_BLOCKS = (Block, ParallelBlock, ParallelOneNormBlock)
+_BLOCKS = (Block, CrossBlock, ParallelBlock, ParallelOneNormBlock)
 
 
 def parts_of(block: nn.Module) -> Parts | None:
@@ -95,6 +97,11 @@ def parts_of(block: nn.Module) -> Parts | None:
         "up": mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up,
         "down": mlp.down,
     }
+    cross = None
+    if isinstance(block, CrossBlock):
+        norms["cross_norm"] = block.cross_norm
+        linears |= {"cross_q": block.cross.q, "cross_out": block.cross.out}
+        cross = block.cross.attend
     kernel_norms = {name: each for name, each in norms.items() if isinstance(each, KernelNorm)}
     panels = {name: each for name, each in linears.items() if isinstance(each, PanelLinear)}
     wanted = {name for name, each in norms.items() if each is not None}
@@ -103,9 +110,11 @@ def parts_of(block: nn.Module) -> Parts | None:
         or panels.keys() != linears.keys()
         or not isinstance(mlp.gate if isinstance(mlp, GatedMLP) else mlp.activate, nn.Identity)
         or not isinstance(attention.attend, CpuAttention)
+        or not isinstance(cross, CpuAttention | None)
     ):
         return None
-    return Parts(kernel_norms, panels, attention, attention.attend, type(block) is not Block)
+    parallel = isinstance(block, ParallelBlock | ParallelOneNormBlock)
+    return Parts(kernel_norms, panels, attention, attention.attend, cross, parallel)
 
 
 class KernelLayers(Layers):
@@ -145,7 +154,7 @@ class KernelLayers(Layers):
         batch: ForwardBatch,
         kv: KVCache,
         biases: Iterable[StepBias | None],
-        rows: Tensor,
+        rows: Tensor | None = None,
     ) -> Tensor:
         for run, added in _runs(biases):
             last = run.stop == len(self)
@@ -198,6 +207,7 @@ class KernelLayers(Layers):
         y = torch.empty(kept, self._width, dtype=dtype)
         scratch = torch.empty(count * self._scratch, dtype=dtype)
         attends, tensors = self._attends(kv, batch, run, biases)
+        cross, more = self._cross(kv, batch)
         whole = kv.whole
         step = StepArguments(
             y=y.data_ptr(),
@@ -208,11 +218,12 @@ class KernelLayers(Layers):
             rows=count,
             kept_rows=kept,
             attends=attends,
+            cross=None if cross is None else pointer(cross),
             layer_bytes=whole.keys.stride(0) * whole.keys.element_size(),
             layer_scales=whole.key_scales.stride(0) if isinstance(whole, Int8LayerKV) else 0,
             seconds=None if self.seconds is None else self.seconds.data_ptr(),
         )
-        return step, [y, scratch, *tensors]
+        return step, [y, scratch, *tensors, *more]
 
     def _attends(
         self, kv: KVCache, batch: ForwardBatch, run: range, biases: Sequence[StepBias | None]
@@ -228,6 +239,16 @@ class KernelLayers(Layers):
             attends[kind], tensors = parts.attend.arguments(first, batch, bias, rotation)
             held += tensors
         return attends, held
+
+    def _cross(
+        self, kv: KVCache, batch: ForwardBatch
+    ) -> tuple[AttendArguments | None, tuple[Tensor, ...]]:
+        """As above, of attention to encoded prompts, which is alike in all layers."""
+        attend = self._parts[0].cross
+        if attend is None:
+            return None, ()
+        assert batch.cross is not None, "an encoder-decoder needs encoded prompts"
+        return attend.arguments(kv.layer(0), batch.cross.seen, None, None)
 
 
 def _runs(

@@ -128,7 +128,13 @@ def new_cache(decoder, blocks=201, block_size=BLOCK):
 
 
 def step(decoder, work, kv):
-    """The next `count` tokens of each answer, prompts encoded where that is yet to be done."""
+    """Logits of the next `count` tokens of each answer."""
+    logits = decoder(step_batch(work), kv)
+    return logits.split([count for _, count in work])
+
+
+def step_batch(work):
+    """These tokens, and prompts to be encoded where that is yet to be done."""
     batch = make_batch([(each.answer, count) for each, count in work], BLOCK)
     new = [(each.prompt, len(each.prompt.tokens)) for each, _ in work if not each.prompt.computed]
     prompts = make_batch(new, BLOCK) if new else None
@@ -142,10 +148,9 @@ def step(decoder, work, kv):
         block_bases=encoded.block_bases,
         max_context=encoded.max_context,
     )
-    logits = decoder(replace(batch, cross=Cross(prompts, seen)), kv)
     for each, count in work:
         each.answer.computed += count
-    return logits.split([count for _, count in work])
+    return replace(batch, cross=Cross(prompts, seen))
 
 
 def write_gguf(path, model):

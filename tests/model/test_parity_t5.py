@@ -11,9 +11,11 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from model.attention.cpu import CpuBackend
 from model.config import EncodingSpec
+from model.kernels.layers import KernelLayers
 from model.kernels.modules import PanelLinear
 from model.kernels.substitutes import substitute
 from model.loading import open_checkpoint
+from model.transformer import Layers
 from tests.model import encoder_decoders as tiny
 from tests.model.checkpoints import save
 from tests.model.encoder_decoders import START, Answering, mt5, t5, t5_v11, umt5
@@ -140,7 +142,32 @@ def test_the_cpu_kernels_agree(pair, kernels):
     decoder = tiny.loaded(checkpoint, backend=CpuBackend(kernels))
     substitute(decoder, kernels, torch.float32)
     assert isinstance(decoder.layers[0].cross.kv, PanelLinear)
+    assert isinstance(decoder.layers, KernelLayers)
     check_logits(decoder, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["window", "materialised"])
+def test_layers_in_one_call_give_what_their_parts_give(pair, form, dtype, kernels, monkeypatch):
+    """Bit by bit, of prompts, of some rows of answers, and of single tokens."""
+    checkpoint, _ = pair
+    config = in_form(checkpoint.config, form)
+    decoder = tiny.loaded(replace(checkpoint, config=config), dtype, CpuBackend(kernels))
+    substitute(decoder, kernels, dtype)
+    assert isinstance(decoder.encoder.layers, KernelLayers)
+    found = []
+    for forward in (KernelLayers.forward, Layers.forward):
+        monkeypatch.setattr(KernelLayers, "forward", forward)
+        take = tiny.allocator(torch.Generator().manual_seed(5))
+        requests = [Answering(*both, take) for both in questions()]
+        kv, logits = tiny.new_cache(decoder), []
+        for counts in ((1, 1, 200, 1), (15, 2, 60, 0), (1, 1, 1, 0)):
+            batch = tiny.step_batch(list(zip(requests, counts, strict=True)))
+            if sum(counts) > len(counts):
+                batch = replace(batch, output_rows=batch.output_rows[1::3].contiguous())
+            logits.append(decoder(batch, kv))
+        found.append(torch.cat(logits))
+    assert torch.equal(*found)
 
 
 def published_umt5():
