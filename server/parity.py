@@ -75,7 +75,7 @@ def check_parity(
         error = max(error, float(difference.max()))
         largest = max(largest, float(whole.abs().max()))
     panels = [each for each in decoder.modules() if isinstance(each, PanelLinear)]
-    rounded = any(each.scale is not None for each in panels)
+    rounded = any(each.bits for each in panels)
     tolerance = max(TOLERANCES[kv.dtype], TOLERANCES[torch.int8] if rounded else 0.0)
     return Parity(error, tolerance * largest)
 
