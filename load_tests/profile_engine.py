@@ -174,7 +174,7 @@ def _watched_in(decoder: Decoder, made: Wired) -> Iterator[tuple[object, str, st
         elif hasattr(module, "attend"):
             yield module, "attend", ATTENTION
             if isinstance(module, Attention):
-                yield module, "turned", POSITION
+                yield module, "rotated", POSITION
         elif isinstance(module, KernelLayers):
             yield module, "forward", CALLS
         elif isinstance(module, PositionalEncoding):

@@ -153,17 +153,17 @@ class Attention(nn.Module):
         """[T, outputs of `qkv`] → its queries, keys and values, as `project` has them."""
         return torch.split(qkv.view(len(qkv), -1, self.head_dim), self.sizes, dim=1)
 
-    def turned(self, q: Tensor, k: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+    def rotated(self, q: Tensor, k: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """By the encoding. Raises EncodingError for what kernels would read as something else."""
         rotate = self.kernel_rotate or self.encoding.rotate
-        turned = rotate(q, k, batch.positions, batch.offsets)
-        for before, after in zip((q, k), turned, strict=True):
+        rotated = rotate(q, k, batch.positions, batch.offsets)
+        for before, after in zip((q, k), rotated, strict=True):
             if (after.dtype, after.shape) != (before.dtype, before.shape):
                 raise EncodingError(
                     f"rotate of {type(self.encoding).__name__} makes {after.dtype} "
                     f"{list(after.shape)} of {before.dtype} {list(before.shape)}; it must keep both"
                 )
-        return turned
+        return rotated
 
     def forward(
         self,
@@ -175,7 +175,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[T, width] → [S, width] of `rows`, or of all. Every row's key and value are stored."""
         q, k, v = self.project(x)
-        q, k = self.turned(q, k, batch)
+        q, k = self.rotated(q, k, batch)
         kv.write(k, v, batch.slots)
         y = self.attend(q, kv, batch, bias, self.encoding.rotation())
         projected: Tensor = self.out(kept(y.flatten(1), rows))

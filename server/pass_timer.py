@@ -52,7 +52,7 @@ class TimedDecoder:
         encodings = [each for each in decoder.modules() if isinstance(each, PositionalEncoding)]
         self._positional: list[tuple[nn.Module, str]] = [
             *((each, "embed") for each in encodings),
-            *((each, "turned") for each in decoder.modules() if isinstance(each, Attention)),
+            *((each, "rotated") for each in decoder.modules() if isinstance(each, Attention)),
         ]
         self._stacks = [each for each in decoder.modules() if isinstance(each, KernelLayers)]
         # Whether all work for positions is outside attention, which can then be told from it.

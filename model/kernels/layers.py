@@ -184,9 +184,9 @@ class KernelLayers(Layers):
         for layer in turning:
             middle = 2 * (layer - run.start) + 1
             compute(range(done, middle), step)
-            turned = self._parts[layer].attention.turned(q, k, batch)
-            turned_q, turned_k = (each.contiguous() for each in turned)
-            step.q, step.k = turned_q.data_ptr(), turned_k.data_ptr()
+            rotated = self._parts[layer].attention.rotated(q, k, batch)
+            q_rotated, k_rotated = (each.contiguous() for each in rotated)
+            step.q, step.k = q_rotated.data_ptr(), k_rotated.data_ptr()
             done = middle
         compute(range(done, 2 * len(run)), step)
         return y

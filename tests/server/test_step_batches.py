@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cache.manager import Table
+from model.batch import Cross
 from server.batching import build_batch
 from server.plan import Work
 from server.runner import Runner
@@ -25,9 +26,19 @@ def used_columns(batch, block_size):
 
 def assert_same(batch, anew, block_size):
     assert batch.samples == anew.samples and batch.prompts == anew.prompts
-    used = used_columns(anew.forward, block_size)
-    for each in fields(anew.forward):
-        ours, theirs = getattr(batch.forward, each.name), getattr(anew.forward, each.name)
+    assert_same_forward(batch.forward, anew.forward, block_size)
+
+
+def assert_same_forward(forward, anew, block_size):
+    used = used_columns(anew, block_size)
+    for each in fields(anew):
+        ours, theirs = getattr(forward, each.name), getattr(anew, each.name)
+        if isinstance(theirs, Cross):
+            assert_same_forward(ours.seen, theirs.seen, block_size)
+            assert (ours.new is None) == (theirs.new is None)
+            if theirs.new is not None:
+                assert_same_forward(ours.new, theirs.new, block_size)
+            continue
         if each.name in ("block_tables", "block_bases"):
             columns = min(ours.shape[1], theirs.shape[1])
             assert not used[:, columns:].any()
@@ -77,6 +88,27 @@ def test_a_step_that_is_computed_again():
     for _ in range(3):
         batch = batches.of(work)
         assert (batch.forward.slots.tolist(), batch.forward.tokens.tolist()) == ([21], [5])
+
+
+def test_encoded_prompts_are_seen_as_before():
+    """While answers grow, into another block too, after a step in which one was encoded."""
+    requests = [make_request("r", range(1)), make_request("s", range(5))]
+    tables = {
+        "r": Table(array("q", [3, 5]), array("q", [0, 4])),
+        "s": Table(array("q", [6, 7, 8]), array("q", [0, 4, 8])),
+    }
+    for blocks, (request, count) in enumerate(zip(requests, (5, 3), strict=True)):
+        request.source = tuple(range(count))
+        tables[request.encoded] = Table(array("q", [9 + 2 * blocks, 10]), array("q", [0, 4]))
+    batches, places = StepBatches(tables.__getitem__, 4), []
+    for token in range(6):
+        work = tuple(Work(request, len(request.tokens) - 1, 1) for request in requests)
+        batch = batches.of(work)
+        assert_same(batch, build_batch(work, tables.__getitem__, 4), 4)
+        places.append(batch.forward.slots.data_ptr())
+        for request in requests:
+            request.tokens.append(token)
+    assert len(set(places[1:])) == 1
 
 
 def test_a_context_that_became_shorter():
