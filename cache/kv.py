@@ -100,6 +100,7 @@ class KVCache:
         self.block_size = block_size
         self.layers = layers
         self.kv_heads = kv_heads
+        self.head_dim = head_dim
         self.dtype = dtype
         self.device = device
         shape = (layers, blocks, block_size, kv_heads)
@@ -159,16 +160,21 @@ class KVCache:
 
     @property
     def bytes_per_entry(self) -> int:
-        return bytes_per_entry(self._keys.shape[-1], self.dtype)
+        return bytes_per_entry(self.head_dim, self.dtype)
 
     @property
     def bytes_per_token(self) -> int:
-        return self.entries_per_token * self.bytes_per_entry
+        return bytes_per_token(self, self.dtype)
 
 
 def bytes_per_entry(head_dim: int, dtype: torch.dtype) -> int:
     """Of one stored key or value, with its scale if it has one."""
     return head_dim * dtype.itemsize + (SCALE.itemsize if dtype is torch.int8 else 0)
+
+
+def bytes_per_token(shape: Shape, dtype: torch.dtype) -> int:
+    """Of the keys and values of one token, over all layers."""
+    return 2 * shape.layers * shape.kv_heads * bytes_per_entry(shape.head_dim, dtype)
 
 
 def _at_slots(stored: Tensor, slots: Tensor, new: Tensor) -> None:

@@ -14,10 +14,10 @@ from functools import partial
 import torch
 
 from cache.huge_pages import HugePages
+from cache.kv import bytes_per_token
 from load_tests.rounds import Clock, rounds
 from model.architectures.ropewalk import without_weights
 from model.config import ModelConfig
-from server.placement import kv_bytes_per_token
 
 COPIED = {"cuda": 1 << 30, "cpu": 1 << 28}  # bytes: many times what a cache holds; read, too
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the matrices
@@ -84,7 +84,7 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 def kv_bytes(config: ModelConfig, dtype: torch.dtype, requests: int, context: int) -> int:
     """Keys and values of all layers."""
-    return kv_bytes_per_token(config, dtype) * requests * context
+    return bytes_per_token(config, dtype) * requests * context
 
 
 def _weights(config: ModelConfig) -> int:

@@ -10,7 +10,7 @@ from logging import getLogger
 
 import torch
 
-from cache.kv import KVCache
+from cache.kv import KVCache, bytes_per_token
 from cache.manager import CacheManager
 from cache.terms import Audit
 from model.attention.base import NoBackend
@@ -246,7 +246,7 @@ def _allocate(
     try:
         return KVCache.of(shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
     except RuntimeError as error:  # what torch raises when there is no memory, on every device
-        size = blocks * block_size * placement.kv_bytes_per_token(shape, dtype)
+        size = blocks * block_size * bytes_per_token(shape, dtype)
         raise CommandError(
             f"the {device.type} has no room for a cache of {size:,} bytes; lower --kv-memory"
         ) from error

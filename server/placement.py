@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from cache.kv import bytes_per_entry
+from cache.kv import bytes_per_token
 from model.config import ModelConfig
 from model.kernels.substitutes import has_bf16_arithmetic
 from server.errors import CommandError
@@ -82,11 +82,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Of keys and values stored in `dtype`, over all layers."""
-    return 2 * config.layers * config.kv_heads * bytes_per_entry(config.head_dim, dtype)
-
-
 def num_blocks(
     config: ModelConfig,
     dtype: torch.dtype,
@@ -103,7 +98,7 @@ def num_blocks(
     free, but never more than all sequences at full length need. CommandError when not even one
     block fits.
     """
-    block_bytes = kv_bytes_per_token(config, dtype) * block_size
+    block_bytes = bytes_per_token(config, dtype) * block_size
     enough = max_seqs * -(-context // block_size) + 1
     blocks = (free_memory if budget is None else budget) // block_bytes
     if budget is None:

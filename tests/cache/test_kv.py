@@ -1,11 +1,14 @@
 """What a cache keeps of keys and values, in the dtype of a model and in 8 bits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from cache.kv import Int8LayerKV, KVCache, LayerKV, bytes_per_entry
+from cache.kv import Int8LayerKV, KVCache, LayerKV, bytes_per_entry, bytes_per_token
 from cache.rounding import restored, rounded
 from tests.model.in_8_bits import by_hand
+from tests.model.tiny import CONFIG
 
 HEADS, WIDTH, BLOCK = 2, 6, 4
 
@@ -91,3 +94,12 @@ def test_bytes_are_those_of_the_tensors(dtype, size):
     assert kv.bytes_per_entry == bytes_per_entry(WIDTH, dtype) == size
     allocated = sum(part.numel() * part.element_size() for part in kv.whole)
     assert allocated == kv.bytes_per_token * 3 * BLOCK
+
+
+def test_bytes_per_token():
+    size = 2 * 3 * 2 * 8 * 4  # keys and values, layers, key heads, head_dim, float32
+    assert bytes_per_token(CONFIG, torch.float32) == size
+    assert bytes_per_token(CONFIG, torch.bfloat16) == size // 2
+    # With a float32 scale for each of the heads.
+    assert bytes_per_token(CONFIG, torch.int8) == size // 4 + 2 * 3 * 2 * 4
+    assert bytes_per_token(replace(CONFIG, layers=6), torch.float32) == 2 * size

@@ -2,7 +2,6 @@
 
 import os
 import platform
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,15 +58,6 @@ def test_bfloat16_where_the_hardware_multiplies_it(monkeypatch, has, dtype):
 def test_the_device_has_a_name_for_people(monkeypatch, threads, name):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert placement.device_name(CPU) == name
-
-
-def test_bytes_per_token():
-    assert placement.kv_bytes_per_token(CONFIG, torch.float32) == TOKEN_BYTES
-    assert placement.kv_bytes_per_token(CONFIG, torch.bfloat16) == TOKEN_BYTES // 2
-    # With a float32 scale for each of the heads.
-    assert placement.kv_bytes_per_token(CONFIG, torch.int8) == TOKEN_BYTES // 4 + 2 * 3 * 2 * 4
-    deeper = replace(CONFIG, layers=6)
-    assert placement.kv_bytes_per_token(deeper, torch.float32) == 2 * TOKEN_BYTES
 
 
 def test_without_a_budget_blocks_stop_at_what_all_sequences_need():
