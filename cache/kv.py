@@ -88,44 +88,25 @@ class KVCache:
 
     def __init__(
         self,
+        shape: Shape,
         *,
-        layers: int,
         blocks: int,
         block_size: int,
-        kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.block_size = block_size
-        self.layers = layers
-        self.kv_heads = kv_heads
-        self.head_dim = head_dim
+        self.layers, self.kv_heads, self.head_dim = shape.layers, shape.kv_heads, shape.head_dim
         self.dtype = dtype
         self.device = device
-        shape = (layers, blocks, block_size, kv_heads)
+        size = (self.layers, blocks, block_size, self.kv_heads)
         # Not cleared: a slot is written before it is read, and untouched memory costs nothing. Nor
         # is empty_like used: on "meta" it has torch import seconds of modules.
-        self._keys = torch.empty(*shape, head_dim, dtype=dtype, device=device)
-        self._values = torch.empty(*shape, head_dim, dtype=dtype, device=device)
+        self._keys = torch.empty(*size, self.head_dim, dtype=dtype, device=device)
+        self._values = torch.empty(*size, self.head_dim, dtype=dtype, device=device)
         self._scales: Tensor | None = None  # of keys and of values
         if dtype is torch.int8:
-            self._scales = torch.empty(2, *shape, dtype=SCALE, device=device)
-
-    @classmethod
-    def of(
-        cls, shape: Shape, *, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> Self:
-        """For the keys and values of a model."""
-        return cls(
-            layers=shape.layers,
-            blocks=blocks,
-            block_size=block_size,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            dtype=dtype,
-            device=device,
-        )
+            self._scales = torch.empty(2, *size, dtype=SCALE, device=device)
 
     def first_layer_for(self, layers: int) -> Self:
         """The same memory for so many layers in turn: each writes over what the one before wrote.

@@ -100,7 +100,7 @@ def untouched_cache(
     config: ModelConfig, blocks: int, *, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
     """Takes no memory on a CPU until it is written to."""
-    return KVCache.of(config, blocks=blocks, block_size=BLOCK_SIZE, dtype=dtype, device=device)
+    return KVCache(config, blocks=blocks, block_size=BLOCK_SIZE, dtype=dtype, device=device)
 
 
 def blocks_for(requests: int, context: int) -> int:

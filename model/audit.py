@@ -182,7 +182,7 @@ class Watch:
 
     def _cache(self, capacity: int) -> KVCache:
         weight = self.arm.decoder.embed.weight
-        kv = KVCache.of(
+        kv = KVCache(
             self.config,
             blocks=-(-capacity // BLOCK_SIZE),
             block_size=BLOCK_SIZE,

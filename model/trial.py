@@ -42,9 +42,7 @@ class Trial:
         blocks = 2 + spare + sum(-(-length // block_size) for length in lengths.values())
         self._layers = shape.layers
         self.manager = CacheManager(blocks, block_size, prefix_sharing=False)
-        self.kv = KVCache.of(
-            shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device
-        )
+        self.kv = KVCache(shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
         for name, length in lengths.items():
             self.store(name, length)
 

@@ -244,7 +244,7 @@ def _allocate(
     shape: ModelConfig, dtype: torch.dtype, device: torch.device, blocks: int, block_size: int
 ) -> KVCache:
     try:
-        return KVCache.of(shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
+        return KVCache(shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
     except RuntimeError as error:  # what torch raises when there is no memory, on every device
         size = blocks * block_size * bytes_per_token(shape, dtype)
         raise CommandError(

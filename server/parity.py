@@ -132,7 +132,7 @@ class _Bench:
         # Block 0 is reserved, and a pool needs another one.
         blocks = 2 + sum(-(-length // block_size) for length in (*LENGTHS, *SOURCES))
         self._manager = CacheManager(blocks, block_size, prefix_sharing=False)
-        self._kv = KVCache.of(
+        self._kv = KVCache(
             shape, blocks=blocks, block_size=block_size, dtype=kv.dtype, device=kv.device
         )
         for tensor in self._kv.whole:

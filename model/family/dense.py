@@ -4,6 +4,8 @@ The decoder that trains is the one that serves. A batch of windows is a paged ba
 request has one block, as long as its window; only the memory and the attention differ.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -33,13 +35,7 @@ class DenseKV(KVCache):
     ) -> None:
         """dtype: of the keys as they are projected, bfloat16 under such an autocast."""
         super().__init__(
-            layers=0,
-            blocks=windows,
-            block_size=length,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            dtype=dtype,
-            device=device,
+            replace(config, layers=0), blocks=windows, block_size=length, dtype=dtype, device=device
         )
 
     def layer(self, index: int) -> LayerKV:

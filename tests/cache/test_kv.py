@@ -7,6 +7,7 @@ import torch
 
 from cache.kv import Int8LayerKV, KVCache, LayerKV, bytes_per_entry, bytes_per_token
 from cache.rounding import restored, rounded
+from tests.cache.shape import Shape
 from tests.model.in_8_bits import by_hand
 from tests.model.tiny import CONFIG
 
@@ -15,13 +16,7 @@ HEADS, WIDTH, BLOCK = 2, 6, 4
 
 def cache(dtype):
     return KVCache(
-        layers=2,
-        blocks=3,
-        block_size=BLOCK,
-        kv_heads=HEADS,
-        head_dim=WIDTH,
-        dtype=dtype,
-        device=torch.device("cpu"),
+        Shape(2, HEADS, WIDTH), blocks=3, block_size=BLOCK, dtype=dtype, device=torch.device("cpu")
     )
 
 

@@ -9,6 +9,7 @@ from cache.ledger import SAMPLED_TOGETHER, Checksums, Fault, Ledger, LedgerCount
 from cache.manager import CacheManager
 from cache.terms import Audit
 from tests.cache.events import filled, released, reused, taken
+from tests.cache.shape import Shape
 
 BLOCKS, LAYERS, HEADS, WIDTH = 9, 3, 2, 2
 ENTRIES = 4 * HEADS  # of one layer and part of a block of four
@@ -16,11 +17,9 @@ ENTRIES = 4 * HEADS  # of one layer and part of a block of four
 
 def cache(dtype=torch.float32, block_size=4, heads=HEADS, width=WIDTH) -> KVCache:
     kv = KVCache(
-        layers=LAYERS,
+        Shape(LAYERS, heads, width),
         blocks=BLOCKS,
         block_size=block_size,
-        kv_heads=heads,
-        head_dim=width,
         dtype=dtype,
         device=torch.device("cpu"),
     )

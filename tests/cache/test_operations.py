@@ -8,6 +8,7 @@ from cache.ledger import Ledger
 from cache.manager import CacheManager
 from cache.operations import Operations
 from cache.terms import Audit, Capability, Evict, Fork, Move, NoRoom, Op, Truncate, Unsupported
+from tests.cache.shape import Shape
 
 BLOCK, BLOCKS, HEADS = 4, 16, 3
 MOVES = (Op.EVICT_RENUMBER, Op.MOVE_SPAN)
@@ -52,11 +53,9 @@ class World:
 
     def __init__(self, *moved, blocks=BLOCKS, dtype=torch.float64):
         self.kv = KVCache(
-            layers=2,
+            Shape(2, HEADS, 5),
             blocks=blocks,
             block_size=BLOCK,
-            kv_heads=HEADS,
-            head_dim=5,
             dtype=dtype,
             device=torch.device("cpu"),
         )

@@ -115,7 +115,7 @@ def allocator(generator):
 
 def new_cache(decoder, blocks=201, block_size=BLOCK):
     config = decoder.config
-    kv = KVCache.of(
+    kv = KVCache(
         config,
         blocks=blocks,
         block_size=block_size,

@@ -17,7 +17,7 @@ def new_cache(
 ) -> KVCache:
     """stored: what it keeps, if not numbers of the decoder's own dtype."""
     config = decoder.config
-    return KVCache.of(
+    return KVCache(
         config,
         blocks=blocks,
         block_size=block_size,

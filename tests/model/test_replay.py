@@ -19,6 +19,7 @@ from model.kernels import modules
 from model.kernels.substitutes import substitute_on_gpu
 from model.replay import SHORTEST, Bucket, ReplayedDecoder, buckets
 from model.transformer import Decoder
+from tests.cache.shape import Shape
 from tests.model.attention.triton_here import TritonHere
 from tests.model.paths import BLOCK, VOCABULARY, tokens
 from tests.model.running import Running, make_batch, new_cache
@@ -233,15 +234,7 @@ def test_buffers_stay_where_they_are():
 
 
 def sizes(*, blocks, max_seqs, max_context):
-    kv = KVCache(
-        layers=1,
-        blocks=blocks,
-        block_size=16,
-        kv_heads=1,
-        head_dim=1,
-        dtype=torch.uint8,
-        device=META,
-    )
+    kv = KVCache(Shape(1, 1, 1), blocks=blocks, block_size=16, dtype=torch.uint8, device=META)
     return [(each.requests, each.context) for each in buckets(kv, max_seqs, max_context)]
 
 
@@ -275,7 +268,7 @@ def on(device, encoding, backend, stored=torch.float32):
     """A decoder with uninitialised weights and a cache for it, of what is `stored`."""
     config = replace(CONFIG, encoding=ENCODINGS[encoding], windows=WINDOWS)
     made = create(config.encoding, config, CONTEXT, device)
-    kv = KVCache.of(
+    kv = KVCache(
         config,
         blocks=40,
         block_size=BLOCK,

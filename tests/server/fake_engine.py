@@ -33,6 +33,7 @@ from server.scheduler import Scheduler
 from server.serve_options import SERVE_OPTIONS
 from server.warm_up import Speed
 from tests.cache.bookkeeping import Bookkeeping
+from tests.cache.shape import Shape
 from tests.model.tiny import CONFIG
 
 VOCAB = 50
@@ -65,15 +66,7 @@ def make_engine(
 ):
     chosen = {"max_seqs": 16, "max_step_tokens": 64, "max_context": 100, "max_queue": 50}
     manager = CacheManager(blocks, BLOCK)
-    kv = KVCache(
-        layers=2,
-        blocks=blocks,
-        block_size=BLOCK,
-        kv_heads=3,
-        head_dim=2,
-        dtype=torch.float32,
-        device=CPU,
-    )
+    kv = KVCache(Shape(2, 3, 2), blocks=blocks, block_size=BLOCK, dtype=torch.float32, device=CPU)
     scheduler = Scheduler(manager, Limits(**chosen | limits), Bookkeeping(manager))
     more = {"drain_times": drain_times} | ({} if clock is None else {"clock": clock})
     auditor = auditor_of(kv, manager, scheduler)

@@ -46,7 +46,7 @@ class Reader:
 def new_cache(decoder: Decoder, blocks: int) -> KVCache:
     """In the decoder's dtype and place."""
     weight = decoder.embed.weight
-    return KVCache.of(
+    return KVCache(
         decoder.config,
         blocks=blocks,
         block_size=BLOCK_SIZE,

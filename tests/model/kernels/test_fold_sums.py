@@ -5,6 +5,7 @@ import torch
 
 from cache.kv import KVCache
 from cache.ledger import Checksums
+from tests.cache.shape import Shape
 
 BLOCKS = 7
 
@@ -16,11 +17,9 @@ BLOCKS = 7
 )
 def test_they_equal_the_definition(layers, block_size, heads, width, dtype, kernels):
     kv = KVCache(
-        layers=layers,
+        Shape(layers, heads, width),
         blocks=BLOCKS,
         block_size=block_size,
-        kv_heads=heads,
-        head_dim=width,
         dtype=dtype,
         device=torch.device("cpu"),
     )

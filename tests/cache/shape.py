@@ -1,0 +1,9 @@
+"""What a cache has to know of a model, without a model."""
+
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    layers: int
+    kv_heads: int
+    head_dim: int
