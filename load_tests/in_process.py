@@ -13,7 +13,7 @@ from cache.kv import KVCache
 from cache.manager import CacheManager
 from load_tests.rounds import Call
 from model.attention.backends import all_backends
-from model.attention.base import choose_for
+from model.attention.base import choose, spec_for
 from model.batch import ForwardBatch
 from model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
 from model.encodings.base import EncodingError, create, names
@@ -176,7 +176,7 @@ def _decoder(
 ) -> Decoder:
     assert not isinstance(config, EncoderDecoderConfig), "a shape is a decoder alone"
     encoding = create(config.encoding, config, context, device)
-    backend = choose_for(all_backends(kernels), config, encoding, dtype, device)
+    backend = choose(all_backends(kernels), spec_for(config, dtype, device))
     return Decoder(config, encoding, backend, dtype=dtype, device=device)
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from cache.terms import Capability, KeyFrame, Op
-from model.attention.base import AttentionBackend, AttentionSpec
+from model.attention.base import AttentionBackend, spec_for
 from model.config import EncodingSpec, ModelConfig
 from model.encodings.base import (
     EncodingError,
@@ -23,7 +23,6 @@ from model.encodings.base import (
 )
 from model.hooks import check_hooks
 from model.positional_work import PositionalWork
-from model.rotation import Rotation
 from model.trial import Cost, TimedTrial, Trial
 
 HOOKS = ("embed", "rotate", "rotation", "score_bias", "for_layer")
@@ -117,9 +116,8 @@ def facts(name: str, place: Place) -> EncodingFacts:
     except EncodingError as error:
         unbuilt = str(error)
     else:
-        first = encoding.for_layer(0)
-        bias = first.score_bias()
-        backends = tuple(_support(place, bias, first.rotation()))
+        bias = encoding.for_layer(0).score_bias()
+        backends = tuple(_support(place))
         work = {length: encoding.work(SHAPE, length, BLOCK_SIZE) for length in LENGTHS}
         operations = abilities(kind, SHAPE, place.dtype)
     return EncodingFacts(
@@ -222,17 +220,8 @@ def bias_name(kind: type[ScoreBias]) -> str:
     return kind.__name__.removesuffix("Bias").lower()
 
 
-def _support(place: Place, bias: ScoreBias | None, rotation: Rotation | None) -> Iterable[Support]:
-    spec = AttentionSpec(
-        heads=SHAPE.heads,
-        kv_heads=SHAPE.kv_heads,
-        head_dim=SHAPE.head_dim,
-        scale=SHAPE.head_dim**-0.5,
-        dtype=place.dtype,
-        device=place.device,
-        bias=None if bias is None else type(bias),
-        rotation=None if rotation is None else rotation.frame,
-    )
+def _support(place: Place) -> Iterable[Support]:
+    spec = spec_for(SHAPE, place.dtype, place.device)
     for backend in place.backends:
         reason = backend.why_not(spec)
         yield Support(backend.name, reason is None, reason)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cache.kv import KVCache, PagedKV
-from model.attention.base import AttentionBackend, AttentionSpec
+from model.attention.base import AttentionBackend, spec_for
 from model.attention.bias import StepBias, step_biases
 from model.batch import ForwardBatch
 from model.config import EncoderDecoderConfig, ModelConfig
@@ -35,17 +35,7 @@ class CrossAttention(nn.Module):
             config.width, 2 * kv_rows, bias=config.qkv_bias, dtype=dtype, device=device
         )
         self.out = Linear(columns, config.width, bias=config.out_bias, dtype=dtype, device=device)
-        self.attend = backend(
-            AttentionSpec(
-                heads=config.heads,
-                kv_heads=config.kv_heads,
-                head_dim=config.head_dim,
-                scale=config.attention_scale or config.head_dim**-0.5,
-                dtype=dtype,
-                device=device,
-                causal=False,
-            )
-        )
+        self.attend = backend(spec_for(config, dtype, device, causal=False))
 
     def store(self, encoded: Tensor, slots: Tensor, kv: PagedKV) -> None:
         """Keys and values of encoded prompts [T, width], at slots [T]."""

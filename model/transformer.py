@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cache.kv import KVCache, PagedKV
-from model.attention.base import AttentionBackend, AttentionSpec
+from model.attention.base import AttentionBackend, spec_for
 from model.attention.bias import StepBias, step_biases
 from model.batch import ForwardBatch
 from model.config import Activation, BlockKind, ModelConfig
@@ -123,20 +123,8 @@ class Attention(nn.Module):
         self.encoding = encoding.for_layer(layer)
         # The encoding's `rotate`, faster. Set after loading.
         self.kernel_rotate: Rotate | None = None
-        bias, rotation = self.encoding.score_bias(), self.encoding.rotation()
         self.attend = backend(
-            AttentionSpec(
-                heads=heads,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                scale=config.attention_scale or head_dim**-0.5,
-                dtype=dtype,
-                device=device,
-                window=config.windows[layer],
-                causal=causal,
-                bias=None if bias is None else type(bias),
-                rotation=None if rotation is None else rotation.frame,
-            )
+            spec_for(config, dtype, device, window=config.windows[layer], causal=causal)
         )
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

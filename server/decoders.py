@@ -12,7 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 from model.attention.backends import all_backends
-from model.attention.base import AttentionBackend, choose_for
+from model.attention.base import AttentionBackend, choose, spec_for
 from model.catalogue import Place
 from model.config import EncoderDecoderConfig, EncodingSpec
 from model.encoder_decoder import EncoderDecoder
@@ -85,7 +85,7 @@ def prepare(
         )
     if loading.encoding is not None:
         _refuse_missing_weights(checkpoint, encoding)
-    backend = _backend(checkpoint, loading, encoding, dtype, device, kernels)
+    backend = _backend(checkpoint, loading, dtype, device, kernels)
     if loading.quantize == "int4":
         _refuse_without_int4(kernels, dtype)
     decoder = _assembled(checkpoint, encoding, backend, context, dtype, device)
@@ -179,7 +179,6 @@ def _tell_of_int4(name: str, decoder: nn.Module) -> None:
 def _backend(
     checkpoint: Checkpoint,
     loading: ModelOptions,
-    encoding: PositionalEncoding,
     dtype: torch.dtype,
     device: torch.device,
     kernels: Kernels | str,
@@ -188,7 +187,7 @@ def _backend(
     backends = all_backends(kernels)
     if loading.attention is not None:
         backends = [backend for backend in backends if backend.name == loading.attention]
-    return choose_for(backends, checkpoint.config, encoding, dtype, device)
+    return choose(backends, spec_for(checkpoint.config, dtype, device))
 
 
 def _assembled(

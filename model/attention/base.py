@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from cache.kv import PagedKV
-from cache.terms import KeyFrame
 from model.attention.bias import StepBias
 from model.batch import ForwardBatch
 from model.config import ModelConfig
-from model.encodings.base import PositionalEncoding, ScoreBias
 from model.rotation import Rotation
 
 log = getLogger(__name__)
@@ -35,8 +33,27 @@ class AttentionSpec:
     device: torch.device
     window: int | None = None  # keys a query sees, itself included; None: all before it
     causal: bool = True  # False: a query sees all keys of its request
-    bias: type[ScoreBias] | None = None  # what the layer's encoding adds to the scores
-    rotation: KeyFrame | None = None  # which keys are stored when a Rotation will come
+
+
+def spec_for(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    window: int | None = None,
+    causal: bool = True,
+) -> AttentionSpec:
+    """Of a layer that sees so much; without that, what all layers have in common."""
+    return AttentionSpec(
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        scale=config.attention_scale or config.head_dim**-0.5,
+        dtype=dtype,
+        device=device,
+        window=window,
+        causal=causal,
+    )
 
 
 class Attend(Protocol):
@@ -83,24 +100,3 @@ def choose(backends: Sequence[AttentionBackend], spec: AttentionSpec) -> Attenti
             return backend
         objections.append(f"{backend.name}: {reason}")
     raise NoBackend("No attention backend fits; " + "; ".join(objections) + ".")
-
-
-def choose_for(
-    backends: Sequence[AttentionBackend],
-    config: ModelConfig,
-    encoding: PositionalEncoding,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> AttentionBackend:
-    """One for all layers of a decoder. Raises NoBackend."""
-    rotation = encoding.rotation()
-    spec = AttentionSpec(
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        scale=1.0,
-        dtype=dtype,
-        device=device,
-        rotation=None if rotation is None else rotation.frame,
-    )
-    return choose(backends, spec)

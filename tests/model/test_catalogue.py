@@ -115,7 +115,7 @@ def test_what_is_not_there_is_refused() -> None:
         catalogue(PLACE, ["none"])
 
 
-def test_backends_answer_for_the_encodings_own_bias() -> None:
+def test_backends_answer_for_the_place() -> None:
     asked = []
 
     class Picky:
@@ -123,21 +123,21 @@ def test_backends_answer_for_the_encodings_own_bias() -> None:
 
         def why_not(self, spec):
             asked.append(spec)
-            return "it knows no table" if spec.bias is LinearBias else None
+            return "it knows no bfloat16" if spec.dtype is torch.bfloat16 else None
 
         def __call__(self, spec):
             raise AssertionError("the list runs no attention")
 
     place = Place([Picky(), *PLACE.backends], torch.bfloat16, torch.device("cpu"))
     picky, triton, cpu, *others = facts("alibi", place).backends
-    assert (picky.takes, picky.reason) == (False, "it knows no table")
+    assert (picky.takes, picky.reason) == (False, "it knows no bfloat16")
     assert (triton.backend, triton.takes, triton.reason) == ("triton", False, "the device is cpu")
     assert (cpu.backend, cpu.takes, cpu.reason) == ("cpu", False, "no compiler")
     assert all(support.takes and support.reason is None for support in others)
-    assert facts("rope", place).backends[0].takes
-    assert [(spec.bias, spec.dtype, spec.heads) for spec in asked] == [
-        (LinearBias, torch.bfloat16, SHAPE.heads),
-        (None, torch.bfloat16, SHAPE.heads),
+    assert facts("alibi", replace(place, dtype=torch.float32)).backends[0].takes
+    assert [(spec.dtype, spec.heads) for spec in asked] == [
+        (torch.bfloat16, SHAPE.heads),
+        (torch.float32, SHAPE.heads),
     ]
 
 
