@@ -9,6 +9,8 @@ context error is the same for every encoding and would hide what differs between
 from dataclasses import dataclass
 from enum import StrEnum
 
+BLOCK_SIZE = 16  # tokens of a block, where nobody asks for more or fewer
+
 
 class Op(StrEnum):
     APPEND = "append"

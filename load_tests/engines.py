@@ -7,7 +7,8 @@ from torch import Tensor
 
 from cache.kv import KVCache
 from cache.manager import CacheManager
-from load_tests.in_process import BLOCK_SIZE, blocks_for, new_cache, replayed, request
+from cache.terms import BLOCK_SIZE
+from load_tests.in_process import blocks_for, new_cache, replayed, request
 from model.batch import ForwardBatch
 from model.config import ModelConfig
 from model.encodings.base import create

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cache.kv import KVCache
 from cache.manager import CacheManager
+from cache.terms import BLOCK_SIZE
 from load_tests.rounds import Call
 from model.attention.backends import all_backends
 from model.attention.base import choose, spec_for
@@ -31,7 +32,6 @@ from server.request import Request
 
 log = getLogger(__name__)
 
-BLOCK_SIZE = 16  # tokens, as `serve` has it
 # What a name like t5:table says besides the encoding, and which of its options that is.
 VARIANTS: Mapping[str, str] = {"t5": "form", "rope": "frame"}
 

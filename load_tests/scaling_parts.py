@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from cache.manager import CacheManager
+from cache.terms import BLOCK_SIZE
 from load_tests.engines import engine
 from load_tests.in_process import (
-    BLOCK_SIZE,
     blocks_for,
     new_cache,
     request,

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from cache.kv import KVCache
-from cache.terms import KeyFrame
+from cache.terms import BLOCK_SIZE, KeyFrame
 from model.batch import in_order, of_one
 from model.catalogue import hooks
 from model.config import ModelConfig
 from model.encodings.base import PositionalEncoding
 from model.transformer import Decoder
 
-BLOCK_SIZE = 16
 # Of an entry's norm. In float64, a pass over all tokens and one token at a time agree to 1e-12.
 TOLERANCE = 1e-9
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from cache.kv import KVCache
+from cache.terms import BLOCK_SIZE
 from model.attention.sdpa import SdpaAttention
-from model.audit import BLOCK_SIZE, Arm
+from model.audit import Arm
 from model.catalogue import example
 from model.config import EncodingSpec, ModelConfig
 from model.encodings.base import EncodingError, PositionalEncoding, create, find, freeze_all, names

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from cache.terms import Capability, KeyFrame, Op
+from cache.terms import BLOCK_SIZE, Capability, KeyFrame, Op
 from model.attention.base import AttentionBackend, spec_for
 from model.config import EncodingSpec, ModelConfig
 from model.encodings.base import (
@@ -28,7 +28,6 @@ from model.trial import Cost, TimedTrial, Trial
 HOOKS = ("embed", "rotate", "rotation", "score_bias", "for_layer")
 LENGTHS = (512, 4096, 32768)  # keys that the new token sees
 SHORT = 64  # positions of an encoding whose context does not matter
-BLOCK_SIZE = 16  # tokens of a cache block where no cache is asked about: what `serve` has
 # GPT-2's smallest: 12 layers of 12 heads of 64.
 SHAPE = ModelConfig(
     vocab_size=50257,

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from cache.terms import Capability, Op
+from cache.terms import BLOCK_SIZE, Capability, Op
 from model.config import ModelConfig
 from model.encodings.base import (
     BIASES,
@@ -27,7 +27,6 @@ from model.positional_work import PositionalWork
 from model.rotation import Rotation
 
 ROWS = 3  # that are asked for at either end of the context
-BLOCK_SIZE = 16  # tokens, and by how many positions keys are moved
 HALF = torch.bfloat16  # hooks are asked in it, too, and must keep it
 EXACT = 1e-3  # of the largest coordinate: what float32 rounds by, many times over
 

@@ -8,10 +8,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from cache.terms import Op
+from cache.terms import BLOCK_SIZE, Op
 from model.attention.backends import all_backends
 from model.catalogue import (
-    BLOCK_SIZE,
     SHAPE,
     Ability,
     EncodingFacts,

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from model.catalogue import BLOCK_SIZE
+from cache.terms import BLOCK_SIZE
 from model.encodings.base import EncodingError
 from model.explain.figure import Picture
 from model.explain.page import to_html, to_png

@@ -1,5 +1,6 @@
 """The options of `ropewalk serve`: each a flag and a ROPEWALK_* variable. No torch."""
 
+from cache.terms import BLOCK_SIZE
 from server.config import ModelSource, host_address, host_name, model_source, web_origin
 from server.metrics_compat import ALIASES
 from server.options import Option, auto, choice, count, seconds, size, switch
@@ -133,7 +134,9 @@ SERVE_OPTIONS = (
         shown="auto, as the model computes",
         metavar="TYPE",
     ),
-    Option("--block-size", "cache", "tokens per block", count(1, 1024), 16, metavar="TOKENS"),
+    Option(
+        "--block-size", "cache", "tokens per block", count(1, 1024), BLOCK_SIZE, metavar="TOKENS"
+    ),
     Option("--prefix-sharing", "cache", "compute equal beginnings of prompts once", switch, True),
     Option(
         "--audit",

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from cache.terms import Evict, Move, Unsupported
-from model.catalogue import BLOCK_SIZE, LENGTHS, SHAPE, example
+from cache.terms import BLOCK_SIZE, Evict, Move, Unsupported
+from model.catalogue import LENGTHS, SHAPE, example
 from model.encodings.base import PositionalEncoding, find
 from model.positional_work import PositionalWork
 from model.trial import OTHER, SEQUENCE, Trial

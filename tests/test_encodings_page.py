@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache.terms import Op
+from cache.terms import BLOCK_SIZE, Op
 from model.attention.reference import ReferenceAttention
 from model.attention.sdpa import SdpaAttention
-from model.catalogue import BLOCK_SIZE, LENGTHS, SHAPE, Ability, Place, example, facts
+from model.catalogue import LENGTHS, SHAPE, Ability, Place, example, facts
 from model.config import EncodingSpec
 from model.encodings.base import create, find, names
 from model.positional_work import PositionalWork

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from cache.terms import BLOCK_SIZE
 from load_tests.engines import decoding
-from load_tests.in_process import BLOCK_SIZE, decoders
+from load_tests.in_process import decoders
 
 STEPS = 4
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from cache.terms import BLOCK_SIZE
 from load_tests import in_process
 from load_tests.in_process import (
-    BLOCK_SIZE,
     blocks_for,
     decoders,
     new_cache,

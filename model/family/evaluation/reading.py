@@ -11,10 +11,10 @@ from torch import Tensor
 
 from cache.kv import KVCache
 from cache.manager import Table
+from cache.terms import BLOCK_SIZE
 from model.batch import in_order, of_one
 from model.transformer import Decoder
 
-BLOCK_SIZE = 16
 CHUNK = 512  # tokens of one pass
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from cache.ledger import Ledger
 from cache.manager import CacheManager
 from cache.operations import Operations
-from cache.terms import Audit, Evict, Move, Op, Unsupported
+from cache.terms import BLOCK_SIZE, Audit, Evict, Move, Op, Unsupported
 from model.family.evaluation.estimates import Estimate, by_document
-from model.family.evaluation.reading import BLOCK_SIZE, forward, new_cache
+from model.family.evaluation.reading import forward, new_cache
 from model.family.evaluation.texts import Texts
 from model.transformer import Decoder
 
