@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from model.words import listed
 from server.errors import UsageError
 
 Value = TypeVar("Value")
@@ -178,7 +179,7 @@ def choice(*choices: str) -> Callable[[str], str]:
     def parse(value: str) -> str:
         if value in choices:
             return value
-        raise ValueError(f"{value!r} is not offered; choose {_listed(choices)}")
+        raise ValueError(f"{value!r} is not offered; choose {listed(choices, 'or')}")
 
     return parse
 
@@ -233,7 +234,3 @@ def auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
         return None if value == "auto" else parse(value)
 
     return either
-
-
-def _listed(words: Sequence[str]) -> str:
-    return ", ".join(words[:-1]) + " or " + words[-1] if len(words) > 1 else words[0]

@@ -24,10 +24,10 @@ from model.explain.figure import (
     axes_row,
     label_bottoms,
     label_ends,
-    listed,
     one_axes,
 )
 from model.explain.subject import Subject, Weights
+from model.words import listed
 
 LONGEST = 4096
 FLOOR = -16.0  # lower biases make weights below e^-16, one in nine million
@@ -86,7 +86,7 @@ def _about_biases(found: Biases, subject: Subject, shown: Sequence[int]) -> str:
         "token changes no bias between older ones."
     ]
     if len(shown) < heads:
-        parts.append(f"Shown are the heads {listed(shown)}.")
+        parts.append(f"Shown are the heads {listed([f'{head}' for head in shown])}.")
     if found.shifted:
         parts.append(
             "The served bias follows the key's position; shown is its difference to that of the "

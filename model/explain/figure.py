@@ -137,9 +137,3 @@ def count_axis(axes: Axes) -> None:
     """Positions and distances by powers of ten or two, written out: 1,024 and not 10^3."""
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:,.0f}"))
     axes.xaxis.set_minor_formatter(ticker.NullFormatter())
-
-
-def listed(numbers: Sequence[int]) -> str:
-    """1, 2 and 1,024."""
-    texts = [f"{number:,}" for number in numbers]
-    return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))

@@ -16,10 +16,10 @@ from model.explain.figure import (
     axes_row,
     count_axis,
     label_ends,
-    listed,
     one_axes,
 )
 from model.explain.subject import Subject
+from model.words import listed
 
 SHOWN = 128  # positions in the map
 ROWS = 128  # dimensions in it, at most
@@ -118,8 +118,9 @@ def _about_scores(table: Tensor) -> str:
         if apart < 1e-4 * scale
         else "The curves differ: the product depends on where the query stands"
     )
+    asked = listed([f"{query:,}" for query in queries])
     return (
-        f"Left: the product of two position vectors, for queries at {listed(queries)}, per "
+        f"Left: the product of two position vectors, for queries at {asked}, per "
         f"dimension. {same} (largest difference {apart:.2g}), and it rises in {rises:.0%} of "
         "single steps. Right: the same with standard normal embeddings added, 5% to 95%. In a "
         "model the queries and keys are trained projections of the sum, which see these products "

@@ -22,10 +22,11 @@ from model.family.evaluation.losses import difference
 from model.family.evaluation.pictures import pictures
 from model.family.evaluation.results import Evaluation, Measured
 from model.family.evaluation.samples import TEMPERATURE
-from model.family.evaluation.words import MISSING, interval, listed, share, signed, table
+from model.family.evaluation.words import MISSING, interval, share, signed, table
 from model.family.pack import COST_WINDOWS
 from model.family.recall import WORDS
 from model.family.recipe import Recipe
+from model.words import listed
 
 CARD = "MODEL_CARD.md"
 GOOD = 3.6  # nats per token of held-out text

@@ -13,7 +13,8 @@ from itertools import takewhile
 from model.family.evaluation.curves import Curve, before_decay
 from model.family.evaluation.losses import LossBin
 from model.family.evaluation.results import Measured
-from model.family.evaluation.words import interval, listed, signed
+from model.family.evaluation.words import interval, signed
+from model.words import listed
 
 HOLDS = 0.05  # nats per token that distance may cost
 BREAKS = 1.0  # nats per token from which a text is no longer understood

@@ -32,11 +32,6 @@ def millions(tokens: int) -> str:
     return f"{tokens / 1e6:.1f} M"
 
 
-def listed(words: Sequence[str]) -> str:
-    """a, b and c."""
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Markdown, numbers to the right of the first column."""
     lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
