@@ -121,10 +121,10 @@ def _appearing(folder: Path) -> Iterator[Path]:
         partial.mkdir()
         yield partial
         for file in partial.iterdir():
-            _flush(file)
-        _flush(partial)
+            flush(file)
+        flush(partial)
         partial.rename(folder)
-        _flush(folder.parent)
+        flush(folder.parent)
     except CheckpointError as error:
         raise CheckpointError(str(error).replace(partial.name, folder.name)) from error
     except OSError as error:
@@ -135,7 +135,7 @@ def _appearing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """To the disk, so that the name does not outlive its content when the power fails."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from model.family.errors import FamilyError
+from model.saving import flush
 
 
 @contextmanager
@@ -21,11 +22,7 @@ def replacing(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
-        descriptor = os.open(partial, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush(partial)
         os.replace(partial, path)
     except SafetensorError as error:  # how that library tells of a full disk
         raise OSError(0, str(error), str(path)) from error
