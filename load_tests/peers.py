@@ -34,7 +34,7 @@ from load_tests.prompts import PromptMaker
 from load_tests.roofline import read_rates
 from load_tests.runner import NoSuccess, Runner
 from load_tests.serving import terminated_as_interrupted
-from load_tests.systems import OURS, PEERS, System, peer_from, running, system_from
+from load_tests.systems import OURS, PEERS, ROPEWALK, System, peer_from, running, system_from
 from load_tests.terms import Request
 
 _PROGRAM = ("python", "-m", "load_tests.peers")
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(words)
     peers = dict(args.peer)
-    specs = args.systems or ",".join(f"{name}:bfloat16" for name in ("ropewalk", *peers))
+    specs = args.systems or ",".join(f"{name}:bfloat16" for name in (ROPEWALK, *peers))
     try:
         systems = [
             system_from(spec, ours=args.ours, peers=peers, model=args.model)

@@ -23,7 +23,7 @@ _LOG_LINES = 15
 # Thread counts chosen for other work here must not slow a server down, and a user's own server
 # may be configured by variables that these must not hear of.
 _UNSET = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_OURS, _KEPT = "ROPEWALK_", "ROPEWALK_HOME"
+_PREFIX, _KEPT = "ROPEWALK_", "ROPEWALK_HOME"
 
 
 class StartFailed(Exception):
@@ -91,7 +91,7 @@ def start(title: str, words: Sequence[str], log: Path) -> ServerProcess:
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name not in _UNSET and (name == _KEPT or not name.startswith(_OURS))
+        if name not in _UNSET and (name == _KEPT or not name.startswith(_PREFIX))
     }
     with log.open("wb") as output:
         try:

@@ -17,12 +17,12 @@ from load_tests import process
 from load_tests.client import DIALECTS, Dialect, Server
 
 OURS = "{python} -m server serve {model}/bf16 --host {host} --port {port} --dtype {dtype}"
-_OURS = "ropewalk"
+ROPEWALK = "ropewalk"
 # In place of a type: weights in so many bits, and bfloat16 besides; and who can have those.
 _FEW_BITS = ("int8", "int4")
-_ROUND = frozenset({_OURS, "llamacpp", "openvino"})
+_ROUND = frozenset({ROPEWALK, "llamacpp", "openvino"})
 # Peer → its dialect, and the command with {program} for what `--peer` names.
-_PEERS: Mapping[str, tuple[str, str]] = {
+PEERS: Mapping[str, tuple[str, str]] = {
     # Without a copy that has no end-of-text its answers would end early: it takes no ignore_eos.
     "transformers": (
         "transformers",
@@ -52,7 +52,6 @@ _PEERS: Mapping[str, tuple[str, str]] = {
         "{program} -m load_tests.openvino_server {model}/openvino {dtype} {cores} {port}",
     ),
 }
-PEERS = tuple(_PEERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +66,8 @@ class System:
 def peer_from(text: str) -> tuple[str, Path]:
     """`vllm=/path/to/python` → the peer and the program to run it with. Raises ValueError."""
     name, _, path = text.partition("=")
-    if name not in _PEERS or not path:
-        raise ValueError(f"{text!r} is not PEER=PROGRAM, with a peer of {', '.join(_PEERS)}")
+    if name not in PEERS or not path:
+        raise ValueError(f"{text!r} is not PEER=PROGRAM, with a peer of {', '.join(PEERS)}")
     if not Path(path).is_file():
         raise ValueError(f"{name}: there is no file {path}; name its Python or server program")
     return name, Path(path).absolute()  # a resolved link would leave the virtual environment
@@ -81,15 +80,15 @@ def system_from(spec: str, *, ours: str, peers: Mapping[str, Path], model: Path)
     folder with the weights in the form that each of them takes.
     """
     name, _, dtype = spec.partition(":")
-    if name not in (_OURS, *_PEERS) or not dtype:
-        known = ", ".join((_OURS, *_PEERS))
+    if name not in (ROPEWALK, *PEERS) or not dtype:
+        known = ", ".join((ROPEWALK, *PEERS))
         raise ValueError(f"{spec!r} is not PROGRAM:DTYPE, with a program of {known}")
     rounds = dtype in _FEW_BITS
     if rounds and name not in _ROUND:
         raise ValueError(f"{spec}: {dtype} is compared for {', '.join(sorted(_ROUND))}")
-    if name != _OURS and name not in peers:
+    if name != ROPEWALK and name not in peers:
         raise ValueError(f"{spec} needs its program: add --peer {name}=PATH")
-    dialect, template = ("openai", ours) if name == _OURS else _PEERS[name]
+    dialect, template = ("openai", ours) if name == ROPEWALK else PEERS[name]
     program = peers.get(name, Path(sys.executable))
     cores = len(os.sched_getaffinity(0))
     command = template.format(
@@ -97,7 +96,7 @@ def system_from(spec: str, *, ours: str, peers: Mapping[str, Path], model: Path)
         program=shlex.quote(str(program)),
         prefix=shlex.quote(str(program.parent.parent)),
         model=shlex.quote(str(model)),
-        dtype=f"bfloat16 --quantize {dtype}" if rounds and name == _OURS else dtype,
+        dtype=f"bfloat16 --quantize {dtype}" if rounds and name == ROPEWALK else dtype,
         cores=cores,
         last_core=cores - 1,
         host=process.HOST,
