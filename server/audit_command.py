@@ -29,7 +29,7 @@ from server import pull
 from server.config import model_source
 from server.errors import CommandError, UsageError
 from server.output_file import require_folder, write_file
-from server.terminal import bar_if_long, line_width, said_if_long
+from server.terminal import aligned, bar_if_long, line_width, said_if_long
 
 TINY = "tiny"
 TINY_RUN, MODEL_RUN = (104, 32), (24, 16)  # tokens of the prompt, steps
@@ -174,9 +174,9 @@ def lines(report: Report, *, every_step: bool) -> Iterator[str]:
     if every_step:
         for one in report.audits:
             yield one.name
-            yield from _columns([STEP_COLUMNS, *map(_step_row, one.steps)])
+            yield from aligned([STEP_COLUMNS, *map(_step_row, one.steps)], left=1)
             yield ""
-    yield from _columns([COLUMNS, *map(cells, report.audits)])
+    yield from aligned([COLUMNS, *map(cells, report.audits)], left=1)
     yield ""
     for one in report.audits:
         if one.note:
@@ -203,15 +203,6 @@ def terms(step: AuditStep) -> str:
     if first > last:
         return "none"
     return f"{last}" if first == last else f"{first} to {last}"
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The first column to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [f"{row[0]:<{widths[0]}}"]
-        cells += [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
-        yield "  ".join(cells)
 
 
 def _wrapped(text: str) -> list[str]:

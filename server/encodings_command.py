@@ -26,7 +26,7 @@ from model.positional_work import PositionalWork
 from server import placement
 from server.decoders import find_kernels
 from server.errors import CommandError
-from server.terminal import line_width, said_if_long
+from server.terminal import aligned, line_width, said_if_long
 
 LABEL = 18  # columns of the labels at the left
 
@@ -150,10 +150,7 @@ def matrix(entries: Sequence[EncodingFacts]) -> Iterator[str]:
         for label, abilities in by_frame(entry):
             table.append([label, *(ability.capability.value for ability in abilities)])
             table.append(["", *(spent(ability) for ability in abilities)])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        yield "  ".join(cells).rstrip()
+    return aligned(table, left=len(table[0]))
 
 
 def by_frame(entry: EncodingFacts) -> list[tuple[str, list[Ability]]]:

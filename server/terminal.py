@@ -3,7 +3,7 @@
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from tqdm import tqdm
@@ -54,6 +54,15 @@ def bar_if_long(text: str, total: int, unit: str) -> "tqdm[None]":
 def counted(count: int, noun: str) -> str:
     """1,024 and "token" as "1,024 tokens"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
+    """Lines of columns as wide as their widest entry, the first `left` of them to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = "<" * left + ">" * (len(widths) - left)
+    for row in rows:
+        cells = zip(row, sides, widths, strict=True)
+        yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip()
 
 
 def line_width() -> int:
