@@ -6,8 +6,6 @@ Each busy program keeps one core and runs in a session of its own, as one starte
 terminal does: Linux shares cores between sessions before it shares them between threads.
 """
 
-import http.client
-import json
 import os
 import subprocess
 import sys
@@ -19,26 +17,27 @@ from statistics import median
 from tests.server.test_end_to_end import Served
 
 ANSWERS = 10
-BODY = {"prompt": "The capital of France is", "max_tokens": 32, "ignore_eos": True}
+BODY = {
+    "prompt": "The capital of France is",
+    "max_tokens": 32,
+    "ignore_eos": True,
+    "temperature": 0,
+}
 BUSY = [sys.executable, "-c", "while True: pass"]
 
 
-def seconds_of_answer(port: int) -> float:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+def seconds_of_answer(served: Served) -> float:
     began = time.perf_counter()
-    asked = json.dumps(BODY | {"model": "m", "temperature": 0})
-    connection.request("POST", "/v1/completions", asked, {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    assert answer.status == 200, answer.read()
-    answer.read()
+    status, answer = served.post("/v1/completions", BODY)
+    assert status == 200, answer
     return time.perf_counter() - began
 
 
-def beside(count: int, port: int) -> list[float]:
+def beside(count: int, served: Served) -> list[float]:
     """Seconds of each answer beside so many busy programs."""
     programs = [subprocess.Popen(BUSY, start_new_session=True) for _ in range(count)]
     try:
-        return [seconds_of_answer(port) for _ in range(ANSWERS)]
+        return [seconds_of_answer(served) for _ in range(ANSWERS)]
     finally:
         for program in programs:
             program.kill()
@@ -50,10 +49,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         served = Served(Path(model), Path(folder), *flags)
         try:
-            beside(0, served.port)
+            beside(0, served)
             cores = len(os.sched_getaffinity(0))
             for count in range(cores + 1):
-                seconds = beside(count, served.port)
+                seconds = beside(count, served)
                 print(
                     f"{count} busy programs on {cores} cores: median {median(seconds):.2f} s, "
                     f"{min(seconds):.2f} to {max(seconds):.2f}",
