@@ -36,13 +36,11 @@ class MissingField(InvalidField):
 
 class Unauthorized(ServeError):
     status = 401
-    kind = "invalid_request_error"
     code = "invalid_api_key"
 
 
 class RouteNotFound(ServeError):
     status = 404
-    kind = "invalid_request_error"
     code = "not_found"
 
 
@@ -50,7 +48,6 @@ class MethodNotAllowed(ServeError):
     """`allow` lists the methods the route knows, as in the Allow header."""
 
     status = 405
-    kind = "invalid_request_error"
     code = "method_not_allowed"
 
     def __init__(self, message: str, allow: str) -> None:
@@ -60,19 +57,16 @@ class MethodNotAllowed(ServeError):
 
 class ReceiveTimeout(ServeError):
     status = 408
-    kind = "invalid_request_error"
     code = "request_timeout"
 
 
 class BodyTooLarge(ServeError):
     status = 413
-    kind = "invalid_request_error"
     code = "body_too_large"
 
 
 class UnsupportedMedia(ServeError):
     status = 415
-    kind = "invalid_request_error"
     code = "unsupported_media_type"
 
 
@@ -82,13 +76,11 @@ class UnsupportedCoding(UnsupportedMedia):
 
 class WrongHost(ServeError):
     status = 421
-    kind = "invalid_request_error"
     code = "wrong_host"
 
 
 class HeadersTooLarge(ServeError):
     status = 431
-    kind = "invalid_request_error"
     code = "headers_too_large"
 
 
@@ -125,11 +117,18 @@ def error_body(error: ServeError) -> dict[str, Any]:
     return {
         "error": {
             "message": message,
-            "type": error.kind,
+            "type": _kind(error.status),
             "param": error.param,
             "code": error.code,
         }
     }
+
+
+def _kind(status: int) -> str:
+    """OpenAI's type of an error."""
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
 
 
 def error_bytes(error: ServeError) -> bytes:

@@ -23,10 +23,9 @@ from model.sampling import SamplingParams
 
 
 class ServeError(Exception):
-    """An answer other than 200: status, OpenAI error type and code, and the field at fault."""
+    """An answer other than 200: status, OpenAI error code, and the field at fault."""
 
     status = 500
-    kind = "server_error"
     code = "internal_error"
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -37,7 +36,6 @@ class ServeError(Exception):
 
 class InvalidField(ServeError):
     status = 400
-    kind = "invalid_request_error"
     code = "invalid_value"
 
 
@@ -51,13 +49,11 @@ class PromptTooLong(InvalidField):
 
 class ModelNotFound(ServeError):
     status = 404
-    kind = "invalid_request_error"
     code = "model_not_found"
 
 
 class QueueFull(ServeError):
     status = 429
-    kind = "rate_limit_error"
     code = "queue_full"
 
 
