@@ -95,7 +95,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.block_size = block_size
+        self.blocks, self.block_size = blocks, block_size
         self.layers, self.kv_heads, self.head_dim = shape.layers, shape.kv_heads, shape.head_dim
         self.dtype = dtype
         self.device = device

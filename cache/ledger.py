@@ -150,13 +150,8 @@ class Ledger:
         # Least recently sealed or verified first.
         self._sealed: OrderedDict[int, None] = OrderedDict()
         self._checksums = Checksums(kv, sums)
-        keys = kv.whole.keys
-        self._together = (
-            SAMPLED_TOGETHER if keys.device.type == "cpu" else SAMPLED_TOGETHER_ELSEWHERE
-        )
-        self._seals = torch.zeros(
-            keys.shape[1], 2, kv.layers, dtype=torch.int64, device=keys.device
-        )
+        self._together = SAMPLED_TOGETHER if kv.device.type == "cpu" else SAMPLED_TOGETHER_ELSEWHERE
+        self._seals = torch.zeros(kv.blocks, 2, kv.layers, dtype=torch.int64, device=kv.device)
         self._counts = _NOTHING
         self._owed = 0  # blocks that `sample` has yet to verify
 

@@ -95,7 +95,7 @@ def engine(
 
 def manager_of(kv: KVCache) -> CacheManager:
     """Of all its blocks."""
-    return CacheManager(kv.whole.keys.shape[1], kv.block_size)
+    return CacheManager(kv.blocks, kv.block_size)
 
 
 def _first_token(batch: ForwardBatch, kv: KVCache) -> Tensor:

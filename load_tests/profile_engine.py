@@ -73,9 +73,9 @@ class StepTimes:
 def metrics_for(name: str, kv: KVCache) -> Metrics:
     """The server's, with one model."""
     metrics = Metrics()
-    blocks, bytes_per_token = kv.whole.keys.shape[1], kv.bytes_per_token
+    per_token = kv.bytes_per_token
     metrics.add_model(
-        name, "", {}, bytes_per_token=bytes_per_token, blocks=blocks, block_size=kv.block_size
+        name, "", {}, bytes_per_token=per_token, blocks=kv.blocks, block_size=kv.block_size
     )
     return metrics
 

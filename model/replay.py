@@ -93,7 +93,7 @@ def buckets(kv: KVCache, max_seqs: int, max_context: int) -> list[Bucket]:
     By powers of two of requests and of four of tokens. None where so many contexts of that length
     would not fit the cache: kernels then need more memory than such steps are worth.
     """
-    room = max(kv.whole.keys.shape[1] * kv.block_size, max_seqs * SHORTEST)
+    room = max(kv.blocks * kv.block_size, max_seqs * SHORTEST)
     sizes = [
         (requests, context)
         for requests in _steps(1, 2, max_seqs)
