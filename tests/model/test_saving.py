@@ -17,7 +17,7 @@ from model.encodings.base import PositionalEncoding, TableBias, create, find, na
 from model.loading import CheckpointError, open_checkpoint
 from model.saving import save_checkpoint
 from model.transformer import Decoder
-from tests.model import checkpoints
+from tests.model import checkpoints, tiny
 from tests.model.architectures.test_configs import ABSENT
 from tests.model.checkpoints import CPU
 from tests.model.running import run_uncached
@@ -28,19 +28,7 @@ from tests.server.toy import running
 
 CONTEXT = 96
 TOKENS = [(7 * index) % 200 for index in range(70)]
-CONFIG = ModelConfig(
-    vocab_size=260,
-    width=24,
-    layers=3,
-    heads=6,
-    kv_heads=2,
-    head_dim=8,
-    ffn_width=40,
-    norm_eps=1e-5,
-    trained_context=CONTEXT,
-    encoding=EncodingSpec("rope", ROPE),
-    windows=(None, None, None),
-)
+CONFIG = replace(tiny.CONFIG, vocab_size=260, trained_context=CONTEXT)
 PLAIN = {"norm": "layer", "gated": False, "activation": "gelu"}
 FIELDS = {  # ModelConfig's: another value, with what it needs to have an effect
     "vocab_size": {"vocab_size": 301},

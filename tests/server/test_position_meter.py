@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from model.attention.sdpa import SdpaAttention
-from model.config import EncodingSpec, ModelConfig
+from model.config import EncodingSpec
 from model.encodings.base import create, find
 from model.positional_work import PositionalWork
 from model.saving import save_checkpoint
 from model.transformer import Decoder
 from server.plan import Work
 from server.position_meter import PositionMeter
-from tests.model import checkpoints
+from tests.model import checkpoints, tiny
 from tests.model.tiny import ROPE, T5
 from tests.server.fake_engine import loaded_app, make_engine, make_request
 from tests.server.toy import running, sample
@@ -95,19 +95,7 @@ def test_tokens_past_the_trained_context_are_counted():
 # ---------------------------------------------------------------------- on a live server
 
 CONTEXT = 90
-CONFIG = ModelConfig(
-    vocab_size=260,
-    width=24,
-    layers=3,
-    heads=6,
-    kv_heads=2,
-    head_dim=8,
-    ffn_width=40,
-    norm_eps=1e-5,
-    trained_context=50,
-    encoding=EncodingSpec("nope", {}),
-    windows=(None, None, None),
-)
+CONFIG = replace(tiny.CONFIG, vocab_size=260, trained_context=50, encoding=EncodingSpec("nope", {}))
 ENCODINGS = {
     "rope": EncodingSpec("rope", ROPE),
     "t5-window": EncodingSpec("t5", T5),
