@@ -6,7 +6,6 @@ from dataclasses import replace
 import gguf
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from model.attention.cpu import CpuBackend
@@ -14,7 +13,7 @@ from model.config import EncodingSpec
 from model.loading import CheckpointError, open_checkpoint
 from tests.model import checkpoints, plain
 from tests.model.checkpoints import END, TOKENS
-from tests.model.test_parity import check_greedy, prompts, ragged_logits
+from tests.model.test_parity import check_greedy, difference, prompts
 
 TRAINED = 40
 CONTEXT = 400  # what is served
@@ -63,18 +62,6 @@ def stretched(model):
     if model.config.model_type == "mpt":
         model.config.max_seq_len = CONTEXT
     return model
-
-
-@torch.no_grad()
-def difference(decoder, model, *lengths):
-    """The greatest, over a ragged batch."""
-    sequences = prompts(model.config.vocab_size, *lengths)
-    found = 0.0
-    for ours, tokens in zip(ragged_logits(decoder, sequences), sequences, strict=True):
-        theirs = model(torch.tensor([tokens])).logits[0]
-        assert theirs.std() > 0.3  # flat logits would agree whatever the weights
-        found = max(found, float((ours - theirs).abs().max()))
-    return found
 
 
 def check(decoder, model, lengths=LENGTHS, count=12):

@@ -3,6 +3,7 @@
 import copy
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from model.encodings.rope import RoPE
 from model.kernels.modules import KernelRotate
 from model.kernels.substitutes import substitute
 from model.loading import open_checkpoint
-from tests.model import checkpoints
+from tests.model import checkpoints, test_parity
 from tests.model.checkpoints import COMMON, llama, loaded, mistral, qwen2, qwen3
 from tests.model.test_parity import greedy, prompts, ragged_logits, reference_greedy
 
@@ -122,15 +123,7 @@ def fresh_logits(model, tokens):
     return logits
 
 
-def difference(decoder, model, *lengths):
-    """Largest over a ragged batch of these lengths."""
-    sequences = prompts(model.config.vocab_size, *lengths)
-    found = []
-    for ours, tokens in zip(ragged_logits(decoder, sequences), sequences, strict=True):
-        theirs = fresh_logits(model, tokens)
-        assert theirs.std() > 0.3
-        found.append((ours - theirs).abs().max())
-    return max(found)
+difference = partial(test_parity.difference, logits=fresh_logits)
 
 
 @pytest.mark.parametrize("name", MODELS)
