@@ -25,6 +25,7 @@ from model.linear import Int4Linear, Int8Linear, quantize
 from model.loading import Checkpoint, CheckpointError, load_decoder, open_checkpoint
 from model.shapes import PREFIX, random_checkpoint
 from model.transformer import Decoder
+from model.weights.gguf_file import GGUFFile
 from server import placement, pull
 from server.config import ModelOptions, ModelSource
 from server.errors import CommandError
@@ -86,8 +87,9 @@ def prepare(
     if loading.encoding is not None:
         _refuse_missing_weights(checkpoint, encoding)
     backend = _backend(checkpoint, loading, dtype, device, kernels)
-    if loading.quantize == "int4":
-        _refuse_without_int4(kernels, dtype)
+    lacking = _lacking_for_int4(kernels, dtype)
+    if loading.quantize == "int4" and lacking is not None:
+        raise CommandError(f"--quantize int4 needs {lacking}; use int8")
     decoder = _assembled(checkpoint, encoding, backend, context, dtype, device)
     _load(checkpoint, source.name, decoder)
     if not isinstance(shape, EncoderDecoderConfig):  # those have encodings of this project alone
@@ -97,6 +99,12 @@ def prepare(
     if loading.quantize == "int4":
         quantize(decoder, 4)
         _tell_of_int4(source.name, decoder)
+    if loading.quantize is None and lacking is None and _in_4_bits(checkpoint):
+        log.info(
+            "%s: the file's weights are in 4 bits; --quantize int4 keeps them so, which is faster "
+            "and changes answers a little",
+            source.name,
+        )
     if isinstance(kernels, Kernels):
         substitute(decoder, kernels, dtype)
     substitute_on_gpu(decoder)
@@ -150,17 +158,19 @@ def _refuse_missing_weights(checkpoint: Checkpoint, encoding: PositionalEncoding
             )
 
 
-def _refuse_without_int4(kernels: Kernels | str, dtype: torch.dtype) -> None:
+def _lacking_for_int4(kernels: Kernels | str, dtype: torch.dtype) -> str | None:
     """Where nothing multiplies weights in 4 bits, they would only take longer than those in 8."""
-    lacking = None
     if isinstance(kernels, str):
-        lacking = f"the CPU kernels, but {kernels}"
-    elif not kernels.multiplies_int4():
-        lacking = "a processor that multiplies 8-bit integers (AVX2)"
-    elif dtype not in SUFFIXES:
-        lacking = "--dtype bfloat16 or float32"
-    if lacking is not None:
-        raise CommandError(f"--quantize int4 needs {lacking}; use int8")
+        return f"the CPU kernels, but {kernels}"
+    if not kernels.multiplies_int4():
+        return "a processor that multiplies 8-bit integers (AVX2)"
+    if dtype not in SUFFIXES:
+        return "--dtype bfloat16 or float32"
+    return None
+
+
+def _in_4_bits(checkpoint: Checkpoint) -> bool:
+    return isinstance(checkpoint.weights, GGUFFile) and checkpoint.weights.in_4_bits
 
 
 def _tell_of_int4(name: str, decoder: nn.Module) -> None:

@@ -39,6 +39,8 @@ SCALARS = {
     GGUFValueType.INT64: "q",
     GGUFValueType.FLOAT64: "d",
 }
+# Whose groups of 32 values have a scale and a least value of their own.
+IN_4_BITS = {GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q4_K}
 
 
 class Entry(NamedTuple):
@@ -66,6 +68,11 @@ class GGUFFile:
     @property
     def metadata(self) -> Mapping[str, object]:
         return self._metadata
+
+    @property
+    def in_4_bits(self) -> bool:
+        """Whether some of its weights are, in a form that `--quantize int4` keeps."""
+        return any(entry.kind in IN_4_BITS for entry in self._entries.values())
 
     def names(self) -> frozenset[str]:
         return frozenset(self._entries)

@@ -103,6 +103,16 @@ def test_weights_that_a_file_has_in_4_bits_stay_in_these(kind, tmp_path, kernels
     assert loaded.defect is None
     assert "m: 13 linear layers in 4 bits, 0 in 8" in caplog.text
     assert len(generated(loaded, list(range(40)))) == 8
+    assert "keeps them so" not in caplog.text
+    load(f"m={path}", *SMALL)
+    assert "m: the file's weights are in 4 bits; --quantize int4 keeps them so" in caplog.text
+
+
+def test_other_files_say_nothing_of_4_bits(tmp_path, caplog) -> None:
+    caplog.set_level("INFO")
+    path = write_gguf(tmp_path / "tiny.gguf", random_model(llama(**BLOCKED)), "Q8_0")
+    load(f"m={path}", *SMALL)
+    assert "4 bits" not in caplog.text
 
 
 def test_weights_that_would_lose_by_4_bits_get_8(kernels, caplog) -> None:
