@@ -254,8 +254,16 @@ class Attending {
       else
         add_columns(chunk, state, nearest, padded, scores);
     }
-    if (state.dense)
-      for (int64_t n = 0; n < keys; ++n) scores[n] += Real(state.dense[first + n]);
+    if (state.dense) add_row(state.dense, first, keys, scores);
+  }
+
+  // Rows lie far from one another: the next chunk's part, which is left of this one, is fetched now.
+  static void add_row(const float *row, int64_t first, int64_t keys, Real *scores) {
+    const float *from = row + first;
+    if (first >= kKeys)
+      for (int64_t n = 0; n < kKeys; n += 16) __builtin_prefetch(from - kKeys + n);
+#pragma omp simd
+    for (int64_t n = 0; n < keys; ++n) scores[n] += Real(from[n]);
   }
 
   static void add_to_all(Real value, int64_t count, Real *scores) {
