@@ -32,9 +32,8 @@ class CacheByHand(KVCache):
 
 
 def cache_by_hand(decoder, blocks, block_size):
-    config = decoder.config
-    return CacheByHand.of(
-        config,
+    return CacheByHand(
+        decoder.config,
         blocks=blocks,
         block_size=block_size,
         dtype=torch.float64,
