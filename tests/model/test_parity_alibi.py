@@ -12,7 +12,6 @@ from model.attention.cpu import CpuBackend
 from model.config import EncodingSpec
 from model.loading import CheckpointError, open_checkpoint
 from tests.model import checkpoints, plain
-from tests.model.checkpoints import END, TOKENS
 from tests.model.test_parity import check_greedy, difference, prompts
 
 TRAINED = 40
@@ -172,13 +171,7 @@ def write_gguf(path, model, metadata=None, tensors=()):
             writer.add_clamp_kqv(config.attn_config.clip_qkv)
     if metadata is not None:
         metadata(writer)
-    unused = [f"<unused{index}>" for index in range(config.vocab_size - len(TOKENS))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list([*TOKENS, *unused])
-    writer.add_token_types([1] * len(TOKENS) + [3] * len(unused))
-    writer.add_token_merges(["t h"])
-    writer.add_eos_token_id(TOKENS.index(END))
+    checkpoints.add_tokenizer(writer, config.vocab_size)
     for name, values in {**gguf_tensors(model), **dict(tensors)}.items():
         writer.add_tensor(name, np.ascontiguousarray(values))
     return checkpoints.finish(writer, path)

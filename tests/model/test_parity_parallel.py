@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from model.attention.cpu import CpuBackend
 from model.loading import CheckpointError, open_checkpoint
 from tests.model import checkpoints, plain
-from tests.model.checkpoints import END, TOKENS
 from tests.model.test_parity import check_greedy, difference, prompts
 
 TRAINED = 40
@@ -232,13 +231,7 @@ def write_gguf(path, model):
         writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
         writer.add_rope_dimension_count(config.rotary_dim)
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
-    unused = [f"<unused{index}>" for index in range(config.vocab_size - len(TOKENS))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list([*TOKENS, *unused])
-    writer.add_token_types([1] * len(TOKENS) + [3] * len(unused))
-    writer.add_token_merges(["t h"])
-    writer.add_eos_token_id(TOKENS.index(END))
+    checkpoints.add_tokenizer(writer, config.vocab_size)
     for name, values in gguf_tensors(model).items():
         writer.add_tensor(name, np.ascontiguousarray(values))
     return checkpoints.finish(writer, path)
