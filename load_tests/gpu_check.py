@@ -27,6 +27,7 @@ from load_tests.roofline import Ceiling, ceiling, kv_bytes, weight_bytes
 from load_tests.step_cost import ARMS
 from load_tests.words import digits
 from model.shapes import SHAPES
+from model.words import in_one_line
 from server import placement
 from server.decoders import find_kernels
 
@@ -256,7 +257,7 @@ class _Check:
             raise
         except Exception as error:  # of packages, kernels, compilers, memory: others may do
             log.exception("%s, %s of %s failed", system, work, shape)
-            yield LeftOut(work, system, shape, None, gpu_parts.reason_of(error), failed=True)
+            yield LeftOut(work, system, shape, None, in_one_line(error), failed=True)
         gc.collect()
         placement.return_freed_memory()
 

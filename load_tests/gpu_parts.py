@@ -16,6 +16,7 @@ from load_tests.rounds import Call, Clock, Interval, median_of, rounds
 from load_tests.step_cost import AGAIN, LIMITS, ZERO, Cost, costs_of
 from model.kernels.build import Kernels
 from model.transformer import Decoder
+from model.words import in_one_line
 from server.graphs import recorder
 
 log = getLogger(__name__)
@@ -199,12 +200,7 @@ def _tried(
         raise
     except Exception as error:  # of kernels, compilers, memory
         log.exception("%s of %s in %s failed", work, shape, cell)
-        return LeftOut(work, system, shape, cell, reason_of(error), failed=True)
-
-
-def reason_of(error: Exception) -> str:
-    """One line."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+        return LeftOut(work, system, shape, cell, in_one_line(error), failed=True)
 
 
 def _steps(decoder: Decoder, cell: Cell, kernels: Kernels | str, ahead: bool) -> list[float]:

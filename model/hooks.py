@@ -25,6 +25,7 @@ from model.encodings.base import (
 )
 from model.positional_work import PositionalWork
 from model.rotation import Rotation
+from model.words import in_one_line
 
 ROWS = 3  # that are asked for at either end of the context
 HALF = torch.bfloat16  # hooks are asked in it, too, and must keep it
@@ -50,8 +51,7 @@ def check_hooks(
 def where(error: Exception) -> str:
     """The file and line that raised it, and what it says, in one line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return f"{Path(frame.filename).name}, line {frame.lineno}: {reason}"
+    return f"{Path(frame.filename).name}, line {frame.lineno}: {in_one_line(error)}"
 
 
 class _Hooks:

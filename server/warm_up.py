@@ -20,6 +20,7 @@ from model.config import ModelConfig
 from model.encoder_decoder import EncoderDecoder
 from model.encodings.base import find
 from model.transformer import Decoder
+from model.words import in_one_line
 from server.errors import CommandError
 
 REPETITIONS = 3
@@ -68,10 +69,9 @@ def _is_finite(
     try:
         return bool(decoder(batch, kv).isfinite().all())
     except Exception as error:  # of memory, of kernels, or of an encoding that is not ours
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise CommandError(
-            f"{name}: the first pass failed ({reason}); less --kv-memory leaves it more memory, "
-            "and --attention sdpa does without kernels of our own"
+            f"{name}: the first pass failed ({in_one_line(error)}); less --kv-memory leaves it "
+            "more memory, and --attention sdpa does without kernels of our own"
         ) from error
 
 
