@@ -84,9 +84,10 @@ def without_weights(config: ModelConfig) -> Decoder:
     try:
         encoding = create(spec, config, 1, META)
     except MISFITS as error:
+        reason = str(error).partition("\n")[0].removesuffix(".")  # torch adds lines of its own
         raise CheckpointError(
             f"Encoding {shown(spec.name)} cannot be made with the options "
-            f"{shown(str(spec.options))}: {str(error).removesuffix('.')}."
+            f"{shown(str(spec.options))}: {reason}."
         ) from error
     return Decoder(config, encoding, ReferenceAttention, dtype=torch.float32, device=META)
 
