@@ -14,12 +14,13 @@ from torch import nn
 from model.attention.sdpa import SdpaAttention
 from model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
 from model.encodings.base import PositionalEncoding, TableBias, create, find, names
-from model.loading import CheckpointError, open_checkpoint
+from model.loading import open_checkpoint
 from model.saving import save_checkpoint
 from model.transformer import Decoder
 from tests.model import checkpoints, tiny
 from tests.model.architectures.test_configs import ABSENT
 from tests.model.checkpoints import CPU
+from tests.model.refusals import refused
 from tests.model.running import run_uncached
 from tests.model.test_parity import greedy
 from tests.model.tiny import ROPE
@@ -261,15 +262,6 @@ def test_it_is_served(save, tmp_path):
 
 
 # ---------------------------------------------------------------------------- all or nothing
-
-
-def refused(saying, function, *args, **options):
-    """In one sentence."""
-    with pytest.raises(CheckpointError, match=saying) as caught:
-        function(*args, **options)
-    assert str(caught.value).count(". ") == 0
-    assert str(caught.value).endswith(".")
-    return str(caught.value)
 
 
 def test_others_may_read_it_as_far_as_the_umask_says(save, tmp_path):

@@ -7,8 +7,8 @@ import pytest
 from model.architectures.base import by_gguf_name, by_model_type
 from model.architectures.fields import Fields
 from model.config import EncodingSpec, ModelConfig
-from model.weights.base import CheckpointError
 from tests.model.architectures.test_configs import ABSENT, Stored
+from tests.model.refusals import refused
 
 # In the form of bloom-560m, mpt-7b and falcon-rw-1b, whose spellings are older than today's.
 PUBLISHED = {
@@ -123,13 +123,6 @@ def hf(family, **changes):
 def attention(**changes):
     """An attn_config of MPT."""
     return {"attn_config": changed(json.loads(PUBLISHED["mpt"])["attn_config"], changes)}
-
-
-def refused(saying, read, *args, **changes):
-    with pytest.raises(CheckpointError, match=saying) as caught:
-        read(*args, **changes)
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).count(". ") == 0  # one sentence
 
 
 # --------------------------------------------------------------------------- config.json

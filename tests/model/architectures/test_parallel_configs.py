@@ -7,8 +7,8 @@ import pytest
 from model.architectures.base import by_gguf_name, by_model_type
 from model.architectures.fields import Fields
 from model.config import EncodingSpec, ModelConfig
-from model.weights.base import CheckpointError
 from tests.model.architectures.test_configs import ABSENT, Stored
+from tests.model.refusals import refused
 
 # In the form of pythia-70m, gpt-neox-20b and gpt-j-6b, whose spellings are older than today's.
 PUBLISHED = {
@@ -97,13 +97,6 @@ def hf(family, **changes):
     values = changed(json.loads(PUBLISHED[family]), changes)
     architecture = by_model_type(values["model_type"], "config.json")
     return architecture.config_from_hf(Fields("config.json", values), Stored({}))
-
-
-def refused(saying, read, *args, **changes):
-    with pytest.raises(CheckpointError, match=saying) as caught:
-        read(*args, **changes)
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).count(". ") == 0  # one sentence
 
 
 # --------------------------------------------------------------------------- config.json
