@@ -158,7 +158,7 @@ def family(flags: argparse.Namespace) -> int:
     # Late: it loads torch, sentencepiece and the family's code.
     from server import family_command
 
-    return family_command.COMMANDS[flags.family_command](flags)
+    return family_command.run(flags)
 
 
 def version(_: argparse.Namespace) -> int:

@@ -42,14 +42,20 @@ def folder() -> Path:
     return pull.home() / "family"
 
 
+def run(flags: argparse.Namespace) -> int:
+    """One of COMMANDS. CommandError."""
+    try:
+        return COMMANDS[flags.family_command](flags)
+    except (FamilyError, CheckpointError) as error:
+        raise CommandError(str(error)) from error
+
+
 def prepare(flags: argparse.Namespace) -> int:
     """Prints the data card; the corpus file's path goes to standard error. CommandError."""
     given = SHIPPED_TOKENIZER if SHIPPED_TOKENIZER.exists() and not flags.own_tokenizer else None
     try:
         with alone(folder()):
             done = prepare_texts(folder(), fetch.by_client, bar, given_tokenizer=given)
-    except FamilyError as error:
-        raise CommandError(str(error)) from error
     except OSError as error:
         raise CommandError(
             f"{folder()} cannot be written ({error.strerror}); free some space there or set "
@@ -84,8 +90,6 @@ def train(flags: argparse.Namespace) -> int:
             rehearse(encoding, Sizes().context)
         for encoding in wanted:
             print(_train_one(encoding, recipe, texts, pace))
-    except (FamilyError, CheckpointError) as error:
-        raise CommandError(str(error)) from error
     except OSError as error:
         raise CommandError(
             f"{error.filename or folder()} cannot be written ({_reason(error)}); the same command "
@@ -157,8 +161,6 @@ def pack(_: argparse.Namespace) -> int:
             pack_weights(path, target)
             before, after = loss_of(path, windows), loss_of(target, windows)
             print(f"{target.name:<20} {before:>9.4f} {after:>9.4f} {after - before:>+9.4f}")
-    except (FamilyError, CheckpointError) as error:
-        raise CommandError(str(error)) from error
     except OSError as error:
         raise CommandError(
             f"{pull.FAMILY} cannot be written ({_reason(error)}); install Ropewalk where you may "
@@ -177,8 +179,6 @@ def evaluate(flags: argparse.Namespace) -> int:
         parser = shutil.which(PARSER)
         task = Task(texts, sizes, device, served_logprobs, bar, pull.FAMILY, parser)
         evaluate_models(flags.models or folder() / "runs", path, task)
-    except (FamilyError, CheckpointError) as error:
-        raise CommandError(str(error)) from error
     except OSError as error:
         raise CommandError(f"{error.filename or path}: {_reason(error)}; see --result") from error
     if parser is None:
@@ -201,8 +201,6 @@ def report(flags: argparse.Namespace) -> int:
         data = card.read_text(encoding="utf-8") if card.exists() else None
         notes = _notes(flags.notes)
         written = write_card(found, data, notes, out)
-    except FamilyError as error:
-        raise CommandError(str(error)) from error
     except OSError as error:
         raise CommandError(f"{error.filename or out}: {_reason(error)}; use --out") from error
     for each in written:
