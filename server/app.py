@@ -1,6 +1,6 @@
-"""The HTTP application: which routes and middleware there are, and errors to statuses.
+"""The HTTP application: its routes, its middleware, and how errors become responses.
 
-Takes everything it uses; builds no model, engine or server. server/build.py wires it.
+Is passed everything it uses: server/build.py makes the models, the engine and the server.
 """
 
 import logging
@@ -56,9 +56,8 @@ def create_app(
 ) -> FastAPI:
     """The application. Its lifespan starts and stops the engine.
 
-    `place` is what /v1/encodings answers for, and `planners`, by model, answer /v1/cache/plan;
-    without them there are no such routes.
-    `app.state.drain` is the Drain that server/protocol.py's Server works on.
+    /v1/encodings describes `place`, and `planners`, by model, answer /v1/cache/plan; without them
+    these routes do not exist. `app.state.drain` is the Drain for server/protocol.py's Server.
     """
     drain = Drain()
 
@@ -125,7 +124,7 @@ def _framework_error(error: HTTPException) -> ServeError:
 
 
 def _count(metrics: Metrics, error: ServeError, model: str | None) -> None:
-    # What failed inside the engine is counted there, with its finish reason.
+    # Failures inside the engine are counted there, by finish reason.
     if isinstance(error, InternalError) or not isinstance(error, RequestFailed):
         metrics.reject(model, rejection_reason(error))
 
@@ -141,7 +140,7 @@ def _add_middleware(
     if options.allowed_hosts:
         app.add_middleware(AllowedHosts, hosts=options.allowed_hosts)
     app.add_middleware(Guard, refused=lambda error: _count(metrics, error, None))
-    if options.allowed_origins:  # browsers read errors, too, only with these headers
+    if options.allowed_origins:  # without these headers browsers cannot even read errors
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(options.allowed_origins),

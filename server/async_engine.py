@@ -1,8 +1,8 @@
 """The asyncio side of the one engine thread: submit, iterate, abort, supervise.
 
 The thread steps every model's engine in turn and owns all their state. Commands reach it
-through one inbox, events come back through one callback on the event loop per step. Whoever
-wants to know how a cache stands asks through the same inbox, and gets plain data.
+through one inbox, events come back through one callback on the event loop per step. Requests
+for a view of a cache go through the same inbox and are answered with plain data.
 """
 
 import asyncio
@@ -70,10 +70,10 @@ class _Flush:
 class AsyncEngine:
     """Generates for many callers on one event loop.
 
-    `observe` is called on the engine thread after every step of a model. More than
-    `max_mutated_blocks` cached blocks found changed, over all models, make it unsound, and so do
-    fewer that leave no room for a whole context, and any of `defects`, which are sentences, from
-    the beginning.
+    `observe` is called on the engine thread after every step of a model. The engine is unsound
+    when more than `max_mutated_blocks` cached blocks, over all models, were found changed, when
+    fewer leave no room for a whole context, and from the start if there are `defects`, each of
+    which is a sentence.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class AsyncEngine:
 
     @property
     def unsound(self) -> str | None:
-        """Why answers should be asked of another server, though this one is alive."""
+        """Why clients should use another server although this one is alive; None when sound."""
         if self._defects:
             return self._defects[0]
         mutated = sum(engine.mutated_blocks for engine in self._engines.values())
@@ -148,15 +148,15 @@ class AsyncEngine:
         return None
 
     def active(self) -> int:
-        """Requests somebody waits for."""
+        """How many requests have a caller of `generate` waiting."""
         return len(self._streams)
 
     async def generate(
         self, model: str, request: Request
     ) -> AsyncGenerator[list[TokenEvent], None]:
-        """Yields the events that arrived since the last turn, at least one; the last finishes.
+        """Yields lists of the events since the last one; the very last event has a `finish`.
 
-        Raises ServeError at the first turn when the request is refused. Closing the generator
+        Raises ServeError at the first iteration when the request is refused. Closing the generator
         early aborts the request.
         """
         self._require_running()
@@ -180,14 +180,14 @@ class AsyncEngine:
                 self._post(_Abort(model, request.id))
 
     async def cache_view(self, model: str) -> CacheView:
-        """How the cache of a model stands between two steps. Raises ServeError when it cannot."""
+        """A model's cache as it is between two steps. Raises ServeError when that fails."""
         answer: asyncio.Future[CacheView] = asyncio.get_running_loop().create_future()
         return await self._ask(_Look(model, answer), answer)
 
     async def flush(self, model: str) -> int:
-        """Forget what a model's cache holds for nobody; how many blocks. Raises ServeError.
+        """Drop a model's cached blocks that no request holds; returns how many.
 
-        What has been counted by then is observed before this returns.
+        By the time this returns, `observe` has seen them counted. Raises ServeError.
         """
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         return await self._ask(_Flush(model, answer), answer)
@@ -215,7 +215,7 @@ class AsyncEngine:
     def _dispatch(self, events: list[TokenEvent]) -> None:
         for event in events:
             stream = self._streams.get(event.request_id)
-            if stream is None or stream.ended:  # its caller has left, or has all it will get
+            if stream is None or stream.ended:  # its caller has left, or has had its last event
                 continue
             stream.ended = event.finish is not None
             stream.pending.append(event)
@@ -281,7 +281,7 @@ class AsyncEngine:
             engine.submit(command.request)
         except ServeError as error:
             return _ended(command.request.id, error)
-        except Exception:  # a request that breaks the scheduler's door must not end the thread
+        except Exception:  # a bug in accepting one request must not end the thread
             log.exception("a request could not be queued")
             return _ended(command.request.id, RequestFailed("The request could not be queued."))
         return None
@@ -289,7 +289,7 @@ class AsyncEngine:
     def _look(self, command: _Look) -> None:
         try:
             view = self._engines[command.model].view()
-        except Exception:  # whoever only looks must not end the thread
+        except Exception:  # a failed view must not end the thread
             log.exception("a cache could not be looked at")
             error = RequestFailed("The cache could not be looked at.")
             self._call(_settle, command.answer, error)

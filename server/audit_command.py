@@ -1,6 +1,6 @@
 """`ropewalk audit`: what each step of a generation changes in the cache, encoding by encoding.
 
-Reads the flags, chooses the arms, prints and writes; model/audit.py watches.
+Reads the flags, chooses the arms, prints and writes; model/audit.py does the audit.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from server.terminal import aligned, bar_if_long, line_width, said_if_long
 
 TINY = "tiny"
 TINY_RUN, MODEL_RUN = (104, 32), (24, 16)  # tokens of the prompt, steps
-NAMED_ENTRIES = 3  # of those that changed although they were right
+NAMED_ENTRIES = 3  # how many wrongly changed entries to name
 TINY_NOTE = "tiny is a small decoder with random weights: mechanics only, not quality."
 STEP_COLUMNS = (
     "length",
@@ -48,7 +48,7 @@ STEP_COLUMNS = (
 
 
 def run(flags: argparse.Namespace) -> int:
-    """1 when an entry changed that was right, else 0. UsageError or CommandError otherwise."""
+    """Returns 1 when a correct entry changed, else 0. Raises UsageError or CommandError."""
     files = [Path(name) for name in (flags.html, flags.json) if name and name != "-"]
     for path in files:
         require_folder(path)
@@ -87,7 +87,7 @@ def _audited(flags: argparse.Namespace) -> Report:
 def _audit(arm: Arm, prompt: Sequence[int], steps: int, tell: Callable[[], object]) -> Audit:
     try:
         return audit(arm, prompt, steps, tell)
-    except Exception as error:  # a class of one's own may raise anything
+    except Exception as error:  # a user's own class may raise anything
         if arm.name in (*audit_arms.ALL, *audit_arms.VARIANTS):
             raise
         raise EncodingError(
@@ -97,7 +97,7 @@ def _audit(arm: Arm, prompt: Sequence[int], steps: int, tell: Callable[[], objec
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Inside, torch computes with so many: a small decoder only waits for more than one."""
+    """Sets torch's threads inside the block: a small decoder only loses time with several."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -108,7 +108,7 @@ def threads(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A decoder with its own encoding, and what it is to go on from."""
+    """A decoder with its own encoding, and the prompt that it continues."""
 
     name: str
     note: str
@@ -118,7 +118,7 @@ class Subject:
 
 
 def _tiny(flags: argparse.Namespace, drawn: int, steps: int) -> Subject:
-    vocabulary = audit_arms.TINY.vocab_size  # as many as a byte has values
+    vocabulary = audit_arms.TINY.vocab_size  # one token per byte value
     prompt = _drawn(drawn, vocabulary) if flags.prompt is None else list(flags.prompt.encode())
     _refuse_empty(prompt)
     return Subject(TINY, TINY_NOTE, None, audit_arms.tiny(len(prompt) + steps), prompt)
@@ -145,7 +145,7 @@ def _loaded(flags: argparse.Namespace, drawn: int, steps: int) -> Subject:
 
 
 def _drawn(count: int, vocabulary: int) -> list[int]:
-    """The same tokens every time."""
+    """Random tokens, the same every time."""
     source = random.Random(0)
     return [source.randrange(vocabulary) for _ in range(count)]
 
@@ -170,7 +170,7 @@ def _arms(flags: argparse.Namespace, subject: Subject, steps: int) -> Iterator[A
 
 
 def lines(report: Report, *, every_step: bool) -> Iterator[str]:
-    """The whole text: a line for each arm, or each of its steps; what they are; the headline."""
+    """The whole text: with `every_step` a table of steps, then a line per arm, notes, headline."""
     if every_step:
         for one in report.audits:
             yield one.name
@@ -210,7 +210,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def faults(report: Report) -> Iterator[str]:
-    """A sentence for each arm in which an entry changed that was right."""
+    """A sentence for each arm in which a correct entry changed."""
     for one in report.audits:
         found = [(step.length, entry) for step in one.steps for entry in step.unexpected]
         if not found:

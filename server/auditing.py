@@ -1,4 +1,4 @@
-"""Lets the ledger see what happens to blocks, and ends whoever a changed block concerns."""
+"""Passes block events to the ledger, and ends the requests that a changed block affects."""
 
 from dataclasses import replace
 from logging import getLogger
@@ -15,12 +15,12 @@ _NOTHING = LedgerCounts()
 
 
 class Auditor:
-    """Between two writes to the cache of one model. `model` is its name in the log."""
+    """Called between two writes to one model's cache. `model` is its name in the log."""
 
     def __init__(
         self, model: str, ledger: Ledger, manager: CacheManager, scheduler: Scheduler
     ) -> None:
-        self.mutated_blocks = 0  # ever
+        self.mutated_blocks = 0  # since the start
         self._model = model
         self._ledger = ledger
         self._manager = manager
@@ -35,9 +35,9 @@ class Auditor:
         return AuditView(mode, now, ever.sealed, ever.verified, self.mutated_blocks)
 
     def look(self) -> list[TokenEvent]:
-        """Seal and verify what was filled, shared or given up; the ends of failed requests."""
+        """Seal and verify blocks filled, shared or released; returns ends of failed requests."""
         ends = []
-        # Whoever ends gives up more blocks, which are verified in turn.
+        # A request that ends releases more blocks, which are verified in turn.
         while faults := self._observe():
             for fault in faults:
                 ends += self._isolate(fault)
@@ -46,7 +46,7 @@ class Auditor:
         return ends
 
     def sample(self) -> list[TokenEvent]:
-        """Verify a block besides, in turn; the ends of failed requests."""
+        """Also verify the block longest not verified; returns the ends of failed requests."""
         self._ledger.sample()
         return self.look()
 
@@ -66,7 +66,7 @@ class Auditor:
         return counts.faults
 
     def _isolate(self, fault: Fault) -> list[TokenEvent]:
-        """The block is never used again, and who holds it or has just given it up ends."""
+        """Never use the block again, and end the requests that hold it or have just released it."""
         self.mutated_blocks += 1
         sequences = dict.fromkeys((*fault.sequences, *self._manager.holders(fault.block)))
         log.error(

@@ -12,7 +12,7 @@ from server.terminal import counted
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the banner says of one model."""
+    """What the banner shows of one model."""
 
     name: str
     architecture: str  # "llama"
@@ -27,9 +27,9 @@ class ModelFacts:
     blocks: int
     block_size: int  # tokens
     chat: bool  # has a chat template
-    key_frame: str | None = None  # of stored keys that attention still turns
+    key_frame: str | None = None  # of stored keys, if attention still rotates them
     sides: int = 1  # an encoder-decoder keeps prompt and answer apart: 2
-    quantize: str | None = None  # what weights of linear layers are rounded to
+    quantize: str | None = None  # type that the weights of linear layers are rounded to
 
 
 def banner(models: Sequence[ModelFacts], *, url: str, open_to_all: bool, version: str) -> str:

@@ -1,4 +1,4 @@
-"""From a plan to the tensors of one step, which lie on the host."""
+"""Builds the tensors of one step, in host memory, from a plan's work."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What the model computes, and whose each row of its logits is."""
+    """The model's input for one step, and which request each row of its logits belongs to."""
 
     forward: ForwardBatch
     samples: tuple[Sample, ...]
@@ -58,9 +58,9 @@ def build_batch(
     table_of: Callable[[str], Table],
     block_size: int,
 ) -> StepBatch:
-    """Pack `work` in order. All requests are of one model: with a source or none.
+    """Pack `work` in order. All requests are for one model, so all or none have a source.
 
-    A token that is not known yet stands as 0.
+    A token that is not known yet is packed as 0.
     """
     spans = [_Span(_tokens(item), item.start, table_of(item.request.id)) for item in work]
     starts = [0, *accumulate(item.count for item in work)]
@@ -73,7 +73,7 @@ def build_batch(
 
 
 def _tokens(work: Work) -> list[int]:
-    """With 0 for a last one that only the device knows."""
+    """The tokens to compute; 0 for one that only the device knows yet."""
     known = work.request.context(work.start, work.start + work.count)
     return known or [0] * work.count
 
@@ -84,7 +84,7 @@ def _cross(
     table_of: Callable[[str], Table],
     block_size: int,
 ) -> Cross:
-    """What is to be encoded now, and what the rows of `forward` see of what has been encoded."""
+    """The sources to encode in this step, and the encoded ones that `forward` attends to."""
     tables = [table_of(item.request.encoded) for item in work]
     sources = [item.request.source for item in work]
     new = [
@@ -107,7 +107,7 @@ def _cross(
 
 
 def _pack(spans: Sequence[_Span], outputs: Sequence[int], block_size: int) -> ForwardBatch:
-    """All tensors are views of one buffer, positions to context lengths side by side in it."""
+    """All tensors are views of one buffer, in which positions to context lengths are adjacent."""
     counts = [span.count for span in spans]
     ends = list(accumulate(counts))
     total, requests = ends[-1], len(spans)
@@ -122,7 +122,7 @@ def _pack(spans: Sequence[_Span], outputs: Sequence[int], block_size: int) -> Fo
         blocks[here] = span.table.blocks
         bases[here] = span.table.bases
     tokens[:] = list(chain.from_iterable(span.tokens for span in spans))
-    # All rows at once: most steps have one of each request, and many requests.
+    # Vectorised over rows: most steps have many requests with one row each.
     firsts = np.array([span.start for span in spans])
     contexts[:] = firsts + counts
     request = np.repeat(np.arange(requests), counts)

@@ -1,6 +1,6 @@
-"""From the bytes of a request body to one JSON object, strictly.
+"""Parses the bytes of a request body to one JSON object, strictly.
 
-Refuses what two readers could read differently: invalid UTF-8, a byte order mark, duplicate
+Refuses what two parsers could read differently: invalid UTF-8, a byte order mark, duplicate
 keys, NaN and numbers beyond float, lone surrogates, deep nesting. Knows no field names.
 """
 

@@ -1,4 +1,4 @@
-"""From a configuration to models, caches, engines, the application, a server."""
+"""Builds models, caches, engines, the application and the server from a configuration."""
 
 import asyncio
 import gc
@@ -46,8 +46,8 @@ from server.wiring import wired
 
 log = getLogger(__name__)
 
-ENGINE_FAILED = 70  # exit status: a supervisor should start a fresh process
-LONE_FACTOR = 2  # with 4 a prompt of 2,000 tokens took as long on a CPU
+ENGINE_FAILED = 70  # exit status, at which a supervisor should start a fresh process
+LONE_FACTOR = 2  # 4 made a prompt of 2,000 tokens no faster on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class Loaded:
     facts: ModelFacts
     place: Place
     planner: CachePlanner
-    defect: str | None  # why it computes and should not answer
+    defect: str | None  # why it should not answer although it computes
 
 
 def run(config: ServerConfig) -> int:
-    """Load every model, serve until told to stop; the exit status. CommandError when it cannot."""
+    """Load every model and serve until stopped; returns the exit status. Raises CommandError."""
     listener = listen.bind(config.host, config.port)
     threads = placement.pick_threads(config.loading.threads)
     if threads != torch.get_num_threads():
@@ -96,7 +96,7 @@ def run(config: ServerConfig) -> int:
         open_to_all=not config.http.api_keys,
         version=own_version(),
     )
-    gc.freeze()  # nor need any later collection look at what was loaded
+    gc.freeze()  # later collections need not look at what was loaded either
     gc.enable()
     asyncio.run(_serve(server, listener, text))
     return ENGINE_FAILED if engine.failure else 0
@@ -105,7 +105,7 @@ def run(config: ServerConfig) -> int:
 def engine_of(
     config: ServerConfig, loaded: Sequence[Loaded], metrics: Metrics, on_failure: Callable[[], None]
 ) -> AsyncEngine:
-    """One for all models; unsound from the beginning when one of them has a defect."""
+    """One engine for all models; unsound from the start when one of them has a defect."""
     return AsyncEngine(
         {model.served.name: model.engine for model in loaded},
         metrics.observe_step,
@@ -116,7 +116,7 @@ def engine_of(
 
 
 def load_models(config: ServerConfig, metrics: Metrics) -> list[Loaded]:
-    """Every configured model, loaded and warmed up. CommandError, one sentence, otherwise."""
+    """Every configured model, loaded and warmed up. Raises CommandError, with one sentence."""
     device = placement.pick_device(config.loading.device)
     kernels = find_kernels(device)
     try:
@@ -124,10 +124,10 @@ def load_models(config: ServerConfig, metrics: Metrics) -> list[Loaded]:
     except (CheckpointError, EncodingError, NoBackend) as error:
         raise CommandError(str(error)) from error
     placement.return_freed_memory()
-    # Only now is it known what the weights of all models leave.
+    # Only now is it known how much memory the weights of all models leave.
     free = placement.free_memory(device)
     loaded = [_complete(config, model, device, free, metrics, kernels) for model in prepared]
-    end_idle_threads()  # from here on the engine's thread computes
+    end_idle_threads()  # from here on only the engine's thread computes
     return loaded
 
 
@@ -139,7 +139,7 @@ def _complete(
     metrics: Metrics,
     kernels: Kernels | str,
 ) -> Loaded:
-    """Give it its share of the memory and an engine."""
+    """Give the model its share of the memory and an engine."""
     shape, name, block_size = model.checkpoint.config, model.name, config.cache.block_size
     budget, sharers = config.cache.kv_memory, len(config.models)
     # An encoder-decoder keeps prompt and answer apart, each in blocks of its own.
@@ -155,7 +155,7 @@ def _complete(
         context=model.context,
     )
     kv = _allocate(shape, kv_dtype, device, blocks, block_size)
-    # What a decoder stores follows from its encoder's output, so beginnings are never alike.
+    # A decoder's K and V depend on its own encoder's output, so equal prefixes differ in them.
     sharing = config.cache.prefix_sharing and sides == 1
     manager = CacheManager(blocks, block_size, prefix_sharing=sharing)
     context = _fitting(model.context, _longest(manager, sides, name), name)
@@ -168,8 +168,8 @@ def _complete(
         max_step_tokens=config.limits.max_step_tokens,
         max_context=context,
         max_queue=config.limits.max_queue,
-        # Larger steps are faster, and a request that is alone delays no other one; but where there
-        # are several models their steps take turns.
+        # Larger steps are faster, and a lone request delays no other; but several models take
+        # turns step by step.
         lone_factor=LONE_FACTOR if len(config.models) == 1 else 1,
     )
     rules = [model.decoder.encoding.for_layer(layer) for layer in range(shape.layers)]
@@ -224,7 +224,7 @@ def _complete(
 
 
 def _meter(model: Prepared, context: int, block_size: int) -> PositionMeter:
-    """Raises CommandError for an encoding that cannot say what its positions cost."""
+    """The meter of the work that the model's positions cost."""
     decoder, shape = model.decoder, model.checkpoint.config
 
     def cost(context: int) -> PositionalWork:
@@ -245,7 +245,7 @@ def _allocate(
 ) -> KVCache:
     try:
         return KVCache(shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
-    except RuntimeError as error:  # what torch raises when there is no memory, on every device
+    except RuntimeError as error:  # torch raises it when out of memory, on every device
         size = blocks * block_size * bytes_per_token(shape, dtype)
         raise CommandError(
             f"the {device.type} has no room for a cache of {size:,} bytes; lower --kv-memory"
@@ -273,9 +273,9 @@ def _register(
 
 
 def _longest(manager: CacheManager, sides: int, name: str) -> int:
-    """The longest context that the cache holds, for prompt and answer each if there are two sides.
+    """The longest context that the cache holds; with two sides, for each of prompt and answer.
 
-    The last token of an answer is never stored, hence one more than there is room for.
+    The last token of an answer is never stored, hence one more than the cache has room for.
     """
     if sides == 1:
         return manager.capacity + 1
@@ -301,7 +301,7 @@ def _fitting(context: int, cacheable: int, name: str) -> int:
 
 
 def _require_same_frequencies(model: Prepared, context: int, device: torch.device) -> None:
-    """RoPE of some models turns by the length that is served, which was taken to be more."""
+    """Some models' RoPE frequencies depend on the served length, which was taken to be longer."""
     shape = model.checkpoint.config
     encoding = create(shape.encoding, shape, context, device)
     if isinstance(encoding, RoPE) and not torch.equal(

@@ -1,7 +1,7 @@
 """What an operation on a context would cost, encoding by encoding, without touching any cache.
 
-Counts come from the code that serves: a dry run over the integers of a cache in which the
-context is stored, and nothing else. Times are estimates from what a model's first steps took.
+Counts come from the code that serves: a dry run on the bookkeeping of a cache that stores only
+the context. Times are estimated from the time that a model's first steps took.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,8 +40,8 @@ FIELDS: Mapping[Op, tuple[str, ...]] = {  # besides the operation, tokens and th
 class Question:
     """An operation on a context of `tokens` stored tokens.
 
-    Evictions drop `count` tokens from `first` on; a move has them go on at the end of another
-    sequence of `offset` tokens; a fork shares, and a truncation keeps, the first `count`.
+    Evictions drop `count` tokens from `first` on; a move appends them to another sequence, which
+    has `offset` tokens; a fork shares, and a truncation keeps, the first `count`.
     """
 
     op: Op
@@ -65,7 +65,7 @@ class Candidate:
 
 
 class CachePlanner:
-    """Answers for one model. Touches nothing but what it makes itself, so any thread may ask."""
+    """Plans for one model. Touches only what it makes itself, so any thread may call it."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class CachePlanner:
         self.bytes_per_token = self._trial({}).kv.bytes_per_token
 
     def question(self, body: CachePlanBody) -> Question:
-        """Raises MissingField or InvalidField for a body that no operation here fits."""
+        """Raises MissingField or InvalidField for a body that does not fit its operation."""
         op = Op(body.operation)
         given = {"first": body.first, "count": body.count, "offset": body.offset}
         for name, value in given.items():
@@ -110,7 +110,7 @@ class CachePlanner:
         return question
 
     def answer(self, question: Question) -> dict[str, object]:
-        """Takes as long as there are blocks to list, so not for the event loop."""
+        """Takes time in proportion to the blocks, so do not call it on the event loop."""
         trial = self._trial(_lengths(question))
         estimate = self._costs_of_appending if question.op is Op.APPEND else self._costs
         return {
@@ -151,7 +151,7 @@ class CachePlanner:
     def _costs_of_appending(
         self, question: Question, candidate: Candidate, trial: Trial
     ) -> dict[str, object]:
-        """Of one token that comes after `tokens` others. It changes none of their entries."""
+        """Costs of one token after `tokens` others, whose entries it leaves unchanged."""
         operations = trial.operations(candidate.encoding)
         work = candidate.encoding.work(self._shape, question.tokens + 1, self.block_size)
         return {
@@ -174,7 +174,7 @@ class CachePlanner:
         return Evict(SEQUENCE, first, count, renumber=question.op is Op.EVICT_RENUMBER)
 
     def _recompute(self, question: Question) -> dict[str, object]:
-        """What reaching the same end without the operation would write."""
+        """What would be written to reach the same result without the operation."""
         later = question.tokens - question.first - question.count
         tokens = question.count if question.op is Op.MOVE_SPAN else later
         return {
@@ -185,7 +185,7 @@ class CachePlanner:
 
     def _seconds(self, report: OpReport, trial: Trial) -> float:
         entries = trial.kv.entries_per_token * self.block_size
-        # Only keys are turned, and half of a block's entries are keys.
+        # Only keys are rotated, and half of a block's entries are keys.
         turned, copied = 2 * report.rewritten / entries, report.copied / entries
         return turned * self._speed.turn + copied * self._speed.copy
 
@@ -232,12 +232,12 @@ def _others(shape: ModelConfig) -> Iterator[Candidate]:
         try:
             encodings = in_each_frame(find(name), shape)
         except EncodingError:
-            continue  # not with heads or a width like these
+            continue  # impossible with this number of heads or this width
         for encoding in encodings:
             yield Candidate(name, encoding, own=False)
 
 
 def _lengths(question: Question) -> dict[str, int]:
-    """Tokens of the sequences that the operation is about."""
+    """Tokens of each sequence that the operation involves."""
     lengths = {SEQUENCE: question.tokens}
     return {**lengths, OTHER: question.offset} if question.op is Op.MOVE_SPAN else lengths

@@ -1,6 +1,6 @@
-"""What one model's cache holds and for whom, as plain data: numbers and ids, never tokens.
+"""What one model's cache holds for which request, as plain data: numbers and ids, never tokens.
 
-Made on the engine thread, which owns all of it; whoever gets it may keep it. No torch.
+Made on the engine thread, which owns the cache; the result is a copy. No torch.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class SequenceView:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """A running request. `source` is what an encoder made of its prompt, if there is one."""
+    """A running request. `source` is the encoder's output for its prompt, if there is one."""
 
     id: str
     known: int  # tokens, dropped ones included
@@ -46,7 +46,7 @@ class AuditView:
 
 @dataclass(frozen=True, slots=True)
 class CacheView:
-    """`shared`: blocks that two sequences or more hold, with the names of those."""
+    """`shared`: blocks that two or more sequences hold, with the names of the sequences."""
 
     blocks: BlockCounts
     running: tuple[RequestView, ...]  # oldest first
@@ -56,7 +56,7 @@ class CacheView:
 
 
 def view(manager: CacheManager, scheduler: Scheduler, audit: AuditView) -> CacheView:
-    """How things stand between two steps. Takes one pass over all tables."""
+    """A snapshot between two steps. Walks every block table."""
     return CacheView(
         blocks=manager.counts(),
         running=tuple(_request(manager, request) for request in scheduler.running),

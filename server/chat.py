@@ -1,6 +1,6 @@
 """A conversation in the terminal with a running server, over its public HTTP API.
 
-Knows nothing of the server that its API does not say: it is one more client.
+Knows the server only through its API, like any other client.
 """
 
 import http.client
@@ -24,7 +24,7 @@ in the conversation:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Whom to ask, and how."""
+    """The server and the model to ask, and how."""
 
     url: str  # "http://127.0.0.1:8000", without /v1
     model: str | None  # None: the first one the server lists
@@ -41,13 +41,13 @@ class Answer:
 
     text: str = ""
     finish: str | None = None
-    tokens: int | None = None  # told with the last chunk
+    tokens: int | None = None  # sent with the last chunk
     first_s: float | None = None  # until the first text
     total_s: float = 0.0
 
 
 class Refused(CommandError):
-    """The server answered with an error: its own words."""
+    """The server answered with an error, whose text this is."""
 
 
 class Client:
@@ -112,7 +112,7 @@ class Client:
 
 
 class Chat:
-    """The conversation: what was said, and writing the next answer as it comes."""
+    """The conversation so far; prints each answer as it streams."""
 
     def __init__(self, client: Client, model: str, out: TextIO) -> None:
         self._client = client
@@ -169,7 +169,7 @@ class Chat:
 
 
 def converse(options: ChatOptions, question: str | None, lines: Iterator[str], out: TextIO) -> int:
-    """Answer `question`, or each of `lines` until they end. The command's exit code."""
+    """Answer `question`, or each of `lines` until they end; returns the exit code."""
     client = Client(options)
     chat = Chat(client, options.model or _first_model(client), out)
     if question is not None:
@@ -204,12 +204,12 @@ def terminal_lines() -> Iterator[str]:
 
 
 def printable(text: str) -> str:
-    """Without control characters: what a model writes must not command the terminal."""
+    """Without control characters: a model's output must not control the terminal."""
     return "".join(letter for letter in text if letter in "\n\t" or letter.isprintable())
 
 
 def stats_line(answer: Answer) -> str:
-    """Tokens, time to the first, and tokens per second after it, as far as they are known."""
+    """Tokens, time to the first, and tokens per second after it, as far as known."""
     told = [] if answer.tokens is None else [counted(answer.tokens, "token")]
     if answer.first_s is None or answer.tokens is None:
         told.append(str(answer.finish))

@@ -1,4 +1,4 @@
-"""The `ropewalk` command: one function per subcommand, and what they print when they give up.
+"""The `ropewalk` command: one function per subcommand, and how their errors are printed.
 
 Imports no torch before a command needs it, so that --help and version answer at once.
 """
@@ -78,32 +78,32 @@ def serve(flags: argparse.Namespace) -> int:
             f"{CLIENT_KEY} is the key a client sends and would leave the server open to all; "
             "set ROPEWALK_API_KEYS for the server, or unset it"
         )
-    # Asked before torch and the weights are loaded: a taken port should be said at once.
+    # Before torch and the weights are loaded: a taken port should be reported at once.
     listen.bind(config.host, config.port).close()
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     wait_briefly(os.environ)
-    # Until all is loaded, which stays: looking for garbage in it would take a third of a second.
+    # Until all is loaded: it stays, and looking for garbage in it would take a third of a second.
     gc.disable()
-    # Late, as the one exception to imports at the top: it loads torch, which takes seconds.
+    # Imported late, as only in this file: it loads torch, which takes seconds.
     from server import build
 
     return build.run(config)
 
 
 def wait_briefly(environ: MutableMapping[str, str]) -> None:
-    """Have threads that wait for the next step give up their cores within 1 ms.
+    """Make threads that wait for the next step give up their cores within 1 ms.
 
-    GNU's OpenMP reads it when torch loads. It would wait ten times as long, and beside another
-    busy program also keep the core from the thread that prepares the step. See docs/speed.md.
+    GNU OpenMP reads the variable when torch loads. By default it spins ten times as long, and next
+    to another busy program keeps a core from the thread that prepares the step: docs/speed.md.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys():
         environ["GOMP_SPINCOUNT"] = "30000"
 
 
 def talk(flags: argparse.Namespace) -> int:
-    """`ropewalk chat`: one question, or a conversation with whoever types."""
+    """`ropewalk chat`: one question, or a conversation on standard input."""
     values = read_options(CHAT_OPTIONS, flags, os.environ)
     fields = ("max_tokens", "temperature", "top_p", "seed")
     options = chat.ChatOptions(
@@ -120,13 +120,13 @@ def talk(flags: argparse.Namespace) -> int:
 
 
 def bring(flags: argparse.Namespace) -> int:
-    """`ropewalk pull`: prints where the model is now."""
+    """`ropewalk pull`: prints the path of the model."""
     print(pull.pull(flags.model))
     return 0
 
 
 def encodings(flags: argparse.Namespace) -> int:
-    """`ropewalk encodings`: what there is, and what it costs."""
+    """`ropewalk encodings`: the encodings there are, and what they cost."""
     # Late: it loads torch.
     from server import encodings_command
 
@@ -135,8 +135,8 @@ def encodings(flags: argparse.Namespace) -> int:
 
 
 def explain(flags: argparse.Namespace) -> int:
-    """`ropewalk explain`: pictures of one encoding; prints where they are."""
-    # What matplotlib says of its caches and fonts is for programmers.
+    """`ropewalk explain`: draws one encoding; prints the path of the file."""
+    # matplotlib's messages about its caches and fonts are no use to the user.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     # Late: it loads torch and matplotlib.
     from server import explain_command
@@ -162,7 +162,7 @@ def family(flags: argparse.Namespace) -> int:
 
 
 def version(_: argparse.Namespace) -> int:
-    """What a report of a fault should name."""
+    """The versions that a bug report should name."""
     print(f"ropewalk {_installed('ropewalk')}")
     print(f"Python {platform.python_version()}, torch {_installed('torch')}")
     return 0
@@ -189,8 +189,8 @@ def health(flags: argparse.Namespace) -> int:
 
 
 def bench(arguments: Sequence[str]) -> int:
-    """Hands its own arguments to the load generator, or to what profiles a step in this process."""
-    # Late: a server has no use for either, and the load generator none for torch.
+    """Passes its arguments to the load generator, or to the profiler of a step in this process."""
+    # Late: a server needs neither, and the load generator does not need torch.
     if "--profile-step" in arguments:
         from load_tests.profile_step import main as profile_main
 
@@ -286,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         print(f"ropewalk: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # whoever reads, such as head, has enough
+    except BrokenPipeError:  # the reader, such as head, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -294,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
-    if arguments[:1] == ["bench"]:  # --help is for it to answer, so argparse must not see it
+    if arguments[:1] == ["bench"]:  # it answers --help itself, so this parser must not see it
         return bench(arguments[1:])
     top = parser()
     flags = top.parse_args(arguments)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from server.options import Option, count, number, seconds, switch
 from server.serve_options import HOST, PORT
 
-CLIENT_KEY = "ROPEWALK_API_KEY"  # of load_tests/options.py, too
+CLIENT_KEY = "ROPEWALK_API_KEY"  # load_tests/options.py has it, too
 _HOST = replace(HOST, group="server", help="where the server listens")
 _PORT = replace(PORT, group="server", help="its port")
 

@@ -1,6 +1,6 @@
-"""From the engine's events to what one choice of an answer says: text, scores, how it ended.
+"""Turns the engine's events into one choice of an answer: text, scores, how it ended.
 
-Knows tokens and text; neither HTTP nor the wire format.
+Knows tokens and text, but neither HTTP nor the wire format.
 """
 
 import codecs
@@ -33,9 +33,9 @@ class Piece:
 class Choice:
     """One completion as it grows.
 
-    `cut` says that the choice ended here, at a stop string, and the engine must still be told.
-    `tokens` counts what was generated, the token that ended the choice included. With
-    `prompt_alone` the request's one token, by which the prompt gets computed, is not told.
+    `cut` says that the choice has ended at a stop string, which the engine does not know yet.
+    `tokens` counts generated tokens, including the one that ended the choice. With `prompt_alone`
+    the request's only token, which is needed to compute the prompt, is left out of the answer.
     """
 
     def __init__(
@@ -58,21 +58,21 @@ class Choice:
         self.cached = 0
         self.finished = False
         self.cut = False
-        # What a decoder alone writes continues its prompt; after an encoder it is a text by itself.
+        # A decoder-only model continues its prompt; after an encoder the answer stands alone.
         alone = bool(request.source)
         self._detokenizer = Detokenizer(tokenizer, stop, include_stop=include_stop, first=alone)
         self._stop_token_ids = stop_token_ids
         self._prompt_alone = prompt_alone
         self._scores = request.params.logprobs is not None
         self._echo, self._echoed_characters = echo, len(echo)
-        # Of the scored tokens spelled so far:
+        # State of `spell`: echoed tokens still to come, and what has been spelled so far.
         self._echoed = len(self.prompt) if request.params.prompt_logprobs is not None else 0
         self._first = alone or self._echoed > 0
         self._characters = 0
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, events: Sequence[TokenEvent]) -> Piece:
-        """The piece these events add. Raises the ServeError an event carries."""
+        """The piece that these events add. Raises the ServeError that an event carries."""
         piece = Piece()
         for event in events:
             if event.error is not None:
@@ -92,7 +92,7 @@ class Choice:
         """
         data = self.tokenizer.token_bytes(token, first=self._first)
         begin = self._characters
-        # An echoed prompt is decoded by itself; the answer starts with a character of its own.
+        # An echoed prompt is decoded separately: no character spans prompt and answer.
         self._characters += len(self._bytes.decode(data, final=self._echoed == 1))
         if self._first:
             self._first = not self.tokenizer.token_bytes(token, first=False)
@@ -149,7 +149,7 @@ class Usage:
 
 
 def total_usage(choices: Sequence[Choice], n: int) -> Usage:
-    """Of a whole answer: each prompt counts once, with the hits its first choice had."""
+    """The usage of a whole answer: each prompt counts once, with its first choice's hits."""
     firsts = choices[::n]
     return Usage(
         prompt=sum(len(choice.prompt) for choice in firsts),

@@ -1,4 +1,4 @@
-"""ServerConfig: what `ropewalk serve` was asked for, checked and frozen.
+"""ServerConfig: the settings of `ropewalk serve`, checked and frozen.
 
 Opens no file, loads no model, imports no torch.
 """
@@ -19,7 +19,7 @@ _NAMED = re.compile(r"([\w.:-]+)=(.+)")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """`name` is what requests say.
+    """`name` is the model name that requests give.
 
     `source` is a path, "smollm2" or a hub id (server/pull.py), or a shape (model/shapes.py).
     """
@@ -45,7 +45,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """The pool of blocks, per model but for `kv_memory`."""
+    """The pool of blocks; per model, except for `kv_memory`."""
 
     kv_memory: int | None  # bytes for all models together
     kv_dtype: str | None  # None: the model's
@@ -66,11 +66,11 @@ class LimitOptions:
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """To whom the server answers, and how long."""
+    """Whom the server answers, and its time limits."""
 
     api_keys: frozenset[str] = field(default=frozenset(), repr=False)  # empty: open; never logged
     allowed_hosts: frozenset[str] = frozenset()  # Host headers served; empty: all
-    allowed_origins: frozenset[str] = frozenset()  # whose web pages may read answers
+    allowed_origins: frozenset[str] = frozenset()  # of web pages that may read answers
     share_prefixes: bool = False  # between API keys: one can find out what another sent
     max_body_bytes: int | None = None  # None: by the longest context
     request_timeout_s: float = 300.0
@@ -80,7 +80,7 @@ class HttpOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Everything `ropewalk serve` was asked for."""
+    """All settings of `ropewalk serve`."""
 
     models: tuple[ModelSource, ...]
     loading: ModelOptions
@@ -114,15 +114,15 @@ def host_address(value: str) -> str:
 
 
 def host_name(value: str) -> str:
-    """Of a Host header, without the port: that is not compared."""
+    """The host as in a Host header, without its port, which is not compared."""
     host = host_address(value)
     if host.count(":") > 1 and not host.startswith("["):
-        return f"[{host}]"  # as the header has an IPv6 address
+        return f"[{host}]"  # as an IPv6 address is written in the header
     return re.sub(r":[0-9]*\Z", "", host)
 
 
 def web_origin(value: str) -> str:
-    """As browsers name it in the header Origin."""
+    """An origin as browsers write it in the Origin header."""
     if value == "*" or re.fullmatch(r"https?://[^/?#\s@]+", value):
         return value.lower()
     raise ValueError(f"{value!r} is no origin; write for example https://chat.example, or *")
@@ -132,13 +132,13 @@ T = TypeVar("T", ModelOptions, CacheOptions, LimitOptions)
 
 
 def _of(kind: type[T], values: Mapping[str, Any]) -> T:
-    """A dataclass whose fields are called as options are."""
+    """A dataclass whose fields are named like options."""
     names = (field.name for field in fields(kind))
     return kind(**{name: values[name] for name in names})
 
 
 def server_config(values: Mapping[str, Any]) -> ServerConfig:
-    """From the values of SERVE_OPTIONS. UsageError when two of them contradict each other."""
+    """From the values of SERVE_OPTIONS. Raises UsageError when two contradict each other."""
     config = ServerConfig(
         models=tuple(member for source in values["models"] for member in _members(source)),
         loading=_of(ModelOptions, values),
@@ -175,7 +175,7 @@ def _members(source: ModelSource) -> list[ModelSource]:
 
 
 def _allowed_hosts(host: str, named: Sequence[str]) -> frozenset[str]:
-    """A loopback server is meant for this machine: other names are a web page's attempt."""
+    """A loopback server is for this machine: requests for other names come from web pages."""
     own = LOOPBACK_NAMES | {host_name(host)} if _is_loopback(host) else frozenset()
     return own.union(named)
 

@@ -1,4 +1,4 @@
-"""Configured models as decoders with their weights in place: encoding, dtype, attention, kernels.
+"""Makes decoders from configured models: encoding, dtype, attention, kernels and weights.
 
 Knows no cache, engine or HTTP.
 """
@@ -62,7 +62,7 @@ def find_kernels(device: torch.device) -> Kernels | str:
 def prepare(
     loading: ModelOptions, source: ModelSource, device: torch.device, kernels: Kernels | str
 ) -> Prepared:
-    """Raises CheckpointError, EncodingError, NoBackend, or CommandError when nothing is there."""
+    """Raises CheckpointError, EncodingError, NoBackend, or CommandError for unusable options."""
     checkpoint = _opened(loading, source)
     if loading.encoding is not None and loading.encoding != checkpoint.config.encoding.name:
         checkpoint = _with_encoding(checkpoint, loading.encoding)
@@ -92,7 +92,7 @@ def prepare(
         raise CommandError(f"--quantize int4 needs {lacking}; use int8")
     decoder = _assembled(checkpoint, encoding, backend, context, dtype, device)
     _load(checkpoint, source.name, decoder)
-    if not isinstance(shape, EncoderDecoderConfig):  # those have encodings of this project alone
+    if not isinstance(shape, EncoderDecoderConfig):  # whose encodings are always this project's own
         check_hooks(encoding, shape, context, device)
     if loading.quantize == "int8":
         quantize(decoder)
@@ -119,7 +119,7 @@ def _opened(loading: ModelOptions, source: ModelSource) -> Checkpoint:
 
 
 def _with_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """With another encoding than its weights were trained with: an experiment."""
+    """Replace the encoding that the weights were trained with: an experiment."""
     if isinstance(checkpoint.config, EncoderDecoderConfig):
         raise CommandError(
             f"--encoding {name}: an encoder-decoder such as {checkpoint.architecture} has one "
@@ -138,7 +138,7 @@ def _with_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:
 def _in_variant(
     checkpoint: Checkpoint, flag: str, encoding: str, option: str, value: str
 ) -> Checkpoint:
-    """With the decoder's encoding in another form or frame, which changes costs and no answer."""
+    """Set the form or frame of the decoder's encoding, which changes costs but no answer."""
     spec = checkpoint.config.encoding
     if spec.name != encoding:
         raise CommandError(
@@ -159,7 +159,7 @@ def _refuse_missing_weights(checkpoint: Checkpoint, encoding: PositionalEncoding
 
 
 def _lacking_for_int4(kernels: Kernels | str, dtype: torch.dtype) -> str | None:
-    """Where nothing multiplies weights in 4 bits, they would only take longer than those in 8."""
+    """Without kernels that multiply 4-bit weights, they would only be slower than 8-bit ones."""
     if isinstance(kernels, str):
         return f"the CPU kernels, but {kernels}"
     if not kernels.multiplies_int4():
@@ -193,7 +193,7 @@ def _backend(
     device: torch.device,
     kernels: Kernels | str,
 ) -> AttentionBackend:
-    """The first backend that can, or the one asked for if it can. Raises NoBackend."""
+    """The first backend that supports the model, or the one asked for. Raises NoBackend."""
     backends = all_backends(kernels)
     if loading.attention is not None:
         backends = [backend for backend in backends if backend.name == loading.attention]

@@ -1,4 +1,4 @@
-"""`ropewalk encodings`: every positional encoding with what it does, costs and runs on here.
+"""`ropewalk encodings`: every positional encoding, with what it does, costs and runs on here.
 
 Prints what model/catalogue.py finds. Starts no server and opens no checkpoint.
 """
@@ -28,11 +28,11 @@ from server.decoders import find_kernels
 from server.errors import CommandError
 from server.terminal import aligned, line_width, said_if_long
 
-LABEL = 18  # columns of the labels at the left
+LABEL = 18  # width of the labels at the left
 
 
 def run(others: Sequence[str], *, as_lines_of_json: bool) -> int:
-    """CommandError when one of the others is not there."""
+    """Raises CommandError when one of `others` does not exist."""
     place = this_machine()
     entries = _entries(place, others)
     if as_lines_of_json:
@@ -44,7 +44,7 @@ def run(others: Sequence[str], *, as_lines_of_json: bool) -> int:
 
 
 def run_operations(others: Sequence[str], *, as_lines_of_json: bool) -> int:
-    """What can be done to cached entries, each cell run and timed. CommandError as in `run`."""
+    """What can be done to cached entries, run and timed. Raises CommandError like `run`."""
     place = this_machine()
     trial = timed_trial(place)
     with said_if_long("running each operation a few times"):
@@ -72,7 +72,7 @@ def _print_json(place: Place, entries: Sequence[EncodingFacts]) -> int:
 
 
 def this_machine() -> Place:
-    """Device, numbers and kernels that `serve` would choose by itself."""
+    """Device, dtype and backends that `serve` would choose by default."""
     device = placement.pick_device(None)
     return Place(all_backends(find_kernels(device)), placement.pick_dtype(None, device), device)
 
@@ -110,14 +110,14 @@ def rows(entry: EncodingFacts) -> Iterator[tuple[str, str]]:
 
 
 def taken(entry: EncodingFacts) -> str:
-    """The backends that take it, then those that do not and why."""
+    """The backends that support it, then those that do not, with the reason."""
     takers = [support.backend for support in entry.backends if support.takes]
     others = [f"not {one.backend}: {one.reason}" for one in entry.backends if not one.takes]
     return "; ".join([", ".join(takers) or "none", *others])
 
 
 def worked(entry: EncodingFacts) -> str:
-    """FLOPs and bytes by keys seen; once where they are the same at all lengths."""
+    """FLOPs and bytes by number of keys; one entry if they are the same at all lengths."""
     first, *rest = entry.work.values()
     if all(work == first for work in rest):
         lengths = tuple(entry.work)
@@ -133,7 +133,7 @@ def _cost(work: PositionalWork) -> str:
 
 
 def footnote(place: Place, width: int) -> str:
-    """What attention and work hold for."""
+    """What the rows "attention" and "work" refer to."""
     text = (
         f"Attention: of the backends on this machine ({place.device.type}, "
         f"{placement.dtype_name(place.dtype)}), those that take it. Work: one new token "
@@ -144,7 +144,7 @@ def footnote(place: Place, width: int) -> str:
 
 
 def matrix(entries: Sequence[EncodingFacts]) -> Iterator[str]:
-    """Encodings by operations: what is asked of stored entries, and below it what it took."""
+    """Encodings by operations: the capability, and below it the measured time."""
     table = [["", *(op.value for op in Op)]]
     for entry in entries:
         for label, abilities in by_frame(entry):
@@ -154,7 +154,7 @@ def matrix(entries: Sequence[EncodingFacts]) -> Iterator[str]:
 
 
 def by_frame(entry: EncodingFacts) -> list[tuple[str, list[Ability]]]:
-    """Abilities by the frame of stored keys, which the label names where there are several."""
+    """Abilities by the frame of stored keys, which the label names if there are several."""
     groups = [(frame, list(some)) for frame, some in groupby(entry.operations, _frame)]
     if len(groups) == 1:
         return [(entry.name, groups[0][1])]
@@ -166,7 +166,7 @@ def _frame(ability: Ability) -> str:
 
 
 def spent(ability: Ability) -> str:
-    """`0` where no stored entry is read or written, with what the bookkeeping took."""
+    """The time; as `0 (time)` where only bookkeeping took it, as no stored entry is touched."""
     if ability.cost is None:
         return "-"
     time = duration(ability.cost.seconds)
@@ -174,7 +174,7 @@ def spent(ability: Ability) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Two digits or more, in the unit that fits."""
+    """At least two digits, in the unit that fits."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.{int(seconds < 10 * size)}f} {unit}"
@@ -182,7 +182,7 @@ def duration(seconds: float) -> str:
 
 
 def reasons(entries: Sequence[EncodingFacts], width: int) -> Iterator[str]:
-    """Why what is impossible is, once for each encoding."""
+    """Why operations are impossible, each reason once per encoding."""
     for entry in entries:
         for reason in dict.fromkeys(one.reason for one in entry.operations if one.reason):
             yield from textwrap.wrap(f"{entry.name}: impossible, because {reason}", width)
@@ -191,7 +191,7 @@ def reasons(entries: Sequence[EncodingFacts], width: int) -> Iterator[str]:
 
 
 def matrix_footnote(place: Place, width: int) -> str:
-    """What capabilities and times hold for."""
+    """What the capabilities and times refer to."""
     text = (
         f"Time for 1,000 tokens moved, shared, forgotten or appended, in whole blocks of "
         f"{BLOCK_SIZE}, on a cache of {SHAPE.layers} layers of {SHAPE.heads} heads of "

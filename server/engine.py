@@ -1,7 +1,7 @@
 """One model's loop body: plan, build batch, forward, sample, record. Called from one thread.
 
-Before and after the cache is written to, the auditor looks at it. Knows no asyncio, no HTTP and
-no metrics; what happened leaves as events and numbers.
+The auditor inspects the cache before and after each write to it. Knows no asyncio, no HTTP and
+no metrics: it reports what happened as events and numbers.
 """
 
 import time
@@ -36,14 +36,14 @@ log = getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """What a step computes, and what is known of it before it is recorded."""
+    """A step's plan, and what has to be measured before the plan is recorded."""
 
     plan: Plan
     spent: tuple[PositionalWork, PositionalWork]
     phase: Phase | None
     decode_context: int | None
-    sampling: Sampling | None = None  # once it is launched
-    timed: tuple[PassTimes, ...] = ()  # of its launch
+    sampling: Sampling | None = None  # set when the step was launched ahead
+    timed: tuple[PassTimes, ...] = ()  # drained when it was launched
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class Step:
 
 
 class Engine:
-    """`run` turns work into tokens; `drain_times` tells of those of its passes that were timed.
+    """`run` turns work into tokens; `drain_times` returns the times of the passes that were timed.
 
-    With `launch` a device is told of the next step before the tokens of this one are waited for,
-    wherever they make no difference to what it computes: so it does not wait for Python.
+    With `launch`, the next step is queued on the device before this step's tokens are read back,
+    wherever its plan does not depend on them, so that the device does not wait for Python.
     """
 
     def __init__(
@@ -92,23 +92,23 @@ class Engine:
 
     @property
     def mutated_blocks(self) -> int:
-        """Cached blocks that were ever found changed. May be read from any thread."""
+        """Cached blocks found changed since the start. May be read from any thread."""
         return self._auditor.mutated_blocks
 
     @property
     def holds_context(self) -> bool:
-        """Whether the cache, less its changed blocks, can serve what it could at the start.
+        """Whether the cache, without its changed blocks, holds as long a request as at the start.
 
         May be read from any thread.
         """
         return self._scheduler.holds_context
 
     def view(self) -> CacheView:
-        """The cache and who holds it, between two steps."""
+        """A snapshot of the cache and of who holds its blocks, between two steps."""
         return view(self._manager, self._scheduler, self._auditor.view())
 
     def flush(self) -> int:
-        """Forget what no request holds; how many blocks. To be told in the next step's counts."""
+        """Drop cached blocks that no request holds; returns how many. The next step counts them."""
         forgotten = self._manager.flush()
         self._flushed += forgotten
         return forgotten
@@ -133,24 +133,24 @@ class Engine:
         ends, self._ends = self._ends, []
         events = _ending(events, ends)
         if not self._scheduler.running:
-            self._ahead = None  # what it computes is nobody's
+            self._ahead = None  # no request is left to take its tokens
         gaps = self._gaps(events)
         return Step(events, self._stats(now, events, gaps, began, computed, evicted))
 
     def _planned(self, plan: Plan) -> _Planned:
-        ends = self._auditor.look()  # at what was shared and given up, before it is overwritten
+        ends = self._auditor.look()  # at shared and released blocks, before they are overwritten
         self._ends += ends
         plan = _without(plan, ends)
         spent = self._meter.measure(plan.work)
         return _Planned(plan, spent, _phase(plan.work), _decode_context(plan.work))
 
     def _launched(self, now: _Planned) -> tuple[_Planned, _Planned | None]:
-        """`now` and what follows it, both launched where that can be foreseen."""
+        """`now` and the step after it, both launched if the scheduler can foresee that step."""
         if self._launch is None:
             return now, None
         foreseen = self._scheduler.foresee(now.plan)
         following = foreseen and self._planned(foreseen)
-        if not following or not following.plan.work:  # the auditor may have ended all
+        if not following or not following.plan.work:  # the auditor may have ended all requests
             return now, None
         try:
             if now.sampling is None:
@@ -160,7 +160,7 @@ class Engine:
             return now, replace(following, sampling=sampling, timed=self._drain_times())
         except torch.AcceleratorError:
             raise
-        except Exception:  # whose fault it is shows when it is computed as everything else
+        except Exception:  # computing it without launching ahead shows which request fails
             log.warning("a step could not be launched ahead", exc_info=True)
             return now, None
 
@@ -170,10 +170,10 @@ class Engine:
                 return now.sampling.result()
             except torch.AcceleratorError:
                 raise
-            except Exception:  # then each request is computed, and fails, by itself
+            except Exception:  # `_compute` below finds the request that fails
                 log.warning("the tokens of a step could not be read", exc_info=True)
-                self._ahead = None  # it goes on from tokens that nobody knows
-        # Who was aborted since this was planned has no blocks any more.
+                self._ahead = None  # it continues from tokens that are lost
+        # Requests aborted since this was planned hold no blocks any more.
         work = tuple(each for each in now.plan.work if self._scheduler.runs(each.request))
         return self._compute(work) if work else {}
 
@@ -181,16 +181,16 @@ class Engine:
         return self._scheduler.computed_prompt_tokens, self._manager.evicted_blocks
 
     def _compute(self, work: tuple[Work, ...]) -> Mapping[str, Sampled]:
-        """Next tokens. When the batch fails, halve it until the failing request stands alone."""
+        """Next tokens. A batch that fails is halved until the failing request is alone."""
         try:
             return self._run(work)
         except torch.AcceleratorError:
             raise  # the device is lost: every later call would fail too
-        except Exception as error:  # whatever it is, it must not reach the other requests
+        except Exception as error:  # one request's error, of any kind, must not fail the others
             if len(work) == 1:
                 log.exception("a request failed alone")
                 return {work[0].request.id: Sampled(0, error=_as_failure(error))}
-        # Only here: while the failure was handled, it kept the memory of what had been computed.
+        # Outside the handler: there the traceback still holds the memory of the failed batch.
         middle = len(work) // 2
         return {**self._compute(work[:middle]), **self._compute(work[middle:])}
 
@@ -257,7 +257,7 @@ class Engine:
 
 
 def _phase(plan: tuple[Work, ...]) -> Phase | None:
-    """To be asked before the plan is recorded, as what follows."""
+    """Call before the plan is recorded: afterwards `decodes` answers for the next step."""
     found = {work.decodes for work in plan}
     if len(found) == 2:
         return Phase.MIXED
@@ -265,20 +265,20 @@ def _phase(plan: tuple[Work, ...]) -> Phase | None:
 
 
 def _decode_context(plan: tuple[Work, ...]) -> int | None:
-    """None unless every request has a first token and one more to compute."""
+    """The longest context when every request decodes one token; None otherwise."""
     if _phase(plan) is not Phase.DECODE or any(work.count > 1 for work in plan):
         return None
     return max(work.start + work.count for work in plan)
 
 
 def _without(plan: Plan, ends: list[TokenEvent]) -> Plan:
-    """What is left to compute when some of the plan's requests have ended."""
+    """The plan without the work of requests that have ended."""
     ended = {event.request_id for event in ends}
     return replace(plan, work=tuple(work for work in plan.work if work.request.id not in ended))
 
 
 def _ending(events: list[TokenEvent], ends: list[TokenEvent]) -> list[TokenEvent]:
-    """Who ended in an error gets that and nothing else of this step."""
+    """A request that the auditor ended gets its error and no other event of this step."""
     ended = {event.request_id for event in ends}
     return [*(event for event in events if event.request_id not in ended), *ends]
 

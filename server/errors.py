@@ -1,4 +1,4 @@
-"""What the command line says when it gives up: one sentence with the cause and the next step.
+"""Errors of the command line: one sentence with the cause and what to do next.
 
 Knows no command. Errors a client of the server can see are in server/request.py.
 """

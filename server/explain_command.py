@@ -1,6 +1,6 @@
 """`ropewalk explain`: one encoding, or a checkpoint's, as pictures in one file.
 
-Reads the flags and writes the file; what is in it is model/explain's.
+Reads the flags and writes the file; model/explain makes its content.
 """
 
 import argparse
@@ -24,7 +24,7 @@ HEADS, HEAD_DIM, CONTEXT = 8, 64, 2048
 
 
 def run(flags: argparse.Namespace) -> Path:
-    """Where the pictures are now. UsageError or CommandError, one sentence, otherwise."""
+    """The path of the pictures. Raises UsageError or CommandError, with one sentence."""
     if not flags.encoding and not flags.model:
         raise UsageError("name an encoding, or a checkpoint with --model; ropewalk explain --help")
     path = Path(flags.out or f"{_stem(flags)}.html")
@@ -45,7 +45,7 @@ def run(flags: argparse.Namespace) -> Path:
 
 
 def facts(subject: Subject) -> dict[str, str]:
-    """Label and text of what is said before the pictures."""
+    """Label and text of each fact above the pictures."""
     config = subject.config
     work = subject.whole.work(config, subject.context, BLOCK_SIZE)
     layers = "1 layer" if config.layers == 1 else f"{config.layers} layers"
@@ -70,7 +70,7 @@ def _shown(value: object) -> str:
 
 
 def _stem(flags: argparse.Namespace) -> str:
-    """rope, Kerple of kerple:Kerple, or the model's own name."""
+    """The file's name without its suffix: rope, Kerple for kerple:Kerple, or the model's name."""
     if flags.model:
         return Path(flags.model).name.removesuffix(".gguf") or "model"
     return str(flags.encoding or "").rpartition(":")[2]
@@ -113,5 +113,5 @@ def _option(text: str) -> tuple[str, Any]:
         raise UsageError(f"--option: {text!r} is not NAME=VALUE; write for example base=500000")
     try:
         return name, json.loads(value)
-    except ValueError:  # no JSON, so it is text: half, interleaved
+    except ValueError:  # not JSON, so it is text: half, interleaved
         return name, value

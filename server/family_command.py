@@ -1,4 +1,4 @@
-"""`ropewalk family`: the bundled models, from the texts on; model/family does the work."""
+"""`ropewalk family`: makes the bundled models from their texts; model/family does the work."""
 
 import argparse
 import os
@@ -51,7 +51,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def prepare(flags: argparse.Namespace) -> int:
-    """Prints the data card; the corpus file's path goes to standard error. CommandError."""
+    """Prints the data card, and to standard error the corpus file's path. Raises CommandError."""
     given = SHIPPED_TOKENIZER if SHIPPED_TOKENIZER.exists() and not flags.own_tokenizer else None
     try:
         with alone(folder()):
@@ -67,7 +67,7 @@ def prepare(flags: argparse.Namespace) -> int:
 
 
 def train(flags: argparse.Namespace) -> int:
-    """Prints the folder of each finished model. CommandError."""
+    """Prints the folder of each finished model. Raises CommandError."""
     if flags.threads is not None:
         torch.set_num_threads(flags.threads)
     device = placement.pick_device(flags.device)
@@ -80,7 +80,7 @@ def train(flags: argparse.Namespace) -> int:
         compile=not flags.no_compile,
         at_once=(4 if autocast else 1) if device.type == "cpu" else None,
     )
-    growing = min(flags.growing, flags.tokens // 2)  # every model is to see whole windows
+    growing = min(flags.growing, flags.tokens // 2)  # so that every model also sees whole windows
     recipe = Recipe(tokens=flags.tokens, seed=flags.seed, growing=growing)
     wanted = flags.encoding or ENCODINGS
     _need_names(wanted)
@@ -99,7 +99,7 @@ def train(flags: argparse.Namespace) -> int:
 
 
 def _need_names(encodings: Sequence[str]) -> None:
-    """Raises CommandError when two would be trained in one folder."""
+    """Raises CommandError when two encodings would be trained in the same folder."""
     names = [model_name(encoding) for encoding in encodings]
     for name, encoding in zip(names, encodings, strict=True):
         if names.count(name) > 1:
@@ -110,8 +110,8 @@ def _need_names(encodings: Sequence[str]) -> None:
 
 
 def _need_compiler() -> None:
-    """Raises CommandError: torch would say it in twenty lines, after the first step has begun."""
-    program = os.environ.get("CXX", "g++")  # as torch looks for it: one word
+    """Raises CommandError: torch would take twenty lines, and fail only in the first step."""
+    program = os.environ.get("CXX", "g++")  # torch, too, takes it as one word
     if shutil.which(program) is None:
         raise CommandError(
             f"torch.compile finds no C++ compiler {program!r}; install g++, set CXX to the name of "
@@ -120,12 +120,12 @@ def _need_compiler() -> None:
 
 
 def _reason(error: OSError) -> str:
-    """Libraries raise some without a number."""
+    """The reason; libraries raise some errors without `strerror`."""
     return error.strerror or str(error)
 
 
 def run_name(encoding: str, seed: int) -> str:
-    """The folder of one training: the model's name, and the seed unless it is the shipped one."""
+    """The folder of one training run: the model's name, and the seed unless it is 0."""
     return model_name(encoding) + (f".seed{seed}" if seed else "")
 
 
@@ -145,7 +145,7 @@ def _train_one(encoding: str, recipe: Recipe, texts: Corpus, pace: Pace) -> Path
 
 
 def pack(_: argparse.Namespace) -> int:
-    """Prints what packing costs each model. CommandError when none is trained."""
+    """Prints what packing costs each model. Raises CommandError when none is trained."""
     finished = sorted(folder().glob("runs/*/model"))
     shipped = [path for path in finished if path.parent.name in map(model_name, ENCODINGS)]
     if not shipped:
@@ -170,7 +170,7 @@ def pack(_: argparse.Namespace) -> int:
 
 
 def evaluate(flags: argparse.Namespace) -> int:
-    """Prints where the figures are. CommandError."""
+    """Prints the path of the figures. Raises CommandError."""
     device = placement.pick_device(flags.device)
     path = flags.result or folder() / ("quick-evaluation.json" if flags.quick else RESULT)
     sizes = QUICK if flags.quick else Sizes()
@@ -189,7 +189,7 @@ def evaluate(flags: argparse.Namespace) -> int:
 
 
 def report(flags: argparse.Namespace) -> int:
-    """Prints where the card and its pictures are. CommandError."""
+    """Prints the paths of the card and its pictures. Raises CommandError."""
     path = flags.result or folder() / RESULT
     out = flags.out or folder() / "report"
     card = folder() / "data_card.md"

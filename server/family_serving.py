@@ -1,4 +1,4 @@
-"""A model served for a moment, to be asked over HTTP what was computed without a server."""
+"""Serves a model briefly, to compare its answers over HTTP with those computed directly."""
 
 import argparse
 import http.client
@@ -32,7 +32,7 @@ def served_logprobs(
 
 
 def _asked(port: int, prompt: Sequence[int]) -> list[float]:
-    """What `echo` and `logprobs` answer."""
+    """The prompt's log-probabilities, from `echo` and `logprobs`."""
     body = {
         "model": NAME,
         "prompt": list(prompt),
@@ -60,7 +60,7 @@ def _asked(port: int, prompt: Sequence[int]) -> list[float]:
 
 
 def _configured(folder: Path, dtype: str, context: int) -> ServerConfig:
-    """As `ropewalk serve` with these flags and no variables."""
+    """The configuration of `ropewalk serve` with these flags and no variables."""
     parser = argparse.ArgumentParser()
     add_options(parser, SERVE_OPTIONS)
     arguments = [f"{NAME}={folder}", "--dtype", dtype, "--max-model-len", str(context)]
@@ -70,7 +70,7 @@ def _configured(folder: Path, dtype: str, context: int) -> ServerConfig:
 
 @contextmanager
 def _running(config: ServerConfig) -> Iterator[int]:
-    """Its port, on a real socket, in a thread."""
+    """Runs the server in a thread; yields its port, that of a real socket."""
     metrics = Metrics()
     loaded = load_models(config, metrics)
     engine = AsyncEngine({one.served.name: one.engine for one in loaded}, metrics.observe_step)

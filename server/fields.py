@@ -1,4 +1,4 @@
-"""Body fields of other servers and newer clients: which are harmless, which are refused.
+"""Which body fields of other servers and newer clients are accepted, and which are refused.
 
 Ropewalk never ignores a field that would change the answer. A field it knows and does not
 support is accepted with its neutral value and refused otherwise; a field it does not know is
@@ -36,7 +36,7 @@ def _never(value: Any) -> bool:
     return False
 
 
-# Known, not supported: the predicate says which values change nothing.
+# Known but not supported: the predicate accepts values that change nothing.
 UNSUPPORTED: Mapping[str, Callable[[Any], bool]] = {
     "allowed_token_ids": _never,
     "audio": _never,

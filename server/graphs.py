@@ -27,9 +27,10 @@ def replayed(
     *,
     otherwise: Forward,
 ) -> Forward:
-    """What computes a model's steps: `otherwise`, but for those that are recorded now.
+    """A forward pass that replays recorded CUDA graphs and leaves other steps to `otherwise`.
 
-    In the reserved block 0 of the cache, which `warm_up` has filled.
+    Records in the cache's reserved block 0, which `warm_up` has filled. Returns `otherwise` itself
+    where nothing can be recorded.
     """
     record = recorder(decoder)
     if record is None:
@@ -43,15 +44,15 @@ def replayed(
             return over
         log.error("CUDA graphs of %s compute other logits than its decoder: served without", name)
         return otherwise
-    except RuntimeError as error:  # what torch raises when there is no memory, and for much else
+    except RuntimeError as error:  # torch raises it when out of memory, and for much else
         log.warning("serving %s without CUDA graphs, slower where steps are short: %s", name, error)
         return otherwise
 
 
 def recorder(decoder: Decoder | EncoderDecoder) -> Record | None:
-    """A GPU's, where Triton attends: it alone passes over what a bucket holds and a step does not.
+    """Records CUDA graphs if Triton computes attention: only its kernel skips a bucket's padding.
 
-    None of an encoder-decoder, whose steps have no buckets.
+    None for an encoder-decoder, whose steps have no buckets.
     """
     if not attends_in_triton(decoder) or not isinstance(decoder, Decoder):
         return None
@@ -61,14 +62,14 @@ def recorder(decoder: Decoder | EncoderDecoder) -> Record | None:
 def _agrees(
     over: ReplayedDecoder, decoder: Decoder | EncoderDecoder, kv: KVCache, bucket: Bucket
 ) -> bool:
-    """Whether a full bucket gives what the decoder gives, but for rounding."""
+    """Whether replaying a full bucket gives the decoder's logits up to rounding."""
     batch = _within_block_0(bucket, kv.block_size, decoder.config.vocab_size)
     replayed, plain = over(batch, kv), decoder(batch, kv)
     return bool((replayed - plain).abs().max() <= TOLERANCES[kv.dtype] * plain.abs().max())
 
 
 def _within_block_0(bucket: Bucket, block_size: int, vocab: int) -> ForwardBatch:
-    """A step of as many requests as a bucket has, each at one of the block's slots."""
+    """A step of as many requests as the bucket has, each at one of block 0's slots."""
     requests, size = bucket.requests, min(block_size, bucket.context)
     slots = size - 1 - torch.arange(requests) % size
     tables = torch.zeros(requests, -(-bucket.context // block_size), dtype=torch.int64)

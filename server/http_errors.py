@@ -1,7 +1,7 @@
-"""Errors that only HTTP knows, and how every error looks to a client.
+"""Errors that exist only on the HTTP side, and how every error looks to a client.
 
-The rest of the tree is in server/request.py. Knows no framework: the application, the
-middleware and the protocol all write their refusals with these functions.
+The rest of the hierarchy is in server/request.py. Independent of the framework: the application,
+the middleware and the protocol all write their refusals with these functions.
 """
 
 import json
@@ -17,7 +17,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class InvalidBody(InvalidField):
-    """The body is not one JSON object that can be read in one way only."""
+    """The body is not exactly one unambiguous JSON object."""
 
     code = "invalid_json"
 
@@ -45,7 +45,7 @@ class RouteNotFound(ServeError):
 
 
 class MethodNotAllowed(ServeError):
-    """`allow` lists the methods the route knows, as in the Allow header."""
+    """`allow` lists the route's methods, as in the Allow header."""
 
     status = 405
     code = "method_not_allowed"
@@ -85,7 +85,7 @@ class HeadersTooLarge(ServeError):
 
 
 class BadRequest(InvalidField):
-    """Not HTTP as this server reads it."""
+    """Not HTTP as this server accepts it."""
 
     code = "bad_request"
 
@@ -96,7 +96,7 @@ class DeadlineExceeded(ServeError):
 
 
 class InternalError(RequestFailed):
-    """The HTTP side broke on this request. What breaks in the engine is counted there instead."""
+    """The HTTP side failed on this request. Failures in the engine are counted there instead."""
 
 
 class NotReady(ServeError):
@@ -105,7 +105,7 @@ class NotReady(ServeError):
 
 
 def quoted(value: object) -> str:
-    """What a client sent, safe to show: printable ASCII, short."""
+    """A client's value made safe to show: short printable ASCII."""
     text = ascii(value[: MAX_QUOTED + 1] if isinstance(value, str) else value)
     return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 1] + "…"
 
@@ -150,7 +150,7 @@ def error_headers(error: ServeError, length: int) -> Headers:
     if error.status in (408, 413, 431, 503) or isinstance(error, BadRequest):
         headers.append((b"connection", b"close"))
     if error.status == 500 and not isinstance(error, CacheChanged):
-        # A request that broke once breaks again: clients otherwise send it three times.
+        # A request that failed once fails again, and clients would otherwise send it three times.
         headers.append((b"x-should-retry", b"false"))
     return headers
 

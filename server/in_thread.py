@@ -14,7 +14,7 @@ HOST = "127.0.0.1"
 
 @contextmanager
 def in_thread(server: Server, began: Callable[[], object] = lambda: None) -> Iterator[int]:
-    """The port it answers on, until it has stopped. `began` is called in its event loop."""
+    """Yields the server's port and stops it on exit. `began` is called in its event loop."""
 
     async def run() -> None:
         began()

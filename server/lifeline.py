@@ -1,4 +1,4 @@
-"""When a request's work must stop before it is done, and the drain that all requests share.
+"""Stops a request's work before it is done, when it must; and the drain that requests share.
 
 Knows ASGI's receive and the clock; neither the engine nor what is being sent.
 """
@@ -47,7 +47,7 @@ class Lifeline:
             self._timeout.reschedule(0)
 
     def complete(self) -> None:
-        """The answer is out: a client that leaves now has everything. Call it at once then."""
+        """Call as soon as the answer is sent: a client that leaves from now on has everything."""
         self._complete = True
 
     async def __aenter__(self) -> Self:
@@ -80,9 +80,9 @@ class Lifeline:
 
 
 class Drain:
-    """Whether the server is on its way out, and what it still owes.
+    """Whether the server is shutting down, and which requests are still unanswered.
 
-    The server (server/protocol.py) begins it and cuts it; the middleware counts requests.
+    The server (server/protocol.py) begins and cuts the drain; the middleware counts requests.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Drain:
         self.draining = True
 
     def cut(self) -> None:
-        """End every request with an error frame, those whose body is still to come included."""
+        """End every request with an error, including those whose body has not arrived yet."""
         self.over = True
         for lifeline in list(self.lifelines):
             lifeline.end(End.SHUTDOWN)

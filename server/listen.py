@@ -1,6 +1,6 @@
-"""The listening socket, bound before a model is loaded so that a taken port is said at once.
+"""The listening socket, bound before a model is loaded so that a taken port is reported at once.
 
-Also the address a program on the same machine uses to reach it. Knows no HTTP.
+Also the address at which a program on the same machine reaches it. Knows no HTTP.
 """
 
 import errno
@@ -16,7 +16,7 @@ _REASONS = {
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket that does not listen yet. CommandError says why there is none."""
+    """A bound TCP socket that does not listen yet. Raises CommandError with the reason."""
     where = f"cannot listen on {origin(host, port)}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -27,7 +27,7 @@ def bind(host: str, port: int) -> socket.socket:
             f"{where}: the name does not resolve; use --host 127.0.0.1 or 0.0.0.0"
         ) from error
     listener = socket.socket(family, kind, protocol)
-    # A server that was just stopped leaves connections behind; they must not block the next one.
+    # Connections left by a server that was just stopped must not block the next one.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)

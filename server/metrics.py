@@ -16,9 +16,9 @@ UNMATCHED = "unmatched"
 
 
 class _Registry(CollectorRegistry):
-    """Leaves out the `_created` series, which double every counter and tell nothing here.
+    """Leaves out the `_created` series, which double every counter and are of no use here.
 
-    A family of `aliases` is exported a second time under that name.
+    A family in `aliases` is exported a second time under its other name.
     """
 
     def __init__(self, aliases: Mapping[str, Alias]) -> None:
@@ -36,7 +36,7 @@ class _Registry(CollectorRegistry):
 
 
 class _Single(CollectorRegistry):
-    """One family, collected already."""
+    """One family that has already been collected."""
 
     def __init__(self, family: Metric) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Metrics:
     """All families, and per model the children that `observe_step` writes to."""
 
     def __init__(self, aliases: Mapping[str, Alias] = ALIASES["off"]) -> None:
-        """`aliases`, by family, are other names to export the same numbers under."""
+        """`aliases`, by family, are other names under which to export the same numbers."""
         self.registry: CollectorRegistry = _Registry(aliases)
         self._families = Families(self.registry)
         self._models: dict[str, ModelMetrics] = {}
@@ -81,8 +81,8 @@ class Metrics:
     ) -> None:
         """Makes every series of a model, at zero. `bytes_per_token` counts K and V of all layers.
 
-        Of `info`, INFO_LABELS are shown.
-        `position_apart`: positional work is timed apart from attention.
+        Shows INFO_LABELS of `info`. `position_apart`: positional work is timed separately from
+        attention.
         Raises ValueError for a name added before.
         """
         if model_name in self._models:
@@ -108,12 +108,12 @@ class Metrics:
         self._models[model_name].observe_step(stats)
 
     def compared(self, model_name: str, error: float, tolerance: float) -> None:
-        """What the start found of decoding against one whole pass: server/parity.py."""
+        """Sets the result of the parity check at start: server/parity.py."""
         self._models[model_name].parity_error.set(error)
         self._models[model_name].parity_tolerance.set(tolerance)
 
     def reject(self, model_name: str | None, reason: str) -> None:
-        """A request that is answered with an error alone, for one of REJECTION_REASONS.
+        """Counts a request that is answered only with an error, for one of REJECTION_REASONS.
 
         `model_name` is None when the model is not known.
         """

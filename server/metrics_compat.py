@@ -1,4 +1,4 @@
-"""Names under which other servers export what Ropewalk measures, for gateways and dashboards.
+"""Other servers' names for what Ropewalk measures, for gateways and dashboards.
 
 Knows no Prometheus: server/metrics.py exports what is listed here. No torch.
 """
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A family's second name, without `_total`, and the labels that are called otherwise there."""
+    """A family's second name, without `_total`, and the labels that are named differently there."""
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)  # ours: theirs
 
 
-# By the names of our families. vLLM's meanings are the same but for its own labels: `engine` is
-# missing here, `encoding` is added, and prompt tokens come apart by `source`.
+# By our families' names. Meanings are vLLM's, labels not quite: `engine` is missing here,
+# `encoding` is added, and prompt tokens are split by `source`.
 _VLLM = {
     "ropewalk_requests_running": Alias("vllm:num_requests_running"),
     "ropewalk_requests_waiting": Alias("vllm:num_requests_waiting"),

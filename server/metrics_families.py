@@ -1,4 +1,4 @@
-"""Names, help texts, labels and buckets of everything exposed.
+"""Names, help texts, labels and buckets of all metrics.
 
 Label values come only from closed sets: model names, encodings, and constants.
 """

@@ -64,7 +64,7 @@ class ModelMetrics:
         self._shift_seconds = child(families.shift_seconds)
         self._kept = child(families.shift_tokens, "kept")
         self._dropped = child(families.shift_tokens, "dropped")
-        # Forks copy and never rewrite, so a shift is the one cause there is.
+        # Forks copy and never rewrite, so a shift is the only cause.
         self._rewritten = child(families.rewritten, "context_shift")
         self._moved_bytes = child(families.moved_bytes)
         self._position = {  # in the order of PositionalWork's fields

@@ -1,7 +1,7 @@
 """What happens to every request before its route: pure ASGI, one class per concern.
 
-Pure, because wrappers that build a request of their own hide the client's disconnect. They
-raise or answer with the errors of server/http_errors.py and know no route but the open ones.
+Pure, because wrappers that build a request of their own hide the client's disconnect. The classes
+raise or send the errors of server/http_errors.py, and know no routes but the open ones.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from server.http_errors import (
 from server.lifeline import Drain
 from server.request import ServeError, ShuttingDown
 
-# Reachable without a key and while draining: balancers and supervisors have neither.
+# Reachable without a key, and while draining: for load balancers and supervisors.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 _WHILE_DRAINING = OPEN_PATHS | {"/metrics"}
 
@@ -42,7 +42,7 @@ Refused = Callable[[ServeError], None]
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The value of a header, None when absent; several are joined as HTTP says."""
+    """The value of a header, None when absent; repeated ones are joined as HTTP prescribes."""
     values = [value for key, value in scope["headers"] if key == name]
     return b", ".join(values) if values else None
 
@@ -60,15 +60,15 @@ async def send_error(send: Send, error: ServeError) -> None:
 
 
 def state_of(scope: Scope) -> MutableMapping[str, Any]:
-    """What is left for the routes: `id` and `salt`, and from the protocol `abort`."""
+    """State passed on to the routes: `id` and `salt`, and `abort` from the protocol."""
     state: MutableMapping[str, Any] = scope.setdefault("state", {})
     return state
 
 
 class RequestId:
-    """Every response says which request it answers; a client's own id is echoed if harmless.
+    """Adds an x-request-id to every response; a client's own id is echoed if harmless.
 
-    A line in the log, for whoever debugs, says how each request ended.
+    A debug line in the log says how each request ended.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -107,7 +107,7 @@ class RequestId:
 
 
 class Guard:
-    """The last resort: refusals of the middleware, and exceptions nobody expected, as JSON."""
+    """The last resort: sends refusals of other middleware and unexpected exceptions as JSON."""
 
     def __init__(self, app: ASGIApp, refused: Refused) -> None:
         self._app = app
@@ -126,9 +126,9 @@ class Guard:
         try:
             await self._app(scope, receive, watched)
         except ClientDisconnect:
-            pass  # it left before its body was complete; nobody reads an answer
+            pass  # the client left before its body was complete: nobody would read an answer
         except (Exception, asyncio.CancelledError) as error:
-            # Anything else would leave the client with a bare text or a cut connection.
+            # Without this the client would get plain text or a cut connection.
             if started:
                 raise
             refusal = _refusal(error, state_of(scope)["id"])
@@ -139,14 +139,14 @@ class Guard:
 def _refusal(error: BaseException, request_id: str) -> ServeError:
     if isinstance(error, ServeError):
         return error
-    if isinstance(error, asyncio.CancelledError):  # the server stops, and waits no longer
+    if isinstance(error, asyncio.CancelledError):  # the server is stopping and no longer waits
         return ShuttingDown()
     _log.error("request %s failed unexpectedly", request_id, exc_info=error)
     return InternalError("the server failed on this request; see its log")
 
 
 class InFlight:
-    """Counts requests for the drain, and refuses new ones while it lasts."""
+    """Counts requests in flight for the drain, and refuses new ones while draining."""
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
         self._app = app
@@ -165,7 +165,7 @@ class InFlight:
 
 
 class AllowedHosts:
-    """Refuses requests for other host names, which a web page may aim at a loopback port."""
+    """Refuses requests for other host names: a web page may aim such at a loopback port."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
         self._app = app
@@ -181,10 +181,10 @@ class AllowedHosts:
 
 
 class Auth:
-    """Denies everything but the open paths without one of the keys.
+    """Requires one of the keys for every path that is not open.
 
-    Leaves a salt in the state, so that prefixes are not shared between keys unless
-    `shared_prefixes` says so.
+    Puts a salt in the state, so that prefixes are not shared between keys, unless
+    `shared_prefixes` is set.
     """
 
     def __init__(self, app: ASGIApp, keys: Collection[str], shared_prefixes: bool) -> None:
@@ -193,7 +193,7 @@ class Auth:
         self._shared = shared_prefixes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The path the router sees, never a URL built from headers.
+        # The path that the router sees, never a URL built from headers.
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             digest = self._match(header(scope, b"authorization"))
             state_of(scope)["salt"] = "" if self._shared else digest.hex()
@@ -204,7 +204,7 @@ class Auth:
         if scheme.lower() != b"bearer" or not key:
             raise Unauthorized("no API key; send the header Authorization: Bearer KEY")
         given = hashlib.sha256(key).digest()
-        # Every key is compared, so that the time says nothing about which one is near.
+        # Compares every key, so that the time does not reveal which one matches.
         matches = [digest for digest in self._digests if hmac.compare_digest(digest, given)]
         if not matches:
             raise Unauthorized("this API key is not known here; check the Authorization header")
@@ -212,7 +212,7 @@ class Auth:
 
 
 class BodyLimit:
-    """JSON bodies of a bounded size; anything else is refused before it is read."""
+    """Admits JSON bodies of a bounded size; refuses others before they are read."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app = app

@@ -1,7 +1,7 @@
 """Which models are served, under which names.
 
-Plain data the HTTP side reads. It knows no engine: tokens come from `AsyncEngine.generate`,
-which takes the same names.
+Plain data for the HTTP side. It knows no engine: tokens come from `AsyncEngine.generate`, which
+takes the same names.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ from server.request import ModelNotFound
 
 @dataclass(frozen=True, slots=True)
 class EncoderDecoderTokens:
-    """Tokens around what an encoder-decoder reads and writes, none of them text."""
+    """Special tokens around what an encoder-decoder reads and writes."""
 
     start: int  # the decoder's first, before every answer
     end: int  # the encoder's last, after every prompt given as text
@@ -39,13 +39,13 @@ class Served:
     max_context: int
     created: int
     details: Mapping[str, object]
-    encoder_decoder: EncoderDecoderTokens | None = None  # None: it only decodes
+    encoder_decoder: EncoderDecoderTokens | None = None  # None: decoder only
 
     def room(self, num_prompt: int) -> int:
-        """Tokens that an answer to so long a prompt can have."""
+        """The most tokens that an answer to a prompt of that length can have."""
         if self.encoder_decoder is None:
             return self.max_context - num_prompt
-        return self.max_context - 1  # its start token is not the client's
+        return self.max_context - 1  # the start token takes one place
 
 
 class Models:

@@ -1,7 +1,7 @@
 """Command line options: one table entry gives a flag, its environment variable and its help line.
 
-A flag beats its variable, a variable beats the default. Text becomes a value in one place for
-both, so both are refused in the same words. Knows no particular option. No torch.
+A flag overrides its variable, a variable the default. The text of both is parsed in one place, so
+both are refused in the same words. Knows no particular option. No torch.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _LINK_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A flag and its variable. `parse` raises ValueError with the words after the colon."""
+    """A flag and its variable. `parse` raises ValueError; `read_options` adds the option's name."""
 
     flag: str
     group: str
@@ -54,7 +54,7 @@ class Option:
 
 
 class _Switch(argparse.Action):
-    """--x and --no-x, so that a flag can beat a variable in either direction."""
+    """--x and --no-x, so that a flag can override a variable in either direction."""
 
     def __call__(
         self,
@@ -67,7 +67,7 @@ class _Switch(argparse.Action):
 
 
 def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """Flags keep their text; `read_options` makes the values, after looking at the variables."""
+    """Flags stay text; `read_options` parses them after it has read the variables."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     for option in options:
         if option.group not in groups:
@@ -118,7 +118,7 @@ def _read(option: Option, given: str | list[str] | None, environ: Mapping[str, s
     if not option.many:
         return _parse(option, option.variable, text)
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts:  # commas around variables that are unset: no key must not mean open to all
+    if not parts:  # commas around unset variables: no keys must not mean open to all
         raise UsageError(f"{option.variable}={text} lists nothing; unset it or fill it in")
     return _parse(option, option.variable, parts)
 
@@ -133,7 +133,7 @@ def _parse(option: Option, label: str, text: str | list[str]) -> Any:
 
 
 def refuse_unknown(environ: Mapping[str, str], known: Iterable[str]) -> None:
-    """A misspelt variable must not be ignored in silence."""
+    """Raises UsageError for a misspelt variable, which must not be ignored silently."""
     names = set(known)
     for variable, value in sorted(environ.items()):
         if not variable.startswith(PREFIX) or variable in names:
@@ -147,7 +147,7 @@ def refuse_unknown(environ: Mapping[str, str], known: Iterable[str]) -> None:
 
 
 def checked(parse: Callable[[str], Value]) -> Callable[[str], Value]:
-    """`parse` for a flag of argparse's own, which keeps the words of this error alone."""
+    """`parse` for a plain argparse flag: argparse shows the message of no other error."""
 
     def parsed(text: str) -> Value:
         try:
@@ -174,7 +174,7 @@ def switch(value: str) -> bool:
 
 
 def choice(*choices: str) -> Callable[[str], str]:
-    """One of the words given."""
+    """One of the given words."""
 
     def parse(value: str) -> str:
         if value in choices:
@@ -185,7 +185,7 @@ def choice(*choices: str) -> Callable[[str], str]:
 
 
 def count(low: int, high: int) -> Callable[[str], int]:
-    """Whole numbers, with 8k for 8192 and 14_000_000 as Python has it; both bounds included."""
+    """Whole numbers, also as 8k for 8192 or as 14_000_000; both bounds included."""
 
     def parse(value: str) -> int:
         match = _COUNT.fullmatch(value.strip())

@@ -1,4 +1,4 @@
-"""A file that a command writes. What is wrong with it is one sentence."""
+"""A file that a command writes. Errors are one sentence."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from server.errors import CommandError
 
 
 def require_folder(path: Path) -> None:
-    """To be asked before the work, not after it. Raises CommandError."""
+    """Call before the work, not after it. Raises CommandError."""
     if not path.parent.is_dir():
         raise CommandError(f"{path} cannot be written: {path.parent} is no directory; name another")
 

@@ -1,8 +1,8 @@
 """What happens when a request's context is full and it asked to go on. No torch.
 
 The first block is kept: it holds the attention sinks, without which answers break (arXiv
-2309.17453). What follows it is dropped block by block, and what follows that is renumbered, so
-a request's positions never pass the end of the context and its memory stays constant.
+2309.17453). Whole blocks after it are dropped, oldest first, and the rest is renumbered, so a
+request's positions never pass the end of the context and its memory stays constant.
 """
 
 import time
@@ -44,7 +44,7 @@ class ContextShifter:
         return request.context_length >= self._max_context
 
     def require_possible(self, request: Request) -> None:
-        """Raises UnsupportedField or InvalidField when it could not be shortened as asked."""
+        """Raises UnsupportedField or InvalidField when the overflow it asks for is impossible."""
         wanted = request.overflow
         if wanted is Overflow.REFUSE:
             return
@@ -76,7 +76,7 @@ class ContextShifter:
             )
 
     def shorten(self, request: Request) -> bool:
-        """Drop and renumber what is cached of it; False, nothing changed, when there is no room."""
+        """Drop cached blocks and renumber the rest; False, with nothing changed, without room."""
         blocks = self._blocks_to_drop(request.computed // self._block_size - 1, request)
         began = self._clock()
         try:
@@ -88,7 +88,7 @@ class ContextShifter:
         return True
 
     def shorten_uncached(self, request: Request) -> None:
-        """Drop the same tokens before any of them is computed again."""
+        """Drop the tokens that `shorten` would, before any token is computed again."""
         movable = (request.context_length - 1) // self._block_size - 1
         self._forget(request, self._blocks_to_drop(movable, request), 0.0, None)
 
@@ -98,8 +98,8 @@ class ContextShifter:
         return done
 
     def _blocks_to_drop(self, movable: int, request: Request) -> int:
-        """Of the full blocks after the first. A shift drops half, so that shifts are rare and far:
-        each one rounds keys that carry their position."""
+        """How many of the `movable` full blocks after the first. A shift drops half, so that shifts
+        are rare: each one rounds keys that carry their position."""
         return -(-movable // 2) if request.overflow is Overflow.SHIFT else 1
 
     def _forget(

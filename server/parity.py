@@ -1,10 +1,10 @@
-"""The canary of a start: what decoding gives through the paged cache is what one pass gives.
+"""The check at start that decoding through the paged cache gives the logits of one whole pass.
 
-Two sequences are computed as requests are: in chunks, then token by token, in blocks that a
-table finds, one beginning while the other goes on. Each is also computed whole and alone, in one
-pass that finds nothing cached. Mistakes that only a stored key, a chunk, a second block or a
-neighbour brings out show as logits that differ by more than rounding. What is wrong in the same
-way both times does not show, nor what only long contexts bring out.
+Two sequences are computed as requests are: in chunks, then token by token, in the blocks of a
+block table, the second starting while the first is under way. Each is also computed alone in one
+pass with nothing cached. Mistakes in stored keys, chunks, later blocks or batching show as logits
+that differ by more than rounding. Mistakes that affect both computations alike, or only long
+contexts, do not show.
 """
 
 import random
@@ -26,33 +26,34 @@ from server.batching import build_batch
 from server.plan import Work
 from server.request import Request
 
-# Of the largest logit, what rounding may change. Measured at most: 4e-6, 6e-3 and 4e-2, over
-# SmolLM2 and tiny random models of every encoding and backend; planted mistakes change 0.5 to 2.
+# Differences allowed for rounding, as shares of the largest logit. Over SmolLM2 and tiny random
+# models of every encoding and backend at most 4e-6, 6e-3 and 4e-2 were measured; planted mistakes
+# give 0.5 to 2.
 TOLERANCES = {
     torch.float64: 1e-4,
     torch.float32: 1e-4,
     torch.float16: 0.03,
     torch.bfloat16: 0.15,
-    # Of the cache, or of weights in kernels that may round inputs, too, whatever the model computes
-    # with: measured at most 3e-2.
+    # For the cache, or for weights in kernels that may round inputs, too, whatever the model's
+    # dtype: measured at most 3e-2.
     torch.int8: 0.15,
 }
-BLOCK_SIZE = 16  # at most, so that few tokens need more than a block
+BLOCK_SIZE = 16  # at most, so that even few tokens need more than one block
 LENGTHS = (18, 9)  # tokens of the two sequences
-SOURCES = (20, 7)  # and those that an encoder reads before
-DECODED = 3  # computed one by one: of the longer sequence, on both sides of a block's end
-WHOLE = 32  # tokens in a block of a pass that finds nothing cached: all there are
+SOURCES = (20, 7)  # tokens that an encoder reads first
+DECODED = 3  # tokens computed one by one, in the longer sequence across the end of a block
+WHOLE = 32  # tokens per block of a pass with nothing cached: one block holds all
 
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """The largest absolute difference of two logits, and the largest that rounding explains."""
+    """The largest absolute difference of two logits, and the largest due to rounding."""
 
-    error: float  # inf where one of them is no number
+    error: float  # inf if a logit is NaN
     tolerance: float
 
     def defect(self, name: str) -> str | None:
-        """What to say of a model whose answers should not be relied on."""
+        """What to report of a model whose answers cannot be relied on; None without a defect."""
         if self.error <= self.tolerance:
             return None
         return (
@@ -65,7 +66,7 @@ class Parity:
 def check_parity(
     decoder: Decoder | EncoderDecoder, shape: ModelConfig, kv: KVCache, context: int
 ) -> Parity:
-    """In caches of its own that are made like `kv`; no token is at `context` or past it."""
+    """Uses caches of its own, made like `kv`; no sequence is longer than `context`."""
     requests = _requests(shape, context)
     cached = _in_steps(requests, _Bench(decoder, shape, kv, min(kv.block_size, BLOCK_SIZE)))
     error = largest = 0.0
@@ -101,7 +102,7 @@ def _requests(shape: ModelConfig, context: int) -> list[Request]:
 
 
 def _in_steps(requests: Sequence[Request], bench: "_Bench") -> list[Tensor]:
-    """Logits of every token [tokens, vocab], by request; each begins a step after the last."""
+    """Each request's logits, [tokens, vocab]; each starts a step after the previous one."""
     turns: list[list[Work | None]] = [
         [*[None] * late, *_pieces(request)] for late, request in enumerate(requests)
     ]
@@ -115,7 +116,7 @@ def _in_steps(requests: Sequence[Request], bench: "_Bench") -> list[Tensor]:
 
 
 def _pieces(request: Request) -> list[Work]:
-    """Two chunks, the second not at a block's beginning, and then one token after the other."""
+    """Two chunks, the second starting inside a block, then one token at a time."""
     length = len(request.tokens)
     prompt = max(1, length - DECODED)
     bounds = sorted({0, -(-prompt * 2 // 3), *range(prompt, length + 1)})
@@ -123,20 +124,20 @@ def _pieces(request: Request) -> list[Work]:
 
 
 class _Bench:
-    """A decoder over a small cache that begins as memory may: with what is no number."""
+    """A decoder with a small cache that, as fresh memory may, initially holds NaN."""
 
     def __init__(
         self, decoder: Decoder | EncoderDecoder, shape: ModelConfig, kv: KVCache, block_size: int
     ) -> None:
         self._decoder = decoder
-        # Block 0 is reserved, and a pool needs another one.
+        # Block 0 is reserved, and a pool needs one more.
         blocks = 2 + sum(-(-length // block_size) for length in (*LENGTHS, *SOURCES))
         self._manager = CacheManager(blocks, block_size, prefix_sharing=False)
         self._kv = KVCache(
             shape, blocks=blocks, block_size=block_size, dtype=kv.dtype, device=kv.device
         )
         for tensor in self._kv.whole:
-            if tensor.is_floating_point():  # of numbers in 8 bits, the scales
+            if tensor.is_floating_point():  # of an 8-bit cache, only the scales
                 tensor.fill_(torch.nan)
 
     def compute(self, work: tuple[Work, ...]) -> Tensor:

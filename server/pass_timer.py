@@ -1,8 +1,8 @@
-"""One of so many passes of a decoder is timed, and what attention and positions take of it.
+"""Times a random sample of a decoder's passes: the whole pass, attention and positions.
 
-For a timed pass the decoder's seams to attention and to its encodings are replaced by ones that
-look at a clock, and put back; layers that are one call of the kernels tell their times themselves.
-Other passes run no line of that.
+For a timed pass the decoder's calls to attention and to its encodings are wrapped with a clock,
+then restored; layers that run as one kernel call measure these parts themselves. Other passes
+execute none of this.
 """
 
 import random
@@ -27,12 +27,12 @@ EVERY = 16  # passes, of which one is timed, at random: answers of equal length 
 
 class Watch(Protocol):
     def during(self, part: str) -> AbstractContextManager[None]:
-        """What happens within is that part."""
+        """Time spent inside this context counts for `part`."""
         ...
 
 
 class TimedDecoder:
-    """Called as the decoder is. On CUDA a timed pass is waited for, and its events are read."""
+    """Called like the decoder. On CUDA, only a timed pass is waited for, to read its events."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class TimedDecoder:
             *((each, "rotated") for each in decoder.modules() if isinstance(each, Attention)),
         ]
         self._stacks = [each for each in decoder.modules() if isinstance(each, KernelLayers)]
-        # Whether all work for positions is outside attention, which can then be told from it.
+        # Whether all positional work is outside attention, so that the two can be timed separately.
         self.position_apart = all(
             each.score_bias() is None and each.rotation() is None for each in encodings
         )
@@ -68,7 +68,7 @@ class TimedDecoder:
         return self._timed(batch, kv)
 
     def drain(self) -> tuple[PassTimes, ...]:
-        """Of the passes that were timed since this was last asked."""
+        """Times of the passes that were timed since the last call."""
         times, self._times = tuple(self._times), []
         return times
 
@@ -96,7 +96,7 @@ class TimedDecoder:
 
 @contextmanager
 def told_by(stacks: Sequence[KernelLayers]) -> Iterator[Tensor]:
-    """Seconds [Part] of all calls of these layers."""
+    """Seconds spent in calls of these layers, [Part]."""
     seconds = torch.zeros(len(Part), dtype=torch.float64)
     for layers in stacks:
         layers.seconds = seconds
@@ -109,7 +109,7 @@ def told_by(stacks: Sequence[KernelLayers]) -> Iterator[Tensor]:
 
 @contextmanager
 def watched(owner: object, name: str, watch: Watch, part: str) -> Iterator[None]:
-    """`owner.name` with its calls watched. It is put back as it was: an attribute, or inherited."""
+    """Time the calls of `owner.name`, then restore it as it was: own attribute or inherited."""
     act = getattr(owner, name)
     own = name in vars(owner)
 
@@ -127,7 +127,7 @@ def watched(owner: object, name: str, watch: Watch, part: str) -> Iterator[None]
 
 
 class _Watch:
-    """Seconds by part, of all that happens during its parts."""
+    """Adds up the seconds spent in each part."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -154,7 +154,7 @@ class _Watch:
 
 
 class _CudaWatch(_Watch):
-    """By the device's own clock, which nobody waits for until all is done."""
+    """With CUDA events, so that the host waits only once, when all is done."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(time.perf_counter)

@@ -1,4 +1,4 @@
-"""Where a model computes and in which numbers, and how much memory its cache gets.
+"""Chooses a model's device, threads and dtype, and the memory that its cache gets.
 
 Decides from the configuration and the hardware; loads nothing.
 """
@@ -19,7 +19,7 @@ from server.terminal import counted
 
 log = getLogger(__name__)
 
-NVIDIA = Path("/dev/nvidiactl")  # which the driver makes
+NVIDIA = Path("/dev/nvidiactl")  # made by the driver
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -28,7 +28,7 @@ DTYPES = {
 # Of the memory that is free once the weights are loaded.
 CPU_SHARE = 0.25
 CUDA_SHARE = 0.85
-# Where Linux says what a container may use and uses, in its second and its first version of that.
+# Where Linux reports a container's limits and usage, in cgroup v2 and v1.
 CGROUP = Path("/sys/fs/cgroup")
 QUOTA_FILES = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
 MEMORY_FILES = (
@@ -38,7 +38,7 @@ MEMORY_FILES = (
 
 
 def pick_device(wanted: str | None) -> torch.device:
-    """CUDA where there is one, unless told otherwise. CommandError when it is asked for in vain."""
+    """`wanted`, else CUDA where there is one. Raises CommandError when CUDA is wanted in vain."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device cuda: torch finds no CUDA device here; use --device cpu")
     if wanted is None:
@@ -54,14 +54,14 @@ def pick_device(wanted: str | None) -> torch.device:
 
 
 def pick_threads(wanted: int | None) -> int:
-    """As many as told, else one per core, or fewer where a container may use fewer at a time."""
+    """`wanted`, else one per core, or fewer if the container's CPU quota is lower."""
     if wanted is not None:
         return wanted
     return max(1, min([torch.get_num_threads(), *_cores_of_container()]))
 
 
 def pick_dtype(wanted: str | None, device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware multiplies it, else float32, unless told otherwise."""
+    """`wanted`, else bfloat16 where the hardware multiplies it, else float32."""
     if wanted is not None:
         return DTYPES[wanted]
     if device.type == "cuda":
@@ -112,9 +112,9 @@ def num_blocks(
 
 
 def return_freed_memory() -> None:
-    """To the system, what loading needed for a while and was kept for later.
+    """Give memory that loading has freed back to the system.
 
-    By torch of a GPU's memory, and by the C library where it is glibc.
+    That is GPU memory which torch keeps, and memory which the C library keeps if it is glibc.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
@@ -124,7 +124,7 @@ def return_freed_memory() -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes the caches of all models may take when the user does not say."""
+    """Bytes the caches of all models may take when the user sets no limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
     machine = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -137,7 +137,7 @@ def _cores_of_container() -> list[int]:
     for files in QUOTA_FILES:
         with suppress(OSError, ValueError):  # no such file, or the word "max"
             said = " ".join((CGROUP / name).read_text() for name in files)
-            quota, period = map(int, said.split())  # microseconds of every so many
+            quota, period = map(int, said.split())  # microseconds of CPU time per period
             if quota > 0:  # -1: no limit
                 cores.append(quota // period)
     return cores
@@ -146,7 +146,7 @@ def _cores_of_container() -> list[int]:
 def _left_to_container() -> list[int]:
     """Bytes until this container's limit, past which it is killed; empty when it has none.
 
-    Pages of files that were read count as used, so it is rather too little than too much.
+    Pages of files that were read count as used, so this errs on the low side.
     """
     left = []
     for limit, used in MEMORY_FILES:

@@ -11,8 +11,8 @@ class Limits:
     max_seqs: int  # requests in one step
     max_step_tokens: int  # tokens in one step
     max_context: int  # tokens of one request that the model sees, prompt and generated
-    max_queue: int  # requests that wait although they could not be taken at once
-    lone_factor: int = 1  # times as many tokens in a step while there is but one request
+    max_queue: int  # waiting requests beyond those that the next step may admit
+    lone_factor: int = 1  # multiplies max_step_tokens while there is only one request
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -38,7 +38,7 @@ class Work:
 
     @property
     def decodes(self) -> bool:
-        """Whether its request has its first token before this."""
+        """Whether the request has its first token before this work."""
         return self.request.num_generated > 0 or self.start >= self.request.num_prompt
 
     @property
@@ -63,7 +63,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What the sampler says of one request: its next token, or that this request alone failed."""
+    """The sampler's result for one request: its next token, or the error that ends it alone."""
 
     token: int
     logprob: TokenLogprob | None = None

@@ -1,7 +1,7 @@
-"""How much work positions cost in a step: analytic, from how many tokens had how much context.
+"""The work that positions cost in a step, calculated from the context length of each token.
 
-An encoding says what one token costs at a context of n keys. A chunk of a prompt has many such
-contexts, so the costs are summed once up to each n, and a chunk is the difference of two sums.
+An encoding gives the cost of one token that sees n keys. A chunk of a prompt covers a range of n,
+so prefix sums of the costs are kept, and a chunk's cost is the difference of two of them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +13,7 @@ from server.plan import Work
 Cost = Callable[[int], PositionalWork]  # of one token that sees so many keys
 Sum = tuple[int, ...]  # the values of PositionalWork
 
-_TOGETHER = 64  # contexts that are added up at once: for every step anew it takes far longer
+_TOGETHER = 64  # sums to add at a time: adding them step by step takes far longer
 
 
 def no_cost(context: int) -> PositionalWork:
@@ -22,9 +22,9 @@ def no_cost(context: int) -> PositionalWork:
 
 
 class PositionMeter:
-    """`cost` is of a token of the decoder; `source_cost` of one that an encoder reads.
+    """`cost` is that of a decoder's token, `source_cost` that of an encoder's.
 
-    `trained_context` None: nothing is past it.
+    With `trained_context` None no token counts as extrapolated.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class PositionMeter:
         self._cost = cost
         self._source_cost = source_cost
         self._trained_context = trained_context
-        self._sums = [NO_WORK.values]  # of contexts 1 to the index
+        self._sums = [NO_WORK.values]  # [n]: of contexts 1 to n
 
     def measure(self, plan: Sequence[Work]) -> tuple[PositionalWork, PositionalWork]:
-        """Prefill and decode. To be asked before the plan is recorded.
+        """The work of prefill and of decode. Call before the plan is recorded.
 
         Prefill is all that is computed for a request before its first token; computing it again
         after a preemption later counts as decode.
@@ -64,13 +64,13 @@ class PositionMeter:
         return spent
 
     def extrapolated(self, recorded: Iterable[Work]) -> int:
-        """How many of these requests' newest tokens stand at positions training never had."""
+        """How many of these requests have their newest token past the trained context."""
         if self._trained_context is None:
             return 0
         return sum(work.request.context_length > self._trained_context for work in recorded)
 
     def _upto(self, context: int) -> Sum:
-        """Of tokens that see 1, 2, ... `context` keys."""
+        """The summed cost of tokens that see 1, 2, ... `context` keys."""
         if len(self._sums) <= context:
             while len(self._sums) < context + _TOGETHER:
                 cost = self._cost(len(self._sums)).values

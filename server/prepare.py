@@ -1,4 +1,4 @@
-"""From a validated body and a model to the requests its answer needs.
+"""Makes the requests that an answer needs from a validated body and a model.
 
 Turns prompts into tokens, checks them against vocabulary and context, and fills in defaults.
 Knows neither HTTP nor the engine.
@@ -22,8 +22,8 @@ from server.schemas import ChatBody, CompletionBody, GenerationBody, Message
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_BYTES_PER_TOKEN = 16
-MAX_SCORES = 1 << 21  # of prompts in one answer, some 100 bytes each
-# Shorter texts are tokenised on the event loop: changing threads costs more than they do.
+MAX_SCORES = 1 << 21  # log-probabilities of prompts in one answer, some 100 bytes each
+# Shorter texts are tokenised on the event loop: that costs less than changing threads.
 LONG_TEXT = 4096
 
 _Result = TypeVar("_Result")
@@ -31,7 +31,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`text` is what echo repeats; None where nobody asked."""
+    """`text` is what echo repeats; None without echo."""
 
     tokens: list[int]
     text: str | None = None
@@ -47,7 +47,7 @@ async def completion_prompts(body: CompletionBody, served: Served) -> list[Promp
         )
     prompts = []
     for source in body.prompts:
-        await asyncio.sleep(0)  # others' turn: there may be a thousand
+        await asyncio.sleep(0)  # let other tasks run: there may be a thousand prompts
         if isinstance(source, str):
             tokens = await encode(source, served, bos=body.add_special_tokens)
             text: str | None = source
@@ -60,7 +60,7 @@ async def completion_prompts(body: CompletionBody, served: Served) -> list[Promp
 
 
 async def chat_prompt(body: ChatBody, served: Served) -> Prompt:
-    """The messages as the model was trained to read them. Raises as `completion_prompts`."""
+    """The messages in the model's chat template. Raises what `completion_prompts` does."""
     tokens = await encode_chat(
         body.messages,
         served,
@@ -142,7 +142,7 @@ def _check_prompt(tokens: Collection[int], served: Served, param: str) -> None:
 
 
 def check_ids(ids: Collection[int], served: Served, param: str) -> None:
-    """Every id a client sends passes here. Raises InvalidField outside the vocabulary."""
+    """Checks every id that a client sends. Raises InvalidField for one outside the vocabulary."""
     if ids and not (min(ids) >= 0 and max(ids) < served.vocab_size):
         raise InvalidField(
             f"{param} has a token id outside 0..{served.vocab_size - 1}, the vocabulary of "
@@ -216,7 +216,7 @@ def choices_for(
     choices: list[Choice] = []
     for prompt in prompts:
         params = sampling_params(body, served, len(prompt.tokens))
-        first: str | None = None  # of the choices for this prompt; the others fork from it
+        first: str | None = None  # the prompt's first request, from which the others fork
         for _ in range(body.n):
             index = len(choices)
             tokens: list[int] = list(prompt.tokens)
@@ -253,7 +253,7 @@ def choices_for(
 
 
 def _check_scores(body: CompletionBody | ChatBody, prompts: Sequence[Prompt]) -> None:
-    """All are in memory before the first is told."""
+    """Bounds memory: all log-probabilities are held until the first one is sent."""
     if not (isinstance(body, CompletionBody) and body.echo and body.logprobs is not None):
         return
     scores = sum(len(prompt.tokens) for prompt in prompts) * body.n * (1 + body.logprobs)
@@ -266,7 +266,7 @@ def _check_scores(body: CompletionBody | ChatBody, prompts: Sequence[Prompt]) ->
 
 
 def choice_rng(seed: int | None, index: int) -> random.Random:
-    """The same seed gives the same numbers for the same choice; without one they are fresh."""
+    """The same seed gives the same numbers for the same choice; without a seed they differ."""
     if seed is None:
         return random.Random(random.SystemRandom().getrandbits(128))
     return random.Random(f"{seed}/{index}")

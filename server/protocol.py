@@ -1,8 +1,8 @@
 """HTTP on the socket: bounded, strict, and stoppable. Builds on internals of uvicorn (pinned).
 
-A connection must deliver a request by an absolute deadline; what h11 would let through but two
-readers could read differently is refused; refusals are JSON like all others. `Server` keeps
-listening while it drains.
+A connection must deliver a request by an absolute deadline. Input that h11 accepts but that two
+parsers could read differently is refused, as JSON like all refusals. `Server` keeps listening
+while it drains.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ MAX_HEADERS = 64
 MAX_TARGET = 4 << 10
 HEAD_SECONDS = 10.0
 REQUEST_SECONDS = 30.0
-# How long what a refused client still sends is read. Closing at once would reset the connection,
-# which can take the refusal back before it is read (RFC 9112, section 9.6).
+# How long a refused client's further input is read. Closing at once would reset the connection,
+# which can discard the refusal before the client reads it (RFC 9112, section 9.6).
 LINGER_SECONDS = 1.0
-# How long a client may take nothing of what waits to be sent to it: longer than a stream waits,
-# which counts such clients.
+# How long a client may read nothing of the data that waits for it: longer than a stream's own
+# limit, which counts such clients.
 UNREAD_SECONDS = 60.0
-# How long the server waits for connections once everything is answered or cut.
+# How long the server waits for connections to close once everything is answered or cut.
 CLOSING_SECONDS = 2
 
 # Bare line ends, folded lines and NUL: where two parsers may see different headers.
@@ -45,13 +45,13 @@ _AMBIGUOUS = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)|\r\n[ \t]|\0")
 
 
 class StrictConnection(h11.Connection):
-    """h11, minus what it is lenient about. `refusal` says why an event was refused."""
+    """h11 without its lenience. `refusal` says why an event was refused."""
 
     refusal: ServeError | None = None
-    answer_has_body = True  # as far as the request is known
+    answer_has_body = True  # as far as is known of the request
 
     def next_event(self) -> Any:
-        """As h11; raises h11.RemoteProtocolError after setting `refusal`."""
+        """Like h11's; on a refusal, sets `refusal` and raises h11.RemoteProtocolError."""
         if self.refusal is None and self.their_state is h11.IDLE:
             self.answer_has_body = True
             self._check_head(self.trailing_data[0])
@@ -98,7 +98,7 @@ def _head_too_large() -> ServeError:
 
 
 class Protocol(H11Protocol):
-    """One connection. Counts down from the first byte of a request until it has arrived."""
+    """One connection. A deadline runs from a request's first byte until it has arrived whole."""
 
     head_seconds = HEAD_SECONDS
     request_seconds = REQUEST_SECONDS
@@ -113,11 +113,11 @@ class Protocol(H11Protocol):
         self._unread: asyncio.TimerHandle | None = None
         self._armed_at = 0.0
         self._receiving: object = None  # the cycle whose body is awaited
-        self._refused = False  # whatever comes is passed over
+        self._refused = False  # further input is ignored
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # to hear of whatever waits to be sent
+        transport.set_write_buffer_limits(0)  # so that any unsent data calls `pause_writing`
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -126,7 +126,7 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client does not take what is written as fast as it is."""
+        """The client reads more slowly than the server writes."""
         super().pause_writing()
         self._watch_unread()
 
@@ -135,7 +135,7 @@ class Protocol(H11Protocol):
         super().resume_writing()
 
     def _watch_unread(self) -> None:
-        """A closed connection, too, would wait for its client for ever."""
+        """Without this even a closed connection would wait for its client for ever."""
         left = self.transport.get_write_buffer_size()
         self._unread = self.loop.call_later(self.unread_seconds, self._cut_unread, left)
 
@@ -165,10 +165,10 @@ class Protocol(H11Protocol):
         if receiving is h11.SEND_BODY:
             if self._receiving is not self.cycle:
                 self._receiving = self.cycle
-                if self._deadline is None:  # its head came at once
+                if self._deadline is None:  # its head arrived in one piece
                     self._armed_at = self.loop.time()
                 self._set_deadline(self._armed_at + self.request_seconds)
-        elif receiving is h11.IDLE and self.conn.trailing_data[0]:  # the beginning of a head
+        elif receiving is h11.IDLE and self.conn.trailing_data[0]:  # the start of another head
             if self._deadline is None:
                 self._arm()
         elif self.cycle is not None:
@@ -176,7 +176,7 @@ class Protocol(H11Protocol):
             self._keep_alive()
 
     def _keep_alive(self) -> None:
-        """uvicorn forgets to once the rest of a body came whose request was answered before."""
+        """For a body that ends after its request was answered: there uvicorn sets no timeout."""
         if self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -242,8 +242,8 @@ class Server(uvicorn.Server):
     """Drains on the first SIGTERM or SIGINT and exits 0; the second one cuts what is left.
 
     While draining the listener stays open: /health/ready and every new request answer 503, and
-    requests accepted before, the queued ones included, run to their end. At the limit they get an
-    error frame.
+    requests accepted earlier, queued ones included, run to their end. Those still running after
+    `drain_seconds` get an error frame.
     """
 
     def __init__(self, config: uvicorn.Config, drain: Drain, drain_seconds: float) -> None:
@@ -254,8 +254,8 @@ class Server(uvicorn.Server):
         self._cut_at = 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # Runs in a signal handler: only counts. The signal is not kept for raising it again,
-        # because a drained server has ended well.
+        # Runs in a signal handler, so it only counts. Unlike in uvicorn the signal is not raised
+        # again at the end, because a drained server has exited normally.
         self._signals += 1
 
     async def on_tick(self, counter: int) -> bool:

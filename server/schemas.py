@@ -1,7 +1,7 @@
-"""Strict request bodies: types, ranges and what excludes what.
+"""Strict request bodies: types, ranges and fields that exclude each other.
 
-Knows no model: ids are checked against a vocabulary, and lengths against a context, where the
-prompt becomes tokens. A rejection names the field and never repeats what was sent.
+Knows no model: server/prepare.py checks ids against the vocabulary and lengths against the
+context. A rejection names the field and never repeats what was sent.
 """
 
 import re
@@ -138,7 +138,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """Each to be completed by itself."""
+        """Prompts to complete independently."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt
@@ -169,11 +169,11 @@ Content = Annotated[
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    type: Literal["text"] = "text"  # lm-eval says so of every message
+    type: Literal["text"] = "text"  # lm-eval adds it to every message
     name: Annotated[str, Field(max_length=64)] | None = None
 
     def plain(self) -> dict[str, object]:
-        """As a chat template reads it. OpenAI's newer name for the system role is undone."""
+        """As a chat template reads it, with OpenAI's newer role "developer" as "system"."""
         content = (
             self.content
             if isinstance(self.content, str)
@@ -215,7 +215,7 @@ class DetokenizeBody(_Strict):
 
 
 class CachePlanBody(_Strict):
-    """An operation of cache/terms.py on a context of `tokens`. Which need what: cache_plan.py."""
+    """An operation of cache/terms.py on `tokens` tokens. Its fields: FIELDS in cache_plan.py."""
 
     model: str | None = None
     operation: Literal["append", "fork", "truncate", "evict_keep", "evict_renumber", "move_span"]
@@ -227,7 +227,7 @@ class CachePlanBody(_Strict):
 
 AnyBody = TypeVar("AnyBody", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, CachePlanBody)
 
-# What clients send back from an earlier answer, without meaning when empty.
+# Fields that clients send back from an earlier answer; they mean nothing when empty.
 _EMPTY_MESSAGE_FIELDS = (
     "annotations",
     "audio",

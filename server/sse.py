@@ -20,9 +20,9 @@ DONE = "data: [DONE]\n\n"
 
 
 class EventStream:
-    """One response. Headers go out with the first event, pings while nothing comes after it.
+    """One response. Sends headers with the first event, and after it pings when idle.
 
-    A write that is not taken for `stalled_s` ends the lifeline as STALLED.
+    A write that is blocked for `stalled_s` ends the lifeline as STALLED.
     """
 
     def __init__(self, send: Send, lifeline: Lifeline, *, ping_s: float, stalled_s: float) -> None:
@@ -38,7 +38,7 @@ class EventStream:
         self._last = 0.0
 
     async def write(self, data: bytes) -> None:
-        """Send whole events; one write each time, so give it all that is due."""
+        """Send whole events. Each call is one write, so pass everything that is due."""
         await self._write(data, more=True)
 
     async def finish(self, data: bytes) -> None:

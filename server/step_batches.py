@@ -1,4 +1,4 @@
-"""The batch of each step. While the same requests decode, the one before is changed in place."""
+"""Builds each step's batch; while the same requests decode, updates the last one in place."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +12,7 @@ from server.plan import Work
 
 
 class StepBatches:
-    """Builds batches for work on one cache. A batch is good until the next one is asked for."""
+    """Builds batches for work on one cache. A batch is valid until the next one is built."""
 
     def __init__(self, table_of: Callable[[str], Table], block_size: int) -> None:
         self._table_of = table_of
@@ -20,7 +20,7 @@ class StepBatches:
         self._decoding: _Decoding | None = None
 
     def of(self, work: tuple[Work, ...]) -> StepBatch:
-        """As `build_batch`."""
+        """Like `build_batch`."""
         if self._decoding is not None and self._decoding.advance(work):
             return self._decoding.batch
         batch = build_batch(work, self._table_of, self._block_size)
@@ -32,7 +32,7 @@ class StepBatches:
 
 
 class _Decoding:
-    """A batch that gives each request one token, and those that follow it."""
+    """A batch of one token per request, which is advanced from step to step."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class _Decoding:
     ) -> None:
         self.batch = batch
         self._work = work
-        self._steps = 0  # since then
+        self._steps = 0  # since `work`
         self._held = [table_of(each.request.id).blocks for each in work]
         self._table_of = table_of
         self._block_size = block_size
@@ -54,7 +54,7 @@ class _Decoding:
         self._slots = forward.slots.numpy()
         self._blocks = forward.block_tables.numpy()
         self._bases = forward.block_bases.numpy()
-        # Positions, offsets, slots and context lengths lie side by side: one operation for all.
+        # Positions, offsets, slots and context lengths are adjacent: one operation adds to all.
         self._counting = as_strided(self._positions, (4 * len(work),))
         self._until_full = self._first_full()
 
@@ -63,7 +63,7 @@ class _Decoding:
         return self._block_size - int(self._offsets.max())
 
     def advance(self, work: tuple[Work, ...]) -> bool:
-        """To the next token of each. False, and of no use any more, where `work` is not that."""
+        """Advance to each request's next token. False, and unusable then, if `work` differs."""
         self._steps += 1
         if len(work) != len(self._work):
             return False
@@ -90,7 +90,7 @@ class _Decoding:
         return True
 
     def _follows(self, work: Work, first: Work, blocks: object) -> bool:
-        """One token after the step before, in the same blocks and perhaps one more."""
+        """Whether it is the next token of the same request, whose list of blocks only grew."""
         return (
             work.request is first.request
             and work.start == first.start + self._steps
@@ -99,7 +99,7 @@ class _Decoding:
         )
 
     def _next_block(self, row: int, work: Work) -> bool:
-        """Where a request begins one; False where the table has no column for it."""
+        """Move a request to the start of its next block; False if the table has no column left."""
         index = work.start // self._block_size
         if index == self._blocks.shape[1]:
             return False

@@ -1,6 +1,6 @@
-"""Several generations of one answer, read as one.
+"""Reads the generations of one answer as a single stream.
 
-Knows asynchronous generators of event lists; nothing of what is in them.
+Knows asynchronous generators of event lists, but not the events.
 """
 
 import asyncio
@@ -14,9 +14,9 @@ Events = AsyncGenerator[list[TokenEvent], None]
 
 class Streams(Protocol):
     async def next(self) -> list[tuple[int, list[TokenEvent]]]:
-        """What came since the last call, by index; empty once all have ended.
+        """The events since the last call, by index; empty once all generators have ended.
 
-        Raises what a generator raised.
+        Raises the error that a generator raised.
         """
         ...
 
@@ -87,7 +87,7 @@ class _Many:
                 self._pending.setdefault(index, []).extend(events)
                 self._wake.set()
         except Exception as error:
-            # Any failure of one generation is the answer's: `next` raises it again.
+            # A failed generation fails the whole answer: `next` raises the error again.
             self._error = self._error or error
         finally:
             self._running -= 1

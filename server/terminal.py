@@ -1,4 +1,4 @@
-"""What is said on a terminal beside results: that something takes long, and in how wide lines."""
+"""Terminal output: messages and bars for slow work, counted nouns, aligned columns, line width."""
 
 import shutil
 import sys
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-PATIENCE_S = 2.0  # that a person waits without a word
+PATIENCE_S = 2.0  # how long a person waits without a message
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def said_if_long(text: str) -> Iterator[None]:
 def bar(
     text: str, total: int, unit: str, *, done: int = 0, log_every_s: float = 10
 ) -> "tqdm[None]":
-    """A progress bar that stays. A log file needs no animation, but a line now and then."""
+    """A progress bar that stays. In a log file it prints a line only every `log_every_s`."""
     return tqdm(
         total=total,
         initial=done,
@@ -39,7 +39,7 @@ def bar(
 
 
 def bar_if_long(text: str, total: int, unit: str) -> "tqdm[None]":
-    """A progress bar that shows itself after PATIENCE_S, and leaves nothing behind."""
+    """A progress bar that appears after PATIENCE_S and is erased at the end."""
     return tqdm(
         total=total,
         desc=text,
@@ -57,7 +57,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
-    """Lines of columns as wide as their widest entry, the first `left` of them to the left."""
+    """Lines of columns as wide as their widest entry; the first `left` are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = "<" * left + ">" * (len(widths) - left)
     for row in rows:
@@ -66,5 +66,5 @@ def aligned(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
 
 
 def line_width() -> int:
-    """In characters: the terminal's, and no more than is comfortable to read."""
+    """In characters: the terminal's width, but no more than is comfortable to read."""
     return min(shutil.get_terminal_size((100, 24)).columns, 100)

@@ -1,6 +1,6 @@
-"""A loaded model's first steps, through the reserved block 0: that it computes, and how fast.
+"""Runs a loaded model's first passes, in the reserved block 0, to test and to time it.
 
-What is broken shows before a client does. What is measured is for estimates alone.
+A broken model is found before a client uses it. The times serve only for estimates.
 """
 
 import time
@@ -24,17 +24,17 @@ from model.words import in_one_line
 from server.errors import CommandError
 
 REPETITIONS = 3
-PATIENCE = 0.5  # seconds, after which none is begun
-DISTANCE = 1000  # positions; how far a key is turned does not change the time it takes
+PATIENCE = 0.5  # seconds, after which no further repetition begins
+DISTANCE = 1000  # positions; how far a key is rotated does not change the time it takes
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
     """Seconds that one block takes here, over all layers."""
 
-    turn: float  # its keys, to stand at other positions
-    copy: float  # its keys and values, into another block
-    compute: float  # its tokens, with no others before them
+    turn: float  # rotating its keys to other positions
+    copy: float  # copying its keys and values to another block
+    compute: float  # computing its tokens, with none before them
 
 
 def warm_up(
@@ -44,7 +44,7 @@ def warm_up(
 
     Leaves nothing that a request reads.
     """
-    # Memory may hold anything, numbers that are slow to compute with included.
+    # Fresh memory may hold anything, also numbers that are slow to compute with.
     for part in kv.whole:
         part[:, 0] = 0
     count = min(kv.block_size, context)
@@ -68,7 +68,7 @@ def _is_finite(
 ) -> bool:
     try:
         return bool(decoder(batch, kv).isfinite().all())
-    except Exception as error:  # of memory, of kernels, or of an encoding that is not ours
+    except Exception as error:  # out of memory, a kernel's, or from somebody else's encoding
         raise CommandError(
             f"{name}: the first pass failed ({in_one_line(error)}); less --kv-memory leaves it "
             "more memory, and --attention sdpa does without kernels of our own"
@@ -76,7 +76,7 @@ def _is_finite(
 
 
 def _turn(kv: KVCache, shape: ModelConfig) -> Callable[[], None]:
-    """What a context shift does to as many blocks as it takes at once, were they all block 0."""
+    """Rotates as many blocks as a context shift does at once, all of them being block 0."""
     width = shape.head_dim // 2 * 2
     rope = example(find("rope"), replace(shape, trained_context=1), 1, {"width": width})
     blocks = torch.zeros(BLOCKS_AT_ONCE, dtype=torch.int64, device=kv.device)
@@ -89,7 +89,7 @@ def _turn(kv: KVCache, shape: ModelConfig) -> Callable[[], None]:
 
 
 def _copy(kv: KVCache) -> Callable[[], None]:
-    """What copies as many blocks as are copied at once, were they all block 0."""
+    """Copies as many blocks as are copied at once, all of them being block 0."""
     blocks = torch.zeros(BLOCKS_AT_ONCE, dtype=torch.int64, device=kv.device)
 
     def act() -> None:
@@ -101,9 +101,9 @@ def _copy(kv: KVCache) -> Callable[[], None]:
 
 
 def _seconds(act: Callable[[], object], device: torch.device) -> float:
-    """The median of a few runs after a first one, which may have to set things up.
+    """The median of a few runs after a warm-up run.
 
-    Of fewer, or of the first itself, where they take long: a start should not wait for estimates.
+    Of fewer, or of the first run alone, if they take long: startup must not wait for estimates.
     """
     taken: list[float] = []
     while len(taken) <= REPETITIONS and sum(taken) < PATIENCE:

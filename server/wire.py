@@ -1,7 +1,6 @@
-"""How answers look on the wire: OpenAI's completion and chat objects, whole and in chunks.
+"""The wire format of answers: OpenAI's completion and chat objects, whole and in chunks.
 
-Knows shapes only. The constant part of a chunk is built once per answer, because it is written
-once per token.
+The constant part of a chunk is built once per answer, because it is written for every token.
 """
 
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any, Protocol
 from model.tokenizers.base import Tokenizer
 from server.completion import Choice, Piece, Scored, Usage
 
-# JSON has no infinity; no finite log-probability of a float32 softmax is as low as this.
+# Stands for minus infinity, which JSON lacks; float32 softmax gives no finite value this low.
 LOWEST_LOGPROB = -9999.0
 
 
@@ -144,7 +143,7 @@ def _completion_scores(choice: Choice, scored: Sequence[Scored]) -> dict[str, An
         logprobs.append(_finite(score.logprob))
         top: dict[str, float] = {}
         for other, logprob in score.top:
-            # Best first: where two tokens spell the same, the likelier one stays.
+            # Best first: of two tokens with the same spelling the likelier one stays.
             top.setdefault(spelled(tokenizer, other), _finite(logprob))
         top.setdefault(text, _finite(score.logprob))
         tops.append(top)

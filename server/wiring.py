@@ -1,4 +1,4 @@
-"""An engine from its parts, as it is served and as it is measured."""
+"""Assembles an engine from its parts, for serving and for measuring."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,10 +48,10 @@ def wired(
     drain_times: Callable[[], tuple[PassTimes, ...]] = tuple,
     ahead: bool = False,
 ) -> Wired:
-    """Over all of `kv`, whose blocks `manager` gives out.
+    """An engine that uses all of `kv`, whose blocks `manager` allocates.
 
-    name: of the model. rules: of each layer. kernels: those of the CPU, or why there are none.
-    ahead: whether the device is told of a step before the one before it is waited for.
+    name: the model's. rules: each layer's encoding. kernels: the CPU kernels, or why there are
+    none. ahead: whether a step is launched before the previous one's tokens are waited for.
     """
     sums, sampler = fold_sums, Sampler()
     if isinstance(kernels, Kernels):

@@ -1,4 +1,4 @@
-"""Request bodies, long ones read in a thread: the event loop then waits in pieces."""
+"""Parses request bodies, long ones in a thread, so that the event loop is not held up for long."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ from starlette.requests import Request
 from server.body import parse_object
 from server.schemas import AnyBody, read_body
 
-LONG = 1 << 16  # bytes, which take some milliseconds
+LONG = 1 << 16  # bytes, which take some milliseconds to parse
 
 
 async def body_of(request: Request, schema: type[AnyBody]) -> AnyBody:

@@ -1,4 +1,4 @@
-"""What the caches hold, forgetting it, and what an operation would cost. Numbers, no text."""
+"""Routes to view and flush the caches, and to plan operations. Numbers only, no text."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -19,7 +19,7 @@ from server.threads import aside
 
 
 def cache_routes(serving: Serving, planners: Mapping[str, CachePlanner]) -> APIRouter:
-    """`planners`: one for each model, by its name."""
+    """`planners`: one per model, by its name."""
     router = APIRouter()
 
     @router.get("/v1/cache", response_model=None)

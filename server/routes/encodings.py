@@ -1,4 +1,4 @@
-"""Which positional encodings there are, what they do and cost, and what runs them here."""
+"""The route that lists positional encodings: what they do and cost, and what runs them here."""
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
@@ -9,7 +9,7 @@ from server.threads import aside
 
 
 def encoding_routes(models: Models, place: Place) -> APIRouter:
-    """Lists the encodings of this project and those from outside that a model is served with."""
+    """Lists this project's encodings, and others that a model is served with."""
     router = APIRouter()
     found: list[EncodingFacts] = []  # nothing in it changes while the server runs
 

@@ -1,7 +1,6 @@
-"""One answer, from the first engine event to the last byte, streamed or whole.
+"""Sends one answer, from the first engine event to the last byte, streamed or whole.
 
-Knows how an answer may end; what it says is server/completion.py's and how it looks is
-server/wire.py's business.
+Knows how an answer may end; server/completion.py makes its content, server/wire.py its format.
 """
 
 import asyncio
@@ -31,14 +30,14 @@ from server.sse import DONE, EventStream
 from server.streams import Streams, read_together
 from server.wire import Wire
 
-MANY = 1024  # scored tokens, which take milliseconds to write
+MANY = 1024  # scored tokens, which take milliseconds to serialise
 
 _log = logging.getLogger("server.http")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is to be generated and how it is told. `stream` None means one whole body."""
+    """What to generate and in which format. `stream` None means one whole body."""
 
     model: str
     choices: Sequence[Choice]
@@ -48,7 +47,7 @@ class Answer:
 
 
 class Generation(Response):
-    """Runs the engine for an Answer. Errors before the first byte are raised, for a status."""
+    """Runs the engine for an Answer. Raises errors before the first byte, to become a status."""
 
     def __init__(
         self,
@@ -85,7 +84,7 @@ class Generation(Response):
             if isinstance(refused, RequestFailed):
                 _log.error("request %s failed: %s", state_of(scope)["id"], refused.message)
         except Exception:
-            # A fault of ours must still end the stream with an error a client can see.
+            # Even a bug must end the stream with an error that the client sees.
             _log.exception("request %s failed unexpectedly", state_of(scope)["id"])
             error = InternalError("the server failed on this request; see its log")
         finally:
@@ -171,7 +170,7 @@ class Generation(Response):
 
 
 async def _cut(streams: Streams, choice: Choice) -> None:
-    """A stop string ended the choice: the engine only sees an early close, so say why."""
+    """End a choice at a stop string: the engine sees only an early close, so record the reason."""
     choice.request.abort_as = FinishReason.STOP
     choice.cut = False
     await streams.stop(choice.index)
@@ -198,7 +197,7 @@ def _cut_short(why: End) -> ServeError:
 
 
 def _abort_connection(scope: Scope) -> None:
-    """Drop what the client does not take; closing politely would wait for it for ever."""
+    """Drop what the client does not read; an orderly close would wait for it for ever."""
     abort = state_of(scope).get("abort")
     if abort is not None:
         abort()

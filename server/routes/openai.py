@@ -1,4 +1,4 @@
-"""Completions, chat completions and models, as OpenAI's clients know them."""
+"""The routes of OpenAI's API: completions, chat completions and models."""
 
 import time
 import uuid
@@ -23,7 +23,7 @@ from server.wire import ChatWire, CompletionWire, Wire
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What the routes of models need."""
+    """What the routes share."""
 
     models: Models
     engine: AsyncEngine
@@ -32,7 +32,7 @@ class Serving:
     options: HttpOptions
 
     def find(self, request: Request, name: str | None) -> Served:
-        """The model; from here on, refusals count as this model's."""
+        """The model of that name; from here on, refusals are counted for it."""
         served = self.models.get(name)
         state_of(request.scope)["model"] = served.name
         return served

@@ -1,4 +1,4 @@
-"""What operators and their machines ask: health, metrics, version."""
+"""Routes for operators and their monitoring: health, metrics, version."""
 
 import asyncio
 
@@ -10,8 +10,8 @@ from server.metrics import CONTENT_TYPE
 from server.request import ShuttingDown
 from server.routes.openai import Serving
 
-# Between two families of metrics: all at once would hold up every stream for 10 ms a model. Not 0,
-# with which the engine's thread hardly gets its turn.
+# Pause between two families of metrics: without one every stream would stall for 10 ms per model.
+# With 0 the engine's thread hardly gets to run.
 _PAUSE_S = 0.001
 
 
@@ -25,7 +25,7 @@ def operation_routes(serving: Serving, version: str) -> APIRouter:
         return JSONResponse({"status": "live"})
 
     async def ready() -> Response:
-        """Send requests here: loaded, alive, of sound memory and not on the way out."""
+        """Send requests here: loaded, alive, sound and not shutting down."""
         _check_alive(serving)
         if serving.engine.unsound is not None:
             raise NotReady(serving.engine.unsound)

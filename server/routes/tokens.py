@@ -1,4 +1,4 @@
-"""Text to tokens and back, without a model run."""
+"""Routes between text and tokens, without running a model."""
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
