@@ -23,10 +23,10 @@ from load_tests.serving import flush
 from load_tests.statistics import figures
 from load_tests.terms import Profile
 
-LIMIT = 0.05  # by which the two may differ
+LIMIT = 0.05  # relative difference that counts as agreement
 METRICS = ("TTFT p50, ms", "TPOT p50, ms", "output tokens/s")
 _LOG_LINES = 15
-# aiperf wants a tokenizer from a file even where the server counts; this one knows no word.
+# aiperf needs a tokenizer file even if the server counts the tokens; this one knows no words.
 _TOKENIZER = {
     "tokenizer.json": {
         "version": "1.0",
@@ -44,11 +44,11 @@ _TOKENIZER = {
 
 
 class Failed(Exception):
-    """A tool measured nothing, or not what was asked; the message says which and why."""
+    """A tool measured nothing, or not the load asked for; the message says which and why."""
 
 
 class Reading(NamedTuple):
-    """What one tool says of one run, in the order of METRICS."""
+    """One tool's figures of one run, in the order of METRICS."""
 
     ttft_ms: float
     tpot_ms: float
@@ -57,7 +57,7 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What both tools send: text prompts, `workers` at a time, each its next when answered."""
+    """What both tools send: text prompts from a closed loop of `workers`."""
 
     base_url: str
     model: str
@@ -72,7 +72,7 @@ class Load:
         return Profile("closed", concurrency=self.workers)
 
     def write(self, folder: Path, seed: str) -> None:
-        """The prompts as each tool reads them, and aiperf's tokenizer."""
+        """Write the prompts in each tool's format, and aiperf's tokenizer."""
         maker = PromptMaker(seed, "text")
         prompts = [maker.prompt(self.prompt_tokens) for _ in range(self.requests)]
         ours = [{"prompt": each, "max_tokens": self.output_tokens} for each in prompts]
@@ -83,14 +83,14 @@ class Load:
             (folder / name).write_text(json.dumps(content))
 
     def our_command(self, folder: Path) -> list[str]:
-        """With the result in `folder`/ours."""
+        """A command that leaves its result in `folder`/ours."""
         command = [sys.executable, "-m", "load_tests.bench", "--base-url", self.base_url]
         command += ["--models", self.model, "--workload", f"file:{folder / 'ours.jsonl'}"]
         command += ["--profile", self.profile.label, "--runs", "1"]
         return [*command, "--out", str(folder / "ours")]
 
     def their_command(self, aiperf: Path, folder: Path) -> list[str]:
-        """With the result in `folder`/theirs."""
+        """A command that leaves its result in `folder`/theirs."""
         extra = {"max_tokens": self.output_tokens, "temperature": 0.0, "ignore_eos": True}
         command = [str(aiperf), "profile", "--url", self.base_url, "--model", self.model]
         command += ["--endpoint-type", "completions", "--streaming"]
@@ -105,7 +105,7 @@ class Load:
 
 
 def our_reading(folder: Path, load: Load) -> Reading:
-    """From what `ropewalk bench` left there. Raises Failed."""
+    """Read the result of `ropewalk bench`. Raises Failed."""
     (run,) = result.read(folder / "ours" / "result.json").runs
     found = figures(run)
     values = [found.values.get(name) for name in ("ttft_p50", "tpot_p50", "output_tokens_per_s")]
@@ -116,7 +116,7 @@ def our_reading(folder: Path, load: Load) -> Reading:
 
 
 def their_reading(folder: Path, load: Load) -> Reading:
-    """From what aiperf left there; its inter-token latency is our TPOT. Raises Failed."""
+    """Read the result of aiperf, whose inter-token latency is our TPOT. Raises Failed."""
     path = folder / "theirs" / "profile_export_aiperf.json"
     try:
         found: Mapping[str, Any] = json.loads(path.read_text())
@@ -136,7 +136,7 @@ def their_reading(folder: Path, load: Load) -> Reading:
 
 
 def table(ours: Sequence[Reading], theirs: Sequence[Reading]) -> tuple[str, bool]:
-    """Medians over runs, lowest and highest in brackets; and whether all are within LIMIT."""
+    """Medians over runs, with lowest and highest; and whether all differences are within LIMIT."""
     lines = [f"{'':<18}{'ropewalk bench':>26}{'aiperf':>26}{'difference':>12}"]
     agree = True
     for index, name in enumerate(METRICS):
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(load: Load, aiperf: Path, runs: int, seed: str) -> tuple[list[Reading], list[Reading]]:
-    """Every other time aiperf begins: what drifts on the machine drifts for both."""
+    """The tools alternate in going first, so that drift of the machine affects both."""
     host, port = split_base_url(load.base_url)
     server = Server(host, port, DIALECTS["openai"], load.model)
     ours: list[Reading] = []

@@ -19,7 +19,7 @@ ZERO = "nope"
 async def arms_from(
     args: argparse.Namespace, context: int, tell: Callable[[str], object]
 ) -> AsyncIterator[list[Arm]]:
-    """The arms that the options name, the zero first, for as long as their servers run.
+    """The arms that the options name, the baseline (zero) first, while their servers run.
 
     Started servers have room for `context` tokens. Raises Unreachable, StartFailed and ValueError.
     """
@@ -61,5 +61,5 @@ async def _running(args: argparse.Namespace) -> list[Arm]:
 
 
 def _zero_first(arms: Iterable[Arm]) -> list[Arm]:
-    """`nope` first, if it is there; else as the user named them."""
+    """`nope` first, if it is there; the others in the user's order."""
     return sorted(arms, key=lambda arm: arm.encoding != ZERO)

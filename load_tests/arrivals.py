@@ -1,7 +1,7 @@
-"""When the requests of a plan leave: a closed loop of workers, or random arrivals. No HTTP here.
+"""When the requests of a plan are sent: by a closed loop of workers, or at random. No HTTP here.
 
-`send` gets a request and the moment it should leave (`time.perf_counter` seconds), so that a
-client running late counts against the latency and not for it.
+`send` gets a request and the time when it should be sent (`time.perf_counter` seconds), so that a
+late client lengthens the measured latency instead of shortening it.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ Send = Callable[[Request, float], Coroutine[Any, Any, Outcome]]
 
 @dataclass(frozen=True, slots=True)
 class Driven:
-    """Outcomes in the order of the requests, and the steady window as `terms.Run` has it."""
+    """Outcomes in the order of the requests, and the steady window as in `terms.Run`."""
 
     outcomes: tuple[Outcome, ...]
     steady_from: float
@@ -26,7 +26,7 @@ class Driven:
 
 
 async def drive(plan: Plan, profile: Profile, seed: str, send: Send) -> Driven:
-    """Send all requests of `plan` as `profile` says and wait for their outcomes."""
+    """Send all requests of `plan` according to `profile` and wait for their outcomes."""
     if profile.open_loop:
         offsets = arrival_offsets(len(plan.requests), profile, seed)
         return await _open_loop(plan.requests, offsets, send)
@@ -49,9 +49,9 @@ def arrival_offsets(count: int, profile: Profile, seed: str) -> list[float]:
 async def _closed_loop(requests: Sequence[Request], workers: int, send: Send) -> Driven:
     """A worker sends its next request once its last is answered, so `workers` are in flight.
 
-    The workers' first requests leave together and queue behind each other. They are the warm-up:
-    the steady window opens when the first worker hands over to its second request, with all the
-    others still busy, and closes when one finds nothing left. One worker queues behind nobody.
+    The workers' first requests are sent together and queue behind each other. They are the warm-up:
+    the steady window opens when the first worker sends its second request, with all others still
+    busy, and closes when a worker finds none left. A single worker needs no warm-up.
     """
     queue = iter(enumerate(requests))
     outcomes: dict[int, Outcome] = {}
@@ -78,7 +78,7 @@ async def _closed_loop(requests: Sequence[Request], workers: int, send: Send) ->
 
 
 async def _open_loop(requests: Sequence[Request], offsets: Sequence[float], send: Send) -> Driven:
-    """Requests leave at their moments, however many are unanswered."""
+    """Requests are sent at their times, however many are unanswered."""
     start = time.perf_counter()
     tasks: list[asyncio.Task[Outcome]] = []
     async with asyncio.TaskGroup() as group:

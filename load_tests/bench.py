@@ -34,7 +34,7 @@ COULD_NOT = (NoSuccess, StartFailed, Unreachable, ValueError, OSError)
 
 @dataclass(slots=True)
 class Measured:
-    """What a load test has found so far; an interrupted one reports it too."""
+    """The results so far, which are reported even if the load test is interrupted."""
 
     arms: list[Arm] = field(default_factory=list)
     facts: dict[str, Facts] = field(default_factory=dict)
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     measured = Measured()
     progress = Progress(sys.stderr)
     try:
-        Path(args.out).mkdir(parents=True, exist_ok=True)  # asked before anything is measured
+        Path(args.out).mkdir(parents=True, exist_ok=True)  # fails before measuring, if at all
         with terminated_as_interrupted():
             asyncio.run(_measure(args, measured, progress))
     except COULD_NOT as error:
@@ -76,13 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def complete_options(args: argparse.Namespace, kind: str) -> None:
-    """A seed and a folder where none was given."""
+    """Fill in the seed and the output folder if they were not given."""
     args.seed = args.seed or secrets.token_hex(4)
     args.out = args.out or time.strftime(f"{kind}-%Y%m%d-%H%M%S")
 
 
 def report(measured: Result, folder: Path) -> int:
-    """Print the tables, write both files; 0 when every request was served, 1 or 2 else."""
+    """Print the tables, write both files; returns 0 if all were served, 1 if some, 2 if none."""
     print(tables(measured))
     folder.mkdir(parents=True, exist_ok=True)
     result.write(folder / "result.json", measured)
@@ -95,7 +95,7 @@ def report(measured: Result, folder: Path) -> int:
 
 
 def as_result(command: str, args: argparse.Namespace, measured: Measured) -> Result:
-    """Everything measured, the first arm as the zero."""
+    """Everything measured, with the first arm as the baseline (zero)."""
     arms = {arm.label: _about(arm, measured.facts[arm.label]) for arm in measured.arms}
     return Result(
         command=command,
@@ -132,9 +132,9 @@ async def _measure(args: argparse.Namespace, measured: Measured, progress: Progr
 
 
 def sizes_within(sizes: Sizes, facts: Collection[Facts]) -> Sizes:
-    """`sizes` with the numbers that the servers say, the smallest of all arms but for one.
+    """`sizes` with the servers' own numbers: the largest context, the smallest of the others.
 
-    A context is there to be outgrown: what holds less than the largest is told so and left out.
+    A load that needs the largest context leaves out arms that hold less, with a warning.
     """
     contexts = [each.context for each in facts if each.context is not None]
     return replace(
@@ -146,14 +146,14 @@ def sizes_within(sizes: Sizes, facts: Collection[Facts]) -> Sizes:
 
 
 def prompts_for(args: argparse.Namespace, facts: Collection[Facts]) -> Callable[[str], PromptMaker]:
-    """Makes prompts from a seed that every arm understands."""
+    """Makes, from a seed, prompts that every arm accepts."""
     form: Form = args.prompt_form or ("ids" if DIALECTS[args.dialect].token_ids else "text")
     vocabulary = least(each.vocab_size for each in facts) or _DEFAULT_VOCAB
     return lambda seed: PromptMaker(seed, form, vocabulary)
 
 
 def _complaint(args: argparse.Namespace) -> str | None:
-    """What is wrong with options that are each fine alone."""
+    """What is wrong with a combination of options that are each valid alone."""
     if args.serve is not None and (args.base_url or args.models):
         return "--serve starts servers of its own: drop --base-url and --models, or --serve"
     if args.serve is not None and (args.dialect != "openai" or not args.ignore_eos):
@@ -169,7 +169,7 @@ def _complaint(args: argparse.Namespace) -> str | None:
 
 
 def typed_again(program: Sequence[str], words: Sequence[str], seed: str) -> str:
-    """The command that repeats this: with the seed, without the key."""
+    """The command that repeats this load test: with the seed, without the API key."""
     kept: list[str] = []
     skip = False
     for word in words:
@@ -195,7 +195,7 @@ def _about(arm: Arm, facts: Facts) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """As JSON has it."""
+    """A value that JSON can hold."""
     match value:
         case Workload():
             return value.name

@@ -1,4 +1,4 @@
-"""A result sorted for showing: one cell for each point and profile, with each arm's figures."""
+"""Groups a result for display: one cell per point and profile, with each arm's figures."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,12 +31,12 @@ class Cell:
     figures: Mapping[str, Mapping[int, Figures]]  # of each arm, by block
 
     def spread(self, arm: str, metric: str) -> Spread | None:
-        """Of one of statistics.METRICS; None where no run of this arm has it."""
+        """The spread of one of statistics.METRICS; None if no run of this arm has it."""
         found = self.figures.get(arm, {}).values()
         return spread([one.values[metric] for one in found if metric in one.values])
 
     def against(self, base: str | None, arms: Iterable[str], metric: str) -> dict[str, Difference]:
-        """Each of `arms` that was measured, compared with `base`; their verdicts corrected."""
+        """Each of `arms` that was measured, compared with `base`, with corrected verdicts."""
         if base is None or base not in self.figures:
             return {}
         others = [arm for arm in arms if arm != base and arm in self.figures]
@@ -46,14 +46,14 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """In a table or beside a chart."""
+        """The cell's name in a table or beside a chart."""
         if self.point.context is not None and self.profile.kind == "sync":
             return self.point.label
         return f"{self.point.label}, {self.profile.label}"
 
     @property
     def where(self) -> str:
-        """The same at the beginning of a sentence."""
+        """The cell's name as the beginning of a sentence."""
         if self.point.context is None:
             return f"Under {self.label}"
         load = "" if self.profile.kind == "sync" else f" and {self.profile.label}"
@@ -66,12 +66,12 @@ class Cell:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Median and range; None of nothing."""
+    """Median and range; None without values."""
     return Spread(median(values), min(values), max(values)) if values else None
 
 
 def cells(result: Result) -> list[Cell]:
-    """By workload, context and load."""
+    """Cells sorted by workload, context and load."""
     found: dict[tuple[Point, Profile], dict[str, list[Run]]] = {}
     for run in result.runs:
         found.setdefault((run.point, run.profile), {}).setdefault(run.arm, []).append(run)

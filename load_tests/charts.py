@@ -1,7 +1,7 @@
 """Charts as inline SVG: lines, rows of dots or bars, and a timeline. Knows nothing of load tests.
 
-Every name stands beside its data, and every mark tells its numbers to a pointer over it. A hollow
-mark is no different from 0.
+Names are next to their data, and every mark has its numbers as a tooltip. A hollow mark means "no
+difference".
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,16 +34,16 @@ from load_tests.svg import (
 TOP, BOTTOM, LEFT = 34.0, 46.0, 62.0
 HEIGHT = 290.0  # of a chart with lines
 ROW = 21.0  # of the others
-_LOGARITHMIC = 30.0  # highest over lowest value from which a latency axis is
-_BENT = 15.0  # percent: the differences from which the small ones would not be told apart
-_ASIDE = 3.0  # from one arm to the next at the same x, so that intervals do not cover each other
+_LOGARITHMIC = 30.0  # from this ratio of highest to lowest value a latency axis is logarithmic
+_BENT = 15.0  # percent: from this range of differences the axis is bent, or small ones would merge
+_ASIDE = 3.0  # offset between arms at the same x, so that intervals do not overlap
 
 Tick = Callable[[float], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One measured value with its interval. `told` is its numbers in words."""
+    """One measured value with its interval. `told` is the tooltip."""
 
     x: float
     y: float
@@ -64,7 +64,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of `dots` or `bars`. `text` stands at its end."""
+    """One line of `dots` or `bars`. `text` is written at its end."""
 
     label: str
     look: Look
@@ -97,9 +97,9 @@ def lines(
 ) -> str:
     """Lines through marks with their intervals, each line named at its right end.
 
-    `centred` values are differences to 0, which is drawn as a line. Other axes begin at 0 or, where
-    values differ thirtyfold, are logarithmic. The ticks below are the x values; round numbers
-    where x is `free`, itself a result.
+    `centred` values are differences from 0, which is drawn as a line. Other y axes begin at 0 or,
+    where values differ thirtyfold, are logarithmic. The ticks of the x axis are the x values, or
+    round numbers if x is `free`, that is, itself measured.
     """
     marks = [mark for one in series for mark in one.marks]
     right = WIDTH - 30 - max(wide(one.label) for one in series)
@@ -135,7 +135,7 @@ def dots(
 ) -> str:
     """A dot with its interval for each row, names at the left, under a heading for each group.
 
-    `centred` values are differences to 0, which is drawn as a line.
+    `centred` values are differences from 0, which is drawn as a line.
     """
     rows = [row for group in groups.values() for row in group]
     left, right = _sides(rows)
@@ -177,7 +177,7 @@ def bars(title: str, rows: Sequence[Row]) -> str:
 
 
 def timeline(title: str, spans: Sequence[Span], across: str) -> str:
-    """What was busy when, one row for each label, from the first start."""
+    """The spans in time, one row for each label, counted from the first start."""
     labels = list(dict.fromkeys(span.label for span in spans))
     left = MARGIN + 24 + max(map(wide, labels))
     first = min(span.start for span in spans)
@@ -219,7 +219,7 @@ svg {{ --page: #fff; --ink: #1b1d21; --soft: #5d6570; --line: #d5d9df; {colors(L
 
 
 def _measured(values: Sequence[float], right: float) -> tuple[Scale, list[float]]:
-    """A scale over measured x values, and those of them whose labels do not touch."""
+    """A scale over measured x values, and the values whose labels do not overlap."""
     log = values[0] > 0 and values[-1] / values[0] >= 8
     around = LEFT + 14, right - 14
     if values[0] == values[-1]:
@@ -234,7 +234,7 @@ def _measured(values: Sequence[float], right: float) -> tuple[Scale, list[float]
 
 
 def _upwards(marks: Sequence[Mark], centred: bool, floor: float) -> tuple[Scale, list[float]]:
-    """A scale for marks and intervals; a logarithmic one holds the marks, not all their bars."""
+    """A y scale for marks and intervals; a logarithmic one may cut intervals, but no marks."""
     high = max(mark.high for mark in marks)
     if centred:
         return _around(min(mark.low for mark in marks), high, floor, TOP)
@@ -247,7 +247,7 @@ def _upwards(marks: Sequence[Mark], centred: bool, floor: float) -> tuple[Scale,
 
 
 def _around(low: float, high: float, start: float, end: float) -> tuple[Scale, list[float]]:
-    """A scale over differences. Large ones are drawn nearer than they are, to see the small."""
+    """A scale over differences; large ones are compressed, so that small ones are visible."""
     low, high = min(low, 0.0), max(high, 0.0)
     bent = high - low > _BENT
     ticks = bent_ticks(low, high) if bent else nice(low, high, 4)
@@ -267,7 +267,7 @@ def _curve(series: Series, places: Sequence[tuple[float, float]], y: Scale) -> s
 def _names(
     series: Sequence[Series], ends: Sequence[tuple[float, float]], right: float
 ) -> Iterator[str]:
-    """Marker and name of each line beside its end, moved apart where they would touch."""
+    """Marker and name of each line next to its end, moved apart where they would overlap."""
     heights = apart([height for _, height in ends], TOP - 8, HEIGHT - 8)
     for one, (x, y), height in zip(series, ends, heights, strict=True):
         yield line("leader", x + 6, y, right + 9, height)
@@ -276,7 +276,7 @@ def _names(
 
 
 def _sides(rows: Sequence[Row]) -> tuple[float, float]:
-    """Where the data of rows begins and ends, between their names and their texts."""
+    """The x range for the data of rows, between their names and their texts."""
     left = MARGIN + 30 + max(wide(row.label) for row in rows)
     return left, WIDTH - 14 - max(wide(row.text) for row in rows)
 
@@ -289,7 +289,7 @@ def _row(row: Row, middle: float, drawn: str) -> str:
 
 
 def _rulers(ticks: Sequence[float], x: Scale, bottom: float, tick: Tick) -> Iterator[str]:
-    """Lines down at the ticks, and labels where they do not touch one nearer to 0."""
+    """Vertical lines at the ticks, and labels that do not overlap one nearer to 0."""
     taken: list[tuple[float, float]] = []
     for at in sorted(ticks, key=abs):
         yield line("grid", x(at), TOP - 4, x(at), bottom)

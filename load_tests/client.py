@@ -1,4 +1,4 @@
-"""One streamed completion over one connection, timed. Knows HTTP and the OpenAI wire format only.
+"""One streamed completion over one connection, timed. Knows only HTTP and OpenAI's wire format.
 
 A request has succeeded when the status is 200, no event reports an error, the stream ends as its
 dialect says, and exactly the requested number of tokens was generated. Anything else is a failure
@@ -20,7 +20,7 @@ _DONE = b"[DONE]"
 
 
 class Unreachable(Exception):
-    """The server did not answer a question asked beside the load."""
+    """The server did not answer a request made beside the load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Dialect:
     """How a server's `/v1/completions` differs from vLLM's."""
 
     name: str
-    usage_option: bool  # `stream_options` asks for usage: in every chunk, and in one at the end
+    usage_option: bool  # `stream_options` gets usage in every chunk and in one at the end
     done_marker: bool  # the stream ends with [DONE]
-    ignore_eos: bool  # the field is known
+    ignore_eos: bool  # it accepts the field
     token_ids: bool  # a prompt may be a list of token ids
 
 
@@ -51,12 +51,12 @@ class Server:
     model: str | None = None
     ignore_eos: bool = True
     api_key: str | None = None
-    timeout_s: float = 600.0  # for the whole of an answer
+    timeout_s: float = 600.0  # for a whole answer
     idle_s: float = 120.0  # between two pieces of it
 
     @property
     def url(self) -> str:
-        """As `--base-url` takes it."""
+        """In the form of `--base-url`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
@@ -67,7 +67,7 @@ class Arm:
 
     label: str  # rope, t5:table
     server: Server
-    encoding: str  # "" where the server does not say
+    encoding: str  # "" if the server does not report it
     setting: str = ""  # a bias form or RoPE frame; "" for the server's own choice
 
 
@@ -158,12 +158,12 @@ class _Usage(NamedTuple):
 
 
 class _Stream(Answer):
-    """A stream of completion chunks, each with the moment it came."""
+    """A stream of completion chunks, each with its time of arrival."""
 
     def __init__(self, content: bytes, server: Server, request: Request) -> None:
         super().__init__(content, server.idle_s)
         self.chunks: list[tuple[float, int]] = []
-        self.last: float | None = None  # when the latest event came
+        self.last: float | None = None  # time of the latest event
         self.usage = _Usage()
         self.left = False
         self._dialect = server.dialect
@@ -173,7 +173,7 @@ class _Stream(Answer):
         self._done = False
 
     def chunks_until(self, ended: float) -> tuple[tuple[float, int], ...]:
-        """The chunks; an answer without any text (say, one special token) is seen at its end."""
+        """The chunks; an answer without text (say, one special token) counts as one at its end."""
         return tuple(self.chunks) or ((ended, self.usage.output),)
 
     def take(self, body: bytes) -> None:
@@ -220,7 +220,7 @@ class _Stream(Answer):
 
 
 def _read_chunk(payload: bytes) -> tuple[bool, _Usage | None]:
-    """Whether a chunk has text, and its usage. Raises BadResponse, also for an error frame."""
+    """Whether a chunk has text, and its usage. Raises BadResponse, even for an error frame."""
     try:
         chunk = json.loads(payload)
         if error := chunk.get("error"):
@@ -228,7 +228,7 @@ def _read_chunk(payload: bytes) -> tuple[bool, _Usage | None]:
             raise BadResponse(f"error in the stream: {message}")
         has_text = any(choice.get("text") for choice in chunk.get("choices") or ())
         return has_text, _read_usage(chunk.get("usage"))
-    # What the parser and a look into something of another shape raise.
+    # Raised by the parser, and by access to data of another shape.
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
         raise BadResponse(f"not a completion chunk: {payload[:80]!r}") from None
 

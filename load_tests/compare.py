@@ -1,4 +1,4 @@
-"""`ropewalk bench compare`: two results of the same load test, and whether anything changed."""
+"""`ropewalk bench compare`: finds what changed between two results of the same load test."""
 
 import argparse
 import math
@@ -56,15 +56,15 @@ condition is about allows no conclusion, or a file cannot be used.
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A change that is too much."""
+    """A threshold for a change."""
 
     text: str
     metric: str
-    above: bool  # of the change; else below
-    change: float  # of the ratio: 0.1 is a tenth more, -0.1 a tenth less
+    above: bool  # it holds for a change above `change`; else below
+    change: float  # relative: 0.1 is a tenth more, -0.1 a tenth less
 
     def holds(self, found: Difference) -> bool:
-        """Whether the change is beyond it, and is one at all."""
+        """Whether the change is significant and beyond the threshold."""
         if found.verdict not in ("slower", "faster"):
             return False
         change = found.estimate - 1
@@ -78,7 +78,7 @@ class Row:
     cell: str
     arm: str
     metric: str
-    before: Spread | None  # of the runs; None where nothing was served
+    before: Spread | None  # of the runs; None if nothing was served
     after: Spread | None
     over: str | None  # the zero arm, where ratios to it are compared
     found: Difference
@@ -121,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0: no condition holds; 1: one does; 2: no conclusion."""
+    """The command. Returns 0: no condition holds; 1: one does; 2: no conclusion."""
     args = parser().parse_args(argv)
     try:
         before, after = read(args.before), read(args.after)
@@ -158,7 +158,7 @@ def _by_label(result: Result) -> dict[str, Cell]:
 def _compared(
     old: Mapping[str, Cell], new: Mapping[str, Cell], metrics: Sequence[str], zero: str | None
 ) -> list[Row]:
-    """Every figure that both have; the verdicts are corrected for their number."""
+    """Every figure that both results have; verdicts are corrected for their number."""
     rows = [
         row
         for label, cell in old.items()
@@ -215,7 +215,7 @@ def _median(found: Spread | None, metric: str) -> str:
 
 
 def _reasons(rows: Sequence[Row]) -> Iterator[str]:
-    """Why verdicts are unknown, each reason once."""
+    """The reasons for unknown verdicts, each once."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.found.verdict == "unknown":
@@ -225,7 +225,7 @@ def _reasons(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _left_out(name: str, mine: Result, its: Result, missing: Sequence[str]) -> Iterator[str]:
-    """What of one result was not compared, and what failed in it."""
+    """What was not compared of one result, and what failed in it."""
     if only := [arm for arm in mine.arms if arm not in its.arms]:
         yield f"Only in the {name} result: {', '.join(only)}."
     if missing:
@@ -243,7 +243,7 @@ def _machines(before: Result, after: Result) -> Iterator[str]:
 
 
 def _conclude(rows: Sequence[Row], conditions: Sequence[Condition]) -> int:
-    """Prints what became of each condition; the exit status."""
+    """Prints whether each condition holds; returns the exit status."""
     status = 0
     for condition in conditions:
         mine = [row for row in rows if row.metric == condition.metric]

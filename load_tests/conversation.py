@@ -1,26 +1,26 @@
-"""Turns of one chat, whose prompts extend each other. Knows no server: answers are stand-ins."""
+"""Turns of one chat, whose prompts extend each other. Needs no server: answers are made up."""
 
 import math
 
 from load_tests.prompts import PromptMaker, pieces_of
 from load_tests.terms import Request
 
-_SPREAD = 0.6  # of the logarithm of a length
+_SPREAD = 0.6  # standard deviation of the logarithm of a length
 _MULTIPLE = 4  # of lengths; see `conversation`
 
 
 def conversation(
     prompts: PromptMaker, turns: int, prompt_tokens: int, output_tokens: int, context: int
 ) -> list[Request]:
-    """Each prompt is the one before it, a stand-in for its answer, and something new.
+    """Each prompt is the previous one, a made-up answer to it, and new tokens.
 
-    `prompt_tokens` and `output_tokens` are the middle of the first prompts' and of the answers'
-    lengths; what is new later is a quarter of the former. What would not fit into `context`
-    tokens begins anew.
+    `prompt_tokens` and `output_tokens` are the median lengths of first prompts and of answers;
+    later turns add a quarter of the former. A turn that would not fit into `context` tokens starts
+    a new conversation.
 
-    No arm's real answer can stand there: every arm gets the same token ids. It differs from the
-    answer before the next block is full, since lengths are multiples of 4 and so leave at least 4
-    tokens of that block to it.
+    Answers are made up because every arm must get the same token ids. A made-up one differs from
+    the real one before the next block is full, since lengths are multiples of 4 and so leave at
+    least 4 tokens of that block to it.
     """
     requests: list[Request] = []
     length = 0
@@ -39,6 +39,6 @@ def conversation(
 
 
 def _length(prompts: PromptMaker, middle: int, most: int) -> int:
-    """Tokens: log-normal around `middle`, so half are shorter and a few are much longer."""
+    """Tokens: log-normal around `middle`, so half are shorter and a few much longer."""
     drawn = middle * math.exp(prompts.random.gauss(0.0, _SPREAD))
     return max(1, min(round(drawn), most) // _MULTIPLE) * _MULTIPLE

@@ -1,10 +1,10 @@
 """Is one arm slower than another? Ratios with intervals that hold for few runs, and verdicts.
 
-The machine's speed drifts between blocks, so runs are compared within their block, and blocks, not
-requests, are what is resampled: thousands of tokens of one run share its luck. For 3 to 10 blocks
-the usual percentile bootstrap is too narrow. This one is studentised, which accounts for not
-knowing the noise, and smoothed with a normal kernel of s/√n, which makes up for the (n−1)/n of the
-variance that resampling loses (Hesterberg, "What Teachers Should Know About the Bootstrap", 2015).
+The machine's speed drifts between blocks, so runs are compared within a block. Blocks, not
+requests, are resampled, because the tokens of one run are not independent. For 3 to 10 blocks the
+usual percentile bootstrap is too narrow. This one is studentised, which accounts for the unknown
+variance, and smoothed with a normal kernel of width s/√n, which restores the variance that
+resampling shrinks to (n−1)/n (Hesterberg, "What Teachers Should Know About the Bootstrap", 2015).
 """
 
 import math
@@ -21,7 +21,7 @@ Verdict = Literal["slower", "faster", "no difference", "unknown"]
 Floats = NDArray[np.float64]
 
 MIN_BLOCKS = 3
-LEVEL = 0.05  # of a false alarm: intervals are 95 %
+LEVEL = 0.05  # significance: intervals are 95 %
 _REPLICATES = 2000
 
 
@@ -32,28 +32,28 @@ class Difference:
     estimate: float
     low: float
     high: float
-    p: float  # how often such a ratio comes from no difference
+    p: float  # p-value: the probability of such a ratio if there is no difference
     verdict: Verdict
     reason: str = ""  # why the verdict is unknown
 
 
 def paired(zero: Mapping[int, Figures], arm: Mapping[int, Figures], metric: str) -> Difference:
-    """`arm` over `zero`, figures of one cell by block. The interval is 95 % by itself."""
+    """The ratio of `arm` to `zero`, figures of one cell by block; the interval is not corrected."""
     late = client_late((*zero.values(), *arm.values()))
     return late or difference([log_ratios(zero, arm, metric)], metric)
 
 
 def difference(samples: Sequence[Floats], metric: str) -> Difference:
-    """What one sample of log(arm / zero), a number for each block, says: arm over zero.
+    """The ratio of arm to zero from one sample of log(arm / zero), a number for each block.
 
-    Of two samples, of figures or ratios that share no blocks, the second over the first.
+    Or, from two samples of logarithms that share no blocks, the ratio of the second to the first.
     """
     blocks = min(len(sample) for sample in samples)
     if blocks < MIN_BLOCKS:
         return unknown(f"{blocks} blocks have this figure, an interval needs {MIN_BLOCKS}: --runs")
     log = float(samples[-1].mean() - (samples[0].mean() if len(samples) > 1 else 0.0))
     error = math.sqrt(sum(sample.var(ddof=1) / len(sample) for sample in samples))
-    error = max(error, 1e-9)  # equal to the last digit: a clock's step, not certainty
+    error = max(error, 1e-9)  # equal values show a clock's resolution, not certainty
     replicates = np.sort(_studentised(samples))
     reach = error * float(np.quantile(replicates, 1 - LEVEL))
     above = _REPLICATES - int(np.searchsorted(replicates, abs(log) / error))
@@ -77,10 +77,11 @@ def log_ratios(zero: Mapping[int, Figures], arm: Mapping[int, Figures], metric: 
 
 
 def corrected(differences: Sequence[Difference]) -> list[Difference]:
-    """The verdicts for reading them together; intervals stay each one's own.
+    """Verdicts corrected for the number of comparisons; intervals stay uncorrected.
 
-    Of many comparisons some stand out by chance. Benjamini and Hochberg (1995): where nothing
-    differs a verdict appears in 5 % of such tables; else 5 % of the verdicts are wrong on average.
+    Of many comparisons some stand out by chance. With Benjamini and Hochberg (1995), at most 5 %
+    of the tables in which nothing differs show a difference, and otherwise at most 5 % of the
+    differences shown are false on average.
     """
     known = sorted(d.p for d in differences if d.verdict != "unknown")
     passing = [p for rank, p in enumerate(known, 1) if p <= LEVEL * rank / len(known)]
@@ -97,14 +98,14 @@ def unknown(reason: str) -> Difference:
 
 
 def client_late(found: Sequence[Figures]) -> Difference | None:
-    """The conclusion where the client was too slow for one; None where it was not."""
+    """An unknown difference if the client was too slow for a conclusion; else None."""
     if not any(one.client_late for one in found):
         return None
     return unknown("the client sent late (p99 above 5 % of the TTFT): lower the load")
 
 
 def _studentised(samples: Sequence[Floats]) -> Floats:
-    """|t| of replicates drawn where nothing differs, [replicates]."""
+    """|t| of replicates drawn under the null hypothesis, [replicates]."""
     source = np.random.default_rng(0)
     mean = np.zeros(_REPLICATES)
     variance = np.zeros(_REPLICATES)

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 HEAD_DIM, CONTEXT = 64, 2048
 
-# Family → its configuration's fields for so many heads and layers. `n_ctx` and `seq_length` are
-# for converters, which read what transformers no longer writes.
+# Family → its configuration's fields for given numbers of heads and layers. `n_ctx` and
+# `seq_length` are for converters that still read them, though transformers no longer writes them.
 FAMILIES = {
     "gpt2": lambda heads, layers: {
         "n_embd": HEAD_DIM * heads,
@@ -41,7 +41,7 @@ FAMILIES = {
 
 
 def write(family: str, tokenizer: Path, target: Path, heads: int, layers: int) -> int:
-    """Write `target` (bf16 safetensors, config, the tokenizer of that folder); its parameters."""
+    """Write `target` (bf16 safetensors, config, tokenizer); returns its number of parameters."""
     words = AutoTokenizer.from_pretrained(tokenizer)
     config = AutoConfig.for_model(
         family,

@@ -1,4 +1,4 @@
-"""Engines without a server, wired as the server's, with its default audit: for costs."""
+"""Makes engines wired as in the server, with its default audit, to measure costs without one."""
 
 import random
 
@@ -31,12 +31,12 @@ def decoding(
     forward: Forward | None = None,
     ahead: bool = False,
 ) -> Wired:
-    """An engine whose `requests` are past their prompts, with room for `steps` steps more.
+    """An engine whose `requests` are past their prompts, with room for `steps` more steps.
 
-    They begin with up to `context` tokens, of different number, so that in every step about as
-    many fill a block. `forward` is the decoder, `replayed`, unless it is told. `kernels` are those
-    of the CPU, for what is not in the decoder, or why there are none. ahead: whether the device is
-    told of a step before the one before it is waited for.
+    Their prompts have up to `context` tokens, with different lengths, so that about the same number
+    of requests fill a block in every step. `forward` is by default the `replayed` decoder.
+    `kernels` are the CPU's, for what is outside the decoder, or why there are none. ahead: whether
+    a step is launched before the previous one's tokens are waited for.
     """
     config, weight = decoder.config, decoder.embed.weight
     longest = context + steps + 1
@@ -44,7 +44,7 @@ def decoding(
     compute = forward or replayed(decoder, kv, requests, longest)
 
     def past_prompts(batch: ForwardBatch, kv: KVCache) -> Tensor:
-        if batch.max_query > 1:  # a prompt is not computed: the cache is full of numbers anyway
+        if batch.max_query > 1:  # prompts need no computation: the cache is full of numbers anyway
             return weight.new_zeros(len(batch.output_rows), config.vocab_size)
         logits: Tensor = compute(batch, kv)
         return logits
@@ -55,7 +55,7 @@ def decoding(
         kv,
         manager_of(kv),
         [decoder.encoding.for_layer(layer) for layer in range(config.layers)],
-        # All prompts in one step: else the first requests would grow while the last wait.
+        # All prompts in one step: otherwise the first requests would grow while the last wait.
         Limits(requests, requests * longest, longest, max_queue=requests),
         PositionMeter(lambda length: decoder.encoding.work(config, length, BLOCK_SIZE)),
         kernels,
@@ -79,7 +79,7 @@ def engine(
     max_step_tokens: int = 512,
     kernels: Kernels | str,
 ) -> Engine:
-    """Over all of `kv`. It computes nothing: the next token is always 0."""
+    """An engine on all of `kv` that computes nothing: the next token is always 0."""
     encoding = create(config.encoding, config, config.trained_context, kv.device)
     return wired(
         "measured",
@@ -94,7 +94,7 @@ def engine(
 
 
 def manager_of(kv: KVCache) -> CacheManager:
-    """Of all its blocks."""
+    """A manager of all blocks of `kv`."""
     return CacheManager(kv.blocks, kv.block_size)
 
 

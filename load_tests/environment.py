@@ -13,7 +13,7 @@ _HERE = Path(__file__).resolve().parent
 
 
 async def environment(servers: Iterable[Server]) -> dict[str, object]:
-    """Facts about this machine and each server; what nobody says is None."""
+    """Facts about this machine and each server; None for what is unknown."""
     return {
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -34,7 +34,7 @@ async def _version(server: Server) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of the checkout this runs from, with -dirty where files differ."""
+    """The commit of this checkout, with -dirty if files differ."""
     command = ("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
@@ -45,7 +45,7 @@ def _commit() -> str | None:
 
 
 def _processor() -> str:
-    """The processor's own name where the system tells it."""
+    """The processor's model name, where the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux

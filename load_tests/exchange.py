@@ -1,4 +1,4 @@
-"""One HTTP exchange over one connection, with an end to every wait. Knows no completions."""
+"""One HTTP exchange over one connection, with a limit to every wait. Knows no completions."""
 
 import asyncio
 
@@ -8,9 +8,9 @@ _MAX_BODY_BYTES = 64 << 20
 
 
 class Answer(asyncio.Protocol):
-    """Sends one request (`content`) and collects the body; `finished`: None or why it failed.
+    """Sends a request (`content`) and collects the body; `finished` is None or why it failed.
 
-    A server that says nothing for `idle_s` seconds has failed, whatever it said before.
+    A server that sends nothing for `idle_s` seconds has failed, whatever it sent before.
     """
 
     def __init__(self, content: bytes, idle_s: float) -> None:
@@ -52,20 +52,20 @@ class Answer(asyncio.Protocol):
             self.end(self.verdict())
 
     def end(self, error: str | None) -> None:
-        """The exchange is over, with the reason it failed or None."""
+        """End the exchange, with the reason why it failed, or None."""
         if self._watcher is not None:
             self._watcher.cancel()
         if not self.finished.done():
             self.finished.set_result(error)
 
     def take(self, body: bytes) -> None:
-        """Body bytes as they arrive. Raises BadResponse."""
+        """Take body bytes as they arrive. Raises BadResponse."""
         self.body += body
         if len(self.body) > _MAX_BODY_BYTES:
             raise BadResponse(f"the answer exceeds {_MAX_BODY_BYTES} bytes")
 
     def verdict(self) -> str | None:
-        """None for a good answer, else what is wrong with it; asked once it is complete."""
+        """None for a good answer, else what is wrong with it; called once it is complete."""
         if self.reader.status == 200:
             return None
         return f"status {self.reader.status}: {self.body[:300].decode(errors='replace')}"
@@ -79,7 +79,7 @@ class Answer(asyncio.Protocol):
 
 
 async def exchange(host: str, port: int, answer: Answer, timeout_s: float) -> str | None:
-    """Connect, wait for the end, hang up. The reason it failed, if it did; never an exception."""
+    """Connect, wait for the end, disconnect; returns why it failed, or None. Raises nothing."""
     loop = asyncio.get_running_loop()
     transport: asyncio.Transport | None = None
     try:

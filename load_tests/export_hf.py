@@ -22,7 +22,7 @@ def export(gguf: Path, target: Path) -> None:
     )
     # A fresh model, because one loaded from GGUF counts as quantised and refuses to be saved.
     config = source.config
-    # Traces of the GGUF file in the config, which other servers may rightly refuse.
+    # Traces of the GGUF file in the config, which other servers may refuse.
     for trace in ("quantization_config", "_model_name_or_path"):
         if hasattr(config, trace):
             delattr(config, trace)

@@ -1,4 +1,4 @@
-"""What servers say about the models they serve: asked before anything is measured."""
+"""Asks servers about the models that they serve, before anything is measured."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -10,7 +10,7 @@ from load_tests.client import Arm, Server, Unreachable, get_json
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Of one model. None where the server does not say."""
+    """Facts about one model; None if the server does not report one."""
 
     context: int | None = None  # tokens of prompt and answer together
     trained_context: int | None = None
@@ -19,9 +19,9 @@ class Facts:
 
 
 async def arms_of(server: Server, models: Sequence[str]) -> list[Arm]:
-    """An arm for each of `models`, or for the server's first without any. Raises Unreachable.
+    """An arm for each of `models`, or else for the server's first model. Raises Unreachable.
 
-    An arm is labelled with its model; the caller tells servers apart.
+    An arm is labelled with its model; the caller adds the server if there are several.
     """
     if not server.dialect.token_ids:  # its /v1/models lists downloads, not what it serves
         return [Arm(server.model or server.dialect.name, server, "")]
@@ -53,7 +53,7 @@ async def facts_of(arm: Arm) -> Facts:
 
 
 def least(values: Iterable[int | None]) -> int | None:
-    """The smallest of those that are known."""
+    """The smallest known value."""
     return min((value for value in values if value is not None), default=None)
 
 

@@ -12,7 +12,7 @@ _HEAD = "requests that met the objectives, %"
 
 
 def goodput_plots(subject: Subject) -> Iterator[Plot]:
-    """For each workload, where objectives were given."""
+    """A plot for each workload, if objectives were given."""
     text = subject.result.arguments.get("slo")
     if not isinstance(text, str):
         return
@@ -65,7 +65,7 @@ def _chart(subject: Subject, axis: Axis, found: Sequence[tuple[Cell, Mapping[str
 
 
 def _said(cell: Cell, shares: Mapping[str, Spread]) -> str:
-    """Who meets the objectives most and least often."""
+    """Which arms meet the objectives most and least often."""
     best, worst = max(one.median for one in shares.values()), min(s.median for s in shares.values())
     if best == worst:
         return f"{cell.where}, every arm met the objectives in {digits(best)} % of the requests."

@@ -1,4 +1,4 @@
-"""Decoding on this device, over what its memory allows and beside `transformers`: see `--help`."""
+"""Decoding on this device, compared with its memory's limit and with `transformers`: `--help`."""
 
 import argparse
 import gc
@@ -35,7 +35,7 @@ log = getLogger(__name__)
 
 RESULTS = Path(__file__).parent / "results"
 VERSIONS = ("torch", "triton", "transformers")
-WEIGHTS = {  # of a shape's parts, which share the time by them
+WEIGHTS = {  # by which the parts of a shape share the time
     (OWN, "passes"): 15,
     (OWN, "prompts"): 2,
     (OWN, "encodings"): 15,
@@ -87,7 +87,7 @@ class Report:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # Whoever starts it in the background may have it ignored, and what was found would be lost.
+    # A shell that starts it in the background may ignore SIGINT, and the results would be lost.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     words = sys.argv[1:] if argv is None else list(argv)
     return run("gpu_check", parser(), words, partial(_measure, words), _report)
@@ -170,7 +170,7 @@ def _measure(words: Sequence[str], args: argparse.Namespace) -> Report:
             found.append(each)
             if name:
                 save(name, {**head, **as_json(best, found)})
-    except (KeyboardInterrupt, torch.AcceleratorError):  # cut off, or the device is lost
+    except (KeyboardInterrupt, torch.AcceleratorError):  # interrupted, or the device is lost
         return Report(best, found, cut_short=True)
     finally:
         progress.clear()
@@ -181,7 +181,7 @@ def _measure(words: Sequence[str], args: argparse.Namespace) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """Every part of a shape, with the memory of one system at a time."""
+    """Measures every part of each shape, holding the memory of one system at a time."""
 
     args: argparse.Namespace
     setting: Setting
@@ -191,7 +191,7 @@ class _Check:
     def everything(self) -> Iterator[Found]:
         for shape in self.args.shapes:
             config, setting = SHAPES[shape], self.setting
-            placement.return_freed_memory()  # what measured the ceiling, or served another shape
+            placement.return_freed_memory()  # of the ceiling's tensors, or of another shape
             room = placement.free_memory(setting.device) - weight_bytes(config, setting.dtype)
             cells = []
             for cell in (Cell(*each) for each in product(self.args.batches, self.args.contexts)):
@@ -250,12 +250,12 @@ class _Check:
     def _tried(
         self, work: str, system: str, shape: str, find: Callable[[], Iterator[Found]]
     ) -> Iterator[Found]:
-        """As far as it gets: what fails is left out, and the next begins."""
+        """Yields until an error, which becomes a LeftOut, so that the next part can begin."""
         try:
             yield from find()
-        except torch.AcceleratorError:  # the device is lost, and nothing else will do on it
+        except torch.AcceleratorError:  # the device is lost, and all else on it would fail
             raise
-        except Exception as error:  # of packages, kernels, compilers, memory: others may do
+        except Exception as error:  # of packages, kernels, compilers or memory: other parts may work
             log.exception("%s, %s of %s failed", system, work, shape)
             yield LeftOut(work, system, shape, None, in_one_line(error), failed=True)
         gc.collect()
@@ -263,7 +263,7 @@ class _Check:
 
 
 def _versions() -> dict[str, str | None]:
-    """Of the packages that decide the figures; None where one is missing."""
+    """Versions of packages that affect the figures; None if one is missing."""
     found: dict[str, str | None] = {"cuda": torch.version.cuda}
     for name in VERSIONS:
         try:

@@ -1,4 +1,4 @@
-"""What `gpu_check` finds, and how it times Ropewalk: passes, prompts, engine steps, encodings."""
+"""The results of `gpu_check`, and its timing of Ropewalk: passes, prompts, steps, encodings."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,15 +25,15 @@ log = getLogger(__name__)
 Work = Literal["pass", "step", "prefill"]
 
 OWN = "ropewalk"
-WAITED = "ropewalk, each step waited for"  # in service the next one is launched before
+WAITED = "ropewalk, each step waited for"  # while serving, the next step is launched before
 NO_TIME = "its part's time was over"
 NOT_REPLAYED = "no CUDA graph could be recorded, as the log says"
-STEPS = 32  # of an engine that are timed, after as many that are not
+STEPS = 32  # of an engine that are timed, after as many untimed ones
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Requests that each have `context` tokens and get one more."""
+    """`batch` requests that each have `context` tokens and get one more."""
 
     batch: int
     context: int
@@ -45,7 +45,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Seconds of one pass or step. `least` is what it must take by the roofline, where told."""
+    """Seconds of one pass or step. `least` is its lower bound by the roofline, if there is one."""
 
     work: Work
     system: str
@@ -54,12 +54,12 @@ class Figure:
     seconds: Interval
     samples: Sequence[float]
     least: float | None = None
-    how: str = ""  # the system computes it, where it has several ways
+    how: str = ""  # how the system computes it, if it has several ways
 
 
 @dataclass(frozen=True, slots=True)
 class Encodings:
-    """What each encoding's pass costs over that of none."""
+    """The cost of each encoding's pass compared with no encoding."""
 
     shape: str
     cell: Cell
@@ -70,25 +70,25 @@ class Encodings:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Why there is no figure: of a cell, or without one of a whole part."""
+    """Why a figure is missing: that of a cell or, with None, of a whole part."""
 
     work: str
     system: str
     shape: str
     cell: Cell | None
     reason: str
-    failed: bool = False  # it was tried
+    failed: bool = False  # it was tried and raised an error
 
 
-COMPARED = Cell(8, 4096)  # where encodings are compared, and
-CHUNK = 512  # how many of a prompt's tokens are its last pass there
+COMPARED = Cell(8, 4096)  # where encodings are compared
+CHUNK = 512  # tokens in the prefill pass of that comparison
 
 Found = Figure | Encodings | LeftOut
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every part is told."""
+    """The arguments that all parts share."""
 
     device: torch.device
     dtype: torch.dtype
@@ -99,7 +99,7 @@ class Setting:
 
 
 class Budget:
-    """Seconds for one part, which asks before each thing that it begins and ends what it began."""
+    """Seconds for one part, which asks before each measurement and finishes what it has begun."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -110,20 +110,20 @@ class Budget:
         return self._clock() >= self._end
 
     def share(self, part: float) -> "Budget":
-        """That part of what is left, from 0 to 1."""
+        """A budget of `part`, from 0 to 1, of the time left."""
         return Budget(part * (self._end - self._clock()), self._clock)
 
 
 class Purse:
-    """A budget that parts share by their weights. What one leaves is there for those after it."""
+    """A budget that parts share by their weights. Later parts get what one leaves unused."""
 
     def __init__(self, whole: Budget, weights: float) -> None:
-        """`weights` of all parts together."""
+        """`weights` is the sum over all parts."""
         self._whole = whole
         self._weights = weights
 
     def budget(self, weight: float) -> Budget:
-        """For the next part."""
+        """The budget of the next part."""
         part = weight / self._weights
         self._weights -= weight
         return self._whole.share(part)
@@ -175,7 +175,7 @@ def steps_of(
     kernels: Kernels | str,
     budget: Budget,
 ) -> Iterator[Found]:
-    """The engine's step in each cell, on the clock on the wall; on a GPU also if waited for."""
+    """The engine's step in each cell, in wall time; on a GPU also without launching ahead."""
     ways = {OWN: True, WAITED: False} if setting.device.type == "cuda" else {OWN: False}
     for cell in sorted(cells, key=lambda cell: cell.tokens):
         if budget.over:
@@ -193,7 +193,7 @@ def steps_of(
 def _tried(
     work: Work, system: str, shape: str, cell: Cell, measured: Callable[[], Figure]
 ) -> Found:
-    """What fails in one cell leaves the others, but for a device that is lost."""
+    """An error in one cell does not end the others, unless the device is lost."""
     try:
         return measured()
     except torch.AcceleratorError:
@@ -204,14 +204,14 @@ def _tried(
 
 
 def _steps(decoder: Decoder, cell: Cell, kernels: Kernels | str, ahead: bool) -> list[float]:
-    """Seconds of each: on the wall, as its tokens are on the host then."""
+    """Wall seconds of each step, at whose end its tokens are on the host."""
     made = decoding(decoder, cell.batch, cell.context, 2 * STEPS, kernels=kernels, ahead=ahead)
     taken = []
     for _ in range(2 * STEPS):
         began = time.perf_counter()
         given = made.engine.step().stats.generated_tokens
         taken.append(time.perf_counter() - began)
-        if given != cell.batch:  # an engine outlives what fails in it
+        if given != cell.batch:  # an engine survives errors in a step
             raise RuntimeError(f"a step gave {given} tokens; the log has the reason")
     return taken[STEPS:]
 
@@ -223,9 +223,9 @@ def encodings_of(
     setting: Setting,
     budget: Budget,
 ) -> Iterator[Found]:
-    """Every encoding's pass over that of none, for as many rounds as there is time for.
+    """Every encoding's pass compared with no encoding, for as many rounds as time allows.
 
-    At the largest of `cells` that `COMPARED` holds, or else at the smallest.
+    In the largest of `cells` within `COMPARED`, or else in the smallest.
     """
     held = [each for each in cells if each.batch <= COMPARED.batch]
     held = [each for each in held if each.context <= COMPARED.context]
@@ -240,7 +240,7 @@ def encodings_of(
     for work, (requests, computed) in rows.items() if not budget.over else ():
         calls[work] = passes(arms, kv, requests, cell.context, computed)
         for call in calls[work].values():
-            call()  # compiles: what is left of the time is for both kinds of work alike
+            call()  # compiles, so that the remaining time is shared equally by both kinds of work
     purse = Purse(budget, weights=2)
     for work in rows:
         own = purse.budget(1)
@@ -252,12 +252,12 @@ def encodings_of(
 
 
 def sampled(call: Call, setting: Setting, budget: Budget) -> list[float]:
-    """Seconds of each of some calls, after one that is not told of."""
+    """Seconds of each of several calls, after one that is discarded."""
     return [each[""] for each in _rounds({"": call}, setting, budget)]
 
 
 def _rounds(calls: Mapping[str, Call], setting: Setting, budget: Budget) -> list[dict[str, float]]:
-    """Those that begin in time, and the first in any case."""
+    """The rounds that begin in time, but at least one."""
     taken = []
     for each in rounds(calls, setting.rounds, setting.clock, setting.seed):
         taken.append(each)

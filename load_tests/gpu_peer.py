@@ -1,7 +1,7 @@
-"""`transformers` on the same shape, device and work: its own best ways, for one stream and many.
+"""`transformers` on the same shape, device and work, in its fastest ways.
 
-One stream is a decoder's pass over a static cache, compiled on a GPU; many are the steps of its
-continuous batching, with scheduling and sampling, on the clock on the wall.
+One stream is a decoder's pass with a static cache, compiled on a GPU; many are the steps of its
+continuous batching, with scheduling and sampling, in wall time.
 """
 
 import random
@@ -29,9 +29,9 @@ from model.config import ModelConfig
 
 PEER = "transformers"
 MISSING = f"{PEER} is not installed; pip install {PEER} brings it"
-WARM = 3  # calls until a compiled pass is one recorded graph
-STEP_TOKENS = 8192  # of prompts in one step of continuous batching, and
-PAGE = 256  # tokens of a page of its cache: both are its defaults
+WARM = 3  # calls until a compiled pass is a recorded CUDA graph
+STEP_TOKENS = 8192  # of prompts in one step of continuous batching: its default
+PAGE = 256  # tokens of a page of its cache: its default
 
 
 def missing() -> bool:
@@ -61,7 +61,7 @@ def model_of(config: ModelConfig, setting: Setting) -> Any:
 def passes_of(
     shape: str, model: Any, cells: Sequence[Cell], setting: Setting, budget: Budget
 ) -> Iterator[Found]:
-    """One stream's pass at each context, with a compilation each."""
+    """One stream's pass at each context, compiled separately for each."""
     for cell in sorted({Cell(1, cell.context) for cell in cells}, key=lambda cell: cell.context):
         if budget.over:
             yield LeftOut("pass", PEER, shape, cell, NO_TIME)
@@ -78,7 +78,7 @@ def passes_of(
 def prefill_of(
     shape: str, model: Any, tokens: int, setting: Setting, budget: Budget
 ) -> Iterator[Found]:
-    """The pass over one whole prompt, not compiled: its length is another one each time."""
+    """The pass over one whole prompt, not compiled, since real prompts differ in length."""
     prompt = torch.zeros(1, tokens, dtype=torch.int64, device=setting.device)
     with torch.no_grad():
         call = partial(model, prompt, use_cache=True, logits_to_keep=1)
@@ -98,7 +98,7 @@ def steps_of(
             times, attention = _continuous(model, cell, budget)
         except torch.AcceleratorError:  # the device is lost
             raise
-        except (RuntimeError, MemoryError, ValueError) as error:  # or what it makes of the sizes
+        except (RuntimeError, MemoryError, ValueError) as error:  # ValueError: it refuses the sizes
             yield LeftOut("step", PEER, shape, cell, str(error).partition("\n")[0])
             continue
         if len(times) < cell.batch:
@@ -111,9 +111,9 @@ def steps_of(
 
 
 def steady_steps(times: Sequence[Sequence[float]]) -> list[float]:
-    """Seconds from step to step while all requests decode: since the last began, until one ended.
+    """Seconds from step to step while all decode: from the last request's start to the first end.
 
-    `times` are when each request's tokens came. Every request gets one in each such step.
+    `times` has the times of each request's tokens. Every request gets one token in each such step.
     """
     ended = min(each[-1] for each in times)
     last = max(times, key=lambda each: each[0])
@@ -121,7 +121,7 @@ def steady_steps(times: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _one_stream(model: Any, context: int, setting: Setting) -> Callable[[], object]:
-    """A call that computes the next token behind `context` - 1 others, and then one more."""
+    """A call that computes the next token after `context` - 1 others; each call adds one."""
     library = import_module(PEER)
     calls = WARM + 1 + setting.rounds
     cache = library.StaticCache(config=model.config, max_cache_len=context + calls)
@@ -130,15 +130,15 @@ def _one_stream(model: Any, context: int, setting: Setting) -> Callable[[], obje
     token = torch.zeros(1, 1, dtype=torch.int64, device=setting.device)
     forward = model
     if setting.device.type == "cuda":
-        torch.compiler.reset()  # or a second length would make it compile for any
+        torch.compiler.reset()  # else a second length would compile it for any length
         forward = torch.compile(model, mode="reduce-overhead")  # as its `generate` does
     return partial(forward, token, past_key_values=cache, use_cache=True)
 
 
 def _continuous(model: Any, cell: Cell, budget: Budget) -> tuple[list[Sequence[float]], str]:
-    """When the tokens of each request came that ended before the budget did; which attention."""
+    """Token times of each request that ended within the budget, and the attention's name."""
     library = import_module(PEER)
-    new_tokens = -(-cell.tokens // STEP_TOKENS) + STEPS  # the first decodes while others wait
+    new_tokens = -(-cell.tokens // STEP_TOKENS) + STEPS  # the first decode while others wait
     pages = cell.batch * -(-(cell.context + new_tokens) // PAGE)
     settings = library.ContinuousBatchingConfig(
         num_blocks=pages + pages // 4 + 8,  # it keeps a share free
@@ -161,7 +161,7 @@ def _continuous(model: Any, cell: Cell, budget: Budget) -> tuple[list[Sequence[f
                 if answer.error is not None:
                     raise RuntimeError(answer.error)
                 times.append(answer.timestamps)
-        finally:  # or leaving would wait for all of them
+        finally:  # otherwise leaving the context would wait for all requests
             for name in names if len(times) < cell.batch else ():
                 manager.cancel_request(name)
         return times, model.config._attn_implementation

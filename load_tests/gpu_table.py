@@ -1,4 +1,4 @@
-"""What `gpu_check` found, as tables and as JSON."""
+"""The results of `gpu_check` as tables and as JSON."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -18,7 +18,7 @@ _TITLES: dict[Work, str] = {
 
 
 def tables(ceiling: Ceiling, found: Sequence[Found]) -> str:
-    """Short: medians, and of what is missing a line."""
+    """In short: medians, and a line for each missing figure."""
     copy, products = ceiling.bytes_per_s / 1e9, ceiling.operations_per_s / 1e12
     parts = [
         f"Copies {digits(copy)} GB/s, read and written; multiplies {digits(products)} TFLOP/s."
@@ -39,7 +39,7 @@ def tables(ceiling: Ceiling, found: Sequence[Found]) -> str:
 
 
 def as_json(ceiling: Ceiling, found: Iterable[Found]) -> dict[str, object]:
-    """By kind, in the order of measuring."""
+    """The results by kind, in the order of measurement."""
     content: dict[str, list[object]] = {"figures": [], "encodings": [], "left_out": []}
     for each in found:
         if isinstance(each, Figure):
@@ -89,7 +89,7 @@ def _bound(found: Figure | None) -> tuple[str, str]:
 
 
 def _speed(work: Work, cell: Cell, found: Figure | None) -> str:
-    """A prompt's pass computes all its tokens, any other one for each request."""
+    """Tokens/s: a prompt's pass computes all its tokens, any other pass one per request."""
     if found is None:
         return ""
     tokens = cell.tokens if work == "prefill" else cell.batch

@@ -1,15 +1,15 @@
-"""How many prompt tokens a prefix cache must serve: theory, from a plan's token ids alone.
+"""Predicts how many prompt tokens a prefix cache serves, from a plan's token ids alone.
 
-The cache keeps whole blocks, a prompt's last token is always computed, and nobody finds what is
-not computed yet. Requests are admitted and computed in the order in which they are sent, as
-Ropewalk does. Of closed:N at most N - 1 requests are unanswered when one leaves, so when it does,
-one of the N before it has been answered, and with it every prompt up to N places back is in the
-cache; sync is N = 1. What lies nearer may or may not be there, and in an open loop all of it: then
-the theory is a range.
+The cache keeps whole blocks, a prompt's last token is always computed, and what is not computed
+yet cannot be found. Requests are assumed to be admitted and computed in the order in which they
+are sent, as by Ropewalk. With closed:N at most N - 1 requests are unanswered when one is sent, so
+one of the N before it has been answered, and therefore every prompt N or more places back is in
+the cache; sync is N = 1. Later prompts, and in an open loop all prompts, may or may not be there:
+then the prediction is a range.
 
-It holds for a cache that was empty, loses nothing to make room during the run
-(`ropewalk_kv_evicted_blocks_total`), and shares prefixes at all: encoder-decoder models
-do not. It leaves out the chance that a prompt continues another one just as the model does.
+It holds for a cache that was empty, evicts nothing during the run
+(`ropewalk_kv_evicted_blocks_total`) and shares prefixes, as encoder-decoder models do not. It
+ignores the chance that a prompt continues another one just as the model does.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from load_tests.terms import Profile, Request
 def cached_tokens(
     requests: Sequence[Request], profile: Profile, block_size: int
 ) -> tuple[int, int] | None:
-    """Prompt tokens served from the cache at least and at most; None where a prompt is text.
+    """Prompt tokens served from the cache, at least and at most; None if a prompt is text.
 
     `block_size` is the server's: label `block_size` of `ropewalk_cache_info`, or `/v1/cache`.
     """
     surely_after = None if profile.open_loop else profile.concurrency
-    first_at: dict[int, int] = {}  # beginnings of whole blocks, hashed → the first that has it
+    first_at: dict[int, int] = {}  # hash of a prefix of whole blocks → first request with it
     low = high = 0
     for place, request in enumerate(requests):
         if isinstance(request.prompt, str):
@@ -42,7 +42,7 @@ def cached_tokens(
 
 
 def _beginnings(prompt: Sequence[int], block_size: int) -> list[int]:
-    """One number for each whole block, which stands for it and all before it."""
+    """A hash for each whole block, of it and all blocks before it."""
     chain: list[int] = []
     for start in range(0, len(prompt) - block_size + 1, block_size):
         before = chain[-1] if chain else 0

@@ -1,4 +1,4 @@
-"""Reads an HTTP/1.1 response and its server-sent events from bytes cut anywhere. No sockets here.
+"""Parses an HTTP/1.1 response and its server-sent events from bytes split anywhere. No sockets.
 
 The client shares its cores with the server it measures, so this does one search and one slice
 per chunk and leaves JSON to its caller.
@@ -26,7 +26,7 @@ class _State(Enum):
 
 
 class ResponseReader:
-    """One response: feed it what arrives, it hands back the body without its framing."""
+    """One response: feed it what arrives; it returns the body without its framing."""
 
     def __init__(self) -> None:
         self.status: int | None = None
@@ -78,7 +78,7 @@ class ResponseReader:
             self._state = _State.CHUNK_END if chunked else _State.COMPLETE
 
     def _line(self, data: bytes, at: int) -> int | None:
-        """Consume one line (or the whole head) from `at`; where the next begins, None if cut."""
+        """Consume a line (or the whole head) at `at`; returns the start of the next, or None."""
         mark = b"\r\n\r\n" if self._state is _State.HEAD else b"\r\n"
         end = data.find(mark, at)
         if end < 0:
@@ -111,7 +111,7 @@ class ResponseReader:
         if len(parts) < 2 or not parts[0].startswith("HTTP/1.") or not parts[1].isdigit():
             raise BadResponse(f"not an HTTP/1.1 status line: {first[:80]!r}")
         status = int(parts[1])
-        if status < 200:  # an interim answer; the real head follows
+        if status < 200:  # an interim response; the final head follows
             return
         self.status = status
         for line in lines:
@@ -132,7 +132,7 @@ class ResponseReader:
 
 
 class EventReader:
-    """Server-sent events: feed it body bytes, it hands back the data of each finished event."""
+    """Server-sent events: feed it body bytes, and it returns the data of each complete event."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -140,7 +140,7 @@ class EventReader:
     def feed(self, body: bytes) -> list[bytes]:
         """Raises BadResponse for an event without an end."""
         data = self._rest + body
-        if b"\r" in data:  # never inside JSON, so a sender that ends its lines with CR LF
+        if b"\r" in data:  # JSON never contains it, so the sender ends lines with CR LF
             data = data.replace(b"\r\n", b"\n")
         *events, self._rest = data.split(b"\n\n")
         if len(self._rest) > _MAX_EVENT_BYTES:

@@ -1,4 +1,4 @@
-"""Decoders, caches and steps without a server, made as the server makes them: for costs."""
+"""Makes decoders, caches and steps as the server does, to measure costs without one."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -32,19 +32,19 @@ from server.request import Request
 
 log = getLogger(__name__)
 
-# What a name like t5:table says besides the encoding, and which of its options that is.
+# Encoding → the option that the variant in a name like t5:table sets.
 VARIANTS: Mapping[str, str] = {"t5": "form", "rope": "frame"}
 
 
 class PackedOnce(Kernels):
-    """The same library, which packs a weight for the first decoder and hands it to all others."""
+    """The same kernels, but a weight is packed once and shared by all decoders."""
 
     def __init__(self, kernels: Kernels) -> None:
         vars(self).update(vars(kernels))
         self._panels: dict[tuple[int, bool], Tensor] = {}
 
     def pack(self, weight: Tensor, gated: bool = False) -> Tensor:
-        """By address: a weight lives until the last decoder that shares it has its panels."""
+        """Keyed by address: a weight lives until the last decoder that shares it is packed."""
         key = weight.data_ptr(), gated
         if key not in self._panels:
             self._panels[key] = super().pack(weight, gated)
@@ -60,11 +60,11 @@ def decoders(
     device: torch.device,
     kernels: Kernels | str,
 ) -> dict[str, Decoder]:
-    """One for each of `arms`, which differ in nothing but their encoding.
+    """One decoder for each of `arms`, which differ only in their encoding.
 
-    An arm is an encoding, with a colon and one of its forms or frames if need be, as in t5:table.
-    Weights are random and the same tensors for all. `kernels`: those of the CPU, or why there are
-    none. Raises CheckpointError and EncodingError.
+    An arm is an encoding, optionally with one of its forms or frames after a colon: t5:table.
+    Weights are random, and all decoders share the same tensors. `kernels`: those of the CPU, or
+    why there are none. Raises CheckpointError and EncodingError.
     """
     if isinstance(kernels, Kernels):
         kernels = PackedOnce(kernels)
@@ -88,7 +88,7 @@ def decoders(
 def new_cache(
     config: ModelConfig, blocks: int, *, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
-    """Full of numbers as large as a model's, so that no kernel meets a special case."""
+    """A cache full of numbers of a realistic size, so that no kernel meets a special case."""
     kv = untouched_cache(config, blocks, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(0)
     for part in kv.whole:
@@ -104,14 +104,14 @@ def untouched_cache(
 
 
 def blocks_for(requests: int, context: int) -> int:
-    """In a cache that holds that many requests, the reserved block included."""
+    """Blocks of a cache that holds that many requests, including the reserved block."""
     return 1 + requests * -(-context // BLOCK_SIZE)
 
 
 def step(requests: int, context: int, rows: int, device: torch.device) -> ForwardBatch:
     """The step that computes the last `rows` tokens of each request's `context`.
 
-    The logits of each one's last are wanted. The cache must have `blocks_for` them.
+    It outputs the logits of each request's last token. The cache must have `blocks_for` them.
     """
     manager = CacheManager(blocks_for(requests, context), BLOCK_SIZE, prefix_sharing=False)
     work = []
@@ -125,7 +125,7 @@ def step(requests: int, context: int, rows: int, device: torch.device) -> Forwar
 def passes(
     made: Mapping[str, Decoder], kv: KVCache, requests: int, context: int, rows: int
 ) -> dict[str, Call]:
-    """Of each decoder over the same `step`, which lies on the host before."""
+    """Each decoder's pass over the same `step`, whose batch is on the host at first."""
     batch = step(requests, context, rows, torch.device("cpu"))
     forwards: Mapping[str, Forward] = made
     if rows == 1:
@@ -134,7 +134,7 @@ def passes(
 
 
 def replayed(decoder: Decoder, kv: KVCache, requests: int, context: int) -> Forward:
-    """The decoder, with such decode steps recorded where the server records them."""
+    """The decoder, with decode steps of this size recorded if the server would record them."""
     record = recorder(decoder)
     if record is None:
         return decoder
@@ -142,13 +142,13 @@ def replayed(decoder: Decoder, kv: KVCache, requests: int, context: int) -> Forw
         return ReplayedDecoder(decoder, kv, decoder, [Bucket(requests, context, kv)], record)
     except torch.AcceleratorError:
         raise  # the device is lost
-    except RuntimeError as error:  # as the server does, for want of memory or whatever else
+    except RuntimeError as error:  # as in the server: out of memory, or something else
         log.warning("batch %d, context %d without CUDA graphs: %s", requests, context, error)
         return decoder
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 1 << 30) -> Request:
-    """One that takes the most likely token and ends after `max_tokens`."""
+    """A greedy request that ends after `max_tokens`."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     return Request(name, prompt, len(prompt), params, 0.0, random.Random(0))
 
@@ -181,9 +181,9 @@ def _decoder(
 
 
 def _share(first: Decoder, decoder: Decoder) -> None:
-    """Give `decoder` the very parameters of `first`, but for those of its encoding."""
-    # Tied ones under both names: else one of them would keep what it was allocated with.
+    """Give `decoder` the same parameter objects as `first`, except those of its encoding."""
+    # Tied parameters under both names: else one name would keep what it was allocated with.
     for name, _ in list(decoder.named_parameters(remove_duplicate=False)):
-        if "encoding" not in name.split("."):  # layers name it too
+        if "encoding" not in name.split("."):  # the names in layers contain it, too
             owner, _, leaf = name.rpartition(".")
             setattr(decoder.get_submodule(owner), leaf, first.get_parameter(name))

@@ -113,7 +113,7 @@ def _over_context(subject: Subject, key: str, title: str, axis: Axis, metric: st
 
 
 def _under_load(subject: Subject, axis: Axis, metric: str) -> str | None:
-    """A chart, if there is anything to show: lines over the loads, dots where there is but one."""
+    """A chart, if there is data: lines over the loads, dots for a single load."""
     if len(axis.cells) > 1:
         series = measured(subject, axis, metric)
         return lines(column(metric), series, axis.title, plain_tick) if series else None
@@ -148,7 +148,7 @@ def _reached(arm: str, cells: Sequence[Cell], metric: str) -> Iterator[Mark]:
 
 
 def _against_zero(subject: Subject, cell: Cell, metrics: Sequence[str]) -> tuple[str, ...]:
-    """What the other arms cost over the zero; without a zero, what was measured."""
+    """What the other arms cost compared with the zero; without a zero, what was measured."""
     sentences: list[str] = []
     for metric in metrics:
         found = cell.against(subject.zero, subject.others, metric)
@@ -159,12 +159,12 @@ def _against_zero(subject: Subject, cell: Cell, metrics: Sequence[str]) -> tuple
             if (one := cell.spread(arm, metric)) is not None:
                 what = f"{heading(metric)} of {arm} is {quantity(metric, one)}"
                 sentences.append(f"{cell.where}, {what}.")
-    # Two metrics that cannot be compared for the same reason say so once.
+    # Metrics that cannot be compared for the same reason give one sentence.
     return tuple(dict.fromkeys(sentences)) or (f"{cell.where}, nothing was served.",)
 
 
 def _dearest(cell: Cell, arms: Sequence[str], metric: str) -> str:
-    """The dearest of `arms` against the cheapest."""
+    """The slowest of `arms` compared with the fastest."""
     medians = {arm: one.median for arm in arms if (one := cell.spread(arm, metric)) is not None}
     if len(medians) < 2:
         return ""
@@ -175,7 +175,7 @@ def _dearest(cell: Cell, arms: Sequence[str], metric: str) -> str:
 def _table(
     subject: Subject, cells: Sequence[Cell], metrics: Sequence[str], arms: Sequence[str]
 ) -> Table:
-    """One line for each cell and arm: each figure, and its difference to the zero."""
+    """One line per cell and arm: each figure, and its difference from the zero."""
     header = ["at", "arm"]
     for metric in metrics:
         header.append(column(metric))

@@ -1,4 +1,4 @@
-"""What a load test sends: each workload at each of its sizes, under each profile."""
+"""The loads of a load test: each workload at each of its sizes, under each profile."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from load_tests.prompts import PromptMaker
 from load_tests.terms import Plan, Point, Profile
 from load_tests.workloads import Sizes, Workload
 
-LEAST_CONTEXT = 256  # tokens of a started server: the warm-up needs some, whatever is measured
+LEAST_CONTEXT = 256  # tokens of a started server, whatever is measured: the warm-up needs some
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ async def under_profiles(
 ) -> list[Load]:
     """Each of `loads` under each profile, or its workload's own; a sweep's are found by measuring.
 
-    `throughput` measures requests per second. What is named twice (2k and 2048, or sync beside a
-    sweep, which has it) is one load: two would be runs of one arm in one block.
+    `throughput` measures requests per second. A load named twice (2k and 2048, or sync and a
+    sweep, which includes it) is kept once: each arm has one run of a load in a block.
     """
     found: list[Load] = []
     for load in loads:

@@ -1,4 +1,4 @@
-"""What load tests in one process have in common: options, files, and how figures are written."""
+"""What load tests within one process share: options, files, and tables."""
 
 import argparse
 import asyncio
@@ -33,7 +33,7 @@ def run(
     measure: Callable[[argparse.Namespace], M],
     report: Callable[[M, Sequence[str], argparse.Namespace], int],
 ) -> int:
-    """The exit status: what `report` says of what was measured, or 2 after one sentence."""
+    """Measure and report; returns the exit status of `report`, or 2 after printing an error."""
     words = sys.argv[1:] if argv is None else list(argv)
     args = options.parse_args(words)
     try:
@@ -45,7 +45,7 @@ def run(
 
 
 def add_options(options: argparse.ArgumentParser, *, shape: str) -> None:
-    """Those about the place and the files; `shape` is the default one."""
+    """Options of the shape, the place and the files; `shape` is the default."""
     options.add_argument(
         "--shape", default=shape, help=f"{', '.join(SHAPES)} (default: %(default)s)"
     )
@@ -56,7 +56,7 @@ def add_options(options: argparse.ArgumentParser, *, shape: str) -> None:
 
 
 def add_place(options: argparse.ArgumentParser) -> None:
-    """Where, in which numbers and by which clock: what `place_of` reads, and the order."""
+    """Options of device, dtype, threads and clock, for `place_of`; and the seed of the order."""
     add_device(options)
     options.add_argument(
         "--threads", type=count, default=1, help="of the CPU kernels (default: %(default)s)"
@@ -84,7 +84,7 @@ def add_device(options: argparse.ArgumentParser) -> None:
 
 
 def place_of(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, Clock]:
-    """Where and in which numbers, and by which clock. Raises CommandError."""
+    """Device, dtype and clock; sets the number of threads. Raises CommandError."""
     device = placement.pick_device(args.device)
     if device.type == "cpu":
         torch.set_num_threads(args.threads)
@@ -99,7 +99,7 @@ def write(
     content: Mapping[str, object],
     charts: Sequence[str] = (),
 ) -> None:
-    """NAME.json, and NAME.svg where there are charts. Raises OSError."""
+    """Write NAME.json, and NAME.svg if there are charts. Raises OSError."""
     save(name, {**heading(kind, words, args), **content})
     if charts:
         path_of(name, ".svg").write_text(standalone(charts), encoding="utf-8")
@@ -107,7 +107,7 @@ def write(
 
 
 def heading(kind: str, words: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
-    """What a file begins with: what was run, and where."""
+    """The beginning of a file: what was run, and where."""
     module = kind.replace(" ", "_")
     return {
         "schema": SCHEMA,
@@ -119,15 +119,15 @@ def heading(kind: str, words: Sequence[str], args: argparse.Namespace) -> dict[s
 
 
 def save(name: str, found: Mapping[str, object]) -> None:
-    """NAME.json, in place of one that is there. Raises OSError."""
+    """Write NAME.json, replacing an existing one. Raises OSError."""
     text = json.dumps(found, indent=1, allow_nan=False)
     new = path_of(name, ".json.new")
     new.write_text(text + "\n", encoding="utf-8")
-    new.replace(path_of(name, ".json"))  # a run that is cut short leaves a whole file
+    new.replace(path_of(name, ".json"))  # atomic, so a run that is cut short leaves a complete file
 
 
 def markdown(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A table under a header, the first `left` columns to the left."""
+    """A table with a header, the first `left` columns left-aligned."""
     header, *rest = rows
     rule = [":--" if column < left else "--:" for column in range(len(header))]
     return "\n".join(f"|{'|'.join(row)}|" for row in (header, rule, *rest))
@@ -139,7 +139,7 @@ def path_of(name: str, suffix: str) -> Path:
 
 
 async def _environment(args: argparse.Namespace) -> dict[str, object]:
-    """Of this process; no server runs."""
+    """The environment of this process, without servers."""
     facts = await environment([])
     del facts["versions"]
     device, dtype, clock = place_of(args)

@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Stream:
-    """One answer on its way: `send` takes its bytes, and `ended` is set after the last."""
+    """One answer in progress: `send` takes its bytes, and `ended` is set after the last."""
 
     def __init__(self, send: Any, prompt: str, max_tokens: int) -> None:
         self.send, self.prompt, self.max_tokens = send, prompt, max_tokens
@@ -22,7 +22,7 @@ class Stream:
         self.ended = threading.Event()
 
     def add(self, text: str, tokens: int) -> None:
-        """A chunk with the usage so far; after the last token also the end."""
+        """Send a chunk with the usage so far; after the last token also the end of the stream."""
         self.tokens += tokens
         usage = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.tokens}
         chunk = {"choices": [{"index": 0, "text": text}], "usage": usage}
@@ -38,7 +38,7 @@ def step_forever(pipe: Any, tokenizer: Any, config: Any, new: queue.SimpleQueue[
     running: list[tuple[Stream, Any]] = []
     numbers = itertools.count()
     while True:
-        while not running or not new.empty():  # wait only where there is nothing to compute
+        while not running or not new.empty():  # waits only if there is nothing to compute
             stream = new.get()
             prompt = tokenizer.encode(stream.prompt, add_special_tokens=False).input_ids
             stream.prompt_tokens = prompt.shape[-1]
@@ -56,7 +56,7 @@ def step_forever(pipe: Any, tokenizer: Any, config: Any, new: queue.SimpleQueue[
 
 
 def handler(new: queue.SimpleQueue[Stream]) -> type[BaseHTTPRequestHandler]:
-    """Hands prompts on as streams."""
+    """Makes a Stream of each request and puts it into `new`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -92,7 +92,7 @@ def main(model: str, dtype: str, threads: str, port: str) -> None:
     pipe = genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", hints)
     new: queue.SimpleQueue[Stream] = queue.SimpleQueue()
     server = ThreadingHTTPServer(("127.0.0.1", int(port)), handler(new))
-    server.socket.listen(128)  # a load comes all at once
+    server.socket.listen(128)  # many connections may arrive at once
     threading.Thread(target=server.serve_forever, daemon=True).start()
     step_forever(pipe, pipe.get_tokenizer(), genai.GenerationConfig, new)
 

@@ -1,4 +1,4 @@
-"""What `ropewalk bench` can be told, as argparse options; those about the load serve others too."""
+"""The argparse options of `ropewalk bench`; other commands share those about the load."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ from load_tests.workloads import WORKLOADS, Sizes, Workload, workload_from
 ENCODINGS = ("nope", "rope", "t5", "alibi", "learned", "sinusoidal")
 DEFAULT_URL = "http://127.0.0.1:8000"
 
-# What a user may say of `Sizes` in whole numbers, besides the contexts.
+# The whole numbers in `Sizes` that a user may set, besides the contexts.
 _COUNTS = {
     "prompt_tokens": "of stream, cancel and chat's first turn",
     "output_tokens": "of stream, cancel, chat and files",
@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_load_options(options: argparse.ArgumentParser) -> None:
-    """What is sent; shared with the comparison of servers."""
+    """Options of the load; shared with the comparison of servers."""
     sizes = Sizes()
     load = options.add_argument_group("load")
     above = "one or several of those above"
@@ -120,7 +120,7 @@ def add_load_options(options: argparse.ArgumentParser) -> None:
 
 
 def sizes_from(args: argparse.Namespace) -> Sizes:
-    """What the load options say about sizes."""
+    """The sizes that the load options set."""
     return Sizes(contexts=args.contexts, **{name: getattr(args, name) for name in _COUNTS})
 
 
@@ -183,7 +183,7 @@ def _add(
     default: object,
     meaning: str,
 ) -> None:
-    """An option whose text `parse` reads; argparse prints its ValueError or OSError as it is."""
+    """An option parsed by `parse`, whose ValueError or OSError argparse prints unchanged."""
     name, metavar = flag.split()
     group.add_argument(name, type=checked(parse), metavar=metavar, help=meaning, default=default)
 
@@ -194,7 +194,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 def checked(parse: Callable[[str], object]) -> Callable[[str], object]:
-    """`parse` whose ValueError or OSError argparse prints as it is."""
+    """`parse` with its ValueError or OSError turned into one that argparse prints unchanged."""
 
     def parsed(text: str) -> object:
         try:
@@ -250,7 +250,7 @@ def _profiles(text: str) -> tuple[Profile | Literal["sweep"], ...]:
 
 
 def count(text: str) -> int:
-    """A number from 1 up; 2k is 2,048. Raises argparse's own error."""
+    """A whole number from 1 up; 2k is 2,048. Raises argparse's own error."""
     match = re.fullmatch(r"([1-9]\d*)(k?)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up, such as 8 or 2k")
@@ -258,7 +258,7 @@ def count(text: str) -> int:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """1,8,64: such numbers, each once."""
+    """1,8,64: numbers as `count` reads them, without repetitions."""
     return tuple(dict.fromkeys(count(part.strip()) for part in text.split(",")))
 
 

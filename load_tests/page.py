@@ -1,6 +1,6 @@
-"""A result as one HTML page that asks for nothing else: findings, plots, their numbers.
+"""A result as one self-contained HTML page: findings, plots and their numbers.
 
-Without a script: a pointer over a mark reads its numbers, and every plot has them as a table.
+It needs no script: tooltips show the numbers of marks, and every plot has a table of them.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def _section(plot: Plot) -> str:
 
 
 def _facts(result: Result) -> str:
-    """What was measured, where and how, and how to do it again."""
+    """What was measured, where and how, and the command that repeats it."""
     pairs = [("command", f"<code>{_escaped(result.command)}</code>")]
     known = {name: value for name, value in result.environment.items() if value is not None}
     pairs += [(name, _escaped(_value(value))) for name, value in known.items()]

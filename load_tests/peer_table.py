@@ -1,8 +1,8 @@
-"""What servers are compared by: the work sent to each, one figure of it, and the table of all.
+"""The comparison of servers: the work sent to each, one figure of it, and the table of all.
 
-A figure is better when there is more of it (tokens per second) or less (seconds, memory). The last
-column says how many times better the first system is than the best of the others, whichever that
-is for this row: 1.2 is a fifth more tokens per second, or the same work in 1/1.2 of the time.
+Higher is better for some figures (tokens per second), lower for others (seconds, memory). The last
+column says how many times better the first system is than the best other one in that row: 1.2 is
+a fifth more tokens per second, or the same work in 1/1.2 of the time.
 """
 
 import math
@@ -20,27 +20,27 @@ from load_tests.terms import Profile, Result, Run
 from load_tests.words import digits
 from load_tests.workloads import WORKLOADS, Sizes
 
-WEIGHT_BYTES = "weight_bytes"  # of Result.environment: in bfloat16; 0 where they are not known
-PROCESSES = "processes"  # of Result.environment: system → one entry of `Lifetime` fields a block
+WEIGHT_BYTES = "weight_bytes"  # key of Result.environment: bytes in bfloat16; 0 if unknown
+PROCESSES = "processes"  # key of Result.environment: system → `Lifetime` fields of each block
 _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """What one start of a system showed beside the load."""
+    """What was measured of one process of a system, besides the load."""
 
     block: int
-    start_s: float  # until its first completion had ended
+    start_s: float  # from the start to the end of the first completion
     loaded_bytes: int  # memory held then
-    used_bytes: int  # and after the runs
-    read_bytes_per_s: float  # by all cores, just before and after it: what memory allows
+    used_bytes: int  # memory held after the runs
+    read_bytes_per_s: float  # memory bandwidth of all cores, measured just before and after
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Some work and its figure; None where a run has none, because a request failed."""
+    """Some work and its figure, which is None for a run in which a request failed."""
 
-    name: str  # as --work takes it
+    name: str  # in --work
     title: str
     unit: str
     more_is_better: bool
@@ -89,7 +89,7 @@ _ALL = (
     Row("shared", "16 sharing 768 tokens", "s", False, "shared-prefix", _EIGHT, _seconds),
 )
 ROWS: Mapping[str, Row] = {row.name: row for row in _ALL}
-# Of `Lifetime`: title, unit, field, and how many of the field's units make one.
+# Rows of `Lifetime`: title, unit, field, and how many of the field's units make one.
 _LIFETIME = (
     ("start to first completion", "s", "start_s", 1),
     ("memory when loaded", "MiB", "loaded_bytes", _MIB),
@@ -98,12 +98,12 @@ _LIFETIME = (
 
 
 def sizes(requests_per_worker: int) -> Sizes:
-    """Of every row: 16 requests for the one shared prefix, and otherwise so many a worker."""
+    """For all rows: 16 requests with the one shared prefix, else `requests_per_worker`."""
     return Sizes(prefixes=1, requests_per_prefix=16, requests_per_worker=requests_per_worker)
 
 
 def rows_from(text: str) -> tuple[Row, ...]:
-    """`one,prefill` → those rows. Raises ValueError."""
+    """`one,prefill` → these rows. Raises ValueError."""
     for name in (names := text.split(",")):
         if name not in ROWS:
             raise ValueError(f"there is no work {name!r}; use some of {', '.join(ROWS)}")
@@ -140,7 +140,7 @@ def _by_block(result: Result, system: str, row: Row) -> dict[int, float]:
 
 
 def _of_bound(result: Result, system: str) -> dict[int, float]:
-    """In percent of the tokens per second for which weights in bfloat16 can be read."""
+    """One stream's speed in percent of the rate at which bfloat16 weights can be read."""
     weights = result.environment[WEIGHT_BYTES]
     assert isinstance(weights, int)
     rates = _by_block(result, system, ROWS["one"])
@@ -168,7 +168,7 @@ def _cells(found: Mapping[str, Mapping[int, float]], more_is_better: bool) -> li
 
 
 def _times(ratios: Sequence[float]) -> str:
-    """Their mean and its 95 % interval; without one where there are too few."""
+    """Geometric mean and 95 % interval; no interval with too few."""
     if not ratios:
         return "–"
     logs = np.log(np.array(ratios))

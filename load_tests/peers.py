@@ -1,7 +1,7 @@
-"""Ropewalk beside other servers: same machine, weights, prompts and client.
+"""Compares Ropewalk with other servers: same machine, weights, prompts and client.
 
-Systems take turns (A B C A B C …), each alone on the machine while measured. Prompts are text,
-because not every peer takes anything else, and end-of-text never ends an answer.
+Systems take turns, in a fixed order, each alone on the machine while measured. Prompts are text,
+because not every peer accepts token ids, and end-of-text never ends an answer.
 """
 
 import argparse
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured.warnings.append(f"The comparison ended early ({reason}); this is what it has.")
     if not measured.runs:
         return status
-    args.work = [row.name for row in args.work]  # as result.json has it
+    args.work = [row.name for row in args.work]  # as result.json stores it
     args.peer = [f"{name}={program}" for name, program in args.peer]
     result = as_result(typed_again(_PROGRAM, words, args.seed), args, measured)
     served = report(result, Path(args.out))
@@ -194,7 +194,7 @@ async def _measure(
                         measured.arms.append(arm)
                         measured.facts[arm.label] = Facts()
                     await runner.warm_up([arm])
-                    # No run pays for what is made for a long prompt, either.
+                    # Nor shall a run pay for what is initialised by the first long prompt.
                     await _answer(arm, prompts, prompt_tokens=size.prefill_tokens)
                     async for run in runner.block([arm], loads, block, title):
                         measured.runs.append(run)

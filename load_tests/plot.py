@@ -1,4 +1,4 @@
-"""What a plot of the report is, and what the modules that make plots share."""
+"""The plots of the report, and what the modules that make them share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _ACROSS = {
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Charts with what they show in words, and the same numbers as a table."""
+    """Charts with their findings in words, and the same numbers as a table."""
 
     key: str  # what `--plot` takes
     title: str
@@ -34,7 +34,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Cells that differ in one thing, which a chart has below it. One cell alone is one, too."""
+    """Cells that differ in one quantity, a chart's x axis. It may have a single cell."""
 
     name: str  # what they have in common
     by: Literal["context", "rate", "concurrency"]
@@ -50,7 +50,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A result with what every plot of it needs."""
+    """A result with what all its plots need."""
 
     result: Result
     cells: Sequence[Cell]
@@ -70,12 +70,12 @@ class Subject:
         return [arm for arm in self.arms if arm != self.zero]
 
     def row(self, arm: str, found: Spread, text: str = "", *, hollow: bool = False) -> Row:
-        """Of a chart, with the number itself at its end unless there is a `text`."""
+        """A row of a chart, which ends with `text`, or with the number if there is none."""
         ends = found.median, found.low, found.high
         return Row(arm, self.looks[arm], *ends, text or digits(found.median), hollow)
 
     def series(self, marks: Mapping[str, Sequence[Mark]]) -> list[Series]:
-        """Of a chart, from each arm's marks; an arm without any has no line."""
+        """A chart's series from each arm's marks; an arm without marks has none."""
         return [
             Series(arm, self.looks[arm], tuple(marks[arm])) for arm in self.arms if marks.get(arm)
         ]
@@ -86,7 +86,7 @@ def subject(result: Result) -> Subject:
 
 
 def context_axes(subject: Subject) -> list[Axis]:
-    """Of workloads that have several contexts, one for each (and profile, if several)."""
+    """An axis for each workload with several contexts (and each of its profiles)."""
     found: dict[tuple[str, str], list[Cell]] = {}
     for cell in subject.cells:
         if cell.point.context is not None:
@@ -100,7 +100,7 @@ def context_axes(subject: Subject) -> list[Axis]:
 
 
 def load_axes(subject: Subject) -> list[Axis]:
-    """Of all other cells, one for each point and kind of load."""
+    """Axes of all other cells, one for each point and kind of load."""
     taken = [cell for axis in context_axes(subject) for cell in axis.cells]
     found: dict[tuple[str, Literal["rate", "concurrency"]], list[Cell]] = {}
     for cell in subject.cells:
@@ -119,12 +119,12 @@ def shown(metric: str, found: Spread | None) -> str:
 
 
 def mark(x: float, found: Spread, told: str, *, hollow: bool = False) -> Mark:
-    """Of a chart."""
+    """A mark of a chart."""
     return Mark(x, found.median, found.low, found.high, told, hollow)
 
 
 def measured(subject: Subject, axis: Axis, metric: str) -> list[Series]:
-    """Each arm's figure in milliseconds."""
+    """Each arm's figure, in milliseconds."""
     return subject.series(
         {
             arm: [
@@ -138,7 +138,7 @@ def measured(subject: Subject, axis: Axis, metric: str) -> list[Series]:
 
 
 def relative(subject: Subject, axis: Axis, metric: str) -> list[Series]:
-    """Each arm's difference to the zero in percent."""
+    """Each arm's difference from the zero, in percent."""
     marks: dict[str, list[Mark]] = {}
     for cell in axis.cells:
         for arm, one in known(cell.against(subject.zero, subject.others, metric)).items():
@@ -156,7 +156,7 @@ def rows(subject: Subject, cell: Cell, metric: str) -> list[Row]:
 def relative_rows(
     subject: Subject, cell: Cell, base: str | None, arms: Sequence[str], metric: str
 ) -> list[Row]:
-    """Each arm's difference to `base` in percent."""
+    """Each arm's difference from `base`, in percent."""
     return [
         subject.row(
             arm, percents(one), f"{signed(one.estimate)} %", hollow=one.verdict == "no difference"
@@ -171,12 +171,12 @@ def quantity(metric: str, found: Spread) -> str:
 
 
 def known(found: Mapping[str, Difference]) -> dict[str, Difference]:
-    """Those that have figures."""
+    """The differences that have figures."""
     return {arm: one for arm, one in found.items() if one.verdict != "unknown"}
 
 
 def percents(one: Difference) -> Spread:
-    """A ratio of 1.1 is 10."""
+    """In percent: a ratio of 1.1 is 10."""
     return Spread(*((ratio - 1) * 100 for ratio in (one.estimate, one.low, one.high)))
 
 

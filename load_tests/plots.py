@@ -1,4 +1,4 @@
-"""Every plot of a load test, the main one first. A plot is there where the result has its data."""
+"""Every plot of a load test for which the result has data, the main one first."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ _MAKERS: tuple[Callable[[Subject], Iterator[Plot]], ...] = (
 
 
 def plots(result: Result) -> list[Plot]:
-    """None where nothing was measured. Keys are made fit for a link and a command line."""
+    """Empty if nothing was measured. Keys are made safe for links and command lines."""
     measured = subject(result)
     found = [plot for make in _MAKERS for plot in make(measured) if plot.charts]
     return [replace(plot, key=re.sub(r"[^\w:.-]+", "-", plot.key)) for plot in found]

@@ -1,4 +1,4 @@
-"""Server processes of a load test: started, waited for, stopped. Knows no server program."""
+"""Starts, waits for and stops the server processes of a load test. Knows no server program."""
 
 import asyncio
 import os
@@ -15,13 +15,13 @@ from pathlib import Path
 from load_tests.client import Server, Unreachable, fetch
 
 HOST = "127.0.0.1"
-_POLL_S = 0.1  # the start of a server is measured, too
-_ANSWER_S = 2.0  # a server that is still loading may accept a connection and say nothing
+_POLL_S = 0.1  # short, because the start of a server is measured, too
+_ANSWER_S = 2.0  # a server that is still loading may accept a connection and not answer
 _START_LIMIT_S = 600.0  # a peer that compiles takes minutes
 _STOP_LIMIT_S = 5.0
 _LOG_LINES = 15
-# Thread counts chosen for other work here must not slow a server down, and a user's own server
-# may be configured by variables that these must not hear of.
+# Thread counts set for other work must not slow a server down, and variables that configure a
+# user's own server must not reach these.
 _UNSET = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _PREFIX, _KEPT = "ROPEWALK_", "ROPEWALK_HOME"
 
@@ -32,7 +32,7 @@ class StartFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerProcess:
-    """A process in a group of its own, so that what it starts ends with it."""
+    """A process in a group of its own, so that its children end with it."""
 
     title: str
     words: Sequence[str]
@@ -42,7 +42,7 @@ class ServerProcess:
     async def answers(
         self, server: Server, tell: Callable[[str], object] = lambda line: None
     ) -> None:
-        """Wait until /health does; `tell` hears now and then how long that takes.
+        """Wait until /health answers; `tell` is called repeatedly with the time waited.
 
         Raises StartFailed when the process ends, or takes too long.
         """
@@ -61,7 +61,7 @@ class ServerProcess:
         raise self.failed("did not answer in time")
 
     def failed(self, what: str) -> StartFailed:
-        """The error that says so, with the end of the log."""
+        """An error with `what` as the message, and the end of the log."""
         tail = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
         return StartFailed("\n".join([f"{self.title}: {shlex.join(self.words)} {what}", *tail]))
 
@@ -70,7 +70,7 @@ class ServerProcess:
         self._signal(signal.SIGINT)
 
     def stop(self) -> None:
-        """End it and all that it started; an interrupt first, so that it can tidy up."""
+        """End it and its children, with an interrupt first, so that it can clean up."""
         self.interrupt()
         try:
             self.popen.wait(_STOP_LIMIT_S)
@@ -109,7 +109,7 @@ def start(title: str, words: Sequence[str], log: Path) -> ServerProcess:
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """A port on which no program listens now."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])

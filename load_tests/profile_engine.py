@@ -1,4 +1,4 @@
-"""Where the time of an engine's step goes: its parts are watched, and what is left is one too."""
+"""Times the parts of an engine's step; what is left is a part, too."""
 
 import random
 import time
@@ -60,7 +60,7 @@ _WARM = 4  # steps before any is timed
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of a step by part, all of PARTS that there are; and of one that is not watched."""
+    """Seconds of a step by those of PARTS that it has; and of a step that is not watched."""
 
     parts: Mapping[str, float]
     unwatched: float
@@ -71,7 +71,7 @@ class StepTimes:
 
 
 def metrics_for(name: str, kv: KVCache) -> Metrics:
-    """The server's, with one model."""
+    """The server's metrics, with one model."""
     metrics = Metrics()
     per_token = kv.bytes_per_token
     metrics.add_model(
@@ -81,7 +81,7 @@ def metrics_for(name: str, kv: KVCache) -> Metrics:
 
 
 def told_by_kernels(decoder: Decoder) -> bool:
-    """Whether all layers are one call, which tells its times; else modules are watched."""
+    """Whether all layers are one call, which measures its parts; else modules are watched."""
     return isinstance(decoder.layers, KernelLayers)
 
 
@@ -94,10 +94,11 @@ def step_times(
     kernels: Kernels | str,
     clock: Callable[[], float] | None = None,
 ) -> StepTimes:
-    """Of `steps` that are watched, among as many that are not; each half's faster half.
+    """Means over the faster half of `steps` watched steps, and of as many unwatched ones.
 
-    Every step gives each of `requests` its next token, as `decoding` has them. `kernels` are those
-    of the CPU, for what is not in the decoder, or why there are none.
+    Watched and unwatched steps are mixed at random. Every step gives each of `requests` its next
+    token, set up as by `decoding`. `kernels` are the CPU's, for what is outside the decoder, or why
+    there are none.
     """
     clock = clock or partial(_clock, decoder.embed.weight.device)
     watch = Stopwatch(clock)
@@ -137,13 +138,13 @@ def step_times(
 
 
 def needed_context(context: int, steps: int) -> int:
-    """The longest that a request gets."""
+    """The greatest length that a request reaches."""
     return context + _WARM + 2 * steps + 1
 
 
 @contextmanager
 def _seams(decoder: Decoder, made: Wired, watch: Stopwatch) -> Iterator[None]:
-    """Everything that is not a constructor's argument is watched."""
+    """Watch the parts that could not be wrapped when the engine was made."""
     stacks = [each for each in decoder.modules() if isinstance(each, KernelLayers)]
     with ExitStack() as seams:
         for owner, name, part in _watched_in(decoder, made):
@@ -156,7 +157,7 @@ def _seams(decoder: Decoder, made: Wired, watch: Stopwatch) -> Iterator[None]:
 
 
 def _watched_in(decoder: Decoder, made: Wired) -> Iterator[tuple[object, str, str]]:
-    """Owner and name of what is called, and which part it is."""
+    """Owner and name of each watched method, and its part."""
     yield made.runner, "build", BATCH
     yield made.runner, "sample", SAMPLING
     yield made.scheduler, "plan", SCHEDULER
@@ -182,12 +183,12 @@ def _watched_in(decoder: Decoder, made: Wired) -> Iterator[tuple[object, str, st
 
 
 def _clock(device: torch.device) -> float:
-    """A GPU is waited for whenever the clock is read: else its work would count as later parts'."""
+    """Waits for a GPU at every reading: its work would otherwise count for later parts."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def _faster_half(values: Sequence[T], seconds: Callable[[T], float]) -> Sequence[T]:
-    """What other programs disturbed is in the other one."""
+    """Drops the slower half, which holds the values that other programs disturbed."""
     return sorted(values, key=seconds)[: max(len(values) // 2, 1)]

@@ -1,8 +1,8 @@
-"""What the server spends on the tokens of a step outside the engine: text, chunks, HTTP.
+"""Times the server's work on a step's tokens outside the engine: text, chunks, HTTP.
 
-The application itself serves streams over a socket, and its engine is the real one around a pass
-that computes nothing and takes as long as it is told. All of that is one thread, the event loop's,
-whose processor time is read, so neither the engine nor the client counts.
+The real application serves streams over a socket, with the real engine around a pass that computes
+nothing and takes a given time. The work to be timed runs on one thread, the event loop's. Only its
+processor time is read, so neither the engine nor the client counts.
 """
 
 import asyncio
@@ -44,19 +44,19 @@ DETOKENISING, CHUNKS, HTTP = "detokenising", "chunks as JSON", "HTTP"
 PARTS = (DETOKENISING, CHUNKS, HTTP)
 
 _NAME = "profiled"
-_WARM = 4  # steps of all requests before any counts
+_WARM = 4  # steps with all requests before any is timed
 _SHAPE = replace(SHAPES["small"], layers=1, heads=1, kv_heads=1, vocab_size=2)
-_TOGETHER_S = 20.0  # until all requests have come
+_TOGETHER_S = 20.0  # longest wait for all requests to arrive
 
 
 def http_times(
     requests: int, step_s: float, steps: int, *, clock: Callable[[], float] = time.thread_time
 ) -> dict[str, float]:
-    """Seconds of PARTS for each step, of `steps` that take `step_s` and give `requests` a token.
+    """Seconds per step of PARTS, over `steps` of `step_s` that give each of `requests` a token.
 
-    `clock` is read on the event loop's thread. Raises CommandError where streams failed.
+    `clock` is read on the event loop's thread. Raises CommandError if streams fail.
     """
-    answer = 1 + _WARM + steps + 1  # the first may come before the last request
+    answer = 1 + _WARM + steps + 1  # the first token may come before the last request
     context = 2 + answer
     kv = new_cache(
         _SHAPE, blocks_for(requests, context), dtype=torch.float32, device=torch.device("cpu")
@@ -105,18 +105,18 @@ class Steady:
         self._marks: list[tuple[float, Mapping[str, float]]] = []
 
     def begin(self) -> None:
-        """In the event loop that is watched."""
+        """Call in the event loop that is timed."""
         self.loop = asyncio.get_running_loop()
 
     def observe(self, stats: StepStats) -> None:
-        """On the engine's thread. The loop gets to the mark after the steps told before."""
+        """Called on the engine's thread. The loop runs `_mark` after the earlier steps' events."""
         self._seen += stats.generated_tokens == self._requests
         if self._seen in (_WARM, _WARM + self._steps) and stats.generated_tokens:
             assert self.loop is not None, "it runs the application that was asked"
             self.loop.call_soon_threadsafe(self._mark)
 
     def seconds(self) -> dict[str, float]:
-        """Of each part, for each step."""
+        """Seconds of each part, per step."""
         if len(self._marks) != 2:
             raise CommandError("the streams did not run side by side; lower --batch")
         (began, _), (ended, parts) = self._marks

@@ -1,4 +1,4 @@
-"""`ropewalk bench --profile-step`: where the time of a step goes. `--help` says what is watched."""
+"""`ropewalk bench --profile-step`: where the time of a step goes. `--help` lists the parts."""
 
 import argparse
 import os
@@ -53,7 +53,7 @@ Exit status: 0, or 2 when nothing was measured.
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Of one arm, by requests in the batch: the steps, and seconds by part beside them."""
+    """One arm's steps, and seconds by part outside the engine, both by requests in the batch."""
 
     arm: str
     told_by_kernels: bool
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _shape(text: str) -> str:
-    """As `decoders` takes it. Raises ValueError."""
+    """The shape as `decoders` takes it. Raises ValueError."""
     source = parse_serve(text)
     if source == FAMILY:
         raise ValueError(f"{FAMILY} cannot be profiled; use {SHAPE}small, which has the same shape")

@@ -1,4 +1,4 @@
-"""`--profile`: when requests leave, as text; and the profiles of a sweep, found by measuring."""
+"""Parses `--profile`, which says when requests are sent, and finds a sweep's profiles."""
 
 import re
 from collections.abc import Awaitable, Callable
@@ -15,7 +15,7 @@ PROFILES = {
 }
 SWEEP_RATES = 4
 _MOST_WORKERS = 64
-_LEAST_GAIN = 1.1  # of the throughput, from twice the workers; less is saturation
+_LEAST_GAIN = 1.1  # in throughput, from twice the workers; less means saturation
 _NUMBER = r"\d+(?:\.\d+)?"
 _SHAPES = re.compile(
     rf"sync|sweep|closed:(?P<workers>[1-9]\d*)|poisson:(?P<poisson>{_NUMBER})"
@@ -41,10 +41,10 @@ def parse_profile(text: str) -> Profile | Literal["sweep"]:
 
 
 async def find_sweep(throughput: Callable[[Profile], Awaitable[float]]) -> list[Profile]:
-    """The profiles between an idle server and a saturated one, from few runs of `throughput`.
+    """The profiles between an idle server and a saturated one, from a few calls of `throughput`.
 
-    `throughput` measures requests per second. Workers are doubled until that brings less than a
-    tenth more. The Poisson rates lie evenly between what one worker and what the most got.
+    `throughput` measures requests per second. Workers are doubled until that gains less than a
+    tenth. The Poisson rates are evenly spaced between the rates of one worker and of saturation.
     """
     idle = await throughput(Profile("sync"))
     saturated, workers = idle, 1
@@ -54,7 +54,7 @@ async def find_sweep(throughput: Callable[[Profile], Awaitable[float]]) -> list[
         saturated, workers = max(saturated, rate), 2 * workers
         if not gained:
             break
-    # A server that gains nothing from batching would leave no room between the ends.
+    # Without a gain from batching the two ends would coincide.
     low = min(idle, saturated / 2)
     step = (saturated - low) / (SWEEP_RATES + 1)
     rates = [_round(low + step * number) for number in range(1, SWEEP_RATES + 1)]
@@ -66,7 +66,7 @@ async def find_sweep(throughput: Callable[[Profile], Awaitable[float]]) -> list[
 
 
 def _round(rate: float) -> float:
-    """Three digits: what a label shows is then what was sent."""
+    """Three digits, so that a label shows exactly the rate that was used."""
     return float(f"{rate:.3g}")
 
 

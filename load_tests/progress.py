@@ -1,4 +1,4 @@
-"""One line about what runs: rewritten in place on a terminal, printed once a run elsewhere."""
+"""A progress line: rewritten in place on a terminal, elsewhere printed once per run."""
 
 import time
 from collections.abc import Callable
@@ -20,12 +20,12 @@ class Progress:
         self._finished = 0
 
     def schedule(self, runs: int) -> None:
-        """`runs` runs are ahead; the time left is told from those that are over."""
+        """`runs` runs are ahead; the time left is estimated from those that are finished."""
         self._schedule_begun = self._clock()
         self._runs, self._finished = runs, 0
 
     def start(self, title: str) -> None:
-        """Something new runs."""
+        """A new activity begins."""
         self._title = title
         self._begun = self._clock()
         self._tokens = 0
@@ -36,12 +36,12 @@ class Progress:
             self._out.flush()
 
     def note(self, text: str) -> None:
-        """How far something is that has no runs; too often for a file."""
+        """Progress outside of runs; shown only on a terminal, because it comes too often."""
         if self._live:
             self._show(text)
 
     def answered(self, count: int, total: int, output_tokens: int) -> None:
-        """`count` of `total` requests are answered, the latest with that many tokens."""
+        """`count` of `total` requests are answered, the latest with `output_tokens`."""
         self._tokens += output_tokens
         if self._live:
             seconds = max(self._clock() - self._begun, 1e-9)
@@ -64,10 +64,10 @@ class Progress:
         return f", {_duration(seconds)} left"
 
     def _show(self, text: str) -> None:
-        self._out.write(f"\r\x1b[2K{text}")  # erase the line, then write it anew
+        self._out.write(f"\r\x1b[2K{text}")  # erases the line first
         self._out.flush()
 
 
 def _duration(seconds: float) -> str:
-    """To the second below a minute, to the minute above."""
+    """In seconds below a minute, in minutes above."""
     return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 60:.0f} min"

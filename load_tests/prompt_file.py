@@ -1,4 +1,4 @@
-"""A user's own prompts: JSON lines, each with `prompt` and perhaps `max_tokens`.
+"""A user's own prompts: JSON lines, each with `prompt` and optionally `max_tokens`.
 
 A prompt is a text or a list of token ids. Errors name the file and the line.
 """
@@ -13,14 +13,14 @@ _FIELDS = {"prompt", "max_tokens"}
 
 
 class FilePrompt(NamedTuple):
-    """One line. `max_tokens` None: it says nothing."""
+    """One line. `max_tokens` is None if not given."""
 
     prompt: Prompt
     max_tokens: int | None
 
 
 def read_prompts(path: str) -> tuple[FilePrompt, ...]:
-    """Of every line that is not blank. Raises ValueError for what cannot be used, and OSError."""
+    """The prompts of all lines that are not blank. Raises ValueError for a bad one, and OSError."""
     prompts = []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         if line.strip():

@@ -1,6 +1,6 @@
-"""Seeded prompts of an exact token count, no two alike. Knows no tokenizer.
+"""Seeded prompts with an exact token count, all different. Knows no tokenizer.
 
-As token ids the count is exact by construction. As text each word is one token in the common
+With token ids the count is exact by construction. In text each word is one token in the common
 byte-level vocabularies; the server's own count (`usage.prompt_tokens`) is compared afterwards.
 """
 
@@ -35,16 +35,16 @@ class PromptMaker:
     """Makes prompts that differ from all it made before; the same seed makes the same ones."""
 
     def __init__(self, seed: str, form: Form, vocab_size: int = 32_000) -> None:
-        self.random = random.Random(seed)  # for all that a workload leaves to chance
+        self.random = random.Random(seed)  # for a workload's own random choices
         self._form = form
-        # The ends of a vocabulary are where special tokens live.
+        # Special tokens are at the ends of a vocabulary.
         self._ids = range(vocab_size // 10, vocab_size - vocab_size // 10)
         self._made: set[Prompt] = set()
 
     def prompt(self, tokens: int, prefix: Sequence[str | int] = ()) -> Prompt:
-        """`prefix` and new pieces, `tokens` in all.
+        """A prompt of `tokens` pieces: `prefix`, then new ones.
 
-        Raises ValueError when that short a prompt has no unused value left.
+        Raises ValueError when no unused prompt of that length is found.
         """
         for _ in range(_ATTEMPTS):
             prompt = self._join([*prefix, *self.pieces(tokens - len(prefix))])

@@ -1,4 +1,4 @@
-"""What an arm cannot be asked for: left out of a workload with its reason, and no failed run."""
+"""Finds what an arm does not support, to leave it out, with the reason, instead of failing."""
 
 import json
 import re
@@ -14,7 +14,7 @@ async def why_not(server: Server, context: int | None, plan: Plan) -> str | None
     """Why `plan` cannot be measured on `server`, in a few words; None when it can.
 
     `context` is how many tokens of prompt and answer together its model takes, None if unknown.
-    Fields beyond the usual are tried on a prompt of one token: only the server knows them.
+    Whether the server accepts unusual fields is tried with a prompt of one token.
     """
     if context is not None and (reason := _misfit(plan, context)) is not None:
         return reason

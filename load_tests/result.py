@@ -1,10 +1,10 @@
-"""A whole load test to and from result.json, raw samples and all.
+"""Writes and reads result.json: a whole load test with its raw samples.
 
 Times are whole microseconds since the first run began. Of a request's chunks the file holds
-`first`, the time of the first, and `gaps`, the time from each to the next; `tokens` has how many
-tokens each chunk brought and is left out where it was one each. The names of the servers' counters
-and gauges stand once, in `series`; a run has values in that order, null for one that it has not.
-What is read differs from what was written in nothing but the origin of the clock.
+`first`, the time of the first, `gaps`, the times from each to the next, and `tokens`, the number
+of tokens in each, which is left out if all are at most 1. The names of the servers' counters and
+gauges are listed once, in `series`; a run has its values in that order, null for a missing one.
+What is read differs from what was written only in the origin of the clock.
 """
 
 import json
@@ -32,11 +32,11 @@ _NAMES = {
 
 
 class BadResult(ValueError):
-    """A file that holds no load test; the message names the field at fault."""
+    """The file is not a valid load test; the message names the field at fault."""
 
 
 def write(path: Path, result: Result) -> None:
-    """One run a line, so that a file can be looked at and compared."""
+    """One run per line, so that files can be read and diffed."""
     content = as_json(result)
     runs = content.pop("runs")
     lines = [f"{json.dumps(name)}: {_compact(value)},\n" for name, value in content.items()]
@@ -56,7 +56,7 @@ def read(path: Path) -> Result:
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """Ready for `json.dumps`."""
+    """The content for `json.dumps`."""
     begin = min(
         (time for run in result.runs for time in (run.steady_from, *_intended(run))), default=0.0
     )
@@ -162,7 +162,7 @@ def _view_as_json(view: ServerView, series: Mapping[str, Sequence[str]]) -> dict
 
 
 class _Fields:
-    """An object of the file, and where it stands in it."""
+    """An object in the file, and its path in it."""
 
     def __init__(self, data: object, where: str) -> None:
         self.data: dict[str, Any] = _checked(data, dict, where or "the file")
@@ -270,7 +270,7 @@ def _checked(value: Any, kind: type[_Kind], where: str) -> _Kind:
 
 
 def _short(value: float | None) -> float | int | None:
-    """A count without its decimal point; JSON knows no infinity."""
+    """A whole number without its decimal point; None for infinity, which JSON lacks."""
     if value is None or not math.isfinite(value):
         return None
     return int(value) if value == int(value) else value

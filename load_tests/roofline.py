@@ -1,10 +1,10 @@
-"""What a device can do at most, measured with plain torch, and the least time that a pass takes.
+"""Measures a device's peak rates with plain torch; from them, the least time of a pass.
 
-A pass that decodes reads every weight once and every key and value that its requests see, so it
-takes at least as long as that many bytes at the speed of a copy, whose reads and writes both count
-(Williams, Waterman and Patterson, "Roofline", CACM 52(4)). A prompt's pass takes at least its
-multiplications, at the speed of one large product of matrices. What all cores read together bounds
-the one stream of servers that load_tests/peers.py compares.
+A decode pass reads every weight once and every key and value that its requests see, so it takes at
+least as long as that many bytes at the bandwidth of a copy, counting reads and writes (Williams,
+Waterman and Patterson, "Roofline", CACM 52(4)). A prompt's pass takes at least its multiplications
+at the speed of one large matrix product. The read bandwidth of all cores bounds a single stream of
+the servers that load_tests/peers.py compares.
 """
 
 import os
@@ -19,14 +19,14 @@ from load_tests.rounds import Clock, rounds
 from model.architectures.ropewalk import without_weights
 from model.config import ModelConfig
 
-COPIED = {"cuda": 1 << 30, "cpu": 1 << 28}  # bytes: many times what a cache holds; read, too
+COPIED = {"cuda": 1 << 30, "cpu": 1 << 28}  # bytes copied or read: many times a processor's cache
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the matrices
 TRIALS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """What a device reaches with nothing else to do."""
+    """The peak rates of an otherwise idle device."""
 
     bytes_per_s: float  # read and written
     operations_per_s: float  # a multiplication and an addition are two
@@ -34,19 +34,19 @@ class Ceiling:
     def decode_seconds(
         self, config: ModelConfig, dtype: torch.dtype, requests: int, context: int
     ) -> float:
-        """The least that a pass takes in which each request of that context gets its next token."""
+        """The least time of a pass that gives each request of that context its next token."""
         read = weight_bytes(config, dtype) + kv_bytes(config, dtype, requests, context)
         return read / self.bytes_per_s
 
     def prefill_seconds(self, config: ModelConfig, tokens: int) -> float:
-        """The least that a pass over one prompt takes, by its linear layers alone."""
-        head = config.vocab_size * (config.embed_width or config.width)  # on the last row alone
+        """The least time of a pass over one prompt, from its linear layers alone."""
+        head = config.vocab_size * (config.embed_width or config.width)  # last row only
         products = (_weights(config) - head) * tokens + head
         return 2 * products / self.operations_per_s
 
 
 def ceiling(device: torch.device, dtype: torch.dtype, clock: Clock) -> Ceiling:
-    """The best of some trials. Factors are random: zeros are multiplied faster."""
+    """The best of some trials. Matrices are random: zeros are multiplied faster."""
     generator = torch.Generator(device).manual_seed(0)
     size, side = COPIED[device.type] // dtype.itemsize, SIDE[device.type]
     source = torch.ones(size, dtype=dtype, device=device)
@@ -62,9 +62,9 @@ def ceiling(device: torch.device, dtype: torch.dtype, clock: Clock) -> Ceiling:
 
 
 def read_rates() -> list[float]:
-    """Bytes per second at which all cores together read what no cache holds, by trial.
+    """Bytes per second that all cores together read from memory, in each trial.
 
-    A bound for servers beside this process, whatever number of threads it has been told to use.
+    A bound for other processes' servers, so it does not depend on this one's number of threads.
     """
     count = COPIED["cpu"] // torch.float32.itemsize
     numbers = HugePages().empty(count, dtype=torch.float32).fill_(1)
@@ -78,17 +78,17 @@ def read_rates() -> list[float]:
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What every pass reads, whatever its batch."""
+    """Bytes of weights that every pass reads, whatever its batch."""
     return _weights(config) * dtype.itemsize
 
 
 def kv_bytes(config: ModelConfig, dtype: torch.dtype, requests: int, context: int) -> int:
-    """Keys and values of all layers."""
+    """Bytes of keys and values, over all layers."""
     return bytes_per_token(config, dtype) * requests * context
 
 
 def _weights(config: ModelConfig) -> int:
-    """Without tables of which a token takes one row: embeddings, unless the head is the same."""
+    """Number of weights, without tables of which a token reads one row: untied embeddings."""
     decoder = without_weights(config)
     found = {
         name: parameter.numel()

@@ -1,7 +1,7 @@
-"""Calls timed against each other in one process: in every round each runs once, in random order.
+"""Times calls against each other in one process: in every round each runs once, in random order.
 
-What drifts on the machine drifts for all of a round alike, so calls are compared within their
-round. Knows nothing of what is timed.
+Drift of the machine affects all calls of a round alike, so calls are compared within a round.
+Knows nothing of what is timed.
 """
 
 import math
@@ -17,34 +17,34 @@ import torch
 Clock = Literal["processor", "wall", "cuda"]
 Call = Callable[[], object]
 
-_HEAD_START = 1_000_000  # of a device's clock, about half a millisecond
-MIN_ROUNDS = 6  # from which the range of all ratios holds their median in 95 % of cases
+_HEAD_START = 1_000_000  # cycles of the device's clock, about half a millisecond
+MIN_ROUNDS = 6  # fewest with which the range of all values holds the true median in 95 % of cases
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A median, and where the true one lies in 95 % of cases."""
+    """A median, and its 95 % confidence interval."""
 
     median: float
     low: float
     high: float
 
     def as_json(self) -> dict[str, float | None]:
-        """JSON knows no infinity."""
+        """Null for infinity, which JSON lacks."""
         return {
             name: value if math.isfinite(value) else None for name, value in asdict(self).items()
         }
 
 
 def clock_of(wanted: str | None, device: torch.device) -> Clock:
-    """The device's own on CUDA, the processor time of this process elsewhere, unless told."""
+    """The wall clock if `wanted`; else the device's own on CUDA, elsewhere processor time."""
     if wanted == "wall":
         return "wall"
     return "cuda" if device.type == "cuda" else "processor"
 
 
 def seconds(call: Call, clock: Clock) -> float:
-    """What one call takes."""
+    """The time that one call takes."""
     if clock == "cuda":
         return _on_device(call)
     read = time.process_time if clock == "processor" else time.perf_counter
@@ -58,7 +58,7 @@ def seconds(call: Call, clock: Clock) -> float:
 def rounds(
     calls: Mapping[str, Call], count: int, clock: Clock, seed: str
 ) -> Iterator[dict[str, float]]:
-    """Seconds of each call, for `count` rounds after one that is not told of."""
+    """Seconds of each call, for `count` rounds after one that is discarded."""
     order, names = random.Random(seed), list(calls)
     for number in range(count + 1):
         order.shuffle(names)
@@ -68,11 +68,11 @@ def rounds(
 
 
 def median_of(values: Sequence[float]) -> Interval:
-    """The interval is between two of the values themselves, whatever their distribution.
+    """The median, with an interval between two of the values, whatever their distribution.
 
-    As many values lie below the true median as coins show heads, so the binomial distribution
-    says which two (Conover, "Practical Nonparametric Statistics", section 3.2). With fewer than
-    MIN_ROUNDS values no two do, and the interval is infinite.
+    The number of values below the true median is binomial, as the heads of coins are, which gives
+    the two (Conover, "Practical Nonparametric Statistics", section 3.2). With fewer than
+    MIN_ROUNDS values no two suffice, and the interval is infinite.
     """
     ordered, count = sorted(values), len(values)
     middle = median(ordered)
@@ -85,20 +85,20 @@ def median_of(values: Sequence[float]) -> Interval:
 
 
 def ratios(taken: Sequence[Mapping[str, float]], call: str, base: str) -> list[float]:
-    """Of `call` to `base`, round by round."""
+    """Ratios of `call` to `base`, round by round."""
     return [each[call] / each[base] for each in taken]
 
 
 def _wait() -> None:
-    """Until a GPU, if there is one in use, has done what it was told."""
+    """Wait until a GPU, if one is in use, has finished its work."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 
 def _on_device(call: Call) -> float:
-    """Between two events of the current stream, with nothing of another call before the first.
+    """The time between two events on the current stream, which is idle before.
 
-    The device is busy at first, so what the host takes until it launches counts only beyond that.
+    The device sleeps first, so the host's time to launch counts only as far as it exceeds that.
     """
     torch.cuda.synchronize()
     torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]

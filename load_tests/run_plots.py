@@ -10,13 +10,13 @@ from load_tests.svg import Look
 from load_tests.terms import Run
 from load_tests.words import digits, percent
 
-_DRIFT_METRICS = ("itl_p50", "ttft_p50")  # the first that a cell has
+_DRIFT_METRICS = ("itl_p50", "ttft_p50")  # the first of these that a cell has
 _MINUTE = 60.0
 _BLOCK = Look(0, "circle", "")
 
 
 def client_plots(subject: Subject) -> Iterator[Plot]:
-    """How late the client sent, and what failed: whether the rest can be believed."""
+    """How late the client sent, and what failed: whether the other figures are reliable."""
     lags = {arm: _lag(subject, arm) for arm in subject.arms}
     rows = [subject.row(arm, lag) for arm, lag in lags.items() if lag is not None]
     if not rows:
@@ -53,7 +53,7 @@ def client_plots(subject: Subject) -> Iterator[Plot]:
 
 
 def order_plots(subject: Subject) -> Iterator[Plot]:
-    """What ran when, and whether the machine became slower or faster on the way."""
+    """What ran when, and whether the machine became slower or faster meanwhile."""
     runs = [run for run in subject.result.runs if run.outcomes]
     if not runs:
         return

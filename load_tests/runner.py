@@ -21,15 +21,15 @@ _WARM_UP_REQUESTS = 4  # at once
 _WARM_UP_PROMPT_TOKENS = 16
 _WARM_UP_OUTPUT_TOKENS = 4
 _SCRAPE_EVERY_S = 1.0
-_PATIENCE_S = 30.0  # with questions beside the load
+_PATIENCE_S = 30.0  # for requests beside the load, such as scrapes
 
 
 class NoSuccess(Exception):
-    """An arm answers nothing properly; the message says which one and why."""
+    """An arm answers no request properly; the message says which one and why."""
 
 
 class Runner:
-    """Measures arms that answer. `new_prompts` makes a source of prompts from a seed.
+    """Measures arms whose servers answer. `new_prompts` makes a source of prompts from a seed.
 
     `warnings` gathers what makes the figures doubtful, one sentence each.
     """
@@ -50,9 +50,9 @@ class Runner:
         self._refused: set[tuple[str, Point]] = set()
 
     async def warm_up(self, arms: Sequence[Arm]) -> None:
-        """Short requests to each arm, so that no run pays for what is made on first use.
+        """Send each arm short requests, so that no run pays for initialisation on first use.
 
-        Raises NoSuccess when an arm answers none properly.
+        Raises NoSuccess when an arm answers none of them properly.
         """
         prompts = self._new_prompts(f"{self._seed}/warm-up")
         for arm in arms:
@@ -73,9 +73,9 @@ class Runner:
     async def ask(
         self, arms: Sequence[Arm], contexts: Mapping[str, int | None], loads: Sequence[Load]
     ) -> list[Load]:
-        """The loads that an arm can run, from arms that answer; no arm runs what it cannot.
+        """The loads that at least one arm can run; remembers which arm cannot run which.
 
-        `contexts` is how many tokens each arm has room for, None where nobody knows.
+        `contexts` is how many tokens each arm has room for, None if unknown.
         """
         prompts = self._new_prompts(f"{self._seed}/asked")
         able: dict[Load, None] = {}
@@ -96,10 +96,10 @@ class Runner:
     async def measure(
         self, arms: Sequence[Arm], loads: Sequence[Load], blocks: int
     ) -> AsyncIterator[Run]:
-        """`blocks` runs of every arm under every load, handed out as they end.
+        """`blocks` runs of every arm under every load, yielded as they end.
 
-        Both orders are random and follow from the seed: what drifts on the machine drifts for all
-        arms alike. All arms of a block get the same token ids, other blocks other ones.
+        The orders of loads and arms are random, from the seed, so that drift of the machine
+        affects all arms alike. All arms of a block get the same token ids; each block has its own.
         """
         able = sum(self._can(arm, load) for load in loads for arm in arms)
         self._progress.schedule(blocks * able)
@@ -110,7 +110,7 @@ class Runner:
     async def block(
         self, arms: Sequence[Arm], loads: Sequence[Load], block: int, title: str
     ) -> AsyncIterator[Run]:
-        """One run of every arm under every load. Its prompts and orders follow from its number."""
+        """One run of every arm under every load. Seed and number determine prompts and order."""
         order = random.Random(f"{self._seed}/{block}/order")
         prompts = self._new_prompts(f"{self._seed}/{block}")
         planned = [(load, load.plan(prompts, self._sizes)) for load in loads]
@@ -122,7 +122,7 @@ class Runner:
                 self._progress.finish()
 
     async def throughput(self, arms: Sequence[Arm], load: Load) -> float:
-        """Requests per second of one run, ramp and drain included, of the first arm that can.
+        """Requests per second, including ramp and drain, of one run of the first arm that can.
 
         Raises NoSuccess.
         """
@@ -136,7 +136,7 @@ class Runner:
         return served / (run.ended - run.began)
 
     async def run(self, arm: Arm, load: Load, plan: Plan, block: int) -> Run:
-        """One run, whatever becomes of its requests."""
+        """One run, whether or not its requests succeed."""
         if arm.label not in self._unflushed:
             await self._try_to_flush(arm)
         answered = 0
@@ -180,7 +180,7 @@ class Runner:
             self._unflushed.add(arm.label)
 
     def _check_hits(self, where: str, plan: Plan, outcomes: Sequence[Outcome]) -> None:
-        """Theory holds where every request was served by a server that tells."""
+        """Warn of unexpected hits, if every request was served and the server reports its hits."""
         said = [
             o.cached_tokens for o in outcomes if o.error is None and o.cached_tokens is not None
         ]
@@ -205,7 +205,7 @@ View = Callable[[Sequence[Outcome]], Awaitable[ServerView | None]]
 
 @asynccontextmanager
 async def _watching(server: Server) -> AsyncIterator[View]:
-    """Reads /metrics before, and every second within; what is handed out reads them after."""
+    """Reads /metrics before the block and every second within; the yielded function, after it."""
     before = await _snapshot(server)
     during: list[str] = []
 
@@ -221,7 +221,7 @@ async def _watching(server: Server) -> AsyncIterator[View]:
         try:
             after = await scrape.settled(server, before, outcomes)
             return scrape.view(before, during, after, server.model or "", outcomes)
-        except (Unreachable, ValueError):  # the second: these are no metrics
+        except (Unreachable, ValueError):  # ValueError: these are no metrics
             return None
 
     # A server without metrics is not asked again.
@@ -236,7 +236,7 @@ async def _watching(server: Server) -> AsyncIterator[View]:
 
 
 async def _snapshot(server: Server) -> str | None:
-    """None where there are no metrics, or no answer."""
+    """None without metrics or without an answer."""
     with suppress(Unreachable):
         return await scrape.snapshot(server)
     return None

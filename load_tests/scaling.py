@@ -30,7 +30,7 @@ _DEFAULTS: Mapping[str, str] = {
     "prompt": "1000,2500,5000,10000",
     "answer": "500,1000,2000,4000",
 }
-MARGIN = 0.2  # of an exponent: twice the work may take 2.3 times as long
+MARGIN = 0.2  # on an exponent: twice the work may take 2.3 times as long
 
 _DESCRIPTION = f"""\
 How the time of each part of a step grows, and whether faster than its work.
@@ -71,7 +71,7 @@ Intervals need {MIN_ROUNDS} rounds or more. The defaults take some minutes.
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The seconds of each size, and from each size to the next the exponent of its growth."""
+    """The seconds of each size, and the exponent of growth from each size to the next."""
 
     part: Part
     sizes: Sequence[int]
@@ -102,7 +102,7 @@ def _report(
 
 
 def growth_of(part: Part, taken: Sequence[Mapping[int, float]]) -> Growth:
-    """From seconds by size, round by round."""
+    """The growth from seconds by size, round by round."""
     sizes = list(taken[0])
     exponents = []
     for size, larger in pairwise(sizes):
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(args: argparse.Namespace) -> list[tuple[Part, list[dict[int, float]]]]:
-    """Every part with the seconds of one call by size, round by round."""
+    """Every part, with the seconds of a call by size for each round."""
     if not 1 <= args.rounds <= AHEAD // 8:
         raise CommandError(
             f"--rounds {args.rounds} is not among 1 to {AHEAD // 8}; use one of them"

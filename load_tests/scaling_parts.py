@@ -1,7 +1,7 @@
-"""What `scaling` times: the parts of a step, each with one size that grows and the rest fixed.
+"""What `scaling` times: the parts of a step, each with one size that grows and the others fixed.
 
-A part's work grows as its size to a `power`: a pass over a batch as the batch, finding a free
-block as nothing at all.
+A part's work grows as its size to a `power`: 1 for a pass over a batch, 0 for finding a free
+block.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,11 +26,11 @@ from model.transformer import Decoder
 from server.engine import Engine
 
 AHEAD = 1024  # tokens that a request may still get while it is measured
-RUNNING = 8  # requests, where another size grows
-LONG_PROMPT = 16000  # tokens of those that fill a pool
-# With which 100,000 blocks are a small cache.
+RUNNING = 8  # requests, if another size grows
+LONG_PROMPT = 16000  # tokens of the prompts that fill a pool
+# A shape with which 100,000 blocks are still a small cache.
 NARROW = replace(SHAPES["small"], layers=1, heads=1, kv_heads=1)
-HELD = 64  # blocks that a sequence of the manager's part takes and gives back
+HELD = 64  # blocks of the sequence that the manager's parts reserve and release
 SIZES: Mapping[str, str] = {  # what each counts
     "batch": "requests in the batch",
     "context": "tokens of context",
@@ -43,10 +43,10 @@ SIZES: Mapping[str, str] = {  # what each counts
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`prepare` makes the call that is timed at one size; `times` it is called for one sample."""
+    """`prepare` makes the call to time at one size; a sample is `times` calls."""
 
     name: str
-    along: str  # which of SIZES it is measured along
+    along: str  # the one of SIZES that grows
     power: float
     prepare: Callable[[int], Call]
     times: int = 1
@@ -54,9 +54,10 @@ class Part:
 
 
 def parts(decoder: Decoder, largest: Mapping[str, int], kernels: Kernels | str) -> list[Part]:
-    """The decoder computes the passes, where it is; all else is on the CPU.
+    """All parts: the decoder's passes, on its device, and the others, on the CPU.
 
-    `largest` of SIZES that are to be measured; `kernels` are the CPU's, or why there are none.
+    `largest` has the largest of each of SIZES to be measured; `kernels` are the CPU's, or why
+    there are none.
     """
     return [*_passes(decoder, largest), *bookkeeping(kernels)]
 
@@ -102,7 +103,7 @@ def _passes(decoder: Decoder, largest: Mapping[str, int]) -> list[Part]:
 
 @dataclass(frozen=True, slots=True)
 class _Host:
-    """Engines that schedule, build batches, sample and keep books, and compute nothing."""
+    """Engines that schedule, build batches, sample and do bookkeeping, around no computation."""
 
     kernels: Kernels | str
 
@@ -117,7 +118,7 @@ class _Host:
         return self._running(RUNNING, 64, blocks).step
 
     def full(self, blocks: int) -> Call:
-        """Of content that could be found again, and has to be given up for every new block."""
+        """The pool is full of cached content, of which every new block evicts some."""
         made = self._engine(blocks, RUNNING, max_step_tokens=LONG_PROMPT)
         room = (blocks - 1) * BLOCK_SIZE
         for start in range(0, room, LONG_PROMPT):
@@ -138,7 +139,7 @@ class _Host:
         return _queue(_decode(made, RUNNING, 64), queued, RUNNING * own).step
 
     def aborting(self, queued: int) -> Call:
-        """One that is last in the queue leaves it again."""
+        """A request joins the end of the queue and is aborted."""
         made = _queue(self._running(1, 64, blocks_for(2, 64 + AHEAD)), queued, 64)
 
         def call() -> None:
@@ -148,7 +149,7 @@ class _Host:
         return call
 
     def new_prompts(self, tokens: int) -> Call:
-        """Never seen before, and given up when it has its first token."""
+        """A new prompt in every call, which ends with its first token."""
         made = self._engine(2 * blocks_for(1, tokens + 1), 1)
         first = 0
 
@@ -200,7 +201,7 @@ class _Host:
 
 
 def _decode(made: Engine, requests: int, prompt: int) -> Engine:
-    """With that many requests that are past their prompts, of which no two are alike."""
+    """Add `requests` requests with different prompts, and run until all are decoding."""
     for index in range(requests):
         tokens = [-1 - index] * prompt
         made.submit(request(f"running {index}", tokens, max_tokens=AHEAD))
@@ -218,7 +219,7 @@ def _queue(made: Engine, requests: int, prompt: int) -> Engine:
 
 
 def _sequences(blocks: int, *, fill: bool) -> Call:
-    """A sequence of the manager alone: reserved, committed, released."""
+    """Reserves, commits and releases a sequence with only a cache manager."""
     manager = CacheManager(blocks, BLOCK_SIZE)
     size, first = HELD * BLOCK_SIZE, 0
 

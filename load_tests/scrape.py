@@ -1,6 +1,6 @@
-"""What a server's /metrics say about a run, joined to what the client saw.
+"""What a server's /metrics say about a run, checked against what the client saw.
 
-A scrape keeps the text: it is read after the run, because parsing takes time from the load.
+A scrape keeps the text, which is parsed after the run, because parsing takes time from the load.
 """
 
 import asyncio
@@ -12,12 +12,12 @@ from load_tests.client import Server, Unreachable, fetch
 from load_tests.terms import Outcome, ServerView
 
 _FAULTS = ("ropewalk_kv_mutated_entries_total", "ropewalk_kv_stale_entries_total")
-_COUNTERS = ("counter", "histogram", "summary")  # of the latter, sums and counts
+_COUNTERS = ("counter", "histogram", "summary")  # of the last two, sums and counts
 _LEFT_OUT = ("model_name", "encoding", "engine")  # the same in every series of an arm
 _TTFT = ("ropewalk_time_to_first_token_seconds", "vllm:time_to_first_token_seconds")
 _LOOKS = 3
 _LOOK_EVERY_S = 0.1
-_TTFT_SLACK_S = 0.1  # connecting, and a first token that is no text yet
+_TTFT_SLACK_S = 0.1  # for connecting, and for first tokens without text
 
 
 async def snapshot(server: Server) -> str:
@@ -29,9 +29,9 @@ async def snapshot(server: Server) -> str:
 
 
 async def settled(server: Server, before: str, outcomes: Sequence[Outcome]) -> str:
-    """A snapshot after a run, taken again for a moment while the two sides disagree.
+    """A snapshot after a run, repeated a few times while server and client disagree.
 
-    The last tokens of an answer leave before they are counted. Raises Unreachable.
+    The last tokens of an answer are sent before they are counted. Raises Unreachable.
     """
     after = await snapshot(server)
     for _ in range(_LOOKS):
@@ -49,9 +49,9 @@ def view(
     model_name: str,
     outcomes: Sequence[Outcome],
 ) -> ServerView:
-    """The run of one arm, whose series carry `model_name`, or none at all in a foreign server.
+    """The run of one arm, whose series have `model_name`, or no such label on another server.
 
-    A counter that did not increase is left out, and so are the buckets of histograms.
+    Leaves out counters that did not increase, and the buckets of histograms.
     Raises ValueError for a text that is no Prometheus exposition.
     """
     old, new = (_samples(text, model_name, _COUNTERS) for text in (before, after))
@@ -69,7 +69,7 @@ def view(
 
 
 def total(counters: Mapping[str, float], *families: str) -> float | None:
-    """The sum over all labels of the first of `families` that is there; None without any."""
+    """The sum, over all labels, of the first of `families` that exists; None without any."""
     for family in families:
         values = [value for name, value in counters.items() if name.partition("{")[0] == family]
         if values:
@@ -78,9 +78,9 @@ def total(counters: Mapping[str, float], *families: str) -> float | None:
 
 
 def _disagreements(grown: Mapping[str, float], outcomes: Sequence[Outcome]) -> Iterable[str]:
-    """`grown` has every counter, those that did not increase at 0."""
+    """`grown` has every counter; those that did not increase are 0."""
     answered = [outcome for outcome in outcomes if outcome.error is None and not outcome.left]
-    # Of a request that failed or was left, the server may have counted any part.
+    # The server may have counted any part of a request that failed or that the client left.
     exact = len(answered) == len(outcomes)
     for what, families, mine in (
         (
@@ -116,7 +116,7 @@ def _disagreements(grown: Mapping[str, float], outcomes: Sequence[Outcome]) -> I
 
 
 def _cached(answered: Sequence[Outcome]) -> int | None:
-    """None where the server does not tell its clients."""
+    """None if the server does not report it to its clients."""
     cached = [o.cached_tokens for o in answered if o.cached_tokens is not None]
     return sum(cached) if len(cached) == len(answered) else None
 
@@ -131,7 +131,7 @@ def _unseen_ends(grown: Mapping[str, float], exact: bool) -> Iterable[str]:
 
 
 def _first_token(grown: Mapping[str, float], answered: Sequence[Outcome]) -> Iterable[str]:
-    """The server's mean can only be the shorter one, and not by much."""
+    """The server's mean must be the shorter one, but not by much."""
     count = total(grown, *(f"{family}_count" for family in _TTFT))
     seconds = total(grown, *(f"{family}_sum" for family in _TTFT))
     waits = [outcome.chunks[0][0] - outcome.sent for outcome in answered if outcome.chunks]
@@ -146,7 +146,7 @@ def _first_token(grown: Mapping[str, float], answered: Sequence[Outcome]) -> Ite
 
 
 def _samples(text: str, model_name: str, kinds: Sequence[str]) -> dict[str, float]:
-    """Values by name and labels, of the series of one model and of those of no model."""
+    """Values by name and labels, of the series of one model and of those without a model."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(_lines_of(text, kinds)):
         for sample in family.samples:
@@ -160,7 +160,7 @@ def _samples(text: str, model_name: str, kinds: Sequence[str]) -> dict[str, floa
 
 
 def _lines_of(text: str, kinds: Sequence[str]) -> str:
-    """The families of these kinds; the rest need not be parsed, nor the help texts."""
+    """Only the families of these kinds, without help texts, to parse less."""
     kept: list[str] = []
     wanted = False
     for line in text.splitlines():

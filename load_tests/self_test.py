@@ -37,18 +37,18 @@ class Speed:
     tokens: int
     failed: int
     seconds: float
-    tokens_per_s: float  # once the first streams have ended, until the last begins
+    tokens_per_s: float  # from the end of the first streams to the start of the last
     cpu_s: float  # of the client's process
     lag_p99_s: float
 
     @property
     def core_tokens_per_s(self) -> float:
-        """With all of one core."""
+        """The rate with one core fully used."""
         return self.tokens / self.cpu_s
 
     @property
     def enough(self) -> bool:
-        """Whether one core reaches the rate, in time and without a failure."""
+        """Whether one core reaches the rate, without lag or failures."""
         fast = self.core_tokens_per_s >= TOKENS_PER_S
         return fast and self.lag_p99_s < LAG_LIMIT_S and not self.failed
 
@@ -111,14 +111,14 @@ async def measure(port: int, seconds: float, rate: float = TOKENS_PER_S) -> Spee
 
 
 def _steady_rate(driven: Driven) -> float:
-    """One token a chunk, so chunks are counted."""
+    """Tokens per second; counts chunks, which have one token each."""
     start, end = driven.steady_from + _OUTPUT_TOKENS * _PACE_S, driven.steady_to
     arrived = sum(start < at <= end for each in driven.outcomes for at, _ in each.chunks)
     return arrived / (end - start)
 
 
 class Stub(asyncio.Protocol):
-    """Answers whatever it is asked with a stream of tokens, one every `_PACE_S`."""
+    """Answers any request with a stream of tokens, one every `_PACE_S`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -152,7 +152,7 @@ def _chunk(text: str) -> bytes:
 
 
 def _completion(tokens: int, *choices: object) -> bytes:
-    """As servers send it, long fields and all."""
+    """A chunk as servers send it, with all the usual fields."""
     body = {
         "id": "cmpl-0123456789abcdef0123456789abcdef",
         "object": "text_completion",
@@ -175,14 +175,14 @@ _END = _completion(_OUTPUT_TOKENS) + _chunk("[DONE]") + b"0\r\n\r\n"
 
 
 async def _serve() -> None:
-    """Say the port and answer until killed."""
+    """Print the port and answer until killed."""
     server = await asyncio.get_running_loop().create_server(Stub, "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
 
 def _part(stub: int) -> None:
-    """The first core for this process, the last for the stub."""
+    """Pin this process to the first core and the stub to the last."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[:1])

@@ -1,4 +1,4 @@
-"""Plots of what the servers' own counters say: cache behaviour, positional work, context shifts."""
+"""Plots of the servers' own counters: cache behaviour, positional work, context shifts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -9,7 +9,7 @@ from load_tests.terms import Run
 from load_tests.words import digits, listed
 
 Counters = Mapping[str, float]
-Figure = Callable[[Counters], float | None]  # None: these counters do not say
+Figure = Callable[[Counters], float | None]  # None if the counters for it are missing
 
 
 def counted(counters: Counters, name: str, labels: str = "") -> float:
@@ -23,9 +23,9 @@ def counted(counters: Counters, name: str, labels: str = "") -> float:
 
 
 def per_token(name: str) -> Figure:
-    """Over the tokens that were computed: prompt tokens that the cache did not give, and new ones.
+    """A counter per computed token: prompt tokens that were not cached, and generated ones.
 
-    The last token of an answer is handed out and never computed.
+    The last token of an answer is only returned, never computed.
     """
 
     def figure(counters: Counters) -> float | None:
@@ -38,7 +38,7 @@ def per_token(name: str) -> Figure:
 
 
 def over(name: str, base: str, factor: float = 1.0) -> Figure:
-    """One counter over another."""
+    """The ratio of one counter to another."""
 
     def figure(counters: Counters) -> float | None:
         below = counted(counters, base)
@@ -48,7 +48,7 @@ def over(name: str, base: str, factor: float = 1.0) -> Figure:
 
 
 def rewritten(counters: Counters) -> float | None:
-    """A counter that did not grow is absent; so is every one of a server that is no Ropewalk."""
+    """0 without the counter: one that did not grow is absent. None if the server is no Ropewalk."""
     told = counted(counters, "kv_written_bytes_total")
     return counted(counters, "kv_rewritten_entries_total") if told else None
 
@@ -82,7 +82,7 @@ _SHIFT_NOTE = (
 
 
 def cache_plots(subject: Subject) -> Iterator[Plot]:
-    """What each encoding writes, rewrites, finds again and computes because of positions."""
+    """What each encoding writes, rewrites, finds in the cache and computes for positions."""
     for workload, totals in _totals(subject).items():
         found = {name: _of(totals, figure) for name, figure in CACHE.items()}
         found = {name: values for name, values in found.items() if values}
@@ -134,7 +134,7 @@ def _totals(subject: Subject) -> Mapping[str, Mapping[str, Counters]]:
 
 
 def _in_order(subject: Subject) -> Iterator[Run]:
-    """Runs arm by arm: those of a block are in random order."""
+    """Runs in the order of arms, because those of a block are in random order."""
     for arm in subject.arms:
         yield from (run for run in subject.result.runs if run.arm == arm)
 
@@ -145,7 +145,7 @@ def _of(totals: Mapping[str, Counters], figure: Figure) -> dict[str, float]:
 
 
 def _seconds(subject: Subject, workload: str) -> list[Row]:
-    """Milliseconds of one shift, for each arm."""
+    """Milliseconds per shift, for each arm."""
     found: list[Row] = []
     for arm in subject.arms:
         views = [

@@ -1,9 +1,9 @@
-"""Starts the servers of a comparison of encodings, and stops them: one process per setting.
+"""Starts and stops the servers of a comparison of encodings: one process per setting.
 
-What is compared differs in the encoding alone: the same weights but for its own, context and
-number of cached tokens. A bias form or RoPE frame is a flag of the whole server, so each one asked
-for is a process of its own. So is the trained family's learned model: its table of positions ends
-with training, and a server that is asked for more does not start. All others share one process.
+Arms differ only in the encoding: weights (except its own), context and number of cached tokens are
+the same. A bias form or RoPE frame is a flag of the whole server, so each has a process of its
+own. So has the trained family's learned model: its table of positions ends with the trained
+context, and a server asked for a longer one does not start. All others share one process.
 """
 
 import os
@@ -22,13 +22,13 @@ from load_tests.process import ServerProcess, StartFailed
 PROGRAM = (sys.executable, "-m", "server", "serve")
 FAMILY = "family"
 SHAPE = "shape:"
-TABLE = "learned"  # of the family, it takes its trained context and no other
-# Encoding → the server's flag for its settings, and those.
+TABLE = "learned"  # the family's model of it takes only its trained context
+# Encoding → the server's flag for its setting, and the values.
 SETTINGS = {
     "t5": ("--bias-form", ("window", "table", "materialised")),
     "rope": ("--rope-frame", ("absolute", "raw", "block")),
 }
-_MEMORY_SHARE = 0.25  # of what is free, for keys and values of all arms
+_MEMORY_SHARE = 0.25  # of the free memory, for keys and values of all arms
 
 
 def parse_serve(text: str) -> str:
@@ -43,14 +43,14 @@ def parse_serve(text: str) -> str:
 
 
 def model_of(source: str, encoding: str) -> str:
-    """What `ropewalk serve` is to load: of the trained family, or random weights of a shape."""
+    """The model that `ropewalk serve` loads: one of the family, or random weights of a shape."""
     if source == FAMILY:
-        return f"ropewalk-{encoding.rpartition(':')[2].lower()}"  # as they are trained
+        return f"ropewalk-{encoding.rpartition(':')[2].lower()}"  # as training names them
     return f"{source}:{encoding}"
 
 
 def setting_names() -> list[str]:
-    """As `parse_setting` takes them."""
+    """All texts that `parse_setting` accepts."""
     return [f"{name}:{each}" for name, (_, settings) in SETTINGS.items() for each in settings]
 
 
@@ -74,12 +74,13 @@ async def serving(
     timeout_s: float = 600.0,
     tell: Callable[[str], object] = lambda line: None,
 ) -> AsyncIterator[list[Arm]]:
-    """Arms of servers that answer: the encodings, then the settings, in the order given.
+    """Arms whose servers answer: the encodings, then the settings, in the order given.
 
-    `context` is the longest prompt and answer together, in tokens, of all but a trained table.
-    All arms have an equal share of a quarter of the free memory for keys and values. Servers
-    write to files in `logs`; `tell` hears what is awaited. Nothing is left running, also after an
-    error, an interrupt or SIGTERM. Raises StartFailed, and ValueError for an unknown setting.
+    `context` bounds prompt and answer together, in tokens, for all but a trained table of
+    positions. All arms share a quarter of the free memory for keys and values equally. Servers
+    write to files in `logs`; `tell` is called with what is being waited for. Nothing is left
+    running, even after an error, an interrupt or SIGTERM. Raises StartFailed, and ValueError for
+    an unknown setting.
     """
     groups = _groups(source, encodings, settings, timeout_s)
     by_label = {arm.label: arm for group in groups for arm in group.arms}
@@ -90,7 +91,7 @@ async def serving(
         for group in groups:
             running.append(_start(source, group, logs, context, kv_bytes))
             stopping.callback(running[-1].stop)
-        for started in running:  # run first at the end: all are asked before any is waited for
+        for started in running:  # at exit all are interrupted before any is waited for
             stopping.callback(started.interrupt)
         for group, started in zip(groups, running, strict=True):
             await started.answers(group.server, tell)
@@ -109,17 +110,17 @@ async def flush(server: Server) -> None:
 class _Group:
     """Arms that share a process."""
 
-    server: Server  # whichever of its models
+    server: Server  # without a choice among its models
     arms: tuple[Arm, ...]
     flags: tuple[str, ...] = ()
-    own_context: bool = False  # the one that its models were trained with
+    own_context: bool = False  # the trained context of its models, not the one asked for
 
 
 def _groups(
     source: str, encodings: Sequence[str], settings: Sequence[str], timeout_s: float
 ) -> list[_Group]:
     def group(*labels: str, setting: str = "", own_context: bool = False) -> _Group:
-        """Models have the labels as names."""
+        """The models are named by the labels."""
         server = Server(process.HOST, process.free_port(), DIALECTS["openai"], timeout_s=timeout_s)
         arms = tuple(
             Arm(label, replace(server, model=label), label.removesuffix(f":{setting}"), setting)
@@ -149,7 +150,7 @@ def _start(source: str, group: _Group, logs: Path, context: int, kv_bytes: int) 
 
 
 async def _check_context(group: _Group, context: int) -> None:
-    """A server that has too little memory starts with a shorter context."""
+    """Raises StartFailed: with too little memory a server starts with a shorter context."""
     models = (await get_json(group.server, "/v1/models"))["data"]
     for model in models:
         if model["max_model_len"] < context:
@@ -166,7 +167,7 @@ def _free_share(arms: int) -> int:
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM, which `timeout` and supervisors send, would otherwise end us without cleaning up."""
+    """Treat SIGTERM, which `timeout` and supervisors send, as an interrupt, to clean up first."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -1,7 +1,7 @@
-"""One run → its figures, by definition. Differences between arms are in differences.py.
+"""The figures of one run, by their definitions. differences.py compares arms.
 
-Latencies are of requests that were served, stayed to the end and began in the steady window, so
-not of a closed loop's first wave, which all queue behind each other.
+Latencies are those of requests that were served, stayed to the end and began in the steady
+window, so not of a closed loop's first wave, whose requests queue behind each other.
 """
 
 import math
@@ -30,7 +30,7 @@ PERCENTILES = (50, 90, 99)
 METRICS = (*(f"{name}_p{share}" for name in LATENCIES for share in PERCENTILES), *RATES)
 """Every figure that a run can have."""
 
-_LAG_LIMIT = 0.05  # of the TTFT: above it the client was too slow to measure this server
+_LAG_LIMIT = 0.05  # share of the TTFT above which the client was too slow to measure this server
 _ONCE_PER_REQUEST = ("ttft", "ttft_from_wire", "tpot", "e2e")
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _OBJECTIVE = re.compile(r"(?P<latency>\w+)=(?P<number>\d+(\.\d+)?)(?P<unit>us|ms|s)")
@@ -38,24 +38,24 @@ _OBJECTIVE = re.compile(r"(?P<latency>\w+)=(?P<number>\d+(\.\d+)?)(?P<unit>us|ms
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run. It has no latency that no request gave, and no rates where nothing was served."""
+    """One run's figures, without latencies that no request has, or rates if none was served."""
 
     served: int  # answered in full
     failures: Mapping[str, int]  # reason → how often
     values: Mapping[str, float]  # by METRICS: seconds, and tokens per second
-    lag_p99: float  # seconds that the client itself was late
+    lag_p99: float  # seconds by which the client sent late
 
     @property
     def client_late(self) -> bool:
-        """Whether the client was too slow for its figures to say anything about the server."""
+        """Whether the client was too slow for its figures to describe the server."""
         return self.lag_p99 > _LAG_LIMIT * self.values.get("ttft_p50", math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """What met the objectives: requests that began in the steady window, per second of it."""
+    """Requests that met the objectives and began in the steady window, per second of it."""
 
-    share: float  # of the requests that did not leave, failures among them
+    share: float  # of all requests that did not leave, failed ones included
     requests_per_s: float
     tokens_per_s: float  # output tokens of those requests
 
@@ -81,12 +81,12 @@ def figures(run: Run) -> Figures:
 
 
 def samples(latency: str, outcomes: Iterable[Outcome]) -> list[float]:
-    """Every value, in seconds, that one of LATENCIES has in `outcomes`."""
+    """All values, in seconds, of one of LATENCIES in `outcomes`."""
     return [value for outcome in outcomes for value in _SAMPLES[latency](outcome)]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` percent of `values` lie, interpolated; 0 of none."""
+    """The value below which `share` percent of `values` lie, interpolated; 0 without values."""
     return float(np.percentile(values, share)) if len(values) else 0.0
 
 
@@ -105,7 +105,7 @@ def parse_slo(text: str) -> dict[str, float]:
 
 
 def goodput(run: Run, objectives: Mapping[str, float]) -> Goodput | None:
-    """What met all `objectives` (seconds by latency); None where the steady window is empty."""
+    """What met all `objectives` (seconds by latency); None if the steady window is empty."""
     seconds = run.steady_to - run.steady_from
     asked = [o for o in run.outcomes if not o.left and _steady(run, o)]
     if seconds <= 0 or not asked:
@@ -140,12 +140,12 @@ def _meets(outcome: Outcome, objectives: Mapping[str, float]) -> bool:
 
 
 def _first(outcome: Outcome) -> float:
-    """The first text; an answer without any (say, one special token) is seen when it ends."""
+    """Time of the first text; for an answer without text (say, one special token), of its end."""
     return outcome.chunks[0][0] if outcome.chunks else outcome.ended
 
 
 def _arrived(outcome: Outcome, run: Run) -> int:
-    """Output tokens that arrived in the steady window; those without text come with the end."""
+    """Output tokens that arrived in the steady window; those without text count at the end."""
     arrived = before = 0
     for time, tokens in (*outcome.chunks, (outcome.ended, outcome.output_tokens)):
         if run.steady_from < time <= run.steady_to:

@@ -1,4 +1,4 @@
-"""What a step costs under each encoding, over the same step under none: `--help` says how."""
+"""The cost of a step under each encoding, compared with none: `--help` describes the method."""
 
 import argparse
 import math
@@ -34,8 +34,8 @@ ARMS = (
     "rope:raw",
     "rope:block",
 )
-CLAIMED = frozenset({"rope", "alibi", "t5", "learned", "sinusoidal"})  # what the limits are about
-LIMITS: Mapping[str, float] = {"decode": 1.02, "prefill": 1.04}  # over ZERO, at most
+CLAIMED = frozenset({"rope", "alibi", "t5", "learned", "sinusoidal"})  # the limits apply to these
+LIMITS: Mapping[str, float] = {"decode": 1.02, "prefill": 1.04}  # largest ratio to ZERO
 AGAIN = f"{ZERO} again"
 
 _DESCRIPTION = f"""\
@@ -76,7 +76,7 @@ Intervals need {MIN_ROUNDS} rounds or more. With `small` the defaults take some 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one arm's step takes; `ratio` is to ZERO's."""
+    """The time of one arm's step, and its ratio to ZERO's."""
 
     arm: str
     seconds: float
@@ -109,7 +109,7 @@ def _report(
 
 
 def costs_of(taken: Sequence[Mapping[str, float]], limit: float) -> list[Cost]:
-    """From the seconds of every round. The limit is for those of CLAIMED."""
+    """The costs from the seconds of every round. The limit applies to arms in CLAIMED."""
     found = []
     for arm in taken[0]:
         ratio = median_of(ratios(taken, arm, ZERO))
@@ -194,7 +194,7 @@ def _measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
 
 
 def table(costs: Mapping[str, Sequence[Cost]]) -> str:
-    """By step and arm."""
+    """The costs by step and arm."""
     rows = [("step", "encoding", "ms", f"over {ZERO}, 95 % interval", "limit", "")]
     for work, each in costs.items():
         for cost in each:
@@ -212,7 +212,7 @@ def table(costs: Mapping[str, Sequence[Cost]]) -> str:
 
 
 def _difference(ratio: Interval) -> str:
-    """+1.2 % (+0.8 to +1.9), without the interval where there is none."""
+    """+1.2 % (+0.8 to +1.9), without the interval if it is infinite."""
     middle = f"{signed(ratio.median)} %"
     if math.isinf(ratio.high):
         return middle
@@ -220,7 +220,7 @@ def _difference(ratio: Interval) -> str:
 
 
 def _chart(work: str, costs: Sequence[Cost]) -> str:
-    """Differences in percent; hollow where the interval has 0 in it."""
+    """Differences in percent; hollow if the interval contains 0."""
     look = looks([cost.arm for cost in costs], ZERO)
     rows = []
     for cost in costs[1:]:

@@ -17,7 +17,7 @@ class Stopwatch:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """What happens within is that part."""
+        """Time spent inside this context counts for `part`."""
         self._count()
         self._open.append(part)
         try:
@@ -27,12 +27,12 @@ class Stopwatch:
             self._open.pop()
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """So much of what was counted as `source` is known to have been `target`."""
+        """Count `seconds` of `source` as `target` instead."""
         self._seconds[source] -= seconds
         self._seconds[target] += seconds
 
     def drain(self) -> dict[str, float]:
-        """Since this was last asked."""
+        """Seconds by part since the last call."""
         seconds, self._seconds = self._seconds, defaultdict(float)
         return dict(seconds)
 

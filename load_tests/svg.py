@@ -1,7 +1,7 @@
-"""What charts are drawn with: colours, markers, scales, ticks and SVG elements.
+"""Building blocks of charts: colours, markers, scales, ticks and SVG elements.
 
-Every arm has a colour and a marker of its own (`looks`). Text is in the ink of the page. Colours
-are classes, so that the page decides on them.
+Every arm has a colour and a marker of its own (`looks`). Text has the page's text colour. Colours
+are CSS classes, so that the page defines them.
 """
 
 import html
@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-WIDTH = 440.0  # of a chart, in SVG units; so is all below
-LETTER = 6.7  # of text at 12 units
+WIDTH = 440.0  # of a chart; all lengths here are in SVG units
+LETTER = 6.7  # width of a letter in text of 12 units
 LINE = 15.0  # between two labels
 MARGIN = 4.0
 
-# Okabe and Ito's colours, darkened to 3:1 on white and lightened to it on black. The first is ink.
+# Okabe and Ito's colours, darkened or lightened to a contrast of 3:1 on white or black; the first
+# is that of text.
 LIGHT = ("#30343b", "#0b6bab", "#c8500a", "#00845f", "#a8458a", "#9a7200", "#3d9ad1", "#7b7f87")
 DARK = ("#e6e8ec", "#5aaef0", "#ff8b4d", "#35c296", "#e68cc4", "#e0b020", "#a5d8fa", "#9aa0aa")
 PATHS = {
@@ -44,7 +45,7 @@ svg .open { fill: var(--page); stroke: currentColor; stroke-width: 1.6; }
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How one arm is drawn, everywhere on a page."""
+    """How an arm is drawn everywhere on a page."""
 
     color: int  # index into LIGHT and DARK
     marker: str
@@ -53,7 +54,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Data to units: linear; logarithmic; or `bent`, linear around 0 and logarithmic beyond 1."""
+    """Maps data to units: linear, logarithmic, or `bent`: linear near 0, logarithmic beyond 1."""
 
     low: float
     high: float
@@ -72,7 +73,7 @@ class Scale:
 
 
 def looks(labels: Sequence[str], zero: str | None) -> Mapping[str, Look]:
-    """Colour, marker and dash of each arm; the zero is drawn in ink."""
+    """Colour, marker and dash of each arm; the zero has the colour of text."""
     others = [label for label in labels if label != zero]
     found = {
         label: Look(1 + i % (len(LIGHT) - 1), MARKERS[(1 + i) % 8], DASHES[i % len(DASHES)])
@@ -103,7 +104,7 @@ def nice(low: float, high: float, about: int) -> list[float]:
 
 
 def decades(low: float, high: float) -> list[float]:
-    """Powers of ten around positive numbers, with 2 and 5 times each where there are few."""
+    """Powers of ten around positive numbers, also times 2 and 5 if there are few."""
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
     units = (1, 2, 5) if last - first <= 2 else (1,)
     ticks = [unit * 10.0**power for power in range(first, last + 1) for unit in units]
@@ -124,9 +125,9 @@ def bent_ticks(low: float, high: float) -> list[float]:
 
 
 def apart(heights: Sequence[float], low: float, high: float) -> list[float]:
-    """Heights of labels in their order, LINE apart, as near as can be to where they should be.
+    """Heights for labels in their order, at least LINE apart, as near as possible to `heights`.
 
-    Labels that would touch become a block around the mean of its places, within [low, high].
+    Labels that would overlap become a block around the mean of their heights, within [low, high].
     """
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     blocks: list[list[int]] = []
@@ -148,7 +149,7 @@ def apart(heights: Sequence[float], low: float, high: float) -> list[float]:
 
 
 def wide(words: str) -> float:
-    """About how wide a text is drawn."""
+    """The approximate width of a text."""
     return LETTER * len(words)
 
 
@@ -173,7 +174,7 @@ def polyline(points: Iterable[tuple[float, float]], dash: str) -> str:
 
 
 def told(words: str) -> str:
-    """What a pointer over the elements beside it reads."""
+    """The tooltip of the elements next to it."""
     return f"<title>{html.escape(words)}</title>"
 
 

@@ -18,12 +18,13 @@ from load_tests.client import DIALECTS, Dialect, Server
 
 OURS = "{python} -m server serve {model}/bf16 --host {host} --port {port} --dtype {dtype}"
 ROPEWALK = "ropewalk"
-# In place of a type: weights in so many bits, and bfloat16 besides; and who can have those.
+# In place of a dtype: weights in that many bits, all else in bfloat16; and which systems can.
 _FEW_BITS = ("int8", "int4")
 _ROUND = frozenset({ROPEWALK, "llamacpp", "openvino"})
 # Peer → its dialect, and the command with {program} for what `--peer` names.
 PEERS: Mapping[str, tuple[str, str]] = {
-    # Without a copy that has no end-of-text its answers would end early: it takes no ignore_eos.
+    # It has no ignore_eos: only a copy of the model without end-of-text keeps answers from
+    # ending early.
     "transformers": (
         "transformers",
         "{program} -m transformers.cli.transformers serve {model}/bf16-noeos "
@@ -31,8 +32,8 @@ PEERS: Mapping[str, tuple[str, str]] = {
         "--cb-max-batch-tokens 2048 --cb-num-blocks 1024 --cb-block-size 32 "
         "--host {host} --port {port}",
     ),
-    # Unless told to compute on all cores it keeps one for itself. Both libraries are its own
-    # advice for a CPU.
+    # By default it leaves one core unused. Its own documentation recommends both libraries on a
+    # CPU.
     "vllm": (
         "openai",
         "env LD_PRELOAD=libtcmalloc_minimal.so.4:{prefix}/lib/libiomp5.so "
@@ -41,7 +42,7 @@ PEERS: Mapping[str, tuple[str, str]] = {
         "--served-model-name m --dtype {dtype} --max-model-len 4096 --max-num-seqs 32 "
         "--host {host} --port {port}",
     ),
-    # Computes as its file has the weights. Room for 1,280 tokens in each of 32 slots.
+    # Computes in the type of its file's weights. Room for 1,280 tokens in each of 32 slots.
     "llamacpp": (
         "openai",
         "{program} -m {model}/{dtype}.gguf -a m -t {cores} -tb {cores} -np 32 --no-kv-unified "
@@ -56,7 +57,7 @@ PEERS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One server program with one precision. `command` has {port} left to fill in."""
+    """One server program with one precision. In `command`, {port} is still to fill in."""
 
     name: str
     dialect: Dialect
@@ -76,8 +77,8 @@ def peer_from(text: str) -> tuple[str, Path]:
 def system_from(spec: str, *, ours: str, peers: Mapping[str, Path], model: Path) -> System:
     """`PROGRAM:DTYPE` → how to start it. Raises ValueError.
 
-    `ours` is the command of Ropewalk with its blanks, `peers` the programs by peer, `model` the
-    folder with the weights in the form that each of them takes.
+    `ours` is the template of Ropewalk's command, `peers` the programs by peer, `model` the folder
+    with the weights in each system's format.
     """
     name, _, dtype = spec.partition(":")
     if name not in (ROPEWALK, *PEERS) or not dtype:
@@ -110,7 +111,7 @@ class Started:
     """A server that answers."""
 
     server: Server
-    pid: int  # of its process; all that it started is in the session of this number
+    pid: int  # of its process, which is also the id of the session with all that it started
     began: float  # time.monotonic() when it was started
 
 

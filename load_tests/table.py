@@ -1,4 +1,4 @@
-"""A result as text for a terminal: one table for each workload, the findings, the warnings."""
+"""A result as text for a terminal: one table per workload, the findings, the warnings."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -14,7 +14,7 @@ _MAIN = "tpot_p50"  # compared with the zero
 
 
 def tables(result: Result) -> str:
-    """Everything to read when a load test has ended."""
+    """All text that is printed at the end of a load test."""
     measured = subject(result)
     by_workload = groupby(measured.cells, key=lambda cell: cell.point.workload)
     parts = [_table(measured, list(cells)) for _, cells in by_workload]
@@ -27,7 +27,7 @@ def tables(result: Result) -> str:
 
 
 def all_warnings(result: Result) -> Iterator[str]:
-    """The result's, and where client and server disagree, each once."""
+    """The result's warnings, then disagreements of client and server, each once."""
     yield from result.warnings
     counts: dict[str, int] = {}
     for run in result.runs:
@@ -38,7 +38,7 @@ def all_warnings(result: Result) -> Iterator[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Columns as wide as their widest entry, the first `left` to the left, under a header."""
+    """Columns as wide as their widest entry, the first `left` left-aligned, with a header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:

@@ -1,20 +1,20 @@
-"""What a load test is made of: plain data that every module here shares. No HTTP, no arithmetic.
+"""The terms of a load test: plain data that all modules here share. No HTTP, no arithmetic.
 
 An *arm* is what is compared. A *point* is one size of a workload (longctx at 2,048 tokens), a
-*profile* says when its requests leave, and a *cell* is a point under a profile. A *run* measures
+*profile* says when its requests are sent, and a *cell* is a point under a profile. A *run* measures
 one arm in one cell once; a *block* is one run of every arm in every cell, in random order, so that
-what drifts on the machine drifts for all arms alike.
+drift of the machine affects all arms alike. The *zero* is the arm that others are compared with.
 
 The modules, in the order of a load test (an arrow: uses):
 
     bench → options, progress           the command, from its options to its exit status
     arms → serving → process            what is compared: running servers, or its own
-    facts, environment                  what servers and the machine say of themselves
-    loads → workloads, profiles         which requests leave, and when
+    facts, environment                  what servers and the machine report about themselves
+    loads → workloads, profiles         which requests are sent, and when
     workloads → prompts, conversation, prompt_file, hits
     runner → arrivals, refusals         blocks, runs, and the requests of one run
     client → exchange → http1           one request and its stream
-    scrape                              what the server counted meanwhile
+    scrape                              what the server counted during a run
     result                              result.json
     cells → differences → statistics    figures of runs, and whether arms differ
     table, page → plots → *_plots       the report, as text and as HTML
@@ -40,7 +40,7 @@ ProfileKind = Literal["sync", "closed", "poisson", "gamma"]
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """When requests leave. `sync` is one at a time, `closed` a number of workers."""
+    """When requests are sent. `sync` is one at a time, `closed` a number of workers."""
 
     kind: ProfileKind
     concurrency: int = 1  # of sync and closed
@@ -49,7 +49,7 @@ class Profile:
 
     @property
     def label(self) -> str:
-        """As `--profile` takes it."""
+        """In the form of `--profile`."""
         if self.kind == "closed":
             return f"closed:{self.concurrency}"
         if self.kind == "poisson":
@@ -60,13 +60,13 @@ class Profile:
 
     @property
     def open_loop(self) -> bool:
-        """Whether requests leave however many are unanswered."""
+        """Whether requests are sent however many are unanswered."""
         return self.kind in ("poisson", "gamma")
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One size of a workload. `context` is where a plot puts it on its axis, if it does."""
+    """One size of a workload. `context` is its place on a plot's axis, if there is one."""
 
     workload: str
     label: str
@@ -86,11 +86,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The requests of one run, the same for every arm, and what the prefix cache must give.
+    """The requests of one run, the same for every arm, and the expected hits of the prefix cache.
 
     `cached_tokens` is how many prompt tokens a cache that was empty before the run serves, at
-    least and at most; hits.py says when. None where nobody can say: the prompts are text, or the
-    servers do not tell their block size.
+    least and at most, as explained in hits.py. None if that cannot be known: the prompts are text,
+    or the servers do not report their block size.
     """
 
     requests: tuple[Request, ...]
@@ -99,11 +99,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request. Times are `time.perf_counter` seconds.
+    """The result of one request. Times are `time.perf_counter` seconds.
 
-    `chunks` has one (time, tokens so far) for each chunk with text. It has served when `error` is
-    None: status 200, no error frame, [DONE], exactly the tokens asked for; or, for a client that
-    was to leave, when it left as planned (`left`).
+    `chunks` has one (time, tokens so far) for each chunk with text. `error` is None on success:
+    status 200, no error frame, [DONE] and exactly the tokens asked for; or, for a client that was
+    to leave, that it left as planned (`left`).
     """
 
     intended: float  # when it should have been sent
@@ -112,7 +112,7 @@ class Outcome:
     chunks: tuple[tuple[float, int], ...] = ()
     prompt_tokens: int = 0
     output_tokens: int = 0
-    cached_tokens: int | None = None  # None: the server does not say
+    cached_tokens: int | None = None  # None: the server does not report it
     left: bool = False
     error: str | None = None
 
@@ -121,7 +121,7 @@ class Outcome:
 class ServerView:
     """What the server's own /metrics say about one run of one arm."""
 
-    counters: Mapping[str, float]  # increase over the run; a label is kept as name{label="value"}
+    counters: Mapping[str, float]  # increase over the run, by name{label="value"}
     gauges: Mapping[str, float]  # highest value seen while it ran
     disagreements: tuple[str, ...]  # one sentence each: where client and server differ
 
@@ -137,7 +137,7 @@ class Run:
     outcomes: tuple[Outcome, ...]
     steady_from: float  # time.perf_counter: the first worker's second request, or first arrival
     steady_to: float  # when the first worker found nothing left to send, or the last arrival
-    server: ServerView | None = None  # None: no /metrics there
+    server: ServerView | None = None  # None: it has no /metrics
 
     @property
     def began(self) -> float:
@@ -152,7 +152,7 @@ class Run:
 class Result:
     """A whole load test, as result.json holds it."""
 
-    command: str  # to type again
+    command: str  # that repeats it
     arguments: Mapping[str, object]
     environment: Mapping[str, object]  # python, processor, cores, commit, versions of the servers
     arms: Mapping[str, Mapping[str, object]]  # label → model, encoding, url, form or frame

@@ -1,4 +1,4 @@
-"""Numbers and differences as people read them."""
+"""Formats numbers and differences for people."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def fine_milliseconds(seconds: float) -> str:
-    """Milliseconds to the microsecond below one, to three digits above."""
+    """Milliseconds: below one with three decimals, above with three digits."""
     return milliseconds(seconds) if seconds >= 0.9995e-3 else f"{seconds * 1e3:.3f}"
 
 
@@ -64,7 +64,7 @@ def signed(ratio: float) -> str:
 
 
 def interval(found: Difference) -> str:
-    """+3.1 % (+1.9 to +4.4): slower; or unknown, whose reason `compared` says."""
+    """+3.1 % (+1.9 to +4.4): slower; or unknown, for a reason that `compared` gives."""
     if found.verdict == "unknown":
         return found.verdict
     inside = f"{signed(found.low)} to {signed(found.high)}"
@@ -89,12 +89,12 @@ def unit(metric: str) -> str:
 
 
 def column(metric: str) -> str:
-    """The same with its unit: TTFT p99, ms."""
+    """The heading with its unit: TTFT p99, ms."""
     return heading(metric) if metric in RATES else f"{heading(metric)}, ms"
 
 
 def defined(metrics: Iterable[str]) -> str:
-    """What the metrics mean, each once for all its percentiles."""
+    """The definitions of the metrics, each once for all its percentiles."""
     names = [metric if metric in DEFINITIONS else metric.rpartition("_")[0] for metric in metrics]
     return " ".join(f"{heading(name)} is {DEFINITIONS[name]}." for name in dict.fromkeys(names))
 
@@ -126,7 +126,7 @@ def compared(where: str, base: str, found: Mapping[str, Difference], metric: str
 
 
 def _difference(arm: str, found: Difference, metric: str, base: str = "") -> str:
-    """In full with `base`; without, what a sentence that began with another arm needs."""
+    """In full with `base`; without it, in short, to continue a sentence about another arm."""
     name = metric if metric in _WORDS else metric.rpartition("_")[0]
     verb, more, less = _WORDS[name]
     low, high = sorted(abs(end - 1) for end in (found.low, found.high))

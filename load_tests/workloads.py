@@ -1,7 +1,7 @@
 """The workloads: which requests a run sends. Knows neither HTTP nor results.
 
-All of it follows from the seed of the prompts. A plan is made once for each run and sent to every
-arm, so every arm gets the same token ids and no server gets a prompt twice, but for files.
+The seed of the prompts determines everything. A plan is made once per run and sent to every arm,
+so every arm gets the same token ids, and no server gets a prompt twice, except from a file.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,10 +29,10 @@ _EIGHT = Profile("closed", concurrency=8)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Tokens and counts that a user may change, and three numbers that the servers say."""
+    """Tokens and counts that a user may change, and three numbers that the servers report."""
 
-    prompt_tokens: int = 128  # of stream and cancel; of chat's first turn, in the middle
-    output_tokens: int = 128  # of stream, cancel and files; of chat, in the middle
+    prompt_tokens: int = 128  # of stream and cancel; median of chat's first turn
+    output_tokens: int = 128  # of stream, cancel and files; median of chat
     prefill_tokens: int = 1024
     prefix_tokens: int = 768
     prefixes: int = 8
@@ -42,7 +42,7 @@ class Sizes:
     arrivals: int = 32  # of open loops
     context: int = 2048  # the largest `max_model_len` of the arms
     trained_context: int = 2048  # the smallest of the arms
-    block_size: int | None = 16  # of their caches; None: they do not say, so there is no theory
+    block_size: int | None = 16  # of their caches; None if unknown: then no hits are predicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Draft:
 
     @property
     def count(self) -> int:
-        """How many requests a run has, where the workload leaves that to the profile."""
+        """How many requests a run has, if the workload leaves that to the profile."""
         if self.profile.open_loop:
             return self.sizes.arrivals
         return self.profile.concurrency * self.sizes.requests_per_worker
@@ -67,7 +67,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`requests` makes those of one run. `sized` are the points to measure it at, if several.
+    """`requests` makes those of one run. `sized` gives the points to measure, if several.
 
     `context` is how many tokens, prompt and answer together, a model started for it should take.
     """
@@ -80,7 +80,7 @@ class Workload:
     sized: Callable[[Sizes], list[Point]] | None = None
 
     def points(self, sizes: Sizes) -> list[Point]:
-        """The sizes to measure it at."""
+        """The points to measure."""
         return [Point(self.name, self.name)] if self.sized is None else self.sized(sizes)
 
     def plan(self, point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes) -> Plan:
@@ -137,7 +137,7 @@ def _prefill(draft: Draft) -> list[Request]:
 
 
 def _chat(draft: Draft) -> list[Request]:
-    """Turn by turn through all conversations, so that a turn finds the one before it answered.
+    """All first turns, then all second ones, so that a turn finds its predecessor answered.
 
     There are at least as many conversations as workers.
     """
@@ -155,7 +155,7 @@ def _longctx_points(sizes: Sizes) -> list[Point]:
 
 
 def _longctx(draft: Draft) -> list[Request]:
-    """One for each worker: its last steps are the point, so a context of that length suffices."""
+    """One per worker, ending at the point's context: its last steps are what is measured."""
     assert draft.point.context is not None
     length = draft.point.context - STEP_OUTPUT_TOKENS
     if length < 1:
@@ -168,7 +168,7 @@ def _longctx(draft: Draft) -> list[Request]:
 
 
 def _shared_prefix(draft: Draft) -> list[Request]:
-    """The first request of every prefix, then the second of each: as far apart as can be."""
+    """The first request of every prefix, then the second of each: as far apart as possible."""
     sizes, prompts = draft.sizes, draft.prompts
     prefixes = [prompts.pieces(sizes.prefix_tokens) for _ in range(sizes.prefixes)]
     length = sizes.prefix_tokens + SUFFIX_TOKENS
@@ -180,7 +180,7 @@ def _shared_prefix(draft: Draft) -> list[Request]:
 
 
 def _shift(draft: Draft) -> list[Request]:
-    """Each answer begins shortly before the context is full and ends as far beyond."""
+    """Each answer begins SHIFT_MARGIN before the context is full and ends as far beyond."""
     length = draft.sizes.context - SHIFT_MARGIN
     if length < 1:
         raise ValueError(
