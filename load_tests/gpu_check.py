@@ -255,7 +255,7 @@ class _Check:
             yield from find()
         except torch.AcceleratorError:  # the device is lost, and all else on it would fail
             raise
-        except Exception as error:  # of packages, kernels, compilers or memory: other parts may work
+        except Exception as error:  # other parts may still work
             log.exception("%s, %s of %s failed", system, work, shape)
             yield LeftOut(work, system, shape, None, in_one_line(error), failed=True)
         gc.collect()
