@@ -154,7 +154,7 @@ class AsyncEngine:
     async def generate(
         self, model: str, request: Request
     ) -> AsyncGenerator[list[TokenEvent], None]:
-        """Yields lists of the events since the last one; the very last event has a `finish`.
+        """Yields the events since the last iteration, at least one; the final one has a `finish`.
 
         Raises ServeError at the first iteration when the request is refused. Closing the generator
         early aborts the request.

@@ -62,7 +62,7 @@ class Scheduler:
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         # The first waiting request did not fit, and since then no block was freed or became shared.
         self._no_room = False
-        self._all_fit = cache.capacity  # capacity at which every waiting request is known to fit
+        self._all_fit = cache.capacity  # with this capacity every waiting request fits
         self._recompute: dict[str, int] = {}  # preempted: prompt tokens computed once before
         self._forks: list[OpReport] = []
         self._ended: list[tuple[str, RequestSummary]] = []  # request ids and how they ended
