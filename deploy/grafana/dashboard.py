@@ -33,7 +33,7 @@ def gauge(name: str) -> str:
 
 
 def highest(name: str) -> str:
-    """Of all servers."""
+    """The maximum over all servers."""
     return f"max by ({BY}) (ropewalk_{name}{{{CHOSEN}}})"
 
 
@@ -255,7 +255,7 @@ SERVING = (
         "Requests answered with an error alone, and clients that went away.",
         "reqps",
         (
-            # A request for no known model carries labels of its own, which no choice leaves out.
+            # Unfiltered: requests for unknown models have labels that no variable matches.
             (
                 "sum by (reason) (rate(ropewalk_request_rejections_total[$__rate_interval]))",
                 "{{reason}}",
