@@ -1,4 +1,4 @@
-"""How tests run, and what is left out unless everything is asked for: `scripts/test --full`."""
+"""How tests run, and which of them run only with `scripts/test --full`."""
 
 import functools
 import gc
@@ -10,7 +10,7 @@ import ssl
 import pytest
 from _pytest.logging import catching_logs
 
-# Long, and late in the alphabet: begun first, so that no worker is left alone with one of them.
+# Long, and late in the alphabet: they run first, so that no worker is left alone with one.
 FIRST = (
     "server/test_end_to_end.py",
     "server/test_overflow.py",
@@ -29,17 +29,17 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # A shell's background job ignores it, and so would every process that a test starts.
+    # A shell's background job ignores SIGINT, and so would every process that a test starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--full"):
         os.environ.setdefault("STATEFUL_EXAMPLES", "100")
-    if config.getoption("dist", "no") == "no":  # it does not only hand out work to others
+    if config.getoption("dist", "no") == "no":  # else this process only distributes work
         _prepare(full=config.getoption("--full"))
 
 
 @pytest.fixture(scope="session")
 def kernels():
-    """The compiled CPU kernels, from where the server keeps them, to save the seconds."""
+    """The compiled CPU kernels, cached where the server keeps them, to save seconds."""
     from model.kernels.build import load
     from server.pull import home
 
@@ -48,7 +48,7 @@ def kernels():
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """For models so small that a second thread only waits for more."""
+    """For models so small that a second thread only costs time."""
     import torch
 
     threads = torch.get_num_threads()
@@ -58,34 +58,34 @@ def one_thread():
 
 
 def _prepare(full):
-    """What takes seconds, for a process that runs tests."""
+    """Set up a process that runs tests, so that they start seconds sooner."""
     import hypothesis
     import torch
     from hypothesis.internal.conjecture import providers
 
-    gc.disable()  # until all tests are there: what is imported stays
-    # Nobody speaks TLS here, but every HTTP client would read the certificates of all authorities.
+    gc.disable()  # until all tests are collected: what is imported stays
+    # No test uses TLS, but every HTTP client would load the certificates of all authorities.
     ssl.create_default_context = functools.cache(ssl.create_default_context)
     _hear_the_root_alone()
 
     if not torch.cuda.is_available():
-        # Triton reads it when it is first imported, by whomever.
+        # Triton reads it when it is first imported, by any module.
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if not full:
         hypothesis.settings.register_profile("usual", max_examples=50)
         hypothesis.settings.load_profile("usual")
-        # Constants of all modules that are loaded: seconds to read, and another order of tests
-        # would draw other examples.
+        # Hypothesis would collect constants from all loaded modules, which takes seconds and makes
+        # examples depend on the order of tests.
         providers._get_local_constants = lambda: providers._local_constants
 
 
 def _hear_the_root_alone():
-    """What is logged arrives there; pytest would ask a thousand loggers, six times for a test."""
+    """All log records reach the root; pytest would check a thousand loggers, six times a test."""
     ask_all = catching_logs.__enter__
 
     def enter(catching):
         if catching.level is not None or not hasattr(catching, "attached_loggers"):
-            return ask_all(catching)  # pytest before 9.1 asks the root alone
+            return ask_all(catching)  # pytest before 9.1 only uses the root
         logging.root.addHandler(catching.handler)
         catching.attached_loggers.append(logging.root)
         return catching.handler
@@ -95,7 +95,7 @@ def _hear_the_root_alone():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Files that are done are forgotten: after each test xdist counts what is left of every one."""
+    """Forget finished files: after each test xdist counts the remaining tests of every file."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -112,7 +112,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_finish():
-    gc.freeze()  # a million objects that no collection need look at again
+    gc.freeze()  # a million objects that later collections need not look at
     gc.enable()
 
 

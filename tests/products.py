@@ -1,4 +1,4 @@
-"""Combinations of which a usual run shows some, and `scripts/test --full` all."""
+"""Combinations of which a usual run tests some, and `scripts/test --full` all."""
 
 from itertools import product
 
@@ -8,7 +8,7 @@ import pytest
 def combined(*values, always):
     """Every combination of the values, for `parametrize`.
 
-    always: of one combination → whether it is run without `--full` too.
+    always: whether a combination also runs without `--full`.
     """
     return [
         pytest.param(
@@ -19,9 +19,9 @@ def combined(*values, always):
 
 
 def thirds(*values):
-    """Every combination, of which a usual run shows a third.
+    """Every combination, of which a usual run tests a third.
 
-    Any two values of different lists are together in it if another list has three.
+    That third contains every pair of values from two lists if another list has three.
     """
     lists = [list(of) for of in values]
     return combined(

@@ -1,4 +1,4 @@
-"""Where the tests that need real weights find them: where `ropewalk pull smollm2` puts them."""
+"""Finds real weights for tests, where `ropewalk pull smollm2` puts them."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from server.pull import SMOLLM2, stored
 
 
 def smollm2_path() -> Path:
-    """The GGUF file; skips the test that asks when it was not pulled."""
+    """The GGUF file; skips the calling test if it was not pulled."""
     path = stored(SMOLLM2, "smollm2")
     if path is None:
         pytest.skip("the SmolLM2 weights are missing: `ropewalk pull smollm2` fetches them")

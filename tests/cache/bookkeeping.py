@@ -1,4 +1,4 @@
-"""The cache's integers alone, for tests that have no tensors."""
+"""The cache's bookkeeping without its tensors, for tests."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ def store(cache: CacheManager, seq: str, tokens, **options) -> int | None:
 
 
 class Bookkeeping:
-    """`capability` is that of a renumbering; `copied` is told which blocks are copied."""
+    """`capability` is that of renumbering; `copied` is called with each copy of a block."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Block events, written shortly."""
+"""Short constructors of block events."""
 
 from cache.terms import BlockEvent, EventKind
 

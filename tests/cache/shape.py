@@ -1,4 +1,4 @@
-"""What a cache has to know of a model, without a model."""
+"""What a cache needs to know of a model, without a model."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What lies in deploy/, read once: rules, the dashboard's queries, and the metrics they name."""
+"""The files of deploy/, read once: rules, the dashboard's queries, and the metrics they name."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def queries() -> dict[str, str]:
 
 
 def expressions() -> dict[str, str]:
-    """Every PromQL expression there is, by where it stands."""
+    """All PromQL expressions, by where they are used."""
     alerts = {name: rule["expr"] for name, rule in ALERTS.items()}
     return RECORDED | alerts | queries()
 

@@ -7,7 +7,7 @@ import pytest
 
 
 def program(name: str) -> str:
-    """Path of `prometheus` or `promtool`; skips the test that asks when it is not there."""
+    """Path of `prometheus` or `promtool`; skips the calling test if it is missing."""
     folder = os.environ.get("PROMETHEUS", "")
     path = shutil.which(name, path=os.pathsep.join((folder, os.environ.get("PATH", ""))))
     if path is None:

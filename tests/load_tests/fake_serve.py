@@ -1,8 +1,8 @@
 """Stands in for `ropewalk serve`: no model, the routes that starting and flushing need.
 
-Says what it was told and asked as lines of JSON on standard output. A model whose source holds
+Prints its arguments and requests as lines of JSON on standard output. A model whose source contains
 "bad" ends it at once, "short" gets half of the context, and "stubborn" ignores an interrupt. The
-context is 50 unless another is asked for.
+default context is 50.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Results that nothing measured: arms whose times are a formula, so that the truth is known."""
+"""Made-up results: arms whose times follow a formula, so that the truth is known."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ def result(
     arms: Mapping[str, Mapping[str, object]] | None = None,
     zero: str | None = "nope",
 ) -> Result:
-    """Every step of an arm takes its factor times what it takes the zero, but for the noise."""
+    """Every step of an arm takes its factor times the zero's time, plus noise."""
     dice = random.Random(5)
     runs: list[Run] = []
     now = 100.0

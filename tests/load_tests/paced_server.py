@@ -1,6 +1,6 @@
-"""A completions server of a known pace: what a load generator reads off it should be that pace.
+"""A completions server with a known pace, which a load generator should measure.
 
-`python -m tests.load_tests.paced_server PORT`; docs/load-testing-agreement.md has it measured.
+`python -m tests.load_tests.paced_server PORT`; docs/load-testing-agreement.md shows the results.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ def usage(prompt: int, generated: int) -> dict[str, int]:
 
 
 async def complete(writer: asyncio.StreamWriter, body: dict) -> None:
-    """Each token at its own moment after the start, so that no delay adds to the next."""
+    """Each token at a fixed time after the start, so that delays do not add up."""
     clock = asyncio.get_running_loop().time
     due = clock() + FIRST_S
     writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")

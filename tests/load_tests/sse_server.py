@@ -69,7 +69,7 @@ def prompt_length(body: dict) -> int:
 
 
 def good(path: str, body: dict) -> Pieces:
-    """What a well-behaved server says to anything the benchmark asks."""
+    """A well-behaved server's answer to any request of the benchmark."""
     if path == "/v1/models":
         return whole("200 OK", MODELS)
     if path == "/health":

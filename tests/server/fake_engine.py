@@ -50,7 +50,7 @@ def counting(batch, kv):
 
 
 def auditor_of(kv, manager, scheduler, ledger=None):
-    """Looks at every full block in every step: what a fake model leaves alone must not change."""
+    """Verifies every full block in every step: what a fake model does not write must not change."""
     return Auditor("fake", ledger or Ledger(kv, Audit.FULL), manager, scheduler)
 
 
@@ -79,7 +79,7 @@ def make_engine(
 
 
 def make_planner(encoding="rope", *, shape=CONFIG, max_context=100, speed=SPEED, **options):
-    """For a cache of `shape` in float32, with that encoding as the model's own."""
+    """A planner for a cache of `shape` in float32, with that encoding as the model's own."""
     (own, *_) = (
         each
         for each in in_each_frame(find(encoding), shape)
@@ -96,7 +96,7 @@ def make_planner(encoding="rope", *, shape=CONFIG, max_context=100, speed=SPEED,
 
 
 def configured(*flags):
-    """What `ropewalk serve` is asked for with these flags and an empty environment."""
+    """The configuration of `ropewalk serve` with these flags and an empty environment."""
     parser = argparse.ArgumentParser()
     add_options(parser, SERVE_OPTIONS)
     return server_config(read_options(SERVE_OPTIONS, parser.parse_args(flags), {}))

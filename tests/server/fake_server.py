@@ -13,7 +13,7 @@ Reply = tuple[int, bytes]
 
 @dataclass
 class Seen:
-    """What the server was asked, in order."""
+    """The requests to the server, in order."""
 
     url: str = ""
     port: int = 0

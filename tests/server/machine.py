@@ -52,7 +52,7 @@ class ProvenanceMachine(RuleBasedStateMachine):
         forked=st.booleans(),
     )
     def add(self, family, length, answer, salt, twins, scored, steps, **more):
-        """Requests that fit, of a few families with long common beginnings."""
+        """Requests that fit, from a few families with long common prefixes."""
         capacity = (self.world.cache.num_blocks - 1) * self.world.cache.block_size
         stored = min(capacity, self.world.limits.max_context - 1)
         prompt = FAMILIES[family][: 1 + length * stored // 48]
@@ -68,7 +68,7 @@ class ProvenanceMachine(RuleBasedStateMachine):
         self.step(steps)
 
     def wishes(self, params, twin, overflow=Overflow.REFUSE, forked=False):
-        """To be forked from the request before it, and to go on when the context is full."""
+        """A sibling to fork from, and what to do when the context is full."""
         limits, size = self.world.limits, self.world.cache.block_size
         if params.prompt_logprobs is not None:
             return {}
@@ -89,7 +89,7 @@ class ProvenanceMachine(RuleBasedStateMachine):
         steps=st.integers(0, 3),
     )
     def follow(self, which, drop, max_tokens, min_tokens, steps):
-        """A prompt that is what another request holds or ended with."""
+        """A prompt made of the tokens of another request, live or finished."""
         earlier = [*self.world.live.values(), *self.world.finished.values()]
         chosen = earlier[which % len(earlier)]
         params = SamplingParams(max_tokens, min_tokens, stop_ids=frozenset({STOP}))

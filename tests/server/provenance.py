@@ -1,8 +1,8 @@
 """A fake engine whose cache remembers where every entry came from.
 
-Each slot stores the salt and all tokens up to and including its own: what a real K and V
-depend on, whatever the positional encoding. What is computed after a request dropped some of its
-context depends on more than its tokens, so it is that request's alone. The fake attention asserts
+Each slot stores the salt and all tokens up to and including its own: what real K and V depend on,
+whatever the positional encoding. What is computed after a request has dropped part of its context
+depends on more than the visible tokens, so it is unique to that request. The fake attention asserts
 that a block table leads to exactly the request's own entries at their own positions; the next
 token is a pure function of all tokens, so every finished request can be compared with running
 alone.
@@ -29,7 +29,7 @@ def next_token(context: Sequence[int], vocabulary: int = 2) -> int:
 
 
 def solo(prompt: Sequence[int], params: SamplingParams, context: int) -> list[int]:
-    """The tokens of a request that has everything to itself."""
+    """The tokens of a request that runs alone."""
     tokens = list(prompt)
     while len(tokens) < context and len(tokens) - len(prompt) < params.max_tokens:
         tokens.append(next_token(tokens))
@@ -44,12 +44,12 @@ def colliding_digest(parent: bytes, salt: str, tokens: bytes) -> bytes:
 
 
 def plain(request: Request, index: int) -> Content:
-    """An entry that follows from the tokens that the model sees."""
+    """An entry that depends only on the tokens that the model sees."""
     return request.salt, tuple(request.context(0, index + 1))
 
 
 def own(request: Request, index: int) -> Content:
-    """An entry that also saw what was dropped since."""
+    """An entry that also depends on tokens that have been dropped since."""
     return f"{request.salt}/{request.id}", tuple(request.tokens[: index + 1 + request.dropped])
 
 
@@ -201,7 +201,7 @@ class World:
             assert request.tokens == alone  # SC7, SC8, SC10
 
     def check(self) -> None:
-        """Section by section what must hold between any two operations."""
+        """Checks what must hold between any two operations."""
         self.cache.check()
         self.scheduler.check()
         scheduled = [*self.scheduler.running, *self.scheduler.waiting]
