@@ -46,7 +46,7 @@ class Auditor:
         return ends
 
     def sample(self) -> list[TokenEvent]:
-        """Also verify the block longest not verified; returns the ends of failed requests."""
+        """Also verify blocks that were longest unverified; returns ends of failed requests."""
         self._ledger.sample()
         return self.look()
 

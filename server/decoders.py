@@ -92,7 +92,7 @@ def prepare(
         raise CommandError(f"--quantize int4 needs {lacking}; use int8")
     decoder = _assembled(checkpoint, encoding, backend, context, dtype, device)
     _load(checkpoint, source.name, decoder)
-    if not isinstance(shape, EncoderDecoderConfig):  # whose encodings are always this project's own
+    if not isinstance(shape, EncoderDecoderConfig):  # which have no foreign encodings
         check_hooks(encoding, shape, context, device)
     if loading.quantize == "int8":
         quantize(decoder)

@@ -257,7 +257,7 @@ class Engine:
 
 
 def _phase(plan: tuple[Work, ...]) -> Phase | None:
-    """Call before the plan is recorded: afterwards `decodes` answers for the next step."""
+    """Call before the plan is recorded: afterwards a request that got its first token `decodes`."""
     found = {work.decodes for work in plan}
     if len(found) == 2:
         return Phase.MIXED

@@ -34,8 +34,8 @@ REQUEST_SECONDS = 30.0
 # How long a refused client's further input is read. Closing at once would reset the connection,
 # which can discard the refusal before the client reads it (RFC 9112, section 9.6).
 LINGER_SECONDS = 1.0
-# How long a client may read nothing of the data that waits for it: longer than a stream's own
-# limit, which counts such clients.
+# How long a client may read nothing of the data that waits for it. Longer than a stream's own
+# limit, so that a stream ends, and is counted, first.
 UNREAD_SECONDS = 60.0
 # How long the server waits for connections to close once everything is answered or cut.
 CLOSING_SECONDS = 2
