@@ -2,7 +2,7 @@
 
 Times are whole microseconds since the first run began. Of a request's chunks the file holds
 `first`, the time of the first, `gaps`, the times from each to the next, and `tokens`, the number
-of tokens in each, which is left out if all are at most 1. The names of the servers' counters and
+of tokens in each, which is left out if each has exactly one. The names of the servers' counters and
 gauges are listed once, in `series`; a run has its values in that order, null for a missing one.
 What is read differs from what was written only in the origin of the clock.
 """
