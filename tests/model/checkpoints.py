@@ -75,7 +75,7 @@ def tiny_tokenizer():
 
 
 def save(model, folder, **options):
-    """As transformers does, with a tokenizer beside it."""
+    """Save as transformers does, with a tokenizer."""
     model.save_pretrained(folder, **options)
     tiny_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
@@ -109,7 +109,7 @@ def gguf_name(name):
 
 
 def paired_heads(name, config):
-    """How many heads the rows are when GGUF stores them in pairs, else None."""
+    """The number of heads in the rows if GGUF stores them in pairs, else None."""
     if config.model_type not in ("llama", "mistral", "smollm3"):
         return None
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -131,7 +131,7 @@ def gguf_tensors(model):
 
 
 def fill_from_gguf(model, reader):
-    """Into a transformers model with tied embeddings, through the package's own reader."""
+    """Load into a transformers model with tied embeddings, with the gguf package's own reader."""
     stored = {tensor.name: tensor for tensor in reader.tensors}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -148,7 +148,7 @@ def fill_from_gguf(model, reader):
 
 
 def add_tokenizer(writer, vocab_size):
-    """The tiny tokenizer, filled up to the size of the vocabulary."""
+    """The tiny tokenizer, padded to the size of the vocabulary."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     unused = [f"<unused{index}>" for index in range(vocab_size - len(TOKENS))]

@@ -99,7 +99,7 @@ def loaded(checkpoint, dtype=torch.float32, backend=SdpaAttention, context=512):
 
 
 class Answering:
-    """A prompt and its answer as the model sees them, each in blocks of its own."""
+    """A prompt and its answer as the model sees them, each in its own blocks."""
 
     def __init__(self, prompt, tokens, take):
         """take: a number of blocks → their ids. `tokens` starts with the start token."""
@@ -134,7 +134,7 @@ def step(decoder, work, kv):
 
 
 def step_batch(work):
-    """These tokens, and prompts to be encoded where that is yet to be done."""
+    """A batch of these tokens, and of the prompts that are not encoded yet."""
     batch = make_batch([(each.answer, count) for each, count in work], BLOCK)
     new = [(each.prompt, len(each.prompt.tokens)) for each, _ in work if not each.prompt.computed]
     prompts = make_batch(new, BLOCK) if new else None

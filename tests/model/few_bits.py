@@ -10,7 +10,7 @@ BITS = [16, 8, 4]  # 16: as they are
 
 
 def in_bits(layer: Linear, bits: int, kernels: Kernels) -> AnyLinear:
-    """Whatever that loses. Skips a test where no kernel multiplies weights in 4 bits."""
+    """Quantise, whatever that loses. Skips the test if no kernel multiplies 4-bit weights."""
     if bits == 16:
         return layer
     if bits == 8:

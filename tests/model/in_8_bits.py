@@ -1,6 +1,6 @@
-"""Keys and values in 8 bits a second time, as cache/rounding.py defines them: the oracle.
+"""An independent implementation of 8-bit keys and values, as cache/rounding.py defines them.
 
-What is rounded here is kept in float64, and so the float reference attends to it as it is.
+Rounded values are kept in float64, so the float reference attends to exactly them.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from tests.model.running import CPU
 
 
 def by_hand(entries):
-    """[..., head_dim] as 8 bits give it back, in float64."""
+    """[..., head_dim] rounded to 8 bits and back, in float64."""
     wide = entries.float().numpy()
     largest = np.abs(wide).max(axis=-1, keepdims=True)
     numbers = np.rint(wide * (np.float32(127) / largest)).astype(np.float64)
@@ -20,7 +20,7 @@ def by_hand(entries):
 
 
 class ByHand(LayerKV):
-    """One layer's, rounded when it is written."""
+    """One layer's keys and values, rounded when written."""
 
     def write(self, k, v, slots):
         super().write(by_hand(k), by_hand(v), slots)
@@ -42,6 +42,6 @@ def cache_by_hand(decoder, blocks, block_size):
 
 
 def in_8_bits(kv):
-    """What a LayerKV holds, as the code under test stores it."""
+    """The content of a LayerKV, as stored by the code under test."""
     (keys, key_scales), (values, value_scales) = (rounded(part) for part in kv)
     return Int8LayerKV(keys, values, key_scales, value_scales)

@@ -1,4 +1,4 @@
-"""What keys and values in 8 bits cost in quality, on SmolLM2: a measurement, not a test.
+"""The loss of quality from 8-bit keys and values, on SmolLM2: a measurement, not a test.
 
 Run by hand, after `ropewalk family prepare`: python -m tests.model.measure_kv
 Prints nats per token on the family's held-out texts with keys and values in the model's dtype and

@@ -1,4 +1,4 @@
-"""What weights in 8 and 4 bits cost in quality and give in speed, on SmolLM2: no test.
+"""Quality and speed with 8-bit and 4-bit weights, on SmolLM2: a measurement, not a test.
 
 Run by hand, with nothing else on the machine and after `ropewalk family prepare`:
 python -m tests.model.measure_quantize
@@ -64,7 +64,7 @@ def windows(count: int = COUNT) -> list[list[int]]:
 def losses(
     decoder: Decoder, texts: list[list[int]], stored: torch.dtype | None = None
 ) -> list[float]:
-    """Nats per token of each text; stored: of keys and values, if not the decoder's dtype."""
+    """Nats per token of each text; stored: dtype of keys and values, if not the decoder's."""
     make_cache = partial(new_cache, stored=stored)
     found = []
     for text in texts:

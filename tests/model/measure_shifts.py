@@ -1,10 +1,10 @@
-"""What shifting a cached context costs in accuracy: a measurement, not a test.
+"""The loss of accuracy from shifting a cached context: a measurement, not a test.
 
 Run by hand: python -m tests.model.measure_shifts
-Prints two tables. Drift: how far stored keys are from correctly placed ones after so many shifts
-(position error). Divergence: the next-token distributions of SmolLM2 over a shifted cache against
-those over the same tokens computed again, which has the context error too, and against a frame
-whose keys never change, which has the position error alone.
+Prints two tables. Drift: how far stored keys are from correctly placed ones after a number of
+shifts (position error). Divergence: SmolLM2's next-token distributions with a shifted cache,
+compared with the same tokens computed again, which includes the context error, and with a frame
+whose keys never change, which isolates the position error.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def drift() -> None:
-    """One block at a time from position 4,096 down, and in one turn over the whole distance."""
+    """Shifts block by block from position 4,096 down, and in one rotation over the distance."""
     keys = torch.randn(256, 4, 128, generator=torch.Generator().manual_seed(0)).double()
     rope = RoPE(base=10000.0, width=128, layout="half", context=4097, device=CPU)
     print("|dtype|" + "|".join(f"{count} of {BLOCK}" for count in COUNTS) + "|one of 1,600|")
@@ -57,7 +57,7 @@ def drift() -> None:
 
 
 def kept(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As a cache of that dtype gives them back."""
+    """The values as a cache of that dtype returns them."""
     if dtype is torch.int8:
         return restored(*rounded(keys), torch.float32)
     return keys.to(dtype)
@@ -77,7 +77,7 @@ class Stream:
         self.shifts = 0
 
     def feed(self, tokens: list[int]) -> torch.Tensor:
-        """Logits of each token, which must fit."""
+        """Logits of each token; all must fit into the context."""
         start, length = len(self.tokens), len(self.tokens) + len(tokens)
         self.tokens += tokens
         self.manager.reserve("s", self.tokens, length)

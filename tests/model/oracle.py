@@ -1,7 +1,7 @@
-"""A decoder written a second time, from the papers: slow, in float64, a whole sequence at once.
+"""An independent decoder, written from the papers: slow, in float64, a whole sequence at once.
 
-Shares nothing with model/ but the names of its weights and the fields of its config: no cache,
-no batch, no hooks. So both can only agree by being right, or by being wrong in the same way.
+Shares nothing with model/ except the names of its weights and the fields of its config: no cache,
+no batch, no hooks. So the two agree only if both are right, or wrong in the same way.
 """
 
 import math
@@ -97,7 +97,7 @@ class _Model:
         return self.linear(f"{at}out", torch.cat(gathered, dim=1))
 
     def seen(self, layer, count):
-        """[queries, keys]: 1 where the key is neither after the query nor out of its window."""
+        """[queries, keys]: 1 where the key is neither after the query nor outside its window."""
         window = self.config.windows[layer] or count
         return torch.ones(count, count, dtype=WIDE).tril().triu(1 - window)
 
@@ -154,7 +154,7 @@ class NoPosition:
 
 
 class Rotary(NoPosition):
-    """Pair i of the first `width` coordinates turns by base^(-2i / width) per position.
+    """Rotates pair i of the first `width` coordinates by base^(-2i / width) per position.
 
     Arxiv 2104.09864, section 3.2.2.
     """
@@ -192,7 +192,7 @@ class Rotary(NoPosition):
     def slowed(self, i, base, width, context):
         """Arxiv 2309.00071, section 3.2, as its authors' code has it: linear in the pair's index.
 
-        0 for pairs that turn 32 times or more in the original context, 1 for those that turn once
+        0 for pairs that rotate 32 times or more in the original context, 1 for those that rotate once
         or less, and both bounds moved out to whole indices.
         """
         often, once = (
@@ -209,7 +209,7 @@ class Rotary(NoPosition):
 
 
 class WideRotary(Rotary):
-    """With published speeds, but what follows from them exact."""
+    """With the published frequencies, but everything derived from them exact."""
 
     def angle(self, positions, speed):
         return positions.to(WIDE) * speed.to(WIDE)

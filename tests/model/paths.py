@@ -1,7 +1,7 @@
-"""The ways a token's logits come about: at once, in chunks, one by one, beside others, from blocks
-that another request filled, and again after its own were taken away.
+"""The ways to compute a token's logits: at once, in chunks, one by one, together with others, from
+blocks that another request filled, and again after preemption.
 
-Each path yields what it computed, to be compared with one uncached pass. `stored`: as new_cache's.
+Each path yields what it computed, to be compared with one uncached pass. `stored`: see new_cache.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ def tokens(rng, count):
 
 
 def four_ragged(rng, bases=(0, 0, 0, 0)):
-    """Requests of different lengths in shuffled blocks."""
+    """Four requests of different lengths in shuffled blocks."""
     needed = [-(-length // BLOCK) for length in LENGTHS]
     ids = rng.sample(range(1, sum(needed) + 1), sum(needed))
     return [
@@ -84,7 +84,7 @@ def ragged(decoder, rng, stored=None):
 
 
 def prefix_hit(decoder, rng, stored=None):
-    """Prompts that begin as an earlier one, on and off a block's border."""
+    """Prompts that share a prefix with an earlier one, up to a block's border or not."""
     recording = Recording(decoder, blocks=40, stored=stored)
     stem = tokens(rng, 23)
     requests = [
@@ -100,7 +100,7 @@ def prefix_hit(decoder, rng, stored=None):
 
 
 def preempted(decoder, rng, stored=None):
-    """Blocks for one of two requests, so that the second loses its own and starts again."""
+    """Blocks for only one of two requests, so that the second loses its own and starts again."""
     recording = Recording(decoder, blocks=7, stored=stored)
     requests = [request(name, tokens(rng, 9), max_tokens=7) for name in "ab"]
     recording.finish(*requests)
@@ -111,7 +111,7 @@ def preempted(decoder, rng, stored=None):
 
 
 def of_request(recording, each):
-    """What was computed for a finished request, whose last token never was."""
+    """What was computed for a finished request, whose last token was not."""
     parts = recording.parts(each)
     return Computed(each.tokens[:-1], 0, parts[0][0], parts)
 

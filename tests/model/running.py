@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 def new_cache(
     decoder: Decoder, blocks: int, block_size: int = 16, stored: torch.dtype | None = None
 ) -> KVCache:
-    """stored: what it keeps, if not numbers of the decoder's own dtype."""
+    """stored: the dtype of its entries, if not the decoder's."""
     config = decoder.config
     return KVCache(
         config,
@@ -27,7 +27,7 @@ def new_cache(
 
 
 def full_of_nan(kv: KVCache) -> KVCache:
-    """As memory may be that nobody has written: whatever is read of it shows."""
+    """Like uninitialised memory: anything read from it shows up in results."""
     for tensor in kv.whole:
         if tensor.is_floating_point():  # in 8 bits the scales
             tensor.fill_(torch.nan)

@@ -1,8 +1,8 @@
-"""What every cached entry ought to be, kept apart from the cache, and a decoder that reads it.
+"""What every cached entry should be, kept apart from the cache, and a decoder that reads it.
 
 A shadow holds each token's keys and values as the model computed them, with the position that
-each is to have now. Nothing of cache/ is used but the tensors: no manager, no operations, no
-ledger; every entry stands in a block of its own, so positions may have any gaps.
+each should have now. Only cache/'s tensors are used: no manager, no operations, no ledger; every
+entry is in a block of its own, so positions may have any gaps.
 """
 
 from dataclasses import dataclass, field, replace
@@ -48,7 +48,7 @@ class Shadow:
 
 
 def compute(decoder: Decoder, shadow: Shadow, tokens: list[int]) -> torch.Tensor:
-    """Add tokens after what the shadow holds; their logits [T, vocab]."""
+    """Append tokens to the shadow; returns their logits [T, vocab]."""
     held, count = len(shadow.tokens), len(tokens)
     kv = new_cache(decoder, held + count + 1, block_size=1)
     if held:
@@ -94,7 +94,7 @@ def stored(decoder: Decoder, shadow: Shadow, block_size: int) -> tuple[torch.Ten
 
 
 def turned(decoder: Decoder, keys: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
-    """[tokens, layers, kv_heads, head_dim] by complex numbers, each token's by its own delta."""
+    """[tokens, layers, kv_heads, head_dim] rotated by complex numbers, each token by its delta."""
     encoding = decoder.encoding
     if not isinstance(encoding, RoPE):
         return keys

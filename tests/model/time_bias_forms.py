@@ -1,4 +1,4 @@
-"""What each form of T5's bias costs in time, over no encoding at all: a measurement, not a test.
+"""The time that each form of T5's bias adds to no encoding: a measurement, not a test.
 
 Run by hand, with nothing else on the machine: python -m tests.model.time_bias_forms
 Prints a table: the time of a step relative to the same step without a bias, as median and
@@ -81,7 +81,7 @@ def seconds(call: Callable[[], object]) -> float:
 def rounds(
     decoders: dict[str, Decoder], batch: ForwardBatch, kv: KVCache, count: int
 ) -> Iterator[dict[str, float]]:
-    """The time of each form, in an order that turns from round to round; the first is dropped."""
+    """The time of each form, in an order rotated from round to round; the first is dropped."""
     names = list(decoders)
     for number in range(count + 1):
         turned = names[number % len(names) :] + names[: number % len(names)]

@@ -62,7 +62,7 @@ class Table(PositionalEncoding):
 
 
 class Fire(PositionalEncoding):
-    """A score bias of distance and position, as FIRE has it (arXiv 2310.04418): no table."""
+    """A score bias of distance and position, as in FIRE (arXiv 2310.04418): no table."""
 
     @classmethod
     def create(cls, options, config, context, device):
@@ -75,7 +75,7 @@ class Fire(PositionalEncoding):
         return PairBias(self.between)
 
     def between(self, queries, keys):
-        """Rounded once, whatever comes together."""
+        """Computed in float64 and rounded once, however many keys are computed together."""
         queries, keys = queries[..., :, None].double(), keys[..., None, :].double()
         near = torch.log1p((queries - keys).clamp(min=0)) / torch.log1p(
             queries.clamp(min=self.threshold)
@@ -85,7 +85,7 @@ class Fire(PositionalEncoding):
 
 
 class WideRoPE(RoPE):
-    """With exact angles and tables, so that what turns twice is where it would be by one turn."""
+    """With exact angles and tables, so that two rotations equal one over the whole distance."""
 
     def tables(self, context):
         angles = torch.arange(context)[:, None] * self.frequencies.double()
@@ -147,9 +147,9 @@ def tiny(
     options: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Decoder:
-    """The same weights for every dtype, but for rounding, and for every backend.
+    """A decoder with the same weights for every dtype, up to rounding, and every backend.
 
-    options: of the encoding, besides or instead of its own. changes: of CONFIG.
+    options: added to the encoding's own, or replacing them. changes: to CONFIG.
     """
     spec = EncodingSpec(
         ENCODINGS[encoding].name, {**ENCODINGS[encoding].options, **(options or {})}
@@ -174,7 +174,7 @@ def freeze(decoder: Decoder) -> Decoder:
 
 
 def _of_use(name: str, values: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """Standard normal values → a parameter's: every one matters, no softmax is sharp."""
+    """Standard normal values → a parameter in which each one matters and no softmax is sharp."""
     if name.startswith("encoding."):
         return (values * 256).round() / 256  # float32 holds their sums and differences too
     if name.endswith("norm.weight"):

@@ -49,7 +49,7 @@ def engine(
     runner=Runner,
     audit=Audit.FULL,
 ):
-    """Over a cache that is full of NaN; `ahead` as on a GPU, which is told of steps beforehand."""
+    """An engine on a cache full of NaN; `ahead`: steps are launched ahead, as on a GPU."""
     kv = full_of_nan(new_cache(decoder, blocks, BLOCK, stored))
     manager = CacheManager(blocks, BLOCK)
     rules = [decoder.encoding.for_layer(layer) for layer in range(decoder.config.layers)]

@@ -30,7 +30,7 @@ STEPS = 100
 
 
 class Timed(Auditor):
-    """Adds up the seconds that it takes."""
+    """Adds up the seconds that its calls take."""
 
     seconds = 0.0
 

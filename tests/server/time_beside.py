@@ -1,4 +1,4 @@
-"""How long an answer takes beside busy programs. Run by hand, with the flags of `ropewalk serve`.
+"""Times an answer next to busy programs. Run by hand, with the flags of `ropewalk serve`.
 
     python -m tests.server.time_beside smollm2 --dtype bfloat16
 
@@ -34,7 +34,7 @@ def seconds_of_answer(served: Served) -> float:
 
 
 def beside(count: int, served: Served) -> list[float]:
-    """Seconds of each answer beside so many busy programs."""
+    """Seconds of each answer while `count` programs keep a core busy each."""
     programs = [subprocess.Popen(BUSY, start_new_session=True) for _ in range(count)]
     try:
         return [seconds_of_answer(served) for _ in range(ANSWERS)]

@@ -49,7 +49,7 @@ class ByteTokenizer:
 
 
 class ScriptedEngine:
-    """Generates `script(request)`, one batch of tokens per turn, ending as a real engine would.
+    """Generates `script(request)`, one batch of tokens per iteration, ending like a real engine.
 
     `gate` holds tokens back while cleared; `failure_at` fails a request at its k-th token.
     """
@@ -139,7 +139,7 @@ class ScriptedEngine:
 
 
 def score(token: int, top: int) -> TokenLogprob:
-    """Of a token that is the most likely one, at its own log-probability."""
+    """The log-probability of a token that is the most likely one."""
     ranked = [(token, -0.5), *(((token + step) % 256, -1.0 - step) for step in range(1, top))]
     return TokenLogprob(token, -0.5, tuple(ranked[:top]))
 
@@ -221,7 +221,7 @@ def running(app, *, drain_seconds: float = 5.0, http=None) -> Iterator[tuple[str
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Until it holds; fails after `seconds`."""
+    """Wait until it holds; fails after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"

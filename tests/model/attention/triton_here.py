@@ -11,7 +11,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def moved(value, device):
-    """A tensor, or what holds tensors, on another device."""
+    """A tensor, or an object that holds tensors, moved to another device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if is_dataclass(value):
@@ -23,7 +23,7 @@ def moved(value, device):
 
 
 class TritonHere:
-    """Asks nothing of the spec's device, and takes and gives tensors of any."""
+    """Accepts any device in the spec, and takes and returns tensors on any device."""
 
     name = "triton"
 

@@ -1,6 +1,6 @@
-"""What every rotary embedding has in common. Each property raises AssertionError otherwise.
+"""Properties of every rotary embedding. Each check raises AssertionError if it does not hold.
 
-`rotate` maps rows [T, width] in float64 and their positions [T] to the rows turned.
+`rotate` maps rows [T, width] in float64 and their positions [T] to the rotated rows.
 """
 
 import torch
@@ -52,7 +52,7 @@ def leaves_its_input(rotate):
 
 
 def decodes_one_at_a_time(rotate):
-    """A token alone, at its position, is turned as it is among all others."""
+    """A token is rotated the same alone, at its position, as together with all others."""
     x = rows(SPAN)
     together = rotate(x.clone(), torch.arange(SPAN))
     for position in (0, 1, 17, SPAN - 1):

@@ -1,6 +1,6 @@
-"""Compiles the Triton kernels for a GPU that need not be there, as the backend launches them.
+"""Compiles the Triton kernels, as the backend launches them, for a GPU that need not exist.
 
-Run by test_triton_attention.py, because the interpreter and the compiler are not for one process:
+Run by test_triton_attention.py, because one process cannot use both interpreter and compiler:
 python -m tests.model.kernels.compile_triton CAPABILITY SHARED DTYPE HEAD_DIM BIAS FRAME [int8]
 with SHARED bytes of shared memory.
 """
@@ -27,7 +27,7 @@ TYPES |= {torch.int8: "i8", torch.int64: "i64"}
 
 
 class Compiling:
-    """In the place of a kernel: compiles it for each launch, and launches nothing."""
+    """Replaces a kernel: compiles it for each launch, and launches nothing."""
 
     def __init__(self, kernel, capability):
         self.kernel = kernel

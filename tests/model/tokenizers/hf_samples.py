@@ -35,7 +35,7 @@ def byte_level():
 
 
 def llama():
-    """What Llama's SentencePiece model becomes as tokenizer.json."""
+    """Llama's SentencePiece model as a tokenizer.json."""
     model = sentencepiece.SentencePieceProcessor(model_proto=train_spm("llama"))
     pieces = [model.id_to_piece(token) for token in range(model.get_piece_size())]
     ids = {piece: token for token, piece in enumerate(pieces)}

@@ -1,4 +1,4 @@
-"""Figures as an evaluation might have found them: what is said about them can be checked."""
+"""Made-up figures of an evaluation, so that what is said about them can be checked."""
 
 import math
 from itertools import pairwise
@@ -110,7 +110,7 @@ def measured(label, costs, memory=200.0, pace=3.0, kl=0.01, seed=None, end=3.4) 
 
 
 def family() -> Evaluation:
-    """As the literature has it."""
+    """Figures that agree with the literature."""
     members = (
         measured("rope", [0.02, 0.3, 0.9, 1.4, 1.9, 2.4], pace=2.6),
         measured("rope", [0.02, 0.3, 1.0, 1.5, 2.0, 2.5], pace=2.7, seed=1),

@@ -1,4 +1,4 @@
-"""Tiny random models in folders of their own, and texts to read: stand-ins for trained ones."""
+"""Tiny random models in folders, and texts: stand-ins for trained models and their corpus."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def random_decoder(encoding: EncodingSpec, scale: float = 0.3, layers: int = 2) 
 
 
 def save(folder: Path, encoding: EncodingSpec, log: bool = True) -> Path:
-    """A folder as training leaves it."""
+    """Write a folder as training leaves it."""
     decoder = random_decoder(encoding)
     save_checkpoint(
         dict(decoder.named_parameters()), decoder.config, folder, tokenizer=[SHIPPED_TOKENIZER]
