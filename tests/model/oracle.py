@@ -192,8 +192,8 @@ class Rotary(NoPosition):
     def slowed(self, i, base, width, context):
         """Arxiv 2309.00071, section 3.2, as its authors' code has it: linear in the pair's index.
 
-        0 for pairs that rotate 32 times or more in the original context, 1 for those that rotate once
-        or less, and both bounds moved out to whole indices.
+        0 for pairs that rotate 32 times or more in the original context, 1 for those that rotate
+        once or less, and both bounds moved out to whole indices.
         """
         often, once = (
             width * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
