@@ -1,6 +1,6 @@
 """Block ids with reference counts. Knows integers only: no tokens, no sequences, no tensors.
 
-A block that nobody holds keeps its content until it is the one freed longest ago, so the
+A block that nobody holds keeps its content until it is the least recently freed one, so the
 order of the free list is the order of eviction.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 class InvariantError(AssertionError):
-    """The cache's books do not balance: a defect of this program, never of a request."""
+    """The cache's accounting is inconsistent: a bug of this program, never a bad request."""
 
 
 class BlockPool:
@@ -46,7 +46,7 @@ class BlockPool:
         return frozenset(self._retired)
 
     def take(self, count: int) -> list[int] | None:
-        """`count` free blocks with one holder each, oldest first; None, nothing taken, if fewer."""
+        """`count` free blocks with one holder each, oldest first; None, taking none, if too few."""
         if count > len(self._free):
             return None
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]

@@ -1,7 +1,7 @@
-"""Memory of the CPU in huge pages, where the system has them to give.
+"""CPU memory in huge pages, where the system offers them.
 
-135 million parameters in bfloat16 lie in 65,000 pages of 4 KiB. Each has to be looked up when it is
-read, once for every token, and in a virtual machine that takes reads of its own.
+135 million parameters in bfloat16 occupy 65,000 pages of 4 KiB. Reading them once per token needs
+an address translation for each page, which in a virtual machine costs further memory reads.
 """
 
 import math
@@ -17,17 +17,17 @@ _LINE = 64
 
 
 class HugePages:
-    """Room for tensors that stay, side by side because many are smaller than a page.
+    """Memory for long-lived tensors, side by side because many are smaller than a page.
 
-    It is resident once it is written to, page by page. A chunk of it goes back to the system when
-    nothing more is cut from it and none of its tensors is left.
+    It becomes resident page by page, as it is written to. A chunk returns to the system once
+    nothing more is allocated from it and none of its tensors is left.
     """
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Not cleared, and contiguous. Starts on a cache line."""
+        """An uninitialised, contiguous tensor that starts on a cache line."""
         size = math.prod(shape) * dtype.itemsize
         lines = -(-size // _LINE) * _LINE
         if lines > len(self._free):
@@ -37,10 +37,10 @@ class HugePages:
 
 
 def _mapped(size: int) -> Tensor:
-    """At least so many bytes, from the start of a huge page on."""
+    """At least `size` bytes, starting on a huge page."""
     memory = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # elsewhere the system decides alone
-        with suppress(OSError):  # a kernel without them
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # elsewhere the system decides
+        with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)  # which keeps the mapping
+    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
     return whole[-whole.data_ptr() % _PAGE :]

@@ -1,4 +1,4 @@
-"""The tensors of the paged KV cache. Which block belongs to whom is cache/manager.py's affair."""
+"""The tensors of the paged KV cache. Which sequence holds which block is cache/manager.py's job."""
 
 from collections.abc import Callable
 from copy import copy
@@ -20,7 +20,7 @@ class LayerKV(NamedTuple):
 
     @property
     def parts(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """All that keys are stored in, and all that values are."""
+        """The tensors that store keys, and those that store values."""
         return (self.keys,), (self.values,)
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -29,16 +29,16 @@ class LayerKV(NamedTuple):
         _at_slots(self.values, slots, v)
 
     def read(self, *index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of blocks [...], or at blocks and offsets [...], in a dtype."""
+        """Keys and values of blocks [...], or at blocks and offsets [...], converted to `dtype`."""
         return self.keys[index].to(dtype), self.values[index].to(dtype)
 
     def change_keys(self, blocks: Tensor, change: Change) -> None:
-        """Those of blocks [N] become what `change` makes of them."""
+        """Replace the keys of blocks [N] by `change` of them."""
         self.keys[blocks] = change(self.keys[blocks])
 
 
 class Int8LayerKV(NamedTuple):
-    """The same with entries in 8 bits: each is its int8 numbers times a scale of its own."""
+    """The same with entries in 8 bits: int8 values with one float32 scale per entry."""
 
     keys: Tensor
     values: Tensor
@@ -47,24 +47,24 @@ class Int8LayerKV(NamedTuple):
 
     @property
     def parts(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """As LayerKV's."""
+        """As in LayerKV."""
         return (self.keys, self.key_scales), (self.values, self.value_scales)
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """As LayerKV's; what is attended to from then on is what was stored, not k and v."""
+        """As in LayerKV; attention then reads the rounded entries, not k and v."""
         numbers, scales = rounded(torch.stack((k, v)))
         for stored, new in zip(self, (*numbers, *scales), strict=True):
             _at_slots(stored, slots, new)
 
     def read(self, *index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """As LayerKV's."""
+        """As in LayerKV."""
         return (
             restored(self.keys[index], self.key_scales[index], dtype),
             restored(self.values[index], self.value_scales[index], dtype),
         )
 
     def change_keys(self, blocks: Tensor, change: Change) -> None:
-        """As LayerKV's, in float32; and rounded again."""
+        """As in LayerKV; `change` is applied in float32, and its result rounded again."""
         keys = restored(self.keys[blocks], self.key_scales[blocks], torch.float32)
         self.keys[blocks], self.key_scales[blocks] = rounded(change(keys))
 
@@ -73,7 +73,7 @@ PagedKV = LayerKV | Int8LayerKV
 
 
 class Shape(Protocol):
-    """What a cache has to know of a model."""
+    """What a cache needs to know of a model."""
 
     @property
     def layers(self) -> int: ...
@@ -84,7 +84,7 @@ class Shape(Protocol):
 
 
 class KVCache:
-    """One PagedKV per layer, allocated once. dtype: of what is stored, int8 with scales."""
+    """One PagedKV per layer, allocated once. `dtype`: of stored entries; int8 adds scales."""
 
     def __init__(
         self,
@@ -100,18 +100,18 @@ class KVCache:
         self.dtype = dtype
         self.device = device
         size = (self.layers, blocks, block_size, self.kv_heads)
-        # Not cleared: a slot is written before it is read, and untouched memory costs nothing. Nor
-        # is empty_like used: on "meta" it has torch import seconds of modules.
+        # Not cleared: a slot is written before it is read, and untouched memory costs nothing. Not
+        # empty_like either: on "meta" it makes torch import modules for seconds.
         self._keys = torch.empty(*size, self.head_dim, dtype=dtype, device=device)
         self._values = torch.empty(*size, self.head_dim, dtype=dtype, device=device)
-        self._scales: Tensor | None = None  # of keys and of values
+        self._scales: Tensor | None = None  # [2, ...]: those of keys and those of values
         if dtype is torch.int8:
             self._scales = torch.empty(2, *size, dtype=SCALE, device=device)
 
     def first_layer_for(self, layers: int) -> Self:
-        """The same memory for so many layers in turn: each writes over what the one before wrote.
+        """A view for `layers` layers run in turn, all in the memory of this cache's first layer.
 
-        It is that of this cache's first layer.
+        Each layer overwrites what the one before it wrote.
         """
         shared = copy(self)
         shared.layers = layers
@@ -129,7 +129,7 @@ class KVCache:
 
     @property
     def whole(self) -> PagedKV:
-        """All layers at once: of every tensor [layers, blocks, ...]."""
+        """All layers at once: every tensor is [layers, blocks, ...]."""
         if self._scales is None:
             return LayerKV(self._keys, self._values)
         return Int8LayerKV(self._keys, self._values, self._scales[0], self._scales[1])
@@ -149,12 +149,12 @@ class KVCache:
 
 
 def bytes_per_entry(head_dim: int, dtype: torch.dtype) -> int:
-    """Of one stored key or value, with its scale if it has one."""
+    """Size of one stored key or value, including its scale if it has one."""
     return head_dim * dtype.itemsize + (SCALE.itemsize if dtype is torch.int8 else 0)
 
 
 def bytes_per_token(shape: Shape, dtype: torch.dtype) -> int:
-    """Of the keys and values of one token, over all layers."""
+    """Size of the keys and values of one token, over all layers."""
     return 2 * shape.layers * shape.kv_heads * bytes_per_entry(shape.head_dim, dtype)
 
 

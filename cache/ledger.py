@@ -1,8 +1,8 @@
-"""The independent witness that cached entries do not change: a checksum of every full block.
+"""An independent check that cached entries do not change: a checksum of every full block.
 
 A block is *sealed* when its last slot has been written, and *verified* against its seal when it
-is shared, when it is given up, and in turn by `sample`. Nothing here trusts what the rest of the
-program says it did: only stored bytes count.
+is shared, when it is released, and in turn by `sample`. Nothing here relies on what the rest of
+the program claims to have done: only the stored bytes count.
 """
 
 from collections import OrderedDict
@@ -20,27 +20,27 @@ from cache.kv import KVCache
 from cache.tensors import tensor_on
 from cache.terms import Audit, BlockEvent, EventKind
 
-# Blocks: starting to look takes longer than looking at one, and elsewhere than on the processor
-# what is found has to be waited for, with all that the device has been told.
+# Blocks verified per batch by `sample`: starting a check costs more than checking one block, and
+# off the CPU the result has to be waited for, along with all the work queued on the device.
 SAMPLED_TOGETHER, SAMPLED_TOGETHER_ELSEWHERE = 8, 64
 FOLD = 15  # shifts bit 31, often a sign, into the middle, away from the sign of the low half
-# Blocks copied at once: few enough to stay in a processor's cache while summed, and elsewhere so
-# many that starting kernels does not take longer than what they do.
+# Blocks copied at once: few enough to stay in the CPU's cache while they are summed; elsewhere
+# enough that launching the kernels does not take longer than running them.
 BATCH, BATCH_ELSEWHERE = 4, 64
 
-# Sums of blocks [N] of `stored` [layers, blocks, integers] with `multipliers` → [N, layers] int64.
+# (stored [layers, blocks, integers], blocks [N], multipliers) → sums [N, layers] int64.
 FoldSums = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Part(StrEnum):
-    """Scales count as part of the keys or values that they are of."""
+    """Scales count as part of the keys or values that they belong to."""
 
     KEYS = "keys"
     VALUES = "values"
 
 
 class Place(NamedTuple):
-    """Where in a block."""
+    """A layer and part of a block."""
 
     layer: int
     part: Part
@@ -50,9 +50,9 @@ class Place(NamedTuple):
 class Fault:
     """A sealed block whose bytes have changed.
 
-    `sequences` are those that shared it, gave it up or were to have a copy when it was verified,
-    and `base` is the position of the block's first slot where one gave it up. Whoever else holds
-    the block, the manager knows.
+    `sequences` are those that shared it, released it or were about to copy it when it was
+    verified; `base` is the position of the block's first slot if one of them released it. The
+    manager knows the block's other holders.
     """
 
     block: int
@@ -63,11 +63,11 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class LedgerCounts:
-    """What a ledger did since it was last asked."""
+    """What a ledger has done since the last `drain`."""
 
     sealed: int = 0  # blocks
     verified: int = 0  # blocks
-    mutated: int = 0  # entries of the layers and parts that changed, whole blocks of them
+    mutated: int = 0  # entries in changed layers and parts, counting all of the block's
     faults: tuple[Fault, ...] = ()
 
     def __add__(self, other: "LedgerCounts") -> "LedgerCounts":
@@ -83,7 +83,7 @@ _NOTHING = LedgerCounts()
 
 
 def fold_sums(stored: Tensor, blocks: Tensor, multipliers: Tensor) -> Tensor:
-    """What Checksums defines, on any device. Faster on a CPU: model/kernels."""
+    """The sums that Checksums defines, on any device. model/kernels has a faster one for the CPU."""
     some_at_once = torch.split(blocks, BATCH if stored.device.type == "cpu" else BATCH_ELSEWHERE)
     return torch.cat([_sums_of_some(stored, some, multipliers) for some in some_at_once])
 
@@ -99,19 +99,19 @@ def _sums_of_some(stored: Tensor, blocks: Tensor, multipliers: Tensor) -> Tensor
 class Checksums:
     """64 bits for each block, layer and part: sum of multiplier[i] · fold(word[i]) modulo 2^64.
 
-    The words are the block's bytes, eight at a time, zeros added to fill the last one; where keys
-    or values have scales, then those of the scales, with multipliers of their own. `fold` is
-    an exclusive or of a word's low half with its high half shifted, which doing it again undoes:
-    different words stay different. A multiplier is odd and so has an inverse modulo 2^64. Hence
-    whatever changes within one word, a single bit included, changes the sum, and changes in
-    several words cancel only where the multipliers, random but fixed, happen to make them. Without
-    the fold the highest bits of any two words would cancel, and so a negated block be missed.
+    The words are the block's bytes, eight at a time, zero-padded to a whole word; where keys or
+    values have scales, then those of the scales, with their own multipliers. `fold` XORs the low
+    half of a word with its shifted high half. It is its own inverse, so different words stay
+    different. A multiplier is odd and so invertible modulo 2^64. Hence any change within one
+    word, even of a single bit, changes the sum, and changes in several words cancel only if the
+    multipliers, random but fixed, happen to make them. Without the fold, flips of the highest
+    bits of any two words would cancel, so a negated block would go unnoticed.
 
-    Computed where the cache is; guards against defects and faulty memory, not against forgery.
+    Computed on the cache's device; guards against bugs and faulty memory, not against forgery.
     """
 
     def __init__(self, kv: KVCache, sums: FoldSums = fold_sums) -> None:
-        # By part [layers, blocks, integers] of each of its tensors.
+        # For each part, its tensors as [layers, blocks, integers].
         self._parts = [[_integers(tensor) for tensor in part] for part in kv.whole.parts]
         self._sums = sums
         self._device = kv.device
@@ -140,8 +140,8 @@ class Checksums:
 class Ledger:
     """Seals and verifies the blocks of `kv`. Says nothing about blocks that were never full.
 
-    Call `observe` with the manager's events before anything is written to the cache again: a
-    released block still has its bytes then. What it finds waits in `drain`.
+    Call `observe` with the manager's events before anything is written to the cache again: until
+    then a released block still has its bytes. `drain` returns the findings.
     """
 
     def __init__(self, kv: KVCache, mode: Audit, sums: FoldSums = fold_sums) -> None:
@@ -161,7 +161,7 @@ class Ledger:
         return frozenset(self._sealed)
 
     def observe(self, events: Iterable[BlockEvent]) -> None:
-        """Seal what was filled and verify what was shared or given up, in the events' order."""
+        """Seal filled blocks and verify those shared or released, in the events' order."""
         if self.mode is Audit.OFF:
             return
         filled: dict[int, None] = {}
@@ -170,7 +170,7 @@ class Ledger:
         for event in events:
             if event.kind is EventKind.FILLED:
                 filled[event.block] = None
-                touched.pop(event.block, None)  # its seal was of what it held before
+                touched.pop(event.block, None)  # its seal was for its previous content
             elif event.kind is EventKind.TAKEN:
                 void.add(event.block)
                 filled.pop(event.block, None)
@@ -181,9 +181,9 @@ class Ledger:
         self.seal(filled)
 
     def sample(self) -> None:
-        """Verify the sealed blocks that were longest unseen: one for each call, some together.
+        """Verify the least recently seen sealed blocks: one per call on average, in batches.
 
-        In full mode all of them in each call.
+        In full mode, all of them in each call.
         """
         if self.mode is Audit.FULL:
             self.verify(tuple(self._sealed))
@@ -194,14 +194,14 @@ class Ledger:
             self._owed = 0
 
     def verify(self, blocks: Iterable[int], seq: str | None = None) -> None:
-        """Compare the sealed ones among `blocks` with their seals; `seq` is to go on from them.
+        """Compare the sealed ones among `blocks` with their seals; `seq` is about to use them.
 
-        A block at fault loses its seal, so that `drain` tells of it once.
+        A faulty block loses its seal, so that `drain` reports it once.
         """
         self._verify(dict.fromkeys(blocks, ()), () if seq is None else (seq,))
 
     def seal(self, blocks: Iterable[int]) -> None:
-        """Take the present bytes of `blocks` for right, whatever was known of them before."""
+        """Take the present bytes of `blocks` as correct, whatever was known of them before."""
         chosen = list(dict.fromkeys(blocks))
         if self.mode is Audit.OFF or not chosen:
             return
@@ -210,7 +210,7 @@ class Ledger:
         self._counts += LedgerCounts(sealed=len(chosen))
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Drop the seals of `blocks`: they are to be written again, or are out of use."""
+        """Drop the seals of `blocks`, which are to be overwritten or are out of use."""
         for block in blocks:
             self._sealed.pop(block, None)
 
@@ -222,13 +222,13 @@ class Ledger:
     def _verify(
         self, touched: Mapping[int, Sequence[BlockEvent]], sequences: tuple[str, ...] = ()
     ) -> None:
-        """`touched`: blocks, and what happened to them that calls for a verification."""
+        """`touched` maps blocks to the events that call for their verification."""
         blocks = [block for block in touched if block in self._sealed]
         if not blocks:
             return
         changed = self._checksums.of(blocks) != self._seals[blocks]
         self._seen(blocks)
-        # One truth value to the host; more only when something is wrong.
+        # Only one bool is copied to the host, unless something is wrong.
         faults = []
         if changed.any():
             for index, block in enumerate(blocks):
@@ -247,7 +247,7 @@ class Ledger:
 
 def _integers(part: Tensor) -> Tensor:
     """[layers, blocks, ...] as [layers, blocks, integers]: the same bytes, as int64 if they fit."""
-    flat = part.view(*part.shape[:2], -1)  # never a copy, whose bytes would not change
+    flat = part.view(*part.shape[:2], -1)  # a view, as a copy would not follow later writes
     fits = flat.shape[2] * flat.element_size() % 8 == 0
     return flat.view(torch.int64 if fits else torch.uint8)
 

@@ -26,7 +26,7 @@ class BlockCounts:
 
 
 class Copy(NamedTuple):
-    """The content of one block is to be copied into another."""
+    """Request to copy the content of one block into another."""
 
     source: int
     target: int
@@ -42,19 +42,19 @@ class Table(NamedTuple):
 @dataclass(slots=True)
 class _Sequence:
     salt: str
-    # Arrays of 64 bits: every step copies them whole, which takes a list ten times as long.
+    # 64-bit arrays: every step copies them whole, and copying a list takes ten times as long.
     blocks: "array[int]"
     bases: "array[int]"
     computed: int  # committed tokens
     settled: int  # leading blocks that were shared, published or passed over
-    tip: Entry | None  # stands for the last settled block
+    tip: Entry | None  # published entry with the content of the last settled block
     chained: bool  # False: no further block can be published
 
 
 class CacheManager:
     """Reservation, prefix sharing and release over one pool of `num_blocks` blocks.
 
-    `digest` replaces the hash of the prefix index, which has a random key.
+    `digest` replaces the prefix index's default hash, which uses a random key.
     """
 
     def __init__(
@@ -84,18 +84,18 @@ class CacheManager:
 
     @property
     def capacity(self) -> int:
-        """Tokens that one sequence alone can have stored; less after each quarantine."""
+        """The most tokens that a single sequence can store; shrinks with each quarantine."""
         return self._pool.num_usable * self.block_size
 
     def reserve(
         self, seq: str, tokens: Sequence[int], upto: int, *, salt: str = "", share: bool = True
     ) -> int | None:
-        """Room for tokens[:upto]; returns how many tokens are computed already.
+        """Make room for tokens[:upto]; returns how many tokens are already computed.
 
-        A new `seq` first takes the longest published beginning of `tokens` with the same salt
-        (if `share`), but never all of them: at least one token is left to compute, in a block
-        of its own. A known `seq` grows; its `salt` and `share` are settled. None, and nothing
-        at all has changed, when there is no room.
+        A new `seq` first takes the longest published prefix of `tokens` with the same salt (if
+        `share`), but never all of them: at least one token is left to compute, in a block of its
+        own. A known `seq` grows and ignores `salt` and `share`. Returns None, and changes nothing,
+        when there is no room.
         """
         if not 0 < upto <= len(tokens):
             raise ValueError(f"cannot reserve {upto} of {len(tokens)} tokens")
@@ -105,7 +105,7 @@ class CacheManager:
         return sequence.computed if self.grow(seq, upto) else None
 
     def grow(self, seq: str, upto: int) -> bool:
-        """Room for `upto` tokens of a known `seq`; False, and nothing has changed, without it."""
+        """Make room for `upto` tokens of a known `seq`; False, changing nothing, if there is none."""
         sequence = self._sequences[seq]
         missing = -(-upto // self.block_size) - len(sequence.blocks)
         if missing > self._pool.num_free:
@@ -115,7 +115,7 @@ class CacheManager:
         return True
 
     def commit(self, seq: str, tokens: Sequence[int], computed: int) -> None:
-        """tokens[:computed] are stored now; publishes the blocks that this filled."""
+        """Record that tokens[:computed] are stored now; publish the blocks that this filled."""
         sequence = self._sequences[seq]
         room = min(len(tokens), len(sequence.blocks) * self.block_size)
         if not sequence.computed <= computed <= room:
@@ -129,7 +129,7 @@ class CacheManager:
     def release(self, seq: str, *, forget: bool = False) -> None:
         """Give up all of `seq`'s blocks; KeyError if unknown.
 
-        `forget` also withdraws what it published or shared, for content that may be bad.
+        `forget` also withdraws what it published or shared, because its content may be bad.
         """
         sequence = self._sequences.pop(seq)
         if forget:
@@ -140,8 +140,8 @@ class CacheManager:
     def fork(self, seq: str, child: str, length: int) -> list[Copy] | None:
         """A new sequence `child` that begins as the first `length` computed tokens of `seq`.
 
-        Full blocks are shared. A last one that is partly filled gets a copy, as both sequences
-        would write into it. None, and nothing has changed, when there is no room for it.
+        Full blocks are shared. A partly filled last block is copied, as both sequences would write
+        into it. Returns None, and changes nothing, when there is no room for the copy.
         """
         parent = self._sequences[seq]
         if child in self._sequences:
@@ -172,8 +172,8 @@ class CacheManager:
     def truncate(self, seq: str, length: int) -> list[Copy] | None:
         """Forget the tokens after the first `length`; at least one is kept.
 
-        The last block is then written again, so it must be this sequence's alone: None, and
-        nothing has changed, when it is shared and there is no room for a copy.
+        The last block will be written again, so this sequence must be its only holder. Returns
+        None, and changes nothing, when it is shared and there is no room for a copy.
         """
         sequence = self._sequences[seq]
         if not 0 < length <= sequence.computed:
@@ -191,11 +191,11 @@ class CacheManager:
     def evict(
         self, seq: str, first: int, count: int, *, renumber: bool, rewrite: bool
     ) -> list[Copy] | None:
-        """Drop `count` full blocks from the `first` on. What follows is never published again.
+        """Drop `count` full blocks starting at `first`. What follows is never published again.
 
-        With `renumber` the later blocks close the gap; with `rewrite` as well, their content is
-        about to be changed, so they leave the prefix index and shared ones get copies. None, and
-        nothing has changed, when there is no room for those.
+        With `renumber` the later blocks close the gap. With `rewrite` as well, their content is
+        about to change, so they leave the prefix index and shared ones are copied. Returns None,
+        and changes nothing, when there is no room for the copies.
         """
         sequence = self._sequences[seq]
         self._require_full(seq, first, count)
@@ -217,10 +217,10 @@ class CacheManager:
     def move(
         self, source: str, first: int, count: int, target: str, *, rewrite: bool
     ) -> list[Copy] | None:
-        """Full blocks of `source` go on at the end of `target`, which ends with a full block.
+        """Append full blocks of `source` to `target`, which must end with a full block.
 
-        They are shared, or copied when `rewrite` says that their content is about to be changed.
-        None, and nothing has changed, when there is no room for the copies.
+        They are shared, or copied when `rewrite` says that their content is about to change.
+        Returns None, and changes nothing, when there is no room for the copies.
         """
         origin, goal = self._sequences[source], self._sequences[target]
         self._require_full(source, first, count)
@@ -243,7 +243,7 @@ class CacheManager:
         return copies
 
     def shared(self, seq: str, index: int) -> bool:
-        """Whether other sequences hold that block of `seq` too."""
+        """Whether other sequences also hold block number `index` of `seq`."""
         return self._pool.refs(self._sequences[seq].blocks[index]) > 1
 
     def computed(self, seq: str) -> int:
@@ -251,24 +251,24 @@ class CacheManager:
         return self._sequences[seq].computed
 
     def table(self, seq: str) -> Table:
-        """The live table of `seq`: to be read at once, not kept and not changed."""
+        """The live table of `seq`: read it at once; do not keep or change it."""
         sequence = self._sequences[seq]
         return Table(sequence.blocks, sequence.bases)
 
     def quarantine(self, block: int) -> None:
-        """Take `block` out of use for good: at once if it is free, else when nobody holds it.
+        """Take `block` out of use for good: at once if it is free, else once nobody holds it.
 
-        It and all that continues it are withdrawn from the prefix index. Its holders keep it
-        until they are released.
+        The block and all that continue it are withdrawn from the prefix index. Its holders keep
+        it until they are released.
         """
         self._withdraw(block)
         self._pool.retire(block)
 
     def flush(self) -> int:
-        """Withdraw all that is published; how many blocks nobody holds were forgotten by that.
+        """Withdraw everything published; returns how many cached blocks were forgotten.
 
-        Blocks that sequences hold stay theirs, but no other sequence finds them, nor what those
-        sequences compute after them.
+        Blocks held by sequences stay theirs, but no other sequence can find them, nor the blocks
+        that their holders fill after them.
         """
         forgotten = len(self._cached)
         for block in self._index.blocks:
@@ -311,7 +311,7 @@ class CacheManager:
         idle = sum(self._pool.refs(block) == 0 for block in hits)
         if growth + idle > self._pool.num_free:
             return None
-        # Hits first: held, they cannot be evicted to make room for the rest.
+        # Hits first: blocks that are held cannot be evicted to make room for the rest.
         self._share(seq, hits)
         sequence = _Sequence(
             salt=salt,
@@ -329,7 +329,7 @@ class CacheManager:
 
     def _extend(self, sequence: _Sequence, blocks: Sequence[int]) -> None:
         for block in blocks:
-            # After an eviction that kept positions, a base is more than what lies before it.
+            # After an eviction that kept positions, a base exceeds the number of slots before it.
             base = sequence.bases[-1] + self.block_size if sequence.bases else 0
             sequence.bases.append(base)
             sequence.blocks.append(block)
@@ -356,7 +356,7 @@ class CacheManager:
     def _give_back(self, seq: str, blocks: Sequence[int], bases: Sequence[int]) -> None:
         for block, base in zip(blocks, bases, strict=True):
             self._events.append(BlockEvent(EventKind.RELEASED, block, seq, base))
-        # Tail first: what continues a prefix is then evicted before the prefix itself.
+        # Tail first, so that the continuation of a prefix is evicted before the prefix itself.
         for block in self._pool.give_back(reversed(blocks)):
             if block in self._index:
                 self._cached.add(block)
@@ -380,7 +380,7 @@ class CacheManager:
         return sum(self._pool.refs(each) == 1 and each not in self._pool.retired for each in blocks)
 
     def _own(self, seq: str, indices: range) -> list[Copy]:
-        """Make blocks this sequence's alone and unpublished; room for copies was found before."""
+        """Make blocks unpublished and held by `seq` alone; the caller has checked for room."""
         sequence = self._sequences[seq]
         copies = []
         for index in indices:
@@ -395,17 +395,17 @@ class CacheManager:
         return copies
 
     def _rewind(self, sequence: _Sequence) -> None:
-        """After `computed` went back: what continues the last full block continues its entry."""
+        """After `computed` went back: take the last full block's entry as the tip again."""
         full = sequence.computed // self.block_size
         if full >= sequence.settled:
             return
         sequence.settled = full
         sequence.tip = self._index.entry(sequence.blocks[full - 1]) if full else None
-        # A private block stands beside an equal published one, which cannot be found from here.
+        # A private duplicate of a published block has no entry of its own to continue from.
         sequence.chained = sequence.chained and (full == 0 or sequence.tip is not None)
 
     def _end_chain(self, sequence: _Sequence) -> None:
-        """What comes next was computed after another history than its tokens tell."""
+        """Stop publishing: later content depends on more than the tokens before it."""
         sequence.settled = sequence.computed // self.block_size
         sequence.tip = None
         sequence.chained = False
@@ -418,9 +418,9 @@ class CacheManager:
             )
 
     def _settle(self, seq: str, tokens: Sequence[int]) -> None:
-        """Publish newly full blocks, each after the one before it.
+        """Publish newly full blocks, each as the continuation of the one before.
 
-        A block whose tokens another block already stands for stays private, and its
+        A block whose tokens are already published by another block stays private, and its
         successors continue that other block's entry: equal tokens, equal content.
         """
         sequence = self._sequences[seq]

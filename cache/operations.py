@@ -1,7 +1,7 @@
 """Operations on cached sequences: fork, truncate, evict and move, with what each one costs.
 
-Blocks are bookkeeping (cache/manager.py); only what an encoding ties to a position is rewritten
-here. Appending is no operation of this file: it is `reserve`, `write` and `commit`.
+Block bookkeeping is cache/manager.py's job; only entries that an encoding ties to a position are
+rewritten here. Appending is not among these operations: it is `reserve`, `write` and `commit`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,11 +38,11 @@ HARDEST_FIRST = (
 )
 _Item = TypeVar("_Item")
 
-BLOCKS_AT_ONCE = 64  # so that a long shift needs little memory besides the cache
+BLOCKS_AT_ONCE = 64  # bounds the extra memory that a long shift needs
 
 
 class KeyRules(Protocol):
-    """What one layer's stored keys ask for; every PositionalEncoding says it."""
+    """What one layer's stored keys require; every PositionalEncoding implements it."""
 
     WHY_FIXED: ClassVar[str]
 
@@ -52,7 +52,7 @@ class KeyRules(Protocol):
 
 
 class _Moving(NamedTuple):
-    """A block whose keys are to stand `delta` positions later; `slots` of it are filled."""
+    """A block whose keys must move by `delta` positions; `slots` of its slots are filled."""
 
     block: int
     delta: int
@@ -60,9 +60,9 @@ class _Moving(NamedTuple):
 
 
 class Operations:
-    """Applies operations to one model's cache. `rules`: one for each layer.
+    """Applies operations to one model's cache. `rules`: one per layer.
 
-    `ledger` verifies blocks before an operation touches them, and seals what it left.
+    `ledger` verifies blocks before an operation touches them, and seals the result.
     """
 
     def __init__(
@@ -74,25 +74,25 @@ class Operations:
         self._ledger = ledger
 
     def capability(self, op: Op) -> Capability:
-        """The hardest of the layers'."""
+        """The most restrictive capability of any layer."""
         found = {rules.capability(op, self._kv.dtype) for rules in self._rules}
         return next(each for each in HARDEST_FIRST if each in found)
 
     def why_not(self, op: Op) -> str | None:
-        """Why it is impossible; None when it is not."""
+        """Why the operation is impossible; None when it is possible."""
         if self.capability(op) is not Capability.IMPOSSIBLE:
             return None
         return next(rules.WHY_FIXED for rules in self._rules if rules.WHY_FIXED)
 
     def dry_run(self, operation: Operation) -> OpReport:
-        """What `apply` would report, touching nothing. Raises Unsupported as it does."""
+        """What `apply` would report, changing nothing. Raises Unsupported like `apply`."""
         reason = self.why_not(operation.op)
         if reason is not None:
             raise Unsupported(f"{operation.op.value} is impossible here: {reason}")
         return self._report(operation, self._moving(operation))
 
     def apply(self, operation: Operation) -> OpReport:
-        """Do it. Raises Unsupported, NoRoom, and ValueError for blocks that are not there."""
+        """Do it. Raises Unsupported, NoRoom, and ValueError for blocks that do not exist."""
         report = self.dry_run(operation)
         moving = self._moving(operation)
         moved = [each.block for each in moving]
@@ -100,10 +100,10 @@ class Operations:
         copies = self._rearrange(operation, rewrite=bool(moving))
         if copies is None:
             raise NoRoom(f"{operation.op.value} needs more free blocks than there are")
-        # What is copied from a changed block is as wrong, and would be sealed as right.
+        # A copy of a corrupted block would be just as wrong, and would be sealed as correct.
         copied = {copy.source for copy in copies}.difference(moved)
         self._ledger.verify(tuple(copied), operation.changed)
-        # Blocks given up are verified, and the seals of blocks taken void, before any is written.
+        # Before any write: verify released blocks and drop the seals of blocks taken.
         self._ledger.observe(self._manager.drain_events())
         self._copy(copies)
         placed = dict(copies)
@@ -133,7 +133,7 @@ class Operations:
         span = range(operation.first, operation.first + operation.count)
         deltas = [end + n * size - source.bases[index] for n, index in enumerate(span)]
         if not any(deltas):
-            return []  # at the same offset blocks are shared as they are
+            return []  # blocks at an unchanged offset are shared as they are
         return [
             _Moving(source.blocks[index], delta, size)
             for index, delta in zip(span, deltas, strict=True)
@@ -193,9 +193,9 @@ class Operations:
                     part[targets] = part[sources]
 
     def _shift(self, op: Op, moving: Sequence[_Moving]) -> int:
-        """In the layers whose keys carry their position, one distance after the other.
+        """Rewrite keys in the layers whose keys carry their position, one distance at a time.
 
-        How many keys were rewritten, as counted here, where it is done.
+        Returns how many keys were rewritten, counted here rather than predicted.
         """
         rewritten = 0
         for delta in dict.fromkeys(each.delta for each in moving if each.delta):

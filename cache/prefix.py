@@ -1,7 +1,7 @@
-"""Which full blocks hold which beginnings of sequences. Knows tokens and ids, not who holds them.
+"""Which full blocks hold which prefixes of sequences. Knows tokens and ids, not the holders.
 
-A digest only finds a candidate. A hit also needs equal tokens, an equal salt and the very
-entry matched before it as parent, so no collision can hand out another sequence's block.
+A digest only finds a candidate. A hit also requires equal tokens, an equal salt, and as parent
+the very entry matched before it, so no collision can hand out another sequence's block.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ ROOT = b""  # parent digest of a sequence's first block
 
 
 class Entry:
-    """One published block: its tokens continue those of `parent`, whose block precedes it."""
+    """One published block: its tokens continue those of `parent`, its predecessor."""
 
     __slots__ = ("block", "children", "digest", "parent", "salt", "tokens")
 
@@ -32,12 +32,12 @@ class Entry:
 
 
 def keyed_digest(key: bytes) -> Digest:
-    """Digest chain that nobody without `key` (at most 64 bytes) can find collisions for."""
+    """A chained digest; without `key` (at most 64 bytes) nobody can construct collisions."""
 
     def digest(parent: bytes, salt: str, tokens: bytes) -> bytes:
         state = hashlib.blake2b(key=key, digest_size=16)
         for part in (parent, salt.encode(), tokens):
-            # With lengths no two different triples feed the hash the same bytes.
+            # With length prefixes, no two different triples feed the hash the same bytes.
             state.update(len(part).to_bytes(8, "little"))
             state.update(part)
         return state.digest()
@@ -62,7 +62,7 @@ class PrefixIndex:
         return frozenset(self._by_block)
 
     def entry(self, block: int) -> Entry | None:
-        """What `block` is published as."""
+        """The entry under which `block` is published."""
         return self._by_block.get(block)
 
     def current(self, entry: Entry) -> bool:
@@ -70,7 +70,7 @@ class PrefixIndex:
         return self._by_block.get(entry.block) is entry
 
     def match(self, salt: str, tokens: Sequence[int], limit: int) -> list[Entry]:
-        """Entries of the longest published beginning of `tokens`, at most `limit` blocks."""
+        """Entries of the longest published prefix of `tokens`, at most `limit` blocks."""
         found: list[Entry] = []
         parent: Entry | None = None
         for index in range(limit):
@@ -85,10 +85,10 @@ class PrefixIndex:
     def publish(
         self, block: int, tokens: Sequence[int], index: int, salt: str, parent: Entry | None
     ) -> Entry | None:
-        """Enter `block` as holding the index-th block of `tokens`, after `parent`.
+        """Publish `block` as the index-th block of `tokens`, after `parent`.
 
-        Returns the entry that now stands for these tokens: an earlier block's, if they were
-        published before, or None when a colliding digest has the place.
+        Returns the entry that now represents these tokens: an earlier block's if they were already
+        published, or None if another entry with the same digest occupies the place.
         """
         packed = self._pack(tokens, index)
         digest = self._chain(parent, salt, packed)
@@ -104,7 +104,7 @@ class PrefixIndex:
         return entry
 
     def drop(self, block: int) -> list[int]:
-        """Withdraw `block` and, as nobody can reach them without it, all that continue it.
+        """Withdraw `block` and all that continue it, which nobody can reach without it.
 
         Returns the blocks withdrawn, none if `block` was not published.
         """

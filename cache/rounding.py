@@ -1,7 +1,7 @@
-"""Keys and values in 8 bits: equal steps, the largest number of an entry at ±127.
+"""Keys and values in 8 bits: equal steps, with an entry's largest magnitude at ±127.
 
-Everything is float32 in one fixed order, because the CPU kernels do the same (layer.hpp) and both
-must store the same bits.
+Everything is float32 in one fixed order, because the CPU kernels (layer.hpp) do the same and both
+must store identical bits.
 """
 
 import torch
@@ -9,14 +9,14 @@ from torch import Tensor
 
 SCALE = torch.float32
 STEPS = 127
-LEAST = 1e-30  # for the largest: of an entry of zeros, what it is divided by
+LEAST = 1e-30  # lower bound of the largest magnitude: avoids dividing by 0 for an entry of zeros
 
 
 def rounded(entries: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., head_dim] → int8 of that shape and scales [...]; `restored` makes them alike again.
+    """[..., head_dim] → int8 of that shape and scales [...]; `restored` approximately inverts it.
 
-    No number is off by more than half a scale, 0.4% of the largest. An entry that is not finite
-    gets a scale that is not, and so does not pass for a good one.
+    No value is off by more than half a scale, 0.4% of the largest. An entry that is not finite
+    gets a scale that is not finite, so that it cannot pass for a valid one.
     """
     wide = entries.to(SCALE)
     largest = wide.abs().amax(-1).clamp(min=LEAST)
@@ -25,6 +25,6 @@ def rounded(entries: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def restored(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `rounded` was given, nearly; in a dtype, the product in float32 or wider."""
+    """Approximate inverse of `rounded`: the product is in float32 or wider, then cast to `dtype`."""
     wide = torch.promote_types(dtype, SCALE)
     return (numbers.to(wide) * scales.to(wide)[..., None]).to(dtype)

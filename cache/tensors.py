@@ -1,4 +1,4 @@
-"""Lists to tensors where the cache is, without waiting."""
+"""Lists to tensors on the cache's device, without waiting."""
 
 from collections.abc import Sequence
 
@@ -9,6 +9,6 @@ from torch import Tensor
 def tensor_on(
     device: torch.device, values: Sequence[object], dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """A tensor of the values, in a copy that is not awaited."""
+    """A tensor of `values` on `device`, copied asynchronously."""
     host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""ForwardBatch: one step's tokens of all requests, packed, with where each one is and goes."""
+"""ForwardBatch: one step's tokens of all requests, packed, with their positions and cache slots."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,28 +15,28 @@ from cache.manager import Table
 class ForwardBatch:
     """T tokens of R requests; request r owns rows query_starts[r]:query_starts[r+1].
 
-    All tensors are int64, on one device: they are made on the host, and a model moves them to its
-    own. Block table entries past a request's context are 0.
+    All tensors are int64, on one device: they are built on the host, and the model moves them to
+    its own device. Block table entries past a request's context are 0.
     """
 
     tokens: Tensor  # [T]
-    positions: Tensor  # [T]  index the encoding sees
+    positions: Tensor  # [T]  position that the encoding sees
     offsets: Tensor  # [T]  slot within its block
     slots: Tensor  # [T]  block · block_size + offset: where this token's K and V go
     query_starts: Tensor  # [R + 1]
     context_lens: Tensor  # [R]  keys visible after this step, this step's included
     block_tables: Tensor  # [R, max_blocks]
     block_bases: Tensor  # [R, max_blocks]  position of each block's offset 0
-    output_rows: Tensor  # [S]  rows whose logits are wanted
-    max_query: int  # host copies, so that no kernel asks the device
+    output_rows: Tensor  # [S]  rows whose logits are needed
+    max_query: int  # host copies, so that no kernel has to read from the device
     max_context: int
     cross: "Cross | None" = None  # encoder-decoders only
-    coming: Tensor | None = None  # [T]  on the device, for `tokens` that the host does not know yet
+    coming: Tensor | None = None  # [T]  on the device, replaces `tokens` not yet known to the host
 
     def to(self, device: torch.device) -> "ForwardBatch":
-        """On that device: itself if it is there, else in one copy, and as many again of `cross`.
+        """The batch on `device`: itself if already there, else moved in one copy, plus `cross`'s.
 
-        With all its tokens: those that were coming have come.
+        Its `tokens` are then `coming`, if that was set.
         """
         if self.coming is not None:
             return replace(replace(self, coming=None).to(device), tokens=self.coming)
@@ -51,13 +51,13 @@ class ForwardBatch:
 
     def row_requests(self) -> Tensor:
         """[T]: the request that each row belongs to."""
-        # Told how many there are, a device need not be asked.
+        # output_size spares a synchronisation with the device.
         return torch.repeat_interleave(self.query_starts.diff(), output_size=len(self.tokens))
 
     def of(self, requests: Sequence[int]) -> "tuple[ForwardBatch, Tensor]":
-        """These requests alone, whose logits nobody asks for, and which rows are theirs.
+        """A batch of these requests alone, without output rows, and the indices of their rows.
 
-        For a batch on the host.
+        Only for a batch on the host.
         """
         starts, counts = self.query_starts[requests], self.query_starts.diff()[requests]
         contexts = self.context_lens[requests]
@@ -80,7 +80,7 @@ class ForwardBatch:
         return own, rows
 
     def key_positions(self, block_size: int) -> Tensor:
-        """[R, max_context], by key index. Past a request's own context they mean nothing."""
+        """[R, max_context], by key index. Meaningless past a request's own context."""
         used = -(-self.max_context // block_size)
         offsets = torch.arange(block_size, device=self.block_bases.device)
         positions = self.block_bases[:, :used, None] + offsets
@@ -88,7 +88,7 @@ class ForwardBatch:
 
 
 def in_order(blocks: int, block_size: int) -> Table:
-    """Of a sequence that has a cache to itself: its first blocks, one after another."""
+    """The table of a sequence that has a cache to itself: its first blocks, in order."""
     return Table(range(blocks), range(0, blocks * block_size, block_size))
 
 
@@ -101,9 +101,9 @@ def of_one(
     wanted: int,
     device: torch.device,
 ) -> ForwardBatch:
-    """Tokens number `start` and later of one sequence; logits of the last `wanted` are wanted.
+    """Tokens from index `start` on of one sequence; logits of the last `wanted` are needed.
 
-    `table` has its blocks from the beginning on, and may have more than it needs.
+    `table` lists the sequence's blocks from its beginning, and may have more than needed.
     """
     count, end = len(tokens), start + len(tokens)
     index = torch.arange(start, end, device=device)
@@ -127,7 +127,7 @@ def of_one(
 
 @dataclass(frozen=True, slots=True)
 class Cross:
-    """Encoded prompts, whose keys and values lie in the same cache as those of the answers."""
+    """Encoded prompts, whose keys and values share a cache with those of the answers."""
 
     new: ForwardBatch | None  # whole prompts to encode first; their slots are then filled
     seen: ForwardBatch  # the step's own rows, over the blocks of their requests' encoded prompts
@@ -139,10 +139,10 @@ class Cross:
 
 
 def in_one_copy(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The same on a device, of one dtype; nobody waits for it, and what is left may be changed."""
+    """The tensors, all of one dtype, on `device`; asynchronous, and the sources may be changed."""
     flat = torch.cat([each.flatten() for each in tensors])
     if device.type == "cuda":
-        flat = flat.pin_memory()  # and given back by torch when the copy is done
+        flat = flat.pin_memory()  # torch frees it when the copy is done
     there = flat.to(device, non_blocking=True)
     parts = torch.split(there, [each.numel() for each in tensors])
     return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]

@@ -1,7 +1,7 @@
-"""What an encoding's hooks give, looked at once before kernels and a cache rely on it.
+"""Checks what an encoding's hooks return, before kernels and a cache rely on it.
 
-A class may come from anywhere. What it does wrong ends a start with one sentence; kernels, which
-read memory by address, would answer with wrong numbers.
+An encoding class may come from anywhere. Its mistakes are reported at startup in one sentence;
+kernels, which read memory by address, would silently compute wrong results.
 """
 
 import traceback
@@ -27,9 +27,9 @@ from model.positional_work import PositionalWork
 from model.rotation import Rotation
 from model.words import in_one_line
 
-ROWS = 3  # that are asked for at either end of the context
-HALF = torch.bfloat16  # hooks are asked in it, too, and must keep it
-EXACT = 1e-3  # of the largest coordinate: what float32 rounds by, many times over
+ROWS = 3  # tested at either end of the context
+HALF = torch.bfloat16  # hooks are tested in it, too, and must preserve it
+EXACT = 1e-3  # relative to the largest coordinate: far above float32's rounding error
 
 Given = TypeVar("Given")
 
@@ -39,8 +39,8 @@ def check_hooks(
 ) -> None:
     """Call each hook of a frozen encoding as a server of `context` tokens would.
 
-    Raises EncodingError for one that raises, gives another kind or size than it must, or says of
-    stored keys what is not so.
+    Raises EncodingError for a hook that raises, returns a wrong type or shape, or makes a false
+    claim about stored keys.
     """
     with torch.inference_mode():
         for own in dict.fromkeys(encoding.for_layer(layer) for layer in range(config.layers)):
@@ -49,7 +49,7 @@ def check_hooks(
 
 
 def where(error: Exception) -> str:
-    """The file and line that raised it, and what it says, in one line."""
+    """The file and line that raised it, and the message, in one line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{Path(frame.filename).name}, line {frame.lineno}: {in_one_line(error)}"
 
@@ -83,7 +83,7 @@ class _Hooks:
             self._check_move()
 
     def check_whole(self) -> None:
-        """What a model asks once."""
+        """Check the hooks that a model calls once, not per layer."""
         self._check_rows("embed", self._embedded)
         self._embedded(slice(None), dtype=HALF)
         first = slice(0, ROWS)
@@ -98,7 +98,7 @@ class _Hooks:
             self._ask("work", PositionalWork, self._config, context, BLOCK_SIZE)
 
     def _check_rows(self, hook: str, call: Callable[[slice], Tensor]) -> None:
-        """Tokens come in chunks, beside those of others: each row is to be its own position's."""
+        """Tokens come in chunks, packed with others': a row may depend on its own position only."""
         whole = call(slice(None))
         if not whole.isfinite().all():
             raise self._error(f"{hook} gives numbers that are not finite")
@@ -113,7 +113,7 @@ class _Hooks:
         bias = self._ask("score_bias", object)
         if bias is None:
             return
-        if not isinstance(bias, BIASES) or type(bias) not in BIASES:  # one derived is another one
+        if not isinstance(bias, BIASES) or type(bias) not in BIASES:  # a subclass may differ
             known = ", ".join(kind.__name__ for kind in BIASES)
             raise self._error(
                 f"score_bias gives {type(bias).__name__}; it must be None or one of {known}"
@@ -148,7 +148,7 @@ class _Hooks:
             )
 
     def _check_move(self) -> None:
-        """Keys of some positions against those of other ones, by what an operation does."""
+        """Keys moved by an operation must equal keys rotated at the new positions."""
         first = slice(0, ROWS)
         _, keys = self._rotated(first)
         _, moved = self._rotated(first, BLOCK_SIZE)
@@ -161,7 +161,7 @@ class _Hooks:
             )
 
     def _movable(self, *how: Capability) -> bool:
-        """Whether a move is one of these, and there is room to try it."""
+        """Whether a move has one of these capabilities, and the context is long enough to try it."""
         room = self._context >= BLOCK_SIZE + ROWS
         return room and self._capability(Op.EVICT_RENUMBER) in how
 
@@ -174,7 +174,7 @@ class _Hooks:
     def _rotated(
         self, rows: slice, later: int = 0, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys of these rows, so many positions later than they are."""
+        """Queries and keys of these rows, `later` positions after their own."""
         positions = self._positions[rows] + later
         given = (self._q[rows].to(dtype), self._k[rows].to(dtype))
         copies = [each.clone() for each in given]
@@ -191,7 +191,7 @@ class _Hooks:
         return found
 
     def _values(self, bias: ScoreBias) -> Tensor:
-        """[heads, ...]: all of a table, or some of what is no table."""
+        """[heads, ...]: a whole table, or a sample of a function's values."""
         if isinstance(bias, LinearBias):
             return bias.slopes
         if not isinstance(bias, PairBias):
@@ -223,7 +223,7 @@ class _Hooks:
     def _answer(self, hook: str, call: Callable[..., object], *arguments: object) -> object:
         try:
             return call(*arguments)
-        except Exception as error:  # its own code may raise anything
+        except Exception as error:  # foreign code may raise anything
             raise self._error(f"{hook} fails ({where(error)})") from error
 
     def _need_kind(self, hook: str, found: object, kind: type[Given]) -> Given:
@@ -237,7 +237,7 @@ class _Hooks:
 
 
 def _sizes(tensors: Iterable[object]) -> str:
-    """float32 [3, 4, 8] and float32 [3, 2, 8]."""
+    """For example "float32 [3, 4, 8] and float32 [3, 2, 8]"."""
     said = (
         f"{each.dtype} {list(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
         for each in tensors

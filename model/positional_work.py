@@ -1,4 +1,4 @@
-"""What positions cost: counted, not timed. No torch."""
+"""The cost of positions: counted, not timed. No torch."""
 
 from dataclasses import dataclass
 from operator import add
@@ -6,23 +6,23 @@ from operator import add
 
 @dataclass(frozen=True, slots=True)
 class PositionalWork:
-    """What tokens cost because of their positions, over all layers.
+    """The work that tokens cause because of their positions, over all layers.
 
-    Only the encoding's own arithmetic and memory traffic; storing a key is the same for all.
+    Only the encoding's own arithmetic and memory traffic; storing keys costs the same for all.
     """
 
-    rotations: int = 0  # of one head's query or key
+    rotations: int = 0  # each of one head's query or key
     bias_values: int = 0  # scores that get a bias added
-    bias_built: int = 0  # bias values made for this step alone and stored until it ends
+    bias_built: int = 0  # bias values computed for one step and stored until it ends
     flops: int = 0
-    # Read of tables and weights, each once however many layers use it; and what is built for
-    # the step, written once and read by every layer that adds it.
+    # Tables and weights read, each counted once however many layers use it; and what is built for
+    # the step, counted once when written and once for every layer that reads it.
     bytes: int = 0
-    bias_bytes: int = 0  # how many of the bytes are for biases
+    bias_bytes: int = 0  # the part of `bytes` that is for biases
 
     @property
     def values(self) -> tuple[int, ...]:
-        """In the order of the fields. Asked in every step, which `astuple` is too slow for."""
+        """In the order of the fields. Used in every step, for which `astuple` is too slow."""
         return (
             self.rotations,
             self.bias_values,

@@ -1,7 +1,7 @@
-"""How fast RoPE's pairs turn, and the published ways to stretch that for longer contexts.
+"""RoPE's frequencies, and the published ways to scale them for longer contexts.
 
 Each way is a frozen set of parameters with one formula, in float32 as published models compute
-it. Knows numbers alone: no positions, no config file, no cache.
+it. Knows only numbers: no positions, no config file, no cache.
 """
 
 import inspect
@@ -24,7 +24,7 @@ def frequencies(base: float, width: int) -> Tensor:
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """0.1 · weight · ln(factor) + 1: what YaRN multiplies q and k by (arXiv 2309.00071, 3.4).
+    """0.1 · weight · ln(factor) + 1: YaRN's factor on q and k (arXiv 2309.00071, section 3.4).
 
     The weight is DeepSeek's addition (`mscale` in its config.json), 1 in the paper.
     """
@@ -37,7 +37,7 @@ def longrope_magnitude(factor: float, original_context: int) -> float:
 
 
 class Scaling(ABC):
-    """One way to stretch."""
+    """One way to scale RoPE's frequencies."""
 
     __slots__ = ()
     kind: ClassVar[str]
@@ -47,7 +47,7 @@ class Scaling(ABC):
         """[width / 2] for sequences of `length` positions. Raises EncodingError."""
 
     def norm_factor(self) -> float:
-        """By how much queries and keys grow besides turning."""
+        """The factor on queries and keys besides the rotation."""
         return 1.0
 
 
@@ -67,7 +67,7 @@ class Dynamic(Scaling):
     """The base grows with the length past the original context ("dynamic NTK").
 
     base · (factor · n / original - (factor - 1))^(width / (width - 2)) for n positions: the
-    NTK-aware base of arXiv 2309.00071, section 3.1, made to follow the length as in 3.3.
+    NTK-aware base of arXiv 2309.00071, section 3.1, made to depend on the length as in 3.3.
     """
 
     kind = "dynamic"
@@ -84,10 +84,10 @@ class Dynamic(Scaling):
 
 @dataclass(frozen=True, slots=True)
 class Yarn(Scaling):
-    """Fast pairs as they are, slow ones divided, a ramp between (arXiv 2309.00071, section 3.2).
+    """Fast pairs unchanged, slow ones divided, a ramp between (arXiv 2309.00071, section 3.2).
 
-    A pair is fast when it turns `beta_fast` times or more within the original context, slow when
-    `beta_slow` times or less. truncate: the ramp begins and ends at whole pairs.
+    A pair is fast when it makes `beta_fast` rotations or more within the original context, slow
+    when it makes `beta_slow` or fewer. truncate: the ramp begins and ends at whole pairs.
     """
 
     kind = "yarn"
@@ -116,16 +116,16 @@ class Yarn(Scaling):
         return yarn_magnitude(self.factor) if self.magnitude is None else self.magnitude
 
     def _pair_that_turns(self, times: float, base: float, width: int) -> float:
-        """Index of the pair that turns so often within the original context, between pairs."""
+        """The fractional index of a pair that makes `times` rotations within the original context."""
         slowdown = self.original_context / (2 * math.pi * times)
         return width * math.log(slowdown) / (2 * math.log(base))
 
 
 @dataclass(frozen=True, slots=True)
 class LongRoPE(Scaling):
-    """A divisor for each pair, one list within the original context and another past it.
+    """A divisor for each pair: one list within the original context and another beyond it.
 
-    arXiv 2402.13753, section 3. The magnitude is the same on both sides.
+    arXiv 2402.13753, section 3. The magnitude is the same in both cases.
     """
 
     kind = "longrope"
@@ -144,10 +144,10 @@ class LongRoPE(Scaling):
 
 @dataclass(frozen=True, slots=True)
 class Llama3(Scaling):
-    """Slow pairs divided, fast ones as they are, a blend between, as Llama 3.1 was trained.
+    """Slow pairs divided, fast ones unchanged, a blend between, as Llama 3.1 was trained.
 
-    By how often a pair turns within the original context: at most `low_freq_factor` times is
-    slow, at least `high_freq_factor` times is fast.
+    A pair is slow when it makes at most `low_freq_factor` rotations within the original context,
+    fast when it makes at least `high_freq_factor`.
     """
 
     kind = "llama3"
@@ -170,9 +170,9 @@ class Llama3(Scaling):
 
 @dataclass(frozen=True, slots=True)
 class Proportional(Scaling):
-    """The slowest pairs of the whole width stand still; the rest keep their speed over `factor`.
+    """The slowest pairs do not rotate; the others' frequencies are divided by `factor`.
 
-    p-RoPE (arXiv 2410.06205). share: of all pairs, those that turn.
+    p-RoPE (arXiv 2410.06205). `share`: the fraction of all pairs that rotate.
     """
 
     kind = "proportional"

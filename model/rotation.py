@@ -1,6 +1,6 @@
-"""Turning pairs of coordinates, and what is still to be turned when keys are stored unturned.
+"""Rotation of pairs of coordinates, and the part that attention applies to stored keys.
 
-Knows no encoding, model, batch or cache.
+Knows no encodings, models, batches or cache.
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from cache.terms import KeyFrame
 
-# Which coordinates of a head turn together: i with i + width/2, or 2i with 2i + 1.
+# Which coordinates of a head form a pair: i with i + width/2, or 2i with 2i + 1.
 Layout = Literal["half", "interleaved"]
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    """x [T, heads, head_dim]; cos and sin [T, pairs] → the first 2 · pairs coordinates turned.
+    """x [T, heads, head_dim]; cos and sin [T, pairs] → x with 2 · pairs coordinates rotated.
 
-    The products are in the wider of both dtypes and rounded once; x is left as it was.
+    Products are computed in the wider of both dtypes and rounded once; x itself is unchanged.
     """
     width = 2 * cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -35,29 +35,29 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What an attention backend must still turn: queries that come unturned, and stored keys.
+    """The rotation left to an attention backend: of queries, and of stored keys.
 
-    A query at position m and a key at position base + offset must meet as if both were turned at
-    their positions. A raw key is turned at its position. A key of the block frame was turned by
-    its offset when it was stored, so it is turned by its block's base; or instead the query, once
-    for each block, by m - base: R(m - base)ᵀ R(offset) = R(m)ᵀ R(base + offset).
+    A query at position m and a key at position base + offset must be scored as if both were
+    rotated by their positions. A raw key is rotated by its position. A key of the block frame was
+    rotated by its offset when it was stored, so its block's base is what is left; or instead the
+    query is rotated, once per block, by m - base: R(m - base)ᵀ R(offset) = R(m)ᵀ R(base + offset).
     """
 
-    cos: Tensor  # [positions, pairs] float32; in the raw frame times the magnitude of a scaling
+    cos: Tensor  # [positions, pairs] float32; in the raw frame times a scaling's magnitude
     sin: Tensor
     layout: Layout
     frame: KeyFrame  # RAW or BLOCK
-    magnitude: float = 1.0  # what the turning coordinates of queries are multiplied by besides
+    magnitude: float = 1.0  # further factor on the rotated coordinates of queries
 
     def queries(self, q: Tensor, positions: Tensor) -> Tensor:
-        """q [T, heads, head_dim] turned at positions [T]."""
+        """q [T, heads, head_dim] rotated by positions [T]."""
         cos, sin = self.cos[positions] * self.magnitude, self.sin[positions] * self.magnitude
         return turn(q, cos, sin, self.layout)
 
     def keys(self, keys: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
-        """Stored keys [T, kv_heads, head_dim], at positions and block offsets [T] → turned.
+        """Stored keys [T, kv_heads, head_dim], at positions and block offsets [T] → rotated keys.
 
-        Slots that hold no token may have any position: they are turned by some angle.
+        Slots that hold no token may have any position: their rotation is meaningless.
         """
         lacking = positions if self.frame is KeyFrame.RAW else positions - offsets
         lacking = lacking.clamp(0, len(self.cos) - 1)

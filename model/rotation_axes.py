@@ -1,7 +1,7 @@
-"""Turning pairs of coordinates by one of several positions for each pair: of grids and sections.
+"""Rotation of pairs of coordinates over several position axes: grids, and sections of a head.
 
-Text has one axis, and `model/encodings/rope.py` serves it from tables. The forms here are those
-of images and of Qwen2-VL's sections. Knows no model, batch or cache.
+Text has one axis, and `model/encodings/rope.py` serves it from tables. The forms here are those of
+images and of Qwen2-VL's sections. Knows no models, batches or cache.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from model.rotation import Layout, turn
 
 @dataclass(frozen=True, slots=True)
 class MultiAxisRotation:
-    """RoPE over several positions for each token: every pair of coordinates follows one of them.
+    """RoPE with several positions per token: every pair of coordinates follows one of them.
 
-    Where all axes of a token are equal, it is RoPE at that position.
+    If all positions of a token are equal, this is RoPE at that position.
     """
 
     frequencies: Tensor  # [pairs] float32, radians per step along the pair's axis
     axes: Tensor  # [pairs] int64, the axis of each pair
     layout: Layout
-    magnitude: float = 1.0  # of the scaling that the frequencies come from
+    magnitude: float = 1.0  # of the scaling that the frequencies were taken from
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """q [T, heads, head_dim], k [T, kv_heads, head_dim], positions [axes, T]."""
@@ -35,7 +35,7 @@ class MultiAxisRotation:
 
 
 def axial(base: float, width: int, *, axes: int = 2, layout: Layout = "half") -> MultiAxisRotation:
-    """Each axis has a block of pairs of its own and all frequencies of a head of width / axes.
+    """Each axis has its own block of pairs, with all frequencies of a head of width / axes.
 
     As in the vision towers of Qwen2-VL (arXiv 2409.12191, section 2.1; half) and of Llama 4
     (interleaved, with positions counted from 1). Raises EncodingError.
@@ -49,7 +49,7 @@ def axial(base: float, width: int, *, axes: int = 2, layout: Layout = "half") ->
 
 
 def dealt(base: float, width: int, *, axes: int = 2, layout: Layout = "half") -> MultiAxisRotation:
-    """The frequencies of one head are dealt to the axes in turn, then laid in blocks.
+    """One head's frequencies are dealt to the axes in turn, then arranged in a block per axis.
 
     As in Pixtral's vision tower (arXiv 2410.07073, section 2). Raises EncodingError.
     """
@@ -72,7 +72,7 @@ def sectioned(
     """One head's frequencies in consecutive sections: time, height, width, and then again.
 
     Qwen2-VL's multimodal rotation (arXiv 2409.12191, section 2.1; `mrope_section` in its
-    config.json). speeds: [pairs]; sections: pairs in each. Raises EncodingError.
+    config.json). `speeds`: [pairs]; `sections`: pairs in each. Raises EncodingError.
     """
     if sum(sections) != len(speeds) or min(sections, default=0) < 0:
         raise EncodingError(

@@ -1,7 +1,7 @@
 """One decoder for every model and encoding: a packed ragged batch in, logits out.
 
-Knows no request and no sampling. The positional encoding enters through its hooks, attention
-through a backend that is handed in; faster layers are put in place of these afterwards.
+Knows no requests and no sampling. The positional encoding enters through its hooks, attention
+through a backend passed in. Faster layers may replace these modules after loading.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -83,7 +83,7 @@ class Activate(nn.Module):
         return ACTIVATIONS[self.activation](x)
 
 
-# Queries, keys, positions and offsets → queries and keys, as PositionalEncoding.rotate.
+# (queries, keys, positions, offsets) → (queries, keys), as in PositionalEncoding.rotate.
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -121,7 +121,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(head_dim, config.norm_eps, dtype, device)
         self.clip = config.qkv_clip
         self.encoding = encoding.for_layer(layer)
-        # The encoding's `rotate`, faster. Set after loading.
+        # A faster equivalent of the encoding's `rotate`. Set after loading.
         self.kernel_rotate: Rotate | None = None
         self.attend = backend(
             spec_for(config, dtype, device, window=config.windows[layer], causal=causal)
@@ -138,11 +138,11 @@ class Attention(nn.Module):
         return q, k, v
 
     def parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """[T, outputs of `qkv`] → its queries, keys and values, as `project` has them."""
+        """[T, outputs of `qkv`] → queries, keys and values, shaped as `project` returns them."""
         return torch.split(qkv.view(len(qkv), -1, self.head_dim), self.sizes, dim=1)
 
     def rotated(self, q: Tensor, k: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """By the encoding. Raises EncodingError for what kernels would read as something else."""
+        """Apply the encoding. Raises EncodingError if it changes a dtype or shape."""
         rotate = self.kernel_rotate or self.encoding.rotate
         rotated = rotate(q, k, batch.positions, batch.offsets)
         for before, after in zip((q, k), rotated, strict=True):
@@ -161,7 +161,7 @@ class Attention(nn.Module):
         bias: StepBias | None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """[T, width] → [S, width] of `rows`, or of all. Every row's key and value are stored."""
+        """[T, width] → [S, width] of `rows`, or all. Stores the key and value of every row."""
         q, k, v = self.project(x)
         q, k = self.rotated(q, k, batch)
         kv.write(k, v, batch.slots)
@@ -171,7 +171,7 @@ class Attention(nn.Module):
 
 
 def kept(x: Tensor, rows: Tensor | None) -> Tensor:
-    """The rows that are asked for, or all."""
+    """The selected rows of x, or all of them."""
     return x if rows is None else x[rows]
 
 
@@ -214,7 +214,7 @@ class PlainMLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    Blocks give the rows that are asked for: the last one computes no others to their end.
+    `rows` selects the rows to return: in the last block the others need no output or MLP.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class ParallelOneNormBlock(nn.Module):
 
 
 class Layers(nn.ModuleList):
-    """Blocks, one after another; the last one gives `rows` alone, or all."""
+    """Blocks, one after another; the last one returns only `rows`, or all."""
 
     def forward(
         self,
@@ -380,13 +380,13 @@ class Decoder(nn.Module):
         )
         if config.tied_embeddings:
             self.embed.weight = self.head.weight
-        # The same faster, in one piece. Set after loading.
+        # A faster equivalent of `by_parts`, in a single call. Set after loading.
         self.one_call: Callable[[Decoder, ForwardBatch, KVCache], Tensor] | None = None
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Logits [S, vocab] of `batch.output_rows`; keys and values of all rows are stored.
 
-        The batch may still lie on the host.
+        The batch may still be in host memory.
         """
         if self.one_call is None:
             return self.by_parts(batch, kv)
@@ -394,11 +394,11 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def by_parts(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """`forward`, part by part."""
+        """`forward` module by module."""
         return self.compute(batch.to(kv.device), kv)
 
     def compute(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """The same where gradients are kept, for training."""
+        """`by_parts` outside inference mode, so that training can keep gradients."""
         x = self.embedded(batch)
         x = self.layers(x, batch, kv, self.biases(batch, kv), batch.output_rows)
         if self.norm is not None:
@@ -409,11 +409,11 @@ class Decoder(nn.Module):
         return logits
 
     def biases(self, batch: ForwardBatch, kv: KVCache) -> Iterator[StepBias | None]:
-        """What each layer in turn adds to its scores."""
+        """What each layer in turn adds to its attention scores."""
         return step_biases(self.encoding, len(self.layers), batch, kv.block_size)
 
     def embedded(self, batch: ForwardBatch) -> Tensor:
-        """[T, width]: what the layers get. Raises EncodingError."""
+        """[T, width]: the input of the first layer. Raises EncodingError."""
         x: Tensor = self.embed(batch.tokens)
         if self.config.embed_scale != 1.0:
             x = x * self.config.embed_scale

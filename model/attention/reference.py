@@ -1,4 +1,4 @@
-"""What attention means here, one request and one key block at a time. The oracle of the tests.
+"""What attention computes here, one request at a time. The oracle of the tests.
 
 Slow on purpose: nothing but indexing, products and a softmax, in float32 or wider.
 """

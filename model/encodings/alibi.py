@@ -1,7 +1,7 @@
 """ALiBi: each head lowers the score of a key in proportion to its distance.
 
-Knows slopes and distances only. Nothing enters queries, keys or values, so cached entries do not
-depend on where they stand.
+Knows slopes and distances only. Positions do not enter queries, keys or values, so cached entries
+do not depend on their position.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ from model.positional_work import PositionalWork
 def slopes(heads: int, bias_max: float = 8.0) -> torch.Tensor:
     """[heads] float32, in the order of the heads (arXiv 2108.12409, section 3).
 
-    For n heads, n a power of two, head h (from 1 on) has 2^(-bias_max · h / n). For other n, those
-    of the largest power of two below come first, then every other one of its double: so say BLOOM
-    and Falcon, and MPT's rule gives the same values in the same order.
+    For n heads, n a power of two, head h (from 1 on) has 2^(-bias_max · h / n). For other n, the
+    slopes of the next lower power of two come first, then every other slope of twice that power:
+    the rule of BLOOM and Falcon; MPT's gives the same values in the same order.
     """
     exact = 1 << (heads.bit_length() - 1)
     found = _powers(exact, bias_max)
@@ -35,10 +35,10 @@ def _powers(heads: int, bias_max: float) -> torch.Tensor:
 class ALiBi(PositionalEncoding):
     """Press et al., Train Short, Test Long (arXiv 2108.12409), section 3.
 
-    The bias is -slope · distance in float32. `hf_exact` instead adds slope · position of the key,
-    with slope, position and product in bfloat16, as transformers computes Falcon-RW: the same up
-    to a constant per query, which softmax ignores, and a rounding that it does not. At position
-    2,000 it leaves but a few distinct values among the nearest 64 keys.
+    The bias is -slope · distance in float32. `hf_exact` instead adds slope · key position, with
+    slope, position and product in bfloat16, as transformers computes Falcon-RW. That differs by a
+    constant per query, which softmax ignores, and by rounding, which it does not: at position
+    2,000 only a few distinct values remain among the nearest 64 keys.
     """
 
     OPTIONS: ClassVar[Mapping[str, str]] = {
@@ -63,7 +63,7 @@ class ALiBi(PositionalEncoding):
         device: torch.device,
     ) -> None:
         super().__init__()
-        # Plain attributes: float32 whatever the model is cast to, and in no checkpoint.
+        # Plain attributes: they stay float32 when the model is cast, and out of checkpoints.
         self.slopes = (slopes(heads, bias_max) * scale).to(device)
         self.by_key: torch.Tensor | None = None  # [heads, context]
         if hf_exact:
@@ -97,7 +97,7 @@ class ALiBi(PositionalEncoding):
         return LinearBias(self.slopes) if self.by_key is None else KeyBias(self.by_key)
 
     def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
-        """For every key and head a product and a sum; with `hf_exact` a value read and a sum."""
+        """A product and a sum for every key and head; with `hf_exact`, a table read and a sum."""
         values = config.layers * config.heads * context
         exact = self.by_key is not None
         read = 4 * config.heads * (context if exact else 1)

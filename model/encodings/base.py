@@ -44,7 +44,7 @@ class LinearBias:
 
 @dataclass(frozen=True, slots=True)
 class TableBias:
-    """Adds table[head, zero + distance] to the score; beyond either end the end repeats."""
+    """Adds table[head, zero + distance] to the score; distances outside use the end columns."""
 
     table: Tensor  # [heads, span] float32
     zero: int = 0  # column of distance 0
@@ -60,9 +60,9 @@ class TableBias:
 
 @dataclass(frozen=True, slots=True)
 class MaterialisedBias(TableBias):
-    """The same, but spread over all rows and keys of a step before any layer reads it.
+    """The same bias, but materialised for all rows and keys of a step before any layer reads it.
 
-    What implementations without a kernel of their own do; here to be compared with.
+    What implementations without a fused kernel do; here as a baseline for comparison.
     """
 
 
@@ -83,9 +83,9 @@ class KeyBias:
 class PairBias:
     """Adds of(query positions, key positions) to the score: any function of both.
 
-    Computed for all rows and keys of a step before its layer reads it, so it costs most. Keys
-    after a query, and slots that hold none, are asked for as well: what is given there must be
-    a number, and is not used.
+    Computed for all rows and keys of a step before its layer reads it, so it is the most
+    expensive kind. `of` is also called for keys after the query and for empty slots: what it
+    returns there is ignored, but must not be NaN.
     """
 
     of: Callable[[Tensor, Tensor], Tensor]  # [..., Q] and [..., K] → [heads, ..., Q, K] float32
@@ -100,25 +100,25 @@ ScoreBias = LinearBias | TableBias | KeyBias | PairBias
 
 
 class PositionalEncoding(nn.Module):
-    """Where tokens are. Override what the encoding touches; the rest does nothing.
+    """Where tokens are. Override the hooks that the encoding needs; the defaults do nothing.
 
-    The class attributes tell people about it: `ropewalk encodings` prints them.
+    The class attributes are documentation: `ropewalk encodings` prints them.
     """
 
-    OPTIONS: ClassVar[Mapping[str, str]] = {}  # name: what it is, its default if it has one
+    OPTIONS: ClassVar[Mapping[str, str]] = {}  # name: meaning, and default if there is one
     LIMIT: ClassVar[str] = "none"  # positions past which nothing is served
-    BEYOND_TRAINED: ClassVar[str] = "not stated"  # what answers do past the trained length
+    BEYOND_TRAINED: ClassVar[str] = "not stated"  # what happens past the trained length
     # Why stored entries cannot be given another position; empty when they can.
     WHY_FIXED: ClassVar[str] = ""
 
     key_frame: KeyFrame = KeyFrame.RAW
-    max_positions: int | None = None  # hard limit: no longer context is served
+    max_positions: int | None = None  # hard limit on the served context
 
     @classmethod
     def create(
         cls, options: Mapping[str, Any], config: ModelConfig, context: int, device: torch.device
     ) -> Self:
-        """Built once at load for positions 0 .. context - 1. Raises EncodingError.
+        """Called once at load, for positions 0 .. context - 1. Raises EncodingError.
 
         Parameters are allocated uninitialised, like the decoder's.
         """
@@ -128,16 +128,16 @@ class PositionalEncoding(nn.Module):
 
     @classmethod
     def usual_options(cls, config: ModelConfig) -> dict[str, Any]:
-        """What published models of this shape have, for lists and pictures without a model."""
+        """Options of published models of this shape, for listings and pictures without a model."""
         return {}
 
     def first_values(self, generator: torch.Generator) -> None:
-        """Fill the parameters before training; without one's own rule, small numbers around 0."""
+        """Initialise the parameters for training; by default, small random values around 0."""
         for parameter in self.parameters():
             parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
 
     def freeze(self) -> None:
-        """Called once when parameters are loaded, to build what follows from them."""
+        """Called once after the parameters are loaded, to compute what depends on them."""
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: token embeddings [T, width]."""
@@ -148,16 +148,16 @@ class PositionalEncoding(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """q [T, heads, head_dim], k [T, kv_heads, head_dim], before k is stored.
 
-        positions and offsets within a block, [T] each.
+        positions in the sequence and offsets within a block, [T] each.
         """
         return q, k
 
     def rotation(self) -> Rotation | None:
-        """What attention must still turn, when `rotate` did not turn both."""
+        """The rotation left to attention, where `rotate` did not apply all of it."""
         return None
 
     def score_bias(self) -> ScoreBias | None:
-        """Added to the scaled scores."""
+        """The bias that attention adds to the scaled scores."""
         return None
 
     def for_layer(self, layer: int) -> "PositionalEncoding":
@@ -165,21 +165,21 @@ class PositionalEncoding(nn.Module):
         return self
 
     def capability(self, op: Op, dtype: torch.dtype) -> Capability:
-        """What an operation on entries stored in `dtype` asks of this encoding."""
+        """What `op` on entries stored in `dtype` requires under this encoding."""
         moves = op in (Op.EVICT_RENUMBER, Op.MOVE_SPAN)
         return Capability.IMPOSSIBLE if moves and self.WHY_FIXED else Capability.FREE
 
     def shift(self, keys: Tensor, delta: int) -> Tensor:
-        """Stored keys [..., kv_heads, head_dim] as they are `delta` positions later.
+        """Stored keys [..., kv_heads, head_dim], moved `delta` positions later.
 
-        Asked only where `capability` of a move is REWRITE or APPROXIMATE.
+        Called only where `capability` of a move is REWRITE or APPROXIMATE.
         """
         return keys
 
     def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
-        """For one new token that sees `context` keys, itself included, in blocks of that size.
+        """For one new token that attends to `context` keys, its own included, in such blocks.
 
-        Lists ask at lengths beyond the one that the encoding was built for.
+        Listings also ask for contexts longer than the encoding was built for.
         """
         return NO_WORK
 
@@ -196,36 +196,36 @@ def names() -> list[str]:
 def create(
     spec: EncodingSpec, config: ModelConfig, context: int, device: torch.device
 ) -> PositionalEncoding:
-    """The encoding a spec names: a file of this folder, or "package.module:Class".
+    """The encoding that a spec names: a file of this folder, or "package.module:Class".
 
-    Raises EncodingError when there is none of that name or its options do not fit.
+    Raises EncodingError when no encoding has that name or its options are invalid.
     """
     return find(spec.name).create(spec.options, config, context, device)
 
 
 def function_of(hook: Callable[..., object]) -> Callable[..., object]:
-    """What a hook calls, to be compared with a class's own: PositionalEncoding.rotate, say."""
+    """The plain function behind a hook, to compare with, say, PositionalEncoding.rotate."""
     function: Callable[..., object] = getattr(hook, "__func__", hook)
     return function
 
 
 def need_scale(encoding: str, scale: object) -> None:
-    """Raises EncodingError unless it can multiply vectors and leave something of them."""
+    """Raises EncodingError unless `scale` is finite and above 0."""
     if not (isinstance(scale, int | float) and 0 < scale < math.inf):
         raise EncodingError(f"{encoding}'s scale is a finite number above 0, but got {scale!r}.")
 
 
 def freeze_all(module: nn.Module) -> None:
-    """Every encoding inside a module, itself included, once its weights are there."""
+    """Freeze every encoding inside a module, itself included, once its weights are loaded."""
     for each in module.modules():
         if isinstance(each, PositionalEncoding):
             each.freeze()
 
 
 def outside_encodings(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that are in no encoding: what one holds may not be replaced.
+    """The modules of a model that belong to no encoding, and so may be replaced.
 
-    An encoding may ask more of its parts than a substitute does.
+    An encoding may use its submodules in ways that a substitute does not support.
     """
     encodings = [each for each in model.modules() if isinstance(each, PositionalEncoding)]
     inside = {part for each in encodings for part in each.modules()}
@@ -233,7 +233,7 @@ def outside_encodings(model: nn.Module) -> list[nn.Module]:
 
 
 def find(name: str) -> type[PositionalEncoding]:
-    """The class that a name stands for, as in `create`. Raises EncodingError."""
+    """The class that a name refers to, as in `create`. Raises EncodingError."""
     module_name, _, class_name = name.partition(":")
     if not class_name:
         if name not in names():

@@ -35,7 +35,7 @@ class Learned(PositionalEncoding):
         self.max_positions = positions
         self.offset = offset
         self.scale = scale
-        # float32 whatever the model's dtype; the sum is rounded to it once.
+        # float32 whatever the model's dtype; only the sum is rounded to it.
         self.table = nn.Parameter(
             torch.empty(positions + offset, width, dtype=torch.float32, device=device),
             requires_grad=False,

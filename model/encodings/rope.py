@@ -1,8 +1,8 @@
 """Rotary position embedding: pairs of query and key coordinates turn with the position.
 
-Keys are turned once, when they are written: at their own position, or by their offset within the
-block, or not at all; attention turns what is left. Frequencies are fixed when the model is loaded,
-so nothing that happens later changes stored keys.
+Keys are rotated once, when they are written: by their position, by their offset within the block,
+or not at all. Attention applies what is left. Frequencies are fixed when the model is loaded, so
+nothing that happens later invalidates stored keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,13 +24,14 @@ REQUIRED = frozenset({"base", "width", "layout"})
 class RoPE(PositionalEncoding):
     """Su et al., RoFormer (arXiv 2104.09864), section 3.2.
 
-    Pair i of the first `width` coordinates turns by position · base^(-2i / width), or as fast as
-    a scaling has it. `half` pairs coordinate i with i + width/2 (Llama as published on Hugging
-    Face), `interleaved` pairs 2i with 2i + 1 (GPT-J). Coordinates past `width` are left alone.
+    Pair i of the first `width` coordinates rotates by base^(-2i / width) radians per position,
+    unless a scaling changes that. `half` pairs coordinate i with i + width/2 (Llama as published
+    on Hugging Face), `interleaved` pairs 2i with 2i + 1 (GPT-J). Coordinates past `width` are
+    unchanged.
 
-    Under `dynamic` and `longrope` the frequencies of a published model follow the length of the
-    sequence, which would make keys wrong that are cached already. Here they are those of the
-    served context, whatever the length: `frequencies_at` tells them for any other.
+    Under `dynamic` and `longrope` the frequencies of a published model depend on the length of
+    the sequence, which would invalidate keys cached earlier. Here they are those for the served
+    context, whatever the sequence's length; `frequencies_at` gives them for any other length.
     """
 
     OPTIONS: ClassVar[Mapping[str, str]] = {
@@ -70,20 +71,20 @@ class RoPE(PositionalEncoding):
         self.layers = None if layers is None else frozenset(layers)
         self.key_frame = frame
         self.max_positions = context
-        self.unturned = PositionalEncoding()  # for layers that do not turn
+        self.unturned = PositionalEncoding()  # for layers that are not rotated
         self.frequencies = self.frequencies_at(context)
-        # What queries and keys grow by besides turning: already in the tables, so a stored key
-        # that is turned further must not be multiplied by it again.
+        # The factor on the norms of queries and keys. The tables include it, so moving a stored
+        # key must not apply it again.
         self.magnitude = 1.0 if scaling is None else scaling.norm_factor()
         # Plain attributes, so that casting the model leaves them alone.
         tables = self.tables(context)
         cos, sin = (table.to(device) for table in tables)
-        # Not on the device: on "meta", products have torch import seconds of modules.
+        # Scaled before the move: products on "meta" make torch import modules for seconds.
         self.cos, self.sin = ((table * self.magnitude).to(device) for table in tables)
-        self.left: Rotation | None = None  # to attention
+        self.left: Rotation | None = None  # what is left to attention
         if frame is KeyFrame.RAW:
             self.left = Rotation(self.cos, self.sin, layout, frame)
-        elif frame is KeyFrame.BLOCK:  # whose stored keys have grown already
+        elif frame is KeyFrame.BLOCK:  # stored keys include the magnitude already
             self.left = Rotation(cos, sin, layout, frame, self.magnitude)
 
     @classmethod
@@ -92,7 +93,7 @@ class RoPE(PositionalEncoding):
     ) -> Self:
         """Options: OPTIONS above; base, width and layout are required.
 
-        `context` chooses among the frequencies of a scaling that follows the length.
+        `context` selects the frequencies of a scaling that depends on the length.
         """
         if not REQUIRED <= options.keys() <= cls.OPTIONS.keys():
             raise EncodingError(
@@ -134,8 +135,8 @@ class RoPE(PositionalEncoding):
     def frequencies_at(self, length: int) -> Tensor:
         """[width / 2] radians per position that the published model uses at this length.
 
-        Differs between lengths under `dynamic` and `longrope` alone; for an audit of what
-        following the length would do to cached keys.
+        Depends on the length under `dynamic` and `longrope` only. For an audit of what following
+        the length would do to cached keys.
         """
         if self.scaling is None:
             return frequencies(self.base, self.width)
@@ -145,15 +146,15 @@ class RoPE(PositionalEncoding):
         """Cosines and sines of positions 0 .. context - 1, [context, width / 2] float32.
 
         float32 whatever the model's dtype: in bfloat16, neighbouring positions share an angle from
-        position 256 on. Angles are rounded to float32 too, as in published models, but not in the
-        block frame: two of them add up there, and rounded apart they miss the rounded sum.
+        position 256 on. Angles are rounded to float32 as in published models, except in the block
+        frame: there two angles add up, and their rounded sum is not the sum of rounded angles.
         """
         exact = torch.float64 if self.key_frame is KeyFrame.BLOCK else torch.float32
         angles = torch.arange(context, dtype=exact)[:, None] * self.frequencies
         return angles.cos().float(), angles.sin().float()
 
     def turns(self, layer: int) -> bool:
-        """Whether queries and keys of this layer turn."""
+        """Whether queries and keys of this layer are rotated."""
         return self.layers is None or layer in self.layers
 
     def rotate(
@@ -175,28 +176,28 @@ class RoPE(PositionalEncoding):
         return self if self.turns(layer) else self.unturned
 
     def capability(self, op: Op, dtype: torch.dtype) -> Capability:
-        """A key that carries its position's rotation must be turned further to be moved."""
+        """Moving a key that carries its position's rotation requires rotating it further."""
         if self.key_frame is not KeyFrame.ABSOLUTE or op not in (Op.EVICT_RENUMBER, Op.MOVE_SPAN):
             return Capability.FREE
         return Capability.REWRITE if dtype.itemsize >= 4 else Capability.APPROXIMATE
 
     def shift(self, keys: Tensor, delta: int) -> Tensor:
-        """Turned by the whole distance at once, in float32 or wider: a pure rotation.
+        """Rotate by the whole distance at once, in float32 or wider, without scaling.
 
-        The magnitude of a scaling is in stored keys already and must not come in twice.
+        Stored keys already include a scaling's magnitude, which must not be applied twice.
         """
-        # The angle in float64: a float32 product is off by 2e-3 radians at distance 32,000.
+        # Angles in float64: a float32 product is off by 2e-3 radians at distance 32,000.
         angles = (delta * self.frequencies.double())[None]
         flat = keys.reshape(-1, *keys.shape[-2:])
         cos, sin = (each.float().to(keys.device) for each in (angles.cos(), angles.sin()))
         return turn(flat, cos, sin, self.layout).view(keys.shape)
 
     def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
-        """Six operations for each pair that turns, and a row of both tables for each angle.
+        """Six operations for each rotated pair, and a row of both tables for each angle.
 
-        Absolute: the new query and key. Raw: the query, and every key again. Block: the query once
-        for each block, and the new key; a kernel may turn each block's keys instead when they are
-        fewer than the queries that see them.
+        Absolute: the new query and key. Raw: the query and every key. Block: the query once per
+        block, and the new key; a kernel may rotate each block's keys instead when they are fewer
+        than the queries that attend to them.
         """
         turning = sum(self.turns(layer) for layer in range(config.layers))
         match self.key_frame:

@@ -21,8 +21,9 @@ SLOWEST = ("next", "last")
 def sinusoids(positions: int, width: int, layout: str, slowest: str) -> Tensor:
     """[positions, width] float32: sine and cosine of position / 10000^(i / n), for i < width / 2.
 
-    n is width / 2 when the slowest frequency, 1/10000, is the one after the last (Vaswani et al.,
-    arXiv 1706.03762, section 3.5), or width / 2 - 1 when it is the last (as XGLM has it).
+    n is width / 2 when the slowest frequency, 1/10000, would be that of the pair after the last
+    (Vaswani et al., arXiv 1706.03762, section 3.5), or width / 2 - 1 when it is the last pair's
+    (as in XGLM).
     """
     half = width // 2
     steps = half if slowest == "next" else half - 1
@@ -66,7 +67,7 @@ class Sinusoidal(PositionalEncoding):
     ) -> None:
         super().__init__()
         self.max_positions = context
-        # Plain attribute, so that casting the model leaves it in float32.
+        # A plain attribute, so that it stays float32 when the model is cast.
         table = sinusoids(context + offset, width, layout, slowest)[offset:]
         self.table = table.mul_(scale).to(device)
 

@@ -1,7 +1,7 @@
 """T5's relative bias: one learned number per head and bucket of distances, added to the scores.
 
 Near distances have a bucket each, far ones share buckets that widen with the logarithm of the
-distance. Knows distances only; the buckets are found in integers, once.
+distance. Knows distances only; buckets are computed once, in integer arithmetic.
 """
 
 from bisect import bisect_left
@@ -23,9 +23,9 @@ def bucket_starts(buckets: int, max_distance: int) -> list[int]:
     """The smallest distance in each bucket; a bucket that starts where the next does is empty.
 
     Of N buckets the first e = N // 2 hold one distance each. Distance d >= e is in bucket e + t
-    for the largest t < N - e with (D / e)^t <= (d / e)^(N - e), where D is `max_distance`: the
-    rule of arXiv 1910.10683, section 2.1, without its logarithms, whose rounding moves distances
-    to another bucket in low precision.
+    for the largest t < N - e with (D / e)^t <= (d / e)^(N - e), where D is `max_distance`. This
+    is the rule of arXiv 1910.10683, section 2.1, without its logarithms, whose rounding moves
+    some distances to another bucket in low precision.
     """
     exact = buckets // 2
     wide = buckets - exact
@@ -41,13 +41,14 @@ def bucket_starts(buckets: int, max_distance: int) -> list[int]:
 class T5(PositionalEncoding):
     """Raffel et al. (arXiv 1910.10683), section 2.1, as a table by distance.
 
-    One bias in three forms that softmax cannot tell apart:
+    One bias in three forms, between which softmax cannot distinguish:
 
-    - window: less the bias of the last bucket, a constant per head that softmax ignores. From
-      that bucket's start on nothing is left to add.
-    - table: as trained, so every key pays a read and an add. Two-way tables have no other, as
-      keys before and after the query end in different buckets.
-    - materialised: the table spread over all rows and keys, each step anew; every layer reads it.
+    - window: the bias minus that of the last bucket, a constant per head that softmax ignores.
+      From that bucket's start on, nothing is left to add.
+    - table: as trained, so every key costs a read and an add. The only table for bidirectional
+      attention, where keys before and after the query end in different buckets.
+    - materialised: the table spread over all rows and keys, anew in each step; every layer reads
+      it.
     """
 
     OPTIONS: ClassVar[Mapping[str, str]] = {
@@ -105,7 +106,7 @@ class T5(PositionalEncoding):
         self.weight = nn.Parameter(
             torch.empty(buckets, heads, dtype=torch.float32, device=device), requires_grad=False
         )
-        # Not on the device: on "meta", searchsorted has torch import seconds of modules.
+        # On the CPU: on "meta", searchsorted makes torch import modules for seconds.
         distances = torch.arange(-self.far if bidirectional else 0, self.far + 1)
         # side="right": the last bucket that starts at or before the distance.
         bucket = torch.searchsorted(torch.tensor(starts), distances.abs(), side="right") - 1
@@ -161,7 +162,7 @@ class T5(PositionalEncoding):
         return {"buckets": 32, "max_distance": 128}
 
     def freeze(self) -> None:
-        """Look every distance's bias up once."""
+        """Look up the bias of every distance once."""
         if self.layers:
             return  # each layer's encoding is frozen by itself
         table = self.weight[self.bucket].t().double()
@@ -170,7 +171,7 @@ class T5(PositionalEncoding):
         self.table.copy_(table)
 
     def score_bias(self) -> TableBias | None:
-        """None when every layer has its own: ask `for_layer`."""
+        """None when every layer has its own: see `for_layer`."""
         if self.layers:
             return None
         kind = MaterialisedBias if self.form == "materialised" else TableBias
@@ -184,7 +185,7 @@ class T5(PositionalEncoding):
         return own
 
     def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
-        """One add for each key: in the window form, for each before the last bucket."""
+        """One add per key; in the window form, only for keys before the last bucket."""
         first = self.layers[0] if self.layers else self
         assert isinstance(first, T5)
         window, materialised = self.form == "window", self.form == "materialised"
