@@ -83,7 +83,7 @@ _NOTHING = LedgerCounts()
 
 
 def fold_sums(stored: Tensor, blocks: Tensor, multipliers: Tensor) -> Tensor:
-    """The sums that Checksums defines, on any device. model/kernels has a faster one for the CPU."""
+    """The sums that Checksums defines, on any device. For the CPU, model/kernels is faster."""
     some_at_once = torch.split(blocks, BATCH if stored.device.type == "cpu" else BATCH_ELSEWHERE)
     return torch.cat([_sums_of_some(stored, some, multipliers) for some in some_at_once])
 

@@ -105,7 +105,7 @@ class CacheManager:
         return sequence.computed if self.grow(seq, upto) else None
 
     def grow(self, seq: str, upto: int) -> bool:
-        """Make room for `upto` tokens of a known `seq`; False, changing nothing, if there is none."""
+        """Make room for `upto` tokens of a known `seq`; False, and unchanged, if there is none."""
         sequence = self._sequences[seq]
         missing = -(-upto // self.block_size) - len(sequence.blocks)
         if missing > self._pool.num_free:

@@ -25,6 +25,6 @@ def rounded(entries: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def restored(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Approximate inverse of `rounded`: the product is in float32 or wider, then cast to `dtype`."""
+    """Approximate inverse of `rounded`: a product in float32 or wider, then cast to `dtype`."""
     wide = torch.promote_types(dtype, SCALE)
     return (numbers.to(wide) * scales.to(wide)[..., None]).to(dtype)

@@ -1,20 +1,20 @@
-"""Words for what can be done to a cache, and for what each operation costs. No torch.
+"""Terms for what can be done to a cache, and for what each operation costs. No torch.
 
 An *entry* is one key or value vector of one layer, key/value head and position. *Position error*
-is a stored entry against the same one at its correct place; *context error* is a stored entry
-against one recomputed without the removed tokens. Capabilities speak of position error alone:
-context error is the same for every encoding and would hide what differs between them.
+compares a stored entry with the same entry computed at its correct position; *context error*
+compares it with one recomputed without the removed tokens. Capabilities describe position error
+only: context error is the same for every encoding and would hide what differs between them.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-BLOCK_SIZE = 16  # tokens of a block, where nobody asks for more or fewer
+BLOCK_SIZE = 16  # tokens per block, by default
 
 
 class Op(StrEnum):
     APPEND = "append"
-    FORK = "fork"  # two sequences go on from one beginning
+    FORK = "fork"  # two sequences share a prefix and then diverge
     TRUNCATE = "truncate"
     EVICT_KEEP = "evict_keep"  # drop a middle span; survivors keep their positions
     EVICT_RENUMBER = "evict_renumber"  # drop a middle span; survivors close the gap
@@ -23,26 +23,26 @@ class Op(StrEnum):
 
 class Capability(StrEnum):
     FREE = "free"  # no stored entry changes
-    REWRITE = "rewrite"  # every moved key is rewritten, exactly but for float32's rounding
-    APPROXIMATE = "approximate"  # as rewrite, and rounded to half precision or 8 bits each time
+    REWRITE = "rewrite"  # every moved key is rewritten, exact up to float32 rounding
+    APPROXIMATE = "approximate"  # as rewrite, but rounded to half precision or 8 bits each time
     IMPOSSIBLE = "impossible"
 
 
 class KeyFrame(StrEnum):
     """Which rotation stored keys carry."""
 
-    ABSOLUTE = "absolute"  # that of their position
+    ABSOLUTE = "absolute"  # that of the key's position
     RAW = "raw"  # none
-    BLOCK = "block"  # that of their offset within the block
+    BLOCK = "block"  # that of the key's offset within the block
 
 
 class EventKind(StrEnum):
-    """What happened to a block, in the view of whoever accounts for its content."""
+    """What happened to a block, for whoever keeps track of its content."""
 
     FILLED = "filled"  # all of its slots are stored and committed
-    REUSED = "reused"  # another sequence holds it too, or again, with its content
+    REUSED = "reused"  # its content serves another sequence, or is taken up again
     RELEASED = "released"  # a sequence gave it up
-    TAKEN = "taken"  # about to be written anew: what was known of its content is void
+    TAKEN = "taken"  # about to be overwritten: what was known of its content is void
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,15 @@ class BlockEvent:
 
 
 class Audit(StrEnum):
-    """How many of the sealed blocks are verified besides those shared and given up."""
+    """Which sealed blocks are verified, besides those being shared or released."""
 
     OFF = "off"  # nothing is sealed or verified at all
-    SAMPLE = "sample"  # one for each step, in turn
-    FULL = "full"  # all of them each step
+    SAMPLE = "sample"  # one per step, in rotation
+    FULL = "full"  # all of them, each step
 
 
 class Unsupported(ValueError):
-    """An operation that the encoding makes impossible; one sentence that says why."""
+    """An operation that the encoding makes impossible; the message says why in one sentence."""
 
 
 class NoRoom(RuntimeError):
@@ -79,7 +79,7 @@ class Fork:
 
     @property
     def changed(self) -> str:
-        """The sequence that is another one afterwards."""
+        """The sequence that the operation creates or modifies."""
         return self.child
 
     @property
@@ -96,7 +96,7 @@ class Truncate:
 
     @property
     def changed(self) -> str:
-        """The sequence that is another one afterwards."""
+        """The sequence that the operation creates or modifies."""
         return self.seq
 
     @property
@@ -106,7 +106,7 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Drop `count` full blocks of `seq` from the `first` on; with `renumber` close the gap."""
+    """Drop `count` full blocks of `seq` starting at `first`; with `renumber` close the gap."""
 
     seq: str
     first: int
@@ -115,7 +115,7 @@ class Evict:
 
     @property
     def changed(self) -> str:
-        """The sequence that is another one afterwards."""
+        """The sequence that the operation creates or modifies."""
         return self.seq
 
     @property
@@ -125,7 +125,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """`count` full blocks of `source` from the `first` on go on at the end of `target`."""
+    """Append `count` full blocks of `source`, starting at `first`, to `target`."""
 
     source: str
     first: int
@@ -134,7 +134,7 @@ class Move:
 
     @property
     def changed(self) -> str:
-        """The sequence that is another one afterwards."""
+        """The sequence that the operation creates or modifies."""
         return self.target
 
     @property
@@ -151,9 +151,9 @@ class OpReport:
 
     op: Op
     capability: Capability
-    copied: int = 0  # entries stored a second time, because their block is shared
-    rewritten: int = 0  # keys replaced by themselves at another position
-    should_change: int = 0  # entries that are wrong at their new position as they were stored
+    copied: int = 0  # entries stored a second time because their block was shared
+    rewritten: int = 0  # keys replaced by the same keys at another position
+    should_change: int = 0  # stored entries that are wrong at their new position
     bytes_moved: int = 0  # read and written, both counted
 
     @property

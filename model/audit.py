@@ -1,8 +1,8 @@
-"""A generation watched from outside: what each step does to the bytes that are stored already.
+"""An external audit of a generation: what each step does to bytes that are already stored.
 
 The whole cache is copied after every step and compared byte by byte with the copy before, and
-with keys and values computed from scratch. Nothing is taken from an encoding's word but the
-count of its positional work. Slow and exact, for short runs. Knows no request and no server.
+with keys and values computed from scratch. Nothing is taken on trust from an encoding, except its
+count of positional work. Slow and exact, for short runs. Knows no requests and no server.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,23 +20,23 @@ from model.config import ModelConfig
 from model.encodings.base import PositionalEncoding
 from model.transformer import Decoder
 
-# Of an entry's norm. In float64, a pass over all tokens and one token at a time agree to 1e-12.
+# Relative to an entry's norm. In float64, one pass and token-by-token passes agree to 1e-12.
 TOLERANCE = 1e-9
 
-# Called before a step that takes the cache from `start` to `stop` tokens; turns stored keys where
-# they must be turned for the new length, and returns how many it turned.
+# Called before a step that takes the cache from `start` to `stop` tokens: rotates stored keys
+# where the new length requires it, and returns how many it rotated.
 Rewrite = Callable[[KVCache, int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One encoding in a decoder that is to be watched."""
+    """One encoding in a decoder to be audited."""
 
     name: str
-    note: str  # what its weights are worth, for people
+    note: str  # what its weights are worth, in words
     decoder: Decoder
     rewrite: Rewrite | None = None
-    trained_length: int | None = None  # past it the frequencies follow the length; None: never
+    trained_length: int | None = None  # beyond it, frequencies depend on the length; None: they never do
 
 
 class Entry(NamedTuple):
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
 
 
 class Touched(NamedTuple):
-    """How many keys and values of a position, over all layers and heads."""
+    """How many keys and values of a position were touched, over all layers and heads."""
 
     position: int
     keys: int
@@ -58,16 +58,16 @@ class Touched(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AuditStep:
-    """What one step did. Positions in order; those of which nothing is to be said are left out."""
+    """What one step did. Positions in order, without those where nothing happened."""
 
     length: int  # tokens stored after the step
-    tokens: int  # of which this step's
+    tokens: int  # of these, the step's own
     written: tuple[Touched, ...]  # where nothing was stored before
-    changed: tuple[Touched, ...]  # earlier entries whose bytes are others now
-    should_change: tuple[Touched, ...]  # earlier entries that were not what this length asks for
-    stale: tuple[Touched, ...]  # of those, the ones that still are not
-    unexpected: tuple[Entry, ...]  # changed, although they were right
-    first_term: int  # the positions from here to the end got a positional term; `length`: none
+    changed: tuple[Touched, ...]  # earlier entries whose bytes now differ
+    should_change: tuple[Touched, ...]  # earlier entries that were wrong for this length
+    stale: tuple[Touched, ...]  # of those, the ones still wrong
+    unexpected: tuple[Entry, ...]  # changed, although they were correct
+    first_term: int  # positions from here on got a positional term; equals `length` if none did
     rotations: int  # of one head's query or key
     bias_values: int  # scores that got a bias
 
@@ -83,21 +83,21 @@ class Audit:
 
     @property
     def unexpected(self) -> int:
-        """Entries that changed although they were right, over all steps."""
+        """Entries that changed although they were correct, over all steps."""
         return sum(len(step.unexpected) for step in self.steps)
 
 
 def entries(touched: Sequence[Touched]) -> int:
-    """Keys and values together."""
+    """The number of keys and values together."""
     return sum(one.keys + one.values for one in touched)
 
 
 def audit(
     arm: Arm, prompt: Sequence[int], steps: int, stepped: Callable[[], object] = lambda: None
 ) -> Audit:
-    """The prompt in one step, then `steps` tokens one by one, each the likeliest.
+    """Run the prompt in one step, then `steps` greedy steps of one token.
 
-    `stepped` is called after each.
+    `stepped` is called after each step.
     """
     watch = Watch(arm, len(prompt) + steps)
     found = []
@@ -110,10 +110,10 @@ def audit(
 
 
 class Watch:
-    """One sequence in a cache of its own.
+    """One sequence in its own cache.
 
-    What happens to the cache between two steps is seen by the second: each step is compared with
-    what the one before left behind.
+    What happens to the cache between two steps is seen by the second: each step's result is compared
+    with what the step before left behind.
     """
 
     def __init__(self, arm: Arm, capacity: int) -> None:
@@ -171,7 +171,7 @@ class Watch:
         return _copy(kv)
 
     def _run(self, kv: KVCache, start: int) -> Tensor:
-        """Logits of the last token; the known tokens from `start` on are computed and stored."""
+        """Compute and store the known tokens from `start` on; returns the last token's logits."""
         end = len(self.known)
         table = in_order(-(-end // BLOCK_SIZE), BLOCK_SIZE)
         new = self.known[start:]
@@ -190,15 +190,15 @@ class Watch:
         )
         for layer in range(kv.layers):
             for tensor in kv.layer(layer):
-                tensor.fill_(torch.nan)  # so that whatever is written is seen
+                tensor.fill_(torch.nan)  # so that every write is visible
         return kv
 
 
 def first_positional_term(decoder: Decoder, start: int, stop: int) -> int:
-    """The positions from here to `stop` are computed with in a step for their place's sake.
+    """Positions from here to `stop` take part in a step's positional computations.
 
-    Embeddings and keys of new tokens; every key where keys are stored unturned; and whatever keys
-    get a bias from a new query, as many of the newest as the encoding counts in `work`.
+    These are embeddings and keys of new tokens; every key where keys are stored unrotated; and
+    the newest keys that get a bias from a new query, as many as the encoding counts in `work`.
     """
     encoding, config = decoder.encoding, decoder.config
     rotation = encoding.rotation()
@@ -212,7 +212,7 @@ def first_positional_term(decoder: Decoder, start: int, stop: int) -> int:
 
 
 def biased_keys(encoding: PositionalEncoding, config: ModelConfig, context: int) -> int:
-    """How many keys get a bias from one query that sees `context` of them."""
+    """How many keys get a bias from one query that attends to `context` of them."""
     return encoding.work(config, context, BLOCK_SIZE).bias_values // (config.layers * config.heads)
 
 
@@ -223,12 +223,12 @@ def _copy(kv: KVCache) -> Tensor:
 
 
 def _bytes_differ(a: Tensor, b: Tensor) -> Tensor:
-    """[..., head_dim] → [...]: bytes, not numbers, so that NaN equals itself and -0 is not 0."""
+    """[..., head_dim] → [...]: compares bytes, so that NaN equals itself and -0 differs from 0."""
     return (a.view(torch.uint8) != b.view(torch.uint8)).any(dim=-1)
 
 
 def _far_apart(stored: Tensor, right: Tensor) -> Tensor:
-    """[..., head_dim] → [...]: by more than the tolerance, or not numbers."""
+    """[..., head_dim] → [...]: whether the difference exceeds the tolerance or is NaN."""
     close: Tensor = (stored - right).norm(dim=-1) <= TOLERANCE * right.norm(dim=-1)
     return ~close
 

@@ -1,7 +1,7 @@
-"""What an audit runs: one decoder under several encodings, and a RoPE that follows the length.
+"""The arms of an audit: one decoder under several encodings, including length-dependent RoPE.
 
 All arms share the decoder's weights and differ in the encoding alone. They compute in float64, so
-that rounding is never taken for change.
+that rounding is never mistaken for a change.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ Encoding = TypeVar("Encoding", bound=PositionalEncoding)
 
 CPU = torch.device("cpu")
 DTYPE = torch.float64
-FACTOR = 2.0  # by which the dynamic arms stretch, as published models do
+FACTOR = 2.0  # scaling of the dynamic arms, as in published models
 SEED = 0
 TINY = ModelConfig(
     vocab_size=256,
@@ -43,7 +43,7 @@ TINY = ModelConfig(
     windows=(None, None),
 )
 DYNAMIC, REWRITTEN = "rope:dynamic", "rope:dynamic-rewrite"
-# Name: the encoding and the options in which it differs from the plain one.
+# name: (encoding, options in which it differs from the plain one)
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "rope:raw": ("rope", {"frame": "raw"}),
     "rope:block": ("rope", {"frame": "block"}),
@@ -75,7 +75,7 @@ ALL = (
 
 
 class FollowingRoPE(RoPE):
-    """RoPE as published models with `dynamic` scaling have it: turned as the length asks.
+    """RoPE as in published models with `dynamic` scaling: frequencies depend on the length.
 
     Not for serving: a key that was stored at one length is wrong at the next.
     """
@@ -83,17 +83,17 @@ class FollowingRoPE(RoPE):
     def rotate(
         self, q: Tensor, k: Tensor, positions: Tensor, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """By the frequencies of the length that these positions reach."""
+        """Rotate by the frequencies for the length that these positions reach."""
         speeds = self.frequencies_at(int(positions.max()) + 1).double()
         angles = positions[:, None] * speeds
         cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
         return turn(q, cos, sin, self.layout), turn(k, cos, sin, self.layout)
 
     def retune(self, kv: KVCache, start: int, stop: int) -> int:
-        """Turn the stored keys of `start` tokens as a length of `stop` has them; returns how many.
+        """Re-rotate the stored keys of `start` tokens for a length of `stop`; returns how many.
 
-        What a server must do that keeps turned keys; those of layer 0 are right afterwards.
-        Deeper keys and values came from attention at the old frequencies and stay wrong.
+        A server that stores rotated keys would have to do this. It corrects the keys of layer 0;
+        deeper keys and values resulted from attention at the old frequencies and stay wrong.
         """
         change = self.frequencies_at(stop).double() - self.frequencies_at(start).double()
         if not start or not change.any():
@@ -109,7 +109,7 @@ class FollowingRoPE(RoPE):
 
 
 def tiny(context: int) -> Decoder:
-    """A small decoder with drawn weights and no encoding, for runs of `context` tokens."""
+    """A small decoder with random weights and no encoding, for runs of `context` tokens."""
     config = replace(TINY, trained_context=max(context, TINY.trained_context))
     encoding = create(config.encoding, config, context, CPU)
     decoder = Decoder(config, encoding, SdpaAttention, dtype=DTYPE, device=CPU)
@@ -123,9 +123,9 @@ def tiny(context: int) -> Decoder:
 
 
 def from_checkpoint(checkpoint: Checkpoint, context: int) -> Decoder:
-    """A decoder with its trained weights, in 8 bytes each. Raises EncodingError, CheckpointError.
+    """A decoder with its trained weights in float64. Raises EncodingError, CheckpointError.
 
-    The encoding's settings are those that `serve` chooses for the trained context.
+    The encoding's settings are those that `serve` uses for the trained context.
     """
     config = checkpoint.config
     encoding = create(config.encoding, config, max(context, config.trained_context), CPU)
@@ -137,7 +137,7 @@ def from_checkpoint(checkpoint: Checkpoint, context: int) -> Decoder:
 def arm(name: str, decoder: Decoder, context: int, trained_length: int) -> Arm:
     """`decoder` under an encoding, for runs of `context` tokens.
 
-    name: an encoding's, one of ALL or VARIANTS, or "package.module:Class". The dynamic arms are
+    name: an encoding, one of ALL or VARIANTS, or "package.module:Class". The dynamic arms behave
     as if trained for `trained_length` tokens. Raises EncodingError.
     """
     if name in (DYNAMIC, REWRITTEN):
@@ -182,7 +182,7 @@ def _built(
     decoder: Decoder,
     context: int,
 ) -> Encoding:
-    """With the decoder's own settings where it is the decoder's own encoding."""
+    """Uses the decoder's own options if this is the decoder's own encoding."""
     own = decoder.config.encoding
     if name == own.name:
         options = {**own.options, **options}
@@ -206,7 +206,7 @@ def _copy_weights(source: PositionalEncoding, target: PositionalEncoding) -> Non
 
 
 def _with_encoding(decoder: Decoder, name: str, encoding: PositionalEncoding) -> Decoder:
-    """Another decoder over the same memory."""
+    """Another decoder that shares this one's weights."""
     config = replace(decoder.config, encoding=EncodingSpec(name, {}))
     made = Decoder(config, encoding, SdpaAttention, dtype=DTYPE, device=CPU)
     weights = dict(decoder.named_parameters())

@@ -1,7 +1,7 @@
 """An audit as a picture: positions across, steps down, one panel for each encoding.
 
-One HTML file with inline SVG that asks for nothing else. A script reads the numbers for the
-cell under the pointer; without it the picture is whole.
+One HTML file with inline SVG that loads nothing else. A script shows the numbers of the cell under
+the pointer; without it the picture is complete.
 """
 
 import html
@@ -12,11 +12,11 @@ from itertools import groupby
 from model.audit import Audit, AuditStep, entries
 from model.audit_report import COLUMNS, HEADLINE, Report, as_json, cells, summary
 
-WIDTH = 600.0  # of a panel's cells, in SVG units; so is all below
+WIDTH = 600.0  # of a panel's cells, in SVG units, like all sizes below
 HEIGHT = 300.0
-LOW, HIGH = 7.0, 20.0  # of a row
+LOW, HIGH = 7.0, 20.0  # limits of a row's height
 LEFT, TOP, BOTTOM = 34.0, 4.0, 16.0  # for the labels
-# What a cell says: class, name, meaning. Several at once share the cell, in this order.
+# Marks of a cell: class, name, meaning. Several of them share the cell, in this order.
 MARKS = (
     ("w", "written", "stored for the first time"),
     ("c", "rewritten", "an earlier key or value, whose bytes this step changed"),
@@ -25,7 +25,7 @@ MARKS = (
     ("t", "positional term", "computed in this step for this position"),
 )
 
-SHARES = {"c": 3, "x": 3}  # of a cell's height; the others 1: a rewrite is what to see first
+SHARES = {"c": 3, "x": 3}  # parts of a cell's height, 1 for others: rewrites must stand out
 
 STYLE = """\
 :root { color-scheme: light dark; --page: #fff; --ink: #1b1d21; --soft: #626a75; --line: #d5d9df;
@@ -64,7 +64,7 @@ td:first-child, th:first-child { text-align: left; } th { font-weight: 600; }
         padding: .4rem .6rem; font-size: .86rem; line-height: 1.4; white-space: pre-line; }
 """
 
-# Names that the script shares with `panel`: data-arm, data-width, data-height, data-left, data-top.
+# `panel` sets these attributes for the script: data-arm, -width, -height, -left, -top.
 SCRIPT = """\
 const audit = JSON.parse(document.getElementById("audit").textContent);
 const told = document.getElementById("told");
@@ -203,7 +203,7 @@ def panel(index: int, audit: Audit) -> str:
 
 
 def told(audit: Audit) -> tuple[tuple[str, str], str]:
-    """A badge, as class and word, and what the last step did, in a sentence."""
+    """A badge, as class and word, and what the last step did, in one sentence."""
     found, last = summary(audit), audit.steps[-1]
     if found.unexpected:
         badge = ("x", "corrupted")
@@ -230,7 +230,7 @@ def _terms(step: AuditStep) -> str:
 
 
 def _row(step: AuditStep, x: float, y: float, width: float, height: float) -> Iterator[str]:
-    """Rectangles of one step, neighbours of the same kind as one."""
+    """Rectangles of one step; runs of equal cells are merged."""
     yield _rectangle("kept", x, y, step.length * width, height)
     marks = _marks(step)
     for kinds, run in groupby(range(step.length), lambda position: marks[position]):
@@ -244,7 +244,7 @@ def _row(step: AuditStep, x: float, y: float, width: float, height: float) -> It
 
 
 def _marks(step: AuditStep) -> list[tuple[str, ...]]:
-    """What is to be said of each position, in the order of MARKS."""
+    """The marks of each position, in the order of MARKS."""
     said: list[set[str]] = [set() for _ in range(step.length)]
     lists = (("w", step.written), ("c", step.changed), ("s", step.stale), ("x", step.unexpected))
     for mark, places in lists:
@@ -263,7 +263,7 @@ def _rectangle(kind: str, x: float, y: float, width: float, height: float) -> st
 
 
 def _labels(audit: Audit, across: float, down: float, height: float) -> Iterator[str]:
-    """Lengths at the left, positions below, and where the frequencies begin to follow."""
+    """Lengths at the left, positions below, and the length where frequencies begin to change."""
     first, last = audit.steps[0].length, audit.steps[-1].length
     beside, below = LEFT - 5, TOP + down + 12
     yield f'<text x="{beside}" y="{TOP + 9}" text-anchor="end">{first}</text>'

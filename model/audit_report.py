@@ -1,4 +1,4 @@
-"""What audits of several encodings say together: sums for a table, and plain data for programs."""
+"""Summaries of an audit of several encodings: sums for a table, and plain data for programs."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,13 +26,13 @@ class Report:
 
     @property
     def unexpected(self) -> int:
-        """Entries that changed although they were right."""
+        """Entries that changed although they were correct."""
         return sum(audit.unexpected for audit in self.audits)
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One arm in a line. Entries are counted once for every step in which it is so."""
+    """One arm in a line. An entry is counted once for every step to which the count applies."""
 
     steps: int  # the prompt's included
     written_per_token: float
@@ -71,7 +71,7 @@ COLUMNS = (
 
 
 def cells(audit: Audit) -> tuple[str, ...]:
-    """One arm's figures under COLUMNS; those per token are of the last step."""
+    """One arm's values under COLUMNS; values per token are those of the last step."""
     found = summary(audit)
     return (
         audit.name,
@@ -86,7 +86,7 @@ def cells(audit: Audit) -> tuple[str, ...]:
 
 
 def as_json(report: Report) -> dict[str, object]:
-    """Lists, texts and numbers. A position's counts are [position, keys, values]."""
+    """Lists, strings and numbers. A position's counts are [position, keys, values]."""
     config = report.config
     return {
         "object": "audit",

@@ -1,7 +1,7 @@
-"""What each positional encoding is, costs and runs on, asked of the classes themselves.
+"""What each positional encoding is, costs and runs on, taken from the classes themselves.
 
-The classes say what they do, the backends say what they take, `work` says what it costs. Knows
-no server and no command; everything here is plain data for lists, pages and pictures.
+Encodings describe what they do, backends what they support, `work` what it costs. Knows no server
+and no commands; everything here is plain data for listings, pages and pictures.
 """
 
 import inspect
@@ -26,9 +26,9 @@ from model.positional_work import PositionalWork
 from model.trial import Cost, TimedTrial, Trial
 
 HOOKS = ("embed", "rotate", "rotation", "score_bias", "for_layer")
-LENGTHS = (512, 4096, 32768)  # keys that the new token sees
-SHORT = 64  # positions of an encoding whose context does not matter
-# GPT-2's smallest: 12 layers of 12 heads of 64.
+LENGTHS = (512, 4096, 32768)  # keys that the new token attends to
+SHORT = 64  # context of an encoding when its length does not matter
+# The smallest GPT-2: 12 layers of 12 heads of 64.
 SHAPE = ModelConfig(
     vocab_size=50257,
     width=768,
@@ -46,7 +46,7 @@ SHAPE = ModelConfig(
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Whether one attention backend takes the encoding here; `reason` is its own words if not."""
+    """Whether an attention backend supports the encoding here; `reason` is its message if not."""
 
     backend: str
     takes: bool
@@ -55,9 +55,9 @@ class Support:
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """Whether stored entries bear an operation: its position error alone.
+    """Whether stored entries survive an operation, judged by position error alone.
 
-    `reason` says why it is impossible, where it is. `cost` is there where it was measured.
+    `reason` says why it is impossible, if it is. `cost` is set if it was measured.
     """
 
     key_frame: KeyFrame
@@ -69,24 +69,24 @@ class Ability:
 
 @dataclass(frozen=True, slots=True)
 class EncodingFacts:
-    """One encoding. When `unbuilt` says why it was not built, what a built one tells is empty."""
+    """One encoding. If `unbuilt` says why it cannot be built, the facts of an instance are empty."""
 
     name: str
     summary: str
     hooks: tuple[str, ...]
-    options: Mapping[str, str]  # name: what it is
+    options: Mapping[str, str]  # name: meaning
     limit: str
     beyond_trained: str
     bias: str | None  # what it adds to the scores: linear, table, key or pair
     backends: tuple[Support, ...]
-    work: Mapping[int, PositionalWork]  # by keys seen
-    operations: tuple[Ability, ...]  # every operation, in each frame that its keys can have
+    work: Mapping[int, PositionalWork]  # by number of keys attended to
+    operations: tuple[Ability, ...]  # every operation, in each key frame of the encoding
     unbuilt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where and in what numbers attention would run."""
+    """Where and in which dtype attention would run."""
 
     backends: Sequence[AttentionBackend]
     dtype: torch.dtype
@@ -96,7 +96,7 @@ class Place:
 def catalogue(place: Place, others: Iterable[str] = ()) -> list[EncodingFacts]:
     """Every encoding of this project, then `others`, each a "package.module:Class".
 
-    Raises EncodingError when one of the others is not there.
+    Raises EncodingError when one of the others does not exist.
     """
     return [facts(name, place) for name in dict.fromkeys([*names(), *others])]
 
@@ -137,7 +137,7 @@ def facts(name: str, place: Place) -> EncodingFacts:
 def abilities(
     kind: type[PositionalEncoding], shape: ModelConfig, dtype: torch.dtype
 ) -> tuple[Ability, ...]:
-    """What can be done to entries stored in `dtype`, in each frame that keys can have."""
+    """What can be done to entries stored in `dtype`, in each key frame of the encoding."""
     trial = Trial(shape, {}, block_size=BLOCK_SIZE, dtype=dtype)
     found = []
     for encoding in in_each_frame(kind, shape):
@@ -150,7 +150,7 @@ def abilities(
 
 
 def measured(entry: EncodingFacts, trial: TimedTrial) -> EncodingFacts:
-    """The same, with what each possible operation costs on a cache for SHAPE."""
+    """`entry` with the cost of each possible operation on a cache for SHAPE."""
     if entry.unbuilt is not None:
         return entry
     encodings = {each.key_frame: each for each in in_each_frame(find(entry.name), SHAPE)}
@@ -171,7 +171,7 @@ def timed_trial(place: Place) -> TimedTrial:
 def in_each_frame(kind: type[PositionalEncoding], shape: ModelConfig) -> list[PositionalEncoding]:
     """Examples, one for each frame in which keys can be stored.
 
-    For what does not depend on the context, so their tables are short. Raises EncodingError.
+    For facts that do not depend on the context, so their tables are short. Raises EncodingError.
     """
     short = replace(shape, trained_context=SHORT)
     frames = [{"frame": frame} for frame in KeyFrame] if "frame" in kind.OPTIONS else [{}]
@@ -184,9 +184,9 @@ def example(
     context: int,
     options: Mapping[str, object] | None = None,
 ) -> PositionalEncoding:
-    """One with the usual options, others laid over them; weights drawn between 0 and 1, frozen.
+    """A frozen instance with the usual options, overridden by `options`, and random weights.
 
-    Raises EncodingError when the class cannot be built so.
+    Raises EncodingError when the class cannot be built with them.
     """
     chosen = kind.usual_options(config) | dict(options or {})
     encoding = kind.create(chosen, config, context, torch.device("cpu"))
@@ -199,14 +199,14 @@ def example(
 
 
 def hooks(kind: type[PositionalEncoding]) -> tuple[str, ...]:
-    """The hooks that a class overrides, in the order in which a forward pass meets them."""
+    """The hooks that a class overrides, in the order in which a forward pass calls them."""
     return tuple(
         name for name in HOOKS if getattr(kind, name) is not getattr(PositionalEncoding, name)
     )
 
 
 def summary(kind: type[PositionalEncoding]) -> str:
-    """The first line of the docstring: the file's where it holds one encoding, or the class's."""
+    """First line of a docstring: for this project's encodings the file's, else the class's."""
     module = inspect.getmodule(kind)
     of_file = module.__doc__ if module is not None else None
     own = kind.__module__.startswith("model.encodings.")
@@ -227,7 +227,7 @@ def _support(place: Place) -> Iterable[Support]:
 
 
 def as_json(entry: EncodingFacts) -> dict[str, object]:
-    """For an answer or a file: plain lists, texts and numbers."""
+    """For an HTTP answer or a file: plain lists, strings and numbers."""
     return {
         "name": entry.name,
         "summary": entry.summary,
@@ -257,7 +257,7 @@ def _ability_as_json(ability: Ability) -> dict[str, object]:
 
 
 def listing(place: Place, entries: Iterable[dict[str, object]]) -> dict[str, object]:
-    """Entries as JSON, with what they hold for: the place, and the shape that `work` is of."""
+    """Entries as JSON, with their device and dtype, and the shape that `work` refers to."""
     names = ("layers", "heads", "kv_heads", "head_dim", "width")
     return {
         "object": "list",

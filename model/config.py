@@ -32,7 +32,7 @@ class ModelConfig:
     norm_eps: float
     trained_context: int  # positions the model was trained for
     encoding: EncodingSpec
-    windows: tuple[int | None, ...]  # per layer: keys a query attends to, its own included; None: all
+    windows: tuple[int | None, ...]  # per layer: keys a query sees, its own included; None: all
     tied_embeddings: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -55,7 +55,7 @@ class ModelConfig:
 class EncoderDecoderConfig(ModelConfig):
     """An encoder-decoder: inherited fields describe the decoder, which determines the cache."""
 
-    encoder: ModelConfig  # as wide as the decoder, with as many heads; its encoding is bidirectional
+    encoder: ModelConfig  # of the decoder's width and heads; its encoding is bidirectional
     start_token: int  # begins every answer and is not returned
     end_token: int  # ends every text the encoder was trained on
     output_scale: float = 1.0  # factor on the decoder's output, before the head

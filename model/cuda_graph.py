@@ -1,4 +1,4 @@
-"""What a CUDA device was once told to do is done again at one word: CUDA graphs."""
+"""CUDA graphs: recorded sequences of kernel launches that replay in one call."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class CudaGraphs:
-    """Records what functions have a device do.
+    """Records the device work of functions.
 
-    All recordings share the memory that they work in, so only what a function writes into
-    memory from elsewhere is still there when another has been played.
+    All recordings share one memory pool, so after another one has been replayed only results
+    written to memory outside the pool are still valid.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -20,11 +20,11 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """What plays `compute` again, which is called three times here.
+        """Record `compute`, calling it three times; returns a function that replays it.
 
-        Once as usual: what it compiles and sets up must not happen while it is recorded. Then so
-        that it fails where it waits for the device: a recording that did would leave the device's
-        memory in disorder. Raises RuntimeError for that, and what `compute` raises.
+        First a normal call: compilation and setup must not happen during recording. Then one in which
+        waiting for the device raises an error: a recording that waited would leave the device's
+        memory in disorder. Raises RuntimeError for that, and whatever `compute` raises.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

@@ -1,4 +1,4 @@
-"""SHA-256 as hex: of files, and of what several parts are together."""
+"""SHA-256 in hex: of files, and of sequences of parts."""
 
 import hashlib
 from pathlib import Path
@@ -11,7 +11,7 @@ def of_file(path: Path) -> str:
 
 
 def of_parts(*parts: str | bytes | Path) -> str:
-    """Of texts, of bytes, and of files' content; where one ends and the next begins counts."""
+    """Of strings, bytes and files' contents; boundaries between the parts matter."""
     joined = hashlib.sha256()
     for part in parts:
         content = part.read_bytes() if isinstance(part, Path) else part

@@ -1,7 +1,7 @@
-"""An encoder and a decoder that reads its output: beside Decoder, from the same layers.
+"""An encoder, and a decoder that attends to its output, built from the same layers as Decoder.
 
-Keys and values of encoded prompts lie in the same paged cache as the answers', under blocks of
-their own. Knows no request: which blocks those are comes with the batch.
+Keys and values of encoded prompts share the paged cache with the answers', in blocks of their own.
+Knows no requests: the batch says which blocks those are.
 """
 
 import torch
@@ -38,12 +38,12 @@ class CrossAttention(nn.Module):
         self.attend = backend(spec_for(config, dtype, device, causal=False))
 
     def store(self, encoded: Tensor, slots: Tensor, kv: PagedKV) -> None:
-        """Keys and values of encoded prompts [T, width], at slots [T]."""
+        """Store keys and values of encoded prompts [T, width] at slots [T]."""
         k, v = self.kv(encoded).view(len(encoded), -1, self.head_dim).chunk(2, dim=1)
         kv.write(k, v, slots)
 
     def forward(self, x: Tensor, seen: ForwardBatch, kv: PagedKV) -> Tensor:
-        """x [T, width], of the rows of `seen`, which sees all of its encoded prompt."""
+        """x [T, width], the rows of `seen`, each of which attends to its whole encoded prompt."""
         q = self.q(x).view(len(x), -1, self.head_dim)
         y: Tensor = self.out(self.attend(q, kv, seen, None, None).flatten(1))
         return y
@@ -82,7 +82,7 @@ class CrossBlock(Block):
 
 
 class Encoder(nn.Module):
-    """Blocks whose queries see every key of their prompt, and a norm."""
+    """Blocks whose queries attend to every key of their prompt, and a norm."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Encoder(nn.Module):
         self.norm = make_norm(config, dtype, device)
 
     def forward(self, x: Tensor, prompts: ForwardBatch, kv: KVCache) -> Tensor:
-        """x: embedded whole prompts [T, width]. Their keys are written over kv's first layer."""
+        """x: embedded whole prompts [T, width]. Overwrites the prompts' slots in kv's first layer."""
         x = self.encoding.embed(x, prompts.positions)
         biases = step_biases(self.encoding, len(self.layers), prompts, kv.block_size)
         x = self.layers(x, prompts, kv.first_layer_for(len(self.layers)), biases)
@@ -112,7 +112,7 @@ class Encoder(nn.Module):
 class EncoderDecoder(nn.Module):
     """Embed, encode, embed, L blocks over both, norm, head; one embedding for both sides.
 
-    Called as a Decoder is, with a batch that has its `cross` part. Parameters are allocated
+    Called like a Decoder, with a batch whose `cross` is set. Parameters are allocated
     uninitialised: load them next.
     """
 
@@ -148,7 +148,7 @@ class EncoderDecoder(nn.Module):
         """Logits [S, vocab] of `batch.output_rows`; keys and values of all rows are stored.
 
         New prompts are encoded first, and their keys and values stored for all later steps. The
-        batch may still lie on the host.
+        batch may still be in host memory.
         """
         batch = batch.to(kv.device)
         assert batch.cross is not None, "an encoder-decoder needs encoded prompts"
@@ -161,8 +161,8 @@ class EncoderDecoder(nn.Module):
         return logits
 
     def _encode(self, prompts: ForwardBatch, kv: KVCache) -> None:
-        # Until the decoder's keys fill them, the prompts' blocks of the first layer hold the
-        # encoder's own, one layer after the other: no second cache is needed.
+        # Until `store` fills them below, the prompts' blocks of the first layer hold the encoder's
+        # own keys and values, one layer after another, so that no second cache is needed.
         encoded = self.encoder(self.embed(prompts.tokens), prompts, kv)
         for index, block in enumerate(self.layers):
             assert isinstance(block, CrossBlock)

@@ -161,7 +161,7 @@ class _Hooks:
             )
 
     def _movable(self, *how: Capability) -> bool:
-        """Whether a move has one of these capabilities, and the context is long enough to try it."""
+        """Whether a move has one of these capabilities, and the context has room to try it."""
         room = self._context >= BLOCK_SIZE + ROWS
         return room and self._capability(Op.EVICT_RENUMBER) in how
 

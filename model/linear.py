@@ -1,4 +1,4 @@
-"""Linear layers, as torch multiplies them. Faster forms are model/kernels/modules.py's."""
+"""Linear layers in plain torch. model/kernels/modules.py has faster ones."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from model.encodings.base import outside_encodings
 
-GROUP = 32  # inputs of an output whose weights in 4 bits have one scale
-ROUNDED_AT_ONCE = 1 << 19  # weights: widened they stay in a cache
+GROUP = 32  # consecutive inputs whose 4-bit weights share a scale
+ROUNDED_AT_ONCE = 1 << 19  # weights: widened to float32, these still fit in a cache
 
 
 class Linear(nn.Module):
@@ -40,19 +40,19 @@ class Linear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """y = (x · roundedᵀ) · scale + bias: 8-bit weights with one scale for each output.
+    """y = (x · roundedᵀ) · scale + bias: 8-bit weights with one scale per output.
 
-    Weights alone are rounded; sums are of the input's precision or wider, so nothing of x is lost.
-    Of the CPU kernels, those for processors that multiply 8-bit integers round x, too.
+    Only weights are rounded: sums have the input's precision or wider. Of the CPU kernels, those
+    for processors that multiply 8-bit integers round x, too.
     """
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
         self.rounded, self.scale = rounded_rows(linear.weight)
         self.bias = linear.bias
-        # A power of two and what is left of the scale, from 1 to 2. The first goes into the
-        # product, where it rounds nothing and keeps sums as small as y: float16 would not hold
-        # those of whole numbers.
+        # The scale as a power of two times a rest from 1 to 2. The power goes into the product,
+        # where it is exact and keeps sums as small as y: float16 could not hold sums of the
+        # integers themselves.
         self.rest = 2 * self.scale.frexp().mantissa
         self.power = self.scale / self.rest
 
@@ -63,9 +63,9 @@ class Int8Linear(nn.Module):
 
 
 def rounded_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, columns] → int8 of that shape and float32 [rows], whose product is near it.
+    """[rows, columns] → int8 of that shape and float32 [rows]; their product approximates it.
 
-    In equal steps, the largest value of a row at ±127.
+    In equal steps, with the largest magnitude of a row at ±127.
     """
     rounded = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scale = torch.empty(len(weight), device=weight.device)
@@ -79,9 +79,9 @@ def rounded_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int4Linear(nn.Module):
-    """y = x · weightᵀ + bias, of 4-bit weights: number · scale + least, as GGUF's Q4_1 has them.
+    """y = x · weightᵀ + bias, with 4-bit weights number · scale + least, as in GGUF's Q4_1.
 
-    GROUP inputs of an output share a scale and a least weight. Of x the same is true as above.
+    GROUP inputs of an output share a scale and a least weight. x is treated as in Int8Linear.
     """
 
     def __init__(self, groups: "Groups", bias: Tensor | None) -> None:
@@ -95,7 +95,7 @@ class Int4Linear(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Weights in 4 bits, GROUP of a row together."""
+    """Weights in 4 bits, in groups of GROUP along each row."""
 
     numbers: Tensor  # uint8 [rows, columns], from 0 to 15
     scales: Tensor  # float16 [rows, groups]
@@ -111,20 +111,20 @@ class Groups:
 
 
 def rounded_groups(weight: Tensor) -> Groups:
-    """Near a weight [rows, columns]; very near, if a file had that in 4 bits before.
+    """Approximates a weight [rows, columns]; closely if it was 4-bit in a file before.
 
-    Such a file leaves the weights of a group on even steps, from 8 to 15 of them between the least
-    and the largest. Where 15 do not fit, that number is taken by which the group loses least.
+    Such a file leaves the weights of a group on even steps, with 8 to 15 of them between the
+    least and the largest. Where 15 steps do not fit, the number that loses least is taken.
     """
     rows, columns = weight.shape
-    # What is past the last column repeats it and changes no least and no largest.
+    # The last group is padded with its last column, which leaves minimum and maximum as they are.
     wide = F.pad(weight.float()[None], (0, -columns % GROUP), mode="replicate")[0]
     wide = wide.view(-1, GROUP)
     least = wide.amin(dim=1, keepdim=True).half()
     span = wide.amax(dim=1, keepdim=True) - least.float()
     scale, numbers, lost = _on_steps(15, wide, least, span)
     for steps in range(14, 7, -1):
-        # A tenth of a step is more than bfloat16 rounds by and less than chance comes to.
+        # A tenth of a step is more than bfloat16's rounding error and less than a chance fit's.
         (left,) = torch.where((lost > GROUP * (0.1 * scale.float()).square()).squeeze(1))
         if len(left) == 0:
             break
@@ -139,7 +139,7 @@ def rounded_groups(weight: Tensor) -> Groups:
 def _on_steps(
     steps: int, wide: Tensor, least: Tensor, span: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale and numbers of groups whose span has so many steps, and the square of what is lost."""
+    """Scale, numbers and squared error of groups whose span is divided into `steps` steps."""
     scale = (span / steps).half()
     step = scale.float()
     numbers = ((wide - least) / step.clamp(min=1e-12)).round_().clamp_(0, 15)
@@ -151,9 +151,9 @@ AnyLinear = Linear | Int8Linear | Int4Linear
 
 
 def quantize(model: nn.Module, bits: Literal[8, 4] = 8) -> None:
-    """Round the weights of linear layers, but for those of encodings. Call once, after loading.
+    """Quantize linear layers, except those of encodings. Call once, after loading.
 
-    bits: 8; or 4 for layers that lose no more by it than by 8, and 8 for the others.
+    bits: 8; or 4 for layers that lose no more by it than by 8 bits, and 8 for the others.
     """
     for module in outside_encodings(model):
         for name, child in list(module.named_children()):
@@ -167,7 +167,7 @@ def _in_4_bits(linear: Linear) -> Int4Linear | Int8Linear:
 
 
 def _lossless_groups(weight: Tensor) -> Groups | None:
-    """None where 4 bits lose more than 8."""
+    """The weight in 4 bits; None where that loses more than 8 bits do."""
     found: list[Groups] = []
     for rows in torch.split(weight, max(1, ROUNDED_AT_ONCE // weight.shape[1])):
         groups = rounded_groups(rows)

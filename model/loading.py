@@ -1,7 +1,7 @@
-"""Opens checkpoints and fills decoders with them.
+"""Opens checkpoints and loads their weights into decoders.
 
-Everything that can be known before a weight is read is checked at opening: description,
-tokenizer, and the name and shape of every tensor. Knows formats, no requests.
+Everything that can be known before reading weights is checked on opening: config, tokenizer, and
+the name and shape of every tensor. Knows formats, no requests.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,13 +42,13 @@ MAX_CONFIG = 1 << 20  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model whose weights are not read yet, checked as far as it can be without them.
+    """A model whose weights are not read yet, checked as far as possible without them.
 
-    On disk, or drawn at random (model/shapes.py); `path` is what messages call it.
+    On disk, or randomly generated (model/shapes.py); messages refer to it by `path`.
     """
 
     path: Path
-    architecture: str  # the family's name, as in config.json; "random" when drawn
+    architecture: str  # model_type, as in config.json; "random" when generated
     config: ModelConfig
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
@@ -59,7 +59,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A Hugging Face directory or a GGUF file. Raises CheckpointError, one sentence, otherwise."""
+    """A Hugging Face directory or GGUF file. Raises CheckpointError with one sentence."""
     try:
         return _open_directory(path) if path.is_dir() else _open_gguf(path)
     except (TokenizerError, ChatTemplateError) as error:
@@ -73,10 +73,10 @@ def load_decoder(
     decoder: nn.Module,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Copy the weights into a decoder built from the checkpoint's config, in its dtype and place.
+    """Copy the weights into a decoder built from the checkpoint's config, in its dtype and device.
 
-    `progress` hears how many of how many parameters are done. Raises CheckpointError when the
-    decoder's parameters are not the checkpoint's, or a weight is not finite.
+    `progress` is called with the number of parameters done and the total. Raises CheckpointError
+    when the decoder's parameters are not the checkpoint's, or a weight is not finite.
     """
     targets = dict(decoder.named_parameters())
     expected = {name: _joined_shape(pieces) for name, pieces in checkpoint.parameters.items()}
@@ -97,7 +97,7 @@ def load_decoder(
 
 
 def load_encoding(checkpoint: Checkpoint, encoding: PositionalEncoding) -> None:
-    """Copy the weights of the decoder's encoding alone, and freeze it. Raises CheckpointError."""
+    """Load only the weights of the decoder's encoding, and freeze it. Raises CheckpointError."""
     with torch.inference_mode():
         for name, target in encoding.named_parameters():
             _fill(checkpoint, target, checkpoint.parameters[f"encoding.{name}"])
@@ -112,7 +112,7 @@ def _fill(checkpoint: Checkpoint, target: Tensor, pieces: tuple[Stored, ...]) ->
         if piece.order is not None:
             tensor = piece.order.undo(tensor)
         rows.copy_(tensor)
-        # After the copy: a weight may also become infinite by conversion to float16.
+        # Checked after the copy: conversion to float16 may also make a weight infinite.
         if not all(bound.isfinite() for bound in rows.aminmax()):
             raise CheckpointError(
                 f"{checkpoint.path}: tensor {piece.name} holds weights that are not finite "
@@ -133,7 +133,7 @@ def _check_copies(checkpoint: Checkpoint) -> None:
 def _joined_shape(pieces: tuple[Stored, ...]) -> tuple[int, ...]:
     shapes = [piece.result for piece in pieces]
     if len(shapes) == 1:
-        return shapes[0]  # of any number of dimensions
+        return shapes[0]  # with any number of dimensions
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
@@ -215,7 +215,7 @@ def _check_tensors(
     architecture: Architecture,
     config: ModelConfig,
 ) -> None:
-    """Exactly the tensors that the decoder needs, each of the shape that the config implies."""
+    """Require exactly the tensors that the decoder needs, in the shapes the config implies."""
     needed = {piece.name: piece.shape for pieces in parameters.values() for piece in pieces}
     names = weights.names()
     if missing := sorted(needed.keys() - names):
@@ -244,7 +244,7 @@ def _counted(names: list[str]) -> str:
 
 
 def _started_with(config: ModelConfig, defaults: Fields) -> ModelConfig:
-    """An encoder-decoder's start token is that of the generation defaults, if they have one."""
+    """Use the start token of an encoder-decoder's generation defaults, if they name one."""
     declared = defaults.token_ids("decoder_start_token_id")
     if not isinstance(config, EncoderDecoderConfig) or not declared:
         return config
@@ -257,7 +257,7 @@ def _started_with(config: ModelConfig, defaults: Fields) -> ModelConfig:
 def _stop_ids(
     path: Path, config: ModelConfig, tokenizer: Tokenizer, declared: frozenset[int]
 ) -> frozenset[int]:
-    """Every id that anyone declares to end an answer, and that the model can produce."""
+    """Every id declared by any source to end an answer, and that the model can produce."""
     if tokenizer.vocab_size > config.vocab_size:
         raise CheckpointError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, "

@@ -1,8 +1,8 @@
-"""Decode steps in buffers that stay where they are, so that a device can play them again.
+"""Decode steps in fixed buffers, so that a device can replay them.
 
-What is launched for such a step is always the same, so it is recorded once for every bucket of
-sizes (on a GPU as a CUDA graph) and played with a step's integers. Mixed steps are computed as
-they come.
+Such a step always launches the same kernels, so it is recorded once for every bucket of sizes (on
+a GPU as a CUDA graph) and replayed with each step's integers. Mixed steps are computed without
+replay.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,22 +15,22 @@ from cache.kv import KVCache
 from model.batch import ForwardBatch
 
 SHORTEST = 1024  # tokens: shorter contexts have no buckets of their own
-ROWS = 5  # integers of each request, besides its blocks and their bases
+ROWS = 5  # integers per request, besides its blocks and their bases
 
 Forward = Callable[[ForwardBatch, KVCache], Tensor]
 Compute = Callable[[], Tensor]
-Record = Callable[[Compute], Compute]  # what plays again what a function has a device do
+Record = Callable[[Compute], Compute]  # returns a function that replays the device work of its argument
 
 
 class Bucket:
-    """Buffers of a step that computes one token for each request.
+    """Buffers for a step that computes one token per request.
 
-    A row that no request has is all zeros: it sees no keys, stores its own in slot 0, where no
-    request has any, and its logits are nobody's.
+    Unused rows are all zeros: they attend to no keys, store their own in slot 0, which no
+    request uses, and their logits are discarded.
     """
 
     def __init__(self, requests: int, context: int, kv: KVCache) -> None:
-        """For at most so many requests, and so many keys of each."""
+        """For at most `requests` requests, each with at most `context` keys."""
         self.requests = requests
         self.context = context
         self._block_size = kv.block_size
@@ -54,7 +54,7 @@ class Bucket:
         )
 
     def holds(self, batch: ForwardBatch) -> bool:
-        """Whether it computes and wants a row of every request, and has room here."""
+        """Whether a batch fits: it computes one row per request and needs the logits of all."""
         requests = len(batch.context_lens)
         return (
             batch.max_query == 1
@@ -64,9 +64,9 @@ class Bucket:
         )
 
     def fill(self, batch: ForwardBatch) -> None:
-        """With a batch that it holds and that lies on the host. Nobody waits for the one copy.
+        """Load a batch that fits and is on the host, in one asynchronous copy.
 
-        Tokens that are coming follow it, from where they are on the device.
+        Tokens known only on the device (`coming`) are copied there.
         """
         pinned = self._memory.device.type == "cuda"
         host = torch.zeros(self._memory.shape, dtype=torch.int64, pin_memory=pinned)
@@ -88,10 +88,10 @@ class Bucket:
 
 
 def buckets(kv: KVCache, max_seqs: int, max_context: int) -> list[Bucket]:
-    """The largest first: what is recorded later finds room in its memory.
+    """Largest first, so that later recordings fit into the memory of the first.
 
-    By powers of two of requests and of four of tokens. None where so many contexts of that length
-    would not fit the cache: kernels then need more memory than such steps are worth.
+    Powers of two of requests by powers of four of tokens. Combinations whose contexts exceed the
+    cache are left out: their kernels need more memory than such steps are worth.
     """
     room = max(kv.blocks * kv.block_size, max_seqs * SHORTEST)
     sizes = [
@@ -112,9 +112,9 @@ def _steps(first: int, factor: int, last: int) -> Iterator[int]:
 
 
 class ReplayedDecoder:
-    """Called as the decoder is, over one cache. Where no bucket holds a batch, `otherwise` is.
+    """Called like the decoder, over one cache. Batches that fit no bucket go to `otherwise`.
 
-    Logits are good until the next call: those of all buckets lie in the same place.
+    Logits are valid until the next call: all buckets use the same memory for them.
     """
 
     def __init__(
@@ -142,6 +142,6 @@ class ReplayedDecoder:
 
     def _compute(self, bucket: Bucket) -> Tensor:
         logits = self._decoder(bucket.batch, self._kv)
-        if self._logits is None:  # buckets with the most requests come first
+        if self._logits is None:  # the first bucket has the most requests
             self._logits = torch.empty_like(logits)
         return self._logits[: bucket.requests].copy_(logits)

@@ -116,7 +116,7 @@ class Yarn(Scaling):
         return yarn_magnitude(self.factor) if self.magnitude is None else self.magnitude
 
     def _pair_that_turns(self, times: float, base: float, width: int) -> float:
-        """The fractional index of a pair that makes `times` rotations within the original context."""
+        """Fractional index of a pair that makes `times` rotations within the original context."""
         slowdown = self.original_context / (2 * math.pi * times)
         return width * math.log(slowdown) / (2 * math.log(base))
 

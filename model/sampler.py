@@ -3,9 +3,9 @@
 Order: logit bias, repetition, presence and frequency penalties, forbidden tokens, temperature,
 top_k, top_p, min_p. Log-probabilities are the model's own, before all of these.
 
-On a device all rows are worked on together, and nothing of it is asked for until all is under
-way: one copy brings everything back. Until then its tokens can be computed with where they are.
-What a row gets does not depend on the others, but for which of equally likely tokens a GPU prefers.
+On a device, all rows are processed together, and no result is read until all work is queued: one
+copy brings everything back. Meanwhile the tokens can already be used on the device. A row's
+result does not depend on other rows, except for how a GPU breaks ties between equal logits.
 """
 
 from collections import Counter, defaultdict
@@ -21,23 +21,23 @@ from cache.tensors import tensor_on
 from model.sampling import SamplingParams
 
 FIRST_CANDIDATES = 64
-WIDER = 8  # times as many candidates, where those did not hold all that top_p and min_p keep
+WIDER = 8  # factor on candidates when those did not hold all that top_p and min_p keep
 
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is wanted after a row of logits."""
+    """What to sample from one row of logits."""
 
     params: SamplingParams
-    tokens: Sequence[int]  # the prompt, and what has been generated
+    tokens: Sequence[int]  # prompt and generated tokens
     num_prompt: int
-    uniform: float  # in [0, 1): which token is drawn; unread by greedy
+    uniform: float  # in [0, 1): selects the token; unused when greedy
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything is to be adjusted before a token is picked."""
+        """Whether logits must be adjusted before a token is picked."""
         params = self.params
         return bool(
             params.logit_bias
@@ -49,7 +49,7 @@ class Ask:
 
     @property
     def takes_largest(self) -> bool:
-        """Whether it is the row's largest number that is wanted."""
+        """Whether the pick is simply the row's largest logit."""
         return self.params.greedy and not self.changes_logits
 
     @property
@@ -57,9 +57,9 @@ class Ask:
         return len(self.tokens) - self.num_prompt
 
     def changes(self) -> Mapping[int, tuple[float, float, float]]:
-        """By token: a bias that is added, the repetition penalty, and what is then subtracted.
+        """By token: a bias to add, the repetition penalty, and what to subtract after it.
 
-        The repetition penalty looks at prompt and answer, the other two at the answer alone.
+        The repetition penalty considers prompt and answer, the other two only the answer.
         Stop tokens are forbidden while the answer is shorter than min_tokens.
         """
         params, changes = self.params, defaultdict[int, list[float]](lambda: [0.0, 1.0, 0.0])
@@ -79,24 +79,24 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """A token, or nothing of use where the row is not finite."""
+    """A token; meaningless where the row is not finite."""
 
     token: int
     finite: bool
-    logprob: float | None = None  # of the token, where log-probabilities are asked for
-    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens and theirs, best first
+    logprob: float | None = None  # of the token, if requested
+    top: tuple[tuple[int, float], ...] = ()  # most likely tokens, log-probabilities
 
 
 class Sampler:
-    """What tokens are picked with, on any device. Faster on a CPU: model/kernels/sampler.py."""
+    """Picks tokens on any device. model/kernels/sampler.py has a faster one for the CPU."""
 
     def pick(
         self, rows: Tensor, asks: Sequence[Ask], candidates: int = FIRST_CANDIDATES
     ) -> list[Picked]:
-        """One token for each of the logits' rows [S, vocab].
+        """One token for each row of logits [S, vocab].
 
-        candidates: how many of the most likely tokens are looked at first where top_p or min_p
-        truncates; more where they do not suffice.
+        `candidates`: how many of the most likely tokens are tried first where top_p or min_p
+        truncates; more are tried where these do not suffice.
         """
         picked, held = self.begin(rows, asks, candidates).read()
         short = [i for i, holds in enumerate(held) if picked[i].finite and not holds]
@@ -114,7 +114,7 @@ class Sampler:
     def scores_of(
         self, rows: Tensor, tokens: Tensor, asks: Sequence[Ask]
     ) -> Iterator[tuple[list[int], Tensor]]:
-        """By how many are wanted: which rows, and their `scores`."""
+        """For each number of log-probabilities requested: the rows that want it, their `scores`."""
         for count, members in _grouped(asks, lambda ask: ask.params.logprobs):
             if count is not None:
                 yield members, self.scores(taken(rows, members), taken(tokens, members), count)
@@ -122,7 +122,7 @@ class Sampler:
     def begin(
         self, rows: Tensor, asks: Sequence[Ask], candidates: int = FIRST_CANDIDATES
     ) -> "Picking":
-        """As `pick`, without a second look where candidates do not suffice. Waits for nothing."""
+        """Like `pick`, but does not retry where candidates do not suffice. Never waits."""
         largest, tokens = self.largest(rows)
         enough = torch.ones_like(tokens, dtype=torch.bool)
         drawing = [i for i, ask in enumerate(asks) if not ask.takes_largest]
@@ -135,12 +135,12 @@ class Sampler:
         return Picking(largest.isfinite(), tokens, enough, scores)
 
     def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each row of logits [S, vocab]: the largest [S], NaN if one is, and its token [S]."""
+        """For each row of logits [S, vocab]: its maximum [S], NaN if it has one, and token [S]."""
         values, tokens = rows.max(dim=-1)
         return values, tokens
 
     def draw(self, rows: Tensor, asks: Sequence[Ask], candidates: int) -> tuple[Tensor, Tensor]:
-        """Tokens of adjusted rows [S, vocab], and whether candidates sufficed to be exact [S]."""
+        """Tokens of adjusted rows [S, vocab], and whether the candidates sufficed [S]."""
         tokens = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
         enough = torch.ones_like(tokens, dtype=torch.bool)
         for (top_k, truncated), members in _grouped(asks, _truncation):
@@ -162,7 +162,7 @@ def adjusted(rows: Tensor, asks: Sequence[Ask]) -> Tensor:
         for index, ask in enumerate(asks)
         if ask.changes_logits
         for token, how in ask.changes().items()
-        if token < rows.shape[-1]  # what has no logit is never picked
+        if token < rows.shape[-1]  # tokens without a logit are never picked anyway
     ]
     if not changes:
         return rows.to(wide)
@@ -171,14 +171,14 @@ def adjusted(rows: Tensor, asks: Sequence[Ask]) -> Tensor:
     place = row.long(), token.long()
     values = rows[place] + bias.to(wide)
     values = torch.where(values > 0, values / penalty.to(wide), values * penalty.to(wide))
-    # A tiny penalty makes a logit infinite, which no softmax takes.
+    # A tiny penalty makes a logit infinite, which softmax cannot handle.
     values = values.clamp(max=torch.finfo(wide).max)
     rows[place] = values - less.to(wide)
     return rows
 
 
 def _truncation(ask: Ask) -> tuple[int, bool]:
-    """top_k, and whether only the most likely tokens are to be drawn from. Greedy takes the one."""
+    """top_k, and whether to draw only from the most likely tokens. Greedy is top_k 1."""
     params = ask.params
     if params.greedy:
         return 1, True
@@ -187,7 +187,7 @@ def _truncation(ask: Ask) -> tuple[int, bool]:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How rows are truncated and what is drawn of them, a column [S, 1] each, in float64."""
+    """How rows are truncated and drawn from: a column [S, 1] each, in float64."""
 
     temperature: Tensor
     top_p: Tensor
@@ -216,8 +216,8 @@ def _among_all(rows: Tensor, rule: _Rule) -> Tensor:
 def _among_best(rows: Tensor, rule: _Rule, count: int, whole: bool) -> tuple[Tensor, Tensor]:
     """Tokens among the `count` most likely ones, and whether these hold all that is kept, [S] each.
 
-    whole: they are all there is to draw from. Else what stands outside counts towards the total
-    that top_p cuts.
+    whole: the candidates are the whole distribution. Otherwise the tokens outside count towards
+    the total of which top_p takes its share.
     """
     values, tokens = rows.topk(count)
     best = values.double() / rule.temperature
@@ -230,7 +230,7 @@ def _among_best(rows: Tensor, rule: _Rule, count: int, whole: bool) -> tuple[Ten
     keep = (sums - weights < rule.top_p * total) & (weights >= rule.min_p * weights[:, :1])
     keep[:, 0] = True
     drawn = _at(weights * keep, rule.uniform)
-    beyond = weights[:, -1:] < rule.min_p * weights[:, :1]  # all others are too unlikely
+    beyond = weights[:, -1:] < rule.min_p * weights[:, :1]  # all others are less likely still
     enough = (sums[:, -1:] >= rule.top_p * total) | beyond
     if whole or count == rows.shape[-1]:
         enough = torch.ones_like(enough)
@@ -238,7 +238,7 @@ def _among_best(rows: Tensor, rule: _Rule, count: int, whole: bool) -> tuple[Ten
 
 
 def _at(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Where `uniform` [S, 1] falls if the weights [S, n] of each row are laid end to end, [S]."""
+    """[S]: the index where `uniform` [S, 1] falls in each row's normalised cumulative weights."""
     edges = weights.cumsum(dim=-1)
     index = torch.searchsorted(edges, edges[:, -1:] * uniform, right=True)
     return index[:, 0].clamp(max=weights.shape[-1] - 1)
@@ -247,8 +247,8 @@ def _at(weights: Tensor, uniform: Tensor) -> Tensor:
 def token_scores(rows: Tensor, tokens: Tensor, count: int) -> Tensor:
     """Rows of logits [S, vocab], tokens [S] → [S, 2 + 2 · count] float64.
 
-    The row's largest number, the token's log-probability, the `count` most likely tokens, best
-    first, and theirs.
+    Per row: its largest logit, the token's log-probability, the `count` most likely tokens, best
+    first, and their log-probabilities.
     """
     logprobs = rows.float().log_softmax(dim=-1)
     values, best = logprobs.topk(count)
@@ -258,7 +258,7 @@ def token_scores(rows: Tensor, tokens: Tensor, count: int) -> Tensor:
 
 
 class Picking:
-    """Tokens [S] that a device has been told to pick, and the one copy of what is known of them."""
+    """Tokens [S] being picked on a device, and a copy of all results on its way to the host."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class Picking:
 
 
 def _sent(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """On their way to the host, and when they have arrived if that is to be waited for."""
+    """Copy to the host asynchronously; the event marks the copy's end, None if none was needed."""
     if numbers.device.type != "cuda":
         return numbers, None
     host = torch.empty_like(numbers, device="cpu", pin_memory=True)
@@ -292,19 +292,19 @@ def _sent(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 def note(picked: list[Picked], members: list[int], scores: Sequence[Sequence[float]]) -> None:
-    """Rows of `token_scores` with those that they are of."""
+    """Store rows of `token_scores` in the picks of `members`."""
     for i, (_, own, *top) in zip(members, scores, strict=True):
         picked[i] = replace(picked[i], logprob=own, top=ranked(top))
 
 
 def ranked(numbers: Sequence[float]) -> tuple[tuple[int, float], ...]:
-    """A row of `token_scores` after its first two → tokens and log-probabilities, best first."""
+    """A `token_scores` row without its first two values → (token, log-probability), best first."""
     count = len(numbers) // 2
     return tuple(zip(map(int, numbers[:count]), numbers[count:], strict=True))
 
 
 def _grouped(asks: Sequence[Ask], key: Callable[[Ask], K]) -> list[tuple[K, list[int]]]:
-    """Indices by what the asks have in common: so that others do not change how one is served."""
+    """Indices of asks with an equal key: each group is processed without regard to the others."""
     groups: dict[K, list[int]] = {}
     for index, ask in enumerate(asks):
         groups.setdefault(key(ask), []).append(index)
@@ -312,12 +312,12 @@ def _grouped(asks: Sequence[Ask], key: Callable[[Ask], K]) -> list[tuple[K, list
 
 
 def taken(rows: Tensor, members: list[int]) -> Tensor:
-    """Those rows; without a copy where it is all."""
+    """The selected rows; not copied if they are all of them."""
     return rows if len(members) == len(rows) else rows[tensor_on(rows.device, members)]
 
 
 def _back(numbers: Tensor, arrived: torch.cuda.Event | None) -> list[float]:
-    """The one place where a sampler waits for a device, but not for what it was told later."""
+    """The only place where a sampler waits for a device, and only for work queued before."""
     if arrived is not None:
         arrived.synchronize()
     found: list[float] = numbers.tolist()

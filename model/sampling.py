@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one completion picks its tokens and when it ends. Validated at the HTTP border.
+    """How one completion picks its tokens and when it ends. Validated at the HTTP boundary.
 
-    `temperature` below 1e-5 means greedy. `top_k` 0 and `top_p` 1 mean no limit.
-    `seed` None means fresh random numbers; who calls the sampler draws them. `logprobs` None
-    means none are wanted; k means the chosen token and the k most likely ones. `stop_ids` end
-    the completion and are not text; they already hold the model's own end-of-text tokens
+    `temperature` below 1e-5 means greedy. `top_k` 0 and `top_p` 1 mean no limit. `seed` None
+    means fresh random numbers, drawn by the sampler's caller. `logprobs` None means none are
+    returned; k means those of the chosen token and of the k most likely ones. `stop_ids` end the
+    completion and are not part of the text; they include the model's own end-of-text tokens
     unless the client asked to ignore them.
     """
 
@@ -36,10 +36,10 @@ class SamplingParams:
 
     @property
     def needs_host(self) -> bool:
-        """Whether the host has a part in picking a token, or in what comes with it.
+        """Whether the host takes part in picking a token, or in what is returned with it.
 
-        It knows the tokens before, which penalties look at, and looks again where candidates did
-        not hold all that top_p and min_p keep.
+        Penalties need the preceding tokens, which the host knows, and the host tries again where
+        the candidates did not hold all that top_p and min_p keep.
         """
         truncated = not (self.greedy or self.top_k) and (self.top_p < 1 or self.min_p > 0)
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1

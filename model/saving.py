@@ -1,7 +1,7 @@
 """Writes Ropewalk's own checkpoints: config.json, model.safetensors and a tokenizer's files.
 
 A checkpoint appears complete or not at all, and what appears can be opened. Knows nothing of how
-the weights came about.
+the weights were obtained.
 """
 
 import json
@@ -41,10 +41,10 @@ def save_checkpoint(
     tokenizer: Sequence[Path],
     stop_ids: Collection[int] = (),
 ) -> None:
-    """Write a new folder, which `open_checkpoint` opens. Raises CheckpointError and leaves nothing.
+    """Write a new folder for `open_checkpoint`. Raises CheckpointError and leaves nothing behind.
 
-    state: the decoder's named_parameters or state_dict, stored in the dtypes they have.
-    tokenizer: tokenizer.json or tokenizer.model, and what belongs to it of TOKENIZER_FILES.
+    state: the decoder's named_parameters or state_dict, stored in their own dtypes.
+    tokenizer: tokenizer.json or tokenizer.model, and any of TOKENIZER_FILES that go with it.
     stop_ids: tokens that end an answer, besides those that the tokenizer declares.
     """
     if type(config) is not ModelConfig:
@@ -56,7 +56,7 @@ def save_checkpoint(
     with _appearing(folder) as partial:
         (partial / "config.json").write_text(description, encoding="utf-8")
         save_file(tensors, partial / SINGLE, metadata={"format": "pt"})
-        # The library makes it unreadable for others, whatever the umask.
+        # safetensors makes the file unreadable for others, whatever the umask.
         (partial / SINGLE).chmod(stat.S_IMODE((partial / "config.json").stat().st_mode))
         for source in tokenizer:
             if source.name not in TOKENIZER_FILES or not source.is_file():
@@ -82,10 +82,10 @@ def _description(config: ModelConfig, stop_ids: Collection[int], folder: Path) -
 
 
 def _to_store(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> dict[str, Tensor]:
-    """Every parameter once; what else the state names must be one of them again."""
+    """Every parameter once; other names in the state must be duplicates of parameters."""
     decoder = without_weights(config)
     names = {id(parameter): name for name, parameter in decoder.named_parameters()}
-    again = {  # as in state_dict: a tied head, an encoding that every layer holds
+    again = {  # as in state_dict: a tied head, an encoding that every layer refers to
         name: names[id(parameter)]
         for name, parameter in decoder.named_parameters(remove_duplicate=False)
         if name != names[id(parameter)]
@@ -104,7 +104,7 @@ def _to_store(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) ->
             raise CheckpointError(f"{folder}: {shown(name)} holds weights that are not finite.")
         tensor = tensor.detach().cpu().contiguous()
         memory = tensor.untyped_storage().data_ptr()
-        # The library refuses views of one memory, though each is a tensor of its own on disk.
+        # safetensors refuses tensors that share memory, though on disk each is separate.
         tensors[name] = tensor.clone() if memory in stored else tensor
         stored.add(memory)
     return tensors
@@ -112,7 +112,7 @@ def _to_store(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) ->
 
 @contextmanager
 def _appearing(folder: Path) -> Iterator[Path]:
-    """A hidden folder beside it, which becomes it at the end, or goes when something fails."""
+    """A hidden folder beside `folder`, renamed to it at the end, or removed on failure."""
     if folder.exists():
         raise CheckpointError(f"{folder} is there already; name another or remove it first.")
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
@@ -136,7 +136,7 @@ def _appearing(folder: Path) -> Iterator[Path]:
 
 
 def flush(path: Path) -> None:
-    """To the disk, so that the name does not outlive its content when the power fails."""
+    """Flush to disk, so that after a power failure the name does not exist without its content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Decoders of a realistic shape with random weights, made without a file: for costs, not answers.
+"""Decoders of realistic shapes with random weights, made without files: for costs, not answers.
 
-What a step costs follows from the shape and the encoding, never from the weights. So one shape can
-be had under every encoding, with a learned table as long as anyone asks.
+The cost of a step follows from shape and encoding, never from the weights. So one shape can be
+combined with every encoding, with a learned table of any length.
 """
 
 import zlib
@@ -24,13 +24,13 @@ from model.weights.base import CheckpointError
 from model.weights.files import read_json
 
 PREFIX = "shape:"
-CONTEXT = 8192  # unless another is asked for: nothing was trained that would give one
+CONTEXT = 8192  # by default: no training implies a context
 
 
 def _llama(
     *, vocab_size: int, width: int, layers: int, heads: int, kv_heads: int, ffn_width: int
 ) -> ModelConfig:
-    """The kind that all shapes here are of; `heads` of 64."""
+    """The architecture of all shapes here, with heads of 64."""
     return ModelConfig(
         vocab_size=vocab_size,
         width=width,
@@ -48,9 +48,9 @@ def _llama(
 
 
 SHAPES: Mapping[str, ModelConfig] = {
-    # No model's: for trying out a program that measures.
+    # No model's: for trying out measurement programs.
     "tiny": _llama(vocab_size=256, width=128, layers=2, heads=2, kv_heads=1, ffn_width=256),
-    # That of the family of small models that Ropewalk trains.
+    # The shape of the family of small models that Ropewalk trains.
     "small": _llama(vocab_size=4096, width=256, layers=4, heads=4, kv_heads=4, ffn_width=704),
     # SmolLM2-135M.
     "smollm2": _llama(vocab_size=49152, width=576, layers=30, heads=9, kv_heads=3, ffn_width=1536),
@@ -63,10 +63,10 @@ SHAPES: Mapping[str, ModelConfig] = {
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """A `WeightFile` that draws each tensor when it is read, the same one for the same name.
+    """A `WeightFile` that generates each tensor when it is read, always the same for a name.
 
-    Matrices give outputs as large as their inputs: uniform with variance 1 / columns. So do norms
-    of ones and biases of zeros, and logits have a deviation of about 1.
+    Matrices preserve the magnitude of their inputs: uniform with variance 1 / columns. So do norms
+    of ones and biases of zeros, and logits have a standard deviation of about 1.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -91,7 +91,7 @@ class RandomWeights:
 
 
 def random_checkpoint(source: str, encoding: str | None, context: int | None) -> Checkpoint:
-    """`shape:SHAPE` or `shape:SHAPE:ENCODING`; SHAPE is one of SHAPES or a config.json.
+    """`shape:SHAPE` or `shape:SHAPE:ENCODING`; SHAPE is one of SHAPES or the path of a config.json.
 
     `encoding` replaces the one that the source names. Raises CheckpointError or EncodingError.
     """
@@ -130,9 +130,9 @@ def _described(shape: str) -> ModelConfig:
 
 
 def _encoding(config: ModelConfig, name: str) -> EncodingSpec:
-    """The one of that name, as published models have it; the config's own if it is that or none."""
+    """The encoding `name` with its usual options; the config's own if `name` is that or empty."""
     own = config.encoding
     options = own.options if name in ("", own.name) else find(name).usual_options(config)
-    if "positions" in options:  # a table of them is as long as the context
+    if "positions" in options:  # a learned table is as long as the context
         options = {**options, "positions": config.trained_context}
     return EncodingSpec(name or own.name, options)

@@ -1,4 +1,4 @@
-"""Operations tried on a cache of their own: dry runs without memory, and what they take in time."""
+"""Operations tried on a separate cache: dry runs without memory, and timed ones."""
 
 import time
 from collections.abc import Mapping
@@ -16,16 +16,16 @@ from model.config import ModelConfig
 from model.encodings.base import PositionalEncoding
 
 SEQUENCE, OTHER = "sequence", "other"  # names in a trial's cache
-MEASURED = 64  # blocks that a measured operation moves, shares or forgets
+MEASURED = 64  # blocks that a timed operation moves, shares or drops
 REPETITIONS = 5
 META = torch.device("meta")
 
 
 class Trial:
-    """A cache in which sequences of the given lengths are stored, and nobody else's.
+    """A cache that holds only sequences of the given lengths.
 
-    On torch's meta device it takes no memory, and dry runs count all the same. `spare`: blocks
-    besides those of the sequences.
+    On torch's meta device it takes no memory, and dry runs give the same counts. `spare`: blocks
+    in addition to those of the sequences.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Trial:
         device: torch.device = META,
         spare: int = 0,
     ) -> None:
-        # Block 0 is reserved, and a pool needs another one.
+        # Block 0 is reserved, and a pool needs at least one other.
         blocks = 2 + spare + sum(-(-length // block_size) for length in lengths.values())
         self._layers = shape.layers
         self.manager = CacheManager(blocks, block_size, prefix_sharing=False)
@@ -47,23 +47,23 @@ class Trial:
             self.store(name, length)
 
     def store(self, name: str, length: int) -> None:
-        """A new sequence of `length` tokens."""
-        tokens = range(length)  # no two lists of tokens are compared here
+        """Store a new sequence of `length` tokens."""
+        tokens = range(length)  # the values do not matter: no tokens are compared here
         self.manager.reserve(name, tokens, length)
         self.manager.commit(name, tokens, length)
 
     def operations(self, encoding: PositionalEncoding) -> Operations:
-        """On this cache, as that encoding would have them."""
+        """Operations on this cache under the rules of that encoding."""
         rules = [encoding.for_layer(layer) for layer in range(self._layers)]
         return Operations(self.manager, self.kv, rules, Ledger(self.kv, Audit.OFF))
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What an operation took for 1,000 tokens: moved, shared, forgotten or appended.
+    """An operation's cost per 1,000 tokens moved, shared, dropped or appended.
 
-    `bytes` is what it read and wrote of stored entries; a new token's own are not counted. Where
-    it is 0, `seconds` is bookkeeping alone.
+    `bytes`: stored entries read and written, not counting a new token's own. Where it is 0,
+    `seconds` is bookkeeping alone.
     """
 
     seconds: float
@@ -71,7 +71,7 @@ class Cost:
 
 
 class TimedTrial:
-    """Really runs operations, on a cache that is large enough for them and freed with this."""
+    """Really runs operations, on a cache of sufficient size that is freed with this object."""
 
     def __init__(
         self, shape: ModelConfig, *, block_size: int, dtype: torch.dtype, device: torch.device
@@ -87,10 +87,10 @@ class TimedTrial:
             spare=2 * MEASURED + 3,
         )
         for part in self._trial.kv.whole:
-            part.zero_()  # touched once, as the cache of a running server is
+            part.zero_()  # touches the memory, as a running server has
 
     def cost(self, encoding: PositionalEncoding, op: Op) -> Cost:
-        """The median of a few repetitions after a first one. Raises Unsupported."""
+        """The median of a few repetitions after a warm-up run. Raises Unsupported."""
         operations = self._trial.operations(encoding)
         taken = [self._run(operations, op) for _ in range(REPETITIONS + 1)][1:]
         thousand = 1000 / (MEASURED * self._size)
@@ -98,7 +98,7 @@ class TimedTrial:
         return Cost(seconds, round(taken[0][1] * thousand))
 
     def _run(self, operations: Operations, op: Op) -> tuple[float, int]:
-        """Seconds that it took and bytes that it moved."""
+        """Seconds taken and bytes moved."""
         self._trial.store(SEQUENCE, (MEASURED + 2) * self._size)
         self._trial.store(OTHER, self._size)
         self._wait()
@@ -114,7 +114,7 @@ class TimedTrial:
         return took, moved
 
     def _append(self) -> int:
-        """One token after the other, as a running request does; no stored entry is touched."""
+        """Append one token at a time, as a running request does; stored entries stay untouched."""
         manager = self._trial.manager
         tokens = range((1 + MEASURED) * self._size)
         for length in range(self._size + 1, len(tokens) + 1):
@@ -123,7 +123,7 @@ class TimedTrial:
         return 0
 
     def _example(self, op: Op) -> Operation:
-        """One that moves, shares or forgets MEASURED blocks, none of them in part."""
+        """An operation that moves, shares or drops MEASURED whole blocks."""
         match op:
             case Op.FORK:
                 return Fork(SEQUENCE, "child", MEASURED * self._size)

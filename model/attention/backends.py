@@ -1,4 +1,4 @@
-"""Every attention backend there is, the fastest first: the one list that serving chooses from."""
+"""Every attention backend, fastest first: the one list that serving chooses from."""
 
 from model.attention.base import AttentionBackend
 from model.attention.cpu import CpuBackend
@@ -9,5 +9,5 @@ from model.kernels.build import Kernels
 
 
 def all_backends(kernels: Kernels | str) -> list[AttentionBackend]:
-    """kernels: the compiled CPU kernels, or why there are none."""
+    """`kernels`: the compiled CPU kernels, or the reason why there are none."""
     return [TritonAttention, CpuBackend(kernels), SdpaAttention, ReferenceAttention]

@@ -1,4 +1,4 @@
-"""The seam to kernels: what every attention backend is told, and how one is chosen."""
+"""The interface to kernels: what every attention backend receives, and how one is chosen."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ log = getLogger(__name__)
 
 
 class NoBackend(ValueError):
-    """No attention backend can serve the model; the message holds every reason."""
+    """No attention backend can serve the model; the message gives each one's reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What stays the same for one layer's attention from step to step."""
+    """What stays the same for one layer's attention in every step."""
 
     heads: int
     kv_heads: int
@@ -31,8 +31,8 @@ class AttentionSpec:
     scale: float  # scores are (q · k) · scale + bias
     dtype: torch.dtype
     device: torch.device
-    window: int | None = None  # keys a query sees, itself included; None: all before it
-    causal: bool = True  # False: a query sees all keys of its request
+    window: int | None = None  # keys a query attends to, its own included; None: all before it
+    causal: bool = True  # False: a query attends to all keys of its request
 
 
 def spec_for(
@@ -43,7 +43,7 @@ def spec_for(
     window: int | None = None,
     causal: bool = True,
 ) -> AttentionSpec:
-    """Of a layer that sees so much; without that, what all layers have in common."""
+    """The spec of a layer with this window; without arguments, what all layers have in common."""
     return AttentionSpec(
         heads=config.heads,
         kv_heads=config.kv_heads,
@@ -69,16 +69,16 @@ class Attend(Protocol):
     ) -> Tensor:
         """q [T, heads, head_dim], keys already written → [T, heads, head_dim].
 
-        When causal, row i of request r sees the keys 0 .. context_lens[r] - rows(r) + i by
+        When causal, row i of request r attends to keys 0 .. context_lens[r] - rows(r) + i, by
         index. The bias is a function of positions, `batch.positions` and block base + offset,
-        unless it is dense: then it goes by row and key index. With a rotation, queries come and
-        keys lie unturned or half turned, and meet as it says.
+        unless it is dense: then it is indexed by row and key index. With a rotation, queries
+        and stored keys are not or not fully rotated yet; `rotation` says what is left to apply.
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """Makes one layer's `Attend`. A class whose constructor takes the spec is one."""
+    """Makes one layer's `Attend`, for example a class whose constructor takes the spec."""
 
     name: str
 
@@ -90,12 +90,12 @@ class AttentionBackend(Protocol):
 
 
 def choose(backends: Sequence[AttentionBackend], spec: AttentionSpec) -> AttentionBackend:
-    """The first backend without an objection. Raises NoBackend with every objection."""
+    """The first backend that can serve the spec. Raises NoBackend with every reason if none can."""
     objections: list[str] = []
     for backend in backends:
         reason = backend.why_not(spec)
         if reason is None:
-            if objections and spec.device.type == "cuda":  # where the first is much the fastest
+            if objections and spec.device.type == "cuda":  # where the first is by far fastest
                 log.warning("Attention on a GPU by %s; %s", backend.name, "; ".join(objections))
             return backend
         objections.append(f"{backend.name}: {reason}")

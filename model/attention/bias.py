@@ -1,4 +1,4 @@
-"""What a step adds to its scores: the encodings' biases, made ready for the backends."""
+"""The bias of a step's scores: the encodings' biases, prepared for the backends."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from model.encodings.base import (
 
 @dataclass(frozen=True, slots=True)
 class DenseBias:
-    """Adds values[head, row, key index] to the score, in the one step that it was built for."""
+    """Adds values[head, row, key index] to the score; built for one step only."""
 
     values: Tensor  # [heads, T, max_context] float32
 
@@ -30,9 +30,9 @@ StepBias = LinearBias | TableBias | KeyBias | DenseBias
 def step_biases(
     encoding: PositionalEncoding, layers: int, batch: ForwardBatch, block_size: int
 ) -> Iterator[StepBias | None]:
-    """What each layer in turn adds to its scores; a layer shares what the one before it had.
+    """What each layer in turn adds to its scores; consecutive layers share an equal bias.
 
-    One at a time, so that no more than two layers' dense biases are there at once.
+    A generator, so that at most two layers' dense biases exist at once.
     """
     bias: StepBias | None = None
     built_for: PositionalEncoding | None = None
@@ -51,7 +51,7 @@ def step_biases(
 def _dense(bias: MaterialisedBias | PairBias, batch: ForwardBatch, block_size: int) -> DenseBias:
     keys = batch.key_positions(block_size)[batch.row_requests()]
     values = bias.between(batch.positions[:, None], keys)
-    if values.shape[1:] != (len(keys), 1, keys.shape[1]):  # which kernels would read as it were
+    if values.shape[1:] != (len(keys), 1, keys.shape[1]):  # kernels would misread it
         raise EncodingError(
             f"score_bias gives {list(values.shape)} for queries [{len(keys)}, 1] and keys "
             f"{list(keys.shape)}; it must be [heads, ..., queries, keys]."

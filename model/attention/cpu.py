@@ -12,12 +12,12 @@ from model.encodings.base import KeyBias, LinearBias, TableBias
 from model.kernels.build import ATTENTION_SUFFIXES, AttendArguments, Kernels
 from model.rotation import Rotation
 
-# What the kernel calls the frames of stored keys that it still turns.
+# The kernel's codes for frames of stored keys that attention still has to rotate.
 FRAMES = {KeyFrame.RAW: 1, KeyFrame.BLOCK: 2}
 
 
 class CpuBackend:
-    """Makes CpuAttention for one compiled library; `kernels` may be the reason there is none."""
+    """Makes CpuAttention for a compiled library; `kernels` may be the reason why there is none."""
 
     name = "cpu"
 
@@ -37,7 +37,7 @@ class CpuBackend:
 
 
 class CpuAttention:
-    """Hands the addresses of one layer's tensors to the kernel."""
+    """Passes the addresses of one layer's tensors to the kernel."""
 
     def __init__(self, spec: AttentionSpec, kernels: Kernels) -> None:
         self.spec = spec
@@ -51,7 +51,7 @@ class CpuAttention:
         bias: StepBias | None,
         rotation: Rotation | None,
     ) -> Tensor:
-        if q.dtype is not self.spec.dtype:  # the kernel would read it as another type
+        if q.dtype is not self.spec.dtype:  # the kernel would misread it
             raise TypeError(f"queries are {q.dtype} and the model computes {self.spec.dtype}")
         q = q.contiguous()
         out = torch.empty_like(q)
@@ -63,7 +63,7 @@ class CpuAttention:
     def arguments(
         self, kv: PagedKV, batch: ForwardBatch, bias: StepBias | None, rotation: Rotation | None
     ) -> tuple[AttendArguments, tuple[Tensor, ...]]:
-        """All but queries and output; and tensors that they point into and nobody else holds."""
+        """All but queries and output; and the tensors to keep alive while these are used."""
         spec = self.spec
         assert not (isinstance(kv, Int8LayerKV) and spec.dtype is torch.float64), (
             "float64 is for tests of the rest"
@@ -107,7 +107,7 @@ class CpuAttention:
             arguments.bias_span = dense.shape[2]
             tensors = (dense,)
         if rotation is not None:
-            # As wide as the arithmetic: a copy for float64 alone.
+            # In the dtype of the arithmetic: this copies for float64 only.
             wide = torch.promote_types(spec.dtype, torch.float32)
             cosines, sines = (table.to(wide).contiguous() for table in (rotation.cos, rotation.sin))
             arguments.cosines, arguments.sines = cosines.data_ptr(), sines.data_ptr()

@@ -1,7 +1,7 @@
 """Attention through torch's scaled_dot_product_attention: any device, any bias, no compiler.
 
 Gathers each request's blocks into a padded tensor and masks by index. Reads the cache once more
-than a paged kernel does, so it is the fallback, not the fast path.
+than a paged kernel would, so it is the fallback, not the fast path.
 """
 
 import torch
@@ -16,11 +16,11 @@ from model.rotation import Rotation
 
 
 class SdpaAttention:
-    """Serves every spec: one call of torch for all requests of a step, or few if it is large."""
+    """Serves every spec: one call for all requests of a step, or several if the step is large."""
 
     name = "sdpa"
-    # Padded queries and keys that one call takes on the host. A prompt that is padded to another
-    # request's context, or many requests to a prompt's length, would take gigabytes.
+    # Limit on a call's padded query-key pairs on the CPU. Padding one prompt to another request's
+    # context, or many requests to a prompt's length, would take gigabytes.
     most_pairs = 1 << 22
 
     @classmethod
@@ -52,7 +52,7 @@ class SdpaAttention:
         return out
 
     def _parts(self, batch: ForwardBatch) -> list[list[int]]:
-        """Requests that are attended to together: all, or those of one query, each other alone."""
+        """Requests to process together: all; or else those with one query, and each other alone."""
         requests = list(range(len(batch.context_lens)))
         pairs = len(requests) * batch.max_query * batch.max_context
         if batch.tokens.device.type != "cpu" or pairs <= self.most_pairs:
@@ -69,7 +69,7 @@ class SdpaAttention:
         bias: StepBias | None,
         rotation: Rotation | None,
     ) -> Tensor:
-        """All requests, padded to the longest."""
+        """Attend for all requests of `batch`, padded to the longest."""
         keys, values = self._gather(kv, batch, q.dtype)
         if rotation is not None:
             q = rotation.queries(q, batch.positions)
@@ -81,7 +81,7 @@ class SdpaAttention:
         hidden = gap < 0 if self.spec.causal else (~used)[:, None].expand_as(gap).clone()
         if self.spec.window is not None:
             hidden |= gap >= self.spec.window
-        # Rounded to bfloat16, a bias costs more than all the rest; only the CPU takes a wider one.
+        # Rounding the bias to bfloat16 would dominate the error; only the CPU takes a wider mask.
         wide = torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
         mask = torch.zeros_like(gap, dtype=wide).masked_fill(hidden, -torch.inf)[:, None]
         if isinstance(bias, DenseBias):
@@ -99,7 +99,7 @@ class SdpaAttention:
             scale=self.spec.scale,
             enable_gqa=self.spec.heads != self.spec.kv_heads,
         )
-        # Not by a mask, whose true values a device would have to be asked for.
+        # Not by a boolean mask, whose number of true values would have to be read from the device.
         request = batch.row_requests()
         column = torch.arange(len(request), device=q.device) - batch.query_starts[request]
         return out.transpose(1, 2)[request, column]
@@ -119,7 +119,7 @@ class SdpaAttention:
 
     @staticmethod
     def _turned(keys: Tensor, batch: ForwardBatch, block_size: int, rotation: Rotation) -> Tensor:
-        """As they were gathered, [R, kv_heads, max_context, head_dim]."""
+        """Rotate gathered keys, [R, kv_heads, max_context, head_dim]."""
         positions = batch.key_positions(block_size)
         offsets = torch.arange(positions.shape[1], device=positions.device) % block_size
         rows = keys.transpose(1, 2)
@@ -130,7 +130,7 @@ class SdpaAttention:
 
     @staticmethod
     def _padded_rows(batch: ForwardBatch) -> Tensor:
-        """Each request's rows, its first one again where it has no more."""
+        """[R, max_query]: each request's rows, padded with its first one."""
         starts = batch.query_starts
         column = torch.arange(batch.max_query, device=starts.device)
         valid = column < (starts[1:] - starts[:-1])[:, None]

@@ -19,19 +19,19 @@ from model.encodings.base import KeyBias, LinearBias, TableBias
 from model.rotation import Rotation
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-WIDEST_HEAD = 256  # a tile of wider heads would not fit beside its sums
-SPLIT = 256  # keys of a request of one row that one program reads
-SPLITS_AT_ONCE = 16  # that `merge` joins in one go
-LEAST = 16  # rows and columns of a product of tiles
+WIDEST_HEAD = 256  # a tile of wider heads would not fit beside its accumulators
+SPLIT = 256  # keys per program for requests of one row
+SPLITS_AT_ONCE = 16  # splits that `merge` combines at a time
+LEAST = 16  # minimum rows and columns of a matrix product of tiles
 # The largest tiles that ptxas compiles for compute capability 8.0 and 9.0 without spilling in
-# bfloat16, by head_dim; which are the fastest has not been measured.
+# bfloat16, by head_dim. Which sizes are fastest has not been measured.
 TILE_BYTES = 16384  # of keys
-ROOMY = 163 * 1024  # bytes of shared memory, as these have: with less, tiles are half as large
+ROOMY = 163 * 1024  # bytes of shared memory, as those have; with less, tiles are half as large
 MOST_KEYS = 64
 
 
 class TritonAttention:
-    """Serves CUDA devices with one to three kernels a call, whatever the rows of its requests."""
+    """Serves CUDA devices with one to three kernels per call, whatever the requests' rows."""
 
     name = "triton"
 
@@ -48,7 +48,7 @@ class TritonAttention:
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self.tile_bytes = tile_bytes(_shared_memory(spec.device))
-        # By name and not before it is needed: machines without a GPU have no Triton.
+        # Imported by name, and only here: machines without a GPU have no Triton.
         self.kernels = import_module("model.kernels.triton_attention")
 
     def __call__(
@@ -70,7 +70,7 @@ class TritonAttention:
     def _single_rows(
         self, q: Tensor, kv: PagedKV, out: Tensor, batch: ForwardBatch, given: dict[str, Any]
     ) -> None:
-        """The requests of one row: every split of their keys by itself, then all joined."""
+        """Requests of one row: each split of their keys in its own program, then all combined."""
         spec, requests = self.spec, len(batch.context_lens)
         splits = max(1, -(-batch.max_context // SPLIT))
         size = (requests, spec.heads, splits)
@@ -97,9 +97,9 @@ class TritonAttention:
     def _chunks(
         self, q: Tensor, kv: PagedKV, out: Tensor, batch: ForwardBatch, given: dict[str, Any]
     ) -> None:
-        """The requests of several rows: every tile of rows sweeps over all keys that it sees."""
+        """Requests of several rows: each tile of rows iterates over all keys it attends to."""
         spec = self.spec
-        # Products of float32 numbers use no tensor cores, and need more registers.
+        # float32 products use no tensor cores and need more registers.
         rows = 2 * LEAST if spec.dtype is torch.float32 else 4 * LEAST
         tiles = -(-batch.max_query * (spec.heads // spec.kv_heads) // rows)
         self.kernels.attend[tiles * spec.kv_heads, len(batch.context_lens)](
@@ -111,7 +111,7 @@ class TritonAttention:
         )
 
     def _constant(self, kv: PagedKV, q: Tensor) -> dict[str, Any]:
-        """What the kernel is told of the spec, the cache and the queries."""
+        """Kernel arguments that follow from the spec, the cache and the queries."""
         spec = self.spec
         row, head, dim = q.stride()
         width = _padded(spec.head_dim)
@@ -134,27 +134,27 @@ class TritonAttention:
 
 
 def tile_bytes(shared: int) -> int:
-    """Of keys, where a program may have so many bytes of shared memory."""
+    """Bytes of a tile of keys, when a program may use `shared` bytes of shared memory."""
     return TILE_BYTES if shared >= ROOMY else TILE_BYTES // 2
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have; where kernels are interpreted, enough."""
+    """Bytes available to a program; enough where kernels are interpreted."""
     if device.type != "cuda":
         return ROOMY
     properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", 0))  # builds for AMD lack it
+    return int(getattr(properties, "shared_memory_per_block_optin", 0))  # missing in builds for AMD
 
 
 def _lacking() -> str | None:
-    """What this machine has not for Triton to run, which compiles a C file of its own."""
+    """What Triton lacks on this machine; None if nothing. It compiles a C file of its own."""
     if find_spec("triton") is None:
         return "Triton is not installed; PyTorch's CUDA builds bring it"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton finds no C compiler; install gcc or set CC"
-    # Where Triton looks itself: INCLUDEPY is a folder of whoever built a Python that was moved.
+    # Where Triton itself looks: in a relocated Python, INCLUDEPY is a path of the build machine.
     scheme = sysconfig.get_default_scheme()
-    if scheme == "posix_local":  # Debian's, for what people install themselves
+    if scheme == "posix_local":  # Debian's scheme for packages that users install themselves
         scheme = "posix_prefix"
     headers = sysconfig.get_path("include", scheme)
     if not Path(headers, "Python.h").exists():
@@ -163,12 +163,12 @@ def _lacking() -> str | None:
 
 
 def _of_cache(kv: PagedKV) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keys, values and their scales; without scales, addresses that the kernel does not read."""
+    """Keys, values and their scales; without scales, placeholders that the kernel does not read."""
     return kv if isinstance(kv, Int8LayerKV) else (*kv, *kv)
 
 
 def _where(batch: ForwardBatch) -> tuple[Any, ...]:
-    """Where queries and keys are."""
+    """Kernel arguments that locate queries and keys."""
     return (
         batch.positions,
         batch.query_starts,
@@ -180,7 +180,7 @@ def _where(batch: ForwardBatch) -> tuple[Any, ...]:
 
 
 def _of_bias(bias: StepBias | None, q: Tensor) -> dict[str, Any]:
-    """What the kernel is told of a bias; without one, addresses that it does not read."""
+    """Kernel arguments for a bias; without one, a placeholder address that is not read."""
     heads = q.shape[1]
     told = {"bias": q, "bias_head": 0, "bias_row": 0, "bias_span": 0, "bias_zero": 0}
     if bias is None:
@@ -208,7 +208,7 @@ def _of_bias(bias: StepBias | None, q: Tensor) -> dict[str, Any]:
 
 
 def _of_rotation(rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
-    """What the kernel is told of turning; without it, addresses that it does not read."""
+    """Kernel arguments for a rotation; without one, placeholder addresses that are not read."""
     if rotation is None:
         return {
             "cosines": q,
@@ -234,5 +234,5 @@ def _of_rotation(rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
 
 
 def _padded(count: int) -> int:
-    """Up to a power of two that a product of tiles takes."""
+    """`count` rounded up to a power of two that a matrix product of tiles accepts."""
     return max(LEAST, 1 << (count - 1).bit_length())

@@ -164,7 +164,7 @@ class T5(PositionalEncoding):
     def freeze(self) -> None:
         """Look up the bias of every distance once."""
         if self.layers:
-            return  # each layer's encoding is frozen by itself
+            return  # each layer's encoding is frozen separately
         table = self.weight[self.bucket].t().double()
         if self.form == "window":
             table = table - self.weight[-1].double()[:, None]

@@ -1,7 +1,7 @@
-"""Compiles the C++ kernels on first use, keeps the result, and calls it through C entries.
+"""Compiles the C++ kernels on first use, keeps the library, and calls its C functions.
 
-The library is built for the processor it runs on (-march=native) and stored under a name made
-of source, compiler and processor, so that a copied cache folder never holds a wrong one.
+The library is built for the local processor (-march=native) and named after a hash of source,
+compiler and processor, so that a copied cache folder never provides a wrong one.
 """
 
 import ctypes
@@ -29,8 +29,8 @@ FLAGS = [
     "-std=c++17",
     "-O3",
     "-march=native",
-    # What sums and divisions need to become vectors. Not -ffast-math, which besides makes every
-    # thread of the process that loads the library flush small numbers to zero.
+    # What vectorising sums and divisions requires. Not -ffast-math, which would also make every
+    # thread of the process that loads the library flush denormals to zero.
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fno-signed-zeros",
@@ -42,7 +42,7 @@ FLAGS = [
 ]
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 PACKED_SUFFIXES = SUFFIXES | {torch.int8: "i8"}
-HALF = 16  # of the outputs that weights.hpp's kStrip has side by side
+HALF = 16  # half of weights.hpp's kStrip, the outputs stored side by side
 ATTENTION_SUFFIXES = SUFFIXES | {torch.float64: "f64"}
 
 
@@ -126,8 +126,8 @@ class EndsArguments(ctypes.Structure):
 
 
 def in_strips(rows: Tensor) -> Tensor:
-    """[2 · width, ..] of gate, up → strips of HALF rows of gate and as many of up, zeros past the
-    last."""
+    """[2 · width, ..] of gate, up → strips of HALF rows of gate, then HALF of up, zero-padded
+    at the end."""
     count, *rest = rows.shape
     strips = -(-count // (2 * HALF))
     halves = rows.new_zeros(2, strips * HALF, *rest)
@@ -136,17 +136,17 @@ def in_strips(rows: Tensor) -> Tensor:
 
 
 class Kernels:
-    """The compiled library. Tensors handed in are contiguous, on the CPU, of one dtype."""
+    """The compiled library. Tensors passed in must be contiguous, on the CPU, of one dtype."""
 
     def __init__(self, library: Path) -> None:
-        # torch is imported above: both then share one OpenMP runtime, and one pool of threads.
+        # torch was imported above, so that both share one OpenMP runtime and one pool of threads.
         self._library = ctypes.CDLL(str(library))
         self._pages = HugePages()
         self._draw = self._library.draw_token
         self._draw.restype = c_int64
 
     def pack(self, weight: Tensor, gated: bool = False) -> Tensor:
-        """[outputs, inputs] → bytes that `linear` reads, in a form of its own.
+        """[outputs, inputs] → bytes in the packed format that `linear` reads.
 
         gated: whether the outputs are gate, up.
         """
@@ -159,11 +159,11 @@ class Kernels:
         return packed
 
     def multiplies_int4(self) -> bool:
-        """Whether `pack_int4` has a form for this processor."""
+        """Whether this processor has a format for `pack_int4`."""
         return self._size_of_int4(1, 1) > 0
 
     def pack_int4(self, weight: Groups, gated: bool = False) -> Tensor:
-        """As `pack` does."""
+        """Like `pack`."""
         order = in_strips if gated else Tensor.contiguous
         given = [order(each) for each in (weight.numbers, weight.scales, weight.leasts)]
         outputs, inputs = given[0].shape
@@ -187,7 +187,7 @@ class Kernels:
         return y
 
     def norm(self, arguments: NormArguments, x: Tensor, eps: float) -> Tensor:
-        """Over the last dimension of x."""
+        """Normalise over the last dimension of x."""
         x = x.contiguous()
         y = torch.empty_like(x)
         width = x.shape[-1]
@@ -200,7 +200,7 @@ class Kernels:
     ) -> Tensor:
         """Rotary embedding of x [T, heads, head_dim], each row's heads contiguous.
 
-        cos and sin are float32 tables [positions, turning pairs].
+        cos and sin are float32 tables [positions, pairs].
         """
         rows, heads, dim = x.shape
         y = x.new_empty(x.shape)
@@ -210,7 +210,7 @@ class Kernels:
         return y
 
     def largest(self, logits: Tensor) -> tuple[list[float], list[int]]:
-        """Of each row of logits [S, vocab]: the largest, NaN if one is, and its first place."""
+        """For each row of logits [S, vocab]: its maximum, NaN if it has one, and its first index."""
         logits = logits.contiguous()
         rows, vocab = logits.shape
         values, tokens = (c_float * rows)(), (c_int64 * rows)()
@@ -219,7 +219,7 @@ class Kernels:
         return list(values), list(tokens)
 
     def scores(self, logits: Tensor, tokens: Tensor, count: int) -> Tensor:
-        """As model/sampler.py's `token_scores`, but for rounding. count: at most vocab."""
+        """Like model/sampler.py's `token_scores`, except for rounding. count: at most vocab."""
         logits = logits.contiguous()
         rows, vocab = logits.shape
         if count > vocab:
@@ -229,7 +229,7 @@ class Kernels:
         return found
 
     def draw(self, row: Tensor, params: SamplingParams, uniform: float) -> int:
-        """As model/sampler.py's function of that name; row is float32."""
+        """Like model/sampler.py's function of that name; row is float32."""
         row = row.contiguous()
         token: int = self._draw(
             c_void_p(row.data_ptr()),
@@ -243,7 +243,7 @@ class Kernels:
         return token
 
     def fold_sums(self, stored: Tensor, blocks: Tensor, multipliers: Tensor) -> Tensor:
-        """As cache/ledger.py's function of that name."""
+        """Like cache/ledger.py's function of that name."""
         layers, all_blocks, integers = stored.shape
         sums = torch.empty(len(blocks), layers, dtype=torch.int64)
         sizes = (len(blocks), layers, all_blocks, integers * stored.element_size())
@@ -262,7 +262,7 @@ class Kernels:
         halves: range,
         step: StepArguments,
     ) -> None:
-        """These halves of the layers of `run`, counted from its first one's."""
+        """Run these half-layers of the layers in `run`, numbered from its first layer."""
         first = ctypes.byref(layers, run.start * ctypes.sizeof(LayerArguments))
         counts = map(c_int64, (len(run), halves.start, halves.stop))
         self._function("layers", dtype)(first, *counts, ctypes.byref(step))
@@ -275,7 +275,7 @@ class Kernels:
         tokens: Tensor | None,
         logits: Tensor,
     ) -> None:
-        """Into logits [kept rows, vocab]. Without tokens `step` has the vectors of its rows.
+        """Compute logits [kept rows, vocab]. Without tokens, `step` holds the input vectors.
 
         Raises IndexError for a token that is not in the vocabulary.
         """
@@ -307,7 +307,7 @@ def load(folder: Path) -> Kernels:
     Raises NoKernels when there is no compiler or it fails.
     """
     try:
-        compiler = shlex.split(os.environ.get("CXX", ""))  # with arguments, as "ccache g++" has
+        compiler = shlex.split(os.environ.get("CXX", ""))  # may have arguments, as in "ccache g++"
     except ValueError as error:
         raise NoKernels(f"CXX is no command: {error}") from error
     if not compiler:
@@ -329,7 +329,7 @@ def _compile(compiler: list[str], library: Path) -> None:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             objects = [str(Path(scratch) / f"{source.stem}.o") for source in SOURCES]
-            with ThreadPoolExecutor() as pool:  # one after another would take twice as long
+            with ThreadPoolExecutor() as pool:  # in sequence it would take twice as long
                 compiled = [
                     pool.submit(_run, compiler, "-c", "-o", to, str(source))
                     for source, to in zip(SOURCES, objects, strict=True)
