@@ -36,7 +36,7 @@ class Arm:
     note: str  # what its weights are worth, in words
     decoder: Decoder
     rewrite: Rewrite | None = None
-    trained_length: int | None = None  # beyond it, frequencies depend on the length; None: they never do
+    trained_length: int | None = None  # past it frequencies follow the length; None: never
 
 
 class Entry(NamedTuple):
@@ -112,7 +112,7 @@ def audit(
 class Watch:
     """One sequence in its own cache.
 
-    What happens to the cache between two steps is seen by the second: each step's result is compared
+    Changes to the cache between two steps are seen by the second: each step's result is compared
     with what the step before left behind.
     """
 

@@ -69,7 +69,7 @@ class Ability:
 
 @dataclass(frozen=True, slots=True)
 class EncodingFacts:
-    """One encoding. If `unbuilt` says why it cannot be built, the facts of an instance are empty."""
+    """One encoding. `unbuilt` says why it cannot be built; facts of an instance are then empty."""
 
     name: str
     summary: str

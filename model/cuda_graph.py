@@ -22,8 +22,8 @@ class CudaGraphs:
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Record `compute`, calling it three times; returns a function that replays it.
 
-        First a normal call: compilation and setup must not happen during recording. Then one in which
-        waiting for the device raises an error: a recording that waited would leave the device's
+        First a normal call: compilation and setup must not happen during recording. Then one in
+        which waiting for the device is an error: a recording that waited would leave the device's
         memory in disorder. Raises RuntimeError for that, and whatever `compute` raises.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -101,7 +101,7 @@ class Encoder(nn.Module):
         self.norm = make_norm(config, dtype, device)
 
     def forward(self, x: Tensor, prompts: ForwardBatch, kv: KVCache) -> Tensor:
-        """x: embedded whole prompts [T, width]. Overwrites the prompts' slots in kv's first layer."""
+        """x: embedded whole prompts [T, width]. Overwrites the prompts' slots of kv's layer 0."""
         x = self.encoding.embed(x, prompts.positions)
         biases = step_biases(self.encoding, len(self.layers), prompts, kv.block_size)
         x = self.layers(x, prompts, kv.first_layer_for(len(self.layers)), biases)

@@ -19,7 +19,7 @@ ROWS = 5  # integers per request, besides its blocks and their bases
 
 Forward = Callable[[ForwardBatch, KVCache], Tensor]
 Compute = Callable[[], Tensor]
-Record = Callable[[Compute], Compute]  # returns a function that replays the device work of its argument
+Record = Callable[[Compute], Compute]  # returns a replay of its argument's work
 
 
 class Bucket:

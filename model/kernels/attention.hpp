@@ -1,4 +1,4 @@
-// Attention over the paged cache: any bias, any key frame, several queries for each request.
+// Attention over the paged cache: any bias, any key frame, several queries per request.
 
 #pragma once
 
@@ -13,8 +13,8 @@
 
 namespace {
 
-constexpr int64_t kUsualHead = 64;  // a size that gets code of its own
-constexpr int64_t kShort = 32;  // keys that are not worth to be shared
+constexpr int64_t kUsualHead = 64;  // a head_dim with specialised code
+constexpr int64_t kShort = 32;  // contexts of so few keys are not worth splitting
 
 // Whether each row's output is needed.
 inline std::vector<char> needed_rows(const AttendArguments &a) {
@@ -23,15 +23,15 @@ inline std::vector<char> needed_rows(const AttendArguments &a) {
   return needed;
 }
 
-// Queries under one key/value head are computed together, or cut where they are too many. Where
-// requests are fewer than threads could share, two tasks meet half of the keys each.
+// Queries that share a key/value head are computed together, or cut into pieces if they are many.
+// Where there are too few requests for the threads, two tasks take half of the keys each.
 inline std::vector<Piece> pieces_of(const AttendArguments &a, int64_t threads,
                                     bool whole_vectors) {
   std::vector<Piece> pieces;
   const int64_t group = a.heads / a.kv_heads;
   const bool requests_suffice = threads == 1 || a.requests >= 2 * threads;
   const std::vector<char> needed = needed_rows(a);
-  // Keys are laid out once for each piece; but pieces must be enough for all threads.
+  // Keys are rearranged once per piece, so pieces should be large, but enough for all threads.
   const bool enough = a.query_starts[a.requests] * a.heads >= 8 * threads * kQueries;
   const int64_t size = enough ? kQueries : kQueries / 2;
   int64_t pairs = 0;
@@ -69,12 +69,12 @@ void attend_with_heads(Team &team, const AttendArguments &a) {
   const std::vector<Piece> pieces = pieces_of(a, team.size(), whole_vectors);
   typedef FewQueries<Real, S, DIM> Few;
   typename Few::Pairs pairs(a, pieces);
-  // A prompt's last queries see most keys: they are not left for the end.
+  // Pieces are taken from the end: a prompt's last queries see most keys and must not come last.
   std::atomic<int64_t> left(pieces.size());
   team.each([&](int64_t) {
     Few few(a);
     ManyQueries<Real, S, Keys, Values> many(a);
-    const int64_t enough = 4 * team.size();  // so that taking two leaves nobody idle
+    const int64_t enough = 4 * team.size();  // with fewer left, taking two could leave a thread idle
     const auto take = [&] { return left.fetch_sub(1) - 1; };
     for (int64_t i = take(), next; i >= 0; i = next) {
       const bool ahead = i >= enough;
@@ -91,7 +91,7 @@ void attend_with_heads(Team &team, const AttendArguments &a) {
 
 template <class T, class S, class Keys, class Values>
 void attend_with(Team &team, const AttendArguments &a) {
-  // Registers of 32 bytes hold too little to gain by it, and doubles are for tests alone.
+  // With 32-byte registers specialised code gains little, and doubles are only for tests.
   if constexpr (kVectorBytes == 64 && !std::is_same_v<T, double>)
     if (a.head_dim == kUsualHead) return attend_with_heads<T, S, Keys, Values, kUsualHead>(team, a);
   attend_with_heads<T, S, Keys, Values, 0>(team, a);
@@ -111,7 +111,7 @@ void attend_stored(Team &team, const AttendArguments &a) {
 
 template <class T>
 void attend(Team &team, const AttendArguments &a) {
-  if constexpr (!std::is_same_v<T, double>)  // which is for tests alone
+  if constexpr (!std::is_same_v<T, double>)  // doubles are only for tests
     if (a.key_scales) return attend_stored<T, int8_t>(team, a);
   attend_stored<T, T>(team, a);
 }

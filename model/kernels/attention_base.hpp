@@ -1,5 +1,5 @@
-// What a task of attention does, whatever the number of its queries: where keys lie, biases, and
-// the state.
+// What attention tasks have in common, whatever their number of queries: locating keys, biases,
+// and the running softmax.
 
 #pragma once
 
@@ -34,10 +34,10 @@ extern "C" struct AttendArguments {
   int64_t pairs, frame, interleaved;
   double scale, magnitude;
 };
-// What stored keys still lack, when queries come unturned.
+// What is left to rotate stored keys by, when queries are not rotated yet.
 constexpr int64_t kNothing = 0, kPosition = 1, kBase = 2;
 
-// Floats that start on a cache line: vectors that straddle two lines cost twice.
+// Floats that start on a cache line: vectors that straddle two lines cost twice as much.
 template <class Real>
 class Buffer {
  public:
@@ -59,24 +59,24 @@ class Buffer {
 };
 
 
-constexpr int64_t kQueries = 16 * kRows;  // of one task, at most
+constexpr int64_t kQueries = 16 * kRows;  // at most, per task
 
-// Of the keys that a few queries see: the later ones, the earlier ones, or all.
+// Which of the keys that a few queries see: the later half, the earlier half, or all.
 enum Half { kLater, kEarlier, kWhole };
 
-// What one task computes: queries [first_query, first_query + count) of a request, row by row and
-// in each row those that share a key/value head, under each of `heads` key/value heads.
+// What one task computes: queries [first_query, first_query + count) of a request, under each of
+// `heads` key/value heads. Queries are numbered row by row, and within a row by head of the group.
 struct Piece {
   int64_t request, first_head, heads, first_query, count;
-  bool few;  // whether FewQueries computes it: all pieces of a request alike, whatever their sizes
+  bool few;  // whether FewQueries computes it; equal for all pieces of a request, whatever their sizes
   Half half = kWhole;
-  int64_t pair = 0;  // of pieces that are halves of each other: its number
+  int64_t pair = 0;  // number of the pair, where two pieces are halves of each other
 };
 
-// Keys come KEYS at a time; a running base and total per query make the softmax exact without
-// a second pass (arXiv 2205.14135, algorithm 1). Real: of the arithmetic; S: of stored keys and
-// values. In 8 bits these are times a scale each, which the score of the key takes and the weight
-// of the value. T: of queries and outputs, which only their loading and storing are compiled for.
+// Keys are processed KEYS at a time; a running base and total per query make the softmax exact
+// without a second pass (arXiv 2205.14135, algorithm 1). Real: type of the arithmetic; S: type of
+// stored keys and values. 8-bit entries have a scale each, which is applied to a key's score and a
+// value's weight. T: type of queries and outputs, which only loads and stores are templated on.
 template <class Real, class S, int64_t KEYS>
 class Attending {
  protected:
@@ -87,21 +87,22 @@ class Attending {
 
   struct Chunk {
     int64_t count, bases[kKeys], positions[kKeys];
-    int64_t entries[kKeys];  // of the first key/value head: its place in [.., kv_heads]
-    int64_t latest;          // of the positions
-    int32_t behind[kKeys];   // that one
+    int64_t entries[kKeys];  // index in [.., kv_heads] of each key's entry for the first head
+    int64_t latest;          // the largest position
+    int32_t behind[kKeys];   // latest - position
   };
-  // A new base costs time, and a weight of e^16 is far from too large for a sum. Under ALiBi nearly
-  // every chunk has larger scores than the one before.
+  // How far scores may exceed the base before it changes: a new base costs time, and a weight of
+  // e^16 is far from overflowing a sum. Under ALiBi nearly every chunk has larger scores than the
+  // one before.
   static constexpr Real kAbove = 16;
-  // So far below the base a weight is 0.
+  // This far below the base a weight is 0.
   static constexpr Real kGone = sizeof(Real) == 4 ? 87 : 746;
-  // Of one query: what is added to its scores, if anything; and so far a score that none is much
-  // above, and the weights relative to that, added lane by lane.
+  // One query's bias parameters, if any, and its running softmax: a base that no score so far
+  // exceeds by more than kAbove, and the sum of weights relative to that, per lane.
   struct State {
     int64_t position;
     float slope;
-    const float *table, *dense;  // its row of them
+    const float *table, *dense;  // this query's rows
     Real far;                    // the table's last column
     Real base, totals[kLanes];
   };
@@ -119,7 +120,7 @@ class Attending {
     }
   }
 
-  // Keys that some query of a piece sees: [first, end).
+  // Range [first, end) of keys that some query of a piece sees.
   struct Seen {
     int64_t first, end;
   };
@@ -133,7 +134,7 @@ class Attending {
   }
 
   int64_t batch_row(int64_t query) const { return a_.query_starts[piece_.request] + rows_[query]; }
-  // `head`: of the piece.
+  // `head`: index within the piece.
   int64_t head_of(int64_t head, int64_t query) const {
     return (piece_.first_head + head) * group_ + heads_[query];
   }
@@ -148,7 +149,7 @@ class Attending {
   }
   int64_t position(int64_t query) const { return a_.positions[batch_row(query)]; }
 
-  // Times the scale, and turned where keys are.
+  // The query times scale and magnitude, rotated by its position if `turned`.
   template <class T>
   void load_query(int64_t head, int64_t query, Real scale, bool turned, Real *to) const {
     const T *from = static_cast<const T *>(a_.q) + place(head, query);
@@ -158,7 +159,7 @@ class Attending {
     if (turned) turn_head(to, to, position(query));
   }
 
-  // By the angle of so many positions, which may be negative.
+  // Rotates by the angle of `positions` positions, which may be negative.
   template <class From>
   void turn_head(const From *from, Real *to, int64_t positions) const {
     const int64_t row = std::abs(positions) * a_.pairs;
@@ -175,7 +176,7 @@ class Attending {
               a_.frame == kPosition ? chunk.positions[n] : chunk.bases[n]);
   }
 
-  // Where `count` keys from index `first` on are stored, and at which positions they stand.
+  // Locates `count` keys from index `first` on: their entries and positions.
   void find_chunk(const Piece &piece, int64_t first, int64_t count, Chunk &chunk) const {
     const int64_t *table = a_.tables + piece.request * a_.table_width;
     const int64_t *bases = a_.bases + piece.request * a_.table_width;
@@ -197,7 +198,7 @@ class Attending {
     for (int64_t n = 0; n < count; ++n)
       chunk.behind[n] = int32_t(chunk.latest - chunk.positions[n]);
     std::fill(chunk.behind + count, chunk.behind + kKeys, 0);
-    // To be fetched as if they were there.
+    // Unused slots are fetched like the others, so they need a valid entry.
     std::fill(chunk.entries + count, chunk.entries + kKeys, count ? chunk.entries[0] : 0);
   }
 
@@ -208,7 +209,7 @@ class Attending {
     return static_cast<const S *>(a_.values) + (chunk.entries[n] + head) * a_.head_dim;
   }
 
-  // Side by side, for all queries under the head.
+  // Gathers the chunk's scales, for all queries under the head.
   void load_scales(const Chunk &chunk, int64_t head) {
     for (int64_t n = 0; n < chunk.count; ++n) {
       key_scales_[n] = a_.key_scales[chunk.entries[n] + head];
@@ -236,7 +237,7 @@ class Attending {
     return state;
   }
 
-  // first: index of the chunk's first key. What lies past the last one may change, too.
+  // first: index of the chunk's first key. Scores past the last key may change, too.
   void add_bias(const Chunk &chunk, const State &state, int64_t first, int64_t keys,
                 Real *scores) const {
     const int32_t nearest = int32_t(state.position - chunk.latest);  // distance
@@ -267,14 +268,14 @@ class Attending {
   }
 
   static void add_to_all(Real value, int64_t count, Real *scores) {
-    if (value != 0)  // as T5's window form has it
+    if (value != 0)  // 0 in T5's window form
       for (int64_t i = 0; i < count; ++i) scores[i] += value;
   }
 
   void add_columns(const Chunk &chunk, const State &state, int32_t nearest, int64_t count,
                    Real *scores) const {
     const int32_t last = int32_t(a_.bias_span - 1);
-    // Column of the latest key, and which way earlier ones lie.
+    // The latest key's column, and the direction of earlier keys' columns.
     const int32_t latest = int32_t(a_.bias_by_key ? chunk.latest : nearest + a_.bias_zero);
     const int32_t way = a_.bias_by_key ? -1 : 1;
     for (int64_t n = 0; n < count; n += kLanes)
@@ -283,11 +284,11 @@ class Attending {
         scores[i] += Real(state.table[std::clamp(latest + way * chunk.behind[i], 0, last)]);
   }
 
-  // scores [count, kKeys] of the chunk's first `keys` keys, for queries from `query` on, become
-  // weights relative to each query's base, as `exponentials` leaves them. factors: what the
-  // queries' sums must be multiplied by. Returns whether any weight is not 0: far keys under ALiBi
-  // have none. Step by step for all queries, so that the processor does not wait for one query's
-  // largest score.
+  // Turns scores [count, kKeys] of the chunk's first `keys` keys, for queries from `query` on, into
+  // weights relative to each query's base, as `exponentials` leaves them. factors: what the queries'
+  // sums must be multiplied by. Returns whether any weight is not 0: far keys under ALiBi have none.
+  // Each step runs over all queries, so that the processor does not wait for one query's largest
+  // score.
   template <class Exponentials>
   bool weigh(const Chunk &chunk, int64_t query, int64_t count, int64_t first, int64_t keys,
              Real *scores, State *states, Real *factors, Exponentials exponentials) const {
@@ -324,7 +325,7 @@ class Attending {
     return counts;
   }
 
-  // Of keys that the query does not see, and up to a whole vector, the weights become 0.
+  // Excludes keys that the query does not see, and the padding up to whole vectors.
   void hide(int64_t query, int64_t first, int64_t keys, Real *scores) const {
     const int64_t begin = std::clamp<int64_t>(first_key(query) - first, 0, keys);
     const int64_t end = std::clamp<int64_t>(last_key(query) + 1 - first, begin, keys);
@@ -332,7 +333,7 @@ class Attending {
     std::fill(scores + end, scores + whole_vectors(keys), Real(-INFINITY));
   }
 
-  // Returns what becomes of earlier weights.
+  // Changes the base; returns the factor on earlier weights.
   static Real rebase(State &state, Real base) {
     const Real factor = exponential(state.base - base);
     state.base = base;
@@ -347,7 +348,7 @@ class Attending {
     return nan;
   }
 
-  // At least so many numbers, in vectors.
+  // `count` rounded up to whole vectors.
   static int64_t whole_vectors(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
   static Real total_of(const State &state) {
@@ -361,7 +362,7 @@ class Attending {
   Piece piece_;
   int64_t context_, first_index_;
   Real key_scales_[kKeys], value_scales_[kKeys];  // of a chunk in 8 bits
-  int64_t rows_[kQueries], heads_[kQueries];  // of the request's, of the group's
+  int64_t rows_[kQueries], heads_[kQueries];  // row within the request, head within the group
 };
 
 }  // namespace

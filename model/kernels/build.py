@@ -210,7 +210,7 @@ class Kernels:
         return y
 
     def largest(self, logits: Tensor) -> tuple[list[float], list[int]]:
-        """For each row of logits [S, vocab]: its maximum, NaN if it has one, and its first index."""
+        """Per row of logits [S, vocab]: its maximum, NaN if it has one, and its first index."""
         logits = logits.contiguous()
         rows, vocab = logits.shape
         values, tokens = (c_float * rows)(), (c_int64 * rows)()
@@ -229,7 +229,7 @@ class Kernels:
         return found
 
     def draw(self, row: Tensor, params: SamplingParams, uniform: float) -> int:
-        """Like model/sampler.py's function of that name; row is float32."""
+        """Like model/sampler.py's `Sampler.draw`, for one float32 row; candidates always suffice."""
         row = row.contiguous()
         token: int = self._draw(
             c_void_p(row.data_ptr()),

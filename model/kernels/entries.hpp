@@ -2,11 +2,11 @@
 // and what lies between them. Plain C entry points: no headers but the compiler's own.
 //
 // Every output row is summed in an order that depends neither on the rows of other requests nor on
-// the number of threads: a request's numbers do not change with its neighbours. Arithmetic is
+// the number of threads: a request's results do not change with its neighbours. Arithmetic is
 // float32, or float64 for float64; bfloat16 is a storage format here, widened on load and rounded
-// to nearest even on store. Only pairs.hpp multiplies it as it is, which rounds no product either,
-// and its weights are then coded.hpp's, which keep every bit. Weights in 8 or 4 bits are multiplied
-// by integers.hpp, which rounds inputs, or those in 8 as float32.
+// to nearest even on store. Only pairs.hpp multiplies bfloat16 directly, where products are exact
+// as well, by weights in coded.hpp's lossless format. 8- and 4-bit weights are multiplied by
+// integers.hpp, which rounds inputs, or those in 8 bits as float32.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// What is not of bfloat16. Two sources take half the time of one to compile.
+// Everything but bfloat16. Two sources compile in half the time of one.
 
 #include "entries.hpp"
 #include "sums.hpp"
@@ -21,7 +21,7 @@ DEFINE_ENTRIES(f32, float)
 int64_t pack_i8(const int8_t *w, Packed<int8_t> *packed, int64_t outputs, int64_t inputs) {
   return together([=](Team &team) { return pack(team, w, packed, outputs, inputs); });
 }
-// 0 where the processor has no products for them.
+// Returns 0 where the processor lacks the integer products.
 int64_t pack_i4(const uint8_t *numbers, const uint16_t *scales, const uint16_t *leasts,
                 Nibbles *packed, int64_t outputs, int64_t inputs) {
   if (!kIntegers) return 0;
@@ -33,7 +33,7 @@ int64_t draw_token(const float *row, int64_t vocab, double temperature, int64_t 
                    double top_p, double min_p, double uniform) {
   return draw(row, vocab, {temperature, top_k, top_p, min_p}, uniform);
 }
-// Attention alone, for the tests that compare with an exact pass.
+// Attention only, for tests that compare with an exact pass.
 void attend_f64(const AttendArguments *a) {
   together([=](Team &team) { attend<double>(team, *a); });
 }

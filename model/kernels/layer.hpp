@@ -1,4 +1,4 @@
-// What lies between the matrices of a layer, and a whole layer of a decoder.
+// What a layer computes between its matrices, and a whole layer of a decoder.
 
 #pragma once
 
@@ -12,16 +12,16 @@
 
 namespace {
 
-// RMSNorm, or, where rows are centred, LayerNorm.
+// RMSNorm, or LayerNorm where rows are centred.
 extern "C" struct NormArguments {
   const void *weight, *bias;  // [width]; a bias may be null
   int64_t centred;
 };
 
-// of(x) of every number of a row, added up.
+// The sum of of(x) over all elements of a row.
 template <class T, class Of>
 inline float sum_over(const T *x, int64_t width, const Of &of) {
-  constexpr int64_t kLanes = ::kLanes<float>, kSums = 4;  // one alone would wait for itself
+  constexpr int64_t kLanes = ::kLanes<float>, kSums = 4;  // a single sum would wait for each addition
   Vec<float> sums[kSums] = {};
   int64_t i = 0;
   for (; i + kSums * kLanes <= width; i += kSums * kLanes)
@@ -34,8 +34,8 @@ inline float sum_over(const T *x, int64_t width, const Of &of) {
   return sum;
 }
 
-// y = (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias, with 0 for the mean where rows
-// are not centred; x and y may be the same.
+// y = (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias, where the mean is taken as 0 if
+// rows are not centred; x and y may be the same.
 template <class T>
 inline void norm_row(const NormArguments &norm, const T *x, T *y, int64_t width, float eps) {
   const T *weight = static_cast<const T *>(norm.weight), *bias = static_cast<const T *>(norm.bias);
@@ -60,7 +60,7 @@ void norm_rows(Team &team, const NormArguments &norm, const T *x, T *y, int64_t 
   team.share(rows, [=](int64_t r) { norm_row(norm, x + r * width, y + r * width, width, eps); });
 }
 
-// Turns pairs of the first 2 * half coordinates of each head; x has `stride` elements per row.
+// Rotates the first 2 * half coordinates of each head; x has `stride` elements per row.
 template <bool INTERLEAVED, class T>
 void rotate(Team &team, const T *x, T *y, const float *cosines, const float *sines,
             const int64_t *positions, int64_t rows, int64_t stride, int64_t heads, int64_t dim,
@@ -76,56 +76,56 @@ void rotate(Team &team, const T *x, T *y, const float *cosines, const float *sin
   });
 }
 
-// What does not change from step to step.
+// What stays the same in every step.
 extern "C" struct LayerArguments {
   NormArguments attention_norm, mlp_norm, q_norm, k_norm;  // weights of the last two may be null
-  LinearArguments qkv, out, up, down;                      // up: and its gate, if it has one
-  // Of attention to an encoded prompt, between the other one and the MLP; null where there is none.
+  LinearArguments qkv, out, up, down;                      // up: with its gate, if it has one
+  // Of attention to an encoded prompt, between self-attention and the MLP; null without one.
   NormArguments cross_norm;
   LinearArguments cross_q, cross_out;
   const float *cosines, *sines;                            // [positions, pairs]
   int64_t pairs, interleaved, turned;
-  int64_t parallel;  // whether the MLP is of the layer's input
-  int64_t index;     // of its keys and values in the cache
-  int64_t kind;      // of its attention among the step's
+  int64_t parallel;  // whether the MLP's input is the layer's input
+  int64_t index;     // of the layer's keys and values in the cache
+  int64_t kind;      // index of its attention among the step's kinds
   double eps, clip;  // clip: the largest magnitude of queries, keys and values; 0: any
 };
-// By what queries and keys are turned before keys are stored.
+// How queries and keys are rotated before keys are stored.
 constexpr int64_t kByNothing = 0, kByPosition = 1, kKeysByOffset = 2;
-constexpr int64_t kByOthers = 3;  // than these kernels, between the two halves of the layer
+constexpr int64_t kByOthers = 3;  // outside these kernels, between the two halves of the layer
 
 extern "C" struct StepArguments {
   const void *x;           // [rows, width]
   void *y;                 // [kept rows, width]
-  void *scratch;           // kernels/layers.py knows how many numbers
+  void *scratch;           // its size is known to kernels/layers.py
   const int64_t *offsets;  // [rows] slots within their blocks
   const int64_t *slots;    // [rows]
-  const int64_t *kept;     // rows of x that y is of, or null: all
+  const int64_t *kept;     // rows of x that y consists of, or null: all
   int64_t rows, kept_rows;
-  // Where others turn, or null: queries, keys and values of all rows before that, as the layer's
-  // qkv has them; and of all rows the queries and keys that have been turned.
+  // Only where others rotate, else null. qkv: output of the layer's qkv for all rows, before
+  // rotation; q and k: the rotated queries and keys of all rows.
   void *qkv;
   const void *q, *k;
-  // Of each kind of attention: keys, values and scales of the cache's first layer. Queries and
-  // output lie in the scratch.
+  // For each kind of attention: keys, values and scales of the cache's first layer. Queries and
+  // output are in the scratch.
   const AttendArguments *attends;
-  const AttendArguments *cross;  // the same of attention to encoded prompts, or null
-  int64_t layer_bytes, layer_scales;  // from a layer's keys to the next one's, and its scales
+  const AttendArguments *cross;  // the same for attention to encoded prompts, or null
+  int64_t layer_bytes, layer_scales;  // strides from one layer's keys or scales to the next one's
   double *seconds;                    // [parts] to add to, or null
 };
 enum Part { kNorm, kLinear, kTurn, kStore, kAttention, kResidual, kEmbedding, kHead };
 
-// What a decoder computes before its layers and after them. Does not change from step to step.
+// What a decoder computes before and after its layers. Stays the same in every step.
 extern "C" struct EndsArguments {
   const void *embedding;  // [vocab, width]
   int64_t vocab;
-  const float *vectors;  // of positions, [positions, width], added to the embedding; or null
+  const float *vectors;  // position vectors [positions, width] added to the embedding; or null
   double embed_scale, vector_scale, eps;
   NormArguments norm;
   LinearArguments head;
 };
 
-// `act` on every head of queries or keys, count of them from the first-th on, in place.
+// Applies `act` in place to heads [first, first + count) of queries or keys.
 template <class T, class Act>
 void each_head(Team &team, int64_t rows, int64_t stride, int64_t dim, T *qkv, int64_t first,
                int64_t count, Act act) {
@@ -157,7 +157,7 @@ void clip_rows(Team &team, float most, int64_t rows, int64_t width, T *x) {
   });
 }
 
-// positions and offsets: of the rows.
+// positions and offsets: one for each row.
 template <class T>
 void turn_heads(Team &team, const LayerArguments &a, const AttendArguments &attend, int64_t rows,
                 const int64_t *positions, const int64_t *offsets, T *qkv) {
@@ -175,7 +175,7 @@ void turn_heads(Team &team, const LayerArguments &a, const AttendArguments &atte
     turn_from(offsets, attend.heads, attend.kv_heads);
 }
 
-// Keys, or values, of one token into the cache. scales: of all tokens, or null.
+// Writes one token's keys, or values, to the cache. scales: those of all tokens, or null.
 template <class T>
 inline void store_token(const T *from, const void *cache, const float *scales, int64_t slot,
                         int64_t heads, int64_t dim) {
@@ -189,7 +189,7 @@ inline void store_token(const T *from, const void *cache, const float *scales, i
                 const_cast<float *>(scales) + slot * heads + h, dim);
 }
 
-// Keys and values of one row into their slot of the cache.
+// Writes one row's keys and values to their slot of the cache.
 template <class T>
 void store_row(const AttendArguments &to, const T *key, const T *value, int64_t slot) {
   store_token(key, to.keys, to.key_scales, slot, to.kv_heads, to.head_dim);
@@ -212,7 +212,7 @@ class PartTimes {
  public:
   explicit PartTimes(double *seconds) : seconds_(seconds), before_(Clock::now()) {}
 
-  // All since the last time was spent on this.
+  // Attributes the time since the last call to this part.
   void spent(Part part) {
     if (!seconds_) return;
     const auto now = Clock::now();
@@ -226,7 +226,7 @@ class PartTimes {
   Clock::time_point before_;
 };
 
-// Attention to the keys and values of a layer, by that to those of the first one.
+// Arguments of attention in a layer, from those for the cache's first layer.
 inline AttendArguments attends_to(const LayerArguments &a, const StepArguments &step,
                                   AttendArguments attend) {
   const int64_t bytes = a.index * step.layer_bytes, scales = a.index * step.layer_scales;
@@ -236,9 +236,10 @@ inline AttendArguments attends_to(const LayerArguments &a, const StepArguments &
   return attend;
 }
 
-// One layer of a decoder: x + attention(norm(x)), then x + mlp(norm(x)); or both at once; or with
-// x + attention(norm(x)) to an encoded prompt in between. Its first half ends where queries and
-// keys are turned. Of the step it is one layer's x and y that count, which may be the same.
+// One layer of a decoder: x + attention(norm(x)), then x + mlp(norm(x)); or both in parallel; or
+// with x + attention(norm(x)) to an encoded prompt in between. The first half ends once queries and
+// keys are rotated and stored, or just before that where others rotate them. step.x and step.y are
+// this layer's input and output, which may be the same.
 template <class T>
 class Layer {
  public:
@@ -261,7 +262,7 @@ class Layer {
     attend_.kept_rows = step.kept ? step.kept_rows : 0;
   }
 
-  // Times are the first thread's.
+  // Times are those of the first thread.
   void first_half(Team &team, PartTimes &times) {
     PartTimes others(nullptr);
     by_rows(team, step_.rows, [&](Team &own, int64_t first, int64_t count, int64_t thread) {
@@ -290,8 +291,8 @@ class Layer {
   }
 
  private:
-  // Of `count` rows from number `first` on. What only serves on the way lies in the scratch from
-  // row `place` on.
+  // For `count` rows starting at row `first`. Intermediate results use the scratch from row `place`
+  // on.
   void before_attention(Team &team, int64_t first, int64_t count, int64_t place,
                         PartTimes &times) {
     T *normed = normed_ + place * width_, *qkv = wide_ + place * a_.qkv.outputs;
@@ -314,8 +315,8 @@ class Layer {
     times.spent(kStore);
   }
 
-  // From attention to the sequence itself to that to its encoded prompt. Of all rows: what comes of
-  // those that are not kept is not read.
+  // From self-attention to attention to the encoded prompt. For all rows: results of rows that are
+  // not kept are not read.
   void cross(Team &team, PartTimes &times) {
     PartTimes others(nullptr);
     by_rows(team, step_.rows, [&](Team &own, int64_t first, int64_t count, int64_t thread) {
@@ -344,7 +345,7 @@ class Layer {
     times.spent(kLinear);
   }
 
-  // Of rows that are kept.
+  // For kept rows.
   void after_attention(Team &team, int64_t first, int64_t count, int64_t place, PartTimes &times) {
     T *normed = normed_ + place * width_, *sums = sums_ + place * width_;
     T *inner = wide_ + place * a_.down.inputs, *y = static_cast<T *>(step_.y) + first * width_;
@@ -369,7 +370,7 @@ class Layer {
     times.spent(kResidual);
   }
 
-  // Of the rows that are kept those from number `first` on, side by side.
+  // Copies kept rows [first, first + count) side by side.
   const T *gather(const T *rows, int64_t width, int64_t first, int64_t count, T *to) const {
     for (int64_t r = 0; r < count; ++r) {
       const T *from = rows + step_.kept[first + r] * width;
@@ -390,16 +391,16 @@ class Layer {
   const StepArguments &step_;
   const int64_t width_, attended_;
   AttendArguments attend_;
-  const int64_t stored_;  // numbers of a row's keys, and of its values
-  T *stream_;  // from layer to layer, [rows, width_]
-  // Of all rows, [rows, attended_]; once keys have been met, q_ is free.
+  const int64_t stored_;  // elements of a row's keys, and of its values
+  T *stream_;  // residual stream between layers, [rows, width_]
+  // For all rows, [rows, attended_]; q_ is free once attention is done.
   T *q_, *heads_;
-  // Of rows that are computed together, [rows, width_]; and [rows, outputs of qkv], then
+  // For rows that are computed together: [rows, width_] twice; and [rows, outputs of qkv], then
   // [rows, inputs of down].
   T *normed_, *sums_, *wide_;
 };
 
-// Halves [first, end) of `count` layers, one after another; rows are kept of the last one.
+// Half-layers [first, end) of `count` layers, in order; `kept` applies to the last layer.
 template <class T>
 void layers(Team &team, const LayerArguments *each, int64_t count, int64_t first, int64_t end,
             const StepArguments &step, PartTimes &times) {
@@ -413,7 +414,7 @@ void layers(Team &team, const LayerArguments *each, int64_t count, int64_t first
   }
 }
 
-// tokens and positions [rows] → x [rows, width]. False where there is no such token.
+// tokens and positions [rows] → x [rows, width]. False if a token is not in the vocabulary.
 template <class T>
 bool embed(Team &team, const EndsArguments &ends, const int64_t *tokens, const int64_t *positions,
            T *x, int64_t rows, int64_t width) {
@@ -433,8 +434,8 @@ bool embed(Team &team, const EndsArguments &ends, const int64_t *tokens, const i
   return true;
 }
 
-// A decoder's pass: logits [kept rows, vocab]. tokens: null where step.x is what the layers get.
-// False, and nothing has been computed, where there is no such token.
+// A decoder's forward pass: logits [kept rows, vocab]. tokens: null if step.x is the first layer's
+// input. Returns false, having computed nothing, if a token is not in the vocabulary.
 template <class T>
 bool pass(Team &team, const EndsArguments &ends, const LayerArguments *each, int64_t count,
           StepArguments step, const int64_t *tokens, T *logits) {

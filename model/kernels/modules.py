@@ -1,7 +1,7 @@
-"""Modules, and what turns in them, faster than those of the decoder: on the CPU and on a GPU.
+"""Faster substitutes for the decoder's modules and rotations: on the CPU and on a GPU.
 
-The decoder's own modules stay the definition: each of these differs from its original by rounding
-only, and the tests hold both together. model/kernels/substitutes.py swaps them in.
+The decoder's own modules remain the definition: each substitute differs from its original only by
+rounding, which the tests check. model/kernels/substitutes.py swaps them in.
 """
 
 from importlib import import_module
@@ -18,7 +18,7 @@ from model.kernels.build import Kernels, LinearArguments, NormArguments, in_stri
 from model.linear import AnyLinear, Int4Linear, Int8Linear
 from model.transformer import LayerNorm, RMSNorm
 
-# As outputs.hpp numbers them.
+# Numbered as in outputs.hpp.
 _ACTIVATIONS: dict[Activation | None, int] = {
     None: 0,
     "silu": 1,
@@ -31,8 +31,8 @@ _ACTIVATIONS: dict[Activation | None, int] = {
 class PanelLinear(nn.Module):
     """Our kernel over packed panels. Each row's sum is independent of the other rows.
 
-    Inputs of weights in 8 bits, or in 4, are rounded to 8 bits as well, 32 of a row together,
-    where the processor multiplies 8-bit integers.
+    Where the processor multiplies 8-bit integers, inputs of 8- or 4-bit weights are rounded to
+    8 bits as well, in groups of 32 per row.
     """
 
     gated = False
@@ -78,7 +78,7 @@ class PanelLinear(nn.Module):
 
 
 class GatedPanelLinear(PanelLinear):
-    """activation(gate) · up, of a linear layer whose outputs are gate, up."""
+    """activation(gate) · up, for a linear layer whose outputs are gate, up."""
 
     gated = True
 
@@ -108,7 +108,7 @@ class KernelNorm(nn.Module):
 
 
 class RotateByTables:
-    """Called as the `rotate` of one RoPE, by the tables that it has by now."""
+    """Called like the `rotate` of one RoPE; uses the tables it had at construction."""
 
     def __init__(self, rope: RoPE) -> None:
         self.key_frame = rope.key_frame
@@ -117,7 +117,7 @@ class RotateByTables:
 
     @staticmethod
     def can_stand_for(encoding: PositionalEncoding) -> TypeGuard[RoPE]:
-        """Whether it turns as RoPE does, whatever else it may do, by tables such as RoPE's."""
+        """Whether the encoding rotates exactly as RoPE does, by tables like RoPE's."""
         return (
             isinstance(encoding, RoPE)
             and function_of(encoding.rotate) is RoPE.rotate
@@ -127,7 +127,7 @@ class RotateByTables:
 
 
 class KernelRotate(RotateByTables):
-    """On the CPU: queries and keys one after the other."""
+    """On the CPU: queries, then keys."""
 
     def __init__(self, rope: RoPE, kernels: Kernels) -> None:
         super().__init__(rope)
@@ -149,16 +149,16 @@ class KernelRotate(RotateByTables):
 
 
 class TritonRotate(RotateByTables):
-    """On a GPU: the queries and keys of a layer in one launch, which asks the device for nothing.
+    """On a GPU: queries and keys of a layer in one launch, without synchronisation.
 
-    Positions are not looked at: all must be below max_positions, as the server's are.
+    Positions are not checked: all must be below max_positions, as the server's are.
     """
 
-    HEADS_AT_ONCE = 8  # by one program; which number is the fastest has not been measured
+    HEADS_AT_ONCE = 8  # per program; which number is fastest has not been measured
 
     def __init__(self, rope: RoPE) -> None:
         super().__init__(rope)
-        # By name and not before it is needed: machines without a GPU have no Triton.
+        # Imported by name, and only here: machines without a GPU have no Triton.
         self.kernels = import_module("model.kernels.triton_rope")
 
     def __call__(
@@ -189,11 +189,11 @@ class TritonRotate(RotateByTables):
             TILE=self.HEADS_AT_ONCE,
             TURNED=_power_of_2(pairs),
             REST=_power_of_2(head_dim - 2 * pairs),
-            enable_fp_fusion=False,  # every product rounded, as torch does, for the same bits
+            enable_fp_fusion=False,  # products are rounded separately, as in torch, for identical bits
         )
         return turned_q, turned_k
 
 
 def _power_of_2(count: int) -> int:
-    """The least that is not below a count; 1 for 0."""
+    """The smallest power of 2 that is at least `count`; 1 for 0."""
     return 1 << max(count - 1, 0).bit_length()

@@ -1,7 +1,7 @@
-"""A decoder's pass in one call of the CPU kernels, embedding, last norm and head included.
+"""A decoder's forward pass in one call of the CPU kernels, with embedding, last norm and head.
 
-Around the layers of a small model, Python and torch take as long as several of these. What the
-call is told is kept for as long as steps change the same batch in place, as those that decode do.
+Around the layers of a small model, Python and torch take as long as several layers do. The call's
+arguments are reused for as long as steps update the same batch in place, as decode steps do.
 """
 
 from dataclasses import dataclass, fields
@@ -24,16 +24,16 @@ from model.transformer import Decoder
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What the kernels are told of a batch, and what must live for as long."""
+    """Kernel arguments for a batch, and what must be kept alive with them."""
 
     batch: list[Tensor]
-    kv: ReferenceType[KVCache]  # whoever owns it keeps it alive
+    kv: ReferenceType[KVCache]  # its owner keeps it alive
     step: StepArguments
     tensors: list[Tensor]
 
 
 class OneCall:
-    """Called as the decoder is, with that decoder first."""
+    """Called like the decoder, with that decoder as first argument."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class OneCall:
         tensors = _tensors(batch)
         told = self._told
         if told is None or kv is not told.kv() or not all(map(is_, tensors, told.batch)):
-            self._told = told = None  # its scratch makes room for the next one's
+            self._told = told = None  # frees its scratch before the next is allocated
             told = self._told = self._tell(decoder, tensors, batch, kv)
         step, seconds = told.step, self._layers.seconds
         step.seconds = None if seconds is None else seconds.data_ptr()
@@ -94,7 +94,7 @@ class OneCall:
 
 
 def one_call(decoder: Decoder, kernels: Kernels) -> OneCall | None:
-    """None if the one call would not compute just what the decoder's own parts do."""
+    """None if the single call would not compute exactly what the decoder's own modules do."""
     layers: nn.Module = decoder.layers
     norm: nn.Module | None = decoder.norm
     head: nn.Module = decoder.head
@@ -111,14 +111,14 @@ def one_call(decoder: Decoder, kernels: Kernels) -> OneCall | None:
 
 
 def _vectors(encoding: PositionalEncoding) -> tuple[Tensor, float] | None:
-    """What `embed` adds, float32 [positions, width], and what it is multiplied by."""
-    if type(encoding) is Learned:  # what derives from it may do anything in a way of its own
+    """The vectors that `embed` adds, float32 [positions, width], and their factor."""
+    if type(encoding) is Learned:  # a subclass may embed differently
         return encoding.table[encoding.offset :], encoding.scale
     return (encoding.table, 1.0) if type(encoding) is Sinusoidal else None
 
 
 def _has_dense_bias(decoder: Decoder) -> bool:
-    """Whether a layer's bias is built anew in every step."""
+    """Whether any layer's bias is computed anew in every step."""
     layers = range(len(decoder.layers))
     biases = [decoder.encoding.for_layer(layer).score_bias() for layer in layers]
     return any(isinstance(bias, MaterialisedBias | PairBias) for bias in biases)

@@ -1,4 +1,4 @@
-"""Picks tokens with the CPU kernels, which differ from model/sampler.py by rounding only."""
+"""Picks tokens with the CPU kernels; results differ from model/sampler.py only by rounding."""
 
 from collections.abc import Sequence
 from math import isfinite
@@ -27,10 +27,10 @@ class KernelSampler(Sampler):
     def pick(
         self, rows: Tensor, asks: Sequence[Ask], candidates: int = FIRST_CANDIDATES
     ) -> list[Picked]:
-        """As Sampler's, with numbers in Python as soon as can be.
+        """Like Sampler.pick, but moves to Python numbers as early as possible.
 
-        After the weights of a step have passed through the processor's caches, an operation of
-        torch on a few numbers takes longer than a kernel on a row. Candidates always suffice.
+        Once a step's weights have passed through the processor's caches, a torch operation on a few
+        numbers takes longer than a kernel on a whole row. Candidates always suffice.
         """
         if rows.dtype not in SUFFIXES:
             return super().pick(rows, asks, candidates)

@@ -1,4 +1,4 @@
-"""Swaps kernels into a decoder, once, after loading: those of the CPU, or Triton's on a GPU."""
+"""Swaps kernels into a model, once, after loading: the CPU kernels, or Triton's on a GPU."""
 
 from collections.abc import Callable
 
@@ -33,7 +33,7 @@ from model.transformer import (
 
 
 def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
-    """Replace what can be, inside a model of this dtype on the CPU. Call once, after loading."""
+    """Replace what can be replaced in a CPU model of this dtype. Call once, after loading."""
     if dtype not in SUFFIXES:
         return
     for module in model.modules():
@@ -67,7 +67,7 @@ def _activate_at_once(mlp: GatedMLP | PlainMLP, kernels: Kernels) -> None:
 
 
 def substitute_on_gpu(model: nn.Module) -> None:
-    """Turn in Triton where a model attends in it. Call once, after loading."""
+    """Rotate in Triton where the model attends in Triton. Call once, after loading."""
     if not attends_in_triton(model):
         return
     for attention in _attentions(model):
@@ -81,8 +81,8 @@ def attends_in_triton(model: nn.Module) -> bool:
 
 
 def _replace(model: nn.Module, faster: Callable[[nn.Module], nn.Module | None]) -> None:
-    """By what `faster` makes of a module, unless that is None."""
-    made: dict[nn.Module, nn.Module | None] = {}  # what several parents share stays shared
+    """Replace each module by `faster` of it, unless that is None."""
+    made: dict[nn.Module, nn.Module | None] = {}  # modules shared by several parents stay shared
     for parent, name, child in _children(model):
         if child not in made:
             made[child] = faster(child)
@@ -104,7 +104,7 @@ def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
 
 
 def has_bf16_arithmetic() -> bool:
-    """Whether this CPU multiplies bfloat16 itself, as opposed to widening it."""
+    """Whether this CPU multiplies bfloat16 directly, without widening it."""
     return torch.cpu._is_avx512_bf16_supported()
 
 
