@@ -74,7 +74,7 @@ void attend_with_heads(Team &team, const AttendArguments &a) {
   team.each([&](int64_t) {
     Few few(a);
     ManyQueries<Real, S, Keys, Values> many(a);
-    const int64_t enough = 4 * team.size();  // with fewer left, taking two could leave a thread idle
+    const int64_t enough = 4 * team.size();  // with fewer left, taking two could idle a thread
     const auto take = [&] { return left.fetch_sub(1) - 1; };
     for (int64_t i = take(), next; i >= 0; i = next) {
       const bool ahead = i >= enough;

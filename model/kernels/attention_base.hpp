@@ -68,7 +68,7 @@ enum Half { kLater, kEarlier, kWhole };
 // `heads` key/value heads. Queries are numbered row by row, and within a row by head of the group.
 struct Piece {
   int64_t request, first_head, heads, first_query, count;
-  bool few;  // whether FewQueries computes it; equal for all pieces of a request, whatever their sizes
+  bool few;  // whether FewQueries computes it; the same for all pieces of a request
   Half half = kWhole;
   int64_t pair = 0;  // number of the pair, where two pieces are halves of each other
 };
@@ -285,10 +285,10 @@ class Attending {
   }
 
   // Turns scores [count, kKeys] of the chunk's first `keys` keys, for queries from `query` on, into
-  // weights relative to each query's base, as `exponentials` leaves them. factors: what the queries'
-  // sums must be multiplied by. Returns whether any weight is not 0: far keys under ALiBi have none.
-  // Each step runs over all queries, so that the processor does not wait for one query's largest
-  // score.
+  // weights relative to each query's base, as `exponentials` leaves them. factors: what the
+  // queries' sums must be multiplied by. Returns whether any weight is not 0: far keys under ALiBi
+  // have none. Each step runs over all queries, so that the processor does not wait for one query's
+  // largest score.
   template <class Exponentials>
   bool weigh(const Chunk &chunk, int64_t query, int64_t count, int64_t first, int64_t keys,
              Real *scores, State *states, Real *factors, Exponentials exponentials) const {

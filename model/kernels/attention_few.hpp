@@ -1,4 +1,4 @@
-// Attention of few queries, as in decoding: keys and values are used where they lie, once each.
+// Attention for few queries, as in decoding: keys and values are read in place, once each.
 
 #pragma once
 
@@ -9,16 +9,16 @@
 
 namespace {
 
-constexpr int64_t kFew = 4;  // queries under one key/value head
+constexpr int64_t kFew = 4;  // at most, per key/value head
 
-// All heads of the piece meet a chunk before the next chunk comes: their keys and values lie side
-// by side. With every key that is worked on, one that comes kKeys later is fetched, in the order in
-// which they lie: memory is read in long runs. Head dimensions are whole vectors.
+// All heads of a piece process a chunk before the next chunk: their keys and values are adjacent in
+// memory. With each key processed, one that comes kKeys later is prefetched, in storage order, so
+// that memory is read in long runs. Head dimensions are whole vectors.
 //
-// Later and earlier keys are summed apart even where one task meets both: a request's sums do not
-// depend on how many others there are.
+// The later and the earlier half of the keys are summed separately even where one task processes
+// both, so that a request's sums do not depend on how many other requests there are.
 //
-// DIM: the size of heads where it is known, or 0.
+// DIM: head_dim where it is known at compile time, or 0.
 template <class Real, class S, int64_t DIM>
 class FewQueries : Attending<Real, S, 32> {
   typedef Attending<Real, S, 32> Base;
@@ -33,14 +33,14 @@ class FewQueries : Attending<Real, S, 32> {
       return a_.head_dim;
   }
 
-  // What keys of one half add up to: [head, query] and [head, query, head_dim].
+  // Running sums over one half of the keys: [head, query] and [head, query, head_dim].
   struct Sums {
     State *states;
     Real *values;
   };
 
  public:
-  // Where tasks leave their halves. Who comes second puts both together.
+  // Where tasks store the sums of their halves. The second to finish combines both.
   class Pairs {
    public:
     Pairs(const AttendArguments &a, const std::vector<Piece> &pieces)
@@ -67,7 +67,7 @@ class FewQueries : Attending<Real, S, 32> {
 
   explicit FewQueries(const AttendArguments &a) : Base(a) {}
 
-  // next_piece: what run will be called with next, or null where that is not known.
+  // next_piece: the argument of the following call, or null if unknown.
   template <class T>
   void run(const Piece &piece, const Piece *next_piece, Pairs &pairs) {
     this->begin(piece);
@@ -106,9 +106,9 @@ class FewQueries : Attending<Real, S, 32> {
     std::fill(half.values, half.values + queries * a_.head_dim, Real(0));
   }
 
-  // The order in which a piece's keys are met: chunks from `first` down to `stop`, of which those
-  // from `split` on are the later half. Latest keys first: few later scores are then larger. Chunks
-  // start at multiples of kKeys.
+  // The order in which a piece's keys are processed: chunks from `first` down to `stop`, of which
+  // those from `split` on are the later half. Latest keys first: few scores that follow are then
+  // larger. Chunks start at multiples of kKeys.
   struct Way {
     int64_t first, stop, split, end;
     int64_t keys_from(int64_t chunk) const {
@@ -123,8 +123,8 @@ class FewQueries : Attending<Real, S, 32> {
             piece.half == kLater ? split : start, split, end};
   }
 
-  // Over those keys of the piece that the queries see. The first ones of the piece that comes
-  // next, if any, are fetched with the last ones of this.
+  // Processes the keys that the piece's queries see. Along with the last ones, the first keys of the
+  // next piece, if there is one, are prefetched.
   __attribute__((noinline)) void sweep(const Piece *next_piece) {
     const Way way = way_of(piece_);
     const bool fetched = fetched_;
@@ -141,7 +141,7 @@ class FewQueries : Attending<Real, S, 32> {
         const Way next_way = way_of(*next_piece);
         this->find_chunk(*next_piece, next_way.first, next_way.keys_from(next_way.first), *next_);
       }
-      // What this chunk has too few keys for.
+      // Prefetches that this chunk has too few keys to spread over.
       const int64_t at_once = std::min(kKeys - chunk_->count, next_->count);
       fetch_entries(*next_, 0, at_once);
       keys_ahead_ = {static_cast<const S *>(a_.keys), next_->entries + at_once};
@@ -160,13 +160,13 @@ class FewQueries : Attending<Real, S, 32> {
       }
   }
 
-  // An entry into the second level of caches: a chunk of all heads is too much for the first. Of a
-  // function that does nothing else compilers think that its calls are superfluous.
+  // Prefetches an entry into the second-level cache: a chunk of all heads is too large for the
+  // first. Inlined, because compilers drop calls of a function that does nothing else.
   __attribute__((always_inline)) static void fetch(const S *entry, int64_t dim) {
     for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(S))) __builtin_prefetch(entry + d, 0, 2);
   }
 
-  // What is fetched next: of an entry, which has all heads, the part of one.
+  // What to prefetch next: the part of one head in an entry of all heads.
   struct Ahead {
     const S *stored;
     const int64_t *entry;
@@ -179,7 +179,7 @@ class FewQueries : Attending<Real, S, 32> {
     ++ahead.entry;
   }
 
-  // `act` on every d and the coordinate that load_vectors puts there.
+  // Calls `act` for every d with the coordinate that load_vectors puts there.
   template <class Act>
   void each_coordinate(Act act) const {
     int64_t first = 0;
@@ -212,7 +212,7 @@ class FewQueries : Attending<Real, S, 32> {
 
   __attribute__((noinline)) void attend_head(int64_t head, int64_t first) {
     alignas(64) Real scores[kFew * kKeys];
-    Real factors[kFew];  // of the sums so far
+    Real factors[kFew];  // on the sums so far
     turn(head);
     if constexpr (kScaled) this->load_scales(*chunk_, head);
     const int64_t keys = chunk_->count;
@@ -220,19 +220,19 @@ class FewQueries : Attending<Real, S, 32> {
       score(head, n, std::min<int64_t>(kLanes, keys - n), scores + n);
     if (!this->weigh(*chunk_, 0, piece_.count, first, keys, scores, state(sums_, head, 0), factors,
                      exponentials<Real>)) {
-      // No value is needed, but the other heads rely on every head to fetch its share.
+      // No value is needed, but the other heads rely on every head to prefetch its share.
       for (int64_t n = 0; n < keys; ++n) fetch_one(values_ahead_);
       return;
     }
     const auto dim = this->dim();
     int64_t d = 0;
-    if constexpr (kVectorBytes == 64)  // else registers do not hold the sums of so many
+    if constexpr (kVectorBytes == 64)  // else registers cannot hold that many sums
       for (; d + 2 * kPanel <= dim; d += 2 * kPanel) add_values<kFew, 4>(head, d, scores, factors);
     for (; d + kPanel <= dim; d += kPanel) add_values<kFew, 2>(head, d, scores, factors);
     for (; d < dim; d += kLanes) add_values<kFew, 1>(head, d, scores, factors);
   }
 
-  // Keys of the chunk, or queries once for each of its blocks: these are fewer.
+  // Rotates keys of the chunk, or queries once for each of its blocks, where these are fewer.
   void turn(int64_t head) {
     if (a_.frame == kPosition)
       for (int64_t n = 0; n < chunk_->count; ++n) {
@@ -253,7 +253,7 @@ class FewQueries : Attending<Real, S, 32> {
     }
   }
 
-  // scores [queries, kKeys] of at most kLanes keys, the n-th and on.
+  // scores [queries, kKeys] of `count` keys, at most kLanes, from the n-th on.
   void score(int64_t head, int64_t n, int64_t count, Real *scores) {
     const auto as_stored = [keys = static_cast<const S *>(a_.keys) + head * a_.head_dim,
                             here = chunk_->entries + n, dim = dim(), this](int64_t i) {
@@ -270,7 +270,7 @@ class FewQueries : Attending<Real, S, 32> {
       multiply<kFew>(as_stored, all_alike, count, scores);
   }
 
-  // key_at(i) is met by the queries facing(i), [query, head_dim].
+  // Multiplies key_at(i) by the queries facing(i), [query, head_dim].
   template <int QUERIES, class Key, class Facing>
   void multiply(Key key_at, Facing facing, int64_t count, Real *scores) const {
     if constexpr (QUERIES > 1)
@@ -293,7 +293,7 @@ class FewQueries : Attending<Real, S, 32> {
     for (int r = 0; r < QUERIES; ++r) store(sum_rows<Real>(products[r]), scores + r * kKeys);
   }
 
-  // Coordinates from d on, so many vectors of them.
+  // Coordinates from d on, VECTORS vectors of them.
   template <int QUERIES, int VECTORS, class K>
   static void multiply_part(const K *key, const Real *q, int64_t dim, int64_t d,
                             Vec<Real> *product) {
@@ -304,8 +304,8 @@ class FewQueries : Attending<Real, S, 32> {
         product[r] = plus_product(product[r], load(q + r * dim + d + v * kLanes), parts[v]);
   }
 
-  // Adds the chunk's weighted values to the sums times their factors: coordinates from d on, so
-  // many vectors of them.
+  // Multiplies the sums by their factors and adds the chunk's weighted values: VECTORS vectors of
+  // coordinates from d on.
   template <int QUERIES, int VECTORS>
   void add_values(int64_t head, int64_t d, const Real *weights, const Real *factors) {
     if constexpr (QUERIES > 1)
@@ -330,7 +330,7 @@ class FewQueries : Attending<Real, S, 32> {
       for (int v = 0; v < VECTORS; ++v) store(sums[r][v], sum(sums_, head, r) + d + v * kLanes);
   }
 
-  // Both halves, brought to the larger base.
+  // Combines both halves, relative to the larger base.
   template <class T>
   void store_query(int64_t head, int64_t r) const {
     const State &later = *state(halves_[kLater], head, r);
@@ -354,11 +354,11 @@ class FewQueries : Attending<Real, S, 32> {
   Buffer<Real> q_buffer_, row_buffer_, sums_buffer_, turned_buffer_;
   Buffer<State> state_buffer_;
   Real *q_, *row_, *turned_;  // q_ [head, query, head_dim]
-  Sums halves_[2], sums_;     // the chunk's
+  Sums halves_[2], sums_;     // sums_: those of the chunk's half
   const Real *facing_[kKeys];
   Chunk chunks_[2], *chunk_ = chunks_, *next_ = chunks_ + 1;
   Ahead keys_ahead_, values_ahead_;
-  bool fetched_ = false;  // the first keys of the piece to come, which *chunk_ has found
+  bool fetched_ = false;  // whether *chunk_ holds the next piece's first keys, prefetched
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Attention of many queries, as in prefill: keys and values of a chunk are laid out once for all.
+// Attention for many queries, as in prefill: a chunk's keys and values are rearranged once for all.
 
 #pragma once
 
@@ -7,10 +7,10 @@
 
 namespace {
 
-constexpr int64_t kManyKeys = 192;  // of a chunk: with fewer, largest scores take more time
+constexpr int64_t kManyKeys = 192;  // per chunk: with fewer, finding the largest scores takes more of the time
 
-// Under one key/value head, in tiles of kRows. Keys: WidenedKeys, or PairedKeys where they stay
-// unturned. Values: WidenedValues or PairedValues.
+// For one key/value head, in tiles of kRows queries. Keys: WidenedKeys, or PairedKeys where keys
+// are not rotated here. Values: WidenedValues or PairedValues.
 template <class Real, class S, class Keys, class Values>
 class ManyQueries : Attending<Real, S, kManyKeys> {
   typedef Attending<Real, S, kManyKeys> Base;
@@ -39,12 +39,12 @@ class ManyQueries : Attending<Real, S, kManyKeys> {
   }
 
  private:
-  // Over all keys that the queries see.
+  // Processes all keys that the queries see.
   __attribute__((noinline)) void sweep() {
     const int64_t count = piece_.count;
     const auto [begin, end] = this->seen_by(piece_);
-    // Latest keys first: few later scores are then larger. Chunks start at multiples of kKeys
-    // whatever the rows: a row's sums have one order.
+    // Latest keys first: few scores that follow are then larger. Chunks start at multiples of kKeys
+    // whatever the rows, so that a row is always summed in one order.
     const int64_t start = begin / kKeys * kKeys, last = (end - 1) / kKeys * kKeys;
     for (int64_t first = last; first >= start; first -= kKeys) {
       this->find_chunk(piece_, first, std::min(kKeys, end - first), chunk_);
@@ -162,7 +162,7 @@ class ManyQueries : Attending<Real, S, kManyKeys> {
   }
 
   const Real query_scale_, score_scale_;
-  const int64_t steps_, panels_;  // of a head: what is multiplied one after another, and columns
+  const int64_t steps_, panels_;  // per head: multiplication steps, and panels of columns
   Buffer<typename Keys::Factor> q_buffer_;
   Buffer<KeyNumber> keys_buffer_;
   Buffer<typename Values::Number> values_buffer_;

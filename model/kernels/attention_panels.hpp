@@ -1,4 +1,4 @@
-// How many queries meet a chunk's keys, which lie as columns of panels, and its values, as rows.
+// Layouts for many queries: a chunk's keys become columns of panels, its values rows of panels.
 
 #pragma once
 
@@ -9,14 +9,14 @@
 
 namespace {
 
-// Keys coordinate by coordinate, widened. S: as they are stored.
+// Keys one coordinate at a time, widened. S: the type they are stored in.
 template <class Real, class S>
 struct WidenedKeys {
-  typedef Real Factor, Number;  // what queries consist of, and what panels do
+  typedef Real Factor, Number;  // element types of queries and of panels
   static constexpr int64_t kInputs = 1;
   static constexpr int kLanes = ::kLanes<Real>, kPanel = ::kPanel<Real>;
 
-  // That part of the scale which queries take; scores take the rest.
+  // The part of the scale that queries are multiplied by; scores take the rest.
   static Real scale_of_query(double scale) { return Real(scale); }
 
   // rows [queries, dim] → tile [dim, queries].
@@ -25,8 +25,8 @@ struct WidenedKeys {
       for (int64_t d = 0; d < dim; ++d) tile[d * queries + r] = rows[r * dim + d];
   }
 
-  // key(0) and on, kLanes at most, become columns of a panel [dim, kPanel]; past the last one is
-  // zero, as it must not be NaN.
+  // At most kLanes keys, key(0) and following, become columns of a panel [dim, kPanel]; columns past
+  // the last key are zero, as they must not be NaN.
   template <class Key>
   static void fill_columns(Key key, int64_t count, int64_t dim, Real *to) {
     int64_t d = 0;
@@ -45,14 +45,14 @@ struct WidenedKeys {
   }
 };
 
-// Values key by key, widened.
+// Values one key at a time, widened.
 template <class Real, class S>
 struct WidenedValues {
-  typedef Real Factor, Number;  // what weights are multiplied as, and what panels consist of
+  typedef Real Factor, Number;  // element types of weights and of panels
   static constexpr int64_t kInputs = 1;
   static constexpr int kLanes = ::kLanes<Real>, kPanel = ::kPanel<Real>;
 
-  // value(n) becomes row n of panels [.., kPanel], which are `panel` numbers apart.
+  // value(n) becomes row n of panels [.., kPanel], which are `panel` elements apart.
   template <class Value>
   static void fill_rows(Value value, int64_t n, int64_t, int64_t dim, int64_t panel, Real *to) {
     const S *from = value(n);
@@ -75,8 +75,8 @@ struct WidenedValues {
 
 #if defined(__AVX512BF16__)
 
-// Two coordinates at once, as they are stored: products are exact, as those above, and so
-// are queries: they take a power of two of the scale.
+// Two coordinates at a time, in bfloat16 as stored. Products are exact, as above, and so are
+// queries, since these are scaled only by a power of two.
 struct PairedKeys {
   typedef Pair Factor;
   typedef bf16 Number;
@@ -89,7 +89,7 @@ struct PairedKeys {
     return std::ldexp(1.0f, exponent - 1);
   }
 
-  // As above, to [steps, queries]. Writes up to a vector more.
+  // As above, to [steps, queries]. Writes up to one vector past the end.
   static void fill_queries(const float *rows, int64_t dim, int64_t queries, Pair *tile) {
     bf16 part[kRows * kPanel];
     for (int64_t d = 0; d < dim; d += kPanel, tile += kLanes * queries) {
@@ -113,15 +113,15 @@ struct PairedKeys {
   }
 };
 
-// Two keys at once. Weights are rounded, and added up as they then are: what one key alone weighs
-// cancels out.
+// Two keys at a time. The total is that of the rounded weights: where one key has all the weight,
+// its rounding cancels out.
 struct PairedValues {
   typedef Pair Factor;
   typedef bf16 Number;
   static constexpr int64_t kInputs = 2;
   static constexpr int kLanes = ::kLanes<float>, kPanel = ::kPanel<float>;
 
-  // value(n) and the next one become pairs. A last one stands twice, as its second weight is 0.
+  // value(n) and value(n + 1) become pairs. An odd last one is duplicated: its second weight is 0.
   template <class Value>
   static void fill_rows(Value value, int64_t n, int64_t count, int64_t dim, int64_t panel,
                         bf16 *to) {
@@ -141,8 +141,8 @@ struct PairedValues {
     }
   }
 
-  // x becomes about e^(x - base), to 1e-5 of it, in pairs from its start on; the sum of these, lane
-  // by lane.
+  // Computes e^(x - base), to a relative error of 1e-5, and stores it as bfloat16 from the start of x
+  // on; returns the sum of these, lane by lane.
   static Vec<float> exponentials(float *x, int64_t count, float base) {
     const __m512i ones = _mm512_set1_epi32(0x3f803f80);
     Vec<float> sum{};
@@ -162,7 +162,7 @@ struct PairedValues {
  private:
   typedef uint16_t Words __attribute__((vector_size(64)));
 
-  // Half of a's numbers, from number FIRST on, each with b's.
+  // Interleaves half of a's elements, from number FIRST on, with b's.
   template <int FIRST, int... I>
   static Words side_by_side(Words a, Words b, std::integer_sequence<int, I...>) {
     const Words order = {uint16_t(FIRST + I / 2 + I % 2 * kPanel)...};

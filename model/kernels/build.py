@@ -229,7 +229,7 @@ class Kernels:
         return found
 
     def draw(self, row: Tensor, params: SamplingParams, uniform: float) -> int:
-        """Like model/sampler.py's `Sampler.draw`, for one float32 row; candidates always suffice."""
+        """Like model/sampler.py's `Sampler.draw`, for one float32 row and always exact."""
         row = row.contiguous()
         token: int = self._draw(
             c_void_p(row.data_ptr()),

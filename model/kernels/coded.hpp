@@ -1,9 +1,9 @@
-// Weights in bfloat16 that take 12 bits each and lose none of their own, for processors that
-// multiply bfloat16. There few rows wait for memory.
+// A lossless code for bfloat16 weights, of 12 bits each, for processors that multiply bfloat16: with
+// few rows, these wait for memory.
 //
-// The upper byte of a weight is its sign and most of its exponent. Weights of a strip are so much
-// alike in size that 16 upper bytes are nearly all that it has: a weight's code, of four bits, says
-// which of them is its own. Where it is another one, the strip has it in a list.
+// The upper byte of a weight is its sign and most of its exponent. Weights of a strip are so similar
+// in size that 16 upper bytes cover nearly all of them: a weight's code, of four bits, says which of
+// these it has. Any other upper byte is in a list of the strip's exceptions.
 
 #pragma once
 
@@ -16,7 +16,7 @@
 
 namespace {
 
-// Packed [strips] offsets in bytes, int64; then strips that start on cache lines: a head, the
+// Packed: [strips] offsets in bytes, int64; then strips, which start on cache lines: a head, the
 // exceptions and, from the next line on, units.
 struct Coded {
   uint8_t byte;
@@ -25,8 +25,8 @@ struct Coded {
 template <class W>
 constexpr bool kIsCoded = std::is_same_v<W, Coded> || std::is_same_v<W, Once<Coded>>;
 
-// Weights that are coded together, as they would follow each other uncoded: two vectors of lower
-// bytes, one of codes.
+// Weights that are coded together, in their uncoded order: two vectors of lower bytes, one of
+// codes.
 constexpr int64_t kUnit = 2 * kVectorBytes, kUnitBytes = 3 * kVectorBytes;
 constexpr int64_t kUnitInputs = kUnit / kStrip;
 
@@ -38,20 +38,20 @@ struct Head {
   uint8_t upper[16];
   int64_t units;  // bytes from the strip's start to its units
 };
-// A weight whose upper byte has no code. The last one of a strip is of no unit.
+// A weight whose upper byte has no code. A strip's list ends with one whose unit is -1.
 struct Exception {
   int32_t unit;
-  uint8_t place, upper;  // place: of the weight's bytes among those of the unit
+  uint8_t place, upper;  // place: index of the weight's byte within the unit
 };
 
-// The upper bytes that most of a strip's weights have, whose codes are their places here.
+// The most frequent upper bytes of a strip's weights; their indices here are the codes.
 struct Uppers {
   static constexpr int kCodes = 16;
 
   Uppers() = default;
-  // Of so many weights, and zeros.
+  // From `count` weights, plus so many zeros.
   Uppers(const bf16 *weights, int64_t count, int64_t zeros) : exceptions(count + zeros) {
-    // Weights are alike: counted in one table, each would wait for the one before.
+    // Weights are similar: with a single table, each count would wait for the one before.
     constexpr int kTables = 4;
     int32_t counts[kTables][256] = {};
     int64_t order[256];
@@ -94,7 +94,7 @@ inline void code_strip(const bf16 *weights, const Uppers &uppers, int64_t units,
   for (int64_t u = 0; u < units; ++u, unit += kUnitBytes) {
     __m512i codes[2];
     for (int half = 0; half < 2; ++half, weights += kUnit / 2) {
-      // What `Units` interleaves again.
+      // In the order that `Units` interleaves.
       const __m512i first = _mm512_loadu_si512(weights);
       const __m512i second = _mm512_loadu_si512(weights + kUnit / 4);
       const __m512i low = _mm512_set1_epi16(255);
@@ -121,7 +121,7 @@ inline void code_strip(const bf16 *weights, const Uppers &uppers, int64_t units,
   *exception = {-1, 0, 0};
 }
 
-// Strip p of weight [outputs, inputs], uncoded: in pairs of inputs, [steps, kStrip, 2].
+// Strip p of weight [outputs, inputs], uncoded: pairs of inputs, [steps, kStrip, 2].
 inline void pair_strip(const bf16 *weight, int64_t p, int64_t outputs, int64_t inputs,
                        bf16 *strip) {
   constexpr int64_t kHalf = kStrip / 2;
@@ -132,7 +132,7 @@ inline void pair_strip(const bf16 *weight, int64_t p, int64_t outputs, int64_t i
   }
 }
 
-// As that of packing.hpp, with codes.
+// Like that of packing.hpp, but coded.
 inline int64_t pack(Team &team, const bf16 *weight, Coded *packed, int64_t outputs,
                     int64_t inputs) {
   const int64_t strips = strips_of(outputs), units = units_of(inputs);
@@ -167,8 +167,8 @@ class Units {
         unit_(strip + reinterpret_cast<const Head *>(strip)->units),
         exception_(reinterpret_cast<const Exception *>(strip + sizeof(Head))) {}
 
-  // The next one's weights: pairs of the first half of the columns, then of the second, of two
-  // steps. FETCH: those, too, that lie kPiece bytes on.
+  // The next unit's weights: pairs for the first half of the columns, then for the second, of two
+  // steps. FETCH: also prefetches the weights that are kPiece bytes ahead.
   template <bool FETCH>
   [[gnu::always_inline]] void next(__m512i (&weights)[4]) {
     const __m512i half = _mm512_set1_epi8(15), codes = bytes_at(unit_ + kUnit);
@@ -195,7 +195,7 @@ class Units {
     ++number_;
   }
 
-  // Skips so many weights, whole units.
+  // Skips so many weights, a whole number of units.
   void operator+=(int64_t weights) {
     unit_ += weights / kUnit * kUnitBytes;
     number_ += int32_t(weights / kUnit);
@@ -203,7 +203,7 @@ class Units {
   }
 
  private:
-  __m512i uppers_;  // four times
+  __m512i uppers_;  // repeated four times
   const W *unit_;
   const Exception *exception_;
   int32_t number_ = 0;
@@ -214,10 +214,10 @@ std::enable_if_t<kIsCoded<W>, Units<W>> reader_of(const W *strip) {
   return Units<W>(strip);
 }
 
-// Rows that take codes as fast as memory gives them.
+// Up to this many rows, weights are multiplied as fast as memory delivers them.
 constexpr int kWaiting = kRows / 3;
 
-// Adds ROWS rows times a piece of a strip to their sums, in the order of multiply_tile. Number k of
+// Adds ROWS rows times a piece of a strip to their sums, in the order of multiply_tile. Element k of
 // row r is x[k * ROWS + r].
 template <int ROWS, class W, class T>
 [[gnu::noinline]] void multiply_units(const Pair *x, int64_t steps, Units<W> units,
@@ -239,7 +239,7 @@ template <int ROWS, class W, class T>
   sums.end(left_sum, right_sum);
 }
 
-// As that of linear.hpp.
+// Like that of linear.hpp.
 template <int ROWS, class W, class T>
 void multiply_strip(int64_t rows, const Pair *x, int64_t steps, const Units<W> &strip,
                     const Sums<T> &sums) {

@@ -1,5 +1,5 @@
-// Products of weights in 8 or 4 bits with inputs that are rounded to 8 bits, four at a time, where
-// the processor has that. They are whole numbers, so their sums are exact.
+// Products of 8- or 4-bit weights and inputs that are rounded to 8 bits, four at a time, where the
+// processor supports that. They are integers, so their sums are exact.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace {
 
-// Whether four products are added up at once, of weights without a sign; else it is two.
+// Whether an instruction sums four products, of unsigned weights; otherwise it sums two.
 #if defined(__AVX512VNNI__)
 constexpr bool kQuadProducts = true;
 #else
@@ -23,7 +23,7 @@ constexpr bool kIntegers = true;
 constexpr bool kIntegers = false;
 #endif
 
-// An 8-bit weight, plus kRaise.
+// An 8-bit weight plus kRaise.
 struct Raised {
   uint8_t number;
 };
@@ -31,8 +31,8 @@ constexpr int32_t kRaise = kQuadProducts ? 128 : 0;
 template <class W>
 constexpr bool kIsRaised = std::is_same_v<W, Raised> || std::is_same_v<W, Once<Raised>>;
 
-// Two weights in 4 bits, of one input: the lower half is one of the first vector of a strip's
-// columns, the upper half one of the second.
+// Two 4-bit weights of one input: the lower half is for the first vector of a strip's columns, the
+// upper half for the second.
 struct Nibbles {
   uint8_t byte;
 };
@@ -41,27 +41,27 @@ constexpr bool kIsNibbles = std::is_same_v<W, Nibbles> || std::is_same_v<W, Once
 template <class W>
 constexpr bool kRoundsInputs = kIsRaised<W> || kIsNibbles<W>;
 
-// Inputs of a row that are rounded together, with a scale of their own.
+// Inputs of a row that are rounded together, with one scale.
 constexpr int64_t kGroup = 32;
 inline int64_t groups_of(int64_t inputs) { return (inputs + kGroup - 1) / kGroup; }
 
 // A group of one row.
 struct Rounded {
   static constexpr int kQuads = kGroup / 4;
-  int32_t quads[kQuads];  // numbers, four to a word
-  int32_t gain;           // what raised weights add to their products, negative
+  int32_t quads[kQuads];  // values, four to a word
+  int32_t gain;           // minus what kRaise adds to the sum of products
   float scale;
-  float total;  // the sum of all inputs, as they are rounded
+  float total;  // the sum of the rounded inputs
 };
 
-// Bytes of a strip's weights for such a group. In 4 bits they come after a scale and a least weight
+// Bytes of a strip's weights per group of inputs. 4-bit weights follow a scale and a least weight
 // for each column.
 template <class W>
 constexpr int64_t kGroupBytes =
     kIsNibbles<W> ? kStrip * (2 * int64_t(sizeof(uint16_t)) + kGroup / 2) : kStrip * kGroup;
 
-// packed [strips, inputs / 4, kStrip, 4], whole groups of inputs; or null to ask how many bytes
-// it takes.
+// packed: [strips, inputs / 4, kStrip, 4], in whole groups of inputs, or null. Returns its size in
+// bytes.
 inline int64_t pack(Team &team, const int8_t *weight, Raised *packed, int64_t outputs,
                     int64_t inputs) {
   const int64_t strips = strips_of(outputs), padded = groups_of(inputs) * kGroup;
@@ -83,7 +83,7 @@ inline int64_t pack(Team &team, const int8_t *weight, Raised *packed, int64_t ou
 }
 
 // numbers [outputs, inputs] from 0 to 15; scales and leasts, float16 [outputs, groups] → packed
-// [strips, groups, kGroupBytes]; or null to ask how many bytes it takes.
+// [strips, groups, kGroupBytes], or null. Returns its size in bytes.
 inline int64_t pack(Team &team, const uint8_t *numbers, const uint16_t *scales,
                     const uint16_t *leasts, Nibbles *packed, int64_t outputs, int64_t inputs) {
   const int64_t strips = strips_of(outputs), groups = groups_of(inputs);
@@ -110,12 +110,12 @@ inline int64_t pack(Team &team, const uint8_t *numbers, const uint16_t *scales,
 
 #if defined(__AVX512VNNI__)
 
-// In equal steps, the largest at ±127, to the bit as cache/rounding.py does it. What is not finite
-// gets a scale that is not. x: kGroup numbers.
+// Equal steps, with the largest magnitude at ±127, bit for bit like cache/rounding.py. What is not
+// finite gets a scale that is not finite. x: kGroup elements.
 template <class T>
 void round_group(const T *x, Rounded &group) {
   const Vec<float> left = load_wide(x), right = load_wide(x + kLanes<float>);
-  // Bits of magnitudes are ordered as these are, and NaN comes last.
+  // Magnitudes are ordered like their bits, and NaN comes last.
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
   const int32_t most = _mm512_reduce_max_epi32(
       _mm512_max_epi32((__m512i)left & magnitude, (__m512i)right & magnitude));
@@ -127,22 +127,22 @@ void round_group(const T *x, Rounded &group) {
   const __m512i more = _mm512_cvtps_epi32((__m512)(right * steps));
   _mm_storeu_si128((__m128i *)group.quads, _mm512_cvtepi32_epi8(wide));
   _mm_storeu_si128((__m128i *)group.quads + 1, _mm512_cvtepi32_epi8(more));
-  // Unsigned: of what is not finite it may be too large, and does not matter.
+  // Unsigned: where inputs are not finite it may overflow, which does not matter.
   const uint32_t sum = uint32_t(_mm512_reduce_add_epi32(_mm512_add_epi32(wide, more)));
   group.gain = int32_t(0u - uint32_t(kRaise) * sum);
   group.scale = largest * (1.0f / 127.0f);
   group.total = float(int32_t(sum)) * group.scale;
 }
 
-// A group of a strip's weights: of VECTORS vectors of columns from number FIRST on.
+// A group of a strip's weights: VECTORS vectors of columns, from vector FIRST on.
 template <int FIRST, int VECTORS, class W>
 class RaisedGroup {
  public:
   explicit RaisedGroup(const W *weights) : weights_(weights + FIRST * kVectorBytes) {}
 
-  // Where whole sums begin.
+  // Initial value of the integer sums.
   __m512i start(const Rounded &x) const { return _mm512_set1_epi32(x.gain); }
-  // Weights that meet the i-th quad of inputs, of column vector v.
+  // Weights for the i-th quad of inputs, in each column vector v.
   [[gnu::always_inline]] void load_quad(int i, __m512i (&to)[VECTORS]) const {
     const W *quad = weights_ + i * 4 * kStrip;
 #pragma GCC unroll 2
@@ -187,7 +187,7 @@ class NibbleGroup {
   }
 
  private:
-  // Of float16.
+  // One half of the float16 values, widened.
   static Vec<float> widened_half(__m512i both, int half) {
     return (Vec<float>)_mm512_cvtph_ps(half ? _mm512_extracti64x4_epi64(both, 1)
                                             : _mm512_castsi512_si256(both));
@@ -197,7 +197,7 @@ class NibbleGroup {
   Vec<float> scale_[VECTORS], least_[VECTORS];
 };
 
-// Adds ROWS rows times a piece of a strip to their sums, of VECTORS vectors of columns from number
+// Adds ROWS rows times a piece of a strip to their sums: VECTORS vectors of columns, from vector
 // FIRST on.
 template <int ROWS, int FIRST, int VECTORS, class W, class T>
 [[gnu::noinline]] void multiply_groups(const Rounded *x, int64_t groups, const W *strip,
@@ -246,10 +246,10 @@ template <int ROWS, int FIRST, int VECTORS, class W, class T>
   }
 }
 
-// Rows whose sums of both vectors of columns fit into registers.
+// At most so many rows have sums of both column vectors that fit into registers.
 constexpr int kBoth = 6;
 
-// As that of linear.hpp.
+// Like that of linear.hpp.
 template <int ROWS, class W, class T>
 void multiply_strip(int64_t rows, const Rounded *x, int64_t groups, const W *strip,
                     const Sums<T> &sums) {
@@ -292,9 +292,9 @@ class RaisedEights {
  public:
   explicit RaisedEights(const W *weights) : weights_(weights) {}
 
-  // Those of column eight v that meet the i-th quad of inputs.
+  // Weights for the i-th quad of inputs, in the v-th eight columns.
   __m256i quad(int i, int v) const { return half_at(weights_ + i * 4 * kStrip + v * 32); }
-  // Two products fit into 16 bits, for one factor is at most 127 as the other is.
+  // Two products fit into 16 bits, as both factors are at most 127 in magnitude.
   static __m256i plus(__m256i whole, __m256i weights, __m256i quad) {
     const __m256i pairs =
         _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(quad, weights));
@@ -313,11 +313,11 @@ class NibbleEights {
  public:
   explicit NibbleEights(const W *weights) : halves_(weights), weights_(weights + 4 * kStrip) {}
 
-  __m256i quad(int i, int v) const {  // of columns, the first two eights are lower halves
+  __m256i quad(int i, int v) const {  // the first two eights of columns are lower halves
     const __m256i both = half_at(weights_ + i * 2 * kStrip + v % 2 * 32);
     return _mm256_and_si256(v < 2 ? both : _mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
   }
-  // 16 bits hold the products of a whole group.
+  // 16 bits hold the sum of a whole group's products.
   static __m256i plus(__m256i whole, __m256i weights, __m256i quad) {
     return _mm256_add_epi16(whole, _mm256_maddubs_epi16(weights, quad));
   }
@@ -328,7 +328,7 @@ class NibbleEights {
   }
 
  private:
-  // Of scales and, after them, leasts.
+  // Eight float16 values, widened: of scales or, after them, leasts.
   __m256 widened(int place) const {
     return _mm256_cvtph_ps(
         _mm_loadu_si128(reinterpret_cast<const __m128i *>(halves_ + 2 * place)));
@@ -337,8 +337,8 @@ class NibbleEights {
   const W *halves_, *weights_;
 };
 
-// Adds ROWS rows times a piece of a strip to sums [rows, kStrip], of VECTORS times 8 columns from
-// eight number FIRST on.
+// Adds ROWS rows times a piece of a strip to sums [rows, kStrip]: VECTORS times 8 columns, from the
+// eight with number FIRST on.
 template <int ROWS, int FIRST, int VECTORS, class W>
 [[gnu::noinline]] void multiply_groups(const Rounded *x, int64_t groups, const W *strip,
                                        float *sums) {
@@ -379,7 +379,7 @@ template <int ROWS, int FIRST, int VECTORS, class W>
       _mm256_storeu_ps(sums + r * kStrip + (FIRST + v) * 8, sum[r][v]);
 }
 
-// As that of linear.hpp.
+// Like that of linear.hpp.
 template <int ROWS, class W>
 void multiply_strip(int64_t rows, const Rounded *x, int64_t groups, const W *strip, float *sums) {
   if constexpr (ROWS > 1)

@@ -21,7 +21,7 @@ extern "C" struct NormArguments {
 // The sum of of(x) over all elements of a row.
 template <class T, class Of>
 inline float sum_over(const T *x, int64_t width, const Of &of) {
-  constexpr int64_t kLanes = ::kLanes<float>, kSums = 4;  // a single sum would wait for each addition
+  constexpr int64_t kLanes = ::kLanes<float>, kSums = 4;  // a single sum would wait for itself
   Vec<float> sums[kSums] = {};
   int64_t i = 0;
   for (; i + kSums * kLanes <= width; i += kSums * kLanes)

@@ -1,7 +1,7 @@
 """All layers of a decoder in one call of the CPU kernels.
 
-Python takes as long to go from kernel to kernel as a small model's kernels take. Here it hands
-over what a step brings, and the rest was handed over when the decoder was made.
+Going from kernel to kernel in Python takes as long as a small model's kernels themselves. Here
+Python only passes what changes from step to step; the rest was passed at construction.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,26 +39,26 @@ from model.transformer import (
 
 
 class Part(IntEnum):
-    """What the time of a pass is spent on, as layer.hpp numbers it."""
+    """What a pass spends its time on, numbered as in layer.hpp."""
 
     NORM = 0
     LINEAR = 1  # and the activation of an MLP
-    TURN = 2  # queries and keys turned
+    TURN = 2  # rotation of queries and keys
     STORE = 3  # keys and values written
-    ATTENTION = 4  # with the bias, and with the turning that a key frame leaves to attention
+    ATTENTION = 4  # with the bias, and the rotation that a key frame leaves to attention
     RESIDUAL = 5
     EMBEDDING = 6
     HEAD = 7
 
 
-# By what layer.hpp turns queries and keys before keys are stored.
+# layer.hpp's codes for what rotates queries and keys before keys are stored.
 _BY_NOTHING, _BY_OTHERS = 0, 3
 _BY_TABLES = {KeyFrame.ABSOLUTE: 1, KeyFrame.RAW: _BY_NOTHING, KeyFrame.BLOCK: 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Of a layer: all that the one call computes."""
+    """Everything of a layer that the single call computes."""
 
     norms: dict[str, KernelNorm]
     linears: dict[str, PanelLinear]
@@ -69,7 +69,7 @@ class Parts:
 
     @property
     def turned(self) -> int:
-        """By what, as layer.hpp numbers it."""
+        """What rotates queries and keys, numbered as in layer.hpp."""
         rotate = self.attention.kernel_rotate
         if isinstance(rotate, KernelRotate):
             return _BY_TABLES[rotate.key_frame]
@@ -81,7 +81,7 @@ _BLOCKS = (Block, CrossBlock, ParallelBlock, ParallelOneNormBlock)
 
 
 def parts_of(block: nn.Module) -> Parts | None:
-    """None if the one call would not compute just what the block's own parts do."""
+    """None if the single call would not compute exactly what the block's own modules do."""
     if not isinstance(block, Block | ParallelOneNormBlock) or type(block) not in _BLOCKS:
         return None
     attention, mlp = block.attention, block.mlp
@@ -118,9 +118,9 @@ def parts_of(block: nn.Module) -> Parts | None:
 
 
 class KernelLayers(Layers):
-    """Computes what `layers` do; `parts` are theirs.
+    """Computes the same as `layers`, whose parts are `parts`.
 
-    seconds: float64 [Part] that each call adds its times to, or None.
+    seconds: float64 [Part], to which each call adds its times, or None.
     """
 
     def __init__(self, layers: Layers, parts: Sequence[Parts], kernels: Kernels) -> None:
@@ -128,15 +128,15 @@ class KernelLayers(Layers):
         self.seconds: Tensor | None = None
         self._parts = parts
         self._kernels = kernels
-        # Layers that attend alike are of one kind: most models have one or two.
+        # Layers with equal attention are of one kind: most models have one or two.
         specs = [(each.attend.spec, id(each.attention.encoding)) for each in parts]
-        self._kinds = [specs.index(spec) for spec in dict.fromkeys(specs)]  # a layer of each
+        self._kinds = [specs.index(spec) for spec in dict.fromkeys(specs)]  # one layer of each
         self._kind_of = [list(dict.fromkeys(specs)).index(spec) for spec in specs]
         self._attends_type = AttendArguments * len(self._kinds)
         self.turned_by_others = {
             index for index, each in enumerate(parts) if each.turned == _BY_OTHERS
         }
-        # What the kernels are told of each layer, whatever the step.
+        # What the kernels need to know of each layer in every step.
         arguments = [
             _layer_arguments(own, index, kind)
             for index, (own, kind) in enumerate(zip(parts, self._kind_of, strict=True))
@@ -144,7 +144,7 @@ class KernelLayers(Layers):
         self.constants = (LayerArguments * len(parts))(*arguments)
         of_one = self.constants[0]
         attended, self._width = of_one.out.inputs, of_one.down.outputs
-        # Numbers of scratch for each row.
+        # Elements of scratch per row.
         wide = max(of_one.qkv.outputs, of_one.down.inputs)
         self._scratch = 3 * self._width + 2 * attended + wide
 
@@ -170,12 +170,12 @@ class KernelLayers(Layers):
         biases: Sequence[StepBias | None],
         rows: Tensor | None,
     ) -> Tensor:
-        """These layers, whose biases are `biases`."""
+        """Run the layers in `run`, whose biases are `biases`."""
         x = x.contiguous()
         step, (y, *_tensors) = self.arguments(x.dtype, batch, kv, run, biases, rows)
         step.x = x.data_ptr()
         compute = partial(self._kernels.layers, x.dtype, self.constants, run)
-        done = 0  # halves
+        done = 0  # half-layers
         turning = [layer for layer in run if layer in self.turned_by_others]
         if turning:
             qkv = torch.empty(len(x), self.constants[0].qkv.outputs, dtype=x.dtype)
@@ -200,8 +200,8 @@ class KernelLayers(Layers):
         biases: Sequence[StepBias | None],
         rows: Tensor | None,
     ) -> tuple[StepArguments, list[Tensor]]:
-        """What layers with these biases are told of a step, all but `x` and what others turn; and
-        tensors that it points into and nobody else holds, of which the first is y [rows, width]."""
+        """Arguments for layers with these biases, except `x` and rotations made by others; and the
+        tensors to keep alive while these are used, of which the first is y [rows, width]."""
         count = len(batch.tokens)
         kept = count if rows is None else len(rows)
         y = torch.empty(kept, self._width, dtype=dtype)
@@ -228,7 +228,7 @@ class KernelLayers(Layers):
     def _attends(
         self, kv: KVCache, batch: ForwardBatch, run: range, biases: Sequence[StepBias | None]
     ) -> tuple["Array[AttendArguments]", list[Tensor]]:
-        """By kind, for the kinds of these layers; and tensors that nobody else holds."""
+        """By kind, for the kinds of these layers; and tensors to keep alive meanwhile."""
         attends = self._attends_type()
         held: list[Tensor] = []
         first = kv.layer(0)
@@ -243,7 +243,7 @@ class KernelLayers(Layers):
     def _cross(
         self, kv: KVCache, batch: ForwardBatch
     ) -> tuple[AttendArguments | None, tuple[Tensor, ...]]:
-        """As above, of attention to encoded prompts, which is alike in all layers."""
+        """The same for attention to encoded prompts, which is equal in all layers."""
         attend = self._parts[0].cross
         if attend is None:
             return None, ()
@@ -254,7 +254,7 @@ class KernelLayers(Layers):
 def _runs(
     biases: Iterable[StepBias | None],
 ) -> Iterator[tuple[range, Sequence[StepBias | None]]]:
-    """Layers after one another, and their biases, with no more than one dense bias among these."""
+    """Consecutive layers with their biases, such that a run has at most one dense bias."""
     first = 0
     for _, run in groupby(biases, key=lambda bias: isinstance(bias, DenseBias) and id(bias)):
         added = list(run)
@@ -263,7 +263,7 @@ def _runs(
 
 
 def _layer_arguments(parts: Parts, index: int, kind: int) -> LayerArguments:
-    """All but what changes from step to step."""
+    """The arguments that stay the same in every step."""
     arguments = LayerArguments(
         **{name: norm.arguments() for name, norm in parts.norms.items()},
         **{name: each.arguments() for name, each in parts.linears.items()},

@@ -12,12 +12,12 @@
 
 namespace {
 
-// What weights of type T are packed as.
+// The type that weights of type T are packed as.
 template <class T>
 using Packed =
     std::conditional_t<kPairs<T>, Coded,
                        std::conditional_t<kIntegers && std::is_same_v<T, int8_t>, Raised, T>>;
-// As which rows of T meet them: inputs rounded, a pair of them as they are, or one, widened.
+// The type that inputs of type T are multiplied as: rounded groups, unchanged pairs, or widened.
 template <class T, class W>
 using Factor = std::conditional_t<
     kRoundsInputs<W>, Rounded,
@@ -25,7 +25,7 @@ using Factor = std::conditional_t<
 template <class X>
 constexpr int64_t kInputs = std::is_same_v<X, Rounded> ? kGroup : std::is_same_v<X, Pair> ? 2 : 1;
 
-// How often a row of X is multiplied by weights, the zeros after its last input included.
+// Multiplication steps for a row of X, including the zeros after its last input.
 template <class X, class W>
 int64_t steps_of(int64_t inputs) {
   const int64_t padded = kIsCoded<W> ? units_of(inputs) * kUnitInputs : inputs;
@@ -42,20 +42,20 @@ const W *strip_at(const W *packed, int64_t p, int64_t inputs) {
     return packed + p * inputs * kStrip;
 }
 
-// Whether rows' sums go from registers to the outputs.
+// Whether sums go from registers directly to the outputs.
 template <class W>
 constexpr bool kIsDirect = kIsCoded<W> || (kQuadProducts && kRoundsInputs<W>);
 
-// What reads a strip: a pointer, where there are no codes.
+// The reader of a strip: a pointer, unless it is coded.
 template <class W>
 std::enable_if_t<!kIsCoded<W>, const W *> reader_of(const W *strip) {
   return strip;
 }
 
-// Adds ROWS rows times one panel to sum, of which rows are SUM apart, or with NEW puts it there.
-// Number k of row r is x[k * K + r * R]: with K = 0, the rows lie side by side, as [inputs, ROWS].
-// From one input of the panel to the next are STEP numbers. Neither this nor multiply_row is
-// inlined: what surrounds them would change which registers they get.
+// Adds ROWS rows times one panel to sum, whose rows are SUM apart, or with NEW overwrites it.
+// Element k of row r is x[k * K + r * R], or with K = 0 x[k * ROWS + r * R]: rows interleaved as
+// [inputs, ROWS]. Consecutive inputs of the panel are STEP elements apart. Neither this nor
+// multiply_row is inlined: surrounding code would change their register allocation.
 template <int ROWS, int K, int R, int SUM, int STEP, bool NEW, class Real, class W>
 [[gnu::noinline]] void multiply_tile(const Real *x, int64_t inputs, const W *panel, Real *sum) {
   constexpr int kLanes = ::kLanes<Real>, input_step = K ? K : ROWS;
@@ -89,15 +89,14 @@ void multiply(int64_t rows, const Real *x, int64_t inputs, const W *panel, Real 
   multiply_tile<ROWS, K, R, SUM, STEP, NEW>(x, inputs, panel, sum);
 }
 
-// Adds up to ROWS rows, which lie side by side, times so many steps of a strip to sums [rows,
-// kStrip].
+// Adds up to ROWS interleaved rows times `steps` steps of a strip to sums [rows, kStrip].
 template <int ROWS, class X, class W>
 void multiply_strip(int64_t rows, const X *x, int64_t steps, const W *strip, float *sums) {
   for (int64_t j = 0; j < kStrip; j += kPanel<float>)
     multiply<ROWS, 0, 1, kStrip, kStrip>(rows, x, steps, strip + j, sums + j);
 }
 
-// One row times a strip. Every number is summed in the same order as above.
+// One row times a strip. Every element is summed in the same order as above.
 template <class W>
 [[gnu::noinline]] void multiply_row(const float *x, int64_t inputs, const W *strip, float *sum) {
   constexpr int kLanes = ::kLanes<float>, kPanel = ::kPanel<float>, kPanels = kStrip / kPanel;
@@ -116,8 +115,8 @@ template <class W>
   }
 }
 
-// x [rows, stride], `inputs` of each → tile [inputs, rows], of at most kRows rows. Writes up to a
-// vector more.
+// x [rows, stride], `inputs` of each → tile [inputs, rows], for at most kRows rows. Writes up to one
+// vector past the end.
 template <class T>
 void fill_tile(const T *x, int64_t stride, int64_t inputs, int64_t rows, float *tile) {
   constexpr int64_t kLanes = ::kLanes<float>;
@@ -140,7 +139,7 @@ void fill_row(const T *x, int64_t inputs, float *row) {
   for (int64_t k = 0; k < inputs; ++k) row[k] = widen(x[k]);
 }
 
-// Of 8-bit weights, whose widening costs too much to be repeated for every tile of rows.
+// For 8-bit weights, whose widening costs too much to be repeated for every tile of rows.
 inline void widen_strip(const int8_t *strip, int64_t inputs, float *widened) {
   constexpr int64_t kLanes = ::kLanes<float>, kPanel = 2 * kLanes;
   for (int64_t i = 0; i < inputs * kStrip; i += kPanel) {
@@ -152,7 +151,7 @@ inline void widen_strip(const int8_t *strip, int64_t inputs, float *widened) {
   }
 }
 
-// Adds up to kTile rows, which lie side by side, times a piece of a strip to their sums.
+// Adds up to kTile interleaved rows times a piece of a strip to their sums.
 template <class W, class X, class Reader, class T>
 void add_piece(int64_t rows, const X *x, int64_t steps, const Reader &weights,
                const Sums<T> &sums) {
@@ -166,7 +165,7 @@ void add_piece(int64_t rows, const X *x, int64_t steps, const Reader &weights,
   if (sums.last) sums.outputs.finish(sums.strip, sums.row, rows, sums.kept);
 }
 
-// One row. Every thread widens it for itself, which takes less than waiting for another.
+// One row. Every thread widens it itself, which takes less time than waiting for another thread.
 template <class T, class W>
 void linear_row(Team &team, const T *x, const W *packed, int64_t inputs,
                 const Outputs<T> &outputs) {
@@ -194,8 +193,8 @@ void linear_row(Team &team, const T *x, const W *packed, int64_t inputs,
 
 constexpr int64_t kChunk = 4 * kRows;  // rows per pass over the weights, at most
 
-// Rows x [rows, inputs] of T as weights of W meet them: in tiles of nearly one size, one after
-// another, each [steps, rows of the tile], so that it is read as one stream.
+// Rows x [rows, inputs] of T in the form that weights of W are multiplied with: consecutive tiles of
+// nearly equal size, each [steps, rows of the tile], so that it is read as one stream.
 template <class T, class W>
 class Tiles {
  public:
@@ -209,12 +208,12 @@ class Tiles {
         tile_rows_((rows + count_ - 1) / count_),
         steps_(steps_of<X, W>(inputs)) {}
 
-  int64_t tile_rows() const { return tile_rows_; }  // of all but the last one
+  int64_t tile_rows() const { return tile_rows_; }  // of all tiles but the last
   int64_t steps() const { return steps_; }
   std::unique_ptr<X[]> room() const { return std::unique_ptr<X[]>(new X[count_ * size()]); }
 
   void fill(Team &team, X *to) const {
-    // Inputs that one thread fills a tile with: rounding takes long enough to be shared.
+    // Inputs per task: rounding takes long enough to be split between threads.
     const int64_t part = kRoundsInputs<W> ? kGroup : inputs_, parts = (inputs_ + part - 1) / part;
     team.share(count_ * parts, [&](int64_t i) {
       const int64_t row = i / parts * tile_rows_, count = std::min(tile_rows_, rows_ - row);
@@ -227,7 +226,7 @@ class Tiles {
     });
   }
 
-  // Of the tile that begins with a row.
+  // Offset of the tile that begins with `row`.
   int64_t place(int64_t row) const { return row / tile_rows_ * size(); }
 
  private:
@@ -237,21 +236,21 @@ class Tiles {
   const int64_t rows_, inputs_, count_, tile_rows_, steps_;
 };
 
-// Several rows, whose strips the threads share.
+// Several rows; the threads share the strips.
 template <class T, class W>
 void linear_rows(Team &team, const T *x, const W *packed, int64_t rows, int64_t inputs,
                  const Outputs<T> &outputs) {
   typedef Factor<T, W> X;
   constexpr int64_t kStep = kRoundsInputs<W> ? kGroupBytes<W> : kInputs<X> * kStrip;
-  // Steps that all tiles meet before those that follow: what the first cache holds, or the second,
-  // which is fast enough for what has to be unpacked.
+  // Steps processed for all tiles before the next ones: weights that fit the first-level cache, or
+  // the second, which is fast enough where they have to be unpacked.
   constexpr int64_t kDepth = kIsCoded<W> ? 768 : kPiece / kStep / int64_t(sizeof(W));
-  constexpr int64_t kWidened = std::is_same_v<W, int8_t> ? 64 : 0;  // steps that tiles share
+  constexpr int64_t kWidened = std::is_same_v<W, int8_t> ? 64 : 0;  // steps widened once for all tiles
   const Tiles<T, W> tiles(x, rows, inputs);
   const int64_t steps = tiles.steps(), tile_rows = tiles.tile_rows();
   const int64_t chunk_size = kChunk / kRows * tile_rows;
-  // Of few rows each thread fills tiles for itself: what another one has filled would have to come
-  // from its cache.
+  // For few rows each thread fills tiles of its own: shared ones would have to come from another
+  // thread's cache.
   const bool apart = rows <= kChunk;
   const std::unique_ptr<X[]> shared = apart ? nullptr : tiles.room();
   if (!apart) tiles.fill(team, shared.get());
@@ -264,7 +263,7 @@ void linear_rows(Team &team, const T *x, const W *packed, int64_t rows, int64_t 
     alignas(64) float widened[kWidened * kStep + 1];
     for (int64_t chunk = 0; chunk < rows; chunk += chunk_size) {
       const int64_t chunk_rows = std::min(chunk_size, rows - chunk);
-      // Adds so many steps of strip p, the k-th and on, to the sums of all of the chunk's rows.
+      // Adds `depth` steps of strip p, from the k-th on, to the sums of all rows of the chunk.
       const auto add = [&](int64_t p, const auto &weights, int64_t k, int64_t depth) {
         for (int64_t m = 0; m < chunk_rows; m += tile_rows) {
           const int64_t count = std::min(tile_rows, chunk_rows - m);
@@ -294,9 +293,9 @@ void linear_rows(Team &team, const T *x, const W *packed, int64_t rows, int64_t 
   });
 }
 
-// act(team, first, count, thread): of all rows by the whole team; or, where there are enough of
-// them, of some at a time by each thread alone. What a part of `act` then leaves for the next one,
-// of kChunk rows at most, stays in the thread's own cache.
+// Calls act(team, first, count, thread) for all rows with the whole team; or, where there are enough
+// rows, for some at a time with each thread alone. What one part of `act` leaves for the next, kChunk
+// rows at most, then stays in the thread's own cache.
 template <class Act>
 void by_rows(Team &team, int64_t rows, const Act &act) {
   const int64_t each = team.size() * kChunk;
@@ -326,8 +325,8 @@ extern "C" struct LinearArguments {
   const float *scale;  // of 8-bit weights, or null
   const float *bias;   // or null
   int64_t inputs, outputs;
-  int64_t bits;  // of a weight: 4, 8, or 0 where they are of the inputs' type
-  int64_t gated, activation;  // of the outputs, as Outputs has it
+  int64_t bits;  // per weight: 4, 8, or 0 where they are of the inputs' type
+  int64_t gated, activation;  // as in Outputs
 };
 
 template <class T>
@@ -336,7 +335,7 @@ void linear(Team &team, const LinearArguments &a, const T *x, T *y, int64_t rows
   const auto by = [&](auto *packed) { linear(team, x, packed, rows, a.inputs, outputs); };
   const auto by_form = [&](auto *packed) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(packed)>> W;
-    if constexpr (!std::is_same_v<W, int8_t>)  // those are widened from the first cache
+    if constexpr (!std::is_same_v<W, int8_t>)  // those are widened from the first-level cache
       if (rows <= kReading) return by(reinterpret_cast<const Once<W> *>(packed));
     by(packed);
   };

@@ -189,7 +189,7 @@ class TritonRotate(RotateByTables):
             TILE=self.HEADS_AT_ONCE,
             TURNED=_power_of_2(pairs),
             REST=_power_of_2(head_dim - 2 * pairs),
-            enable_fp_fusion=False,  # products are rounded separately, as in torch, for identical bits
+            enable_fp_fusion=False,  # rounds products separately, as torch does
         )
         return turned_q, turned_k
 

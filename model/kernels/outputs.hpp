@@ -1,4 +1,4 @@
-// Where a linear layer's sums go.
+// How a linear layer's sums become its outputs.
 
 #pragma once
 
@@ -9,10 +9,10 @@
 
 namespace {
 
-// What is done to a linear layer's outputs.
+// What is applied to a linear layer's outputs.
 enum Activation : int64_t { kNoActivation, kSilu, kGelu, kGeluTanh, kRelu };
 
-// e^x as exactly as numbers that are stored as T need it.
+// e^x, with the precision that values stored as T need.
 template <class T>
 inline Vec<float> exponential_for(Vec<float> x) {
 #if defined(__AVX512BF16__)
@@ -29,8 +29,8 @@ inline Vec<float> silu(Vec<float> x) {
   return x / (1.0f + exponential_for<T>(-x));
 }
 
-// x times what a normal distribution has below it. Above |x| that is, to 1e-7, a polynomial times
-// e^(-x^2 / 2) (Abramowitz and Stegun, 7.1.26).
+// x times the standard normal distribution function. Its tail above |x| is, to 1e-7, a polynomial
+// times e^(-x^2 / 2) (Abramowitz and Stegun, 7.1.26).
 template <class T>
 inline Vec<float> gelu(Vec<float> x) {
   const Vec<float> z = (x < 0 ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
@@ -42,7 +42,7 @@ inline Vec<float> gelu(Vec<float> x) {
   return x * (x < 0 ? above : 1.0f - above);
 }
 
-// tanh in place of that distribution: 1 + tanh(u) = 2 / (1 + e^(-2u)).
+// The same with the tanh approximation: 1 + tanh(u) = 2 / (1 + e^(-2u)).
 template <class T>
 inline Vec<float> gelu_tanh(Vec<float> x) {
   const Vec<float> u = x * (x * x * 0.044715f + 1.0f) * 0.79788456f, v = -2.0f * u;
@@ -64,7 +64,7 @@ inline Vec<float> activated(Vec<float> x, int64_t activation) {
   return x;
 }
 
-// One vector of numbers, narrowed.
+// One vector, converted to the type of `to`.
 inline void store_as(Vec<float> x, float *to) { store(x, to); }
 inline void store_as(Vec<float> x, bf16 *to) {
 #if defined(__AVX512BF16__)
@@ -87,8 +87,8 @@ inline void store_two_as(Vec<float> left, Vec<float> right, bf16 *to) {
 #endif
 }
 
-// y, of sums times a scale of each output's weights and with a bias, if there are any, activated.
-// Gated: a strip's first half are gates, which are activated and multiplied by the second half.
+// y: sums times each output's scale, plus its bias, where there are any; then activated. Gated: the
+// first half of a strip are gates, which are activated and multiplied by the second half.
 template <class T>
 struct Outputs {
   const float *scale, *bias;  // [strips, kStrip] of a gated layer, [width] of others; or null
@@ -100,7 +100,7 @@ struct Outputs {
   int64_t of_strip() const { return gated ? kStrip / 2 : kStrip; }
   int64_t strips() const { return (width + of_strip() - 1) / of_strip(); }
   bool whole(int64_t strip) const { return (strip + 1) * of_strip() <= width; }
-  // As they are summed up, but for scale and bias.
+  // Whether outputs are the sums, but for scale and bias.
   bool plain() const { return !gated && activation == kNoActivation; }
   Outputs from(int64_t row) const {
     Outputs later = *this;
@@ -109,7 +109,7 @@ struct Outputs {
   }
   T *place(int64_t strip, int64_t row) const { return y + row * width + strip * of_strip(); }
 
-  // Of rows from number `first` on, a strip that is whole and plain, where it is two vectors.
+  // Stores a strip for rows from `first` on: whole and plain, and two vectors wide.
   template <int ROWS>
   void put(int64_t strip, int64_t first, const Vec<float> (&left)[ROWS],
            const Vec<float> (&right)[ROWS]) const {
@@ -131,7 +131,7 @@ struct Outputs {
                    to + r * step);
   }
 
-  // Of rows from number `first` on, any strip: sums [rows, kStrip], which are overwritten.
+  // Stores any strip for rows from `first` on: sums [rows, kStrip], which are overwritten.
   void finish(int64_t strip, int64_t first, int64_t rows, float *sums) const {
     const int64_t columns = std::min(of_strip(), width - strip * of_strip());
     for (int64_t r = first; r < first + rows; ++r, sums += kStrip) {
@@ -163,15 +163,15 @@ struct Outputs {
   }
 };
 
-// Some rows' sums of a strip, whose weights come piece by piece.
+// Sums of some rows for a strip, whose weights come piece by piece.
 template <class T>
 struct Sums {
   const Outputs<T> &outputs;
   int64_t strip, row;  // the first of the rows
-  bool first, last;    // of the pieces
-  float *kept;         // from piece to piece: [rows, kStrip]
+  bool first, last;    // whether the piece is the first, the last one
+  float *kept;         // between pieces: [rows, kStrip]
 
-  // Whether they go to the outputs from registers.
+  // Whether sums go from registers directly to the outputs.
   bool direct() const { return last && outputs.whole(strip) && outputs.plain(); }
 
   template <int ROWS>

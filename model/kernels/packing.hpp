@@ -9,8 +9,8 @@
 
 namespace {
 
-// Strip p of weight [outputs, inputs], as [padded, kStrip]; what is past the last output or input
-// is zero. The columns of a panel lie as load_two finds them.
+// Strip p of weight [outputs, inputs], as [inputs, kStrip]; columns past the last output are zero.
+// A panel's columns are in the order that load_two expects.
 template <class T>
 void pack_strip(const T *weight, int64_t p, int64_t outputs, int64_t inputs, T *strip) {
   constexpr int64_t kPanel = ::kPanel<float>;
@@ -22,7 +22,7 @@ void pack_strip(const T *weight, int64_t p, int64_t outputs, int64_t inputs, T *
     }
 }
 
-// packed [strips, inputs, kStrip], or null to ask how many bytes it takes.
+// packed: [strips, inputs, kStrip], or null. Returns its size in bytes.
 template <class T>
 int64_t pack(Team &team, const T *weight, T *packed, int64_t outputs, int64_t inputs) {
   const int64_t strips = strips_of(outputs), size = inputs * kStrip;
