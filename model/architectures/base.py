@@ -1,7 +1,7 @@
-"""What an architecture must say: its shape, read from either format, and where its weights are.
+"""What an architecture defines: its config, read from either format, and where its weights are.
 
-Each file in this folder that defines an `Architecture` with a model_type adds one; the folder
-is listed, so nothing else needs an edit. Knows descriptions and names, never a weight's value.
+Each file in this folder that defines an `Architecture` with a model_type adds one; the folder is
+scanned, so nothing else needs an edit. Knows descriptions and names, never a weight's value.
 """
 
 import importlib
@@ -20,11 +20,11 @@ from model.weights.base import CheckpointError, WeightFile, shown
 
 
 class Architecture(ABC):
-    """One family of checkpoints. All methods raise CheckpointError for what they cannot honour."""
+    """One family of checkpoints. All methods raise CheckpointError for what they cannot support."""
 
     model_type: str  # of config.json
-    gguf_name: str | None = None  # general.architecture; None when the format has none for it
-    # Names of stored tensors that follow from the config, so that they may be left unread.
+    gguf_name: str | None = None  # general.architecture; None when GGUF does not have the family
+    # Names of stored tensors that follow from the config, and so may be ignored.
     derived: ClassVar[re.Pattern[str]] = re.compile("(?!)")
 
     @abstractmethod
@@ -32,24 +32,24 @@ class Architecture(ABC):
         """Read a config.json."""
 
     def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
-        """Read GGUF metadata. Families without a gguf_name are never asked."""
+        """Read GGUF metadata. Never called for families without a gguf_name."""
         raise NotImplementedError
 
     @abstractmethod
     def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> Parameters:
-        """Where safetensors hold the decoder's parameters.
+        """Where the safetensors files hold the decoder's parameters.
 
-        names: of the stored tensors, for families that were published under two prefixes.
+        names: those of the stored tensors, for families published under two prefixes.
         """
 
     def parameters_in_gguf(self, config: ModelConfig) -> Parameters:
-        """Where GGUF holds the decoder's parameters. Families without a gguf_name: never asked."""
+        """Where GGUF holds the decoder's parameters. Never called without a gguf_name."""
         raise NotImplementedError
 
     def copies(self, config: ModelConfig, names: frozenset[str]) -> dict[str, str]:
-        """Tensors that may be there if they equal another: {copy: original}.
+        """Tensors that may be stored if they equal another: {copy: original}.
 
-        names: of the stored tensors.
+        names: those of the stored tensors.
         """
         return {}
 

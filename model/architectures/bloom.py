@@ -8,7 +8,7 @@ from model.architectures.fields import Fields
 from model.architectures.plain import PlainDecoder, plain_config, tied
 from model.config import EncodingSpec, ModelConfig
 
-TRAINED_CONTEXT = 2048  # of all that are published; newer files leave it out
+TRAINED_CONTEXT = 2048  # of all published models; newer files leave it out
 
 
 class Bloom(PlainDecoder):
@@ -61,7 +61,7 @@ class Bloom(PlainDecoder):
 
 
 def _either(fields: Fields, name: str, older: str, limit: int) -> int:
-    """A number that published files have under an older name."""
+    """A number that some published files have under an older name."""
     first, second = fields.optional_integer(name, limit), fields.optional_integer(older, limit)
     if first is not None and second is not None and first != second:
         raise fields.error(f"{name} is {first}, but {older} is {second}")

@@ -1,4 +1,4 @@
-"""What the reading of every architecture's description shares. Knows no particular one."""
+"""What all architectures share in reading descriptions. Knows no particular one."""
 
 import re
 
@@ -15,7 +15,7 @@ MAX_FFN_WIDTH = 1 << 20
 MAX_VOCAB = 1 << 22
 MAX_CONTEXT = 1 << 22
 
-# Of config.json: training, bookkeeping and generation defaults. None changes the logits.
+# In config.json: training, bookkeeping and generation defaults. None changes the logits.
 HARMLESS = """
     _attn_implementation_autoset _name_or_path attention_dropout bad_words_ids
     begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
@@ -29,7 +29,7 @@ HARMLESS = """
     tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
     transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
 """
-# Of GGUF metadata: about the file or the tokenizer; the model's own keys start with its name.
+# In GGUF metadata: keys of the file or tokenizer; the model's own start with its name.
 GGUF_OTHERS = re.compile(r"(general|tokenizer|quantize|split)\.")
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -45,10 +45,10 @@ ACTIVATIONS: dict[str, Activation] = {
 def refuse_foreign(
     fields: Fields, model_type: str, model_class: str, adopted: str | None = None
 ) -> None:
-    """Heads other than the language model's, code of their own, quantised weights.
+    """Refuse heads other than the language model's, custom code, and quantised weights.
 
-    adopted: the family's original code ("modeling_x.XForCausalLM"), which transformers has taken
-    over since. Checkpoints still name it or its class; that changes nothing, and it is never run.
+    adopted: the family's original code ("modeling_x.XForCausalLM"), since integrated into
+    transformers. Checkpoints may still name it or its class; it is never run.
     """
     classes = fields.texts("architectures")
     served = {model_class} if adopted is None else {model_class, adopted.split(".")[-1]}
@@ -66,7 +66,7 @@ def refuse_foreign(
 
 
 def activation(fields: Fields, key: str, default: str) -> Activation:
-    """Of the feed-forward part, by transformers' name for it."""
+    """The activation of the feed-forward part, by transformers' name for it."""
     name = fields.text(key) or default
     if name not in ACTIVATIONS:
         raise fields.error(f"{key} {shown(name)} is not supported")
@@ -74,13 +74,13 @@ def activation(fields: Fields, key: str, default: str) -> Activation:
 
 
 def refuse_split(fields: Fields) -> None:
-    """One of several GGUF files."""
+    """Refuse one of several GGUF files."""
     if fields.get("split.count") not in (None, 0, 1):
         raise fields.error("it is one of several files of a split model, so merge them first")
 
 
 def vocab_size_of_gguf(fields: Fields, own: str, weights: WeightFile) -> int:
-    """Rows of the embedding: the metadata may leave them out, but must not contradict them."""
+    """Rows of the embedding: the metadata may omit their number, but must not contradict it."""
     name = "token_embd.weight"
     if name not in weights.names():
         raise fields.error(f"tensor {name} is missing")

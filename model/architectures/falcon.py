@@ -1,4 +1,4 @@
-"""Falcon-RW: the Falcons with ALiBi. Those that rotate have other shapes and are refused."""
+"""Falcon-RW: the Falcon models with ALiBi. Those with RoPE have other shapes and are refused."""
 
 from model.architectures import stored
 from model.architectures.common import (
@@ -23,12 +23,12 @@ FALCON_RW = {
 
 
 class Falcon(PlainDecoder):
-    model_type = "falcon"  # no gguf_name: what GGUF calls a falcon rotates
+    model_type = "falcon"  # no gguf_name: in GGUF a falcon has RoPE
     model_class = "FalconForCausalLM"
     adopted = "modeling_falcon.FalconForCausalLM"
     prefix = "transformer."
     fused_by_head = True
-    # What only those that rotate read, and older names beside the newer.
+    # Read only by models with RoPE, or older names besides the newer ones.
     harmless = """
         apply_residual_connection_post_layernorm hidden_dropout num_kv_heads
         num_ln_in_parallel_attn rope_parameters rope_theta

@@ -9,7 +9,7 @@ from model.weights.base import CheckpointError, shown
 
 
 class Fields:
-    """Named values of one file. What nobody read must be harmless, or `finish` refuses it."""
+    """Named values of one file. What was not read must be harmless, or `finish` refuses it."""
 
     def __init__(self, where: str, values: Mapping[str, object]) -> None:
         self.where = where
@@ -103,7 +103,7 @@ class Fields:
     def finish(self, harmless: Iterable[str] = ()) -> None:
         """Refuse what was not read, is not known to be harmless, and is not switched off.
 
-        Somebody added it because it changes something; ignoring it gives wrong answers.
+        It was put there because it changes something; ignoring it would give wrong answers.
         """
         for key in sorted(self._values.keys() - self._read - set(harmless)):
             value = self._values[key]

@@ -1,6 +1,6 @@
 """What Llama and its relatives share: RMSNorm, rotary positions, grouped queries, gated MLP.
 
-Reads their descriptions in both formats. An architecture's own file says only what differs.
+Reads their descriptions in both formats. An architecture's own file states only the differences.
 """
 
 import re
@@ -36,14 +36,14 @@ class GatedDecoder(Architecture):
     names: stored.Names = stored.HUGGING_FACE
     gguf_names: stored.Names = stored.GGUF
     qk_norm: bool = False
-    gguf_pairs: bool = False  # q and k rows of GGUF hold turning coordinates side by side
-    harmless: ClassVar[frozenset[str]] = frozenset()  # more of config.json that changes no logits
-    adopted: str | None = None  # the family's own code, which transformers has taken over
+    gguf_pairs: bool = False  # q and k rows of GGUF are permuted: rotated pairs are adjacent
+    harmless: ClassVar[frozenset[str]] = frozenset()  # further keys of config.json that do not change logits
+    adopted: str | None = None  # the family's own code, since integrated into transformers
     rope_kinds: ClassVar[Mapping[str, str]] = rotation.KINDS
     derived = re.compile("|".join([rotation.TABLE, *map(re.escape, rotation_gguf.ROPE_TENSORS)]))
 
     def head_dim(self, fields: Fields) -> int | None:
-        """From config.json; None: width / heads."""
+        """From config.json; None means width / heads."""
         return fields.optional_integer("head_dim", MAX_HEAD_DIM)
 
     def kv_heads(self, fields: Fields, heads: int) -> int:
@@ -55,7 +55,7 @@ class GatedDecoder(Architecture):
         return False, False, False
 
     def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
-        """Per layer, how many keys a query sees, from config.json."""
+        """Per layer, how many keys a query attends to, from config.json."""
         return (None,) * layers
 
     def windows_in_gguf(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
@@ -67,7 +67,7 @@ class GatedDecoder(Architecture):
         return None
 
     def turning_layers_in_gguf(self, layers: int) -> Sequence[int] | None:
-        """The same where GGUF, whose metadata never say so, has another convention."""
+        """The same for GGUF, whose metadata never state it; override for another convention."""
         return None
 
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
@@ -98,7 +98,7 @@ class GatedDecoder(Architecture):
                 layers=self.turning_layers(fields, layers),
             ),
             windows=self.windows(fields, layers),
-            # Files of some versions leave the key out; then what is stored decides.
+            # Files of some versions leave the key out; then the stored tensors decide.
             tied_embeddings="lm_head.weight" not in weights.names() if tied is None else tied,
             qkv_bias=qkv_bias,
             out_bias=out_bias,
@@ -115,7 +115,7 @@ class GatedDecoder(Architecture):
         width = fields.integer(own + "embedding_length", MAX_WIDTH)
         layers = fields.integer(own + "block_count", MAX_LAYERS)
         heads = fields.integer(own + "attention.head_count", MAX_HEADS)
-        # Absent keys have a meaning in this format: as many, as wide, turning throughout.
+        # In this format absent keys have meanings: as many, as wide, all coordinates rotated.
         kv_heads = fields.optional_integer(own + "attention.head_count_kv", heads) or heads
         head_dim = fields.optional_integer(own + "attention.key_length", MAX_HEAD_DIM)
         head_dim = _head_dim(fields, head_dim, width, heads, kv_heads)
@@ -143,7 +143,7 @@ class GatedDecoder(Architecture):
             ),
             windows=self.windows_in_gguf(fields, layers),
             tied_embeddings="output.weight" not in names,
-            # The format says nothing about biases, so the tensors do.
+            # The metadata say nothing about biases, so the tensors decide.
             qkv_bias="blk.0.attn_q.bias" in names,
             out_bias="blk.0.attn_output.bias" in names,
             mlp_bias="blk.0.ffn_down.bias" in names,
@@ -171,15 +171,15 @@ class GatedDecoder(Architecture):
 
 
 def windows_by_layer(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """use_sliding_window, sliding_window, and layer_types or max_window_layers, as Qwen has them.
+    """use_sliding_window, sliding_window, and layer_types or max_window_layers, as in Qwen.
 
-    Older files give max_window_layers, the number of leading layers that see everything.
+    Older files give max_window_layers, the number of leading layers with full attention.
     """
     window = fields.optional_integer("sliding_window", MAX_CONTEXT)
     first = fields.optional_integer("max_window_layers", 1 << 30)
     types = fields.texts("layer_types")
     if fields.flag("use_sliding_window"):
-        fields.require("sliding_window")  # published classes differ in what they take it for
+        fields.require("sliding_window")  # published classes differ in their default
     else:
         window = None
     if types is None:

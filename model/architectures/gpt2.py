@@ -25,7 +25,7 @@ class GPT2(PlainDecoder):
     prefix = "transformer."
     transposed = True
     derived = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")  # masks
-    # reorder_and_upcast_attn changes the order of rounding only.
+    # reorder_and_upcast_attn only changes the order of rounding.
     harmless = """
         attn_pdrop embd_pdrop n_ctx reorder_and_upcast_attn resid_pdrop summary_activation
         summary_first_dropout summary_proj_to_labels summary_type summary_use_proj

@@ -123,8 +123,8 @@ class FewQueries : Attending<Real, S, 32> {
             piece.half == kLater ? split : start, split, end};
   }
 
-  // Processes the keys that the piece's queries see. Along with the last ones, the first keys of the
-  // next piece, if there is one, are prefetched.
+  // Processes the keys that the piece's queries see. Along with the last ones, the first keys of
+  // the next piece, if there is one, are prefetched.
   __attribute__((noinline)) void sweep(const Piece *next_piece) {
     const Way way = way_of(piece_);
     const bool fetched = fetched_;

@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int64_t kManyKeys = 192;  // per chunk: with fewer, finding the largest scores takes more of the time
+constexpr int64_t kManyKeys = 192;  // per chunk: fewer cost more for largest scores
 
 // For one key/value head, in tiles of kRows queries. Keys: WidenedKeys, or PairedKeys where keys
 // are not rotated here. Values: WidenedValues or PairedValues.

@@ -25,8 +25,8 @@ struct WidenedKeys {
       for (int64_t d = 0; d < dim; ++d) tile[d * queries + r] = rows[r * dim + d];
   }
 
-  // At most kLanes keys, key(0) and following, become columns of a panel [dim, kPanel]; columns past
-  // the last key are zero, as they must not be NaN.
+  // At most kLanes keys, key(0) and following, become columns of a panel [dim, kPanel]; columns
+  // past the last key are zero, as they must not be NaN.
   template <class Key>
   static void fill_columns(Key key, int64_t count, int64_t dim, Real *to) {
     int64_t d = 0;
@@ -141,8 +141,8 @@ struct PairedValues {
     }
   }
 
-  // Computes e^(x - base), to a relative error of 1e-5, and stores it as bfloat16 from the start of x
-  // on; returns the sum of these, lane by lane.
+  // Computes e^(x - base), to a relative error of 1e-5, and stores it as bfloat16 from the start of
+  // x on; returns the sum of these, lane by lane.
   static Vec<float> exponentials(float *x, int64_t count, float base) {
     const __m512i ones = _mm512_set1_epi32(0x3f803f80);
     Vec<float> sum{};

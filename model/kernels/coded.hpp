@@ -1,9 +1,9 @@
-// A lossless code for bfloat16 weights, of 12 bits each, for processors that multiply bfloat16: with
-// few rows, these wait for memory.
+// A lossless code for bfloat16 weights, of 12 bits each, for processors that multiply bfloat16:
+// with few rows, these wait for memory.
 //
-// The upper byte of a weight is its sign and most of its exponent. Weights of a strip are so similar
-// in size that 16 upper bytes cover nearly all of them: a weight's code, of four bits, says which of
-// these it has. Any other upper byte is in a list of the strip's exceptions.
+// The upper byte of a weight is its sign and most of its exponent. Weights of a strip are so
+// similar in size that 16 upper bytes cover nearly all of them: a weight's code, of four bits, says
+// which of these it has. Any other upper byte is in a list of the strip's exceptions.
 
 #pragma once
 
@@ -217,8 +217,8 @@ std::enable_if_t<kIsCoded<W>, Units<W>> reader_of(const W *strip) {
 // Up to this many rows, weights are multiplied as fast as memory delivers them.
 constexpr int kWaiting = kRows / 3;
 
-// Adds ROWS rows times a piece of a strip to their sums, in the order of multiply_tile. Element k of
-// row r is x[k * ROWS + r].
+// Adds ROWS rows times a piece of a strip to their sums, in the order of multiply_tile. Element k
+// of row r is x[k * ROWS + r].
 template <int ROWS, class W, class T>
 [[gnu::noinline]] void multiply_units(const Pair *x, int64_t steps, Units<W> units,
                                       const Sums<T> &sums) {

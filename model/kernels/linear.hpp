@@ -115,8 +115,8 @@ template <class W>
   }
 }
 
-// x [rows, stride], `inputs` of each → tile [inputs, rows], for at most kRows rows. Writes up to one
-// vector past the end.
+// x [rows, stride], `inputs` of each → tile [inputs, rows], for at most kRows rows. Writes up to
+// one vector past the end.
 template <class T>
 void fill_tile(const T *x, int64_t stride, int64_t inputs, int64_t rows, float *tile) {
   constexpr int64_t kLanes = ::kLanes<float>;
@@ -193,8 +193,8 @@ void linear_row(Team &team, const T *x, const W *packed, int64_t inputs,
 
 constexpr int64_t kChunk = 4 * kRows;  // rows per pass over the weights, at most
 
-// Rows x [rows, inputs] of T in the form that weights of W are multiplied with: consecutive tiles of
-// nearly equal size, each [steps, rows of the tile], so that it is read as one stream.
+// Rows x [rows, inputs] of T in the form that weights of W are multiplied with: consecutive tiles
+// of nearly equal size, each [steps, rows of the tile], so that it is read as one stream.
 template <class T, class W>
 class Tiles {
  public:
@@ -245,7 +245,7 @@ void linear_rows(Team &team, const T *x, const W *packed, int64_t rows, int64_t 
   // Steps processed for all tiles before the next ones: weights that fit the first-level cache, or
   // the second, which is fast enough where they have to be unpacked.
   constexpr int64_t kDepth = kIsCoded<W> ? 768 : kPiece / kStep / int64_t(sizeof(W));
-  constexpr int64_t kWidened = std::is_same_v<W, int8_t> ? 64 : 0;  // steps widened once for all tiles
+  constexpr int64_t kWidened = std::is_same_v<W, int8_t> ? 64 : 0;  // widened once for all tiles
   const Tiles<T, W> tiles(x, rows, inputs);
   const int64_t steps = tiles.steps(), tile_rows = tiles.tile_rows();
   const int64_t chunk_size = kChunk / kRows * tile_rows;
@@ -293,9 +293,9 @@ void linear_rows(Team &team, const T *x, const W *packed, int64_t rows, int64_t 
   });
 }
 
-// Calls act(team, first, count, thread) for all rows with the whole team; or, where there are enough
-// rows, for some at a time with each thread alone. What one part of `act` leaves for the next, kChunk
-// rows at most, then stays in the thread's own cache.
+// Calls act(team, first, count, thread) for all rows with the whole team; or, where there are
+// enough rows, for some at a time with each thread alone. What one part of `act` leaves for the
+// next, kChunk rows at most, then stays in the thread's own cache.
 template <class Act>
 void by_rows(Team &team, int64_t rows, const Act &act) {
   const int64_t each = team.size() * kChunk;

@@ -1,4 +1,4 @@
-// Products of bfloat16 as they are, two at a time, where the processor has that.
+// Products of unconverted bfloat16, two at a time, where the processor supports that.
 
 #pragma once
 
@@ -18,7 +18,7 @@ struct [[gnu::may_alias]] Pair {
 template <class T>
 constexpr bool kPairs = std::is_same_v<T, bf16>;
 
-// The first numbers, then the second ones, rounded as `narrow` does; what is subnormal becomes 0.
+// `first` followed by `second`, rounded as by `narrow`, except that subnormals become 0.
 inline __m512i narrowed(Vec<float> first, Vec<float> second) {
   return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
 }
@@ -27,15 +27,14 @@ void store_narrowed(Vec<float> first, Vec<float> second, To *to) {
   _mm512_storeu_si512(to, narrowed(first, second));
 }
 
-// sum + a · b of the pairs in each lane, in float32. Numbers too small for float32's exponent
-// count as zero.
+// sum + a · b over the pairs in each lane, in float32. Subnormals count as zero.
 inline Vec<float> plus_pairs(Vec<float> sum, __m512i weights, Pair x) {
   const __m512i both = _mm512_set1_epi32(int(x.bits));
   return (Vec<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)both);
 }
 
-// 2^x to 3e-6 of it, for what is rounded to bfloat16: a polynomial on [-1/2, 1/2] times a power of
-// two. 0 where it would be subnormal; NaN stays NaN.
+// 2^x to a relative error of 3e-6, for results rounded to bfloat16: a polynomial on [-1/2, 1/2]
+// times a power of two. 0 where it would be subnormal; NaN stays NaN.
 inline Vec<float> coarse_power_of_2(Vec<float> x) {
   const Vec<float> n = (Vec<float>)_mm512_roundscale_ps((__m512)x, 0);
   const Vec<float> r = x - n;
@@ -47,8 +46,8 @@ inline Vec<float> coarse_power_of_2(Vec<float> x) {
   return (Vec<float>)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)n);
 }
 
-// row(0) and on, kLanes at most, of `inputs` each, become columns of a panel [steps, kPanel, 2];
-// past the last row and the last input is zero.
+// At most kLanes rows, row(0) and following, of `inputs` each, become columns of a panel [steps,
+// kPanel, 2]; past the last row and the last input it is zero.
 template <class Row>
 void pair_columns(Row row, int64_t count, int64_t inputs, bf16 *to) {
   constexpr int64_t kLanes = ::kLanes<float>, kPanel = ::kPanel<float>;
@@ -70,13 +69,13 @@ void pair_columns(Row row, int64_t count, int64_t inputs, bf16 *to) {
         to[k * kPanel + 2 * n + i] = n < count && k + i < inputs ? row(n)[k + i] : bf16{};
 }
 
-// The weights of one step: pairs of the first half of a panel's columns, and of the second.
+// The weights of one step: pairs for the first half of a panel's columns, and for the second.
 inline void load_pairs(const bf16 *weights, __m512i &left, __m512i &right) {
   left = _mm512_loadu_si512(weights);
   right = _mm512_loadu_si512(weights + 2 * kLanes<float>);
 }
 
-// As the functions of linear.hpp that have the same names, with pairs for inputs.
+// Like the functions of the same names in linear.hpp, with pairs as inputs.
 template <int ROWS, int K, int R, int SUM, int STEP, bool NEW, class W>
 [[gnu::noinline]] void multiply_tile(const Pair *x, int64_t steps, const W *panel, float *sum) {
   constexpr int kLanes = ::kLanes<float>, pair_step = K ? K : ROWS;
@@ -115,8 +114,8 @@ inline void fill_row(const bf16 *x, int64_t inputs, Pair *row) {
   std::memcpy(row, x, inputs * sizeof(bf16));
 }
 
-// x [rows, stride], `inputs` of each → tile [steps, rows], of at most kRows rows. Writes up to a
-// vector more.
+// x [rows, stride], `inputs` of each → tile [steps, rows], for at most kRows rows. Writes up to one
+// vector past the end.
 inline void fill_tile(const bf16 *x, int64_t stride, int64_t inputs, int64_t rows, Pair *tile) {
   constexpr int64_t kLanes = ::kLanes<float>;
   int64_t k = 0;

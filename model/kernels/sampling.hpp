@@ -1,5 +1,5 @@
-// From rows of logits to tokens. model/sampler.py says what is drawn; this never sorts a whole row
-// where its likeliest tokens suffice.
+// From rows of logits to tokens. model/sampler.py defines what is drawn; this never sorts a whole
+// row where its most likely tokens suffice.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace {
 
-// The largest number of x[from, to), NaN if one is.
+// The maximum of x[from, to), NaN if it has one.
 template <class T>
 float largest_of(const T *x, int64_t from, int64_t to) {
   float most = -std::numeric_limits<float>::infinity();
@@ -29,12 +29,12 @@ float largest_of(const T *x, int64_t from, int64_t to) {
   return nan ? std::numeric_limits<float>::quiet_NaN() : most;
 }
 
-// The largest number of each row and the first place it stands at; NaN for a row with a NaN. Of
-// few rows every thread reads a part: that of one row is what it has just computed.
+// The maximum of each row and its first index; NaN for a row with a NaN. If there are few rows,
+// every thread scans a part: for one row, the part that it has just computed.
 template <class T>
 void largest(Team &team, const T *logits, float *values, int64_t *tokens, int64_t rows,
              int64_t vocab) {
-  constexpr int64_t kPart = 512;  // that is looked through once more
+  constexpr int64_t kPart = 512;  // elements, scanned a second time for the index
   const int64_t parts = (vocab + kPart - 1) / kPart;
   const std::unique_ptr<float[]> most(new float[rows * parts]);
   team.share(rows * parts, [&](int64_t i) {
@@ -57,10 +57,10 @@ struct Candidate {
   int64_t token;
 };
 
-constexpr int64_t kScored = 512;  // numbers that are passed over where none is large enough
+constexpr int64_t kScored = 512;  // elements that are skipped together if none is large enough
 
-// model/sampler.py's token_scores, of one row: the largest number, the token's log-probability, the
-// `count` likeliest tokens, best first, and theirs. Of equal numbers the first counts as larger.
+// model/sampler.py's token_scores for one row: the largest logit, the token's log-probability, the
+// `count` most likely tokens, best first, and theirs. Of equal logits the first counts as larger.
 template <class T>
 void score_row(const T *row, int64_t vocab, int64_t token, int64_t count, double *found) {
   std::vector<float> most((vocab + kScored - 1) / kScored);
@@ -96,15 +96,15 @@ void score_row(const T *row, int64_t vocab, int64_t token, int64_t count, double
   }
 }
 
-// Truncation that keeps a beginning of the tokens by likelihood.
+// Truncation that keeps the most likely tokens.
 struct Truncation {
   double temperature;
   int64_t top_k;  // 0: all
   double top_p, min_p;
 };
 
-// The likeliest tokens, best first: all that truncation keeps, and with top_k all of those. They
-// are looked for in ever wider bands below the best, so that few are sorted.
+// The most likely tokens, best first: at least all that truncation keeps; exactly top_k of them if
+// that is set. They are searched for in ever wider bands below the maximum, so that few are sorted.
 inline std::vector<Candidate> best_candidates(const float *row, int64_t vocab, float most,
                                               const Truncation &t, double total) {
   const float steepness = float(1.0 / t.temperature);
@@ -122,7 +122,7 @@ inline std::vector<Candidate> best_candidates(const float *row, int64_t vocab, f
     });
     for (size_t i = known; i < best.size(); ++i)
       mass += std::exp((double(best[i].logit) - most) / t.temperature);
-    // All of the top_k count towards the total that top_p cuts, min_p's share too.
+    // top_p and min_p apply to the top_k tokens, so all of these are needed.
     if (t.top_k) {
       if (int64_t(best.size()) >= t.top_k) {
         best.resize(t.top_k);
@@ -136,10 +136,10 @@ inline std::vector<Candidate> best_candidates(const float *row, int64_t vocab, f
   return best;
 }
 
-// The token at `uniform` of the kept candidates, which come best first.
+// The token at `uniform` of the kept candidates, which are sorted best first.
 inline int64_t pick(const std::vector<Candidate> &best, const Truncation &t, double total,
                     double uniform) {
-  if (best.empty()) return 0;  // nothing in the row was a number
+  if (best.empty()) return 0;  // no number in the row was finite
   std::vector<double> edges;
   double before = 0;
   for (const Candidate &each : best) {
@@ -169,7 +169,7 @@ inline int64_t draw(const float *row, int64_t vocab, Truncation t, double unifor
     return pick(best, t, total, uniform);
   }
 
-  std::vector<double> ends;  // of the total, piece by piece
+  std::vector<double> ends;  // cumulative sums, piece by piece
   for (int64_t start = 0; start < vocab; start += kPiece) {
     float sum = 0;
     const int64_t stop = std::min(start + kPiece, vocab);
@@ -181,7 +181,7 @@ inline int64_t draw(const float *row, int64_t vocab, Truncation t, double unifor
   if (truncated) return pick(best_candidates(row, vocab, most, t, total), t, total, uniform);
   const double wanted = total * uniform;
   const int64_t piece = std::upper_bound(ends.begin(), ends.end(), wanted) - ends.begin();
-  int64_t last = 0;  // of the tokens that can be drawn, should rounding lead past the end
+  int64_t last = 0;  // tokens with a weight above 0, in case rounding leads past the end
   double edge = piece ? ends[piece - 1] : 0;
   for (int64_t i = std::min(piece, int64_t(ends.size()) - 1) * kPiece; i < vocab; ++i) {
     const float weight = exponential((row[i] - most) * steepness);

@@ -7,7 +7,7 @@
 
 namespace {
 
-// cache/ledger.py defines these sums: of one block of one layer, eight bytes at a time.
+// The sum that cache/ledger.py defines, for one block of one layer, eight bytes at a time.
 int64_t fold_sum(const char *bytes, const uint64_t *multipliers, int64_t count) {
   const auto fold = [](uint64_t word) {
     return word ^ uint32_t(int32_t(uint32_t(word >> 32)) >> 15);

@@ -1,9 +1,9 @@
 // The threads of one call, which compute its parts together.
 //
-// OpenMP brings them once for the call, and they meet here between its parts: that takes a fifth
-// of what it takes OpenMP to send them off and bring them back. Who waits gives its core to others
-// soon. OpenMP's threads keep theirs for milliseconds, for each of the hundreds of parts of a
-// step, also from the thread they wait for, once another program leaves both of them one core.
+// OpenMP starts them once per call, and between its parts they synchronise here, which takes a
+// fifth of the time that OpenMP needs to fork and join them. A waiting thread soon yields its core.
+// OpenMP's threads keep theirs for milliseconds, at each of the hundreds of parts of a step, and
+// even from the thread they wait for, once another program leaves the two of them only one core.
 
 #pragma once
 
@@ -17,12 +17,12 @@
 
 namespace {
 
-// One thread alone until it has met others.
+// A single thread, except inside `meet`.
 class Team {
  public:
   int64_t size() const { return size_; }
 
-  // act(thread) by each, thread in [0, size). Returns when all are done.
+  // Calls act(thread) in each thread in [0, size). Returns when all are done.
   template <class Act>
   void each(const Act &act) {
     if (size_ == 1) return call<Act>(&act, 0);
@@ -31,21 +31,21 @@ class Team {
     await_others();
   }
 
-  // act(i) of each i in [0, count): a thread's lie side by side. Returns when all are done.
+  // Calls act(i) for i in [0, count), each thread a contiguous range. Returns when all are done.
   template <class Act>
   void share(int64_t count, const Act &act) {
     const auto own = [&](int64_t thread) { of_share(count, thread, act); };
     count > 1 ? each(own) : call<decltype(own)>(&own, 0);
   }
 
-  // act(i) of those i in [0, count) that are this thread's; the first is thread 0's.
+  // Calls act(i) for this thread's part of [0, count); thread 0 has the first part.
   template <class Act>
   void of_share(int64_t count, int64_t thread, const Act &act) const {
     const auto from = [&](int64_t t) { return (count * t + size_ - 1) / size_; };
     for (int64_t i = from(thread), end = from(thread + 1); i < end; ++i) act(i);
   }
 
-  // act() by the first of OpenMP's threads, which the others follow.
+  // Calls act() in the first OpenMP thread, which the others then follow.
   template <class Act>
   void meet(const Act &act) {
 #pragma omp parallel
@@ -61,7 +61,7 @@ class Team {
  private:
   typedef void (*Call)(const void *act, int64_t thread);
 
-  // The only copy of it: compilers may sum in another order where they know more.
+  // Never inlined or cloned: compilers that know more might sum in another order.
   template <class Act>
   [[gnu::noipa]] static void call(const void *act, int64_t thread) {
     (*static_cast<const Act *>(act))(thread);
@@ -77,7 +77,7 @@ class Team {
   void leave() {
     if (size_ == 1) return;
     tell(nullptr, nullptr);
-    await_others();  // OpenMP would await them in its own way
+    await_others();  // OpenMP would wait in its own way
   }
 
   void await_others() const {
@@ -96,7 +96,7 @@ class Team {
 
   template <class Holds>
   static void await(const Holds &holds) {
-    constexpr int kPauses = 100;  // microseconds, as most waits
+    constexpr int kPauses = 100;  // microseconds in total, like most waits
     for (int i = 0; !holds(); ++i)
       if (i < kPauses)
         pause();
@@ -115,11 +115,11 @@ class Team {
   int64_t size_ = 1;
   Call call_ = nullptr;
   const void *act_ = nullptr;
-  alignas(64) std::atomic<int64_t> told_{0};  // acts, all in all
-  alignas(64) std::atomic<int64_t> done_{0};  // threads, with the last of them
+  alignas(64) std::atomic<int64_t> told_{0};  // calls announced so far
+  alignas(64) std::atomic<int64_t> done_{0};  // threads done with the last call
 };
 
-// What act(team) returns, in one of its threads.
+// Runs act(team) in one thread of a new team, and returns its result.
 template <class Act>
 auto together(const Act &act) {
   typedef decltype(act(std::declval<Team &>())) Result;

@@ -1,22 +1,22 @@
-"""RoPE in Triton: `turn` turns the queries and keys of a layer in one launch.
+"""RoPE in Triton: `turn` rotates the queries and keys of a layer in one launch.
 
-A program turns one token's coordinates in a few heads, of the queries or of the keys, and finds the
-token's angles itself, so that nothing is gathered before.
+A program rotates one token's coordinates in a few heads, of queries or of keys, and looks up the
+token's angles itself, so that nothing has to be gathered first.
 """
 
 import triton
 import triton.language as tl
 
 
-# The address of positions follows from a step's sizes: not compiled for, or serving would wait.
+# The alignment of `at` varies between steps; specialising on it would compile while serving.
 @triton.jit(do_not_specialize_on_alignment=["at"])
 def turn(
     q,  # [T, HEADS, HEAD_DIM], of any strides
     k,  # [T, KV_HEADS, HEAD_DIM], of any strides
-    turned_q,  # as q, contiguous
-    turned_k,  # as k, contiguous
+    turned_q,  # like q, contiguous
+    turned_k,  # like k, contiguous
     at,  # [T]: rows of the tables
-    cosines,  # [positions, PAIRS] float32; sines alike
+    cosines,  # [positions, PAIRS] float32; likewise sines
     sines,
     q_row,  # strides in elements
     q_head,
@@ -27,10 +27,10 @@ def turn(
     HEADS: tl.constexpr,  # may be 0
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,  # of coordinates that turn
+    PAIRS: tl.constexpr,  # of coordinates that are rotated
     INTERLEAVED: tl.constexpr,
-    TILE: tl.constexpr,  # heads of a program
-    TURNED: tl.constexpr,  # pairs, and what never turns: each up to a power of 2
+    TILE: tl.constexpr,  # heads per program
+    TURNED: tl.constexpr,  # pairs, and unrotated coordinates: each padded to a power of 2
     REST: tl.constexpr,
 ):
     """Programs: (T, tiles of query heads and after them tiles of key heads)."""
@@ -59,8 +59,8 @@ def turn(
 def _turn(
     source,  # [TILE, 1]: addresses of heads
     dim,  # elements between a head's coordinates
-    place,  # [TILE, 1]: addresses of heads that are to be written, contiguous
-    there,  # [TILE, 1]: which are
+    place,  # [TILE, 1]: addresses of the contiguous heads to write
+    there,  # [TILE, 1]: which heads exist
     cos,  # [1, TURNED]
     sin,
     HEAD_DIM: tl.constexpr,
@@ -69,7 +69,7 @@ def _turn(
     TURNED: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Heads turned in float32 and rounded once; coordinates that never turn are copied."""
+    """Rotate heads in float32, rounding once; coordinates that are not rotated are copied."""
     pair = tl.arange(0, TURNED)[None, :]
     left = pair * 2 if INTERLEAVED else pair
     right = left + (1 if INTERLEAVED else PAIRS)

@@ -1,4 +1,4 @@
-// Vectors of numbers, what they are stored as, and what every kernel does with them.
+// Vectors of numbers, their storage types, and what every kernel does with them.
 
 #pragma once
 
@@ -39,7 +39,7 @@ struct bf16 {
   uint16_t bits;
 };
 
-// What a stored number is computed with.
+// The type in which a stored element is computed with.
 template <class T>
 struct RealOf {
   typedef T type;
@@ -82,7 +82,7 @@ inline void store(Vec<Real> x, Real *y) {
   *reinterpret_cast<Vec<Real> *>(y) = x;
 }
 
-// sum + a * b in one operation, where compilers would rather add up several products first.
+// sum + a * b as one operation, where compilers would otherwise add several products first.
 inline Vec<double> plus_product(Vec<double> sum, Vec<double> a, Vec<double> b) {
   return sum + a * b;
 }
@@ -96,10 +96,10 @@ inline Vec<float> plus_product(Vec<float> sum, Vec<float> a, Vec<float> b) {
 #endif
 }
 
-// One vector of stored numbers, widened.
+// One vector of stored elements, widened.
 inline Vec<double> load_wide(const double *x) { return load(x); }
 inline Vec<float> load_wide(const float *x) { return load(x); }
-// Written out, here and below, because compilers need more instructions for generic conversions.
+// Intrinsics, here and below: compilers need more instructions for generic conversions.
 inline Vec<float> load_wide(const bf16 *x) {
 #if defined(__AVX512F__)
   return (Vec<float>)_mm512_slli_epi32(
@@ -125,8 +125,8 @@ inline Vec<float> load_wide(const int8_t *x) {
 #endif
 }
 
-// Two vectors of stored numbers that lie side by side, widened. Of bfloat16 the first gets those
-// at even and the second those at odd places: widening is then one operation each.
+// Two adjacent vectors of stored elements, widened. For bfloat16 the first gets the elements at
+// even indices and the second those at odd ones: widening is then one operation each.
 template <class S>
 inline void load_two(const S *x, Vec<typename RealOf<S>::type> &a,
                      Vec<typename RealOf<S>::type> &b) {
@@ -138,7 +138,7 @@ inline void load_two(const bf16 *x, Vec<float> &a, Vec<float> &b) {
   a = (Vec<float>)(words << 16);
   b = (Vec<float>)(words & 0xffff0000u);
 }
-// Where the number lies that load_two puts into lane i, counted through both vectors.
+// The index, across both vectors, of the element that load_two puts into lane i.
 template <class S>
 inline int64_t place_of_lane(int64_t i) {
   constexpr int64_t lanes = kLanes<float>;
@@ -168,7 +168,7 @@ inline void transpose(Vec<Real> *rows) {
   swap_blocks<kLanes<Real> / 2, Real>(rows, std::make_integer_sequence<int, kLanes<Real>>());
 }
 
-// Lane i becomes the sum of row i's lanes: transposing, but adding the blocks that meet.
+// Lane i becomes the sum of row i's lanes: like transposing, but adding the blocks that meet.
 template <int STEP, class Real, int... LANE>
 inline Vec<Real> sum_blocks(Vec<Real> *rows, std::integer_sequence<int, LANE...> lanes) {
   constexpr int kLanes = sizeof...(LANE);
@@ -189,7 +189,7 @@ inline Vec<Real> sum_rows(Vec<Real> *rows) {
                                             std::make_integer_sequence<int, kLanes<Real>>());
 }
 
-// Every lane becomes the largest of all.
+// Every lane becomes the maximum of all lanes.
 template <int STEP, class Real, int... LANE>
 inline Vec<Real> largest_lanes(Vec<Real> x, std::integer_sequence<int, LANE...> lanes) {
   typedef decltype(x < x) Order;
@@ -228,7 +228,7 @@ inline float exponential(float given) {
   return given < -87.0f ? 0.0f : p * power;  // written so that NaN stays NaN
 }
 
-// x becomes e^(x - base), of whole vectors; their sum lane by lane.
+// x becomes e^(x - base), in whole vectors; returns the sum, lane by lane.
 template <class Real>
 inline Vec<Real> exponentials(Real *x, int64_t count, Real base) {
   Vec<Real> sum{};
@@ -240,11 +240,11 @@ inline Vec<Real> exponentials(Real *x, int64_t count, Real base) {
   return sum;
 }
 
-// x in 8 bits, in equal steps, the largest at ±127. cache/rounding.py defines it, and both give
-// the same bits.
+// x in 8 bits: equal steps, the largest magnitude at ±127. cache/rounding.py defines it, and both
+// give the same bits.
 template <class T>
 inline void round_numbers(const T *x, int8_t *numbers, float *scale, int64_t count) {
-  int32_t most = 0;  // of the magnitudes' bits: they are ordered alike, and NaN comes last
+  int32_t most = 0;  // of the magnitudes' bits, which are ordered like the magnitudes, with NaN last
 #pragma omp simd reduction(max : most)
   for (int64_t d = 0; d < count; ++d) {
     const float value = widen(x[d]);
@@ -263,7 +263,7 @@ inline void round_numbers(const T *x, int8_t *numbers, float *scale, int64_t cou
   *scale = largest * (1.0f / 127.0f);
 }
 
-// Turns the pairs of the first 2 * half coordinates of one head, in place or not. way: 1, or -1
+// Rotates the pairs of the first 2 * half coordinates of one head; may be in place. way: 1, or -1
 // for the opposite angle.
 template <bool INTERLEAVED, class From, class To, class Real>
 inline void turn(const From *from, To *to, const Real *cosine, const Real *sine, Real way,

@@ -1,4 +1,4 @@
-// How the weights of linear layers lie in memory, and how they come from there.
+// How the weights of linear layers are stored, and how they are loaded.
 
 #pragma once
 
@@ -9,21 +9,22 @@
 
 namespace {
 
-// Columns of a strip, which lie side by side: those of a panel, or of two where its vectors are so
-// short that one row's sums would wait for each other. A row then reads one stream; from several
-// at once memory gives up to a third less.
+// Columns of a strip, stored side by side: those of one panel, or of two where vectors are so short
+// that one row's sums would wait for each other. A row then reads a single stream; from several at
+// once, memory delivers up to a third less.
 constexpr int kStrip = std::max(kPanel<float>, 32);
-constexpr int kLine = 64;  // bytes that come from memory at once
-// Bytes that all tiles of rows meet before those that follow. They stay in the first cache.
+constexpr int kLine = 64;  // bytes per memory access
+// Bytes of weights that all tiles of rows process before the next ones. They stay in the L1 cache.
 constexpr int kPiece = 16384;
-// Rows that take weights as fast as memory gives them. It gives most to those that only read,
-// all of a strip at once.
+// Up to this many rows, weights are multiplied as fast as memory delivers them, which is fastest
+// when all of a strip is simply read.
 constexpr int kReading = kStrip == kPanel<float> ? 2 * kRows / 3 : 1;
 
 inline int64_t strips_of(int64_t outputs) { return (outputs + kStrip - 1) / kStrip; }
 
-// Where more rows take longer, the next piece is fetched meanwhile: STEP weights of it for each
-// STEP that a tile is at. Attention's panels lie in a cache already; there it changes nothing.
+// With more rows, multiplying takes longer than reading, and the next piece is prefetched
+// meanwhile: STEP of its weights for every STEP of this one. Attention's panels are cached already;
+// there it has no effect.
 template <int ROWS, int STEP, class W>
 inline void fetch_ahead(const W *weights) {
   constexpr int kSize = int(sizeof(W)), kNext = kPiece / kSize;
@@ -31,8 +32,8 @@ inline void fetch_ahead(const W *weights) {
     for (int i = 0; i < STEP; i += kLine / kSize) __builtin_prefetch(weights + kNext + i, 0, 2);
 }
 
-// A weight that few rows read, once in a step. Such pass the caches by, where the processor knows
-// how: what else is there stays. What a cache holds already was seen to come no slower.
+// A weight that few rows read, once per step. Where the processor supports it, these bypass the
+// caches, which keep their content. Weights already cached were measured to load no slower.
 template <class W>
 struct Once {
   W weight;
@@ -40,13 +41,13 @@ struct Once {
 template <class W>
 struct RealOf<Once<W>> : RealOf<W> {};
 
-// Rows that meet weights together, at most.
+// The most rows that are multiplied with weights together.
 template <class W>
 constexpr int kTile = kRows;
 template <class W>
 constexpr int kTile<Once<W>> = kReading;
 
-// The bytes of one vector of them, which start at a multiple of its size.
+// One vector of weights, which must start at a multiple of its size.
 inline VecBits load_past(const void *weights) {
 #if defined(__AVX512F__)
   return (VecBits)_mm512_stream_load_si512(const_cast<void *>(weights));
@@ -57,7 +58,7 @@ inline VecBits load_past(const void *weights) {
 #endif
 }
 #if defined(__AVX512F__)
-// One vector of weights, as they lie in memory.
+// One vector of weights, as stored.
 template <class W>
 inline __m512i bytes_at(const W *weights) {
   return _mm512_loadu_si512(weights);
