@@ -37,7 +37,7 @@ class GatedDecoder(Architecture):
     gguf_names: stored.Names = stored.GGUF
     qk_norm: bool = False
     gguf_pairs: bool = False  # q and k rows of GGUF are permuted: rotated pairs are adjacent
-    harmless: ClassVar[frozenset[str]] = frozenset()  # further keys of config.json that do not change logits
+    harmless: ClassVar[frozenset[str]] = frozenset()  # further keys without effect on logits
     adopted: str | None = None  # the family's own code, since integrated into transformers
     rope_kinds: ClassVar[Mapping[str, str]] = rotation.KINDS
     derived = re.compile("|".join([rotation.TABLE, *map(re.escape, rotation_gguf.ROPE_TENSORS)]))

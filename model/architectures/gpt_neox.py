@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: part of each head turns, and both halves of a layer read its input."""
+"""GPT-NeoX and Pythia: part of each head is rotated; attention and MLP both read a layer's input."""
 
 import re
 from dataclasses import replace
@@ -18,7 +18,7 @@ from model.architectures.plain import PlainDecoder, plain_config, tied
 from model.architectures.rotation import rope_from_hf, rope_spec
 from model.config import ModelConfig
 
-NEWER_HEAD = "lm_head.weight"  # where the names are those that transformers has in memory
+NEWER_HEAD = "lm_head.weight"  # in files with transformers' in-memory names
 
 
 class GPTNeoX(PlainDecoder):
@@ -74,12 +74,12 @@ class GPTNeoX(PlainDecoder):
         if parallel is None:
             raise fields.missing(own + "use_parallel_residual")
         turning = fields.integer(own + "rope.dimension_count", usual.head_dim)
-        # The format leaves the base out where it is the usual one.
+        # GGUF omits the base where it is the usual one.
         base = fields.optional_number(own + "rope.freq_base") or 10000.0
         return replace(
             usual,
             encoding=rope_spec(fields, base, turning),
-            activation="gelu",  # the format does not say: as in Pythia
+            activation="gelu",  # not stated in GGUF: as in Pythia
             block="parallel" if parallel else "pre_norm",
         )
 
@@ -97,7 +97,7 @@ class GPTNeoX(PlainDecoder):
 
 
 def _require_share(fields: Fields) -> None:
-    """Without one, transformers would turn a quarter of each head: no file may mean that."""
+    """Refuse a file without one: transformers would then rotate a quarter, which no file can mean."""
     sections = [fields, fields.section("rope_parameters"), fields.section("rope_scaling")]
     names = ("rotary_pct", "partial_rotary_factor")
     if not any(part.get(name) is not None for part in sections if part for name in names):

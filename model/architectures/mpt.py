@@ -1,4 +1,4 @@
-"""MPT: ALiBi with slopes of its own range, no biases anywhere, clipped projections."""
+"""MPT: ALiBi with a configurable range of slopes, no biases anywhere, clipped projections."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ NO_BIASES: dict[str, Any] = {
     "mlp_bias": False,
     "norm_bias": False,
 }
-LAYER_NORMS = (None, "low_precision_layernorm", "layernorm")  # one and the same in float32
+LAYER_NORMS = (None, "low_precision_layernorm", "layernorm")  # all equal in float32
 ATTENTION_OTHERS = ("attn_impl", "attn_pdrop")
 
 
@@ -31,7 +31,7 @@ class MPT(PlainDecoder):
     model_class = "MptForCausalLM"
     adopted = "modeling_mpt.MPTForCausalLM"
     gguf_name = "mpt"
-    # learned_pos_emb is true in files whose attn_config has alibi, which comes first.
+    # learned_pos_emb is true even in files whose attn_config has alibi, which takes precedence.
     harmless = """
         emb_pdrop embedding_fraction init_config init_device learned_pos_emb resid_pdrop
         tokenizer_name verbose
@@ -85,7 +85,7 @@ class MPT(PlainDecoder):
         )
 
     def shape_from_gguf(self, fields: Fields, own: str, usual: ModelConfig) -> ModelConfig:
-        # The format has no key for softmax_scale: whoever converts a model that sets it loses it.
+        # GGUF has no key for softmax_scale: converting a model that sets it loses it.
         if fields.get(own + "attention.max_alibi_bias") == 0:
             raise fields.error("attention.max_alibi_bias is 0, but MPT is served with ALiBi only")
         bias_max = fields.number(own + "attention.max_alibi_bias")

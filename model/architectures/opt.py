@@ -1,4 +1,4 @@
-"""OPT: learned positions from row 2 on; the 350M model normalises after each half and projects."""
+"""OPT: learned positions from row 2 on; the 350M model is post-norm and projects embeddings."""
 
 from model.architectures import stored
 from model.architectures.common import (

@@ -31,7 +31,7 @@ class Phi3(GatedDecoder):
     }
 
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
-        # Phi-4 mini states these at 1; the code that was published with it reads neither.
+        # Phi-4 mini states these as 1; the code published with it reads neither.
         for key in ("full_attn_mod", "interpolate_factor"):
             if fields.get(key) not in (None, 1):
                 raise fields.error(f"{key} other than 1 is not supported")
@@ -45,6 +45,6 @@ class Phi3(GatedDecoder):
 
     def windows_in_gguf(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
         key = f"{self.gguf_name}.attention.sliding_window"
-        if fields.get(key) == 0:  # how its converter writes that there is none
+        if fields.get(key) == 0:  # what its converter writes for no window
             return (None,) * layers
         return (fields.optional_integer(key, MAX_CONTEXT),) * layers

@@ -1,6 +1,6 @@
-"""What GPT-2 and its relatives share: layer norms, as many key heads as query heads, no gates.
+"""What GPT-2 and its relatives share: layer norms, a key head per query head, no gates.
 
-Reads their descriptions in both formats. An architecture's own file says only what differs.
+Reads their descriptions in both formats. An architecture's own file states only the differences.
 """
 
 from abc import abstractmethod
@@ -29,23 +29,23 @@ NOPE = EncodingSpec("nope", {})
 
 
 class PlainDecoder(Architecture):
-    """Override what differs from: q, k and v one after the other, nothing transposed."""
+    """Override what differs from: q, k and v stored one after another, nothing transposed."""
 
     model_class: str  # in config.json's architectures
     names: stored.Names  # in safetensors
     gguf_names: stored.Names = stored.GGUF_FUSED
-    adopted: str | None = None  # the family's own code, which transformers has taken over
-    prefix: str = ""  # of all names but the head's; files of the bare model leave it out
+    adopted: str | None = None  # the family's own code, since integrated into transformers
+    prefix: str = ""  # of all names but the head's; missing in files of the bare model
     fused_by_head: bool = False  # in safetensors
     transposed: bool = False  # in safetensors
-    harmless: str = ""  # keys of config.json that change no logits, besides the usual ones
+    harmless: str = ""  # further keys of config.json that do not change logits
 
     @abstractmethod
     def shape_from_hf(self, fields: Fields) -> ModelConfig:
-        """From config.json; `plain_config` has what is usual."""
+        """From config.json; `plain_config` has the usual values."""
 
     def shape_from_gguf(self, fields: Fields, own: str, usual: ModelConfig) -> ModelConfig:
-        """What differs from `usual`, by keys that start with `own`."""
+        """`usual` with this family's differences; its metadata keys start with `own`."""
         raise NotImplementedError
 
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
@@ -102,7 +102,7 @@ class PlainDecoder(Architecture):
 def plain_config(
     fields: Fields, *, width: int, layers: int, heads: int, **others: Any
 ) -> ModelConfig:
-    """The usual shape of these families, `others` being fields of ModelConfig that differ."""
+    """The usual config of these families; `others` are the fields of ModelConfig that differ."""
     if width % heads:
         raise fields.error(f"the width {width} is not a multiple of {heads} heads")
     usual: dict[str, Any] = {
@@ -124,6 +124,6 @@ def plain_config(
 
 
 def tied(fields: Fields, default: bool = True) -> bool:
-    """tie_word_embeddings, by the family's default where the file leaves it out."""
+    """tie_word_embeddings, or the family's default where the file omits it."""
     given = fields.flag("tie_word_embeddings")
     return default if given is None else given

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v; windows in some layers of some models."""
+"""Qwen2 and Qwen2.5: biases on q, k and v; sliding windows in some layers of some models."""
 
 from dataclasses import replace
 
@@ -20,5 +20,5 @@ class Qwen2(GatedDecoder):
         return windows_by_layer(fields, layers)
 
     def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
-        # A file without the biases is broken, not a Qwen2 without biases.
+        # A file without these biases is broken, not a Qwen2 without biases.
         return replace(super().config_from_gguf(fields, weights), qkv_bias=True)

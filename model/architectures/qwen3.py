@@ -1,4 +1,4 @@
-"""Qwen3: queries and keys are normalised per head before they turn."""
+"""Qwen3: queries and keys are normalised per head before they are rotated."""
 
 from model.architectures.common import MAX_HEAD_DIM
 from model.architectures.fields import Fields
@@ -12,7 +12,7 @@ class Qwen3(GatedDecoder):
     qk_norm = True
 
     def head_dim(self, fields: Fields) -> int | None:
-        # Its definition has 128 here whatever the width, so that absence is no answer.
+        # transformers' default is 128 whatever the width, so a missing value must not be guessed.
         return fields.integer("head_dim", MAX_HEAD_DIM)
 
     def biases(self, fields: Fields) -> tuple[bool, bool, bool]:

@@ -1,7 +1,7 @@
 """Ropewalk's own checkpoints: a decoder of any shape with any positional encoding.
 
-config.json has the fields of ModelConfig by their own names, and the weights have the names of
-the decoder's parameters. Knows that correspondence, no particular encoding and no family.
+config.json has the fields of ModelConfig under their own names, and the weights have the names of
+the decoder's parameters. Knows this correspondence, no particular encoding and no family.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from model.weights.base import CheckpointError, WeightFile, shown
 
 META = torch.device("meta")
 ENCODING_NAME = re.compile(r"\w+|\w+(\.\w+)*:\w+")  # a file, or package.module:Class
-# What an encoding may raise for options of the wrong type: it checks what they mean.
+# What an encoding may raise for options of a wrong type: it only checks their values.
 MISFITS = (
     ArithmeticError,
     AttributeError,
@@ -44,7 +44,7 @@ MISFITS = (
 
 
 class Ropewalk(Architecture):
-    """A field that has a default in ModelConfig may be left out, and so may be added later."""
+    """A field with a default in ModelConfig may be omitted, so fields can be added later."""
 
     model_type = "ropewalk"
 
@@ -76,9 +76,9 @@ class Ropewalk(Architecture):
 
 
 def without_weights(config: ModelConfig) -> Decoder:
-    """The decoder with no memory for its parameters. Raises CheckpointError.
+    """The decoder without memory for its parameters. Raises CheckpointError.
 
-    Made for one position: what is served later decides how long tables are, not what is stored.
+    Built for one position: the served context determines the length of tables, not what is stored.
     """
     spec = config.encoding
     try:

@@ -1,4 +1,4 @@
-"""RoPE's settings as config.json states them, in both spellings; what GGUF's reading shares.
+"""RoPE's settings as config.json states them, in both spellings; partly shared with GGUF.
 
 A setting that is unknown, contradicts another or has no effect is refused, because ignoring it
 would change the answers. Knows descriptions, no particular family.
@@ -14,7 +14,7 @@ from model.rope_scaling import longrope_magnitude, yarn_magnitude
 from model.rotation import Layout
 from model.weights.base import shown
 
-# Copies of the frequencies beside the weights of old checkpoints: a pattern of their names.
+# Names of frequency tables that old checkpoints store beside the weights.
 TABLE = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 KINDS: Mapping[str, str] = {
     kind: kind
@@ -31,7 +31,7 @@ def rope_spec(
     scaling: Mapping[str, Any] | None = None,
     layers: Sequence[int] | None = None,
 ) -> EncodingSpec:
-    """The encoding with the options that are not at their default. Raises CheckpointError."""
+    """The encoding with options that differ from the defaults. Raises CheckpointError."""
     if width % 2:
         raise fields.error(f"{width} coordinates cannot turn in pairs")
     options: dict[str, Any] = {"base": base, "width": width, "layout": layout}
@@ -51,10 +51,10 @@ def rope_from_hf(
     layers: Sequence[int] | None = None,
     older: tuple[str, str] | None = None,
 ) -> EncodingSpec:
-    """From `rope_theta` and `rope_scaling`, or `rope_parameters` as newer files have it.
+    """From `rope_theta` and `rope_scaling`, or `rope_parameters` in newer files.
 
     context: max_position_embeddings. kinds: the family's names for types of scaling → ours.
-    older: what files of the family used to call rope_theta and partial_rotary_factor.
+    older: the family's former names for rope_theta and partial_rotary_factor.
     """
     base = fields.optional_number("rope_theta")
     share = fields.optional_number("partial_rotary_factor")
@@ -90,13 +90,13 @@ def rope_from_hf(
         raise fields.error("rope_parameters and rope_scaling differ")
     scaling = found[0] if found else None
     if scaling is not None and scaling["type"] == "proportional":
-        # Here the share is one of frequencies over the whole head, not a narrower rotation.
+        # Here the share selects frequencies of the whole head; it does not narrow the rotation.
         width, scaling["share"] = head_dim, share or 1.0
     return rope_spec(fields, base, width, scaling=scaling, layers=layers)
 
 
 def _kind(section: Fields, kinds: Mapping[str, str]) -> str | None:
-    """Both spellings of the type; None when neither is there."""
+    """The type, in either spelling; None when it is not given."""
     found = []
     for name in (section.text("rope_type"), section.text("type")):
         if name is None:
@@ -112,7 +112,7 @@ def _kind(section: Fields, kinds: Mapping[str, str]) -> str | None:
 def _scaling(
     section: Fields, kind: str, width: int, context: int, original: int | None
 ) -> dict[str, Any] | None:
-    """The parameters of one section. Those that stay unread are refused when it is finished."""
+    """The scaling of one section. Its `finish` later refuses parameters that were not read."""
     match kind:
         case "linear":
             return {"type": "linear", "factor": section.number("factor")}
@@ -120,7 +120,7 @@ def _scaling(
             factor = section.optional_number("factor")
             return {"type": "proportional", "factor": 1.0 if factor is None else factor}
         case "dynamic":
-            # The published formula starts from max_position_embeddings, whatever else is there.
+            # The published formula starts from max_position_embeddings, whatever else is stated.
             if original not in (None, context):
                 raise section.error(
                     f"original_max_position_embeddings is {original}, but a dynamic scaling "
@@ -131,7 +131,7 @@ def _scaling(
         case "llama3":
             return _llama3(section, original)
         case "yarn":
-            # Absent, it has a meaning: trained at max_position_embeddings, to be stretched.
+            # If absent, the model was trained at max_position_embeddings, from which to stretch.
             return _yarn(section, context if original is None else original)
         case "longrope":
             return _longrope(section, width, context, original)
@@ -199,7 +199,7 @@ def _longrope(section: Fields, width: int, context: int, original: int | None) -
 
 
 def _numbers(section: Fields, key: str, count: int) -> list[float]:
-    """As many numbers above 0 as there are pairs."""
+    """One number above 0 for each pair."""
     value = section.get(key)
     if value is None:
         raise section.missing(key)
@@ -209,7 +209,7 @@ def _numbers(section: Fields, key: str, count: int) -> list[float]:
 
 
 def positive_numbers(fields: Fields, name: str, values: Sequence[object]) -> list[float]:
-    """The values as floats. Raises CheckpointError when one is something else."""
+    """The values as floats. Raises CheckpointError when one is not a number above 0."""
     found = []
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:

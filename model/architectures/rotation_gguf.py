@@ -1,7 +1,7 @@
-"""RoPE's settings as GGUF states them: some in the metadata, some as small tensors.
+"""RoPE's settings as GGUF states them: some in the metadata, some in small tensors.
 
-As llama.cpp reads them: absent keys have a meaning there. What would change the answers and is
-not understood is refused. Knows no particular family.
+Read as by llama.cpp, where absent keys have a meaning. What would change the answers and is not
+understood is refused. Knows no particular family.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from model.config import EncodingSpec
 from model.rope_scaling import yarn_magnitude
 from model.weights.base import WeightFile, shown
 
-# Tensors that are read into the description.
+# Tensors that are read as settings, not as weights.
 ROPE_TENSORS = frozenset(
     {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 )
@@ -45,11 +45,11 @@ def rope_from_gguf(
 
 def _scaling_in_gguf(fields: Fields, own: str, context: int) -> dict[str, Any] | None:
     kind = fields.text(own + "type")
-    fields.flag(own + "finetuned")  # history: it changes nothing
-    # Written even where no scaling is.
+    fields.flag(own + "finetuned")  # provenance: changes nothing
+    # Written even without a scaling.
     original = fields.optional_integer(own + "original_context_length", MAX_CONTEXT) or context
     if kind in ("none", "longrope"):
-        return None  # a factor stays unread, and is refused
+        return None  # a factor would stay unread and be refused
     if kind not in (None, "linear", "yarn"):
         raise fields.error(f"rope.scaling.type {shown(kind)} is not supported")
     factor = fields.optional_number(own + "factor")

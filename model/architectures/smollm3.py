@@ -1,4 +1,4 @@
-"""SmolLM3: Llama whose every fourth layer, or those it names, leaves queries and keys unrotated."""
+"""SmolLM3: Llama without rotation in every fourth layer, or in the layers that it names."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ class SmolLM3(GatedDecoder):
     gguf_pairs = True
 
     def kv_heads(self, fields: Fields, heads: int) -> int:
-        # Its definition has 4 here whatever the heads, so that absence is no answer.
+        # transformers' default is 4 whatever the heads, so a missing value must not be guessed.
         fields.require("num_key_value_heads")
         return fields.optional_integer("num_key_value_heads", heads) or heads
 
@@ -23,7 +23,7 @@ class SmolLM3(GatedDecoder):
         return attention, attention, bool(fields.flag("mlp_bias"))
 
     def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
-        fields.get("max_window_layers")  # published, but the family's definition has no such key
+        fields.get("max_window_layers")  # published, but unknown to the family's definition
         if fields.get("layer_types") is not None:
             return windows_by_layer(fields, layers)
         window = fields.optional_integer("sliding_window", MAX_CONTEXT)
@@ -48,5 +48,5 @@ class SmolLM3(GatedDecoder):
         return [layer for layer in range(layers) if named[layer]]
 
     def turning_layers_in_gguf(self, layers: int) -> Sequence[int]:
-        # The format has no key for it: readers take every fourth, as in all that are published.
+        # GGUF has no key for it: readers assume every fourth, as in all published models.
         return [layer for layer in range(layers) if (layer + 1) % 4]

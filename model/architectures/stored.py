@@ -1,6 +1,6 @@
-"""From the decoder's parameters to the tensors a checkpoint stores, by name, shape and order.
+"""Maps the decoder's parameters to the tensors of a checkpoint: name, shape and order.
 
-Knows both formats' names for the usual decoders; opens no file.
+Knows both formats' names for the usual decoders; opens no files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ from model.config import ModelConfig
 
 
 class Order(Protocol):
-    """How the numbers of a stored tensor lie, if not as the decoder wants them."""
+    """How the elements of a stored tensor are ordered, if not as in the decoder."""
 
     def undo(self, tensor: Tensor) -> Tensor:
-        """The same numbers as the decoder has them; the first dimension is that of its rows."""
+        """The tensor in the decoder's order; its first dimension is that of the parameter's rows."""
         ...
 
 
@@ -31,7 +31,7 @@ class Stored:
 
     @property
     def result(self) -> tuple[int, ...]:
-        """The shape it has in the parameter."""
+        """Its shape as part of the parameter."""
         if self.order is None:
             return self.shape
         return tuple(self.order.undo(torch.empty(self.shape, device="meta")).shape)
@@ -39,16 +39,16 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Row order of stored queries or keys: coordinates 2i and 2i + 1 of a head turn together.
+    """Row order of stored queries or keys where coordinates 2i and 2i + 1 of a head form a pair.
 
-    The decoder's half-split layout wants them at i and width/2 + i.
+    The decoder's half layout has them at i and width/2 + i.
     """
 
     heads: int
-    width: int  # leading coordinates of each head that turn
+    width: int  # leading coordinates of each head that are rotated
 
     def undo(self, tensor: Tensor) -> Tensor:
-        """[heads · head_dim, ...] in stored order → the same in half-split order."""
+        """[heads · head_dim, ...] in stored order → the same in half layout."""
         rows = tensor.reshape(self.heads, -1, *tensor.shape[1:]).clone()
         turning = rows[:, : self.width]
         pairs = turning.reshape(self.heads, self.width // 2, 2, *tensor.shape[1:])
@@ -58,7 +58,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Transposed:
-    """Stored [inputs, outputs], as GPT-2's linear layers are."""
+    """Stored as [inputs, outputs], like GPT-2's linear layers."""
 
     def undo(self, tensor: Tensor) -> Tensor:
         return tensor.t()
@@ -66,12 +66,12 @@ class Transposed:
 
 @dataclass(frozen=True, slots=True)
 class FusedByHead:
-    """Rows of q, k and v lie side by side for each head in turn: [heads, 3, head_dim, ...]."""
+    """Rows of q, k and v alternate head by head: [heads, 3, head_dim, ...]."""
 
     heads: int
 
     def undo(self, tensor: Tensor) -> Tensor:
-        """The same rows as all of q, all of k, all of v."""
+        """The same rows as all of q, then all of k, then all of v."""
         rows = tensor.reshape(self.heads, 3, -1, *tensor.shape[1:])
         return rows.transpose(0, 1).reshape(tensor.shape)
 
@@ -81,7 +81,7 @@ Parameters = Mapping[str, tuple[Stored, ...]]  # parameter of the Decoder → it
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a family calls the tensors of a decoder, without .weight and .bias."""
+    """A family's names for the tensors of a decoder, without .weight and .bias."""
 
     embed: str
     norm: str
@@ -90,10 +90,10 @@ class Names:
     attention_norm: str
     qkv: tuple[str, ...]  # one name when fused, else q, k and v
     out: str
-    mlp_norm: str | None  # None: the MLP reads the attention's norm
+    mlp_norm: str | None  # None: the MLP shares the attention's norm
     up: str
     down: str
-    gate: str | None = None  # None in a gated MLP: `up` holds the gate before it
+    gate: str | None = None  # None in a gated MLP: `up` starts with the gate's rows
     q_norm: str | None = None
     k_norm: str | None = None
     embed_norm: str | None = None
@@ -148,8 +148,8 @@ def decoder(
 ) -> Parameters:
     """Every parameter of a Decoder of this shape.
 
-    qkv_orders: of the rows of each of `names.qkv`, weights and biases alike.
-    transposed: the layers' matrices are stored [inputs, outputs].
+    qkv_orders: row orders for each of `names.qkv`, for weights and biases alike.
+    transposed: the layers' matrices are stored as [inputs, outputs].
     """
     embedded = config.embed_width or config.width
     vocabulary = (config.vocab_size, embedded)
@@ -197,7 +197,7 @@ def decoder(
 
 
 def _norms(config: ModelConfig, names: Names) -> dict[str, str | None]:
-    """Over the width; those of queries and keys are narrower."""
+    """The norms over the whole width; those of queries and keys are narrower."""
     found: dict[str, str | None] = {}
     if config.embed_norm:
         found["embed_norm"] = names.embed_norm
@@ -214,7 +214,7 @@ def _norms(config: ModelConfig, names: Names) -> dict[str, str | None]:
 def _linears(
     config: ModelConfig, names: Names, qkv_orders: Sequence[Order | None]
 ) -> dict[str, tuple[bool, int, tuple[Piece, ...]]]:
-    """Parameter → has a bias, columns, pieces."""
+    """Parameter → (whether it has a bias, columns, pieces)."""
     q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
     width, ffn_width, bias = config.width, config.ffn_width, config.mlp_bias
     up = (names.up,) if names.gate is None or not config.gated else (names.gate, names.up)
@@ -234,6 +234,6 @@ def _linears(
 def _pieces(
     names: Sequence[str], rows: Sequence[int], orders: Sequence[Order | None] = ()
 ) -> tuple[Piece, ...]:
-    """A name for each of `rows`, or one for all of them together."""
+    """One piece for each of `rows`, or a single one for all of them."""
     counts = [sum(rows)] if len(names) == 1 else rows
     return tuple(zip(names, counts, orders or [None] * len(names), strict=True))

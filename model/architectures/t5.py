@@ -1,7 +1,7 @@
-"""T5 and its kin: an encoder-decoder with relative biases, norms without biases, unscaled scores.
+"""T5 and its relatives: encoder-decoders with relative biases, RMS norms and unscaled scores.
 
-T5 v1.0 ties its embeddings, scales the decoder's output and has plain feed-forwards; v1.1, Flan
-and ByT5 do none of these.
+T5 v1.0 ties its embeddings, scales the decoder's output and has plain feed-forward layers; v1.1,
+Flan and ByT5 do none of these.
 """
 
 import dataclasses
@@ -30,32 +30,32 @@ from model.config import Activation, EncoderDecoderConfig, EncodingSpec, ModelCo
 from model.weights.base import WeightFile, shown
 
 MAX_BUCKETS = 1024
-# Old files leave these out: then the format's own defaults hold.
+# Old files omit these: then the family's defaults apply.
 MAX_DISTANCE = 128
 TRAINED_CONTEXT = 512  # tokens a side; arXiv 1910.10683, section 3.1.2
 
-# Of config.json: training, and what the flags read here imply.
+# In config.json: training settings, and what the flags read here imply.
 HARMLESS_HERE = [*HARMLESS.split(), "dropout_rate", "initializer_factor", "output_past"]
 
 
 class T5(Architecture):
-    """A relative's own file says only what differs."""
+    """A relative's own file states only the differences."""
 
     model_type = "t5"
     model_class = "T5ForConditionalGeneration"
     gguf_name: str | None = "t5"
-    # Old files hold a bias for the cross-attention, which no version has read.
+    # Old files hold a bias for cross-attention, which no version has ever read.
     derived = re.compile(
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
         r"|dec\.blk\.0\.cross_attn_rel_b\.weight"
     )
-    feed_forward = "relu"  # where config.json does not say
-    per_layer = False  # whether every layer has a bias of its own
+    feed_forward = "relu"  # where config.json states none
+    per_layer = False  # whether every layer has its own bias
     harmless: tuple[str, ...] = ()  # further keys of config.json that change nothing
 
     def scales_output(self, fields: Fields, tied: bool) -> bool:
-        """Whether logits are multiplied by width^-0.5; `tied` is what config.json says or means."""
-        # Transformers ties by what is stored and keeps what the file once said in a new key.
+        """Whether logits are multiplied by width^-0.5; `tied`: what config.json says or implies."""
+        # transformers ties by what is stored, and keeps the file's original flag in a new key.
         scales = fields.flag("scale_decoder_outputs")
         return tied if scales is None else scales
 
@@ -103,8 +103,8 @@ class T5(Architecture):
         head_dim = fields.integer(own + "attention.key_length", MAX_HEAD_DIM)
         if fields.integer(own + "attention.value_length", MAX_HEAD_DIM) != head_dim:
             raise fields.error("attention.value_length differs from attention.key_length")
-        fields.get(own + "attention.layer_norm_epsilon")  # the same number under another name
-        # The format says nothing of these, so the tensors do.
+        fields.get(own + "attention.layer_norm_epsilon")  # the same value under another name
+        # The metadata say nothing about these, so the tensors decide.
         gated, tied = "dec.blk.0.ffn_gate.weight" in names, "output.weight" not in names
         encoder = _encoder(
             fields,
@@ -144,14 +144,14 @@ class T5(Architecture):
         return {f"{side}.embed_tokens.weight": "shared.weight" for side in sides}
 
     def _feed_forward(self, fields: Fields) -> tuple[Activation, bool]:
-        """ "relu", or "gated-" and the name of an activation; "gelu" behind it is the tanh form."""
+        """ "relu", or "gated-" and an activation's name; the "gelu" in "gated-gelu" is the tanh form."""
         said = fields.text("feed_forward_proj") or self.feed_forward
         gate, _, name = said.rpartition("-")
         name = "gelu_new" if said == "gated-gelu" else name
         if name not in ACTIVATIONS or gate not in ("", "gated"):
             raise fields.error(f"feed_forward_proj {shown(said)} is not supported")
         gated = gate == "gated"
-        # Written beside it by newer versions.
+        # Newer versions write these besides.
         if fields.text("dense_act_fn") not in (None, name):
             raise fields.error(f"dense_act_fn contradicts feed_forward_proj {shown(said)}")
         if fields.flag("is_gated_act") not in (None, gated):
@@ -177,7 +177,7 @@ def _encoder(
     activation: Activation,
     gated: bool,
 ) -> ModelConfig:
-    """What both sides share, as the encoder has it."""
+    """What both sides share, as the encoder's config."""
     if buckets < 4:
         raise fields.error(f"{buckets} buckets are too few for both directions; it needs 4")
     if max_distance <= buckets // 2:
@@ -224,7 +224,7 @@ def _with_decoder(
 
 
 def _one_id(fields: Fields, key: str, instead: str | None, config: ModelConfig) -> int:
-    """Of a token that the model embeds. `instead`: the key that holds where the first is absent."""
+    """Id of a token that the model embeds. `instead`: the key used where the first is absent."""
     found = fields.token_ids(key)
     if not found and instead is not None:
         found = fields.token_ids(instead)

@@ -1,4 +1,4 @@
-"""Where T5's tensors are in both formats: its own names for an encoder-decoder's parameters."""
+"""Where both formats store the parameters of T5's encoder-decoder."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """Names within a layer, without .weight; `plain` is the one matrix where there is no gate."""
+    """Names within a layer, without .weight; `plain` is the up-projection of an ungated MLP."""
 
     norm: str
     gate: str
@@ -135,7 +135,7 @@ def _side(config: ModelConfig, side: Side) -> Iterator[tuple[str, tuple[Stored, 
 
 
 def _matrices(config: ModelConfig, side: Side) -> Iterator[tuple[str, int, int, tuple[str, ...]]]:
-    """One layer's: parameter, rows and columns of each piece, the pieces."""
+    """Of one layer: parameter, rows and columns of each piece, names of the pieces."""
     heads, width, ffn_width = config.heads * config.head_dim, config.width, config.ffn_width
     own, cross, mlp = side.attention, side.cross, side.feed_forward
     yield "attention.qkv", heads, width, (own.q, own.k, own.v)

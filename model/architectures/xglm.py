@@ -1,4 +1,4 @@
-"""XGLM: sinusoidal positions from row 2 on, embeddings times the root of the width."""
+"""XGLM: sinusoidal positions from row 2 on; embeddings are multiplied by sqrt(width)."""
 
 import re
 

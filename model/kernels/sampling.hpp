@@ -139,7 +139,7 @@ inline std::vector<Candidate> best_candidates(const float *row, int64_t vocab, f
 // The token at `uniform` of the kept candidates, which are sorted best first.
 inline int64_t pick(const std::vector<Candidate> &best, const Truncation &t, double total,
                     double uniform) {
-  if (best.empty()) return 0;  // no number in the row was finite
+  if (best.empty()) return 0;  // the row has no finite maximum
   std::vector<double> edges;
   double before = 0;
   for (const Candidate &each : best) {

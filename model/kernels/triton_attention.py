@@ -1,18 +1,19 @@
-"""Attention over the paged cache in Triton: `attend` sweeps over keys, `merge` joins its splits.
+"""Attention over the paged cache in Triton: `attend` iterates over keys, `merge` combines splits.
 
-A program holds a tile of queries that share one key head and sweeps over their keys once, with a
-running maximum and sum in float32 (the online softmax of arXiv 1805.02867). The tile's rows are
-those of one request, row by row and within a row head by head, so a group of any size fills it.
+A program holds a tile of queries that share one key head and iterates over their keys once, with a
+running maximum and sum in float32 (the online softmax of arXiv 1805.02867). The tile's rows belong
+to one request, ordered by token and then by head, so that a group of any size fills it.
 
-A request of one row would keep few programs busy: its keys are cut into splits of a fixed number,
-so that no batch mate changes how an answer is rounded, and `merge` joins what they found. Both
-leave out what is not theirs, so that no host needs to know which requests have how many rows.
+A request of one row would keep few programs busy, so its keys are cut into splits of a fixed size
+(independent of the batch, so that other requests do not change how an answer is rounded), and
+`merge` combines their results. Programs skip requests that are not theirs, so that the host need
+not know which requests have how many rows.
 """
 
 import triton
 import triton.language as tl
 
-# Whose addresses follow from a step's sizes: they are not compiled for, or serving would wait.
+# Their alignment varies between steps; specialising on it would compile while serving.
 STEP = ["positions", "query_starts", "context_lens", "block_tables", "block_bases"]
 
 
@@ -22,19 +23,19 @@ STEP = ["positions", "query_starts", "context_lens", "block_tables", "block_base
 )
 def attend(
     q,  # [T, HEADS, HEAD_DIM], of any strides
-    keys,  # [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM], contiguous; values alike
+    keys,  # [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM], contiguous; likewise values
     values,
-    key_scales,  # [blocks, BLOCK_SIZE, KV_HEADS] if SCALED; of values alike
+    key_scales,  # [blocks, BLOCK_SIZE, KV_HEADS] if SCALED; likewise for values
     value_scales,
-    out,  # [T, HEADS, HEAD_DIM]; with splits [R, HEADS, splits, HEAD_DIM] float32, not divided
-    maxima,  # with splits [R, HEADS, splits] float32; sums alike
+    out,  # [T, HEADS, HEAD_DIM]; with splits [R, HEADS, splits, HEAD_DIM] float32, undivided
+    maxima,  # with splits [R, HEADS, splits] float32; likewise sums
     sums,
     positions,
     query_starts,
     context_lens,
     block_tables,
     block_bases,
-    table_width,  # elements from a request's row to the next, of both tables
+    table_width,  # stride between requests, of both tables
     q_row,  # strides in elements
     q_head,
     q_dim,
@@ -44,7 +45,7 @@ def attend(
     bias_row,
     bias_span,  # columns of a table
     bias_zero,  # column of distance 0
-    cosines,  # [positions, PAIRS]; sines alike
+    cosines,  # [positions, PAIRS]; likewise sines
     sines,
     magnitude,
     HEADS: tl.constexpr,
@@ -53,18 +54,18 @@ def attend(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     CAUSAL: tl.constexpr,
-    SCALED: tl.constexpr,  # keys and values are in 8 bits, each to be multiplied by its scale
+    SCALED: tl.constexpr,  # keys and values are 8-bit, each to be multiplied by its scale
     BIAS: tl.constexpr,  # none, linear, table, key or dense
-    FRAME: tl.constexpr,  # none, raw or block: where stored keys still lack turning
-    PAIRS: tl.constexpr,  # of coordinates that turn here
+    FRAME: tl.constexpr,  # none, raw or block: the frame of stored keys, if they are rotated here
+    PAIRS: tl.constexpr,  # of coordinates that are rotated here
     INTERLEAVED: tl.constexpr,
-    SPLIT: tl.constexpr,  # keys of a split, for requests of one row; 0: for all others, no splits
+    SPLIT: tl.constexpr,  # keys per split, for requests of one row; 0: for all others, unsplit
     QUERIES: tl.constexpr,  # rows of a tile
     KEYS: tl.constexpr,  # columns of a tile
-    DIMS: tl.constexpr,  # head_dim, pairs and what never turns: each up to a power of 2
+    DIMS: tl.constexpr,  # head_dim, pairs and unrotated coordinates: each padded to a power of 2
     TURNED: tl.constexpr,
     REST: tl.constexpr,
-    WIDE: tl.constexpr,  # products of float32, as the interpreter's of bfloat16 are wrong
+    WIDE: tl.constexpr,  # multiply as float32, as the interpreter's bfloat16 products are wrong
 ):
     """Programs: (tiles · KV_HEADS, requests, splits)."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -101,7 +102,7 @@ def attend(
     pair = tl.arange(0, TURNED)
     left = pair * 2 if INTERLEAVED else pair
     right = left + (1 if INTERLEAVED else PAIRS)
-    beyond = 2 * PAIRS + tl.arange(0, REST)  # coordinates that do not turn, where others do
+    beyond = 2 * PAIRS + tl.arange(0, REST)  # unrotated coordinates, where others are rotated
     if FRAME == "none":
         inside = live[:, None] & (dim < HEAD_DIM)[None, :]
         whole = tl.load(query + dim[None, :] * q_dim, mask=inside, other=0.0).to(FACTOR)
@@ -167,7 +168,7 @@ def attend(
             seen &= gap < WINDOW
         scores = _biased(
             scores,
-            bias + head.to(tl.int64)[:, None] * bias_head,  # a dense one is large
+            bias + head.to(tl.int64)[:, None] * bias_head,  # in 64 bits, as a dense bias is large
             (first_row + row)[:, None] * bias_row + key[None, :],
             at[:, None] - key_at[None, :],
             key_at[None, :],
@@ -179,7 +180,7 @@ def attend(
         scores = tl.where(seen, scores, float("-inf"))
 
         higher = tl.maximum(maximum, tl.max(scores, axis=1))
-        # Where nothing was seen yet, -inf less -inf would be no number.
+        # Where nothing was seen yet, -inf minus -inf would be NaN.
         reference = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp(scores - reference[:, None])
         kept = tl.exp(maximum - reference)
@@ -190,7 +191,7 @@ def attend(
         )
         found *= kept[:, None]
         if SCALED:
-            # Not the weights instead: their product may be too small for float16.
+            # Values are scaled, not weights: a scaled weight may underflow in float16.
             scales = tl.load(value_scales + number, mask=used, other=0.0)
             rows_of_values = rows_of_values.to(tl.float32) * scales[:, None]
         found += tl.dot(weights.to(FACTOR), rows_of_values.to(FACTOR), input_precision="ieee")
@@ -216,7 +217,7 @@ def attend(
 )
 def merge(
     parts,  # [R, HEADS, splits, HEAD_DIM] float32
-    maxima,  # [R, HEADS, splits] float32; sums alike
+    maxima,  # [R, HEADS, splits] float32; likewise sums
     sums,
     out,  # [T, HEADS, HEAD_DIM]
     query_starts,
@@ -226,10 +227,10 @@ def merge(
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
-    AT_ONCE: tl.constexpr,  # splits
+    AT_ONCE: tl.constexpr,  # splits per iteration
     DIMS: tl.constexpr,
 ):
-    """Programs: (requests, HEADS). A request that has no keys gets zeros."""
+    """Programs: (requests, HEADS). A request without keys gets zeros."""
     request, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(query_starts + request)
     if tl.load(query_starts + request + 1) - row != 1:
@@ -263,7 +264,7 @@ def merge(
 
 @triton.jit
 def _visible(row, before, WINDOW: tl.constexpr):
-    """The first key that a row sees, `before` keys being older than the request's first row."""
+    """The first key that a row sees; `before` is the number of keys before the request's rows."""
     if WINDOW:
         return tl.maximum(before + row - WINDOW + 1, 0)
     else:
@@ -272,7 +273,7 @@ def _visible(row, before, WINDOW: tl.constexpr):
 
 @triton.jit
 def _turned(left, right, cosines, sines, there):
-    """Pairs of coordinates, their cosines and sines at these addresses → turned, in float32."""
+    """Rotate pairs of coordinates in float32; all arguments but `there` are addresses."""
     a = tl.load(left, mask=there, other=0.0).to(tl.float32)
     b = tl.load(right, mask=there, other=0.0).to(tl.float32)
     cos = tl.load(cosines, mask=there, other=0.0).to(tl.float32)
@@ -282,9 +283,9 @@ def _turned(left, right, cosines, sines, there):
 
 @triton.jit
 def _biased(scores, of_head, place, distance, key_at, seen, span, zero, BIAS: tl.constexpr):
-    """Scores with what lies at of_head [QUERIES, 1]: a slope, a table, or at `place` dense values.
+    """Scores plus the bias at of_head [QUERIES, 1]: a slope, a table, or dense values at `place`.
 
-    distance [QUERIES, KEYS] and key_at [1, KEYS] are of positions.
+    distance [QUERIES, KEYS] and key_at [1, KEYS] are in positions.
     """
     if BIAS == "linear":
         scores -= tl.load(of_head) * distance.to(tl.float32)

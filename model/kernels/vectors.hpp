@@ -244,7 +244,7 @@ inline Vec<Real> exponentials(Real *x, int64_t count, Real base) {
 // give the same bits.
 template <class T>
 inline void round_numbers(const T *x, int8_t *numbers, float *scale, int64_t count) {
-  int32_t most = 0;  // of the magnitudes' bits, which are ordered like the magnitudes, with NaN last
+  int32_t most = 0;  // of the magnitudes' bits: ordered like the magnitudes, NaN last
 #pragma omp simd reduction(max : most)
   for (int64_t d = 0; d < count; ++d) {
     const float value = widen(x[d]);

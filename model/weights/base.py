@@ -1,4 +1,4 @@
-"""What a file of weights offers. Knows tensors by their stored names, nothing of any model."""
+"""The interface to weight files. Knows tensors by their stored names, nothing of any model."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -16,11 +16,11 @@ class CheckpointError(Exception):
 
 
 class WeightFile(Protocol):
-    """Stored tensors by name. The header is checked when it is opened, the data when read."""
+    """Stored tensors by name. The header is checked on opening, the data when it is read."""
 
     @property
     def metadata(self) -> Mapping[str, object]:
-        """What the format says besides tensors, as plain Python values."""
+        """The file's metadata, as plain Python values."""
         ...
 
     def names(self) -> frozenset[str]: ...
@@ -28,13 +28,13 @@ class WeightFile(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str) -> Tensor:
-        """The tensor in a floating dtype and memory of its own, never a view of the file.
+        """The tensor in a floating dtype, in its own memory, never a view of the file.
 
-        Raises CheckpointError when the file no longer holds it or it is no weight.
+        Raises CheckpointError when the file no longer holds it or it is not a weight.
         """
         ...
 
 
 def shown(name: str) -> str:
-    """A name out of a file, safe to print: quoted, escaped and short."""
+    """A name from a file, made safe to print: quoted, escaped and short."""
     return repr(name if len(name) <= 80 else name[:77] + "...")

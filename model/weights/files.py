@@ -1,6 +1,6 @@
 """Reading files that may be broken or hostile: regular files only, bounded, never mapped.
 
-A mapped file that is truncated kills the process; a file that is read gives a short read.
+Truncating a mapped file kills the process that reads it; with reads, it gives a short read.
 """
 
 import json
@@ -37,7 +37,7 @@ def size_of(file: FileIO) -> int:
 def read_range(path: Path, offset: int, size: int) -> bytearray:
     """Bytes offset .. offset + size of a file. Raises CheckpointError when it ends before."""
     with open_regular(path) as file:
-        # Asked before allocating: the size may come from a header that lies.
+        # Checked before allocating: the size may come from a false header.
         if offset + size > size_of(file):
             raise CheckpointError(f"{path} ends early; download it again.")
         data = bytearray(size)
@@ -61,7 +61,7 @@ def read_json(path: Path, limit: int) -> dict[str, object]:
 
 
 def parse_json(data: bytes, where: str) -> dict[str, object]:
-    """Strict: an object in UTF-8, no duplicate keys, no NaN or infinity. Raises CheckpointError."""
+    """Strict: an object in UTF-8 without duplicate keys, NaN or infinity. Raises CheckpointError."""
     try:
         value = json.loads(
             data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
@@ -89,7 +89,7 @@ def _no_constant(text: str) -> object:
 
 
 def _check(value: object, depth: int) -> None:
-    """Refuse what json lets through: deep nesting, and numbers such as 1e999."""
+    """Refuse what json accepts: deep nesting, and numbers such as 1e999."""
     if depth > MAX_DEPTH:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, float) and not math.isfinite(value):
