@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: part of each head is rotated; attention and MLP both read a layer's input."""
+"""GPT-NeoX and Pythia: partly rotated heads; attention and MLP both read a layer's input."""
 
 import re
 from dataclasses import replace
@@ -97,7 +97,7 @@ class GPTNeoX(PlainDecoder):
 
 
 def _require_share(fields: Fields) -> None:
-    """Refuse a file without one: transformers would then rotate a quarter, which no file can mean."""
+    """Refuse a file without one: transformers would rotate a quarter, which no file can mean."""
     sections = [fields, fields.section("rope_parameters"), fields.section("rope_scaling")]
     names = ("rotary_pct", "partial_rotary_factor")
     if not any(part.get(name) is not None for part in sections if part for name in names):

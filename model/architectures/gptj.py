@@ -69,7 +69,7 @@ class GPTJ(PlainDecoder):
         )
 
     def shape_from_gguf(self, fields: Fields, own: str, usual: ModelConfig) -> ModelConfig:
-        """Rows of queries and keys are as published, so adjacent coordinates form pairs here too."""
+        """Rows of queries and keys are as published: adjacent coordinates form pairs here too."""
         turning = fields.integer(own + "rope.dimension_count", usual.head_dim)
         base = fields.optional_number(own + "rope.freq_base") or 10000.0
         return replace(

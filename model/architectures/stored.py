@@ -17,7 +17,7 @@ class Order(Protocol):
     """How the elements of a stored tensor are ordered, if not as in the decoder."""
 
     def undo(self, tensor: Tensor) -> Tensor:
-        """The tensor in the decoder's order; its first dimension is that of the parameter's rows."""
+        """The tensor in the decoder's order; its first dimension is the parameter's rows."""
         ...
 
 

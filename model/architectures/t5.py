@@ -144,7 +144,7 @@ class T5(Architecture):
         return {f"{side}.embed_tokens.weight": "shared.weight" for side in sides}
 
     def _feed_forward(self, fields: Fields) -> tuple[Activation, bool]:
-        """ "relu", or "gated-" and an activation's name; the "gelu" in "gated-gelu" is the tanh form."""
+        """An activation, or "gated-" and an activation; in "gated-gelu" this is the tanh form."""
         said = fields.text("feed_forward_proj") or self.feed_forward
         gate, _, name = said.rpartition("-")
         name = "gelu_new" if said == "gated-gelu" else name

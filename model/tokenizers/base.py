@@ -1,7 +1,7 @@
-"""What a tokenizer must say, and the incremental way back from tokens to text.
+"""The interface of tokenizers, and incremental decoding of tokens to text.
 
-Text is the UTF-8 decoding of the tokens' bytes, so any tokenizer that can name those bytes streams
-exactly. Knows no file format and no tokenizer library.
+Text is the UTF-8 decoding of the tokens' bytes, so any tokenizer that can give a token's bytes
+streams exactly. Knows no file format and no tokenizer library.
 """
 
 import codecs
@@ -22,13 +22,13 @@ class InvalidText(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token that is found in text before the model splits it."""
+    """A token that is matched in the text before the model splits it."""
 
     id: int
     text: str
     special: bool  # has no bytes
-    lstrip: bool = False  # white space before it belongs to it
-    rstrip: bool = False  # and after it
+    lstrip: bool = False  # includes white space before it
+    rstrip: bool = False  # includes white space after it
 
 
 class Tokenizer(Protocol):
@@ -39,13 +39,13 @@ class Tokenizer(Protocol):
     eos: frozenset[int]  # ids that end a text
 
     def encode(self, text: str, *, bos: bool) -> list[int]:
-        """Raises InvalidText on a lone surrogate. Text without any token gives an empty list."""
+        """Raises InvalidText for a lone surrogate. Text without any token gives an empty list."""
         ...
 
     def token_bytes(self, token: int, *, first: bool) -> bytes:
-        """Exactly the bytes this token adds to a text; nothing for control tokens.
+        """Exactly the bytes that this token adds to a text; none for control tokens.
 
-        `first` means that no token before it had bytes: there some tokenizers drop one space.
+        `first` means that no token before it had bytes; some tokenizers drop a space there.
         Ids without a token, such as padding rows of an embedding, have no bytes.
         """
         ...
@@ -63,11 +63,11 @@ def require_unicode(text: str) -> None:
 
 
 class Detokenizer:
-    """Tokens of one completion to text, piece by piece.
+    """Converts the tokens of one completion to text, piece by piece.
 
     The joined pieces equal the whole text decoded with `errors="replace"`, cut at the stop string
     that completes first. Held back are at most three bytes of an unfinished character, and the
-    longest tail that may still grow into a stop string. `first` says that the tokens start a text;
+    longest tail that may still become a stop string. `first` says that the tokens start a text;
     the default is a completion, which continues a prompt and so keeps its leading space.
     """
 
@@ -88,7 +88,7 @@ class Detokenizer:
         self._held = ""  # decoded, but possibly the start of a stop string
 
     def push(self, token: int) -> str:
-        """The text that this token makes certain; empty once stopped."""
+        """The text that is certain with this token; empty once stopped."""
         if self.stopped_by is not None:
             return ""
         data = self._tokenizer.token_bytes(token, first=self._first)

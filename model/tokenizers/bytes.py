@@ -1,6 +1,6 @@
-"""Tables from token to bytes, and the alphabet byte-level vocabularies write bytes with.
+"""Tables from tokens to bytes, and the alphabet of byte-level vocabularies.
 
-Knows no file format. Both tokenizer implementations keep their answer in a TokenTable.
+Knows no file format. Both tokenizer implementations store their bytes in a TokenTable.
 """
 
 import re
@@ -10,7 +10,7 @@ _FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def _alphabet() -> dict[str, int]:
-    """Printable Latin-1 characters stand for their own byte, U+0100 upwards for the other ones."""
+    """Printable Latin-1 characters stand for their own byte, U+0100 and up for the other bytes."""
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in own]
     characters = {chr(byte): byte for byte in own}
@@ -21,7 +21,7 @@ BYTE_OF = _alphabet()
 
 
 def from_byte_level(piece: str) -> bytes:
-    """The bytes that a byte-level piece stands for; a piece outside the alphabet is plain text."""
+    """The bytes of a byte-level piece; a piece outside the alphabet is plain text."""
     try:
         return bytes([BYTE_OF[character] for character in piece])
     except KeyError:
@@ -35,10 +35,10 @@ def byte_of_fallback(piece: str) -> int | None:
 
 
 class TokenTable:
-    """Bytes of every token, at the start of a text and elsewhere."""
+    """The bytes of every token, at the start of a text and elsewhere."""
 
     def __init__(self, entries: Iterable[tuple[bytes, bytes]]) -> None:
-        """Per id: its bytes, and its bytes where it is the first with any."""
+        """Per id: its usual bytes, and its bytes where it is the first token with any."""
         plain: list[bytes] = []
         self._first: dict[int, bytes] = {}
         for token, (usual, at_start) in enumerate(entries):

@@ -1,7 +1,7 @@
-"""Chat messages to prompt text, with the template that ships with a checkpoint.
+"""Chat messages to prompt text, with a checkpoint's own template.
 
-Templates are foreign programs: they run in jinja2's sandbox, with bounds on what they may build,
-and whatever they raise becomes one ChatTemplateError. Knows no tokenizer.
+Templates are foreign programs: they run in jinja2's sandbox, with limits on what they may build,
+and whatever they raise becomes a ChatTemplateError. Knows no tokenizer.
 """
 
 import json
@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from model.tokenizers.gguf_fields import TokenizerFields
 from model.tokenizers.tokenizer_config import read_object, read_tokenizer_config
 
-_WIDE = re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)")  # a padded width of five digits, or one computed
+_WIDE = re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)")  # a padding width of five digits, or a computed one
 MAX_PROMPT = 16 * 1024 * 1024  # characters a template may write
 
 
@@ -46,7 +46,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool
     ) -> str:
-        """The prompt. Raises ChatTemplateError, with the template's own words if it has any."""
+        """The prompt. Raises ChatTemplateError, with the template's own message if it has one."""
         values = {
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
@@ -108,7 +108,7 @@ def _from_source(source: object, *, bos: str, eos: str) -> ChatTemplate | None:
 
 
 def _default_of(named: list[Any]) -> object:
-    """Checkpoints with several templates call the plain one `default`."""
+    """In checkpoints with several templates, the plain one is named `default`."""
     templates = {
         entry.get("name"): entry.get("template") for entry in named if isinstance(entry, dict)
     }
@@ -142,7 +142,7 @@ def _one_line(error: BaseException) -> str:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The dialect of templates on the Hugging Face hub, without ways to build huge values."""
+    """The template dialect of the Hugging Face hub, without ways to build huge values."""
 
     intercepted_binops = frozenset({"*", "**", "%"})
 
@@ -157,7 +157,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = _strftime_now
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Repeating a sequence, raising to a power and padding by % could fill the memory."""
+        """Refuse repetitions, powers and padding by % that could exhaust the memory."""
         if operator == "*" and _product_size(left, right) > MAX_PROMPT:
             raise _too_long()
         if operator == "**" and not (abs(left) <= 2**16 and abs(right) <= 64):
@@ -167,7 +167,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """No method takes so large a number but to pad text to it."""
+        """Refuse huge integer arguments: methods take them only as a length to pad text to."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, int) and abs(value) > MAX_PROMPT:
                 raise _too_long()
@@ -175,7 +175,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _product_size(left: Any, right: Any) -> int:
-    """How long a repeated sequence becomes; 0 for a product of numbers."""
+    """The length of a repeated sequence; 0 for a product of numbers."""
     if isinstance(right, str | list | tuple):
         left, right = right, left
     if isinstance(left, str | list | tuple) and isinstance(right, int):
@@ -184,7 +184,7 @@ def _product_size(left: Any, right: Any) -> int:
 
 
 class _Generation(Extension):
-    """{% generation %} marks the assistant's words for training; here its body is just text."""
+    """{% generation %} marks the assistant's text for training; here its body is ordinary text."""
 
     tags: frozenset[str] = frozenset({"generation"})  # type: ignore[assignment]  # a set upstream
 
@@ -200,7 +200,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja2's own filter it escapes nothing for HTML: models were trained without."""
+    """Unlike jinja2's own filter, escapes nothing for HTML: models were trained without that."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -9,21 +9,21 @@ from model.tokenizers.spm_proto import PieceType
 _PREFIX = "tokenizer.ggml."
 _T = TypeVar("_T")
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Converters declare the end of a text; that of a turn is known by how it is written.
+# Converters declare the end of a text; tokens that end a turn are recognised by their text.
 _TURN_ENDS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>"}
 )
 
 
 class TokenizerFields:
-    """Every getter raises TokenizerError when the value is absent (without a default) or wrong."""
+    """Every getter raises TokenizerError when the value is invalid, or absent without a default."""
 
     def __init__(self, metadata: Mapping[str, object]) -> None:
         self._metadata = metadata
 
     @property
     def architecture(self) -> object:
-        """Of the model, which some rules that no field tells go by."""
+        """The model's architecture, which decides some rules that no field states."""
         return self._metadata.get("general.architecture")
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -59,7 +59,7 @@ class TokenizerFields:
         return tokens
 
     def types(self) -> list[PieceType]:
-        """One per token; all normal when the file does not say. What ends a turn is control."""
+        """One per token; all normal if the file does not say. Tokens that end a turn are control."""
         tokens = self.tokens()
         value = self._metadata.get(_PREFIX + "token_type", [PieceType.NORMAL.value] * len(tokens))
         numbers = self._list("token_type", value, int, "a list of token types")
@@ -82,17 +82,17 @@ class TokenizerFields:
         return self._id("bos_token_id")
 
     def eos(self) -> frozenset[int]:
-        """Every id that ends a text or a turn: those declared, and those written as one."""
+        """Every id that ends a text or a turn: declared ones, and those recognised by their text."""
         declared = (self._id(key) for key in _END_KEYS)
         written = (token for token, text in enumerate(self.texts("tokens")) if text in _TURN_ENDS)
         return frozenset(token for token in (*declared, *written) if token is not None)
 
     def bos_text(self) -> str:
-        """As a chat template writes it; empty when none is declared."""
+        """As chat templates use it; empty when none is declared."""
         return self._text_of("bos_token_id")
 
     def eos_text(self) -> str:
-        """As a chat template writes it; empty when none is declared."""
+        """As chat templates use it; empty when none is declared."""
         return self._text_of("eos_token_id")
 
     def _text_of(self, key: str) -> str:

@@ -23,7 +23,7 @@ _SPLIT_LLAMA3 = (
 _SPLIT_QWEN2 = _SPLIT_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _SPLIT_BLOOM = r" ?[^\s()|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c]+"
 
-# How text is cut before merging, by the name that GGUF gives it.
+# How text is split before merging, by GGUF's name for it.
 _PLAIN = frozenset({"default", "gpt-2", "mpt", "olmo", "phi-2"})
 _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "codeshell", "exaone", "command-r"})
 _LLAMA3 = frozenset({"llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"})
@@ -33,9 +33,9 @@ _SPLITS = {
     **dict.fromkeys(_QWEN2, _SPLIT_QWEN2),
     "bloom": _SPLIT_BLOOM,
 }
-_BEGUN = frozenset({"llama-bpe", "llama3", "llama-v3"})  # with a BOS, where nothing is said
+_BEGUN = frozenset({"llama-bpe", "llama3", "llama-v3"})  # have a BOS by default
 _NFC = _QWEN2 | {"mpt", "olmo"}
-_KEEP_SPACE = frozenset({"<s>", "<|endoftext|>"})  # of Phi-3's
+_KEEP_SPACE = frozenset({"<s>", "<|endoftext|>"})  # Phi-3 tokens that do not strip white space
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
@@ -55,7 +55,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
 
 
 def _byte_level(fields: TokenizerFields) -> HfTokenizer:
-    # Old files say nothing, which was right for GPT-2 alone.
+    # Old files do not say, which was correct only for GPT-2.
     name = fields.text("pre", "gpt-2" if fields.architecture in (None, "gpt2") else None)
     tokens, types = fields.tokens(), fields.types()
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -129,7 +129,7 @@ def _sentencepiece(fields: TokenizerFields, kind: ModelType, *, add_bos: bool) -
         remove_extra_whitespaces=fields.flag("remove_extra_whitespaces", False),
         charsmap=fields.data("precompiled_charsmap"),
     )
-    # Its markers take the white space after them, which the format does not say.
+    # Phi-3's markers absorb the white space after them, which GGUF does not state.
     strips = fields.architecture == "phi3"
     markers = [
         AddedToken(token, piece.text, True, rstrip=strips and piece.text not in _KEEP_SPACE)
@@ -146,5 +146,5 @@ def _sentencepiece(fields: TokenizerFields, kind: ModelType, *, add_bos: bool) -
 
 
 def _escaped(text: str) -> str:
-    """Converters write user-defined runs of spaces as spaces, SentencePiece as its own mark."""
+    """Converters write spaces in user-defined tokens as spaces, SentencePiece as its own mark."""
     return text.replace(" ", "▁")

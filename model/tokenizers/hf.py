@@ -1,7 +1,7 @@
 """tokenizer.json through the `tokenizers` library, as a Tokenizer.
 
-The library encodes. Decoding is ours: the file's decoder is read as a rule from one token to its
-bytes, and a file whose decoder is no such rule is refused.
+The library encodes. Decoding is done here: the file's decoder is read as a rule from one token to
+its bytes, and a file whose decoder is not such a rule is refused.
 """
 
 import json
@@ -13,7 +13,7 @@ import tokenizers
 from model.tokenizers.base import TokenizerError, require_unicode
 from model.tokenizers.bytes import TokenTable, byte_of_fallback, from_byte_level
 
-# A piece of the vocabulary → its bytes, and its bytes where it is the first token with any.
+# A piece of the vocabulary → its usual bytes, and its bytes where it is the first with any.
 Rule = Callable[[str], tuple[bytes, bytes]]
 
 
@@ -28,9 +28,9 @@ class HfTokenizer:
         eos: Iterable[int] = (),
         add_bos: bool | None = None,
     ) -> None:
-        """add_bos None leaves it to the file's post-processor. Raises TokenizerError.
+        """add_bos None follows the file's post-processor. Raises TokenizerError.
 
-        Padding and truncation that the file asks for are switched off: they would change prompts.
+        The file's padding and truncation are switched off: they would change prompts.
         """
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -64,7 +64,7 @@ def read_tokenizer_json(text: str) -> tokenizers.Tokenizer:
 
 
 def _prefix(tokenizer: tokenizers.Tokenizer) -> list[int]:
-    """What the post-processor puts before a text."""
+    """The tokens that the post-processor puts before a text."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     full = tokenizer.encode("a", add_special_tokens=True).ids
     for start in range(len(full) - len(plain) + 1):
@@ -76,7 +76,7 @@ def _prefix(tokenizer: tokenizers.Tokenizer) -> list[int]:
 def _entries(tokenizer: tokenizers.Tokenizer) -> Iterator[tuple[bytes, bytes]]:
     decoder = _decoder(tokenizer)
     rule = byte_rule(decoder)
-    literal = decoder["type"] == "ByteLevel"  # added tokens are not written in the byte alphabet
+    literal = decoder["type"] == "ByteLevel"  # added tokens do not use the byte alphabet
     added = tokenizer.get_added_tokens_decoder()
     size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     for token in range(size):
@@ -91,7 +91,7 @@ def _entries(tokenizer: tokenizers.Tokenizer) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _decoder(tokenizer: tokenizers.Tokenizer) -> Any:
-    """As the file has it. Without a vocabulary, whose JSON takes long to read."""
+    """The decoder's JSON, without the vocabulary, whose JSON takes long to parse."""
     bare = tokenizers.Tokenizer(tokenizers.models.BPE())
     if tokenizer.decoder is not None:
         bare.decoder = tokenizer.decoder
@@ -99,7 +99,7 @@ def _decoder(tokenizer: tokenizers.Tokenizer) -> Any:
 
 
 def byte_rule(decoder: Mapping[str, Any] | None) -> Rule:
-    """The decoder of a tokenizer.json as a rule per token. Raises TokenizerError if it is none."""
+    """A tokenizer.json's decoder as a rule per token. Raises TokenizerError if it is not one."""
     steps = list(_flatten(decoder))
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
@@ -144,7 +144,7 @@ def _metaspace(step: Mapping[str, Any]) -> Rule:
 
 
 def _pieces_rule(steps: Sequence[Mapping[str, Any]]) -> Rule | None:
-    """Replace…, ByteFallback, Fuse, Strip in this order, each optional: Llama's and its kin's."""
+    """Replace…, ByteFallback, Fuse, Strip in this order, each optional, as Llama's relatives use."""
     rest = list(steps)
     replaced: list[tuple[str, str]] = []
     while rest and rest[0]["type"] == "Replace" and "String" in rest[0]["pattern"]:
@@ -152,7 +152,7 @@ def _pieces_rule(steps: Sequence[Mapping[str, Any]]) -> Rule | None:
         replaced.append((step["pattern"]["String"], step["content"]))
     fallback = _take(rest, "ByteFallback")
     fuse = _take(rest, "Fuse")
-    # Only after Fuse is Strip about the start of the text rather than of each token.
+    # Only after Fuse does Strip apply to the start of the text rather than of each token.
     strips = fuse and bool(rest) and _drops_one_space(rest[0])
     if not steps or len(rest) != int(strips):
         return None

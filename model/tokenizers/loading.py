@@ -1,4 +1,4 @@
-"""Finds the tokenizer of a checkpoint and makes it a Tokenizer.
+"""Finds a checkpoint's tokenizer and builds a Tokenizer from it.
 
 Knows the files of a Hugging Face directory; the formats themselves are read elsewhere.
 """
@@ -50,7 +50,7 @@ def _from_sentencepiece(path: Path, config: TokenizerConfig) -> SpmTokenizer:
         if token is not None and text and token not in listed:
             listed.add(token)
             added.append(AddedToken(token, text, special=True))
-    # Models of this kind were trained with a BOS unless their directory says otherwise.
+    # These models were trained with a BOS unless their directory says otherwise.
     add_bos = True if config.add_bos is None else config.add_bos
     return SpmTokenizer(model, bos=bos, eos=eos, add_bos=add_bos, added=added)
 

@@ -6,9 +6,9 @@ from model.tokenizers.base import require_unicode
 
 
 class NumberTokenizer:
-    """A number below `vocab_size` is its own token; any other word is some token, always the same.
+    """A number below `vocab_size` is its own token; any other word maps to a fixed token.
 
-    So what a model writes becomes the same tokens when it is sent again as text.
+    So text that a model generated becomes the same tokens when it is sent back.
     """
 
     bos: int | None = None
@@ -23,11 +23,11 @@ class NumberTokenizer:
         return [self._token(word) for word in text.split()]
 
     def token_bytes(self, token: int, *, first: bool) -> bytes:
-        """The number with a space before it, at the start of a text too."""
+        """The number preceded by a space, at the start of a text too."""
         return f" {token}".encode() if 0 <= token < self.vocab_size else b""
 
     def _token(self, word: str) -> int:
-        # Only as it is written here: "007" and "٧" are words like any other.
+        # Only canonical decimal numbers: "007" and "٧" are words like any other.
         if word.isascii() and word.isdecimal() and len(word) <= len(str(self.vocab_size)):
             number = int(word)
             if number < self.vocab_size and str(number) == word:

@@ -1,7 +1,7 @@
 """SentencePiece models (tokenizer.model, or one rebuilt from GGUF) as a Tokenizer.
 
-The only file that reads such models. Ids beyond the model's own pieces may be added, as
-Hugging Face directories do for chat markers.
+The only file that reads such models. Ids beyond the model's own pieces can be added, as Hugging
+Face directories do for chat markers.
 """
 
 import re
@@ -17,7 +17,7 @@ _SPACE = "▁"
 
 
 class SpmModel:
-    """A model file that the library has accepted and whose tokens have bytes of their own."""
+    """A model file accepted by the library, whose tokens have bytes of their own."""
 
     def __init__(self, data: bytes) -> None:
         """Raises TokenizerError."""
@@ -39,12 +39,12 @@ class SpmModel:
             )
 
     def find(self, piece: str) -> int | None:
-        """The id of exactly this piece."""
+        """The id of exactly this piece, or None."""
         token: int = self.processor.piece_to_id(piece)
         return token if self.processor.id_to_piece(token) == piece else None
 
     def piece_bytes(self, token: int) -> tuple[bytes, bytes]:
-        """Of one token: its bytes, and its bytes where it is the first with any."""
+        """One token's usual bytes, and its bytes where it is the first with any."""
         piece: str = self.processor.id_to_piece(token)
         if self.processor.is_control(token):
             return b"", b""
@@ -61,11 +61,12 @@ class SpmModel:
 
 
 class SpmTokenizer:
-    """A SentencePiece model whose decoding is one byte string per token.
+    """A SentencePiece model; decoding is one byte string per token.
 
     Decoding follows the library, which drops the space at the start of a text when the model adds
-    or removes spaces there. (For models that remove extra whitespace it would drop more than one;
-    their own encoding never starts with two.) Invalid byte sequences become U+FFFD as in Python.
+    or removes spaces there. (For models that remove extra whitespace the library would drop
+    several, but their own encoding never starts with two.) Invalid bytes become U+FFFD, as in
+    Python.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class SpmTokenizer:
         add_bos: bool = True,
         added: Iterable[AddedToken] = (),
     ) -> None:
-        """bos and eos default to the model's own. Without `added`, "</s>" in a text is text."""
+        """bos and eos default to the model's own. Without `added`, "</s>" in a text is plain text."""
         self._processor = model.processor
         tokens = {token.id: token for token in added}
         self._table = TokenTable(_entries(model, tokens))
@@ -124,6 +125,6 @@ def _pattern(tokens: Iterable[AddedToken]) -> re.Pattern[str] | None:
 
 
 def _found_as(token: AddedToken) -> str:
-    # From where white space begins, not from each of it anew, which would take quadratic time.
+    # Only from the start of white space: trying each position in it would take quadratic time.
     before, after = r"(?:(?<!\s)\s*)?" * token.lstrip, r"\s*" * token.rstrip
     return before + re.escape(token.text) + after

@@ -1,7 +1,7 @@
-"""The few fields of SentencePiece's model file that matter here, read and written as protobuf.
+"""The few fields of SentencePiece's model file that are needed here, as protobuf.
 
-Reading serves what the sentencepiece library does not tell (dummy prefix, denormaliser, how an
-unknown token looks); writing turns GGUF's vocabulary into a model that the library loads.
+Reading gives what the sentencepiece library does not expose (dummy prefix, denormaliser, text of
+the unknown token); writing turns GGUF's vocabulary into a model that the library loads.
 """
 
 import struct
@@ -19,7 +19,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 class PieceType(IntEnum):
-    """The numbers are the same in SentencePiece's model file and in GGUF."""
+    """The values are the same in SentencePiece's model file and in GGUF."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -30,7 +30,7 @@ class PieceType(IntEnum):
 
 
 class ModelType(IntEnum):
-    """TrainerSpec.model_type: how a text is cut into pieces."""
+    """TrainerSpec.model_type: how text is split into pieces."""
 
     UNIGRAM = 1
     BPE = 2
@@ -38,7 +38,7 @@ class ModelType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One token of the vocabulary; its id is its place in it."""
+    """One token of the vocabulary; its id is its index there."""
 
     text: str
     score: float
@@ -47,11 +47,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What decides how a model spells text, besides its pieces."""
+    """What determines how a model encodes text, besides its pieces."""
 
     add_dummy_prefix: bool = True
     remove_extra_whitespaces: bool = True
-    charsmap: bytes = b""  # compiled normalisation rules; none: text is taken as it is
+    charsmap: bytes = b""  # compiled normalisation rules; empty: text is not normalised
     denormalizes: bool = False
     unknown: str = " ⁇ "  # text of an unknown token
 
@@ -74,7 +74,7 @@ def read_settings(model: bytes) -> Settings:
 
 
 def write_model(kind: ModelType, pieces: Sequence[Piece], settings: Settings) -> bytes:
-    """A model file; the sentencepiece library still checks it when it loads it."""
+    """A model file; the sentencepiece library still validates it on loading."""
     fallback = any(piece.type is PieceType.BYTE for piece in pieces)
     trainer = (
         _number(_MODEL_TYPE, kind)

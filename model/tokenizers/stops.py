@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 
 class Found(NamedTuple):
-    """A stop string, and where it ended."""
+    """A stop string that was found, and where it ends."""
 
-    stop: str  # which may have started in an earlier piece
-    end: int  # characters of the piece just fed, up to and including it
+    stop: str  # may have started in an earlier piece
+    end: int  # characters of the latest piece, up to the end of the stop string
 
 
 class StopFinder:
     """Matches all stop strings at once, one character at a time (Knuth–Morris–Pratt)."""
 
-    pending: int  # characters at the end of the text that may still become a stop string
+    pending: int  # characters at the end of the text that may still become part of a stop string
 
     def __init__(self, stops: Sequence[str]) -> None:
         if not all(stops):
@@ -48,7 +48,7 @@ def _advance(stop: str, borders: list[int], matched: int, character: str) -> int
 
 
 def _borders(stop: str) -> list[int]:
-    """For each prefix, the length of the longest shorter prefix that it also ends with."""
+    """For each prefix, the length of its longest proper prefix that is also its suffix."""
     borders = [0]
     for character in stop[1:]:
         borders.append(_advance(stop, borders, borders[-1], character))

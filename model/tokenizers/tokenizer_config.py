@@ -1,7 +1,7 @@
-"""What a Hugging Face directory says about its tokenizer beside the vocabulary itself.
+"""A Hugging Face directory's tokenizer settings, besides the vocabulary itself.
 
-Reads tokenizer_config.json, with special_tokens_map.json and added_tokens.json for what it leaves
-out. Knows no tokenizer library.
+Reads tokenizer_config.json, and special_tokens_map.json and added_tokens.json for what that
+omits. Knows no tokenizer library.
 """
 
 import json
@@ -19,9 +19,9 @@ class TokenizerConfig:
 
     bos: str | None
     eos: str | None
-    add_bos: bool | None  # None: not said
-    added: tuple[AddedToken, ...]  # the later of two with the same id counts
-    chat_template: object  # a text, a list of named ones, or None
+    add_bos: bool | None  # None: not stated
+    added: tuple[AddedToken, ...]  # of two with the same id, the later one counts
+    chat_template: object  # a string, a list of named ones, or None
 
 
 def read_tokenizer_config(directory: Path) -> TokenizerConfig:
@@ -56,7 +56,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _token_text(values: Mapping[str, Any], key: str) -> str | None:
-    """A token is written as its text, or as an object with the text under `content`."""
+    """The token's text: the value itself, or `content` where it is an object."""
     value = values.get(key)
     if isinstance(value, dict):
         value = value.get("content")

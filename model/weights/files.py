@@ -61,7 +61,7 @@ def read_json(path: Path, limit: int) -> dict[str, object]:
 
 
 def parse_json(data: bytes, where: str) -> dict[str, object]:
-    """Strict: an object in UTF-8 without duplicate keys, NaN or infinity. Raises CheckpointError."""
+    """Strict: an object in UTF-8, no duplicate keys, no NaN or infinity. Raises CheckpointError."""
     try:
         value = json.loads(
             data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant

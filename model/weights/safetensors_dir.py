@@ -1,8 +1,8 @@
 """Weights in safetensors files: one file, or shards listed by an index, in one folder.
 
-The format is eight bytes of length, a JSON object, and the data. It is read here, because the
-`safetensors` package maps the file (one truncated while mapped kills the process), lets tensor
-names appear twice, and takes seconds and a gigabyte for a million empty tensors.
+The format is eight bytes of length, a JSON object, and the data. It is parsed here, because the
+`safetensors` package maps the file (truncating a mapped file kills the process), accepts duplicate
+tensor names, and takes seconds and a gigabyte for a million empty tensors.
 """
 
 import math
@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 MAX_HEADER = 16 << 20  # bytes; 10,000 tensors take about 2 MB
 MAX_TENSORS = 10_000
 MAX_DIMENSIONS = 8
-# Beside an I8 tensor NAME: NAME.row_scale [rows], by which each row is multiplied.
+# An I8 tensor NAME may have NAME.row_scale [rows], by which each row is multiplied.
 ROW_SCALE = ".row_scale"
 
 WEIGHT_DTYPES = {
@@ -39,7 +39,7 @@ ITEM_SIZES = {
 
 
 class Entry(NamedTuple):
-    """What the header says of one tensor."""
+    """A tensor's entry in the header."""
 
     path: Path
     dtype: str
@@ -60,11 +60,11 @@ class SafetensorsDirectory:
 
     @property
     def metadata(self) -> Mapping[str, object]:
-        """Empty: what such a folder says about itself is in its config.json."""
+        """Empty: such a folder's description is in its config.json."""
         return {}
 
     def names(self) -> frozenset[str]:
-        """Those of weights: a row scale is a part of the tensor that it belongs to."""
+        """Names of weights: a row scale is part of the tensor that it belongs to."""
         scales = {name + ROW_SCALE for name, entry in self._entries.items() if entry.dtype == "I8"}
         return frozenset(self._entries.keys() - scales)
 
@@ -103,7 +103,7 @@ def _data(entry: Entry, dtype: torch.dtype) -> Tensor:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Every tensor of one file. Raises CheckpointError unless the header is sound throughout."""
+    """Every tensor of one file. Raises CheckpointError unless the whole header is valid."""
     with open_regular(path) as file:
         file_size = size_of(file)
     if file_size < 8:
@@ -153,7 +153,7 @@ def _are_sizes(value: object) -> bool:
 
 
 def _check_layout(path: Path, entries: dict[str, Entry], start: int, file_size: int) -> None:
-    """The tensors must fill the data exactly: no hole, no overlap, nothing after."""
+    """Require the tensors to fill the data exactly: no hole, no overlap, nothing after."""
     position = start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].size)):
         if entry.offset != position:
@@ -189,7 +189,7 @@ def _read_shards(folder: Path) -> dict[str, Entry]:
 
 
 def _shard_name(index: Path, value: object) -> str:
-    # The file may be a symlink (the hub's cache is made of them), its name may not be a path.
+    # The file may be a symlink (as in the hub's cache), but its name must not be a path.
     if not isinstance(value, str) or not value.endswith(".safetensors") or {*value} & {*"/\\\0"}:
         raise CheckpointError(
             f"{index} names {shown(str(value))}, which is no safetensors file of this folder."
