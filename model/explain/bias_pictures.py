@@ -1,4 +1,4 @@
-"""Pictures of encodings that add to the scores: the bias of each head, and what it does."""
+"""Pictures of encodings with a bias: the bias of each head, and its effect on scores."""
 
 import math
 from collections.abc import Sequence
@@ -35,14 +35,14 @@ LABELLED = 8  # heads at most
 WIDE = 3.29  # 5% to 95% of a standard normal
 
 BIASES, SCORES = "Bias by distance, per head", "Score by distance"
-STEPPED = 200  # different values at most, for a bias that is drawn in steps
+STEPPED = 200  # a bias with fewer distinct values is drawn in steps
 EXACT = 256  # distances up to here are drawn one by one
 DASHES = ("-", "--", "-.", ":")
 
 
 @dataclass(frozen=True, slots=True)
 class Biases:
-    """What a query in the middle or at the end of the context adds to each key's score."""
+    """The biases of keys for a query in the middle or at the end of the context."""
 
     distances: Tensor  # [D], query position - key position
     values: Tensor  # [heads, D] float32
@@ -115,7 +115,7 @@ def _about_biases(found: Biases, subject: Subject, shown: Sequence[int]) -> str:
 
 
 def _constant_from(values: Tensor) -> int:
-    """The first column from which on every head's bias is the last one's."""
+    """The first column from which on every head's bias equals its last one."""
     differs = (values != values[:, -1:]).any(dim=0)
     return int(differs.nonzero().max()) + 1 if differs.any() else 0
 
@@ -164,13 +164,13 @@ def _sampled(distances: Tensor, values: Tensor) -> tuple[NDArray[np.int64], NDAr
 
 
 def _shown(heads: int, weights: Weights) -> list[int]:
-    """Evenly spread; two where the values are made up and only their steps matter."""
+    """Evenly spread heads; two where the values are random and only their steps matter."""
     count = min(2 if weights == "drawn" else LABELLED, heads)
     return sorted({round(i * (heads - 1) / max(count - 1, 1)) for i in range(count)})
 
 
 def _distance_axis(axes: Axes, distances: Tensor) -> None:
-    """Logarithmic on both sides of 0, which has a place of its own."""
+    """Logarithmic on both sides of 0, which has its own place."""
     axes.set_xscale("symlog", linthresh=1, linscale=0.35)
     axes.set_xlim(float(distances[0]), float(distances[-1]))
     ticks = [tick for tick in (0, *(4**i for i in range(8))) if tick <= int(distances[-1])]

@@ -1,6 +1,6 @@
-"""How many different numbers the nearest 64 positions have in each format: angles, biases, vectors.
+"""Counts distinct angles, biases and vectors of the nearest 64 positions in each number format.
 
-Two positions that share a number cannot be told apart by it. Numbers only, no pictures.
+Positions with equal values cannot be distinguished by them. Only counts, no pictures.
 """
 
 import math
@@ -18,11 +18,11 @@ FORMATS: Mapping[str, torch.dtype] = {
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
-Series = dict[str, list[int]]  # label: how many at each query position
+Series = dict[str, list[int]]  # label: count at each query position
 
 
 def query_positions(last: int) -> list[int]:
-    """Positions to ask at: powers of two and between, from 63 or 127 on, the last included."""
+    """Query positions: about powers of √2 from 63 and 127 on, and always the last."""
     found = {NEAREST - 1, last}
     at = float(2 * NEAREST)
     while at <= last:
@@ -32,7 +32,7 @@ def query_positions(last: int) -> list[int]:
 
 
 def angle_codes(found: Turning, positions: list[int]) -> Series:
-    """Of all pairs together, when position, speed and product are in one format."""
+    """Over all pairs together, with position, frequency and product in one format."""
 
     def codes(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         speeds = found.speeds.to(dtype)
@@ -45,10 +45,10 @@ def angle_codes(found: Turning, positions: list[int]) -> Series:
 
 
 def bias_codes(bias: ScoreBias, positions: list[int]) -> Series:
-    """Of the head with the fewest, when the bias as it is served is stored in each format.
+    """For the head with the fewest, when the served bias is stored in each format.
 
-    For a linear bias also with slope · key position in place of slope · distance, the other form
-    that softmax cannot tell from it.
+    For a linear bias also with slope · key position instead of slope · distance, an equivalent
+    form under softmax.
     """
     series: Series = {}
     for name, dtype in FORMATS.items():
@@ -65,7 +65,7 @@ def bias_codes(bias: ScoreBias, positions: list[int]) -> Series:
 
 
 def vector_codes(whole: PositionalEncoding, width: int, positions: list[int]) -> Series:
-    """Of the vectors that are added to the embeddings, rounded to each format."""
+    """For the vectors that are added to the embeddings, rounded to each format."""
 
     def vectors(at: int) -> Tensor:
         return whole.embed(torch.zeros(NEAREST, width), _nearest(at))

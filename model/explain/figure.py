@@ -1,7 +1,7 @@
-"""How pictures look: colours, type, and labels at the ends of lines.
+"""The style of pictures: colours, type, and labels at the ends of lines.
 
-Takes no display, no style file of the user and no font but the one that comes with matplotlib.
-Knows no encoding.
+Needs no display, no style file of the user's and no font but the one that comes with matplotlib.
+Knows no encodings.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +17,14 @@ from matplotlib.figure import Figure, SubFigure
 WIDTH = 9.6  # inches
 TEXT = 0.06  # width of a label, in widths of the axes
 GAP = 0.075  # between labels at the end of lines, in heights of the axes
-# Told apart by lightness too, so that they hold in grey and for the colour-blind (Okabe, Ito).
+# Distinct in lightness too, so that they work in grey and for the colour-blind (Okabe, Ito).
 INK, BLUE, ORANGE, SKY, GREY = "#1a1a1a", "#0f5c9c", "#c2560c", "#6db3e2", "#8a8a8a"
 FORMAT_STYLES: dict[str, dict[str, Any]] = {
     "bf16": {"color": ORANGE, "linestyle": "-", "marker": "o"},
     "fp16": {"color": BLUE, "linestyle": "--", "marker": "s"},
     "fp32": {"color": INK, "linestyle": ":", "marker": "^"},
 }
-MAP = "cividis"  # even steps of lightness, the same to the colour-blind
+MAP = "cividis"  # even steps of lightness, also for the colour-blind
 SETTINGS: Any = {  # the names are checked by matplotlib when they are set
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -48,7 +48,7 @@ SETTINGS: Any = {  # the names are checked by matplotlib when they are set
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """`draw` fills an empty figure; `caption` says what holds in it."""
+    """`draw` fills an empty figure; `caption` describes it."""
 
     key: str
     title: str
@@ -68,7 +68,7 @@ class Omitted:
 
 @contextmanager
 def own_settings() -> Iterator[None]:
-    """matplotlib's defaults and ours, whatever the user's own files say."""
+    """matplotlib's defaults plus ours, whatever the user's own files say."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(SETTINGS)
@@ -81,14 +81,14 @@ def one_axes(figure: Figure | SubFigure) -> Axes:
 
 
 def axes_row(figure: Figure | SubFigure, count: int, **ratios: Any) -> list[Axes]:
-    """Side by side; `width_ratios` if they differ."""
+    """Axes side by side; `width_ratios` if they differ in width."""
     return list(figure.subplots(1, count, squeeze=False, **ratios)[0])
 
 
 def label_ends(axes: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
-    """Text at the right of the axes at each height (data units), spread where they would touch.
+    """Text right of the axes at each height (data units), spread where labels would touch.
 
-    labels: height, text, colour. Call it once the limits are final.
+    labels: (height, text, colour). Call once the limits are final.
     """
     low, high = sorted(axes.get_ylim())
     to_axes = axes.transData + axes.transAxes.inverted()
@@ -110,12 +110,12 @@ def label_ends(axes: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
 
 
 def label_bottoms(axes: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
-    """Text left of where lines leave the axes at the bottom, in rows where it would touch.
+    """Text left of where lines leave the axes at the bottom, in rows where labels would touch.
 
-    labels: place (data units), text, colour. Call it once the limits are final.
+    labels: (place in data units, text, colour). Call once the limits are final.
     """
     to_axes = axes.transData + axes.transAxes.inverted()
-    rows: list[float] = []  # how far each row is taken
+    rows: list[float] = []  # how far each row is occupied
     for place, text, color in sorted(labels):
         at = float(to_axes.transform((place, axes.get_ylim()[0]))[0]) - 0.014
         row = next((i for i, end in enumerate(rows) if at - TEXT >= end), len(rows))
@@ -134,6 +134,6 @@ def label_bottoms(axes: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
 
 
 def count_axis(axes: Axes) -> None:
-    """Positions and distances by powers of ten or two, written out: 1,024 and not 10^3."""
+    """Ticks for positions and distances, written out: 1,024 rather than 10^3."""
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:,.0f}"))
     axes.xaxis.set_minor_formatter(ticker.NullFormatter())

@@ -1,6 +1,6 @@
-"""Pictures and captions as one file that needs no other: HTML with inline SVG, or PNG.
+"""Pictures and captions as one self-contained file: HTML with inline SVG, or PNG.
 
-The same subject gives the same bytes. Knows no encoding.
+The same subject gives the same bytes. Knows no encodings.
 """
 
 import html
@@ -22,10 +22,10 @@ from model.explain.figure import WIDTH, Omitted, Picture, own_settings
 Pixels = NDArray[np.uint8]
 Progress = Callable[[], object]  # called once for each picture drawn
 DPI = 150
-# No date, so that the same picture is the same file.
+# No date, so that equal pictures are equal files.
 UNDATED_SVG: Any = {"Date": None, "Creator": None}
 UNDATED_PNG: Any = {"Software": None}
-COLUMNS = 138  # characters of a line of caption
+COLUMNS = 138  # characters per line of caption
 
 LEFT_OUT = "Left out"
 STYLE = """\
@@ -91,7 +91,7 @@ def _section(picture: Picture, drawn: Progress) -> str:
 
 
 def svg(picture: Picture) -> str:
-    """The <svg> element, its ids told apart from those of other pictures on the page."""
+    """The <svg> element, with ids that are unique on the page."""
     with own_settings():
         matplotlib.rcParams["svg.hashsalt"] = picture.key
         file = io.StringIO()
@@ -110,7 +110,7 @@ def to_png(
     parts: Sequence[Picture | Omitted],
     drawn: Progress,
 ) -> bytes:
-    """One tall image: the same texts and pictures below one another."""
+    """One tall image: the same text and pictures, stacked."""
     with own_settings():
         strips = [_text([title], size=15, weight="bold"), _text(_wrapped(summary))]
         strips.append(_text([line for pair in facts.items() for line in _fact(*pair)]))
@@ -145,7 +145,7 @@ def _pixels(figure: Figure) -> Pixels:
 
 
 def _text(lines: Sequence[str], *, size: float = 9, weight: str = "normal") -> Pixels:
-    """Lines of one size across the whole width, with a little space around them."""
+    """Lines of one font size across the whole width, with a small margin."""
     line = size * 1.45 / 72  # inches
     height = len(lines) * line + 0.16
     figure = Figure(figsize=(WIDTH, height))

@@ -1,4 +1,4 @@
-"""Which pictures an encoding has, in reading order, and why it lacks the others."""
+"""Selects the pictures that an encoding has, in reading order, and says why it lacks others."""
 
 from matplotlib.figure import Figure, SubFigure
 
@@ -25,7 +25,7 @@ from model.explain.subject import Subject
 from model.explain.turning import turning
 
 CODES = f"Distinct codes among the nearest {NEAREST} positions"
-REACH = 32768  # positions at which codes are counted, where the encoding has no limit below
+REACH = 32768  # positions at which codes are counted, unless the encoding has a lower limit
 
 
 def pictures(subject: Subject) -> list[Picture | Omitted]:
@@ -61,7 +61,7 @@ def _scores(subject: Subject) -> list[Picture | Omitted]:
 
 
 def codes(subject: Subject) -> Picture | Omitted:
-    """Of angles, biases or vectors, whichever the encoding has; of the first if it has several."""
+    """Of angles, biases or vectors, whichever the encoding has; the first if several."""
     if subject.context < NEAREST:
         return Omitted("codes", CODES, f"The context is shorter than {NEAREST} positions.")
     found = turning(subject.encoding, subject.config, subject.context) if subject.turns else None
@@ -124,7 +124,7 @@ def _codes(what: str, series: Series, at: list[int], about: str) -> Picture | Om
 
 
 def _told(series: Series, at: list[int]) -> str:
-    """The bf16 counts at a few positions, in words."""
+    """The bf16 counts at a few positions, as a sentence."""
     name = "by key, bf16" if "by key, bf16" in series else "bf16"
     picked = [one for one in (255, 1023, 4095, 32767) if one in at] or at[-1:]
     told = ", ".join(f"{series[name][at.index(one)]} at position {one:,}" for one in picked)
@@ -153,7 +153,7 @@ def _draw_codes(figure: Figure | SubFigure, series: Series, at: list[int]) -> No
 
 
 def _alike(series: Series) -> list[tuple[list[str], list[int]]]:
-    """Labels of equal lines together."""
+    """Groups labels of equal lines."""
     found: list[tuple[list[str], list[int]]] = []
     for name, values in series.items():
         for names, others in found:

@@ -1,6 +1,6 @@
-"""What is explained: one layer of an encoding of some shape, with drawn or trained weights.
+"""The subject of an explanation: one layer's encoding, in some shape, with its weights.
 
-Knows no picture and no command.
+Knows no pictures and no commands.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ from model.encodings.base import EncodingError, PositionalEncoding, find, functi
 from model.hooks import check_hooks
 from model.loading import Checkpoint, load_encoding
 
-# drawn: made up, because no checkpoint was named.
+# drawn: random, because no checkpoint was named.
 Weights = Literal["none", "drawn", "trained"]
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """`encoding` is as layer `layer` sees it; `whole` is what the embeddings meet."""
+    """`encoding` is what layer `layer` uses; `whole` is what the embeddings go through."""
 
     title: str
     summary: str
@@ -38,7 +38,7 @@ class Subject:
 
     @property
     def turns(self) -> bool:
-        """Whether this layer's queries and keys are touched."""
+        """Whether this layer's queries and keys are changed."""
         return function_of(self.encoding.rotate) is not PositionalEncoding.rotate
 
     @property
@@ -48,7 +48,7 @@ class Subject:
 
 
 def shape(*, heads: int, head_dim: int, context: int) -> ModelConfig:
-    """A decoder of that shape; what an encoding does not ask for is of no account."""
+    """A decoder of that shape; fields that encodings do not use are placeholders."""
     return ModelConfig(
         vocab_size=1,
         width=heads * head_dim,

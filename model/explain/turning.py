@@ -1,6 +1,6 @@
-"""How queries and keys turn, found by turning them: pairs, speeds, and scores by distance.
+"""How an encoding rotates queries and keys, found by experiment: pairs, speeds, scores by distance.
 
-Asks an encoding's `rotate` alone, so it holds for any encoding. Numbers only, no pictures.
+Calls only an encoding's `rotate`, so it works for any encoding. Only numbers, no pictures.
 """
 
 import math
@@ -17,16 +17,16 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Turning:
-    """Pairs of coordinates that turn by a fixed angle per position, the fastest first."""
+    """Pairs of coordinates that rotate by a fixed angle per position, fastest first."""
 
-    pairs: tuple[tuple[int, int], ...]  # coordinates of each
-    speeds: Tensor  # [pairs] float64, radians per position; its sign says which way
-    magnitude: float  # by which turned coordinates grow besides
-    still: int  # coordinates of the head that do not turn
+    pairs: tuple[tuple[int, int], ...]  # the two coordinates of each
+    speeds: Tensor  # [pairs] float64, radians per position; the sign gives the direction
+    magnitude: float  # factor on rotated coordinates
+    still: int  # coordinates of the head that are not rotated
 
 
 def turning(encoding: PositionalEncoding, config: ModelConfig, context: int) -> Turning | None:
-    """None when the hook does something else than turning pairs at fixed speeds.
+    """None when the hook does anything but rotate pairs at fixed speeds.
 
     context: how many positions the encoding was built for, at least 2.
     """
@@ -57,13 +57,13 @@ def turning(encoding: PositionalEncoding, config: ModelConfig, context: int) -> 
 
 
 def _agrees(found: Turning, encoding: PositionalEncoding, config: ModelConfig, at: int) -> bool:
-    """Whether the pairs, at that speed, explain what the hook does at a position."""
+    """Whether these pairs and speeds reproduce what the hook does at position `at`."""
     expected = torch.eye(config.head_dim, dtype=torch.float64)
     for (i, j), speed in zip(found.pairs, found.speeds, strict=True):
         cos, sin = torch.cos(at * speed), torch.sin(at * speed)
         expected[i, i] = expected[j, j] = found.magnitude * cos
         expected[i, j], expected[j, i] = found.magnitude * sin, -found.magnitude * sin
-    # float32 angles are off by up to at · 2^-24, and so is the speed found.
+    # float32 angles are off by up to at · 2^-24, and so is the estimated speed times `at`.
     allowed = 1e-4 + at * 4e-7
     return all(
         bool((seen - expected).abs().max() < allowed)
@@ -74,7 +74,7 @@ def _agrees(found: Turning, encoding: PositionalEncoding, config: ModelConfig, a
 def _unit_vectors_at(
     encoding: PositionalEncoding, config: ModelConfig, at: int
 ) -> tuple[Tensor, Tensor]:
-    """As query and as key, [head_dim, head_dim] float64: row i is the unit vector i, turned."""
+    """As query and as key, [head_dim, head_dim] float64: row i is unit vector i, rotated."""
     rows = torch.eye(config.head_dim)
     q, k = encoding.rotate(
         rows[:, None].repeat(1, config.heads, 1),
@@ -86,8 +86,8 @@ def _unit_vectors_at(
 
 
 def equal_vectors(found: Turning, head_dim: int, distances: Tensor) -> Tensor:
-    """[distances] float64: q · k / (|q| |k|) on average over random q = k, which is also that of
-    vectors of ones: the mean of the cosines of all angles.
+    """[distances] float64: q · k / (|q| |k|), averaged over random q = k. The same as for vectors
+    of ones: the mean of the cosines of all angles.
     """
     cosines = torch.cos(distances.double()[:, None] * found.speeds).sum(dim=1)
     return (2 * found.magnitude**2 * cosines + found.still) / head_dim
@@ -114,7 +114,7 @@ def random_scores(found: Turning, head_dim: int, distances: Tensor, count: int) 
     generator = torch.Generator().manual_seed(SEED)
     q, k = torch.randn(2, count, head_dim, generator=generator, dtype=torch.float64)
     first, second = torch.tensor(found.pairs).t()
-    # A key that stands `distance` before the query turns by so much less.
+    # A key `distance` before the query is rotated by that much less.
     angles = -found.speeds[:, None] * distances
     straight = q[:, first] * k[:, first] + q[:, second] * k[:, second]
     crossed = q[:, second] * k[:, first] - q[:, first] * k[:, second]

@@ -1,4 +1,4 @@
-"""Pictures of encodings that turn queries and keys: angles, and scores by distance."""
+"""Pictures of encodings that rotate queries and keys: angles, and scores by distance."""
 
 import math
 
@@ -122,7 +122,7 @@ def _draw_angles(figure: Figure | SubFigure, found: Turning, context: int) -> No
 
 
 def scores(subject: Subject) -> Picture | Omitted | None:
-    """None when the hook is not used: other pictures tell about scores then."""
+    """None when the hook is not used: then other pictures cover scores."""
     if not subject.turns:
         return None
     config, span = subject.config, min(subject.context, LONGEST)

@@ -22,7 +22,7 @@ from model.explain.subject import Subject
 from model.words import listed
 
 SHOWN = 128  # positions in the map
-ROWS = 128  # dimensions in it, at most
+ROWS = 128  # dimensions in the map, at most
 LONGEST = 2048  # distances
 RANDOM = 200  # pairs of embeddings
 
@@ -101,7 +101,7 @@ def _queries(count: int) -> list[int]:
 
 
 def _by_distance(table: Tensor, query: int) -> Tensor:
-    """[query + 1]: the product of the query's vector and that `distance` before it, over width."""
+    """[query + 1]: products of the query's vector and the one `distance` before it, over width."""
     return (table[: query + 1] @ table[query]).flip(0) / table.shape[1]
 
 

@@ -1,6 +1,6 @@
-"""Where a training stands, in one file: the weights, what the optimisers remember, the step.
+"""The state of a training run in one file: weights, optimiser states, step.
 
-The file is there in full or not at all, so that a training may be cut off at any moment.
+The file is written in full or not at all, so that training may be interrupted at any moment.
 """
 
 import json
@@ -15,23 +15,23 @@ from torch import Tensor
 from model.family.errors import FamilyError
 from model.family.files import replacing
 
-_KEY = "ropewalk"  # in the file's metadata, which holds strings
+_KEY = "ropewalk"  # key in the file's metadata, whose values are strings
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """After `step` of `steps`. `facts` must be the same to go on: recipe, texts, shape."""
+    """After `step` of `steps`. To resume, `facts` must be equal: recipe, texts, shape."""
 
     step: int
     steps: int
-    level: bool  # the rate had not begun to fall, so any number of steps may follow
+    level: bool  # the learning rate had not begun to fall, so `steps` may still change
     seconds: float  # of training so far
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, object]
 
 
 def save(state: State, path: Path) -> None:
-    """Replaces what was there at once. Raises OSError."""
+    """Atomically replaces an earlier state. Raises OSError."""
     about = {
         "step": state.step,
         "steps": state.steps,
@@ -45,7 +45,7 @@ def save(state: State, path: Path) -> None:
 
 
 def load(path: Path) -> State | None:
-    """None when there is none. Raises FamilyError when it cannot be read."""
+    """None when there is no file. Raises FamilyError when it cannot be read."""
     if not path.exists():
         return None
     try:

@@ -1,4 +1,4 @@
-"""Raw text → text to train on: no licences of its distributor, one kind of quote and of space."""
+"""Raw text → training text: without the distributor's licence, with uniform quotes and spaces."""
 
 import re
 
@@ -8,7 +8,7 @@ _START = re.compile(r"^\*\*\* ?START OF TH(?:E|IS) PROJECT GUTENBERG.*$", re.MUL
 _END = re.compile(
     r"^(?:\*\*\* ?END OF TH(?:E|IS)|End of (?:the )?) ?Project Gutenberg.*$", re.M | re.I
 )
-# One spelling for each, the one on a keyboard: 4,096 pieces are too few for several.
+# One spelling each, as on a keyboard: 4,096 pieces are too few for several.
 _SPELLING = str.maketrans(
     {"“": '"', "”": '"', "‘": "'", "’": "'", "`": "'", "—": "--", "\xa0": " ", "\t": " "}
     | dict.fromkeys("\ufeff\r\x00\x0c")
@@ -16,7 +16,7 @@ _SPELLING = str.maketrans(
 
 
 def strip_gutenberg(text: str) -> str:
-    """What stands between Project Gutenberg's markers; all of it where there are none."""
+    """The text between Project Gutenberg's markers; all of it where there are none."""
     start = _START.search(text)
     text = text[start.end() :] if start else text
     end = _END.search(text)
@@ -24,9 +24,9 @@ def strip_gutenberg(text: str) -> str:
 
 
 def clean(raw: str, layout: Layout, start: str = "") -> str:
-    """Paragraphs apart by one empty line, no space at the ends of lines, ending in a newline.
+    """Paragraphs separated by one empty line, no trailing spaces, ending in a newline.
 
-    `start` is where the text begins, if something stands before it. PROSE joins the lines of a
+    `start` is how the text begins, if something precedes it. PROSE joins the lines of a
     paragraph; LINES keeps them. Empty when nothing is left.
     """
     text = strip_gutenberg(raw)

@@ -1,7 +1,7 @@
-"""Whole windows at once, with gradients: keys and values in memory, attention as two products.
+"""Whole windows at once, with gradients: keys and values as tensors, attention as two products.
 
-The decoder that trains is the one that serves. A batch of windows is a paged batch in which each
-request has one block, as long as its window; only the memory and the attention differ.
+The decoder that is trained is the one that serves. A batch of windows is a paged batch in which
+each request has one block as long as its window; only memory and attention differ.
 """
 
 from dataclasses import replace
@@ -18,11 +18,11 @@ from model.encodings.base import PositionalEncoding
 from model.rotation import Rotation
 from model.transformer import Decoder
 
-QUERIES = 128  # of a window whose scores are one product
+QUERIES = 128  # of a window, whose scores are computed as one product
 
 
 class DenseKV(KVCache):
-    """New memory for every layer of every pass: what is written stays as the gradients need it."""
+    """New memory for every layer of every pass, so that gradients find what was written."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class DenseKV(KVCache):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """dtype: of the keys as they are projected, bfloat16 under such an autocast."""
+        """dtype: that of projected keys; bfloat16 under such an autocast."""
         super().__init__(
             replace(config, layers=0), blocks=windows, block_size=length, dtype=dtype, device=device
         )
@@ -47,10 +47,10 @@ class DenseKV(KVCache):
 
 
 class DenseAttention:
-    """Every window's scores as products, the softmax, and the values' products.
+    """For every window: scores as a product, softmax, product with the values.
 
-    Under torch.compile scale, bias, mask and softmax become one loop. Some queries at a time, so
-    that little is computed of what the mask hides.
+    Under torch.compile, scale, bias, mask and softmax fuse into one loop. Processes some queries at
+    a time, so that little is computed of what the mask hides.
     """
 
     name = "dense"
@@ -70,7 +70,7 @@ class DenseAttention:
         bias: StepBias | None,
         rotation: Rotation | None,
     ) -> Tensor:
-        """As in `Attend`, for the batches of `dense_batch` alone."""
+        """As in `Attend`, only for batches of `dense_batch`."""
         windows, length = kv.keys.shape[:2]
         keys, values = kv.keys, kv.values  # [windows, length, kv_heads, head_dim]
         if rotation is not None:
@@ -85,7 +85,7 @@ class DenseAttention:
         pieces = []
         for first in range(0, length, QUERIES):
             last = min(first + QUERIES, length)
-            end = last if self.spec.causal else length  # no query sees a key after its own
+            end = last if self.spec.causal else length  # no query attends to a key after its own
             scores = queries[:, :, first:last] @ keys[:, :, :end].mT * self.spec.scale
             rows, columns = batch.positions[first:last], batch.positions[:end]
             if isinstance(bias, DenseBias):
@@ -104,7 +104,7 @@ class DenseAttention:
 
 
 def dense_batch(tokens: Tensor) -> ForwardBatch:
-    """tokens [windows, length], each window at positions 0 .. length - 1; every row is wanted."""
+    """tokens [windows, length], each window at positions 0 .. length - 1; all rows are output."""
     windows, length = tokens.shape
     device = tokens.device
     rows = torch.arange(windows * length, device=device)
@@ -125,17 +125,17 @@ def dense_batch(tokens: Tensor) -> ForwardBatch:
 
 
 def dense_logits(decoder: Decoder, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """[windows, length] → [windows · length, vocab], with gradients. dtype: as DenseKV's."""
+    """[windows, length] → [windows · length, vocab], with gradients. dtype: as in DenseKV."""
     windows, length = tokens.shape
     kv = DenseKV(decoder.config, windows=windows, length=length, dtype=dtype, device=tokens.device)
     return decoder.compute(dense_batch(tokens), kv)
 
 
 def refreeze(decoder: Decoder) -> None:
-    """Build anew what the encoding derives from its parameters, so that gradients reach them.
+    """Recompute what the encoding derives from its parameters, so that gradients reach these.
 
-    What the pass before left behind belongs to that pass: it is cut off first, so that `freeze`
-    may write into it.
+    Tensors left by the previous pass belong to its graph: they are detached first, so that
+    `freeze` may write into them.
     """
     for module in decoder.modules():
         if isinstance(module, PositionalEncoding):

@@ -1,4 +1,4 @@
-"""What the family's work says when it gives up."""
+"""Errors that end the family's commands."""
 
 
 class FamilyError(Exception):

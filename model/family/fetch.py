@@ -1,8 +1,8 @@
-"""Archives by pip, npm and apt into a folder, each checked against its digest before it is kept.
+"""Downloads archives with pip, npm and apt into a folder, checking each one's digest.
 
-An archive that is there already, also by hand, is taken when its digest is right. pip asks a
-source archive's own setup for its name; pip checks the digest before, so only the archive that
-sources.py names can run there. Nothing is installed.
+An archive that is already there, even one put there by hand, is used if its digest is right. pip
+runs a source archive's own setup to learn its name, but checks the digest first, so only the
+archive named in sources.py can run. Nothing is installed.
 """
 
 import os
@@ -22,7 +22,7 @@ Download = Callable[[Source, Path], None]  # leaves the archive in the given fol
 def fetch(
     sources: Iterable[Source], folder: Path, download: Download, told: Callable[[int], object]
 ) -> None:
-    """Every archive under its own name in `folder`; `told` hears the bytes of each that is there.
+    """Every archive under its own name in `folder`; `told` is called with the bytes of each.
 
     Raises FamilyError.
     """
@@ -59,7 +59,7 @@ def _bring(source: Source, target: Path, download: Download) -> None:
 
 
 def by_client(source: Source, folder: Path) -> None:
-    """With the registry's own client, so that the user's settings apply. Raises FamilyError."""
+    """Use the registry's own client, so that the user's settings apply. Raises FamilyError."""
     arguments = _ARGUMENTS[source.registry](source, folder)
     if shutil.which(arguments[0]) is None:
         raise FamilyError(
@@ -101,7 +101,7 @@ def _npm(source: Source, folder: Path) -> list[str]:
 
 
 def _apt(source: Source, folder: Path) -> list[str]:
-    # Files that its own user cannot write are fetched as the caller: that is meant.
+    # apt-get's own user cannot write to the folder and so it downloads as the caller: intended.
     return ["apt-get", "download", "--quiet", f"{source.package}={source.version}"]
 
 

@@ -1,4 +1,4 @@
-"""Files that are there in full or not at all, and folders that one process at a time works in."""
+"""Files that are written in full or not at all, and folders used by one process at a time."""
 
 import fcntl
 import os
@@ -15,16 +15,16 @@ from model.saving import flush
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Where to write what `path` is to hold: a name beside it, which takes its place at the end.
+    """Where to write the new content of `path`: a file beside it that replaces it at the end.
 
-    It is on the disk by then, so that a power failure leaves the one or the other. Raises OSError.
+    It is flushed before that, so a power failure leaves one or the other. Raises OSError.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
         flush(partial)
         os.replace(partial, path)
-    except SafetensorError as error:  # how that library tells of a full disk
+    except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(0, str(error), str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
@@ -32,7 +32,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Made if it is missing. Raises FamilyError when another process works in it."""
+    """Locks `folder`, created if missing. Raises FamilyError if another process works in it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         try:
@@ -46,7 +46,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def put(made: Path, folder: Path) -> None:
-    """A folder that is complete takes the place of one from before. Raises OSError."""
+    """Replace a folder by a complete one. Raises OSError."""
     if folder.exists():
         shutil.rmtree(folder)
     made.rename(folder)

@@ -1,4 +1,4 @@
-"""Nats per token of windows or pieces: what training lowers and what tells how far it came."""
+"""Nats per token of windows or pieces: what training minimises and what measures its progress."""
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ _AT_ONCE = 8  # windows
 def token_losses(decoder: Decoder, tokens: Tensor, autocast: bool = False) -> Tensor:
     """tokens [windows, length + 1] → nats [windows, length] of each next token.
 
-    autocast: compute in bfloat16, where the hardware has it.
+    autocast: compute in bfloat16, where the hardware supports it.
     """
     dtype = torch.bfloat16 if autocast else torch.float32
     with torch.autocast(tokens.device.type, dtype, enabled=autocast):
@@ -27,7 +27,7 @@ def token_losses(decoder: Decoder, tokens: Tensor, autocast: bool = False) -> Te
 
 @torch.no_grad()
 def later_half(decoder: Decoder, windows: Tensor, autocast: bool = False) -> float:
-    """Nats per token at the later half of the positions of windows [windows, length + 1]."""
+    """Nats per token over the later half of the positions of windows [windows, length + 1]."""
     refreeze(decoder)
     half = windows.shape[1] // 2
     found = [
@@ -45,9 +45,9 @@ def pieces(windows: Tensor, length: int, bos: int) -> Tensor:
 
 
 def windows_of(split: Split, length: int, most: int) -> Tensor:
-    """[windows, length + 1] int64: at most so many, evenly out of all documents, each from <s> on.
+    """[windows, length + 1] int64: at most `most`, spread evenly over the documents, each from <s> on.
 
-    Raises FamilyError when no document has so many tokens.
+    Raises FamilyError when no document has that many tokens.
     """
     found = []
     for number in range(len(split.starts)):

@@ -1,7 +1,7 @@
-"""Muon: momentum whose singular values are all made one (Jordan et al. 2024).
+"""Muon: momentum with all singular values set to about one (Jordan et al. 2024).
 
-torch.optim.Muon works matrix by matrix and in bfloat16 alone, which is slow where the processor
-has no bfloat16 arithmetic; this one takes all matrices of a shape at once and any precision.
+torch.optim.Muon works one matrix at a time and only in bfloat16, which is slow where the processor
+has no bfloat16 arithmetic; this one takes all matrices of a shape at once, in any precision.
 """
 
 from collections import defaultdict
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic: steep at 0, between 0.7 and 1.2 at 1
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic: steep at 0, between 0.7 and 1.2 near 1
 STEPS = 5
 MOMENTUM = 0.95
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """[n, rows, columns] with rows <= columns → singular values near 1, same directions."""
+    """[n, rows, columns] with rows <= columns → same singular vectors, singular values near 1."""
     a, b, c = COEFFICIENTS
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(STEPS):
@@ -26,9 +26,9 @@ def orthogonal(x: Tensor) -> Tensor:
 
 
 class Muon:
-    """Steps every matrix by 0.2 · sqrt(longer side) · rate along its orthogonal momentum.
+    """Moves every matrix by 0.2 · sqrt(longer side) · rate along its orthogonalised momentum.
 
-    The factor gives an entry as large a step as AdamW would (arXiv 2502.16982, section 2.2).
+    The factor makes steps per entry as large as AdamW's (arXiv 2502.16982, section 2.2).
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Muon:
         weight_decay: float,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """matrices: by parameter, views of what is one matrix each, such as queries and keys."""
+        """matrices: for each parameter, views of its individual matrices, such as queries and keys."""
         self.momenta = {name: [torch.zeros_like(m) for m in ms] for name, ms in matrices.items()}
         self._matrices = matrices
         self._weight_decay = weight_decay
@@ -46,7 +46,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, gradients: dict[str, Sequence[Tensor]], rate: float) -> None:
-        """gradients: as `matrices`."""
+        """gradients: in the structure of `matrices`."""
         alike: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for name, matrices in self._matrices.items():
             parts = zip(matrices, gradients[name], self.momenta[name], strict=True)

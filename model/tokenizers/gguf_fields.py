@@ -59,7 +59,7 @@ class TokenizerFields:
         return tokens
 
     def types(self) -> list[PieceType]:
-        """One per token; all normal if the file does not say. Tokens that end a turn are control."""
+        """One per token; all normal if the file does not say. Ends of a turn are control tokens."""
         tokens = self.tokens()
         value = self._metadata.get(_PREFIX + "token_type", [PieceType.NORMAL.value] * len(tokens))
         numbers = self._list("token_type", value, int, "a list of token types")
@@ -82,7 +82,7 @@ class TokenizerFields:
         return self._id("bos_token_id")
 
     def eos(self) -> frozenset[int]:
-        """Every id that ends a text or a turn: declared ones, and those recognised by their text."""
+        """Every id that ends a text or a turn: declared, or recognised by the token's text."""
         declared = (self._id(key) for key in _END_KEYS)
         written = (token for token, text in enumerate(self.texts("tokens")) if text in _TURN_ENDS)
         return frozenset(token for token in (*declared, *written) if token is not None)

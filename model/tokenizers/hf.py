@@ -144,7 +144,7 @@ def _metaspace(step: Mapping[str, Any]) -> Rule:
 
 
 def _pieces_rule(steps: Sequence[Mapping[str, Any]]) -> Rule | None:
-    """Replace…, ByteFallback, Fuse, Strip in this order, each optional, as Llama's relatives use."""
+    """Replace…, ByteFallback, Fuse, Strip in this order, each optional, as in Llama's relatives."""
     rest = list(steps)
     replaced: list[tuple[str, str]] = []
     while rest and rest[0]["type"] == "Replace" and "String" in rest[0]["pattern"]:

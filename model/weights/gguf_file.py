@@ -1,7 +1,7 @@
-"""Weights in a GGUF file, dequantised as they are read by the `gguf` package.
+"""Weights in a GGUF file, dequantised by the `gguf` package as they are read.
 
-The header is parsed here: the package's own reader maps the file, believes array lengths (a
-wrong one never ends) and takes seconds for a large vocabulary.
+The header is parsed here: the package's own reader maps the file, trusts array lengths (with a
+wrong one it never returns) and takes seconds for a large vocabulary.
 """
 
 import math
@@ -25,7 +25,7 @@ MAX_ENTRIES = 10_000  # metadata keys, and tensors
 MAX_ARRAY = 1 << 22
 MAX_DIMENSIONS = 4
 
-# struct's letters, all little-endian.
+# struct's format characters; all values are little-endian.
 SCALARS = {
     GGUFValueType.UINT8: "B",
     GGUFValueType.INT8: "b",
@@ -44,10 +44,10 @@ IN_4_BITS = {GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizat
 
 
 class Entry(NamedTuple):
-    """What the header says of one tensor."""
+    """A tensor's entry in the header."""
 
     kind: GGMLQuantizationType
-    shape: tuple[int, ...]  # rows first, as torch has it
+    shape: tuple[int, ...]  # rows first, as in torch
     offset: int  # in the file
     size: int  # bytes
 
@@ -94,11 +94,11 @@ class GGUFFile:
 def _dequantise(path: Path, kind: GGMLQuantizationType, data: np.ndarray) -> np.ndarray:
     """Bytes of whole blocks → float32, flat."""
     _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    # Rows of many blocks: the package works through a few rows at a time.
+    # In rows of many blocks, because the package processes a few rows at a time.
     blocks = len(data) // block_bytes
     row = math.gcd(blocks, 256)
     try:
-        # Broken scales overflow; the check for finite weights is the one that reports them.
+        # Broken scales overflow; the check for finite weights reports them later.
         with np.errstate(all="ignore"):
             values = gguf.quants.dequantize(data.reshape(-1, row * block_bytes), kind)
     except NotImplementedError as error:
@@ -230,7 +230,7 @@ def _read_entry(cursor: _Cursor, name: str) -> Entry:
 def _check_layout(
     cursor: _Cursor, entries: Mapping[str, Entry], alignment: int, file_size: int
 ) -> None:
-    """Every tensor aligned, inside the file, and apart from its neighbours."""
+    """Require every tensor to be aligned, inside the file, and not to overlap others."""
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
         if entry.offset % alignment or entry.offset < position:
