@@ -1,4 +1,4 @@
-"""Documents, and the corpus file that training reads: token ids with the starts of documents."""
+"""Documents, and the corpus file that training reads: token ids and where documents start."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from model.family.sources import Source, held_out
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One novel, address, book, tale or play: cleaned."""
+    """One novel, address, book, tale or play, cleaned."""
 
     source: str
     name: str
@@ -28,7 +28,7 @@ class Document:
 
 
 def documents(source: Source, archive: Path) -> Iterator[Document]:
-    """Those of one source, without the ones that have no text. Raises FamilyError."""
+    """Documents of one source, except those without text. Raises FamilyError."""
     found = readers.members(archive, source.members)
     ordered = {name: found[name] for name in readers.in_order(found)}
     raw = list(readers.documents(source.form, ordered))
@@ -42,7 +42,7 @@ def documents(source: Source, archive: Path) -> Iterator[Document]:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Documents as one row of tokens; each begins with the tokenizer's <s>."""
+    """Documents as one sequence of tokens; each begins with the tokenizer's <s>."""
 
     tokens: npt.NDArray[np.uint16]  # [tokens]
     starts: npt.NDArray[np.int64]  # [documents], ascending, the first 0
@@ -61,11 +61,11 @@ class Split:
 
     @property
     def bos(self) -> int:
-        """<s>. Raises IndexError when there is no document."""
+        """The id of <s>. Raises IndexError when there is no document."""
         return int(self.tokens[0])
 
     def document(self, number: int) -> npt.NDArray[np.uint16]:
-        """The tokens of one document: a view."""
+        """A view of one document's tokens."""
         last = number + 1 == len(self.starts)
         end = len(self.tokens) if last else self.starts[number + 1]
         return self.tokens[self.starts[number] : end]
@@ -73,16 +73,16 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """What training may see, and what it may not."""
+    """What training may see, and what it must not."""
 
     train: Split
     held_out: Split
     fingerprint: str  # of the texts, the tokenizer and the code's version
-    tokenizer: bytes  # the SentencePiece model that the tokens are of
+    tokenizer: bytes  # the SentencePiece model that produced the tokens
 
 
 def save(corpus: Corpus, path: Path) -> None:
-    """One compressed file, there in full or not at all."""
+    """One compressed file, written in full or not at all."""
     arrays: dict[str, npt.NDArray[np.generic]] = {
         "fingerprint": np.array(corpus.fingerprint),
         "tokenizer": np.frombuffer(corpus.tokenizer, dtype=np.uint8),
@@ -110,7 +110,7 @@ def load(path: Path) -> Corpus:
             return Corpus(train, kept, str(stored["fingerprint"]), stored["tokenizer"].tobytes())
     except FileNotFoundError as error:
         raise FamilyError(f"{path} is missing; run ropewalk family prepare") from error
-    except Exception as error:  # numpy passes on whatever its parsers meet in a damaged file
+    except Exception as error:  # numpy passes on any error of its parsers for a damaged file
         raise FamilyError(
             f"{path} is damaged ({error}); delete it and run ropewalk family prepare"
         ) from error

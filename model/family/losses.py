@@ -45,7 +45,7 @@ def pieces(windows: Tensor, length: int, bos: int) -> Tensor:
 
 
 def windows_of(split: Split, length: int, most: int) -> Tensor:
-    """[windows, length + 1] int64: at most `most`, spread evenly over the documents, each from <s> on.
+    """[windows, length + 1] int64: at most `most`, spread evenly over all documents, each with <s>.
 
     Raises FamilyError when no document has that many tokens.
     """

@@ -1,4 +1,4 @@
-"""Trained weights made small: 8-bit rows with a scale each, as model/weights expands them."""
+"""Packs trained weights: 8-bit rows with a scale each, which model/weights expands."""
 
 import shutil
 import stat
@@ -18,12 +18,12 @@ from model.loading import load_decoder, open_checkpoint
 from model.transformer import Decoder
 from model.weights.safetensors_dir import ROW_SCALE, SINGLE, SafetensorsDirectory
 
-COST_WINDOWS = 64  # of held-out text, to tell what packing costs
+COST_WINDOWS = 64  # of held-out text, to measure what packing costs
 
 
 def pack(folder: Path, target: Path) -> None:
-    """Write a checkpoint folder anew, in place of what was there. Raises OSError."""
-    scratch = target.parent / ".partial"  # where nobody looks for models
+    """Write a packed copy of a checkpoint folder, replacing `target`. Raises OSError."""
+    scratch = target.parent / ".partial"  # outside the folders searched for models
     made = scratch / target.name
     shutil.rmtree(made, ignore_errors=True)  # left by a process that was killed
     made.mkdir(parents=True)
@@ -40,10 +40,10 @@ def pack(folder: Path, target: Path) -> None:
 
 
 def is_packed(folder: Path, target: Path) -> bool:
-    """Whether `target` holds what `pack` makes of the weights in `folder`."""
+    """Whether `target` holds what `pack` would write for the weights in `folder`."""
     try:
         found = load_file(target / SINGLE)
-    except SafetensorError:  # it is damaged, or not there but as a pointer
+    except SafetensorError:  # damaged, or only a pointer file
         return False
     wanted = _packed(folder)
     return wanted.keys() == found.keys() and all(
@@ -53,7 +53,7 @@ def is_packed(folder: Path, target: Path) -> bool:
 
 
 def _packed(folder: Path) -> dict[str, Tensor]:
-    """Matrices as 8-bit rows with a scale each; norms and the encoding's own in float32."""
+    """Matrices as 8-bit rows with a scale each; norms and the encoding's parameters in float32."""
     weights = SafetensorsDirectory(folder)
     tensors: dict[str, Tensor] = {}
     for name in sorted(weights.names()):
@@ -66,7 +66,7 @@ def _packed(folder: Path) -> dict[str, Tensor]:
 
 
 def loss_of(folder: Path, windows: Tensor) -> float:
-    """Nats per token of a checkpoint folder at the later half of windows, in float32."""
+    """A checkpoint's nats per token over the later half of windows, in float32."""
     checkpoint = open_checkpoint(folder)
     config, device = checkpoint.config, windows.device
     encoding = create(config.encoding, config, config.trained_context, device)

@@ -1,4 +1,4 @@
-"""Whether an encoding can be trained and measured: known in a second, before hours of training."""
+"""Checks in a second whether an encoding can be trained and evaluated, before hours of training."""
 
 import torch
 
@@ -14,9 +14,9 @@ TOKENS = 32
 
 
 def rehearse(encoding: str, context: int) -> None:
-    """Some tokens forward and back as in training, twice; then its hooks near position `context`.
+    """Run two training steps on a few tokens, then check the hooks near position `context`.
 
-    Raises FamilyError, whatever a class of one's own raises.
+    Raises FamilyError, whatever a custom class raises.
     """
     name = model_name(encoding)
     if ":" in encoding and name in map(model_name, ENCODINGS):
@@ -26,13 +26,13 @@ def rehearse(encoding: str, context: int) -> None:
         config = shape(encoding)
         decoder = new_decoder(config, 0, cpu)
         tokens = torch.arange(TOKENS + 1)[None]
-        for _ in range(2):  # what the first leaves behind must not disturb the second
+        for _ in range(2):  # the second must not be disturbed by what the first leaves behind
             refreeze(decoder)
             torch.autograd.backward(token_losses(decoder, tokens).mean())
         _at_length(config, context)
     except EncodingError as error:
         raise FamilyError(str(error)) from error
-    except Exception as error:  # its own code may raise anything
+    except Exception as error:  # foreign code may raise anything
         raise FamilyError(
             f"{encoding} cannot be trained ({where(error)}); docs/encodings.md says what a class "
             "must keep to"
@@ -47,7 +47,7 @@ def rehearse(encoding: str, context: int) -> None:
 
 @torch.no_grad()
 def _at_length(config: ModelConfig, context: int) -> None:
-    """What an evaluation asks of the encoding, up to the last positions that it has."""
+    """Use the encoding as an evaluation does, up to the last positions that it has."""
     cpu = torch.device("cpu")
     encoding = create(config.encoding, config, context, cpu)
     encoding.first_values(torch.Generator().manual_seed(0))

@@ -1,7 +1,7 @@
 """The texts that the family is trained on: public-domain English inside ordinary packages.
 
-A source is one archive, known by its digest, and how to find documents in it. What is held out is
-named here and nowhere else; a name without a version means every version (the Bible's books).
+A source is one archive, identified by its digest, and how to find documents in it. What is held out
+is defined here and nowhere else; a name without a version means every version (the Bible's books).
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Registry(StrEnum):
-    """Whose client fetches the archive, with the settings that the user gave it."""
+    """The registry whose client fetches the archive, with the user's settings."""
 
     PIP = "pip"
     NPM = "npm"
@@ -18,25 +18,25 @@ class Registry(StrEnum):
 
 
 class Layout(StrEnum):
-    """How lines are to be read."""
+    """How line breaks are treated."""
 
-    PROSE = "prose"  # wrapped by a printer: lines join to paragraphs
-    LINES = "lines"  # verse, plays, dictionaries: a line is a line
+    PROSE = "prose"  # wrapped lines are joined to paragraphs
+    LINES = "lines"  # verse, plays, dictionaries: lines are kept
 
 
 class Form(StrEnum):
-    """What a member of the archive is; model/family/readers.py has a function for each."""
+    """The format of a member of the archive; model/family/readers.py reads each."""
 
     TEXT = "text"
     GZIP = "gzip"
-    R_LAZY = "r-lazy"  # an .rdx and its .rdb: one document for each variable
-    BIBLE = "bible"  # a module of pythonbible: one document for each book
-    TABLE = "table"  # Orange's .tab: one document for each row
+    R_LAZY = "r-lazy"  # an .rdx and its .rdb: one document per variable
+    BIBLE = "bible"  # a module of pythonbible: one document per book
+    TABLE = "table"  # Orange's .tab: one document per row
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One archive, and the members that are text (a pattern of fnmatch)."""
+    """One archive, and an fnmatch pattern for its members with text."""
 
     name: str
     registry: Registry
@@ -49,9 +49,9 @@ class Source:
     form: Form
     layout: Layout
     licence: str  # of the text
-    whole: bool = False  # all members are one document, in the order of the numbers in their names
-    omit: tuple[str, ...] = ()  # documents that are not wanted
-    start: str = ""  # where the text begins; what the packager put before it is dropped
+    whole: bool = False  # all members form one document, ordered by the numbers in their names
+    omit: tuple[str, ...] = ()  # names of documents to leave out
+    start: str = ""  # how the text begins; what the packager put before it is dropped
 
 
 _PD = "public domain"
@@ -238,7 +238,7 @@ HELD_OUT: Mapping[str, tuple[str, ...]] = {
 
 
 def held_out(source: str, document: str) -> bool:
-    """Whether nothing of this document may be seen in training."""
+    """Whether training must not see this document."""
     return any(
         document == name or (source == "union" and document.startswith(f"{name}_"))
         for name in HELD_OUT.get(source, ())

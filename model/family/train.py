@@ -1,10 +1,10 @@
-"""Trains one model of the family: steps, checkpoints, a log; going on equals not having stopped.
+"""Trains one model of the family: steps, checkpoints, a log. Resuming equals not having stopped.
 
-RUN/checkpoint.safetensors   where it stands
-RUN/stable.safetensors       where it stood before the rate fell: more tokens go on from here
-RUN/log.jsonl                one line a step, and the held-out loss now and then
-RUN/tokenizer.model          what the tokens are of
-RUN/model/                   the finished checkpoint, as `ropewalk serve` takes it
+RUN/checkpoint.safetensors   the latest state
+RUN/stable.safetensors       the state before the rate fell, from which longer runs continue
+RUN/log.jsonl                one line per step, with the held-out loss now and then
+RUN/tokenizer.model          the tokenizer of the tokens
+RUN/model/                   the finished checkpoint, for `ropewalk serve`
 """
 
 import json
@@ -32,30 +32,30 @@ from model.family.recipe import Recipe, code_digest, new_decoder
 from model.family.windows import Windows
 from model.saving import save_checkpoint
 
-MATRIX_PARTS = {"attention.qkv.weight": 3, "mlp.gate_up.weight": 2}  # several matrices in one
-HELD_OUT_WINDOWS = 64  # looked at while training; `evaluate` reads all
+MATRIX_PARTS = {"attention.qkv.weight": 3, "mlp.gate_up.weight": 2}  # several matrices stored as one
+HELD_OUT_WINDOWS = 64  # evaluated during training; `evaluate` uses all
 Report = Callable[[int, float], None]  # tokens since the last report, loss
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How, on this machine; has no part in what comes out but for rounding."""
+    """How to train on this machine; does not affect the result except for rounding."""
 
     device: torch.device
-    autocast: bool = False  # bfloat16 where the hardware has it
+    autocast: bool = False  # bfloat16, where the hardware supports it
     compile: bool = False
-    at_once: int | None = None  # windows in one pass, so that a processor's cache holds it; all
+    at_once: int | None = None  # windows per pass, to fit a processor's cache; None: all
     save_every_s: float = 120.0
-    look_every: int = 250  # steps between looks at held-out text
+    look_every: int = 250  # steps between evaluations on held-out text
 
 
 class Training:
-    """One model on its way."""
+    """One model in training."""
 
     def __init__(
         self, config: ModelConfig, recipe: Recipe, corpus: Corpus, run: Path, pace: Pace
     ) -> None:
-        """Goes on from `run`, when it has begun. Raises EncodingError, FamilyError."""
+        """Resumes from `run` if it was begun. Raises EncodingError, FamilyError."""
         self.decoder = new_decoder(config, recipe.seed, pace.device)
         self.step, self.seconds = 0, 0.0
         self._recipe, self._pace, self._run = recipe, pace, run
@@ -78,7 +78,7 @@ class Training:
         self._loss = (
             torch.compile(self._mean_loss, dynamic=False) if pace.compile else self._mean_loss
         )
-        # All that decides what comes out, but for how many tokens there will be.
+        # Everything that determines the result, except how many tokens there will be.
         self._facts = {
             "recipe": {**asdict(recipe), "tokens": None, "decay": None},
             "config": json.loads(json.dumps(asdict(config))),
@@ -91,17 +91,17 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        """Seen so far."""
+        """Tokens seen so far."""
         return self.step * self._recipe.windows * self._windows.length
 
     def train(self, report: Report, until: int | None = None) -> None:
-        """To the last step, or to step `until`. Raises FamilyError when the loss is lost."""
+        """Up to the last step, or step `until`. Raises FamilyError when the loss is not finite."""
         last = self._recipe.steps if until is None else min(until, self._recipe.steps)
         saved = time.monotonic()
         with (self._run / "log.jsonl").open("a", encoding="utf-8") as log:
             while self.step < last:
                 if self.step == self._recipe.stable_steps:
-                    log.flush()  # what is gone on from has its lines
+                    log.flush()  # a state's log lines must be on disk before it
                     self._save("stable.safetensors")
                 line = self._one_step()
                 report(self._recipe.windows * self._windows.length, line["loss"])
@@ -117,7 +117,7 @@ class Training:
         self._save("checkpoint.safetensors")
 
     def finish(self) -> Path:
-        """The folder `ropewalk serve` takes, in place of one from before.
+        """Write the folder for `ropewalk serve`, replacing an earlier one.
 
         Raises CheckpointError, OSError.
         """
@@ -165,7 +165,7 @@ class Training:
         }
 
     def _gather_gradients(self, tokens: Tensor) -> float:
-        """Of the mean loss over windows or pieces [count, length + 1], which it returns."""
+        """Gradients of the mean loss over windows or pieces [count, length + 1]; returns that loss."""
         total = 0.0
         whole = self._pace.at_once or self._recipe.windows
         at_once = whole * self._windows.length // (tokens.shape[1] - 1)
@@ -198,7 +198,7 @@ class Training:
         checkpoints.save(state, self._run / name)
 
     def _go_on(self) -> None:
-        """From the newest state that leads to the wanted number of tokens."""
+        """Load the newest state from which the wanted number of tokens can be reached."""
         for name in ("checkpoint.safetensors", "stable.safetensors"):
             state = checkpoints.load(self._run / name)
             if state is None:
@@ -243,7 +243,7 @@ def _is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def _parts(name: str, matrix: Tensor) -> Sequence[Tensor]:
-    """Views of the matrices that are stored as one."""
+    """Views of the separate matrices of a parameter."""
     ends = (count for end, count in MATRIX_PARTS.items() if name.endswith(end))
     return matrix.chunk(next(ends, 1))
 
@@ -254,7 +254,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _keep_lines(log: Path, steps: int) -> None:
-    """Forget what was logged after the state that is gone on from."""
+    """Drop log lines later than the state that training resumes from."""
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     with replacing(log) as partial:
         partial.write_text("".join(f"{line}\n" for line in lines[:steps]), encoding="utf-8")

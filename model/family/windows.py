@@ -1,4 +1,4 @@
-"""In which order training sees the tokens: windows cut from the documents, drawn by a seed."""
+"""The order in which training sees tokens: windows cut from the documents, shuffled by a seed."""
 
 from functools import lru_cache
 
@@ -10,11 +10,11 @@ from model.family.errors import FamilyError
 
 
 class Windows:
-    """Endless epochs over a split; the same for the same split, length and seed.
+    """Endless epochs over a split, deterministic in split, length and seed.
 
-    In each epoch the documents are joined in a new order and cut into windows, which come in an
-    order of their own. A document that fits into a window and would be cut begins one: what asks
-    for recall must not lose its beginning, where windows are read whole.
+    In each epoch the documents are joined in a new order and cut into windows, which are then
+    shuffled. A document that fits into a window but would be cut begins a window instead: texts
+    that test recall must not lose their beginning, where windows are read whole.
     """
 
     def __init__(self, split: Split, length: int, seed: int) -> None:
@@ -24,7 +24,7 @@ class Windows:
         self._seed = seed
         # Two, because a step may end one epoch and begin the next.
         self._epoch = lru_cache(maxsize=2)(self._cut)
-        self._sizes: list[int] = []  # windows of each epoch that was cut, the first ones
+        self._sizes: list[int] = []  # numbers of windows of the epochs cut so far
         if not len(self._epoch(0)[1]):
             raise FamilyError(
                 f"the training texts have {len(split.tokens)} tokens, fewer than one window of "
@@ -32,7 +32,7 @@ class Windows:
             )
 
     def step(self, number: int, count: int) -> npt.NDArray[np.int64]:
-        """[count, length + 1]: the windows of step `number`, from 0; each with its next token."""
+        """[count, length + 1]: the windows of step `number`, from 0, each with its next token."""
         first, epoch = number * count, 0
         while first >= self._size(epoch):
             first, epoch = first - self._size(epoch), epoch + 1
@@ -45,7 +45,7 @@ class Windows:
         return np.stack(found).astype(np.int64)
 
     def _size(self, epoch: int) -> int:
-        """How many windows it has; asked of each epoch after those before it."""
+        """Number of windows of an epoch; must be called for epochs in order."""
         if epoch == len(self._sizes):
             self._sizes.append(len(self._epoch(epoch)[1]))
         return self._sizes[epoch]
@@ -60,7 +60,7 @@ class Windows:
 
 
 def _cuts(ends: list[int], length: int) -> list[int]:
-    """Where windows of length + 1 begin, given where the documents end."""
+    """The starts of windows of length + 1, given the ends of the documents."""
     cuts: list[int] = []
     start, document = 0, 0
     while start + length < ends[-1]:

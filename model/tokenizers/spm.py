@@ -78,7 +78,7 @@ class SpmTokenizer:
         add_bos: bool = True,
         added: Iterable[AddedToken] = (),
     ) -> None:
-        """bos and eos default to the model's own. Without `added`, "</s>" in a text is just text."""
+        """bos and eos default to the model's own. Without `added`, "</s>" in a text is text."""
         self._processor = model.processor
         tokens = {token.id: token for token in added}
         self._table = TokenTable(_entries(model, tokens))

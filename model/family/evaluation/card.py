@@ -1,6 +1,6 @@
-"""The model card: data, recipe, figures and findings, each from its source, none by hand.
+"""The model card: data, recipe, figures and findings, all generated, none written by hand.
 
-What was not measured is said to be so.
+What was not measured is reported as such.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ them; every folder among the trained models gets the same report:
 
 
 def write(evaluation: Evaluation, data: str | None, notes: str | None, folder: Path) -> list[Path]:
-    """The card and its pictures. data: the data card. notes: what people add to the findings."""
+    """The card and its pictures. data: the data card. notes: people's additions to the findings."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for picture in pictures(evaluation.members):

@@ -1,4 +1,4 @@
-"""Means with intervals. Documents are drawn again, not tokens: those of one text are alike."""
+"""Means with intervals. Documents are resampled, not tokens, as tokens of a text are correlated."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 RESAMPLES = 2000
 SEED = 0
-NORMAL_95 = 1.959964  # standard deviations around the mean that hold 95 % of a normal
+NORMAL_95 = 1.959964  # standard deviations around the mean that contain 95 % of a normal distribution
 
 Floats = npt.NDArray[np.float64]
 
@@ -35,8 +35,8 @@ def wilson(right: int, trials: int) -> Estimate:
 def by_document(means: Floats, weights: Floats) -> list[Estimate]:
     """The weighted mean of each column, with its percentile bootstrap interval over documents.
 
-    means: [documents, columns], a document's own means; weights: [documents], how many windows
-    they are of. Every column sees the same draws, so differences of columns are paired. At least
+    means: [documents, columns], each document's own means; weights: [documents], the windows that
+    each has. All columns share the same resamples, so differences of columns are paired. At least
     two documents.
     """
     count = len(weights)
