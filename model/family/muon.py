@@ -38,7 +38,7 @@ class Muon:
         weight_decay: float,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """matrices: for each parameter, views of its separate matrices, such as queries and keys."""
+        """matrices: by parameter, views of its separate matrices, such as queries and keys."""
         self.momenta = {name: [torch.zeros_like(m) for m in ms] for name, ms in matrices.items()}
         self._matrices = matrices
         self._weight_decay = weight_decay

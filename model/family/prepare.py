@@ -1,9 +1,8 @@
-"""From packages to the corpus file: fetch, clean, train a tokenizer, count in tokens.
+"""From packages to the corpus file: fetch, clean, train a tokenizer, tokenize.
 
-Each part leaves a file in the folder and is not done again while what it was made from is the
-same:
+Each stage leaves a file in the folder and is skipped as long as its inputs are unchanged:
 
-    archives/        as they came, each checked by its digest
+        archives/        as downloaded, each checked by its digest
     texts.json.gz    cleaned documents
     tokenizer.model  unless one is given
     corpus.npz       token ids: what training and evaluation read
@@ -30,16 +29,16 @@ from model.family.sources import HELD_OUT, SOURCES, Source
 from model.tokenizers.base import TokenizerError
 from model.tokenizers.spm import SpmModel, SpmTokenizer
 
-VERSION = 1  # of cleaning and of the made-up texts: raise it when they change
+VERSION = 1  # of cleaning and of the synthetic texts: raise it when they change
 SEED = 20
 RECALL_SHARE = 0.05  # of the training tokens
-LONGEST_RECALL = 480  # tokens back: with the answer it fits into a window of 512
+LONGEST_RECALL = 480  # tokens of distance: with the answer it fits into a window of 512
 SHIPPED_TOKENIZER = Path(__file__).parent / "weights" / "tokenizer.model"
-RECALL = "recall"  # the source of the made-up documents, in names
+RECALL = "recall"  # the source of the synthetic documents, in names
 
 
 class Bar(Protocol):
-    """What tqdm's bars and those of the tests have in common."""
+    """The common interface of tqdm's bars and the tests'."""
 
     def update(self, n: float) -> object: ...
 
@@ -49,7 +48,7 @@ Bars = Callable[[str, int, str], AbstractContextManager[Bar]]  # title, total, u
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What there is now."""
+    """The results of `prepare`."""
 
     corpus: Corpus
     path: Path
@@ -65,7 +64,7 @@ def prepare(
     given_tokenizer: Path | None = None,
     pieces: int = tokenizer.PIECES,
 ) -> Prepared:
-    """Everything that is missing in `folder`. Raises FamilyError, OSError."""
+    """Create everything that is missing in `folder`. Raises FamilyError, OSError."""
     archives = folder / "archives"
     files = {source.file: source.size for source in sources}
     with bars("fetching", sum(files.values()), "B") as bar:
@@ -91,7 +90,7 @@ def _texts(
             if stored["mark"] == mark:
                 return [Document(*fields) for fields in stored["documents"]]
         except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):
-            pass  # damaged: made anew
+            pass  # damaged: rebuilt
     found: list[Document] = []
     with bars("reading texts", len(sources), "source") as bar:
         for source in sources:
@@ -106,7 +105,7 @@ def _texts(
 def _tokenizer(
     path: Path, mark: str, documents: Sequence[Document], pieces: int, bars: Bars
 ) -> bytes:
-    """Trained on the training split, and on a few made-up texts for their words."""
+    """Trained on the training split, and on a few synthetic texts so that it has their words."""
     stamp = path.with_suffix(".mark")
     mark = of_parts(mark, str(pieces), tokenizer.KIND)
     if path.exists() and stamp.exists() and stamp.read_text() == mark:
@@ -133,7 +132,7 @@ def _corpus(
             made = corpus.load(path)
             if made.fingerprint == mark:
                 return made
-        except FamilyError:  # damaged: made anew
+        except FamilyError:  # damaged: rebuilt
             pass
     try:
         spm = SpmTokenizer(SpmModel(model))
@@ -159,7 +158,7 @@ def _corpus(
 
 
 def _recall_tokens(spm: SpmTokenizer, wanted: int) -> Iterator[list[int]]:
-    """At least `wanted` tokens in all, at distances drawn evenly."""
+    """At least `wanted` tokens in total, at uniformly drawn distances."""
     drawn = random.Random(SEED)
     distances = iter(lambda: drawn.randint(1, LONGEST_RECALL), None)
     made = 0
@@ -171,7 +170,7 @@ def _recall_tokens(spm: SpmTokenizer, wanted: int) -> Iterator[list[int]]:
 
 
 def data_card(sources: Sequence[Source], documents: Sequence[Document], made: Corpus) -> str:
-    """Markdown: a row for each source, and what came of all of them."""
+    """Markdown: a row per source, and a summary of the corpus."""
     rows = [
         "| source | package | documents | characters | held out | licence | sha256 |",
         "|---|---|---|---|---|---|---|",
@@ -205,6 +204,6 @@ def data_card(sources: Sequence[Source], documents: Sequence[Document], made: Co
 
 
 def _write(path: Path, content: bytes) -> None:
-    """There in full or not at all."""
+    """Write in full or not at all."""
     with replacing(path) as partial:
         partial.write_bytes(content)

@@ -1,6 +1,6 @@
-"""From an archive to raw text, running none of its code. Each function reads bytes as data.
+"""Extracts raw text from archives, running none of their code: bytes are only read as data.
 
-A member that is not what its form says raises FamilyError.
+A member that does not have its declared form raises FamilyError.
 """
 
 import ast
@@ -95,10 +95,10 @@ def in_order(found: Mapping[str, bytes]) -> list[str]:
 
 
 def bible_books(module: str) -> Iterator[tuple[str, str]]:
-    """(title, text) from a module of pythonbible: parsed, never run.
+    """(title, text) from a module of pythonbible, which is parsed but never run.
 
-    Its one call has the text, verse → start, verse → end, and book → title; the number of a verse
-    is book · 1,000,000 + chapter · 1,000 + verse, and books count in the order of the titles.
+    Its only call has the text, verse → start, verse → end, and book → title. A verse's number is
+    book · 1,000,000 + chapter · 1,000 + verse; books are numbered in the order of the titles.
     """
     calls = [node for node in ast.walk(ast.parse(module)) if isinstance(node, ast.Call)]
     if len(calls) != 1 or len(calls[0].args) < 6:
@@ -120,7 +120,7 @@ def bible_books(module: str) -> Iterator[tuple[str, str]]:
 
 
 def table_rows(table: str) -> Iterator[tuple[str, str]]:
-    """(Title, Content) of each row of an Orange .tab: two header lines say only types."""
+    """(Title, Content) of each row of an Orange .tab; two more header lines only give types."""
     rows = csv.reader(io.StringIO(table), delimiter="\t", quotechar='"')
     header = next(rows)
     try:
@@ -153,7 +153,7 @@ def r_texts(index: bytes, data: bytes) -> Iterator[tuple[str, str]]:
 
 
 class _R:
-    """R's XDR serialisation, as far as lists and vectors of integers or strings need it."""
+    """R's XDR serialisation, as far as needed for lists and vectors of integers or strings."""
 
     HEADER = b"X\n"
 
@@ -163,7 +163,7 @@ class _R:
         self._data, self._at = data, len(self.HEADER)
         self._symbols: list[str] = []
         version = self._int()
-        self._at += 8  # the R that wrote it, the oldest that can read it
+        self._at += 8  # skips the R versions that wrote it and that can read it
         if version == 3:
             named = self._int()  # bytes in the name of its encoding
             self._at += named
@@ -174,7 +174,7 @@ class _R:
         kind, attributed = flags & 0xFF, bool(flags & 0x200)
         if kind == 254:  # NULL
             return None
-        if kind == 255:  # a symbol said before
+        if kind == 255:  # a reference to an earlier symbol
             return self._symbols[(flags >> 8) - 1]
         if kind == 1:  # a symbol
             name = self.read()
@@ -182,7 +182,7 @@ class _R:
             return name
         if kind == 9:  # one string
             return self._string()
-        if kind == 2:  # a pair list: how attributes are stored
+        if kind == 2:  # a pair list, the form of attributes
             return self._pairs(flags)
         if kind in (10, 13):  # logical, integer
             value: list[object] = [self._int() for _ in range(self._int())]

@@ -1,7 +1,7 @@
-"""What every model of the family has in common: the shape, the first weights, the rates.
+"""What all models of the family share: shape, initial weights, learning rates.
 
-Two models differ in their encoding alone: a parameter's first values follow from the seed and
-its name, and the order of the tokens from the seed.
+Two models differ only in their encoding: a parameter's initial values depend on the seed and its
+name, and the order of the tokens on the seed.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ from model.family.tokenizer import PIECES
 from model.transformer import Decoder
 
 ENCODINGS = ("rope", "t5", "alibi", "learned", "sinusoidal", "nope")
-CONTEXT = 512  # tokens of a training window
-EMBED_SCALE = 32.0  # a token's vector is 10 long at first, and grows to 80 in training
-# Sines of the published size, 11.3 long, would drown in that, and so would a table that begins
-# with 0.02 like the tokens' and is not multiplied like theirs.
+CONTEXT = 512  # tokens per training window
+EMBED_SCALE = 32.0  # token vectors have norm 10 at first, and 80 after training
+# Beside that, sines of the published size, with norm 11.3, would be drowned out, and so would a
+# learned table initialised with 0.02 like the tokens but not scaled like them.
 OPTIONS: Mapping[str, dict[str, Any]] = {
     "learned": {"scale": EMBED_SCALE},
     "sinusoidal": {"scale": 4.0},
@@ -33,18 +33,18 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to train. The rates are those of the middle part: warm-up, stable, decay."""
+    """How to train. The schedule is warm-up, stable, decay; rates are those of the stable part."""
 
     tokens: int
-    windows: int = 8  # of CONTEXT tokens, in one step
+    windows: int = 8  # of CONTEXT tokens, per step
     matrix_rate: float = 6e-3  # Muon: every matrix inside the layers
-    other_rate: float = 3e-3  # AdamW: the embedding, the norms, what an encoding learns
-    weight_decay: float = 0.1  # of the matrices, times their rate
+    other_rate: float = 3e-3  # AdamW: the embedding, the norms, an encoding's parameters
+    weight_decay: float = 0.1  # of the matrices, multiplied by their rate
     warm_up: int = 100  # steps
-    decay: float = 0.4  # share of the steps
-    clip: float = 1.0  # limit of the gradients' norm, all together
+    decay: float = 0.4  # fraction of the steps
+    clip: float = 1.0  # limit of the gradients' total norm
     seed: int = 0
-    growing: int = 0  # first tokens, read in eighths of a window, then quarters, then halves
+    growing: int = 0  # tokens at the start, read in eighths of a window, then quarters, then halves
 
     @property
     def steps(self) -> int:
@@ -52,23 +52,23 @@ class Recipe:
 
     @property
     def stable_steps(self) -> int:
-        """Those before the decay; they are the same for every number of tokens."""
+        """Steps before the decay, the common part of trainings."""
         return round(self.steps * (1 - self.decay))
 
     def rate(self, step: int) -> float:
-        """Share of the highest rates at `step`, from 0: linear up, level, linear down to 0."""
+        """The fraction of the full rates at `step`, from 0: linear up, level, linear down to 0."""
         rising = min((step + 1) / self.warm_up, 1.0)
         falling = (self.steps - step) / max(self.steps - self.stable_steps, 1)
         return min(rising, falling)
 
     def length(self, step: int) -> int:
-        """Of the pieces, in tokens, that the windows of `step`, from 0, are read in."""
+        """The length, in tokens, of the pieces that windows of `step` are cut into."""
         seen = step * self.windows * CONTEXT
         return CONTEXT >> max(3 - 3 * seen // self.growing, 0) if self.growing else CONTEXT
 
 
 def code_digest(encoding: str) -> str:
-    """Of the source of a class of one's own, which may change under its name; empty for others.
+    """Digest of a custom class's source, which may change under the same name; empty for others.
 
     Raises EncodingError.
     """
@@ -106,7 +106,7 @@ def shape(encoding: str) -> ModelConfig:
 
 
 def new_decoder(config: ModelConfig, seed: int, device: torch.device) -> Decoder:
-    """Its weights before training, float32, with gradients. Raises EncodingError."""
+    """A decoder with its initial weights, float32, with gradients. Raises EncodingError."""
     encoding = create(config.encoding, config, config.trained_context, device)
     decoder = Decoder(config, encoding, DenseAttention, dtype=torch.float32, device=device)
     with torch.no_grad():
@@ -120,9 +120,9 @@ def new_decoder(config: ModelConfig, seed: int, device: torch.device) -> Decoder
 def _first_values(
     name: str, parameter: torch.Tensor, config: ModelConfig, seed: int
 ) -> torch.Tensor:
-    """Norms 1; matrices keep their input's size; what a layer adds starts small.
+    """Norms are 1; matrices preserve their input's scale; residual outputs start small.
 
-    So does the embedding: it is the head as well, and large it would foretell the token just read.
+    So does the embedding: being the head as well, it would otherwise predict the token just read.
     """
     if parameter.dim() == 1:
         return torch.ones(parameter.shape)

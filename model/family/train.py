@@ -32,7 +32,7 @@ from model.family.recipe import Recipe, code_digest, new_decoder
 from model.family.windows import Windows
 from model.saving import save_checkpoint
 
-MATRIX_PARTS = {"attention.qkv.weight": 3, "mlp.gate_up.weight": 2}  # several matrices stored as one
+MATRIX_PARTS = {"attention.qkv.weight": 3, "mlp.gate_up.weight": 2}  # matrices stored as one
 HELD_OUT_WINDOWS = 64  # evaluated during training; `evaluate` uses all
 Report = Callable[[int, float], None]  # tokens since the last report, loss
 
@@ -165,7 +165,7 @@ class Training:
         }
 
     def _gather_gradients(self, tokens: Tensor) -> float:
-        """Gradients of the mean loss over windows or pieces [count, length + 1]; returns that loss."""
+        """Compute gradients of the mean loss over windows or pieces [count, length + 1]; returns it."""
         total = 0.0
         whole = self._pace.at_once or self._recipe.windows
         at_once = whole * self._windows.length // (tokens.shape[1] - 1)

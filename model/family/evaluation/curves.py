@@ -1,4 +1,4 @@
-"""Training as its log tells it: loss by tokens and by seconds. Reads log.jsonl, no weights."""
+"""Training curves from logs: loss by tokens and by seconds. Reads log.jsonl, no weights."""
 
 import json
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ import numpy as np
 
 from model.family.errors import FamilyError
 
-HELD_UP = 2.0  # median steps: what takes longer waited for something else
-STEPS = 20  # whose mean is a point: as many in every curve, so that all are as smooth
+HELD_UP = 2.0  # median step times: longer steps waited for something else
+STEPS = 20  # steps averaged per point: the same for every curve, so that all are equally smooth
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """After so many tokens and seconds of training. Nats per token."""
+    """Nats per token after that many tokens and seconds of training."""
 
     tokens: int
     seconds: float
@@ -26,9 +26,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """`trained`: loss of the training windows, each the mean of the steps up to it.
+    """`trained`: loss on training windows; each point is the mean of the steps up to it.
 
-    level: tokens before the rates fell, which lowers the loss at once.
+    level: tokens before the rates fell, which soon lowers the loss.
     """
 
     steps: int
@@ -43,7 +43,7 @@ class Curve:
 
 
 def read(log: Path) -> Curve:
-    """Raises FamilyError when a line is none of a training's."""
+    """Raises FamilyError when a line is not a step of a training."""
     rows: list[_Row] = []
     for number, line in enumerate(log.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -85,7 +85,7 @@ def _row(line: dict[str, Any]) -> _Row:
 
 
 def _not_held_up(seconds: Sequence[float]) -> list[float]:
-    """The same times, with steps of more than HELD_UP medians as long as the median."""
+    """The times with every step longer than HELD_UP medians shortened to the median."""
     taken = np.diff(seconds, prepend=0.0)
     if len(taken):
         usual = np.median(taken)

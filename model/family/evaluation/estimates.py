@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 RESAMPLES = 2000
 SEED = 0
-NORMAL_95 = 1.959964  # standard deviations around the mean that contain 95 % of a normal distribution
+NORMAL_95 = 1.959964  # standard deviations that contain 95 % of a normal distribution
 
 Floats = npt.NDArray[np.float64]
 

@@ -1,7 +1,7 @@
-"""All figures of all trained models in a folder, part by part, each written when it is there.
+"""Evaluates all trained models in a folder, part by part, writing each part when it is done.
 
-A part is not done again while the weights, the texts and the sizes are what it was made from.
-Models of other seeds than the one that is served give curves and losses alone.
+A part is skipped as long as the weights, texts and sizes that it was computed from are unchanged.
+Models of other seeds than the served one get only curves and losses.
 """
 
 import math
@@ -47,8 +47,8 @@ class Task:
     device: torch.device
     serve: Serve
     bars: Bars
-    shipped: Path  # has a folder of packed weights for each model that is in the package
-    parser: str | None  # path of the program that judges grammar, where there is one
+    shipped: Path  # with a folder of packed weights for each model in the package
+    parser: str | None  # path of the grammar parser, if there is one
 
     def texts(self, length: int, count: int) -> Texts:
         return texts_of(self.corpus.held_out, length, count)
@@ -75,10 +75,10 @@ class Subject:
 
 
 def evaluate(folder: Path, path: Path, task: Task) -> Evaluation:
-    """Whatever is missing in the file at `path`. Raises FamilyError, OSError."""
+    """Measure whatever is missing in the file at `path`. Raises FamilyError, OSError."""
     known = results.read(path)
     if known and (known.corpus, known.sizes) != (task.corpus.fingerprint, task.sizes):
-        known = None  # nothing of it belongs beside what is measured now
+        known = None  # none of it is comparable with what is measured now
     earlier = {one.name: one for one in known.members} if known else {}
     done: list[Measured] = []
     members = find_members(folder)
@@ -96,7 +96,7 @@ def evaluate(folder: Path, path: Path, task: Task) -> Evaluation:
 
 
 def _parts(member: Member, earlier: Measured | None, task: Task) -> Iterator[Measured]:
-    """With every part, after each that is new; once if none is."""
+    """Yields all results so far: with curve and packing first, then after each new part."""
     measured = _known(member, earlier, task.corpus)
     if member.log.exists():
         measured = _with(measured, "curve", of_parts(member.log), lambda: curves.read(member.log))
@@ -234,7 +234,7 @@ def _grammar(subject: Subject, task: Task) -> tuple[grammar.Grammar, ...]:
         return grammar.judge(asked, task.parser, bar.update)
 
 
-PARTS: Mapping[str, Callable[[Subject, Task], Any]] = {  # by their fields of Measured
+PARTS: Mapping[str, Callable[[Subject, Task], Any]] = {  # by field of Measured
     "held_out": _held_out,
     "losses": _losses,
     "divergences": _divergences,

@@ -1,7 +1,7 @@
-"""What the figures say about common claims: each sentence follows from numbers alone.
+"""Findings on common claims: every sentence is derived from the figures alone.
 
 The claims are those of reference texts on extrapolation (arXiv 2108.12409 for all but NoPE) and
-on how fast RoPE is learnt. A finding that differs is called one.
+on how fast RoPE is learnt. A finding that contradicts them is marked as such.
 """
 
 import math
@@ -17,8 +17,8 @@ from model.family.evaluation.words import interval, signed
 from model.words import listed
 
 HOLDS = 0.05  # nats per token that distance may cost
-BREAKS = 1.0  # nats per token from which a text is no longer understood
-MOSTLY = 0.8  # share of points at which a loss that comes down faster is the lower one
+BREAKS = 1.0  # nats per token above which a text is no longer understood
+MOSTLY = 0.8  # fraction of points at which a loss must be lower to count as falling faster
 
 
 class Beyond(StrEnum):
@@ -28,10 +28,10 @@ class Beyond(StrEnum):
     HOLDS = "holds"
     DEGRADES = "degrades"
     BREAKS = "breaks"
-    OPEN = "is not decided"  # an interval reaches to both sides of HOLDS, and none past it
+    OPEN = "is not decided"  # some interval contains HOLDS, and none lies above it
 
 
-PUBLISHED = {  # more than one where how fast it gets worse is a matter of size and training
+PUBLISHED = {  # several where the severity depends on size and training
     "learned": (Beyond.REFUSES,),
     "sinusoidal": (Beyond.BREAKS,),
     "rope": (Beyond.DEGRADES, Beyond.BREAKS),
@@ -46,11 +46,11 @@ class Verdict:
 
     beyond: Beyond
     worst: LossBin | None
-    first: LossBin | None  # from which on it costs more than HOLDS for certain
+    first: LossBin | None  # from here on, all intervals lie above HOLDS
 
 
 def shipped(members: Sequence[Measured]) -> list[Measured]:
-    """The models that are served, without those of other seeds."""
+    """The served models, without those of other seeds."""
     return [one for one in members if one.seed is None]
 
 
@@ -105,14 +105,14 @@ def _compared(label: str, beyond: Beyond) -> str:
 
 
 def _agrees(label: str, beyond: Beyond) -> bool | None:
-    """With what was published; None where nothing was, or nothing is decided."""
+    """Whether it is as published; None if nothing was published, or it is undecided."""
     if label not in PUBLISHED or beyond is Beyond.OPEN:
         return None
     return beyond in PUBLISHED[label]
 
 
 def differing(members: Sequence[Measured]) -> list[str]:
-    """Labels of the models that do something else past the trained length than was published."""
+    """Labels of models that past the trained length do not behave as published."""
     found = {one.label: verdict(one) for one in shipped(members)}
     return [
         label
@@ -122,10 +122,10 @@ def differing(members: Sequence[Measured]) -> list[str]:
 
 
 def alike(members: Sequence[Measured]) -> list[tuple[int, list[Measured]]]:
-    """Those with curves by the tokens of their training, most first.
+    """Models with curves, grouped by the tokens of their training, most first.
 
-    Rates, and by default the pieces that texts are read in, follow from how many tokens there will
-    be: step by step, a training is compared only with others of as many.
+    Rates, and by default the lengths of pieces, depend on the total number of tokens: step by step,
+    a training is comparable only with others of the same total.
     """
     groups: dict[int, list[Measured]] = {}
     for one in members:
@@ -136,17 +136,17 @@ def alike(members: Sequence[Measured]) -> list[tuple[int, list[Measured]]]:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """RoPE's training loss beside another encoding's, on the same texts at the same steps."""
+    """RoPE's training loss against another encoding's, on the same texts at the same steps."""
 
     label: str
-    lower: int  # points at which RoPE's is the lower one
+    lower: int  # points at which RoPE's loss is lower
     points: int  # before the rates fell
-    mean: float  # how much lower RoPE's is, nats
+    mean: float  # by how much RoPE's is lower, nats
 
 
 def leads(members: Sequence[Measured]) -> list[Lead]:
-    """Over each training that RoPE has one like: of as many tokens, and with the same seed, from
-    which the order of the texts follows."""
+    """One for each training comparable with one of RoPE's: with as many tokens and the same seed,
+    which determines the order of the texts."""
     found = []
     for _, own in alike(members):
         for rope in (one for one in own if one.label == "rope"):
@@ -158,7 +158,7 @@ def leads(members: Sequence[Measured]) -> list[Lead]:
 
 
 def _lead(label: str, rope: Curve, other: Curve) -> list[Lead]:
-    """Of the points that both have; none when rates fell before there was one."""
+    """Over the points that both have; empty when the rates fell before the first one."""
     losses = {point.tokens: point.loss for point in before_decay(rope)}
     gaps = [
         point.loss - losses[point.tokens] for point in before_decay(other) if point.tokens in losses
@@ -169,7 +169,7 @@ def _lead(label: str, rope: Curve, other: Curve) -> list[Lead]:
 
 
 def about_speed(members: Sequence[Measured]) -> str:
-    """Whether RoPE converges faster per token: where its loss is the lower one nearly always."""
+    """Says whether RoPE converges faster per token: whether its loss is nearly always lower."""
     found = leads(members)
     if not found:
         return "Whether RoPE converges faster: not measured."

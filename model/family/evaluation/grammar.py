@@ -1,9 +1,9 @@
-"""How much of what a model writes is grammatical, as a parser for English judges it.
+"""How much of a model's writing is grammatical, as judged by a parser for English.
 
-Link Grammar (Sleator and Temperley 1993, arXiv cmp-lg/9508004) takes a sentence when links that
-its dictionary allows connect all of its words. It knows today's English and refuses many sentences
-of old books. So beside a model's sentences it judges some of people, as long and out of held-out
-texts, and these again with their words in another order.
+Link Grammar (Sleator and Temperley 1993, arXiv cmp-lg/9508004) accepts a sentence when links that
+its dictionary allows connect all of its words. It knows today's English and rejects many sentences
+of old books. So it also judges sentences of the same lengths from held-out texts, written by
+people, and these again with their words shuffled.
 """
 
 import os
@@ -49,9 +49,9 @@ PROMPTS = (
 )
 TOKENS = 160  # after each prompt
 TEMPERATURES = (0.7, 1.0)
-PEOPLE = 5  # sentences of people for each of a model's
-AT_ONCE = 200  # sentences that one run of the parser judges
-LENGTHS = (range(5, 21), range(21, 41))  # words of sentences that are judged, each for itself
+PEOPLE = 5  # sentences by people for each of a model's
+AT_ONCE = 200  # sentences per run of the parser
+LENGTHS = (range(5, 21), range(21, 41))  # ranges of sentence lengths in words, judged separately
 _END = re.compile(
     r"(?:(?<=[.!?])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)[\"')]*\s+(?=[\"'(]*[A-Z]))|\n\s*\n"
 )
@@ -59,21 +59,21 @@ _END = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Shares of sentences that are taken, with Wilson's intervals."""
+    """Shares of accepted sentences, with Wilson's intervals."""
 
     temperature: float
-    shortest: int  # sentence, in words
+    shortest: int  # sentence length, in words
     longest: int
     sentences: int
-    copied: int  # others, left out: word for word in the training texts, or like recall texts'
+    copied: int  # sentences left out: verbatim in the training texts, or like those of recall texts
     written: Estimate  # by the model
-    people: Estimate  # of held-out texts
-    shuffled: Estimate  # the same, their words in another order
+    people: Estimate  # from held-out texts
+    shuffled: Estimate  # the same, with their words shuffled
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Sentences of one temperature and range of lengths that a parser is to judge."""
+    """Sentences of one temperature and range of lengths, for a parser to judge."""
 
     temperature: float
     lengths: range
@@ -89,7 +89,7 @@ class Asked:
 def write(
     reader: Reads, tokenizer: Tokenizer, draws: int, done: Callable[[int], object]
 ) -> Mapping[float, Sequence[str]]:
-    """Texts by temperature: each prompt, `draws` times, and what follows. `done` hears of each."""
+    """Texts by temperature: each prompt `draws` times, with a continuation; `done` after each."""
     texts: dict[float, list[str]] = {}
     for temperature, prompt, seed in product(TEMPERATURES, PROMPTS, range(draws)):
         text = prompt + continuation(reader, tokenizer, prompt, temperature, seed, TOKENS)
@@ -101,7 +101,7 @@ def write(
 def asked(
     texts: Mapping[float, Sequence[str]], tokenizer: Tokenizer, corpus: Corpus
 ) -> list[Asked]:
-    """For each temperature and each of LENGTHS that was written, with people's beside them."""
+    """For each temperature and each of LENGTHS that occurs, with people's for comparison."""
     trained = corpus.train.tokens.tobytes()
     people = _by_words(sentences(_text(tokenizer, corpus.held_out.tokens.tolist())))
     found = []
@@ -120,7 +120,7 @@ def asked(
 def judge(
     asked: Sequence[Asked], parser: str, done: Callable[[int], object]
 ) -> tuple[Grammar, ...]:
-    """parser: PARSER's path. `done` hears how many sentences were judged. Raises FamilyError."""
+    """parser: PARSER's path. `done` gets numbers of judged sentences. Raises FamilyError."""
 
     def linked(sentences: Sequence[str]) -> Estimate:
         hits = 0
@@ -146,23 +146,23 @@ def judge(
 
 
 def sentences(text: str) -> list[str]:
-    """Those of LENGTHS that end, as one line each and without the double quotes."""
+    """Complete sentences with lengths in LENGTHS, on one line each and without double quotes."""
     pieces = (" ".join(piece.replace('"', " ").split()) for piece in _END.split(text))
     ended = [each for each in pieces if each[-1:] in (".", "!", "?")]
     return [each for each in ended if any(len(each.split()) in lengths for lengths in LENGTHS)]
 
 
 def shuffled(sentence: str, drawn: random.Random) -> str:
-    """Its words in another order, as a sentence without other signs."""
+    """Its words in another order, as a sentence without inner punctuation."""
     words = [word.strip(",;:()") for word in sentence[:-1].split()]
     return " ".join(drawn.sample(words, len(words))).capitalize() + sentence[-1]
 
 
 def taken(sentences: Sequence[str], parser: str) -> list[bool]:
-    """Whether all words of each are linked. Raises FamilyError when the parser fails."""
+    """Whether the parser links all words of each. Raises FamilyError when the parser fails."""
     options = ("-batch", "-echo=1", "-spell=0", "-limit=1000", "-timeout=10", "-panic=0")
-    # The space keeps a sentence from being read as a command; echoed, it tells a sentence from
-    # what is said of the one before.
+    # The leading space keeps a sentence from being read as a command; as it is echoed, it also
+    # distinguishes sentences from the messages about them.
     lines = "".join(f" {each}\n" for each in sentences)
     answer = subprocess.run(
         [parser, "en", *options],
@@ -187,7 +187,7 @@ def taken(sentences: Sequence[str], parser: str) -> list[bool]:
 
 
 def _beside(written: Sequence[str], people: Mapping[int, list[str]]) -> tuple[list[str], list[str]]:
-    """PEOPLE of people's for each sentence, as long, and these shuffled."""
+    """PEOPLE sentences by people for each sentence, of the same length, and these shuffled."""
     drawn = random.Random(0)
     theirs = [drawn.choice(people[len(one.split())]) for one in [*written] * PEOPLE]
     return theirs, [shuffled(one, drawn) for one in theirs]
@@ -201,12 +201,12 @@ def _by_words(found: Iterable[str]) -> Mapping[int, list[str]]:
 
 
 def _text(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
-    """A token without bytes begins a document, and so a paragraph."""
+    """Decodes tokens; one without bytes starts a document, and so a paragraph."""
     pieces = (tokenizer.token_bytes(token, first=False) or b"\n\n" for token in tokens)
     return b"".join(pieces).decode(errors="replace")
 
 
 def _occurs(tokenizer: Tokenizer, sentence: str, trained: bytes) -> bool:
-    """But for its first token, which may begin a line there."""
+    """Whether the sentence occurs, ignoring its first token, which may start a line there."""
     tokens = tokenizer.encode(sentence, bos=False)[1:]
     return np.asarray(tokens, dtype=np.uint16).tobytes() in trained

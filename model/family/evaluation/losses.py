@@ -1,8 +1,8 @@
 """Loss by position: how well a model predicts the token after position t of a long text.
 
-Positions are told apart in bins and never averaged over the trained length and beyond. The same
-tokens are also predicted from <s> and the nearest ones alone, at positions that were trained: what
-the distance itself costs is the difference, whatever the text is like there.
+Results are binned by position and never averaged across the trained length. Beyond it, the same
+tokens are also predicted from only <s> and the nearest ones, at trained positions: the difference
+is the cost of distance itself, whatever the text there is like.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,17 +28,17 @@ class LossBin:
     start: int
     stop: int
     loss: Estimate
-    near: Estimate | None  # of the same tokens from the nearest alone; beyond the trained length
+    near: Estimate | None  # of the same tokens, from the nearest ones only; beyond the trained length
     change: Estimate | None  # loss - near, token by token
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """One model's. `reach`: positions that its encoding has; past them it refuses."""
+    """One model's losses. `reach`: positions that its encoding has; it refuses more."""
 
     trained: int
     reach: int
-    refusal: str  # why there are no more positions; empty when there are
+    refusal: str  # why there are no more positions; empty if there are
     windows: int
     documents: tuple[str, ...]
     bins: tuple[LossBin, ...]
@@ -46,7 +46,7 @@ class Losses:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """One model's nats per token at the later half of trained positions, over all such windows."""
+    """One model's nats per token over the later half of trained positions, in all such windows."""
 
     documents: tuple[str, ...]
     windows: tuple[int, ...]  # [documents]
@@ -55,24 +55,24 @@ class HeldOut:
 
 
 def edges(trained: int, context: int) -> list[int]:
-    """Of the bins: powers of two up to the trained length, then in steps of it."""
+    """Edges of the bins: powers of two up to the trained length, then multiples of it."""
     inside = [0] + [FIRST << n for n in range(trained.bit_length()) if FIRST << n < trained]
     beyond = [round(trained * times) for times in BEYOND]
     return [*inside, *(edge for edge in beyond if edge < context), context]
 
 
 def token_losses(reader: Reads, tokens: Sequence[int]) -> Tensor:
-    """[len(tokens) - 1], of every token but the first."""
+    """[len(tokens) - 1]: for every token but the first."""
     read, following = tokens[:-1], torch.tensor(tokens[1:])
     found = reader.read(read, wanted=len(read)).cpu()
     return -found.gather(1, following[:, None])[:, 0]
 
 
 def near_losses(reader: Reads, tokens: Sequence[int], trained: int) -> Tensor:
-    """[len(tokens) - 1 - trained], of the tokens past the trained length.
+    """[len(tokens) - 1 - trained]: for the tokens past the trained length.
 
-    Each is predicted from the text's first one, <s>, and at least trained / 2 and at most
-    trained - 1 tokens before it.
+    Each is predicted from the text's first token, <s>, and between trained / 2 and trained - 1
+    tokens before it.
     """
     half = trained // 2
     found = []
@@ -91,7 +91,7 @@ def measure(
     refusal: str,
     done: Callable[[float], object],
 ) -> Losses:
-    """`done` hears of each text."""
+    """`done` is called after each text."""
     context = len(texts.tokens[0]) - 1
     cuts = [edge for edge in edges(trained, context) if edge <= reach]
     far, near = [], []
@@ -116,7 +116,7 @@ def measure(
 
 
 def held_out(reader: Reads, texts: Texts, done: Callable[[float], object]) -> HeldOut:
-    """texts: windows of the trained length. `done` hears of each."""
+    """texts: windows of the trained length. `done` is called after each."""
     half = (len(texts.tokens[0]) - 1) // 2
     found = []
     for tokens in texts.tokens:
@@ -129,7 +129,7 @@ def held_out(reader: Reads, texts: Texts, done: Callable[[float], object]) -> He
 
 
 def difference(one: HeldOut, other: HeldOut) -> Estimate | None:
-    """How much higher the first one's loss is, document by document; None for other windows."""
+    """By how much the first loss is higher, document by document; None if windows differ."""
     if (one.documents, one.windows) != (other.documents, other.windows):
         return None
     change = np.array(one.means) - np.array(other.means)

@@ -1,4 +1,4 @@
-"""Trained models in a folder: each a folder of its own, its encoding and seed in the name."""
+"""Trained models in a folder: each in its own folder, named after its encoding and seed."""
 
 import hashlib
 import re
@@ -22,19 +22,19 @@ DIGESTED = ("config.json", "model.safetensors", "tokenizer.model", "tokenizer.js
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One trained model. `seed` is None for the one that is served."""
+    """One trained model. `seed` is None for the served one."""
 
     name: str
     label: str  # of its encoding, for tables and pictures
     seed: int | None
-    folder: Path  # of the checkpoint
-    log: Path  # of its training; there may be none
+    folder: Path  # with the checkpoint
+    log: Path  # log of its training, which may not exist
 
 
 def find_members(folder: Path) -> list[Member]:
-    """Finished ones that a folder holds, the six encodings first. Raises FamilyError without any.
+    """Finished models in a folder, the six encodings first. Raises FamilyError if there are none.
 
-    A run of training, with its checkpoint in `model`, or a checkpoint itself.
+    Each is a training run with its checkpoint in `model`, or a checkpoint itself.
     """
     checkpoints = {path.parent: path.parent for path in folder.glob("*/config.json")}
     checkpoints |= {path.parents[1]: path.parent for path in folder.glob("*/model/config.json")}
@@ -59,7 +59,7 @@ def _place(member: Member) -> tuple[int, str, int]:
 
 
 def digest(member: Member, encoding: str) -> str:
-    """Of what the model computes with, code of an encoding of one's own included."""
+    """Digest of all that the model computes with, including a custom encoding's code."""
     made = hashlib.sha256(code_digest(encoding).encode())
     for name in DIGESTED:
         path = member.folder / name
@@ -78,7 +78,7 @@ def opened(member: Member) -> Checkpoint:
 
 
 def load(checkpoint: Checkpoint, context: int, device: torch.device) -> Decoder:
-    """In float32, for `context` positions or as many as the encoding has. Raises FamilyError."""
+    """In float32, for `context` positions or all that the encoding has. Raises FamilyError."""
     config = checkpoint.config
     try:
         encoding = create(config.encoding, config, context, device)
@@ -86,7 +86,7 @@ def load(checkpoint: Checkpoint, context: int, device: torch.device) -> Decoder:
         load_decoder(checkpoint, decoder)
     except (CheckpointError, EncodingError) as error:
         raise FamilyError(str(error)) from error
-    except Exception as error:  # a class of one's own may raise anything
+    except Exception as error:  # a custom class may raise anything
         raise FamilyError(
             f"{checkpoint.path}: {config.encoding.name} fails at {context:,} positions "
             f"({type(error).__name__}: {error})"

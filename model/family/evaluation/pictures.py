@@ -1,4 +1,4 @@
-"""Pictures of an evaluation, each encoding in the same colour and with the same mark in all."""
+"""Pictures of an evaluation, with the same colour and marker for an encoding in all of them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from model.family.evaluation.recalled import Recalls
 from model.family.evaluation.results import Measured
 from model.family.recall import KINDS
 
-# Colours of a load test's charts, where NoPE is ink as the zero of all comparisons.
+# The colours of the load tests' charts; NoPE is ink, as the baseline of all comparisons.
 LOOKS = {
     "rope": ("#0b6bab", "s"),
     "t5": ("#c8500a", "^"),
@@ -28,13 +28,13 @@ LOOKS = {
 }
 OTHERS = (("#3d9ad1", "P"), ("#7b7f87", "p"), ("#d1495b", "<"), ("#5b8c2a", ">"))
 BAND = 0.12  # opacity of an interval
-ASIDE = 0.035  # from one encoding's error bars to the next, in powers of e
-FAR = 1.5  # nats: costs are drawn on a linear scale that reaches no further
-SKIPPED = 0.02  # of a training that is above the picture
+ASIDE = 0.035  # offset between encodings' error bars, in powers of e
+FAR = 1.5  # nats: costs up to this are drawn on a linear scale
+SKIPPED = 0.02  # fraction of a training that may lie above the picture
 
 
 def look(label: str, labels: Sequence[str]) -> tuple[str, str]:
-    """Colour and marker: always the same for the six, in turn for others."""
+    """Colour and marker: fixed for the six encodings, assigned in turn to others."""
     if label in LOOKS:
         return LOOKS[label]
     others = [one for one in labels if one not in LOOKS]
@@ -42,7 +42,7 @@ def look(label: str, labels: Sequence[str]) -> tuple[str, str]:
 
 
 def pictures(members: Sequence[Measured]) -> list[Picture]:
-    """Those for which there are figures. Keys are names of files."""
+    """The pictures for which there are figures. Keys are used in file names."""
     labels = list(dict.fromkeys(one.label for one in members))
     served = shipped(members)
     made = []
@@ -65,7 +65,7 @@ def pictures(members: Sequence[Measured]) -> list[Picture]:
 def _draw_losses(
     figure: Figure | SubFigure, losses: dict[str, Losses], labels: Sequence[str]
 ) -> None:
-    """Left: every position. Right: what the distance costs, past the trained length."""
+    """Left: every position. Right: the cost of distance past the trained length."""
     far = any(one.change for own in losses.values() for one in own.bins)
     whole, *costs = axes_row(figure, 2 if far else 1)
     trained = max(own.trained for own in losses.values())
@@ -108,19 +108,19 @@ def _draw_losses(
         cost.set_yscale("symlog", linthresh=0.1)
         cost.yaxis.set_major_formatter("{x:g}")
     cost.set_ylim(min([-0.1, *(1.5 * each.low for each in found)]), max(reached, 0.1))
-    if not found:  # nothing that an axis could be chosen by
+    if not found:  # nothing to choose the axis by
         cost.set_xlim(trained, max(one.stop for own in losses.values() for one in own.bins))
     _positions(cost, f"position, past the {trained:,} trained")
     label_ends(cost, ends)
 
 
 def _last(estimates: Sequence[Estimate]) -> float:
-    """Where the line ends: it is broken where figures are not finite."""
+    """Height of a line's end: the line breaks off where values are not finite."""
     return next((one.value for one in reversed(estimates) if math.isfinite(one.value)), 0.0)
 
 
 def _middle(start: int, stop: int) -> float:
-    """Of a bin on a logarithmic axis."""
+    """The middle of a bin on a logarithmic axis."""
     return float(np.sqrt(max(start, 1) * stop))
 
 
@@ -133,7 +133,7 @@ def _positions(axes: Axes, title: str) -> None:
 def _draw_recalls(
     figure: Figure | SubFigure, recalls: dict[str, Recalls], labels: Sequence[str]
 ) -> None:
-    """A row for each kind, a column for each length."""
+    """A row per kind, a column per length."""
     cells = [cell for own in recalls.values() for cell in own.cells]
     lengths = sorted({cell.length for cell in cells})
     grid = figure.subplots(len(KINDS), len(lengths), squeeze=False, sharex=True, sharey=True)
@@ -204,7 +204,7 @@ def _draw_training(
 def _draw_operations(
     figure: Figure | SubFigure, members: Sequence[Measured], labels: Sequence[str]
 ) -> None:
-    """A column for each operation, a row for each encoding."""
+    """A column per operation, a row per encoding."""
     known = [one for one in members if one.divergences]
     names = list(
         dict.fromkeys((own.operation, own.times) for one in known for own in one.divergences or ())

@@ -1,6 +1,6 @@
-"""Texts read by a trained decoder through the paged cache, in chunks that need little memory.
+"""Reads texts with a trained decoder through the paged cache, in chunks that need little memory.
 
-Exactly what the server computes, whatever the length; tests/model compare it with whole passes.
+Exactly what the server computes, at any length; tests/model compare it with unchunked passes.
 """
 
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ from cache.terms import BLOCK_SIZE
 from model.batch import in_order, of_one
 from model.transformer import Decoder
 
-CHUNK = 512  # tokens of one pass
+CHUNK = 512  # tokens per pass
 
 
 class Reads(Protocol):
-    """A Reader, or what stands in for one."""
+    """A Reader, or a stand-in for one."""
 
     def read(self, tokens: Sequence[int], *, wanted: int, start: int = 0) -> Tensor:
-        """Log-probabilities [wanted, vocab] of what follows each of the last tokens.
+        """Log-probabilities [wanted, vocab] of the tokens that follow each of the last ones.
 
-        What was read before position `start` is used as it is.
+        Positions before `start` are not computed again: the cache still holds them.
         """
         ...
 
 
 class Reader:
-    """One decoder and room for one text of at most `capacity` tokens."""
+    """One decoder with a cache for one text of at most `capacity` tokens."""
 
     def __init__(self, decoder: Decoder, capacity: int) -> None:
         blocks = -(-capacity // BLOCK_SIZE)
@@ -44,7 +44,7 @@ class Reader:
 
 
 def new_cache(decoder: Decoder, blocks: int) -> KVCache:
-    """In the decoder's dtype and place."""
+    """A cache in the decoder's dtype, on its device."""
     weight = decoder.embed.weight
     return KVCache(
         decoder.config,
@@ -58,7 +58,7 @@ def new_cache(decoder: Decoder, blocks: int) -> KVCache:
 def forward(
     decoder: Decoder, kv: KVCache, table: Table, tokens: Sequence[int], *, wanted: int, start: int
 ) -> Tensor:
-    """As in `Reads`, of a sequence whose blocks are the table's."""
+    """As in `Reads`, for a sequence in the table's blocks."""
     first = len(tokens) - wanted
     found = []
     for begin in range(start, len(tokens), CHUNK):

@@ -1,8 +1,8 @@
-"""Recall: whether a model still knows what was said some way back, by distance and length.
+"""Recall: whether a model still knows what was stated earlier, by distance and length.
 
-A made-up text (model/family/recall.py) stands at the end of held-out prose, so that text and
-answer end at a given length. The model is right when its likeliest token is the answer's at every
-place of the answer: what greedy decoding would say.
+A synthetic text (model/family/recall.py) is put at the end of held-out prose, such that text and
+answer end at a given length. The model is right when its most likely token is the answer's at
+every position of the answer, as in greedy decoding.
 """
 
 from collections import defaultdict
@@ -15,16 +15,16 @@ from model.family.evaluation.reading import Reads
 from model.family.recall import KINDS, recalls
 from model.tokenizers.base import Tokenizer
 
-SEED = 77  # not one that training draws its texts from
+SEED = 77  # none of training's seeds
 
 
 @dataclass(frozen=True, slots=True)
 class RecallCell:
-    """`distance`: tokens from the end of what was said to the question, the mean of the texts'."""
+    """`distance`: mean number of tokens from the end of the statement to the question."""
 
     kind: str
     length: int  # tokens, answer included
-    wanted: int  # distance that was asked for
+    wanted: int  # requested distance
     distance: float
     right: int
     trials: int
@@ -33,7 +33,7 @@ class RecallCell:
 
 @dataclass(frozen=True, slots=True)
 class Recalls:
-    """One model's. Lengths past `reach` are refused and have no cells."""
+    """One model's results. Lengths past `reach` are refused and have no cells."""
 
     trained: int
     reach: int
@@ -42,17 +42,17 @@ class Recalls:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A made-up text as tokens, without what follows the answer."""
+    """A synthetic text as tokens, without what follows the answer."""
 
     kind: str
     wanted: int
     distance: int
     tokens: tuple[int, ...]
-    answer: int  # how many of the tokens, the last ones
+    answer: int  # number of tokens of the answer, which come last
 
 
 def asked(tokenizer: Tokenizer, distances: Sequence[int], trials: int) -> list[Asked]:
-    """`trials` texts of each kind at each distance; the same for every model with the tokenizer."""
+    """`trials` texts of each kind and distance; the same for every model with this tokenizer."""
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, bos=False)
@@ -78,7 +78,7 @@ def measure(
     reach: int,
     done: Callable[[float], object],
 ) -> Recalls:
-    """prose: at least as long as the longest length each. `done` hears of each cell."""
+    """prose: each at least as long as the longest length. `done` is called after each cell."""
     cells = []
     for length in (length for length in lengths if length <= reach):
         fitting = _fitting(texts, length)
@@ -92,7 +92,7 @@ def measure(
 
 
 def cells_in(texts: Sequence[Asked], lengths: Sequence[int], reach: int) -> int:
-    """How many there will be."""
+    """How many cells `measure` will return."""
     distances = [
         {one.wanted for one in _fitting(texts, length)} for length in lengths if length <= reach
     ]
@@ -100,7 +100,7 @@ def cells_in(texts: Sequence[Asked], lengths: Sequence[int], reach: int) -> int:
 
 
 def _fitting(texts: Sequence[Asked], length: int) -> list[Asked]:
-    """All texts of the distances at which none is longer."""
+    """All texts of those distances at which none is too long."""
     long = {one.wanted for one in texts if len(one.tokens) > length}
     return [one for one in texts if one.wanted not in long]
 
@@ -108,17 +108,17 @@ def _fitting(texts: Sequence[Asked], length: int) -> list[Asked]:
 def _answers(
     reader: Reads, texts: Sequence[Asked], prose: Sequence[Sequence[int]], length: int
 ) -> list[bool]:
-    """Whether each text was answered, in order. Prose is read once for all that stand after it.
+    """Whether each text was answered, in order. Each prose is read once for all its texts.
 
-    The texts of a cell stand after as many proses as there are.
+    A cell's texts are spread over all proses.
     """
     right: dict[int, bool] = {}
-    places: dict[tuple[str, int], Iterator[int]] = defaultdict(count)  # within a cell
+    places: dict[tuple[str, int], Iterator[int]] = defaultdict(count)  # index within a cell
     turns = [next(places[one.kind, one.wanted]) % len(prose) for one in texts]
     for turn, before in enumerate(prose):
         mine = [number for number, own in enumerate(turns) if own == turn]
-        # Shortest first: each text overwrites the end of the prose and leaves the rest to longer
-        # ones, which begin before it.
+        # Shortest first: each text overwrites only the end of the prose, and longer ones, which
+        # start earlier, still find the rest.
         mine.sort(key=lambda number: len(texts[number].tokens))
         for read, number in enumerate(mine):
             own = texts[number]

@@ -1,4 +1,4 @@
-"""What an evaluation found, as one JSON file: everything that a report is made from."""
+"""The results of an evaluation as one JSON file: everything that a report is made from."""
 
 import json
 import math
@@ -17,8 +17,8 @@ from model.family.evaluation.served import ServedLoss
 from model.family.evaluation.shortened import Divergence
 from model.family.files import replacing
 
-SCHEMA = 5  # raise it when a field changes its meaning
-DIGITS = 8  # of a number that is stored
+SCHEMA = 5  # raise it when the meaning of a field changes
+DIGITS = 8  # significant digits of stored numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class Sizes:
     """How much is measured. Lengths and distances in tokens."""
 
     context: int = 4096
-    windows: int = 1 << 20  # of trained length: at most so many, which is all there are
+    windows: int = 1 << 20  # of the trained length: an upper limit, beyond all there are
     texts: int = 32  # for loss by position
     short_texts: int = 16  # for cache operations
     served_texts: int = 4
     trials: int = 50  # of each kind in a cell of recall
-    draws: int = 2  # of each prompt, for grammar
+    draws: int = 2  # per prompt, for grammar
     lengths: tuple[int, ...] = (512, 1024, 2048)
     distances: tuple[int, ...] = (32, 128, 256, 384, 768, 1536)
 
@@ -51,16 +51,16 @@ QUICK = Sizes(
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What shipping in 8 bits costs. Nats per token at the later half of trained positions."""
+    """The cost of shipping in 8 bits: nats per token over the later half of trained positions."""
 
     size: int  # bytes of the packed weights
-    trained: float  # as they were trained
+    trained: float  # with the weights as trained
     packed: float
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One model. A part that was not measured is None; `made_from` has a digest for each other."""
+    """One model. A part not measured is None; `made_from` has a digest for each other part."""
 
     name: str
     label: str
@@ -83,7 +83,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Of all models in one folder. `corpus`: the corpus file's fingerprint."""
+    """The results of all models in one folder. `corpus`: the corpus file's fingerprint."""
 
     schema: int
     corpus: str
@@ -92,7 +92,7 @@ class Evaluation:
 
 
 def write(evaluation: Evaluation, path: Path) -> None:
-    """There in full or not at all."""
+    """Written in full or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_rounded(asdict(evaluation)), indent=1, allow_nan=False)
     with replacing(path) as partial:
@@ -100,7 +100,7 @@ def write(evaluation: Evaluation, path: Path) -> None:
 
 
 def read(path: Path) -> Evaluation | None:
-    """None when there is none yet. Raises FamilyError when it is of no use."""
+    """None when there is none yet. Raises FamilyError when it cannot be used."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["schema"] != SCHEMA:
@@ -120,9 +120,9 @@ def read(path: Path) -> Evaluation | None:
 
 
 def beside(own: Evaluation, bundled: Evaluation | None) -> Evaluation:
-    """Own figures after those of the bundled models that are not among them.
+    """Own results after those of the bundled models that are not among them.
 
-    Own ones alone where they are of other texts or sizes. A label that both have is told apart.
+    Only own ones if texts or sizes differ. Labels that occur in both are made distinct.
     """
     if bundled is None or (bundled.corpus, bundled.sizes) != (own.corpus, own.sizes):
         return own
@@ -137,7 +137,7 @@ def beside(own: Evaluation, bundled: Evaluation | None) -> Evaluation:
 
 
 def _rounded(value: Any) -> Any:
-    """JSON knows no infinity: what is not finite becomes null, which `_as` reads as no number."""
+    """JSON has no infinity: what is not finite becomes null, which `_as` reads as NaN."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -147,7 +147,7 @@ def _rounded(value: Any) -> Any:
 
 def _as(kind: Any, value: Any) -> Any:
     """JSON → dataclasses, by their annotations. Raises TypeError, KeyError, ValueError."""
-    if isinstance(kind, UnionType):  # of something and None
+    if isinstance(kind, UnionType):  # of a type and None
         (kind,) = (each for each in get_args(kind) if each is not NoneType)
         return None if value is None else _as(kind, value)
     if isinstance(kind, type) and is_dataclass(kind):

@@ -1,4 +1,4 @@
-"""How a model writes: the same prompts, continued by chance that is the same for every model."""
+"""How a model writes: the same prompts, continued with the same random numbers for every model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def measure(
 def continuation(
     reader: Reads, tokenizer: Tokenizer, prompt: str, temperature: float, seed: int, length: int
 ) -> str:
-    """What `length` tokens after the prompt say; drawn from all tokens, by the seed."""
+    """The text of `length` tokens after the prompt, sampled without truncation by the seed."""
     drawn = torch.Generator().manual_seed(seed)
     tokens = tokenizer.encode(prompt, bos=True)
     first, start = len(tokens), 0

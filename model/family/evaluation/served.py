@@ -1,4 +1,4 @@
-"""The same loss as the server tells it: one token's log-probability at a time, over HTTP."""
+"""The same loss as reported by the server: log-probabilities of tokens, over HTTP."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,10 +10,10 @@ from model.family.evaluation.reading import Reads
 from model.family.evaluation.texts import Texts
 
 DTYPES = ("float32", "bfloat16")
-STRETCH = 2  # trained lengths that a text has, where the encoding has positions for it
+STRETCH = 2  # length of a text in trained lengths, if the encoding has the positions
 
-# A checkpoint's folder, a dtype, a context and prompts → the log-probability of every token of
-# each prompt but its first, from a server that answers prompts with one token more.
+# (checkpoint folder, dtype, context, prompts) → the log-probability of every token of each prompt
+# but its first, from a server that answers prompts with one more token.
 Serve = Callable[[Path, str, int, Sequence[Sequence[int]]], list[list[float]]]
 
 
@@ -26,7 +26,7 @@ class ServedLoss:
     length: int  # tokens of each
     offline: float
     served: float
-    largest: float  # difference at one token
+    largest: float  # difference at any token
 
 
 def measure(
@@ -39,12 +39,12 @@ def measure(
     reach: int,
     done: Callable[[float], object],
 ) -> tuple[ServedLoss, ...]:
-    """Nothing where the model's own losses are not finite. `done` hears of each dtype."""
+    """Empty if the model's own losses are not finite. `done` is called after each dtype."""
     context = min(STRETCH * trained, reach)
-    prompts = [own[: context - 1] for own in texts.tokens]  # and one token is generated
+    prompts = [own[: context - 1] for own in texts.tokens]  # leaves room for the generated token
     offline = [loss for own in prompts for loss in token_losses(reader, own).tolist()]
     if not all(map(math.isfinite, offline)):
-        return ()  # a server refuses to answer with what is no number
+        return ()  # a server refuses to answer with NaN
     found = []
     for dtype in DTYPES:
         answers = serve(folder, dtype, context, prompts)

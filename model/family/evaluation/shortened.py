@@ -1,10 +1,10 @@
-"""What cache operations do to answers: next-token distributions after them and recomputed.
+"""The effect of cache operations on answers: next-token distributions against recomputed ones.
 
-Three, as a server makes room or reuses text: *shift* drops the older half of a full context and
-renumbers; *slide* drops its oldest block, again and again, while the text goes on; *move* reuses a
-span at another position, after another text. The first block always stays. Recomputation reads
-the same tokens at the same positions from nothing. Keys and values of layers past the first still
-know of what was dropped, so the distributions differ under every encoding.
+Three operations, as a server makes room or reuses text: *shift* drops the older half of a full
+context and renumbers; *slide* repeatedly drops its oldest block while the text goes on; *move*
+reuses a span at another position, after another text. The first block always stays. Recomputation
+reads the same tokens at the same positions from scratch. Keys and values of layers after the first
+still depend on dropped tokens, so the distributions differ under every encoding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,31 +25,31 @@ from model.family.evaluation.texts import Texts
 from model.transformer import Decoder
 
 SEQUENCE, OTHER = "sequence", "other"  # names in the cache
-SLIDES = (1, 32)  # after how many it is measured
+SLIDES = (1, 32)  # numbers of slides after which it is measured
 OPS = {"shift": Op.EVICT_RENUMBER, "slide": Op.EVICT_RENUMBER, "move": Op.MOVE_SPAN}
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """After an operation: over the tokens that follow, a block of them, and over texts."""
+    """After an operation: means over the following block of tokens, and over texts."""
 
     operation: str  # a key of OPS
     times: int
     capability: str  # what the encoding declares for it
-    refusal: str  # why it is impossible; empty when it is not, and then the rest is None
+    refusal: str  # why it is impossible; empty when it is possible, else the rest is None
     divergence: Estimate | None  # KL(recomputed || as stored), nats per token
     loss: Estimate | None  # of the text's own next tokens: as stored - recomputed, nats
 
 
 def needed(trained: int) -> int:
-    """Tokens of a text that the longest of them asks for, the last one to be predicted alone."""
+    """Tokens of text that the longest case needs; the last one is only predicted."""
     return trained + max(SLIDES) * BLOCK_SIZE + 1
 
 
 def measure(
     decoder: Decoder, texts: Texts, trained: int, done: Callable[[float], object]
 ) -> tuple[Divergence, ...]:
-    """trained: a multiple of four blocks. `done` hears of each text, `cases()` times unless
+    """trained: a multiple of four blocks. `done` is called for each text, `cases()` times unless
     it is refused."""
 
     def evicted(blocks: int, times: int) -> list[list[float]]:
@@ -65,7 +65,7 @@ def measure(
             yield one
             done(1)
 
-    half = -(-(trained // BLOCK_SIZE - 1) // 2)  # of the blocks after the first, as serving does
+    half = -(-(trained // BLOCK_SIZE - 1) // 2)  # of the blocks after the first, as in serving
     found = [_divergence(decoder, texts, "shift", 1, lambda: evicted(half, 1))]
     for times in SLIDES:
         found.append(_divergence(decoder, texts, "slide", times, partial(evicted, 1, times)))
@@ -74,7 +74,7 @@ def measure(
 
 
 def cases() -> int:
-    """How often each text is read."""
+    """How many times each text is read."""
     return len(SLIDES) + 2
 
 
@@ -91,10 +91,10 @@ def _divergence(
 
 
 class _Stored:
-    """Sequences of one decoder in a cache of their own, of `capacity` tokens."""
+    """Sequences of one decoder in a separate cache for `capacity` tokens."""
 
     def __init__(self, decoder: Decoder, capacity: int) -> None:
-        blocks = capacity // BLOCK_SIZE + 3  # one is reserved, one is filled while all are held
+        blocks = capacity // BLOCK_SIZE + 3  # one is reserved, one is being filled while all others are held
         self._decoder = decoder
         self._kv = new_cache(decoder, blocks)
         self._manager = CacheManager(blocks, BLOCK_SIZE, prefix_sharing=False)
@@ -104,7 +104,7 @@ class _Stored:
         self.tokens: dict[str, list[int]] = {}
 
     def feed(self, sequence: str, tokens: Sequence[int]) -> Tensor:
-        """Append; log-probabilities [len(tokens), vocab] of what follows each."""
+        """Append tokens; returns log-probabilities [len(tokens), vocab] of what follows each."""
         known = self.tokens.setdefault(sequence, [])
         start = len(known)
         known += tokens
@@ -115,12 +115,12 @@ class _Stored:
         return found
 
     def evict(self, sequence: str, blocks: int) -> None:
-        """The oldest but the first. Raises Unsupported."""
+        """Drop the oldest blocks after the first one. Raises Unsupported."""
         self.operations.apply(Evict(sequence, 1, blocks, renumber=True))
         del self.tokens[sequence][BLOCK_SIZE : (1 + blocks) * BLOCK_SIZE]
 
     def move(self, source: str, first: int, blocks: int, target: str) -> None:
-        """To the end of the target. Raises Unsupported."""
+        """Append blocks of the source to the target. Raises Unsupported."""
         self.operations.apply(Move(source, first, blocks, target))
         span = slice(first * BLOCK_SIZE, (first + blocks) * BLOCK_SIZE)
         self.tokens[target] += self.tokens[source][span]
@@ -143,7 +143,7 @@ def _evicted(
 def _moved(
     decoder: Decoder, tokens: Sequence[int], other: Sequence[int], trained: int
 ) -> list[float]:
-    """The third quarter of a text goes on after the first quarter of another one."""
+    """Moves the third quarter of a text behind the first quarter of another one."""
     quarter = trained // 4
     stored = _Stored(decoder, 2 * trained)
     stored.feed(SEQUENCE, tokens[: 3 * quarter])
@@ -157,7 +157,7 @@ def _moved(
 
 
 def _compared(rows: Tensor, again: Tensor, following: Sequence[int]) -> list[float]:
-    """KL(again || rows) and how much higher the loss of `following` is, means over the rows."""
+    """KL(again || rows) and the excess loss on `following`, both averaged over the rows."""
     index = torch.tensor(following, device=rows.device)[:, None]
     divergence = (again.exp() * (again - rows)).sum(-1).double().mean()
     loss = (again - rows).gather(1, index).double().mean()

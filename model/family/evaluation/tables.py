@@ -30,7 +30,7 @@ def losses(members: Sequence[Measured]) -> str:
 
 
 def beyond(members: Sequence[Measured]) -> str:
-    """Nats per token past the trained length; below it, what the distance costs."""
+    """Nats per token past the trained length, and below each row the cost of distance."""
     known = [one for one in shipped(members) if one.losses is not None]
     bins = _bins(known, beyond=True)
     if not bins:
@@ -74,7 +74,7 @@ def _loss(one: Measured, edges: tuple[int, int]) -> str:
 
 
 def seeds(one: Measured, members: Sequence[Measured]) -> str:
-    """Held-out losses of others; with the tokens of a training that had other ones."""
+    """Held-out losses of other seeds, with the tokens of their training where these differ."""
     found = [
         f"{own.held_out.loss.value:.2f}"
         + ("" if _tokens(own) == _tokens(one) else f" at {_tokens(own)}")
@@ -85,12 +85,12 @@ def seeds(one: Measured, members: Sequence[Measured]) -> str:
 
 
 def _tokens(one: Measured) -> str:
-    """That it was trained with."""
+    """The tokens it was trained with."""
     return millions(one.curve.tokens) if one.curve and one.curve.trained else MISSING
 
 
 def recalls(members: Sequence[Measured], kind: str) -> str:
-    """Shares of right answers, a row for each length and encoding."""
+    """Shares of right answers, a row per length and encoding."""
     known = [one for one in shipped(members) if one.recalls is not None]
     cells = {
         (one.label, cell.length, cell.wanted): cell.share
@@ -124,7 +124,7 @@ def recalls(members: Sequence[Measured], kind: str) -> str:
 
 
 def training(members: Sequence[Measured]) -> str:
-    """Every training: how long, and where it came to; the longest first."""
+    """Every training with its length and final losses, longest first."""
     rows = []
     for one in (one for _, own in alike(members) for one in own):
         assert one.curve is not None
@@ -145,7 +145,7 @@ def training(members: Sequence[Measured]) -> str:
 
 
 def operations(members: Sequence[Measured]) -> str:
-    """KL of the next token against recomputation, and what it costs of the text's own tokens."""
+    """KL of the next token against recomputation, and the cost for the text's own tokens."""
     known = [one for one in shipped(members) if one.divergences]
     if not known:
         return MISSING
@@ -164,7 +164,7 @@ def operations(members: Sequence[Measured]) -> str:
 
 
 def served(members: Sequence[Measured]) -> str:
-    """The loss that a server tells beside the one computed without."""
+    """The loss reported by a server beside the one computed offline."""
     known = [one for one in shipped(members) if one.served]
     if not known:
         return MISSING
@@ -186,7 +186,7 @@ def served(members: Sequence[Measured]) -> str:
 
 
 def grammar(members: Sequence[Measured]) -> str:
-    """Shares of sentences that a parser links, beside those of people and of shuffled words."""
+    """Shares of sentences that a parser accepts, beside those of people and of shuffled words."""
     rows = [
         [
             one.label,

@@ -1,4 +1,4 @@
-"""Which held-out texts are read: whole windows of equal length, few of any one document."""
+"""Selects held-out texts: whole windows of equal length, few from any one document."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _TRANSLATION = re.compile(r"^bible-\w+/")
 class Texts:
     """The same for every model, so that models are compared on the same tokens.
 
-    Translations of one book are one document: in an interval they are not two.
+    Translations of a book count as one document: for an interval they are not independent.
     """
 
     documents: tuple[str, ...]
@@ -36,10 +36,10 @@ class Texts:
 
 
 def texts_of(split: Split, length: int, count: int) -> Texts:
-    """At most `count`, side by side from each document's beginning; all documents in turn.
+    """At most `count` windows, in sequence from each document's start, alternating documents.
 
-    <s> stands for the first token of each, as the server puts it before a prompt. Raises
-    FamilyError when fewer than two documents are so long.
+    <s> replaces the first token of each, as the server prepends it to a prompt. Raises
+    FamilyError when fewer than two documents are that long.
     """
     names = [_TRANSLATION.sub("bible/", name) for name in split.names]
     sizes = [len(split.document(number)) // (length + 1) for number in range(len(split.names))]
