@@ -1,8 +1,8 @@
-"""Made-up texts that can only be finished by looking back: how far does a model look?
+"""Synthetic texts that can only be completed from earlier context: how far back does a model look?
 
-Two kinds. *Pairs*: who keeps what where, asked later. *Copy*: words to remember, then said
-again. Something of no use stands between. Every text ends with the answer, so that a model is
-asked by what stands before `question`; `distance` is counted there in the caller's own unit.
+Two kinds. *Pairs*: who keeps what where, asked later. *Copy*: words to remember, to be repeated
+later. Filler stands between. Every text ends with the answer, so a model is prompted with what
+comes before `question`; `distance` is measured in the caller's own unit.
 """
 
 import random
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-Measure = Callable[[str], int]  # tokens of a text, say; a sum over sentences must be a fair count
+Measure = Callable[[str], int]  # such as a text's tokens; should be nearly additive over sentences
 
 
 def _words(joined: str) -> list[str]:
@@ -59,23 +59,23 @@ KINDS = ("pairs", "copy")
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """`text[question:]` is the answer and a full stop; `distance` back from it the first saying.
+    """`text[question:]` is the answer and a full stop; `distance` is how far back it was stated.
 
-    In the measure's unit, from the end of what was first said to the question.
+    In the measure's unit, from the end of that statement to the question.
     """
 
     kind: str
     text: str
     question: int  # in characters
-    answer: str  # with the space before it
+    answer: str  # with its leading space
     distance: int
 
 
 def recalls(seed: int, distances: Iterator[int], measure: Measure) -> Iterator[Recall]:
-    """One text for each distance, pairs and copies in turn; the same for the same arguments.
+    """One text per distance, pairs and copies alternating; deterministic in the arguments.
 
-    A text's own distance is the wanted one or up to a sentence more, and at least the last
-    question.
+    A text's actual distance is the wanted one or up to a sentence more, and at least the length
+    of the last question.
     """
     drawn = random.Random(seed)
     counted = cache(measure)
@@ -85,7 +85,7 @@ def recalls(seed: int, distances: Iterator[int], measure: Measure) -> Iterator[R
 
 
 def is_made_up(sentence: str) -> bool:
-    """Whether it is made like those of these texts, wholly or in part."""
+    """Whether a sentence contains a phrase of these texts."""
     return any(each in sentence for each in (*_DEEDS, *_PHRASES))
 
 
@@ -100,8 +100,8 @@ def _pairs(drawn: random.Random, distance: int, measure: Measure) -> Recall:
         f" Where does {name} keep the {thing}? In the"
         for name, thing in zip(names, things, strict=True)
     ]
-    # As many facts and other questions in between as fit; never all, or what was not yet said
-    # would be the answer.
+    # As many facts and other questions in between as fit; but not all, as a question must not
+    # precede its fact.
     room = max(distance - max(map(measure, asked)), 0)
     later = drawn.randint(0, min(FACTS - 1, room // (2 * max(map(measure, facts)))))
     target = FACTS - 1 - later

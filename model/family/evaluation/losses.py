@@ -28,7 +28,7 @@ class LossBin:
     start: int
     stop: int
     loss: Estimate
-    near: Estimate | None  # of the same tokens, from the nearest ones only; beyond the trained length
+    near: Estimate | None  # the same tokens from the nearest only; past the trained length
     change: Estimate | None  # loss - near, token by token
 
 

@@ -94,7 +94,7 @@ class _Stored:
     """Sequences of one decoder in a separate cache for `capacity` tokens."""
 
     def __init__(self, decoder: Decoder, capacity: int) -> None:
-        blocks = capacity // BLOCK_SIZE + 3  # one is reserved, one is being filled while all others are held
+        blocks = capacity // BLOCK_SIZE + 3  # one reserved, one filled while all are held
         self._decoder = decoder
         self._kv = new_cache(decoder, blocks)
         self._manager = CacheManager(blocks, BLOCK_SIZE, prefix_sharing=False)
