@@ -165,7 +165,7 @@ class Training:
         }
 
     def _gather_gradients(self, tokens: Tensor) -> float:
-        """Accumulate gradients of the mean loss over tokens [count, length + 1], which it returns."""
+        """Compute gradients of the mean loss over tokens [count, length + 1], which it returns."""
         total = 0.0
         whole = self._pace.at_once or self._recipe.windows
         at_once = whole * self._windows.length // (tokens.shape[1] - 1)
