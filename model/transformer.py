@@ -398,7 +398,7 @@ class Decoder(nn.Module):
         return self.compute(batch.to(kv.device), kv)
 
     def compute(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """`by_parts` outside inference mode, so that training can keep gradients."""
+        """The computation of `by_parts`; training calls it directly, to keep gradients."""
         x = self.embedded(batch)
         x = self.layers(x, batch, kv, self.biases(batch, kv), batch.output_rows)
         if self.norm is not None:

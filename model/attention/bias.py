@@ -30,7 +30,7 @@ StepBias = LinearBias | TableBias | KeyBias | DenseBias
 def step_biases(
     encoding: PositionalEncoding, layers: int, batch: ForwardBatch, block_size: int
 ) -> Iterator[StepBias | None]:
-    """What each layer in turn adds to its scores; consecutive layers share an equal bias.
+    """What each layer in turn adds to its scores; consecutive layers share their encoding's.
 
     A generator, so that at most two layers' dense biases exist at once.
     """

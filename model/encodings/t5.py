@@ -45,8 +45,8 @@ class T5(PositionalEncoding):
 
     - window: the bias minus that of the last bucket, a constant per head that softmax ignores.
       From that bucket's start on, nothing is left to add.
-    - table: as trained, so every key costs a read and an add. The only table for bidirectional
-      attention, where keys before and after the query end in different buckets.
+    - table: as trained, so every key costs a read and an add. Bidirectional attention has no
+      window form, as keys before and after the query end in different buckets.
     - materialised: the table spread over all rows and keys, anew in each step; every layer reads
       it.
     """

@@ -101,7 +101,7 @@ def _npm(source: Source, folder: Path) -> list[str]:
 
 
 def _apt(source: Source, folder: Path) -> list[str]:
-    # apt-get's own user cannot write to the folder and so it downloads as the caller: intended.
+    # Where apt's own user cannot write, it downloads as the caller, which is intended.
     return ["apt-get", "download", "--quiet", f"{source.package}={source.version}"]
 
 

@@ -6,7 +6,8 @@
 // float32, or float64 for float64; bfloat16 is a storage format here, widened on load and rounded
 // to nearest even on store. Only pairs.hpp multiplies bfloat16 directly, where products are exact
 // as well, by weights in coded.hpp's lossless format. 8- and 4-bit weights are multiplied by
-// integers.hpp, which rounds inputs, or those in 8 bits as float32.
+// integers.hpp, which rounds inputs to 8 bits; where a processor lacks that, 8-bit weights are
+// widened to float32.
 
 #pragma once
 

@@ -39,7 +39,7 @@ struct bf16 {
   uint16_t bits;
 };
 
-// The type in which a stored element is computed with.
+// The type that stored elements are computed in.
 template <class T>
 struct RealOf {
   typedef T type;
