@@ -258,7 +258,7 @@ class Attending {
     if (state.dense) add_row(state.dense, first, keys, scores);
   }
 
-  // Rows lie far from one another: the next chunk's part, which is left of this one, is fetched now.
+  // Rows are far apart in memory, so the next chunk's part, left of this one, is prefetched here.
   static void add_row(const float *row, int64_t first, int64_t keys, Real *scores) {
     const float *from = row + first;
     if (first >= kKeys)

@@ -39,7 +39,7 @@ SCALARS = {
     GGUFValueType.INT64: "q",
     GGUFValueType.FLOAT64: "d",
 }
-# Whose groups of 32 values have a scale and a least value of their own.
+# Types whose groups of 32 values have their own scale and least value.
 IN_4_BITS = {GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q4_K}
 
 
@@ -71,7 +71,7 @@ class GGUFFile:
 
     @property
     def in_4_bits(self) -> bool:
-        """Whether some of its weights are, in a form that `--quantize int4` keeps."""
+        """Whether it has 4-bit weights of a type that `--quantize int4` preserves."""
         return any(entry.kind in IN_4_BITS for entry in self._entries.values())
 
     def names(self) -> frozenset[str]:
