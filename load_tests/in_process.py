@@ -75,6 +75,7 @@ def decoders(
         if made:
             _share(next(iter(made.values())), decoder)
             load_encoding(checkpoint, decoder.encoding)
+            decoder.bind_encoding()
         else:
             load_decoder(checkpoint, decoder)
         made[arm] = decoder

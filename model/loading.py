@@ -24,6 +24,7 @@ from model.tokenizers.chat import (
     chat_template_from_gguf,
 )
 from model.tokenizers.loading import tokenizer_from_directory, tokenizer_from_gguf
+from model.transformer import Decoder
 from model.weights.base import (
     CONVERT_PICKLES,
     PICKLE_SUFFIXES,
@@ -94,6 +95,8 @@ def load_decoder(
                 progress(done, len(targets))
         _check_copies(checkpoint)
         freeze_all(decoder)
+    if isinstance(decoder, Decoder):
+        decoder.bind_encoding()
 
 
 def load_encoding(checkpoint: Checkpoint, encoding: PositionalEncoding) -> None:

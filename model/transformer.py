@@ -144,14 +144,15 @@ class Attention(nn.Module):
     def rotated(self, q: Tensor, k: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Apply the encoding. Raises EncodingError if it changes a dtype or shape."""
         rotate = self.kernel_rotate or self.encoding.rotate
-        rotated = rotate(q, k, batch.positions, batch.offsets)
+        rotated = tuple(rotate(q, k, batch.positions, batch.offsets))
         for before, after in zip((q, k), rotated, strict=True):
             if (after.dtype, after.shape) != (before.dtype, before.shape):
                 raise EncodingError(
                     f"rotate of {type(self.encoding).__name__} makes {after.dtype} "
                     f"{list(after.shape)} of {before.dtype} {list(before.shape)}; it must keep both"
                 )
-        return rotated
+        q, k = rotated
+        return q, k
 
     def forward(
         self,
@@ -382,6 +383,12 @@ class Decoder(nn.Module):
             self.embed.weight = self.head.weight
         # A faster equivalent of `by_parts`, in a single call. Set after loading.
         self.one_call: Callable[[Decoder, ForwardBatch, KVCache], Tensor] | None = None
+
+    def bind_encoding(self) -> None:
+        """Ask `for_layer` again: once its weights are loaded, it may return other encodings."""
+        for layer, block in enumerate(self.layers):
+            assert isinstance(block, Block | ParallelOneNormBlock)
+            block.attention.encoding = self.encoding.for_layer(layer)
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Logits [S, vocab] of `batch.output_rows`; keys and values of all rows are stored.

@@ -203,10 +203,13 @@ def create(
     return find(spec.name).create(spec.options, config, context, device)
 
 
-def function_of(hook: Callable[..., object]) -> Callable[..., object]:
-    """The plain function behind a hook, to compare with, say, PositionalEncoding.rotate."""
-    function: Callable[..., object] = getattr(hook, "__func__", hook)
-    return function
+def inherits(hook: Callable[..., object], encoding: PositionalEncoding, function: object) -> bool:
+    """Whether a hook of an encoding is its own, as a class defines it: PositionalEncoding.rotate.
+
+    False as well for one that was set on the object, another one's for example.
+    """
+    own = getattr(hook, "__self__", None) is encoding
+    return own and getattr(hook, "__func__", None) is function
 
 
 def need_scale(encoding: str, scale: object) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from model.catalogue import example, hooks, summary
 from model.config import EncodingSpec, ModelConfig
-from model.encodings.base import EncodingError, PositionalEncoding, find, function_of
+from model.encodings.base import EncodingError, PositionalEncoding, find, inherits
 from model.hooks import check_hooks
 from model.loading import Checkpoint, load_encoding
 
@@ -39,12 +39,12 @@ class Subject:
     @property
     def turns(self) -> bool:
         """Whether this layer's queries and keys are changed."""
-        return function_of(self.encoding.rotate) is not PositionalEncoding.rotate
+        return not inherits(self.encoding.rotate, self.encoding, PositionalEncoding.rotate)
 
     @property
     def embeds(self) -> bool:
         """Whether something is added to the embeddings."""
-        return function_of(self.whole.embed) is not PositionalEncoding.embed
+        return not inherits(self.whole.embed, self.whole, PositionalEncoding.embed)
 
 
 def shape(*, heads: int, head_dim: int, context: int) -> ModelConfig:

@@ -4,6 +4,7 @@ The decoder's own modules remain the definition: each substitute differs from it
 rounding, which the tests check. model/kernels/substitutes.py swaps them in.
 """
 
+import math
 from importlib import import_module
 from typing import TypeGuard
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from cache.terms import KeyFrame
 from model.config import Activation
-from model.encodings.base import PositionalEncoding, function_of
+from model.encodings.base import PositionalEncoding, inherits
 from model.encodings.rope import RoPE
 from model.kernels.build import Kernels, LinearArguments, NormArguments, in_strips
 from model.linear import AnyLinear, Int4Linear, Int8Linear
@@ -116,13 +117,17 @@ class RotateByTables:
         self.interleaved = rope.layout == "interleaved"
 
     @staticmethod
-    def can_stand_for(encoding: PositionalEncoding) -> TypeGuard[RoPE]:
-        """Whether the encoding rotates exactly as RoPE does, by tables like RoPE's."""
+    def can_stand_for(encoding: PositionalEncoding, head_dim: int) -> TypeGuard[RoPE]:
+        """Whether the encoding rotates exactly as RoPE does, by tables that kernels can read."""
+        if not isinstance(encoding, RoPE) or not inherits(encoding.rotate, encoding, RoPE.rotate):
+            return False
+        cos, sin = encoding.cos, encoding.sin
         return (
-            isinstance(encoding, RoPE)
-            and function_of(encoding.rotate) is RoPE.rotate
-            and encoding.cos.dtype is encoding.sin.dtype is torch.float32
-            and encoding.cos.shape == encoding.sin.shape
+            cos.dtype is sin.dtype is torch.float32
+            and cos.shape == sin.shape
+            and cos.dim() == 2
+            and len(cos) >= (encoding.max_positions or math.inf)
+            and 2 * cos.shape[1] <= head_dim
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cache.kv import KVCache
 from model.batch import ForwardBatch
-from model.encodings.base import MaterialisedBias, PairBias, PositionalEncoding, function_of
+from model.encodings.base import MaterialisedBias, PairBias, PositionalEncoding, inherits
 from model.encodings.learned import Learned
 from model.encodings.sinusoidal import Sinusoidal
 from model.kernels.build import EndsArguments, Kernels, StepArguments
@@ -59,7 +59,8 @@ class OneCall:
             norm=norm.arguments(),
             head=head.arguments(),
         )
-        adds_nothing = function_of(decoder.encoding.embed) is PositionalEncoding.embed
+        encoding = decoder.encoding
+        adds_nothing = inherits(encoding.embed, encoding, PositionalEncoding.embed)
         self._embeds = (adds_nothing or vectors is not None) and decoder.embed_norm is None
         self._told: _Told | None = None
 

@@ -41,7 +41,7 @@ def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
             _activate_at_once(module, kernels)
     _replace(model, lambda module: _faster(module, kernels))
     for attention in _attentions(model):
-        if RotateByTables.can_stand_for(attention.encoding):
+        if RotateByTables.can_stand_for(attention.encoding, attention.head_dim):
             attention.kernel_rotate = KernelRotate(attention.encoding, kernels)
     for parent, name, child in _children(model):
         if isinstance(child, Layers):
@@ -71,7 +71,7 @@ def substitute_on_gpu(model: nn.Module) -> None:
     if not attends_in_triton(model):
         return
     for attention in _attentions(model):
-        if RotateByTables.can_stand_for(attention.encoding):
+        if RotateByTables.can_stand_for(attention.encoding, attention.head_dim):
             attention.kernel_rotate = TritonRotate(attention.encoding)
 
 

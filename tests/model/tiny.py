@@ -170,6 +170,7 @@ def freeze(decoder: Decoder) -> Decoder:
     for module in decoder.modules():
         if isinstance(module, PositionalEncoding):
             module.freeze()
+    decoder.bind_encoding()
     return decoder
 
 

@@ -22,7 +22,7 @@ from model.transformer import Layers
 from server.pass_timer import TimedDecoder
 from tests.model.few_bits import BITS, round_weights
 from tests.model.running import CPU, Running, make_batch, new_cache
-from tests.model.tiny import CONFIG, ENCODINGS, WIDE_ROPE, tiny
+from tests.model.tiny import CONFIG, CONTEXT, ENCODINGS, WIDE_ROPE, tiny
 
 BLOCK = 16
 LENGTHS = ((37, 37), (20, 1), (5, 2), (18, 3))  # tokens of a request, and those to be computed
@@ -190,6 +190,28 @@ class Mixed(PositionalEncoding):
         return self.each[layer]
 
 
+class Late(PositionalEncoding):
+    """Each layer's encoding follows from weights, so that it is made once these are loaded."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(CONFIG.layers, CONFIG.heads), requires_grad=False)
+        self.each = ()
+
+    @classmethod
+    def create(cls, options, config, context, device):
+        return cls()
+
+    def freeze(self):
+        rope = ENCODINGS["rope"].options | {"context": CONTEXT, "device": CPU}
+        self.each = [RoPE(**rope | {"base": 9.0 + layer}) for layer in range(len(self.weight))]
+        for own, slopes in zip(self.each, self.weight.float(), strict=True):
+            own.score_bias = lambda slopes=slopes: LinearBias(slopes)
+
+    def for_layer(self, layer):
+        return self.each[layer] if self.each else self
+
+
 def own(encoding, kernels, monkeypatch, dtype=torch.float32):
     spec = EncodingSpec(f"{__name__}:{encoding}", {})
     if issubclass(globals()[encoding], RoPE):
@@ -205,6 +227,7 @@ def own(encoding, kernels, monkeypatch, dtype=torch.float32):
         ("Biased", [True, True, True], True),
         ("Unlike", [False, False, False], False),
         ("Mixed", [True, False, False], False),
+        ("Late", [True, True, True], True),
     ],
 )
 def test_encodings_of_ones_own(encoding, by_tables, one_call, dtype, kernels, monkeypatch):
@@ -218,6 +241,35 @@ def test_encodings_of_ones_own(encoding, by_tables, one_call, dtype, kernels, mo
         assert equal(both(decoder, rows=kept))
         assert equal(both(decoder, rows=kept, lengths=lengths))
     assert equal(both(decoder, stored=torch.int8))
+
+
+@pytest.mark.parametrize("encoding", ["Biased", "Unlike", "Mixed", "Late"])
+def test_encodings_of_ones_own_without_kernels(encoding, kernels, monkeypatch):
+    """The same up to rounding: both ways of a substituted decoder might be wrong alike."""
+    decoder = own(encoding, kernels, monkeypatch)
+    plain = tiny(encoding, SdpaAttention, torch.float32)
+    batch = ragged([(20, 20), (7, 7)])
+    found, expected = (each(batch, new_cache(each, 12, BLOCK)) for each in (decoder, plain))
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+class Short(RoPE):
+    def tables(self, context):
+        return super().tables(20)
+
+
+class Anothers(RoPE):
+    """Rotates as another one does."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.rotate = RoPE(**options | {"base": 3.0}).rotate
+
+
+@pytest.mark.parametrize("encoding", ["Short", "Anothers"])
+def test_tables_that_are_not_what_rotates(encoding, kernels, monkeypatch):
+    decoder = own(encoding, kernels, monkeypatch)
+    assert all(layer.attention.kernel_rotate is None for layer in decoder.layers)
 
 
 class Careless(PositionalEncoding):
