@@ -298,8 +298,10 @@ def test_a_tokenizer_larger_than_the_embedding(folder):
 def test_tokenizers_that_cannot_be_read(folder):
     (folder / "tokenizer.json").write_text("{}")
     # The library says it in more than one sentence.
-    with pytest.raises(CheckpointError, match=f"{folder}: tokenizer.json cannot be read"):
+    with pytest.raises(CheckpointError, match=f"{folder}: tokenizer.json cannot be read") as caught:
         open_checkpoint(folder)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
     (folder / "tokenizer.json").unlink()
     refused(folder, "neither tokenizer.json nor tokenizer.model")
 
