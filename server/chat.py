@@ -17,9 +17,9 @@ from server.terminal import counted
 
 HELP = """\
 in the conversation:
-  /reset        forget what was said
-  /system TEXT  start anew with this instruction
-  /quit         leave (so does Ctrl-D); Ctrl-C stops an answer"""
+  /reset        forget the conversation so far
+  /system TEXT  start over with this system message
+  /quit         exit (as does Ctrl-D); Ctrl-C stops an answer"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +225,10 @@ def _command(chat: Chat, words: str) -> str:
     name, _, rest = words.partition(" ")
     if name == "/reset":
         chat.reset()
-        return "The conversation starts anew."
+        return "The conversation starts over."
     if name == "/system" and rest.strip():
         chat.reset(rest.strip())
-        return "The conversation starts anew with this instruction."
+        return "The conversation starts over with this system message."
     return HELP
 
 

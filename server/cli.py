@@ -40,7 +40,8 @@ examples:
   ropewalk chat "Why is the sky blue?"    ask the running server
   ropewalk bench --help                   measure servers, compare encodings
 
-Every flag of serve, chat and health has an environment variable, named in its help; flags win.
+Every flag of serve, chat and health also has an environment variable, named in its help; a flag
+overrides its variable.
 """
 
 SERVE_EXAMPLES = """\
@@ -49,7 +50,7 @@ examples:
   ropewalk serve ./Qwen2-0.5B --dtype float32 --max-model-len 4k
   ropewalk serve chat=smollm2 base=./model.gguf --kv-memory 1GiB
   ropewalk serve rope=shape:small t5=shape:small:t5 --max-model-len 16k
-                               random weights, alike but for the encoding: for costs, not answers
+                               random weights, only the encoding differs: for costs, not answers
   ROPEWALK_API_KEYS=secret1,secret2 ropewalk serve --host 0.0.0.0
 """
 
@@ -67,7 +68,7 @@ class Parser(argparse.ArgumentParser):
     """argparse that answers a mistake with one sentence instead of a page of usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; {self.prog} --help shows what there is")
+        raise UsageError(f"{message}; see {self.prog} --help")
 
 
 def serve(flags: argparse.Namespace) -> int:
@@ -75,8 +76,8 @@ def serve(flags: argparse.Namespace) -> int:
     config = server_config(read_options(SERVE_OPTIONS, flags, os.environ))
     if os.environ.get(CLIENT_KEY) and not config.http.api_keys:
         raise UsageError(
-            f"{CLIENT_KEY} is the key a client sends and would leave the server open to all; "
-            "set ROPEWALK_API_KEYS for the server, or unset it"
+            f"{CLIENT_KEY} is the key that a client sends and does not protect the server; set "
+            f"ROPEWALK_API_KEYS to require a key, or unset {CLIENT_KEY}"
         )
     # Before torch and the weights are loaded: a taken port should be reported at once.
     listen.bind(config.host, config.port).close()
@@ -219,9 +220,11 @@ def parser() -> Parser:
     talking = add(
         "chat", talk, "talk to a running server", usage="[QUESTION] [FLAGS]", epilog=chat.HELP
     )
-    talking.add_argument("question", nargs="?", metavar="QUESTION", help="ask this and leave")
+    talking.add_argument(
+        "question", nargs="?", metavar="QUESTION", help="ask this one question and exit"
+    )
     add_options(talking, CHAT_OPTIONS)
-    bringing = add("pull", bring, "bring a model to this machine", usage="[MODEL]")
+    bringing = add("pull", bring, "download a model", usage="[MODEL]")
     bringing.add_argument(
         "model",
         nargs="?",
@@ -235,18 +238,18 @@ def parser() -> Parser:
     line = "draw what a positional encoding does, as one HTML or PNG file"
     explaining = add("explain", explain, line, usage="ENCODING [FLAGS]", epilog=EXPLAIN_HELP)
     add_explain_flags(explaining)
-    line = "watch what each step of a generation changes in the cache"
+    line = "show what each generation step changes in the cache"
     auditing = add("audit", audit, line, usage="[MODEL] [FLAGS]", epilog=AUDIT_HELP)
     add_audit_flags(auditing)
-    line = "make the bundled models again, from the texts on"
+    line = "rebuild the bundled models from their training texts"
     grouping = add("family", None, line, usage="COMMAND [FLAGS]", epilog=FAMILY_HELP)
     members = grouping.add_subparsers(
         title="commands", metavar="COMMAND", dest="family_command", required=True
     )
     add_family_commands(partial(_add_command, members, within="family "), family)
-    probing = add("health", health, "ask a running server how it is", usage="[FLAGS]")
+    probing = add("health", health, "check the health of a running server", usage="[FLAGS]")
     add_options(probing, HEALTH_OPTIONS)
-    add("bench", bench, "measure servers and compare encodings; its own flags follow")
+    add("bench", bench, "measure servers and compare encodings; see ropewalk bench --help")
     add("version", version, "print the version")
     return top
 

@@ -10,8 +10,8 @@ from server.options import Option, count, number, seconds, switch
 from server.serve_options import HOST, PORT
 
 CLIENT_KEY = "ROPEWALK_API_KEY"  # load_tests/options.py has it, too
-_HOST = replace(HOST, group="server", help="where the server listens")
-_PORT = replace(PORT, group="server", help="its port")
+_HOST = replace(HOST, group="server", help="host of the server")
+_PORT = replace(PORT, group="server", help="port of the server")
 
 CHAT_OPTIONS = (
     _HOST,
@@ -19,7 +19,7 @@ CHAT_OPTIONS = (
     Option(
         "--url",
         "server",
-        "where the server is, instead of host and port: https://example.org",
+        "URL of the server, instead of host and port: https://example.org",
         str,
         None,
         "none",
@@ -29,17 +29,17 @@ CHAT_OPTIONS = (
     Option(
         "--model",
         "server",
-        "which of its models",
+        "name of the model to use",
         str,
         None,
-        "its first",
+        "the server's first",
         "NAME",
         env="ROPEWALK_CHAT_MODEL",
     ),
     Option(
         "--api-key",
         "server",
-        "sent with every request",
+        "API key to send with every request",
         str,
         None,
         "none",
@@ -59,7 +59,7 @@ CHAT_OPTIONS = (
     Option(
         "--system",
         "answer",
-        "instruction that heads the conversation",
+        "system message at the start of the conversation",
         str,
         None,
         "none",
@@ -69,7 +69,7 @@ CHAT_OPTIONS = (
     Option(
         "--max-tokens",
         "answer",
-        "longest answer",
+        "longest answer, in tokens",
         count(1, 1 << 24),
         512,
         metavar="TOKENS",
@@ -78,7 +78,7 @@ CHAT_OPTIONS = (
     Option(
         "--temperature",
         "answer",
-        "0: always the likeliest token",
+        "sampling temperature; 0: always the most likely token",
         number(0, 2),
         0.3,
         metavar="NUMBER",
@@ -87,7 +87,7 @@ CHAT_OPTIONS = (
     Option(
         "--top-p",
         "answer",
-        "draw from the likeliest tokens that hold this share",
+        "sample from the most likely tokens whose probabilities add up to this share",
         number(0, 1),
         None,
         "the server's",
@@ -131,7 +131,7 @@ HEALTH_OPTIONS = (
     Option(
         "--ready",
         "server",
-        "ask whether it takes requests now, not only whether it lives",
+        "check that the server accepts requests, not only that it is alive",
         switch,
         False,
         "off",

@@ -119,7 +119,7 @@ def _read(option: Option, given: str | list[str] | None, environ: Mapping[str, s
         return _parse(option, option.variable, text)
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:  # commas around unset variables: no keys must not mean open to all
-        raise UsageError(f"{option.variable}={text} lists nothing; unset it or fill it in")
+        raise UsageError(f"{option.variable}={text} lists no value; unset it or add one")
     return _parse(option, option.variable, parts)
 
 
@@ -143,7 +143,7 @@ def refuse_unknown(environ: Mapping[str, str], known: Iterable[str]) -> None:
             continue
         close = difflib.get_close_matches(variable, sorted(names), n=1)
         hint = f"did you mean {close[0]}?" if close else "ropewalk serve --help lists them"
-        raise UsageError(f"the environment variable {variable} is not one of ropewalk's; {hint}")
+        raise UsageError(f"the environment variable {variable} is not known to ropewalk; {hint}")
 
 
 def checked(parse: Callable[[str], Value]) -> Callable[[str], Value]:
@@ -179,7 +179,7 @@ def choice(*choices: str) -> Callable[[str], str]:
     def parse(value: str) -> str:
         if value in choices:
             return value
-        raise ValueError(f"{value!r} is not offered; choose {listed(choices, 'or')}")
+        raise ValueError(f"{value!r} is not one of the choices; use {listed(choices, 'or')}")
 
     return parse
 

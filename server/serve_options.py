@@ -10,27 +10,30 @@ DEFAULT_MODEL = "smollm2"
 
 def _key(value: str) -> str:
     if value.split() != [value]:
-        raise ValueError("an API key is empty or holds a space; give one word")
+        raise ValueError("an API key must not be empty or contain spaces; give one word")
     return value
 
 
 HOST = Option(
     "--host",
     "http",
-    "address to listen on; 0.0.0.0: all",
+    "address to listen on; 0.0.0.0: all interfaces",
     host_address,
     "127.0.0.1",
     metavar="HOST",
 )
-PORT = Option("--port", "http", "0: any free one", count(0, 65535), 8000, metavar="PORT")
+PORT = Option(
+    "--port", "http", "port to listen on; 0: any free one", count(0, 65535), 8000, metavar="PORT"
+)
 
 SERVE_OPTIONS = (
     Option(
         "models",
         "model",
-        "a Hugging Face directory, a .gguf file, smollm2 or a hub id owner/name, family for all "
-        "bundled models or ropewalk-t5 for one, or random weights: shape:smollm2, or "
-        "shape:smollm2:t5 for another encoding; NAME=MODEL names it",
+        "a Hugging Face directory, a .gguf file, smollm2, a hub id owner/name, family for all "
+        "bundled models or, for example, ropewalk-t5 for one of them, or random weights: "
+        "shape:smollm2, or shape:smollm2:t5 for another encoding; NAME=MODEL sets the name that "
+        "requests use",
         model_source,
         (ModelSource(DEFAULT_MODEL, DEFAULT_MODEL),),
         DEFAULT_MODEL,
@@ -40,7 +43,7 @@ SERVE_OPTIONS = (
     Option(
         "--dtype",
         "model",
-        "bfloat16, float16 or float32; auto: bfloat16 where the hardware has it",
+        "bfloat16, float16 or float32; auto: bfloat16 where the hardware supports it, else float32",
         auto(choice("bfloat16", "float16", "float32")),
         shown="auto",
         metavar="TYPE",
@@ -48,20 +51,20 @@ SERVE_OPTIONS = (
     Option(
         "--quantize",
         "model",
-        "int8: linear layers' weights in 8 bits, half of what bfloat16 takes in memory and, on a "
-        "CPU, has to be read (two thirds where the CPU multiplies bfloat16; a GPU widens them for "
-        "every pass); a CPU with AVX2 rounds inputs to 8 bits, too, and prompts and many requests "
-        "take less time; answers change a little. int4, on such a CPU: 4 bits for layers whose "
-        "weights a file had in 4 bits (GGUF's Q4_0, Q4_1, Q4_K), which lose nothing by it, and "
-        "int8 for the others",
+        "int8: weights of linear layers in 8 bits, half the size of bfloat16 in memory and, on a "
+        "CPU, in memory traffic (two thirds where the CPU multiplies bfloat16; a GPU widens them "
+        "in every pass); a CPU with AVX2 also rounds activations to 8 bits, which speeds up "
+        "prefill and steps with many requests; answers change a little. int4, only on such a CPU: "
+        "4 bits for layers that the file stores in 4 bits (GGUF's Q4_0, Q4_1, Q4_K), with no "
+        "further loss, and int8 for the others",
         auto(choice("int8", "int4")),
-        shown="auto, as they are",
+        shown="auto, not quantized",
         metavar="TYPE",
     ),
     Option(
         "--device",
         "model",
-        "cpu or cuda; auto: cuda where there is one",
+        "cpu or cuda; auto: cuda if available",
         auto(choice("cpu", "cuda")),
         shown="auto",
         metavar="DEVICE",
@@ -69,8 +72,8 @@ SERVE_OPTIONS = (
     Option(
         "--encoding",
         "model",
-        "another positional encoding than the checkpoint's: see ropewalk encodings; not one whose "
-        "trained weights the checkpoint lacks, nor for encoder-decoders",
+        "positional encoding to use instead of the checkpoint's: see ropewalk encodings; not "
+        "possible for one whose trained weights the checkpoint lacks, nor for encoder-decoders",
         auto(str),
         shown="auto, the checkpoint's",
         metavar="NAME",
@@ -78,7 +81,8 @@ SERVE_OPTIONS = (
     Option(
         "--bias-form",
         "model",
-        "window, table or materialised: how the decoder's T5 bias is added; answers stay the same",
+        "how the decoder's T5 bias is computed: window, table or materialised; answers stay the "
+        "same",
         auto(choice("window", "table", "materialised")),
         shown="auto, the checkpoint's",
         metavar="FORM",
@@ -86,8 +90,8 @@ SERVE_OPTIONS = (
     Option(
         "--rope-frame",
         "model",
-        "absolute, raw or block: by what RoPE's stored keys are turned, their position, nothing or "
-        "their place in the block; in the last two they move for free",
+        "how RoPE's stored keys are rotated: by their position (absolute), not at all (raw) or by "
+        "their offset within the block (block); raw and block keys can be moved for free",
         auto(choice("absolute", "raw", "block")),
         shown="auto, the checkpoint's or absolute",
         metavar="FRAME",
@@ -95,7 +99,7 @@ SERVE_OPTIONS = (
     Option(
         "--attention",
         "model",
-        "triton, cpu, sdpa or reference; auto: the first that can",
+        "triton, cpu, sdpa or reference; auto: the first of these that supports the model",
         auto(choice("triton", "cpu", "sdpa", "reference")),
         shown="auto",
         metavar="BACKEND",
@@ -103,7 +107,8 @@ SERVE_OPTIONS = (
     Option(
         "--max-model-len",
         "model",
-        "longest prompt and answer together, of encoder-decoders each, in tokens: 4096 or 4k",
+        "longest context in tokens, 4096 or 4k: prompt and answer together, or each of them for an "
+        "encoder-decoder",
         auto(count(1, 1 << 24)),
         shown="auto, the trained context",
         metavar="TOKENS",
@@ -113,36 +118,47 @@ SERVE_OPTIONS = (
         "model",
         "CPU threads of the engine",
         auto(count(1, 1024)),
-        shown="auto, one per core, fewer where a container's CPU limit is lower",
+        shown="auto, one per core, or fewer under a container's CPU limit",
         metavar="COUNT",
     ),
     Option(
         "--kv-memory",
         "cache",
-        "memory for keys and values of all models: 1GiB, 512M",
+        "memory for the KV caches of all models together: 1GiB, 512M",
         auto(size),
-        shown="auto, a quarter of what the weights leave free (on a GPU 85 %), at most what "
-        "--max-seqs full contexts take",
+        shown="auto, a quarter of the memory left free by the weights (on a GPU 85 %), at most "
+        "what --max-seqs full contexts need",
         metavar="BYTES",
     ),
     Option(
         "--kv-dtype",
         "cache",
-        "int8: keys and values in 8 bits with a scale for each, so that the same memory holds "
-        "about twice the tokens of bfloat16; answers change a little",
+        "int8: keys and values in 8 bits, each vector with a scale, so that the same memory holds "
+        "about twice as many tokens as in bfloat16; answers change a little",
         auto(choice("int8")),
-        shown="auto, as the model computes",
+        shown="auto, the type the model computes in",
         metavar="TYPE",
     ),
     Option(
-        "--block-size", "cache", "tokens per block", count(1, 1024), BLOCK_SIZE, metavar="TOKENS"
+        "--block-size",
+        "cache",
+        "tokens per cache block",
+        count(1, 1024),
+        BLOCK_SIZE,
+        metavar="TOKENS",
     ),
-    Option("--prefix-sharing", "cache", "compute equal beginnings of prompts once", switch, True),
+    Option(
+        "--prefix-sharing",
+        "cache",
+        "reuse cached blocks for prompts that begin with the same tokens",
+        switch,
+        True,
+    ),
     Option(
         "--audit",
         "cache",
-        "check that cached blocks do not change: off; sample: when shared or given up, and one "
-        "for each step; full: all each step, slowly",
+        "verify by checksum that cached blocks do not change: off; sample: each block when it is "
+        "shared or released, and one more per step; full: all blocks in every step, which is slow",
         choice("off", "sample", "full"),
         "sample",
         metavar="HOW",
@@ -150,19 +166,24 @@ SERVE_OPTIONS = (
     Option(
         "--max-mutated-blocks",
         "cache",
-        "changed blocks after which /health/ready turns false, so many still allowed",
+        "changed blocks that are tolerated; with more, /health/ready answers 503",
         count(0, 1 << 20),
         3,
         metavar="COUNT",
     ),
     Option(
-        "--max-seqs", "limits", "sequences computed together", count(1, 4096), 64, metavar="COUNT"
+        "--max-seqs",
+        "limits",
+        "most sequences computed in one step",
+        count(1, 4096),
+        64,
+        metavar="COUNT",
     ),
     Option(
         "--max-step-tokens",
         "limits",
-        "tokens computed in one step; long prompts are cut into such chunks, or twice as long ones "
-        "while a server of one model has no other request",
+        "most tokens computed in one step; longer prompts are split into chunks of this size, or "
+        "of twice this size while a server with one model has no other request",
         count(1, 1 << 20),
         512,
         metavar="TOKENS",
@@ -170,7 +191,7 @@ SERVE_OPTIONS = (
     Option(
         "--max-queue",
         "limits",
-        "sequences that may wait for others to end; more are refused with 429",
+        "sequences that may wait in the queue; further ones are refused with 429",
         count(1, 1 << 20),
         1024,
         metavar="COUNT",
@@ -180,7 +201,8 @@ SERVE_OPTIONS = (
     Option(
         "--api-key",
         "http",
-        "clients must send this key; repeatable. The variable keeps it out of the process list",
+        "key that clients must send; repeatable. Setting the variable instead keeps it out of the "
+        "process list",
         _key,
         (),
         "none, open to all",
@@ -191,11 +213,11 @@ SERVE_OPTIONS = (
     Option(
         "--allowed-host",
         "http",
-        "Host header to serve; repeatable. Beside it, a server on a loopback address serves its "
-        "own names",
+        "Host header to accept; repeatable. A server on a loopback address also accepts its own "
+        "names",
         host_name,
         (),
-        "on a loopback address its own names, else all",
+        "all, but on a loopback address only its own names",
         "HOST",
         env="ROPEWALK_ALLOWED_HOSTS",
         many=True,
@@ -203,8 +225,8 @@ SERVE_OPTIONS = (
     Option(
         "--allowed-origin",
         "http",
-        "origin of web pages that may use the server from a browser, such as "
-        "https://chat.example, or * for all; repeatable",
+        "origin whose web pages may use the server from a browser, such as https://chat.example, "
+        "or * for all; repeatable",
         web_origin,
         (),
         "none",
@@ -215,7 +237,7 @@ SERVE_OPTIONS = (
     Option(
         "--share-prefixes",
         "http",
-        "let clients with different keys share cached prefixes, by which one can find out what "
+        "share cached prefixes between clients with different keys, which lets one find out what "
         "another sent",
         switch,
         False,
@@ -224,9 +246,9 @@ SERVE_OPTIONS = (
     Option(
         "--max-body",
         "http",
-        "largest body of a request: 512K, 4M",
+        "largest request body: 512K, 4M",
         auto(size),
-        shown="auto, 64K and 256 bytes for each token of the longest context, at most 4M",
+        shown="auto, 64K plus 256 bytes per token of the longest context, at most 4M",
         metavar="BYTES",
     ),
     Option(
@@ -241,7 +263,7 @@ SERVE_OPTIONS = (
     Option(
         "--drain-timeout",
         "http",
-        "after SIGTERM, time for running requests to finish",
+        "time that running requests have to finish after SIGTERM",
         seconds(0, 3600),
         30.0,
         "30",
@@ -250,7 +272,8 @@ SERVE_OPTIONS = (
     Option(
         "--metrics-compat",
         "http",
-        "vllm: export metrics under vLLM's names, too, for gateways and dashboards that read those",
+        "vllm: also export metrics under vLLM's names, for gateways and dashboards that expect "
+        "them",
         choice(*ALIASES),
         "off",
         metavar="NAMES",

@@ -89,9 +89,9 @@ def test_taken_port_is_said_before_anything_is_loaded(built, capsys) -> None:
     ("arguments", "words"),
     [
         (["serv"], "invalid choice: 'serv'"),
-        (["serve", "--prt", "1"], "unrecognized arguments: --prt; ropewalk --help shows"),
-        (["serve", "--por", "1"], "unrecognized arguments: --por; rope"),
-        (["serve", "--port"], "--port: expected one argument; ropewalk serve --help shows"),
+        (["serve", "--prt", "1"], "unrecognized arguments: --prt; see ropewalk --help"),
+        (["serve", "--por", "1"], "unrecognized arguments: --por; see rope"),
+        (["serve", "--port"], "--port: expected one argument; see ropewalk serve --help"),
         (["serve", "--port", "x"], "--port: 'x' is not a whole number"),
         (["chat", "--seed", "-1.5"], "--seed: '-1.5' is not a whole number"),
         (["pull", "a", "b"], "unrecognized arguments: b"),
@@ -106,13 +106,13 @@ def test_usage_errors_exit_with_2(arguments, words, capsys, built) -> None:
 def test_misspelt_variable_exits_with_2(capsys, monkeypatch, built) -> None:
     monkeypatch.setenv("ROPEWALK_MAX_SEQ", "3")
     assert cli.main(["serve"]) == 2
-    assert "ROPEWALK_MAX_SEQ is not one of ropewalk's; did you mean ROPEWALK_" in sentence(capsys)
+    assert "ROPEWALK_MAX_SEQ is not known to ropewalk; did you mean ROPEWALK_" in sentence(capsys)
 
 
 def test_key_of_a_client_does_not_leave_the_server_open(built, monkeypatch, capsys) -> None:
     monkeypatch.setenv("ROPEWALK_API_KEY", "secret")
     assert cli.main(["serve", "--port", str(free_port())]) == 2
-    assert "set ROPEWALK_API_KEYS for the server" in sentence(capsys)
+    assert "set ROPEWALK_API_KEYS to require a key" in sentence(capsys)
     assert built == []
     monkeypatch.setenv("ROPEWALK_API_KEYS", "secret")
     assert cli.main(["serve", "--port", str(free_port())]) == 0

@@ -164,19 +164,23 @@ def test_keys_are_not_in_the_printed_config() -> None:
         (["--port", "-1"], {}, "--port: '-1' is not a whole number"),
         ([], {"ROPEWALK_PORT": "x"}, "ROPEWALK_PORT: 'x' is not a whole number"),
         ([], {"ROPEWALK_PORT": "tcp://10.0.0.1:80"}, "enableServiceLinks: false"),
-        (["--dtype", "int8"], {}, "--dtype: 'int8' is not offered; choose bfloat16, float16 or"),
+        (
+            ["--dtype", "int8"],
+            {},
+            "--dtype: 'int8' is not one of the choices; use bfloat16, float16 or",
+        ),
         (["--kv-memory", "0"], {}, "--kv-memory: '0' is not an amount of memory"),
         (["--host", "http://x"], {}, "--host: 'http://x' is not a host"),
         (["--allowed-origin", "chat.example"], {}, "--allowed-origin: 'chat.example' is no origin"),
         (["--allowed-origin", "https://a.example/b"], {}, "write for example https://chat.example"),
-        (["--api-key", ""], {}, "--api-key: an API key is empty or holds a space"),
+        (["--api-key", ""], {}, "--api-key: an API key must not be empty or contain spaces"),
         (["--request-timeout", "nan"], {}, "--request-timeout: nan is outside 1 to 86400"),
         (["--max-seqs", "0"], {}, "--max-seqs: 0 is outside 1 to 4096"),
         (["--max-step-tokens", "8"], {}, "--max-step-tokens 8 is less than --max-seqs 64"),
         (["a=x", "a=y"], {}, "two models are called 'a'"),
         ([], {"ROPEWALK_PREFIX_SHARING": "maybe"}, "'maybe' is neither on nor off"),
-        ([], {"ROPEWALK_API_KEYS": ","}, "ROPEWALK_API_KEYS=, lists nothing"),
-        ([], {"ROPEWALK_MODELS": " , "}, "lists nothing; unset it or fill it in"),
+        ([], {"ROPEWALK_API_KEYS": ","}, "ROPEWALK_API_KEYS=, lists no value"),
+        ([], {"ROPEWALK_MODELS": " , "}, "lists no value; unset it or add one"),
         (["mine=family"], {}, "mine=family names one model, and family is six"),
     ],
 )
@@ -240,7 +244,7 @@ def test_misspelt_variable_is_refused_with_a_hint() -> None:
     refuse_unknown(dict.fromkeys(known, "1") | {"PATH": "x"}, known)
     with pytest.raises(UsageError, match="did you mean ROPEWALK_MAX_SEQS"):
         refuse_unknown({"ROPEWALK_MAX_SEQ": "3"}, known)
-    with pytest.raises(UsageError, match="ROPEWALK_WHAT is not one of"):
+    with pytest.raises(UsageError, match="ROPEWALK_WHAT is not known to ropewalk"):
         refuse_unknown({"ROPEWALK_WHAT": "1"}, known)
 
 
