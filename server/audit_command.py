@@ -34,7 +34,7 @@ from server.terminal import aligned, bar_if_long, line_width, said_if_long
 TINY = "tiny"
 TINY_RUN, MODEL_RUN = (104, 32), (24, 16)  # tokens of the prompt, steps
 NAMED_ENTRIES = 3  # how many wrongly changed entries to name
-TINY_NOTE = "tiny is a small decoder with random weights: mechanics only, not quality."
+TINY_NOTE = "tiny is a small decoder with random weights: it shows mechanics, not quality."
 STEP_COLUMNS = (
     "length",
     "written",
@@ -129,8 +129,8 @@ def _loaded(flags: argparse.Namespace, drawn: int, steps: int) -> Subject:
     checkpoint = open_checkpoint(pull.locate(source.source))
     if isinstance(checkpoint.config, EncoderDecoderConfig):
         raise CommandError(
-            f"{source.name} is an encoder-decoder, and an audit runs a decoder alone; "
-            "name another model, or none for a small one"
+            f"{source.name} is an encoder-decoder, but an audit runs only decoders; name another "
+            "model, or none for the built-in tiny one"
         )
     if flags.prompt is None:
         prompt = _drawn(drawn, checkpoint.tokenizer.vocab_size)
@@ -152,7 +152,7 @@ def _drawn(count: int, vocabulary: int) -> list[int]:
 
 def _refuse_empty(prompt: Sequence[int]) -> None:
     if not prompt:
-        raise UsageError("--prompt: the text has no tokens; write at least one word")
+        raise UsageError("--prompt: the text has no tokens; give at least one word")
 
 
 def _arms(flags: argparse.Namespace, subject: Subject, steps: int) -> Iterator[Arm]:
@@ -160,7 +160,7 @@ def _arms(flags: argparse.Namespace, subject: Subject, steps: int) -> Iterator[A
     if flags.encodings not in (None, "all"):
         wanted = [name.strip() for name in flags.encodings.split(",") if name.strip()]
         if not wanted:
-            raise UsageError("--encodings: names none; write for example rope,t5")
+            raise UsageError("--encodings: the list is empty; give for example rope,t5")
     elif flags.encodings is None and subject.own is not None:
         wanted = (subject.own, audit_arms.DYNAMIC)
     start = len(subject.prompt)
@@ -221,10 +221,10 @@ def faults(report: Report) -> Iterator[str]:
             for length, entry in found[:NAMED_ENTRIES]
         )
         more = len(found) - NAMED_ENTRIES
-        rest = f"; and {more:,} more" if more > 0 else ""
+        rest = f"; and {more:,} more entries" if more > 0 else ""
         yield (
-            f"{one.name}: stored entries changed that were right, which no encoding asks for: "
-            f"{named}{rest}"
+            f"{one.name}: stored entries changed although they were correct, which no encoding "
+            f"requires: {named}{rest}"
         )
 
 

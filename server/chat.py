@@ -61,7 +61,8 @@ class Client:
             self._host, self._port = parts.hostname, parts.port
         except ValueError:
             raise UsageError(
-                f"--url: {options.url!r} is no address; write for example http://127.0.0.1:8000"
+                f"--url: {options.url!r} is not an http or https URL; write for example "
+                "http://127.0.0.1:8000"
             ) from None
         self.options = options
         self._secure = parts.scheme == "https"
@@ -84,7 +85,7 @@ class Client:
                 if "error" in chunk:
                     raise Refused(chunk["error"]["message"])
                 yield chunk
-            raise CommandError("the server ended the answer half-way; look at its log")
+            raise CommandError("the server broke off the answer; see its log")
 
     @contextmanager
     def _request(

@@ -125,7 +125,7 @@ def web_origin(value: str) -> str:
     """An origin as browsers write it in the Origin header."""
     if value == "*" or re.fullmatch(r"https?://[^/?#\s@]+", value):
         return value.lower()
-    raise ValueError(f"{value!r} is no origin; write for example https://chat.example, or *")
+    raise ValueError(f"{value!r} is not an origin; write for example https://chat.example, or *")
 
 
 T = TypeVar("T", ModelOptions, CacheOptions, LimitOptions)
@@ -168,8 +168,8 @@ def _members(source: ModelSource) -> list[ModelSource]:
         return [source]
     if source.name != "family":
         raise UsageError(
-            f"{source.name}=family names one model, and family is six; leave the name out or give "
-            f"one of them, for example {source.name}=ropewalk-rope"
+            f"{source.name}=family gives one name to six models; leave the name out or choose one "
+            f"of the models, for example {source.name}=ropewalk-rope"
         )
     return [ModelSource(folder.name, str(folder)) for folder in pull.family()]
 
@@ -199,6 +199,6 @@ def _check(config: ServerConfig) -> None:
     if limits.max_step_tokens < limits.max_seqs:
         raise UsageError(
             f"--max-step-tokens {limits.max_step_tokens} is less than --max-seqs "
-            f"{limits.max_seqs}, and each running sequence needs one token a step; "
-            "raise the first or lower the second"
+            f"{limits.max_seqs}, but each running sequence needs one token per step; raise the "
+            "first or lower the second"
         )

@@ -47,7 +47,7 @@ def run_operations(others: Sequence[str], *, as_lines_of_json: bool) -> int:
     """What can be done to cached entries, run and timed. Raises CommandError like `run`."""
     place = this_machine()
     trial = timed_trial(place)
-    with said_if_long("running each operation a few times"):
+    with said_if_long("running each operation several times"):
         entries = [measured(entry, trial) for entry in _entries(place, others)]
     if as_lines_of_json:
         return _print_json(place, entries)
@@ -121,7 +121,7 @@ def worked(entry: EncodingFacts) -> str:
     first, *rest = entry.work.values()
     if all(work == first for work in rest):
         lengths = tuple(entry.work)
-        return f"{_cost(first)} at {lengths[0]:,} to {lengths[-1]:,} keys alike"
+        return f"{_cost(first)} at {lengths[0]:,} to {lengths[-1]:,} keys"
     return "; ".join(f"{_cost(work)} at {keys:,} keys" for keys, work in entry.work.items())
 
 
@@ -135,10 +135,10 @@ def _cost(work: PositionalWork) -> str:
 def footnote(place: Place, width: int) -> str:
     """What the rows "attention" and "work" refer to."""
     text = (
-        f"Attention: of the backends on this machine ({place.device.type}, "
-        f"{placement.dtype_name(place.dtype)}), those that take it. Work: one new token "
-        f"through {SHAPE.layers} layers of {SHAPE.heads} heads of {SHAPE.head_dim}, in operations "
-        "and in bytes read or written because of the encoding."
+        f"Attention: backends on this machine ({place.device.type}, "
+        f"{placement.dtype_name(place.dtype)}) that support the encoding. Work: arithmetic "
+        "operations, and bytes read or written, that the encoding adds for one new token in "
+        f"{SHAPE.layers} layers with {SHAPE.heads} heads of dimension {SHAPE.head_dim}."
     )
     return textwrap.fill(text, width)
 
@@ -193,12 +193,12 @@ def reasons(entries: Sequence[EncodingFacts], width: int) -> Iterator[str]:
 def matrix_footnote(place: Place, width: int) -> str:
     """What the capabilities and times refer to."""
     text = (
-        f"Time for 1,000 tokens moved, shared, forgotten or appended, in whole blocks of "
-        f"{BLOCK_SIZE}, on a cache of {SHAPE.layers} layers of {SHAPE.heads} heads of "
-        f"{SHAPE.head_dim} ({place.device.type}, {placement.dtype_name(place.dtype)}): the "
-        "median of a few runs. 0: no stored entry was read or written; in brackets what the "
-        "bookkeeping took. A new token's own entries are not counted. Capabilities speak of "
-        "positions alone: after an eviction or a move the entries that follow still rest on the "
-        "tokens that were before them, under every encoding."
+        f"Time to move, share, drop or append 1,000 tokens, in whole blocks of {BLOCK_SIZE}, in a "
+        f"cache of {SHAPE.layers} layers with {SHAPE.heads} heads of dimension {SHAPE.head_dim} "
+        f"({place.device.type}, {placement.dtype_name(place.dtype)}): the median of several runs. "
+        "0 means that no stored entry was read or written; the time in brackets is bookkeeping. "
+        "The entries of new tokens themselves are not counted. Capabilities concern only "
+        "positions: after an eviction or a move, later entries still depend on the tokens that "
+        "preceded them when they were computed, under every encoding."
     )
     return textwrap.fill(text, width)

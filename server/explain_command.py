@@ -26,10 +26,15 @@ HEADS, HEAD_DIM, CONTEXT = 8, 64, 2048
 def run(flags: argparse.Namespace) -> Path:
     """The path of the pictures. Raises UsageError or CommandError, with one sentence."""
     if not flags.encoding and not flags.model:
-        raise UsageError("name an encoding, or a checkpoint with --model; ropewalk explain --help")
+        raise UsageError(
+            "no encoding is given; name one, or a checkpoint with --model (see ropewalk explain "
+            "--help)"
+        )
     path = Path(flags.out or f"{_stem(flags)}.html")
     if path.suffix not in (".html", ".png"):
-        raise UsageError(f"--out: {path} ends neither in .html nor in .png; write one of them")
+        raise UsageError(
+            f"--out: {path} ends neither in .html nor in .png; use one of these suffixes"
+        )
     require_folder(path)
     try:
         subject = _of_model(flags) if flags.model else _of_name(flags)
@@ -55,12 +60,12 @@ def facts(subject: Subject) -> dict[str, str]:
         "shown for": f"{config.heads} heads of {config.head_dim}, layer {subject.layer}, "
         f"a context of {subject.context:,}",
         "work per token": f"{work.flops:,} FLOPs and {work.bytes:,} bytes read or written, for "
-        f"one new token that sees {subject.context:,} keys, in {layers}",
+        f"one new token that attends to {subject.context:,} keys, in {layers}",
         "hard limit": subject.limit,
         "past training": subject.beyond_trained,
     }
     if subject.weights == "drawn":
-        told["weights"] = "made up; --model takes a checkpoint's"
+        told["weights"] = "random; use --model for those of a checkpoint"
     return told
 
 
@@ -81,7 +86,8 @@ def _of_model(flags: argparse.Namespace) -> Subject:
     if flags.encoding or given or flags.option:
         what = "an encoding's name" if flags.encoding else f"--{(given or ['option'])[0]}"
         raise UsageError(
-            f"--model brings its own encoding and settings; leave out {what.replace('_', '-')}"
+            "--model uses the checkpoint's encoding and settings; leave out "
+            f"{what.replace('_', '-')}"
         )
     checkpoint = open_checkpoint(pull.locate(flags.model))
     return from_checkpoint(checkpoint, flags.context, flags.layer or 0)
@@ -89,7 +95,7 @@ def _of_model(flags: argparse.Namespace) -> Subject:
 
 def _of_name(flags: argparse.Namespace) -> Subject:
     if flags.layer is not None:
-        raise UsageError("--layer is for --model; without it there is one layer")
+        raise UsageError("--layer applies only to --model; leave it out")
     options = dict(_option(text) for text in flags.option)
     if flags.base is not None:
         options["base"] = flags.base
@@ -104,7 +110,7 @@ def _of_name(flags: argparse.Namespace) -> Subject:
         if not options:
             raise
         told = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise CommandError(f"{flags.encoding} cannot use {told}: {error}") from error
+        raise CommandError(f"{flags.encoding} cannot be made with {told}: {error}") from error
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -92,8 +92,8 @@ def train(flags: argparse.Namespace) -> int:
             print(_train_one(encoding, recipe, texts, pace))
     except OSError as error:
         raise CommandError(
-            f"{error.filename or folder()} cannot be written ({_reason(error)}); the same command "
-            "goes on where the training stood"
+            f"{error.filename or folder()} cannot be written ({_reason(error)}); fix this and run "
+            "the same command again to resume the training"
         ) from error
     return 0
 
@@ -104,8 +104,8 @@ def _need_names(encodings: Sequence[str]) -> None:
     for name, encoding in zip(names, encodings, strict=True):
         if names.count(name) > 1:
             raise CommandError(
-                f"--encoding {encoding}: {name} is named more than once; name it once, or give one "
-                "of the classes another name"
+                f"--encoding {encoding}: {name} is given more than once; give it once, or rename "
+                "one of the classes"
             )
 
 
@@ -114,8 +114,8 @@ def _need_compiler() -> None:
     program = os.environ.get("CXX", "g++")  # torch, too, takes it as one word
     if shutil.which(program) is None:
         raise CommandError(
-            f"torch.compile finds no C++ compiler {program!r}; install g++, set CXX to the name of "
-            "one, or train slowly with --no-compile"
+            f"torch.compile finds no C++ compiler {program!r}; install g++, set CXX to another "
+            "compiler, or train more slowly with --no-compile"
         )
 
 
@@ -150,7 +150,7 @@ def pack(_: argparse.Namespace) -> int:
     shipped = [path for path in finished if path.parent.name in map(model_name, ENCODINGS)]
     if not shipped:
         raise CommandError(
-            f"no model is trained to its end in {folder() / 'runs'}; run ropewalk family train"
+            f"{folder() / 'runs'} has no completely trained model; run ropewalk family train"
         )
     try:
         texts = corpus.load(folder() / "corpus.npz")
@@ -163,8 +163,8 @@ def pack(_: argparse.Namespace) -> int:
             print(f"{target.name:<20} {before:>9.4f} {after:>9.4f} {after - before:>+9.4f}")
     except OSError as error:
         raise CommandError(
-            f"{pull.FAMILY} cannot be written ({_reason(error)}); install Ropewalk where you may "
-            "write, as in a checkout"
+            f"{pull.FAMILY} cannot be written ({_reason(error)}); run this from an installation "
+            "that you may write to, such as a checkout"
         ) from error
     return 0
 
@@ -180,10 +180,15 @@ def evaluate(flags: argparse.Namespace) -> int:
         task = Task(texts, sizes, device, served_logprobs, bar, pull.FAMILY, parser)
         evaluate_models(flags.models or folder() / "runs", path, task)
     except OSError as error:
-        raise CommandError(f"{error.filename or path}: {_reason(error)}; see --result") from error
+        raise CommandError(
+            f"{error.filename or path} cannot be read or written ({_reason(error)}); see --result"
+        ) from error
     if parser is None:
-        missing = f"without grammar: {PARSER} is not installed (in Debian, package link-grammar)"
-        print(missing, file=sys.stderr)
+        print(
+            f"grammar was not evaluated: {PARSER} is not installed (in Debian, package "
+            "link-grammar)",
+            file=sys.stderr,
+        )
     print(path)
     return 0
 
@@ -202,7 +207,10 @@ def report(flags: argparse.Namespace) -> int:
         notes = _notes(flags.notes)
         written = write_card(found, data, notes, out)
     except OSError as error:
-        raise CommandError(f"{error.filename or out}: {_reason(error)}; use --out") from error
+        raise CommandError(
+            f"{error.filename or out} cannot be read or written ({_reason(error)}); see --result "
+            "and --out"
+        ) from error
     for each in written:
         print(each)
     return 0

@@ -9,8 +9,8 @@ import socket
 from server.errors import CommandError
 
 _REASONS = {
-    errno.EADDRINUSE: "another program listens there; stop it or choose another --port",
-    errno.EACCES: "this user may not use that port; choose a --port of 1024 or more",
+    errno.EADDRINUSE: "another program is using this port; stop it or choose another --port",
+    errno.EACCES: "this user may not use this port; choose a --port of 1024 or more",
     errno.EADDRNOTAVAIL: "this machine has no such address; use --host 127.0.0.1 or 0.0.0.0",
 }
 

@@ -37,37 +37,43 @@ class Families:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self.info = self._gauge("cache_info", "Shape of the KV cache; always 1.", *INFO_LABELS)
-        self.running = self._gauge("requests_running", "Requests holding cache blocks.")
+        self.info = self._gauge(
+            "cache_info", "Layout of the KV cache, in labels; the value is always 1.", *INFO_LABELS
+        )
+        self.running = self._gauge("requests_running", "Requests that hold cache blocks.")
         self.waiting = self._gauge(
             "requests_waiting", "Requests waiting for a place in a step or for cache blocks."
         )
         self.usage = self._gauge(
-            "kv_cache_usage_ratio", "Share of the cache blocks that requests hold, 0 to 1."
+            "kv_cache_usage_ratio", "Share of the cache blocks held by requests, 0 to 1."
         )
         self.requests = self._counter(
-            "requests", "Requests that reached the engine and ended.", "finish_reason"
+            "requests", "Requests that ended after they had reached the engine.", "finish_reason"
         )
         self.prompt_tokens = self._counter(
-            "prompt_tokens", "Prompt tokens, computed or found in the prefix cache.", "source"
+            "prompt_tokens",
+            "Prompt tokens by source: computed, or cached in the prefix cache.",
+            "source",
         )
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated.")
         self.first_token = self._histogram(
-            "time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_BUCKETS
+            "time_to_first_token_seconds",
+            "Time from arrival to the first token.",
+            FIRST_TOKEN_BUCKETS,
         )
         self.inter_token = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of one request.", TOKEN_BUCKETS
+            "inter_token_latency_seconds", "Time between two tokens of one request.", TOKEN_BUCKETS
         )
         self.per_token = self._histogram(
             "request_time_per_output_token_seconds",
-            "Mean time per token after the first, once per request.",
+            "Mean time per token after the first; one observation per request.",
             TOKEN_BUCKETS,
         )
         self.phases = {
-            "e2e": self._phase("e2e", "Arrival to end."),
-            "queue": self._phase("queue", "Arrival to admission."),
-            "prefill": self._phase("prefill", "Admission to first token."),
-            "decode": self._phase("decode", "First token to end."),
+            "e2e": self._phase("e2e", "Time from arrival to the end."),
+            "queue": self._phase("queue", "Time from arrival to admission."),
+            "prefill": self._phase("prefill", "Time from admission to the first token."),
+            "decode": self._phase("decode", "Time from the first token to the end."),
         }
         self.prompt_length = self._histogram(
             "request_prompt_tokens", "Prompt tokens of a request.", LENGTH_BUCKETS
@@ -76,34 +82,38 @@ class Families:
             "request_output_tokens", "Generated tokens of a request.", LENGTH_BUCKETS
         )
         self.batch = self._histogram(
-            "step_batch_size", "Requests sharing an engine step.", BATCH_BUCKETS
+            "step_batch_size", "Requests in an engine step.", BATCH_BUCKETS
         )
         self.preemptions = self._counter(
-            "preemptions", "Requests that gave up their blocks to be recomputed."
+            "preemptions",
+            "Preemptions: requests whose blocks were taken away and whose tokens are recomputed "
+            "later.",
         )
         self.disconnects = self._counter(
-            "client_disconnects", "Clients that left before their answer was complete."
+            "client_disconnects",
+            "Clients that disconnected, or stopped reading, before their answer was complete.",
         )
         self.rejections = self._counter(
             "request_rejections",
-            "HTTP requests answered with an error alone; what the engine fails on ends there.",
+            "HTTP requests answered only with an error, by reason; a request that fails in the "
+            "engine counts in requests instead.",
             "reason",
         )
         self.stream_errors = self._counter(
-            "stream_errors", "Streams ended by an error after their headers."
+            "stream_errors", "Streams that ended with an error after their headers had been sent."
         )
         self.blocks = self._gauge(
-            "kv_blocks", "Cache blocks by state; the sum is the size of the pool.", "state"
+            "kv_blocks", "Cache blocks by state; they add up to the size of the pool.", "state"
         )
         self.parity_error = self._gauge(
             "cache_parity_max_abs_error",
-            "At start, the largest difference of a logit between decoding through the paged cache "
-            "and one pass with nothing cached.",
+            "Largest difference between a logit decoded through the paged cache and the same logit "
+            "from one pass without a cache, measured at start.",
         )
         self.parity_tolerance = self._gauge(
             "cache_parity_tolerance",
-            "What rounding explains of cache_parity_max_abs_error; above it the server is not "
-            "ready.",
+            "Largest cache_parity_max_abs_error that rounding can explain; above it the server is "
+            "not ready.",
         )
         self.cache_bytes = self._gauge(
             "kv_cache_bytes", "Memory reserved for keys (k) and values (v).", "kind"
@@ -112,125 +122,133 @@ class Families:
             "kv_written_bytes", "Bytes of keys and values written to the cache."
         )
         self.written_entries = self._counter(
-            "kv_written_entries", "Keys and values written, one per layer, head and token."
+            "kv_written_entries",
+            "Keys and values written to the cache, counted once per layer, head and token.",
         )
         self.sealed = self._counter(
-            "kv_blocks_sealed", "Blocks whose checksum was taken, when full or after a rewrite."
+            "kv_blocks_sealed", "Block checksums taken, when a block became full or was rewritten."
         )
         self.verified = self._counter(
             "kv_blocks_verified",
-            "Times a block's bytes were compared with its checksum: when it was shared, given up "
-            "or operated on, and by sample.",
+            "Comparisons of a block's bytes with its checksum: when it was shared, released or "
+            "operated on, and in turn by sampling.",
         )
         self.mutated = self._counter(
             "kv_mutated_entries",
-            "Keys and values in the layers and blocks whose checksum no longer matched; 0 unless "
-            "memory or this program is at fault. A checksum tells no entry from its neighbours.",
+            "Keys and values in the layers and blocks whose checksum no longer matched, counted "
+            "together because a checksum does not show which of them changed; always 0 unless the "
+            "memory or this program is faulty.",
         )
         self.stale = self._counter(
             "kv_stale_entries",
-            "Keys and values that an operation left as they were and should not have; always 0 "
-            "unless this program is at fault.",
+            "Keys and values that an operation should have changed but did not; always 0 unless "
+            "this program is faulty.",
         )
         self.rewritten = self._counter(
             "kv_rewritten_entries",
-            "Keys rewritten because their position changed; never by generating tokens.",
+            "Keys rewritten because their position changed; generating tokens never rewrites any.",
             "cause",
         )
         self.moved_bytes = self._counter(
-            "kv_moved_bytes", "Bytes that operations on the cache read and wrote, both counted."
+            "kv_moved_bytes", "Bytes read plus bytes written by operations on the cache."
         )
         self.shifts = self._counter(
             "context_shifts",
-            "Full contexts that were shortened: reindexed when no stored key changed, rerotated "
-            "when keys were turned to their new positions, recomputed when none was cached.",
+            "Full contexts that were shortened, by outcome: reindexed when no stored key changed, "
+            "rerotated when keys were rotated to their new positions, recomputed when no key was "
+            "cached.",
             "outcome",
         )
         self.shift_seconds = self._histogram(
             "context_shift_seconds",
-            "Time to shorten one cached context; the whole step waits for it.",
+            "Time to shorten one cached context, during which the whole step waits.",
             SHIFT_BUCKETS,
         )
         self.shift_tokens = self._counter(
-            "context_shift_tokens", "Tokens of contexts that were shortened.", "fate"
+            "context_shift_tokens",
+            "Tokens in contexts that were shortened, by fate: kept or dropped.",
+            "fate",
         )
         self.rotations = self._counter(
             "position_rotations",
-            "Queries and keys of one head and layer that were turned, by calculation.",
+            "Rotations of one head's query or key in one layer, calculated from context lengths.",
             "phase",
         )
         self.bias_values = self._counter(
             "position_bias_values",
-            "Attention scores that a positional bias was added to, by calculation.",
+            "Attention scores to which a positional bias was added, calculated from context "
+            "lengths.",
             "phase",
         )
         self.bias_built = self._counter(
             "position_bias_built",
-            "Bias values computed anew and stored for one step, by calculation: 0 where a table "
-            "made at load is read.",
+            "Bias values computed and stored for a single step, calculated from context lengths; 0 "
+            "where a table made at load is read.",
             "phase",
         )
         self.bias_bytes = self._counter(
             "position_bias_bytes",
-            "Bytes of bias tables and stored biases read and written, by calculation; a part of "
-            "position_bytes.",
+            "Bytes of bias tables and stored biases read and written, calculated from context "
+            "lengths; included in position_bytes.",
             "phase",
         )
         self.position_flops = self._counter(
             "position_flops",
-            "Arithmetic operations because of positions, by calculation from context lengths.",
+            "Arithmetic operations for positional encoding, calculated from context lengths.",
             "phase",
         )
         self.position_bytes = self._counter(
             "position_bytes",
-            "Bytes of positional tables read, and of biases built for a step, by calculation as "
-            "if each token were computed alone; batching reads less.",
+            "Bytes of positional tables read and of biases built for a step, calculated as if each "
+            "token were computed alone; a batch reads less.",
             "phase",
         )
         self.decode_step = self._histogram(
             "decode_step_seconds",
-            "Time of a step that computes one token for each of its requests, all past their "
-            "first, by the smallest of these bounds on the longest context among them.",
+            "Time of a step that decodes one token for each of its requests (none computes a "
+            "prompt), by context_le, the smallest of the bounds that the longest of their contexts "
+            "does not exceed.",
             TOKEN_BUCKETS,
             "context_le",
         )
         self.timed_steps = self._counter(
             "timed_steps",
-            "Passes through the model that were timed, one in 16 at random; mixed ones compute "
-            "prompts and answers.",
+            "Forward passes that were timed, one in 16 at random; mixed ones compute prompts and "
+            "answers.",
             "phase",
         )
         self.forward_seconds = self._counter(
             "forward_seconds",
-            "Time in the model during timed steps, from tokens to logits; sampling is not in it.",
+            "Time of the timed forward passes, from tokens to logits, without sampling.",
             "phase",
         )
         self.attention_seconds = self._counter(
             "attention_seconds",
-            "Of forward_seconds, attention over stored keys and values: with the biases that are "
-            "added and the turning that is done there, without projections.",
+            "Part of forward_seconds spent on attention over stored keys and values, including "
+            "biases and rotations applied there, without projections.",
             "phase",
         )
         self.position_seconds = self._counter(
             "position_seconds",
-            "Of forward_seconds, turning queries and keys before they are stored and adding "
-            "positions to embeddings. Absent where attention does any positional work: that "
-            "cannot be told from attention_seconds.",
+            "Part of forward_seconds spent on rotating queries and keys before they are stored and "
+            "on adding positions to embeddings. Absent where attention does any positional work, "
+            "which cannot be separated from attention_seconds.",
             "phase",
         )
         self.extrapolated = self._counter(
-            "extrapolated_tokens", "Tokens generated at positions past the trained context."
+            "extrapolated_tokens", "Tokens generated at positions beyond the trained context."
         )
         self.queried = self._counter(
-            "prefix_cache_queried_tokens", "Prompt tokens of admitted requests, once each."
+            "prefix_cache_queried_tokens", "Prompt tokens of admitted requests, each counted once."
         )
         self.hits = self._counter(
             "prefix_cache_hit_tokens",
-            "Of these, the ones already cached: by earlier requests, or for another of n answers.",
+            "Prompt tokens of admitted requests that were already cached, by an earlier request or "
+            "for another of n answers.",
         )
         self.evicted = self._counter(
             "kv_evicted_blocks",
-            "Cached blocks given up: lru to make room, flush on demand.",
+            "Cached blocks evicted, by reason: lru to make room, flush on demand.",
             "reason",
         )
 

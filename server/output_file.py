@@ -8,7 +8,9 @@ from server.errors import CommandError
 def require_folder(path: Path) -> None:
     """Call before the work, not after it. Raises CommandError."""
     if not path.parent.is_dir():
-        raise CommandError(f"{path} cannot be written: {path.parent} is no directory; name another")
+        raise CommandError(
+            f"{path} cannot be written: {path.parent} is not a directory; choose another path"
+        )
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -17,5 +19,5 @@ def write_file(path: Path, content: str | bytes) -> None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     except OSError as error:
         raise CommandError(
-            f"{path} cannot be written ({error.strerror}); name another file"
+            f"{path} cannot be written ({error.strerror}); choose another file"
         ) from error

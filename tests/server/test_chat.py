@@ -132,7 +132,7 @@ def test_error_in_the_stream_keeps_what_came_before_on_the_screen() -> None:
 @pytest.mark.parametrize(
     ("reply", "words"),
     [
-        ((200, events(delta(content="half"), done=False)), "ended the answer half-way"),
+        ((200, events(delta(content="half"), done=False)), "broke off the answer"),
         ((404, b"<html>"), "answered 404; is this a Ropewalk or OpenAI server"),
         ((500, b"[]"), "answered 500; is this"),
     ],
@@ -163,7 +163,7 @@ def test_no_server_names_the_next_step() -> None:
     ["localhost:8000", "ftp://x", "http://", "", "http://x:8O00", "http://x:99999", "http://[::1"],
 )
 def test_odd_addresses_are_refused(url: str) -> None:
-    with pytest.raises(UsageError, match="is no address"):
+    with pytest.raises(UsageError, match="is not an http or https URL"):
         Client(options(url))
 
 

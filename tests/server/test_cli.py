@@ -81,7 +81,7 @@ def test_taken_port_is_said_before_anything_is_loaded(built, capsys) -> None:
         other.listen()
         port = other.getsockname()[1]
         assert cli.main(["serve", "--port", str(port)]) == 1
-    assert f"cannot listen on http://127.0.0.1:{port}: another program listens" in sentence(capsys)
+    assert f"cannot listen on http://127.0.0.1:{port}: another program is using" in sentence(capsys)
     assert built == []
 
 

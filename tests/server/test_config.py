@@ -171,7 +171,11 @@ def test_keys_are_not_in_the_printed_config() -> None:
         ),
         (["--kv-memory", "0"], {}, "--kv-memory: '0' is not an amount of memory"),
         (["--host", "http://x"], {}, "--host: 'http://x' is not a host"),
-        (["--allowed-origin", "chat.example"], {}, "--allowed-origin: 'chat.example' is no origin"),
+        (
+            ["--allowed-origin", "chat.example"],
+            {},
+            "--allowed-origin: 'chat.example' is not an origin",
+        ),
         (["--allowed-origin", "https://a.example/b"], {}, "write for example https://chat.example"),
         (["--api-key", ""], {}, "--api-key: an API key must not be empty or contain spaces"),
         (["--request-timeout", "nan"], {}, "--request-timeout: nan is outside 1 to 86400"),
@@ -181,7 +185,7 @@ def test_keys_are_not_in_the_printed_config() -> None:
         ([], {"ROPEWALK_PREFIX_SHARING": "maybe"}, "'maybe' is neither on nor off"),
         ([], {"ROPEWALK_API_KEYS": ","}, "ROPEWALK_API_KEYS=, lists no value"),
         ([], {"ROPEWALK_MODELS": " , "}, "lists no value; unset it or add one"),
-        (["mine=family"], {}, "mine=family names one model, and family is six"),
+        (["mine=family"], {}, "mine=family gives one name to six models"),
     ],
 )
 def test_refusals_name_the_place_and_the_reason(flags, environ, words) -> None:

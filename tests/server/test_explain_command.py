@@ -76,26 +76,30 @@ def test_a_model_brings_its_trained_biases(here, capsys) -> None:
     explain(capsys, "--model", str(folder), "--context", "300", "--layer", "0")
     page = (here / "tiny-t5.html").read_text()
     assert page.count("<svg") >= 2  # biases and scores: nothing is made up
-    assert "drawn at random" not in page and "made up" not in page
+    assert "drawn at random" not in page and "random;" not in page
     assert "From distance 113 on" in page
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        ([], 2, "name an encoding, or a checkpoint with --model"),
+        ([], 2, "no encoding is given; name one, or a checkpoint with --model"),
         (["ropes"], 1, "There is no encoding 'ropes'"),
         (["no.such:Thing"], 1, "is its folder in PYTHONPATH?"),
         (["rope", "--out", "a.pdf"], 2, "a.pdf ends neither in .html nor in .png"),
-        (["rope", "--out", "there/a.png"], 1, "there is no directory"),
+        (["rope", "--out", "there/a.png"], 1, "there is not a directory"),
         (["rope", "--heads", "0"], 2, "--heads: 0 is outside 1 to 256"),
         (["rope", "--base", "ten"], 2, "--base: 'ten' is not a number"),
         (["rope", "--option", "width"], 2, "--option: 'width' is not NAME=VALUE"),
         (["rope", "--option", "width=7"], 1, "rope needs an even width"),
-        (["rope", "--option", "base=ten"], 1, "rope cannot use base='ten'"),
+        (["rope", "--option", "base=ten"], 1, "rope cannot be made with base='ten'"),
         (["alibi", "--base", "3"], 1, "alibi takes the options bias_max"),
-        (["rope", "--layer", "1"], 2, "--layer is for --model"),
-        (["rope", "--model", "x"], 2, "--model brings its own encoding and settings; leave out an"),
+        (["rope", "--layer", "1"], 2, "--layer applies only to --model"),
+        (
+            ["rope", "--model", "x"],
+            2,
+            "--model uses the checkpoint's encoding and settings; leave out an",
+        ),
         (["--model", "x", "--head-dim", "8"], 2, "leave out --head-dim"),
         (["--model", "x", "--option", "a=1"], 2, "leave out --option"),
         (["--model", "nosuch"], 1, "nosuch is neither a file nor a directory"),

@@ -137,7 +137,7 @@ def test_without_a_compiler_the_way_out_is_named(capsys, monkeypatch, corpus_the
 def test_two_encodings_of_one_name_are_refused(capsys, corpus_there) -> None:
     encodings = ["--encoding", "a:Own", "--encoding", "b:Own", "--no-compile"]
     assert cli.main(["family", "train", *encodings]) == 1
-    assert "--encoding a:Own: ropewalk-own is named more than once" in sentence(capsys)
+    assert "--encoding a:Own: ropewalk-own is given more than once" in sentence(capsys)
 
 
 def test_one_training_at_a_time_works_in_a_run(capsys, corpus_there, own_home) -> None:

