@@ -118,7 +118,8 @@ def _framework_error(error: HTTPException) -> ServeError:
     if error.status_code == 405:
         headers: Mapping[str, str] = error.headers or {}
         return MethodNotAllowed(
-            "this method is not allowed here; see the Allow header", headers.get("Allow", "")
+            "this method is not allowed for this path; see the Allow header",
+            headers.get("Allow", ""),
         )
     return RouteNotFound("there is nothing at this path; see the API in README.md")
 

@@ -117,7 +117,7 @@ class AsyncEngine:
             await asyncio.to_thread(self._thread.join, STOP_SECONDS)
             if self._thread.is_alive():
                 self.failure = "The engine did not stop; the server must be restarted."
-                log.error("the engine is stuck in a step and is left behind")
+                log.error("the engine is stuck in a step; shutting down without waiting for it")
         self._end_streams(ShuttingDown())
 
     @property
@@ -136,14 +136,15 @@ class AsyncEngine:
         if mutated > self._max_mutated_blocks:
             return (
                 f"{mutated} cached blocks changed in memory, more than the "
-                f"{self._max_mutated_blocks} allowed; restart the server, elsewhere if it happens "
-                "again"
+                f"{self._max_mutated_blocks} tolerated; restart the server, on another machine if "
+                "it happens again"
             )
         for name, engine in self._engines.items():
             if not engine.holds_context:
                 return (
-                    f"cached blocks changed in memory, and those left to {name} hold no request as "
-                    "long as its context; restart the server, elsewhere if it happens again"
+                    f"cached blocks changed in memory, and the remaining blocks of {name} cannot "
+                    "hold a request of its full context; restart the server, on another machine if "
+                    "it happens again"
                 )
         return None
 
@@ -290,8 +291,8 @@ class AsyncEngine:
         try:
             view = self._engines[command.model].view()
         except Exception:  # a failed view must not end the thread
-            log.exception("a cache could not be looked at")
-            error = RequestFailed("The cache could not be looked at.")
+            log.exception("a cache could not be inspected")
+            error = RequestFailed("The cache could not be inspected.")
             self._call(_settle, command.answer, error)
         else:
             self._call(_settle, command.answer, view)

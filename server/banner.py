@@ -41,7 +41,7 @@ def banner(models: Sequence[ModelFacts], *, url: str, open_to_all: bool, version
         ("completions", f"{url}/v1/completions"),
         ("chat", f"{url}/v1/chat/completions"),
         ("metrics", f"{url}/metrics"),
-        ("access", "no key asked for" if open_to_all else "with an API key"),
+        ("access", "no API key required" if open_to_all else "API key required"),
     ]
     keyed = "" if open_to_all else ' -H "Authorization: Bearer $KEY"'
     return f"{_box(f'ropewalk {version}', rows)}\n\nTry it:\n\n{_curl(models[0], url, keyed)}"
@@ -70,7 +70,7 @@ def _model_rows(model: ModelFacts) -> list[tuple[str, str]]:
         ("device", f"{model.device}, {model.dtype}{rounded}, {model.attention} attention"),
         ("keys and values", f"{model.kv_dtype}, {model.kv_bytes_per_token:,} bytes per token"),
         ("cache", f"{counted(model.blocks, 'block')} of {model.block_size} tokens, {pool}"),
-        ("at full length", f"{tokens / (model.sides * model.max_context):.1f} requests together"),
+        ("at full length", f"{tokens / (model.sides * model.max_context):.1f} concurrent requests"),
     ]
 
 

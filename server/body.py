@@ -18,7 +18,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
-        raise InvalidBody("the body is not UTF-8; send JSON encoded as UTF-8") from None
+        raise InvalidBody("the body is not valid UTF-8; send JSON encoded as UTF-8") from None
     try:
         value = _DECODER.decode(text)
     except RecursionError:
@@ -29,7 +29,9 @@ def parse_object(data: bytes) -> dict[str, Any]:
         ) from None
     except ValueError:
         # int() refuses thousands of digits; no field takes such a number.
-        raise InvalidBody("the body has a number too large to read") from None
+        raise InvalidBody(
+            "the body has a number with too many digits; send a smaller one"
+        ) from None
     if not isinstance(value, dict):
         raise InvalidBody('the body must be a JSON object, such as {"model": ...}')
     if text.count("[") + text.count("{") > MAX_DEPTH:
@@ -45,7 +47,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise DuplicateKey(f"the key {quoted(key)} is given twice; give it once")
+                raise DuplicateKey(f"the key {quoted(key)} appears twice; send it once")
             seen.add(key)
     return value
 
@@ -86,4 +88,4 @@ def _check_surrogates(value: Mapping[str, Any]) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise InvalidBody("the body holds half a surrogate pair; send whole characters") from None
+        raise InvalidBody("the body has an unpaired surrogate; send complete characters") from None

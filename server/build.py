@@ -248,7 +248,8 @@ def _allocate(
     except RuntimeError as error:  # torch raises it when out of memory, on every device
         size = blocks * block_size * bytes_per_token(shape, dtype)
         raise CommandError(
-            f"the {device.type} has no room for a cache of {size:,} bytes; lower --kv-memory"
+            f"the {device.type} does not have enough memory for a cache of {size:,} bytes; lower "
+            "--kv-memory"
         ) from error
 
 
@@ -282,8 +283,8 @@ def _longest(manager: CacheManager, sides: int, name: str) -> int:
     pairs, odd = divmod(manager.capacity // manager.block_size, 2)
     if pairs == 0:
         raise CommandError(
-            f"the cache of {name} has one block and needs one each for prompt and answer; "
-            "raise --kv-memory"
+            f"the cache of {name} has only one block, but prompt and answer need one each; raise "
+            "--kv-memory"
         )
     return pairs * manager.block_size + odd
 
@@ -291,8 +292,8 @@ def _longest(manager: CacheManager, sides: int, name: str) -> int:
 def _fitting(context: int, cacheable: int, name: str) -> int:
     if context > cacheable:
         log.warning(
-            "%s is served with a context of %d tokens instead of %d, because its cache holds no "
-            "more; raise --kv-memory",
+            "%s is served with a context of %d tokens instead of %d, because its cache does not "
+            "hold more; raise --kv-memory",
             name,
             cacheable,
             context,
@@ -308,9 +309,9 @@ def _require_same_frequencies(model: Prepared, context: int, device: torch.devic
         encoding.frequencies, encoding.frequencies_at(model.context)
     ):
         raise CommandError(
-            f"{model.name} turns keys by other frequencies at {context} tokens, which is all that "
-            f"its cache holds, than at {model.context}; choose with --max-model-len {context} or "
-            "raise --kv-memory"
+            f"the cache of {model.name} holds only {context} tokens, for which RoPE's frequencies "
+            f"differ from those for {model.context}; use --max-model-len {context} or raise "
+            "--kv-memory"
         )
 
 

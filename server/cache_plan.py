@@ -21,10 +21,10 @@ from server.schemas import CachePlanBody
 from server.warm_up import Speed
 
 RESTS_ON = (
-    "seconds for one block over all layers, measured when the model was loaded: its keys turned "
-    "and its entries copied as part of a long run of blocks, and its tokens computed with nothing "
-    "before them; estimates multiply, so they leave out bookkeeping, other requests' steps and "
-    "what attention to a longer context adds"
+    "seconds for one block over all layers, measured when the model was loaded: rotating its keys "
+    "and copying its entries as part of a long run of blocks, and computing its tokens with none "
+    "before them; estimates multiply these times, so they leave out bookkeeping, other requests' "
+    "steps and the cost of attention to a longer context"
 )
 FIELDS: Mapping[Op, tuple[str, ...]] = {  # besides the operation, tokens and the model
     Op.APPEND: (),
@@ -94,15 +94,15 @@ class CachePlanner:
             if value is None and name in FIELDS[op]:
                 raise MissingField(f"{name} is missing; {op.value} needs it", name)
             if value is not None and name not in FIELDS[op]:
-                raise InvalidField(f"{name} says nothing about {op.value}; leave it out", name)
+                raise InvalidField(f"{name} does not apply to {op.value}; leave it out", name)
         told = {name: value for name, value in given.items() if value is not None}
         question = Question(op, body.tokens, **told)
         self._check_context(question)
         if op in (Op.FORK, Op.TRUNCATE):
             if question.count > question.tokens:
                 raise InvalidField(
-                    f"count is {question.count} and the context has {question.tokens} tokens; "
-                    "send at most as many",
+                    f"count is {question.count}, but the context has only {question.tokens} "
+                    "tokens; send at most that many",
                     "count",
                 )
         elif op is not Op.APPEND:
@@ -196,8 +196,8 @@ class CachePlanner:
         appends = question.op is Op.APPEND
         if question.tokens + appends > self._max_context:
             raise InvalidField(
-                f"tokens is {question.tokens}{' and one comes after them' if appends else ''}, and "
-                f"the served context holds {self._max_context}; send fewer",
+                f"tokens is {question.tokens}{' and one comes after them' if appends else ''}, but "
+                f"the served context holds {self._max_context} tokens; send fewer",
                 "tokens",
             )
         moves = question.op is Op.MOVE_SPAN
@@ -213,15 +213,15 @@ class CachePlanner:
             value = getattr(question, name)
             if value % self.block_size:
                 raise InvalidField(
-                    f"{name} is {value} and operations work on whole blocks of {self.block_size} "
+                    f"{name} is {value}, but operations work on whole blocks of {self.block_size} "
                     f"tokens; send a multiple of {self.block_size}",
                     name,
                 )
         full = question.tokens // self.block_size * self.block_size
         if question.first + question.count > full:
             raise InvalidField(
-                f"the span ends at token {question.first + question.count} and the full blocks of "
-                f"{question.tokens} tokens end at {full}; send a shorter one",
+                f"the span ends at token {question.first + question.count}, but the full blocks of "
+                f"{question.tokens} tokens end at {full}; send a shorter span",
                 "count",
             )
 

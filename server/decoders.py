@@ -55,7 +55,7 @@ def find_kernels(device: torch.device) -> Kernels | str:
         with said_if_long("compiling the CPU kernels, once for this machine"):
             return load_kernels(pull.home() / "kernels")
     except NoKernels as error:
-        log.warning("there are no CPU kernels, and all is several times slower: %s", error)
+        log.warning("there are no CPU kernels, so computing is several times slower: %s", error)
         return str(error)
 
 
@@ -74,15 +74,15 @@ def prepare(
     dtype = placement.pick_dtype(loading.dtype, device)
     if isinstance(shape, EncoderDecoderConfig) and dtype is torch.float16:
         raise CheckpointError(
-            f"{checkpoint.path}: activations of {checkpoint.architecture} models grow past what "
-            "float16 holds, so use --dtype bfloat16 or float32."
+            f"{checkpoint.path}: activations of {checkpoint.architecture} models exceed the range "
+            "of float16; use --dtype bfloat16 or float32."
         )
     context = loading.max_model_len or shape.trained_context
     encoding = create(shape.encoding, shape, context, device)
     if encoding.max_positions is not None and context > encoding.max_positions:
         raise CommandError(
-            f"{source.name} has positions for {encoding.max_positions} tokens and no more, "
-            f"so --max-model-len {context} cannot be served; ask for at most as many"
+            f"{source.name} has positions for only {encoding.max_positions} tokens, so it cannot "
+            f"be served with --max-model-len {context}; use at most {encoding.max_positions}"
         )
     if loading.encoding is not None:
         _refuse_missing_weights(checkpoint, encoding)
@@ -101,8 +101,8 @@ def prepare(
         _tell_of_int4(source.name, decoder)
     if loading.quantize is None and lacking is None and _in_4_bits(checkpoint):
         log.info(
-            "%s: the file's weights are in 4 bits; --quantize int4 keeps them so, which is faster "
-            "and changes answers a little",
+            "%s: the file's weights are in 4 bits; --quantize int4 keeps them in 4 bits, which is "
+            "faster and changes answers a little",
             source.name,
         )
     if isinstance(kernels, Kernels):
@@ -122,8 +122,8 @@ def _with_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:
     """Replace the encoding that the weights were trained with: an experiment."""
     if isinstance(checkpoint.config, EncoderDecoderConfig):
         raise CommandError(
-            f"--encoding {name}: an encoder-decoder such as {checkpoint.architecture} has one "
-            "encoding on each side and keeps its own; leave the option out"
+            f"--encoding {name}: an encoder-decoder such as {checkpoint.architecture} has an "
+            "encoding on each side, which cannot be replaced; leave the option out"
         )
     options = find(name).usual_options(checkpoint.config)
     kept = {
@@ -178,8 +178,8 @@ def _tell_of_int4(name: str, decoder: nn.Module) -> None:
     in_8 = sum(isinstance(module, Int8Linear) for module in decoder.modules())
     if in_4 == 0:
         log.warning(
-            "%s: all layers would lose by 4 bits and are in 8; a GGUF file in Q4_0 or Q4_1 has "
-            "such weights",
+            "%s: 4 bits would lose accuracy in every layer, so all are in 8 bits; use a GGUF file "
+            "in Q4_0 or Q4_1, whose weights are in 4 bits",
             name,
         )
     else:

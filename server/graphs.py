@@ -42,10 +42,16 @@ def replayed(
             over = ReplayedDecoder(decoder, kv, otherwise, bar, record)
         if all(_agrees(over, decoder, kv, bucket) for bucket in made):
             return over
-        log.error("CUDA graphs of %s compute other logits than its decoder: served without", name)
+        log.error(
+            "CUDA graphs of %s compute different logits from its decoder, so it is served without "
+            "them",
+            name,
+        )
         return otherwise
     except RuntimeError as error:  # torch raises it when out of memory, and for much else
-        log.warning("serving %s without CUDA graphs, slower where steps are short: %s", name, error)
+        log.warning(
+            "serving %s without CUDA graphs, which is slower when steps are short: %s", name, error
+        )
         return otherwise
 
 

@@ -176,7 +176,10 @@ class AllowedHosts:
             host = (header(scope, b"host") or b"").decode("latin-1").lower()
             name = re.sub(r":[0-9]*\Z", "", host)
             if name not in self._hosts:
-                raise WrongHost(f"the host {quoted(name)} is not served here; use its own name")
+                raise WrongHost(
+                    f"this server does not serve the host {quoted(name)}; use the server's own "
+                    "name, or start it with --allowed-host"
+                )
         return await self._app(scope, receive, send)
 
 
@@ -202,12 +205,12 @@ class Auth:
     def _match(self, authorization: bytes | None) -> bytes:
         scheme, _, key = (authorization or b"").partition(b" ")
         if scheme.lower() != b"bearer" or not key:
-            raise Unauthorized("no API key; send the header Authorization: Bearer KEY")
+            raise Unauthorized("the API key is missing; send the header Authorization: Bearer KEY")
         given = hashlib.sha256(key).digest()
         # Compares every key, so that the time does not reveal which one matches.
         matches = [digest for digest in self._digests if hmac.compare_digest(digest, given)]
         if not matches:
-            raise Unauthorized("this API key is not known here; check the Authorization header")
+            raise Unauthorized("this API key is not valid; check the Authorization header")
         return matches[0]
 
 
@@ -240,14 +243,14 @@ class BodyLimit:
 
     def _too_large(self) -> BodyTooLarge:
         return BodyTooLarge(
-            f"the body is larger than {self._limit} bytes (--max-body); send less at once"
+            f"the body is larger than {self._limit} bytes (--max-body); send a smaller one"
         )
 
 
 def _check_media(scope: Scope) -> None:
     coding = header(scope, b"content-encoding")
     if coding is not None and coding.strip().lower() != b"identity":
-        raise UnsupportedCoding("compressed bodies are not read; send plain JSON")
+        raise UnsupportedCoding("compressed bodies are not supported; send plain JSON")
     media = (header(scope, b"content-type") or b"").partition(b";")[0].strip().lower()
     if media != b"application/json":
         raise UnsupportedMedia("the body must be JSON; send Content-Type: application/json")

@@ -70,12 +70,14 @@ class Models:
             if len(self._served) == 1:
                 return next(iter(self))
             raise ModelNotFound(
-                "model is missing and several are served; name one of GET /v1/models", "model"
+                "model is missing, and this server has several; send a name from GET /v1/models",
+                "model",
             )
         try:
             return self._served[name]
         except KeyError:
             raise ModelNotFound(
-                f"model {quoted(name)} is not served here; GET /v1/models lists those that are",
+                f"model {quoted(name)} does not exist on this server; GET /v1/models lists its "
+                "models",
                 "model",
             ) from None

@@ -58,14 +58,15 @@ class ContextShifter:
         rewrites = self._operations.capability(Op.EVICT_RENUMBER) is not Capability.FREE
         if wanted is Overflow.SLIDE and rewrites:
             raise UnsupportedField(
-                "overflow slide would turn every stored key again and again, until rounding has "
-                "ruined them; use shift, or a server started with --rope-frame block.",
+                "overflow slide would rotate every stored key again and again until rounding "
+                "errors ruined them; use shift, or start the server with --rope-frame block.",
                 "overflow",
             )
         if self._max_context < 3 * self._block_size:
             raise InvalidField(
                 f"overflow {wanted.value} needs a context of at least 3 blocks of "
-                f"{self._block_size} tokens and this one has {self._max_context}; leave it out.",
+                f"{self._block_size} tokens, but this server's has {self._max_context} tokens; "
+                "leave it out.",
                 "overflow",
             )
         if request.params.prompt_logprobs is not None:

@@ -57,9 +57,9 @@ class Parity:
         if self.error <= self.tolerance:
             return None
         return (
-            f"{name} decoded through the cache gives logits that differ by {self.error:.3g} from "
-            f"those of one whole pass, where rounding explains {self.tolerance:.3g}; restart with "
-            "another --attention, and report it with the log"
+            f"decoding {name} through the cache gives logits that differ from those of one whole "
+            f"pass by {self.error:.3g}, more than rounding explains ({self.tolerance:.3g}); "
+            "restart with another --attention, and report it with the log"
         )
 
 

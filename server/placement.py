@@ -46,8 +46,8 @@ def pick_device(wanted: str | None) -> torch.device:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         if wanted == "cpu" and NVIDIA.exists() and not hidden:
             log.warning(
-                "There is a GPU here that this torch (for CUDA %s) cannot use: computing on the "
-                "CPU; a newer driver or another build of torch may help",
+                "this machine has a GPU that this build of torch (for CUDA %s) cannot use, so "
+                "computing on the CPU; a newer driver or another build of torch may help",
                 torch.version.cuda or "none",
             )
     return torch.device(wanted)
@@ -105,8 +105,8 @@ def num_blocks(
         blocks = min(blocks, enough)
     if blocks < 2:
         raise CommandError(
-            f"a block of {block_size} tokens takes {block_bytes:,} bytes and the cache needs two, "
-            f"but there is room for {blocks}; raise --kv-memory or lower --block-size"
+            f"the cache needs at least two blocks of {block_size} tokens ({block_bytes:,} bytes "
+            f"each), but there is memory for {blocks}; raise --kv-memory or lower --block-size"
         )
     return int(blocks)
 

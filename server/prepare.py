@@ -118,7 +118,7 @@ def _check_bytes(size: int, served: Served, param: str) -> None:
     limit = MAX_BYTES_PER_TOKEN * served.max_context
     if size > limit:
         raise PromptTooLong(
-            f"{param} has {size} bytes, more than the {limit} that are read for a context of "
+            f"{param} has {size} bytes, more than the limit of {limit} for a context of "
             f"{served.max_context} tokens; shorten it",
             param,
         )
@@ -129,14 +129,14 @@ def _check_prompt(tokens: Collection[int], served: Served, param: str) -> None:
         raise InvalidField(f"{param} has no tokens; send at least one", param)
     if served.encoder_decoder is not None and len(tokens) > served.max_context:
         raise PromptTooLong(
-            f"{param} has {len(tokens)} tokens, and the encoder of {served.name} reads at most "
+            f"{param} has {len(tokens)} tokens, but the encoder of {served.name} reads at most "
             f"{served.max_context}; shorten it",
             param,
         )
     if served.room(len(tokens)) < 1:
         raise PromptTooLong(
-            f"{param} has {len(tokens)} tokens, and the context of {served.name} is "
-            f"{served.max_context} with room for at least one more; shorten it",
+            f"{param} has {len(tokens)} tokens, but the context of {served.name} has "
+            f"{served.max_context}, at least one of which is for the answer; shorten it",
             param,
         )
 
@@ -160,8 +160,8 @@ def sampling_params(
     logprobs = body.wanted_logprobs
     if logprobs is not None and logprobs > served.vocab_size:
         raise InvalidField(
-            f"logprobs of {logprobs} tokens are asked for, and {served.name} has "
-            f"{served.vocab_size}; ask for fewer",
+            f"logprobs of {logprobs} tokens were requested, but the vocabulary of {served.name} "
+            f"has {served.vocab_size}; request fewer",
             "logprobs",
         )
     echoed = isinstance(body, CompletionBody) and body.echo
@@ -191,8 +191,8 @@ def _max_tokens(body: GenerationBody, served: Served, num_prompt: int) -> int:
         wanted = min(room, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionBody) else room
         if body.min_tokens > wanted:
             raise InvalidField(
-                f"min_tokens ({body.min_tokens}) is more than the {wanted} tokens generated "
-                "without max_tokens; send max_tokens",
+                f"min_tokens ({body.min_tokens}) exceeds the default max_tokens ({wanted}); send "
+                "max_tokens as well",
                 "min_tokens",
             )
     if wanted > room and body.overflow == "refuse":
@@ -200,8 +200,8 @@ def _max_tokens(body: GenerationBody, served: Served, num_prompt: int) -> int:
         if served.encoder_decoder is not None:
             makes = f"the start token and {wanted} max_tokens make {1 + wanted}"
         raise PromptTooLong(
-            f"{makes}, more than the context of {served.name}, {served.max_context}; "
-            f"ask for at most {room}, or let overflow be shift or slide if the encoding allows it",
+            f"{makes}, more than the context of {served.name}, {served.max_context}; request at "
+            f"most {room}, or set overflow to shift or slide if the encoding allows it",
             "max_tokens" if body.max_tokens is not None else "max_completion_tokens",
         )
     return wanted
@@ -259,8 +259,8 @@ def _check_scores(body: CompletionBody | ChatBody, prompts: Sequence[Prompt]) ->
     scores = sum(len(prompt.tokens) for prompt in prompts) * body.n * (1 + body.logprobs)
     if scores > MAX_SCORES:
         raise InvalidField(
-            f"prompt, n and logprobs ask for {scores} log-probabilities, and {MAX_SCORES} are "
-            "given at most; send fewer prompts at once",
+            f"prompt, n and logprobs request {scores} log-probabilities, more than the limit of "
+            f"{MAX_SCORES}; send fewer prompts at once",
             "prompt",
         )
 

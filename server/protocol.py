@@ -72,17 +72,21 @@ class StrictConnection(h11.Connection):
         if len(head) > MAX_HEAD:
             self._refuse(_head_too_large())
         if _AMBIGUOUS.search(head):
-            self._refuse(BadRequest("the request line or a header is malformed; send CRLF lines"))
+            self._refuse(
+                BadRequest("the request line or a header is malformed; end each line with CRLF")
+            )
 
     def _check_request(self, event: h11.Request) -> None:
         if event.http_version not in (b"1.0", b"1.1"):
-            self._refuse(BadRequest("this HTTP version is not known here; use HTTP/1.1"))
+            self._refuse(BadRequest("this HTTP version is not supported; use HTTP/1.1"))
         names = [name for name, _ in event.headers]
         if len(names) > MAX_HEADERS or len(event.target) > MAX_TARGET:
             self._refuse(_head_too_large())
         if b"content-length" in names and b"transfer-encoding" in names:
             self._refuse(
-                BadRequest("Content-Length and Transfer-Encoding exclude each other; send one")
+                BadRequest(
+                    "Content-Length and Transfer-Encoding are mutually exclusive; send one of them"
+                )
             )
 
     def _refuse(self, refusal: ServeError) -> None:
@@ -92,8 +96,8 @@ class StrictConnection(h11.Connection):
 
 def _head_too_large() -> ServeError:
     return HeadersTooLarge(
-        f"the headers exceed {MAX_HEAD} bytes, {MAX_HEADERS} lines or a target of {MAX_TARGET} "
-        "bytes; send less"
+        f"the headers exceed {MAX_HEAD} bytes or {MAX_HEADERS} lines, or the target exceeds "
+        f"{MAX_TARGET} bytes; shorten them"
     )
 
 
@@ -185,7 +189,10 @@ class Protocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for whatever h11 or StrictConnection refuses."""
         assert isinstance(self.conn, StrictConnection)
-        self._refuse(self.conn.refusal or BadRequest("this is not a valid HTTP/1.1 request"))
+        self._refuse(
+            self.conn.refusal
+            or BadRequest("this is not a valid HTTP/1.1 request; use an HTTP client")
+        )
 
     def _arm(self) -> None:
         self._armed_at = self.loop.time()
@@ -202,7 +209,9 @@ class Protocol(H11Protocol):
 
     def _too_slow(self) -> None:
         self._deadline = None
-        self._refuse(ReceiveTimeout("the request did not arrive in time; send it at once"))
+        self._refuse(
+            ReceiveTimeout("the request did not arrive completely in time; send it without pauses")
+        )
 
     def _refuse(self, error: ServeError) -> None:
         self._disarm()

@@ -94,7 +94,7 @@ def _sampled_alone(request: Request, row: Tensor, ask: Ask, sampler: Sampler) ->
         raise
     except Exception as error:
         log.exception("sampling failed for a request")
-        reason = f"Sampling failed on this request ({type(error).__name__})."
+        reason = f"Sampling failed for this request ({type(error).__name__})."
         return Sampled(0, error=RequestFailed(reason))
 
 

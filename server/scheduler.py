@@ -29,8 +29,8 @@ from server.request import (
 
 ANSWERED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CONTEXT)
 SHRUNK = (
-    "The cache has lost blocks that changed in memory, and this request no longer fits; send a "
-    "shorter one, or restart the server."
+    "The cache is smaller because blocks that changed in memory were taken out of use, and this "
+    "request no longer fits; send a shorter one, or restart the server."
 )
 
 
@@ -254,7 +254,7 @@ class Scheduler:
         tokens, context = len(request.tokens), self._limits.max_context
         if len(request.source) > context:
             raise PromptTooLong(
-                f"The prompt has {len(request.source)} tokens and the encoder's context holds "
+                f"The prompt has {len(request.source)} tokens, but the encoder's context holds "
                 f"{context}; shorten the prompt.",
                 "prompt",
             )
@@ -262,15 +262,15 @@ class Scheduler:
             raise InvalidField("The prompt has no tokens; send at least one.", "prompt")
         if tokens >= context:
             raise PromptTooLong(
-                f"The prompt has {tokens} tokens and the context holds {context}, of which at "
-                "least one is for the answer; shorten the prompt.",
+                f"The prompt has {tokens} tokens, but the context holds {context}, at least one of "
+                "which is for the answer; shorten the prompt.",
                 "prompt",
             )
         stored = self._room_for(request)
         if stored > self._cache.capacity:
             raise InvalidField(
                 f"The prompt of {request.prompt_length} tokens and its answer need room for "
-                f"{stored} tokens and the cache holds {self._cache.capacity}; shorten the prompt "
+                f"{stored} tokens, but the cache holds {self._cache.capacity}; shorten the prompt "
                 "or lower max_tokens.",
                 "max_tokens",
             )

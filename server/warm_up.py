@@ -53,7 +53,7 @@ def warm_up(
     if isinstance(decoder, EncoderDecoder):
         batch = replace(batch, cross=Cross(new=batch, seen=batch))
     if not _is_finite(decoder, batch, kv, name):
-        raise CommandError(f"{name} computes numbers that are not finite; try --dtype float32")
+        raise CommandError(f"{name} computes logits that are not finite; try --dtype float32")
     if isinstance(decoder, EncoderDecoder):
         batch = replace(batch, cross=Cross(new=None, seen=batch))
     return Speed(
@@ -70,8 +70,8 @@ def _is_finite(
         return bool(decoder(batch, kv).isfinite().all())
     except Exception as error:  # out of memory, a kernel's, or from somebody else's encoding
         raise CommandError(
-            f"{name}: the first pass failed ({in_one_line(error)}); less --kv-memory leaves it "
-            "more memory, and --attention sdpa does without kernels of our own"
+            f"{name}: the first forward pass failed ({in_one_line(error)}); lower --kv-memory to "
+            "leave it more memory, or use --attention sdpa to avoid Ropewalk's own kernels"
         ) from error
 
 

@@ -69,7 +69,7 @@ async def _patience(serving: Serving) -> AsyncIterator[None]:
         async with asyncio.timeout(serving.options.request_timeout_s):
             yield
     except TimeoutError:
-        raise DeadlineExceeded("the engine is still in a step; ask again later") from None
+        raise DeadlineExceeded("the engine is still busy with a step; try again later") from None
 
 
 def _described(served: Served, planner: CachePlanner, view: CacheView) -> dict[str, object]:

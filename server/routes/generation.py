@@ -193,7 +193,9 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
 def _cut_short(why: End) -> ServeError:
     if why is End.SHUTDOWN:
         return ShuttingDown()
-    return DeadlineExceeded("the request took longer than the server allows; ask for less")
+    return DeadlineExceeded(
+        "the request took longer than the server allows (--request-timeout); request fewer tokens"
+    )
 
 
 def _abort_connection(scope: Scope) -> None:

@@ -54,4 +54,4 @@ def operation_routes(serving: Serving, version: str) -> APIRouter:
 def _check_alive(serving: Serving) -> None:
     engine = serving.engine
     if not engine.alive:
-        raise NotReady(engine.failure or "the engine makes no progress; restart the server")
+        raise NotReady(engine.failure or "the engine is not making progress; restart the server")

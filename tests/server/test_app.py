@@ -454,7 +454,7 @@ def test_more_scores_than_memory_is_meant_for_are_refused(monkeypatch):
     asked = {"echo": True, "logprobs": 1, "max_tokens": 0}
     assert complete(toy_app(), prompt=["abcd", "abcd"], **asked).status_code == 200
     refused = complete(toy_app(), prompt=["abcd", "abcd"], n=2, **asked)
-    assert "40 log-probabilities, and 30 are given" in error_of(refused, 400)["message"]
+    assert "40 log-probabilities, more than the limit of 30" in error_of(refused, 400)["message"]
     assert complete(toy_app(), prompt=["abcd", "abcd"], n=2, max_tokens=1).status_code == 200
 
 

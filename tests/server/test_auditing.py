@@ -390,7 +390,7 @@ def test_over_http_a_cache_that_holds_no_whole_context_any_more_is_not_ready():
         answer = client.get("/health/ready")
         assert answer.status_code == 503
         message = answer.json()["error"]["message"]
-        assert "those left to toy hold no request as long as its context" in message
+        assert "the remaining blocks of toy cannot hold a request of its full context" in message
 
 
 def test_over_http_the_right_requests_end_and_ready_turns_false_past_the_threshold():

@@ -38,11 +38,11 @@ def test_everything_is_said() -> None:
         "cpu, bfloat16, cpu attention",
         "bfloat16, 23,040 bytes per token",
         "2,048 blocks of 16 tokens, 720.0 MiB",
-        "8.0 requests together",
+        "8.0 concurrent requests",
         f"{URL}/v1/completions",
         f"{URL}/v1/chat/completions",
         f"{URL}/metrics",
-        "no key asked for",
+        "no API key required",
     ):
         assert words in said
 
@@ -97,7 +97,7 @@ def test_curl_line_of_a_model_without_chat_and_with_an_odd_name() -> None:
 
 def test_curl_line_leaves_room_for_the_key() -> None:
     said = printed(FACTS, open_to_all=False)
-    assert "with an API key" in said
+    assert "API key required" in said and "no API key" not in said
     assert 'Authorization: Bearer $KEY"' in said
 
 

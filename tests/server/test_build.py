@@ -103,9 +103,11 @@ def test_weights_that_a_file_has_in_4_bits_stay_in_these(kind, tmp_path, kernels
     assert loaded.defect is None
     assert "m: 13 linear layers in 4 bits, 0 in 8" in caplog.text
     assert len(generated(loaded, list(range(40)))) == 8
-    assert "keeps them so" not in caplog.text
+    assert "keeps them in 4 bits" not in caplog.text
     load(f"m={path}", *SMALL)
-    assert "m: the file's weights are in 4 bits; --quantize int4 keeps them so" in caplog.text
+    assert (
+        "m: the file's weights are in 4 bits; --quantize int4 keeps them in 4 bits" in caplog.text
+    )
 
 
 def test_other_files_say_nothing_of_4_bits(tmp_path, caplog) -> None:
@@ -120,7 +122,10 @@ def test_weights_that_would_lose_by_4_bits_get_8(kernels, caplog) -> None:
         pytest.skip("this processor does not multiply 8-bit integers, or the compiler is told so")
     (loaded,) = load("shape:small", "--quantize", "int4", *SMALL)
     (in_8,) = load("shape:small", "--quantize", "int8", *SMALL)
-    assert "shape:small: all layers would lose by 4 bits and are in 8" in caplog.text
+    assert (
+        "shape:small: 4 bits would lose accuracy in every layer, so all are in 8 bits"
+        in caplog.text
+    )
     assert generated(loaded, [1, 2, 3]) == generated(in_8, [1, 2, 3])
 
 
@@ -192,7 +197,10 @@ def test_frequencies_are_those_of_the_context_that_is_served(tmp_path):
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     folder = save(random_model(llama(rope_scaling=scaling)), tmp_path)
     flags = [f"m={folder}", "--kv-memory", "100K", "--dtype", "float32", "--max-model-len"]
-    with pytest.raises(CommandError, match=r"other frequencies at 193 tokens.*--max-model-len 193"):
+    with pytest.raises(
+        CommandError,
+        match=r"holds only 193 tokens, for which RoPE.s frequencies differ.*--max-model-len 193",
+    ):
         load(*flags, "1k")
     assert load(*flags, "193")[0].served.max_context == 193
     assert load(*flags, "200")[0].served.max_context == 193  # which turns by the same

@@ -139,7 +139,7 @@ def test_a_prompt_and_an_answer_may_each_fill_the_context(server):
     [
         ({"prompt": "abc", "echo": True}, "unsupported_parameter", "decoder never reads"),
         ({"prompt": [7] * 101}, "context_length_exceeded", "the encoder of t5 reads at most 100"),
-        ({"prompt": "abc", "max_tokens": 100}, "context_length_exceeded", "ask for at most 99"),
+        ({"prompt": "abc", "max_tokens": 100}, "context_length_exceeded", "request at most 99"),
         ({"prompt": ""}, "invalid_value", "no tokens"),
     ],
 )
@@ -221,8 +221,11 @@ def test_an_answer_is_a_text_of_its_own(source, text):
     ("flags", "words"),
     [
         (["--dtype", "float16"], "use --dtype bfloat16 or float32"),
-        (["--dtype", "float32", "--kv-memory", "17K"], "one each for prompt and answer; raise"),
-        (["--encoding", "nope"], "keeps its own"),
+        (
+            ["--dtype", "float32", "--kv-memory", "17K"],
+            "but prompt and answer need one each; raise",
+        ),
+        (["--encoding", "nope"], "has an encoding on each side, which cannot be replaced"),
     ],
 )
 def test_refusals_at_the_start(flags, words, models):
@@ -430,11 +433,11 @@ def test_a_source_counts_towards_the_step_and_one_may_exceed_it():
 
 def test_what_cannot_ever_fit_is_refused():
     scheduler, _ = scheduler_of(5)
-    with pytest.raises(PromptTooLong, match="41 tokens and the encoder's context holds 40"):
+    with pytest.raises(PromptTooLong, match="41 tokens, but the encoder's context holds 40"):
         scheduler.add(request("a", [1] * 41))
     # Three blocks for 9 tokens leave two, for 8 stored tokens: 9 with the last.
     scheduler.add(request("b", [1] * 9, max_tokens=8))
-    with pytest.raises(InvalidField, match="need room for 21 tokens and the cache holds 20"):
+    with pytest.raises(InvalidField, match="need room for 21 tokens, but the cache holds 20"):
         scheduler.add(request("c", [1] * 9, max_tokens=9))
 
 

@@ -132,7 +132,7 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(monkeypatch, 
             (tmp_path / "nvidiactl").touch()
         monkeypatch.setattr(placement, "NVIDIA", tmp_path / "nvidiactl")
         assert placement.pick_device(None) == placement.pick_device("cpu") == CPU
-        assert ("that this torch (for CUDA 13.0) cannot use" in caplog.text) is there
+        assert ("that this build of torch (for CUDA 13.0) cannot use" in caplog.text) is there
     caplog.clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
     assert placement.pick_device(None) == CPU and not caplog.text

@@ -26,7 +26,7 @@ def load(folder, *flags):
 def test_more_than_the_table_cannot_be_asked_for(folder):
     with pytest.raises(CommandError) as refused:
         load(folder, "--max-model-len", "161")
-    assert "positions for 160 tokens" in str(refused.value)
+    assert "positions for only 160 tokens" in str(refused.value)
     assert "--max-model-len 161" in str(refused.value)
 
 

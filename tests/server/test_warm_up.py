@@ -49,7 +49,7 @@ def test_a_context_may_be_shorter_than_a_block() -> None:
 def test_numbers_that_are_not_finite_are_refused() -> None:
     decoder = tiny(dtype=torch.float32)
     decoder.head.weight.fill_(torch.inf)
-    with pytest.raises(CommandError, match="m computes numbers that are not finite"):
+    with pytest.raises(CommandError, match="m computes logits that are not finite"):
         warm_up.warm_up(decoder, new_cache(decoder, 2), CONFIG, 256, "m")
 
 
@@ -61,7 +61,7 @@ def test_a_first_pass_that_fails_says_why_in_one_sentence() -> None:
 
     decoder.forward = fails
     with pytest.raises(
-        CommandError, match=r"m: the first pass failed \(RuntimeError: out of"
+        CommandError, match=r"m: the first forward pass failed \(RuntimeError: out of"
     ) as said:
         warm_up.warm_up(decoder, new_cache(decoder, 2), CONFIG, 256, "m")
     assert "long report" not in str(said.value)
