@@ -68,13 +68,14 @@ def latency(title: str, says: str, name: str) -> Panel:
 CACHE = (
     lines(
         "Bytes written per token",
-        "Keys and values of one token. The same for every encoding of one shape.",
+        "Size of one token's keys and values. The same for all encodings of a model shape.",
         "bytes",
         recorded("kv_written_bytes_per_token"),
     ),
     lines(
         "Entries rewritten per token",
-        "Keys turned to a new position. 0, but for context shifts of RoPE in the frame absolute.",
+        "Keys rotated to a new position. 0 except for context shifts of RoPE in the absolute "
+        "frame.",
         "short",
         recorded("kv_rewritten_entries_per_token"),
     ),
@@ -86,46 +87,48 @@ CACHE = (
     ),
     lines(
         "Positional operations per token",
-        "Arithmetic because of positions, by calculation. It grows with the context for ALiBi, for "
-        "T5's bias in other forms than window and for RoPE in other frames than absolute.",
+        "Arithmetic operations for positional encoding, by calculation. They grow with the context "
+        "for ALiBi, for T5's bias except in window form and for RoPE except in the absolute frame.",
         "short",
         recorded("position_flops_per_token"),
     ),
     lines(
         "Positional bytes per token",
-        "Tables read and biases built, by calculation.",
+        "Positional tables read and biases built, by calculation.",
         "bytes",
         recorded("position_bytes_per_token"),
     ),
     Panel(
-        "Turns and bias additions per token",
-        "What the positional work consists of: queries and keys turned, scores that a bias was "
-        "added to, bias values built anew.",
+        "Rotations and bias additions per token",
+        "What the positional work consists of: queries and keys rotated, scores to which a bias "
+        "was added, bias values computed for a step.",
         "short",
         (
-            (recorded("position_rotations_per_token"), f"{NAMED} · turned"),
+            (recorded("position_rotations_per_token"), f"{NAMED} · rotated"),
             (recorded("position_bias_values_per_token"), f"{NAMED} · added"),
             (recorded("position_bias_built_per_token"), f"{NAMED} · built"),
         ),
     ),
     lines(
         "Time of a decoding step by context",
-        "Mean of steps that compute a token for each request, by a bound on the longest context.",
+        "Mean time of steps that decode one token per request, by upper bound on the longest "
+        "context.",
         "s",
         recorded("decode_step_seconds:mean5m"),
         "context_le",
     ),
     lines(
-        "Time of a pass",
-        "Mean time in the model, of prompts, of answers and of both, on a sample of the steps.",
+        "Time of a forward pass",
+        "Mean time in the model for prompts, for answers and for steps with both, on a sample of "
+        "the passes.",
         "s",
         recorded("forward_seconds:mean5m"),
         "phase",
     ),
     Panel(
-        "Attention and positions in a pass",
-        "Shares of the time in the model. Positions have a line only where attention does none of "
-        "their work.",
+        "Attention and positions in a forward pass",
+        "Shares of the time in the model. Positions have a line only where no positional work "
+        "happens in attention.",
         "percentunit",
         (
             (recorded("attention_time_ratio"), f"{NAMED} · attention"),
@@ -134,14 +137,14 @@ CACHE = (
     ),
     lines(
         "Context shifts",
-        "Full contexts that were shortened, and what became of the entries that stay.",
+        "Full contexts that were shortened, by what happened to the entries that were kept.",
         "ops",
         rate("context_shifts_total", "outcome"),
         "outcome",
     ),
     Panel(
         "Time of a context shift",
-        "How long the whole step waits for one.",
+        "How long a shift delays the whole step.",
         "s",
         (
             (recorded("context_shift_seconds:mean5m"), f"{NAMED} · mean"),
@@ -150,13 +153,13 @@ CACHE = (
     ),
     lines(
         "Entries rewritten per shift",
-        "Keys that one shift turned. 0 where a shift is free.",
+        "Keys rotated by one shift. 0 where shifts are free.",
         "short",
         recorded("kv_rewritten_entries_per_shift"),
     ),
     Panel(
         "Blocks sealed and verified",
-        "Checksums taken, and blocks compared with theirs.",
+        "Checksums taken, and blocks compared with their checksum.",
         "ops",
         (
             (rate("kv_blocks_sealed_total"), f"{NAMED} · sealed"),
@@ -165,8 +168,8 @@ CACHE = (
     ),
     Panel(
         "Entries mutated and stale",
-        "Changed without a cause, and left when they should have changed. Anything but 0 is a "
-        "fault.",
+        "Entries that changed without a cause, and entries that should have changed but did not. "
+        "Anything but 0 is a fault.",
         "short",
         (
             (gauge("kv_mutated_entries_total"), f"{NAMED} · mutated"),
@@ -174,8 +177,9 @@ CACHE = (
         ),
     ),
     Panel(
-        "Decoding against one whole pass",
-        "The largest difference of a logit that the start found, and what rounding explains.",
+        "Decoding compared with one whole pass",
+        "The largest difference between logits, measured at start, and how much of it rounding can "
+        "explain.",
         "short",
         (
             (highest("cache_parity_max_abs_error"), f"{NAMED} · differs"),
@@ -184,7 +188,7 @@ CACHE = (
     ),
     lines(
         "Tokens past the trained context",
-        "Generated where the encoding extrapolates. 0 for learned positions.",
+        "Tokens generated where the encoding extrapolates. 0 for learned positions.",
         "ops",
         rate("extrapolated_tokens_total"),
     ),
@@ -192,7 +196,7 @@ CACHE = (
 SERVING = (
     Panel(
         "Requests",
-        "Holding cache blocks, and waiting for them.",
+        "Requests that hold cache blocks, and requests that wait.",
         "short",
         (
             (gauge("requests_running"), f"{NAMED} · running"),
@@ -201,40 +205,48 @@ SERVING = (
     ),
     lines(
         "Requests ended",
-        "Per second, by reason.",
+        "Requests per second, by finish reason.",
         "reqps",
         rate("requests_total", "finish_reason"),
         "finish_reason",
     ),
     Panel(
         "Throughput",
-        "Tokens per second: generated, and of prompts computed.",
+        "Tokens per second: generated tokens, and prompt tokens computed.",
         "short",
         (
             (rate("generated_tokens_total"), f"{NAMED} · generated"),
             (rate("prompt_tokens_total", where='source="computed"'), f"{NAMED} · prompt"),
         ),
     ),
-    latency("Time to first token", "From arrival.", "time_to_first_token_seconds"),
-    latency("Inter-token latency", "Between tokens of a request.", "inter_token_latency_seconds"),
+    latency(
+        "Time to first token",
+        "From arrival, time in the queue included.",
+        "time_to_first_token_seconds",
+    ),
+    latency(
+        "Inter-token latency",
+        "Time between two tokens of a request.",
+        "inter_token_latency_seconds",
+    ),
     latency("Time per request", "From arrival to the end.", "request_e2e_seconds"),
     latency("Time in the queue", "From arrival to admission.", "request_queue_seconds"),
     lines(
         "Cache held by requests",
-        "Share of the blocks. Near 1 new requests wait or preempt others.",
+        "Share of the blocks. Near 1, new requests wait and running ones may be preempted.",
         "percentunit",
         highest("kv_cache_usage_ratio"),
     ),
     lines(
         "Cache blocks",
-        "By state; the sum is the size of the pool.",
+        "By state; they add up to the size of the pool.",
         "short",
         f"sum by ({BY}, state) (ropewalk_kv_blocks{{{CHOSEN}}})",
         "state",
     ),
     Panel(
         "Preemptions and evictions",
-        "Requests that gave up their blocks to be recomputed, cached blocks given up.",
+        "Preempted requests, which are recomputed later, and cached blocks that were evicted.",
         "ops",
         (
             (rate("preemptions_total"), f"{NAMED} · preempted"),
@@ -243,7 +255,7 @@ SERVING = (
     ),
     Panel(
         "Errors",
-        "Share of requests that ended with one; streams cut by one, per second.",
+        "Share of requests that ended with an error, and streams broken off by one, per second.",
         "short",
         (
             (recorded("error_ratio"), f"{NAMED} · share"),
@@ -251,8 +263,8 @@ SERVING = (
         ),
     ),
     Panel(
-        "Refused and left",
-        "Requests answered with an error alone, and clients that went away.",
+        "Rejected and disconnected",
+        "Requests answered only with an error, by reason, and clients that disconnected.",
         "reqps",
         (
             # Unfiltered: requests for unknown models have labels that no variable matches.
@@ -260,7 +272,7 @@ SERVING = (
                 "sum by (reason) (rate(ropewalk_request_rejections_total[$__rate_interval]))",
                 "{{reason}}",
             ),
-            (rate("client_disconnects_total"), f"{NAMED} · left"),
+            (rate("client_disconnects_total"), f"{NAMED} · disconnected"),
         ),
     ),
 )
