@@ -290,7 +290,8 @@ def _check_together(body: GenerationBody) -> None:
         _check_fan_out(body)
         if body.max_tokens == 0 and not body.echo:
             raise InvalidField(
-                "max_tokens should be greater than or equal to 1; 0 needs echo, to score a prompt",
+                "max_tokens should be greater than or equal to 1; 0 is possible only with echo, to "
+                "score a prompt",
                 "max_tokens",
             )
 

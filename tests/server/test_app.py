@@ -462,7 +462,7 @@ def test_no_tokens_without_echo_are_refused():
     refused = complete(toy_app(), max_tokens=0)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "max_tokens"
-    assert "0 needs echo" in refused.json()["error"]["message"]
+    assert "0 is possible only with echo" in refused.json()["error"]["message"]
 
 
 def test_models():
