@@ -208,7 +208,7 @@ def scaling_from(options: Mapping[str, Any]) -> Scaling:
     kind = given.pop("type", None)
     if kind not in SCALINGS:
         raise EncodingError(
-            f"rope's scaling type is one of {', '.join(sorted(SCALINGS))}, but got {kind!r}."
+            f"rope's scaling type must be one of {', '.join(sorted(SCALINGS))}, but is {kind!r}."
         )
     parameters = inspect.signature(SCALINGS[kind]).parameters
     required = {name for name, one in parameters.items() if one.default is one.empty}
@@ -216,7 +216,7 @@ def scaling_from(options: Mapping[str, Any]) -> Scaling:
         optional = sorted(parameters.keys() - required)
         raise EncodingError(
             f"rope's {kind} scaling takes {', '.join(sorted(required))}"
-            + (f", and if need be {', '.join(optional)}" if optional else "")
+            + (f", and optionally {', '.join(optional)}" if optional else "")
             + f", but got {sorted(given)}."
         )
     for name, value in given.items():

@@ -76,7 +76,7 @@ def sectioned(
     """
     if sum(sections) != len(speeds) or min(sections, default=0) < 0:
         raise EncodingError(
-            f"the sections {list(sections)} do not add up to the head's {len(speeds)} pairs."
+            f"The sections {list(sections)} do not add up to the head's {len(speeds)} pairs."
         )
     owners = torch.arange(len(sections)) % axes
     return MultiAxisRotation(
@@ -92,5 +92,5 @@ def grid_positions(rows: int, columns: int) -> Tensor:
 
 def _pairs_per_axis(width: int, axes: int) -> int:
     if width <= 0 or width % (2 * axes):
-        raise EncodingError(f"{width} coordinates cannot turn in pairs along {axes} axes alike.")
+        raise EncodingError(f"{width} coordinates cannot form equally many pairs for {axes} axes.")
     return width // (2 * axes)

@@ -33,7 +33,7 @@ def rope_spec(
 ) -> EncodingSpec:
     """The encoding with options that differ from the defaults. Raises CheckpointError."""
     if width % 2:
-        raise fields.error(f"{width} coordinates cannot turn in pairs")
+        raise fields.error(f"{width} coordinates cannot be rotated in pairs")
     options: dict[str, Any] = {"base": base, "width": width, "layout": layout}
     if scaling is not None:
         options["scaling"] = dict(scaling)

@@ -42,14 +42,14 @@ class ALiBi(PositionalEncoding):
     """
 
     OPTIONS: ClassVar[Mapping[str, str]] = {
-        "bias_max": "the last of n heads has the slope 2^-bias_max, n a power of two; default 8",
+        "bias_max": "the last of n heads has slope 2^-bias_max if n is a power of two; default 8",
         "scaled": "the bias is scaled like q · k, as in Falcon-RW; default false",
-        "hf_exact": "round as transformers does in Falcon-RW; default false",
+        "hf_exact": "round as transformers does for Falcon-RW; default false",
     }
-    LIMIT = "none; with hf_exact the served context, for whose keys the bias is tabulated"
+    LIMIT = "none; with hf_exact, the served context: the bias is tabulated for its positions only"
     BEYOND_TRAINED = (
-        "computes as before: a key further away than in training weighs less than any there did, "
-        "so answers rest on the nearer ones"
+        "computes as before: a key farther away than in training gets a lower bias than any key "
+        "did there, so answers depend mostly on nearer keys"
     )
 
     def __init__(

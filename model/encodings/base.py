@@ -215,7 +215,9 @@ def inherits(hook: Callable[..., object], encoding: PositionalEncoding, function
 def need_scale(encoding: str, scale: object) -> None:
     """Raises EncodingError unless `scale` is finite and above 0."""
     if not (isinstance(scale, int | float) and 0 < scale < math.inf):
-        raise EncodingError(f"{encoding}'s scale is a finite number above 0, but got {scale!r}.")
+        raise EncodingError(
+            f"{encoding}'s scale must be a finite number above 0, but is {scale!r}."
+        )
 
 
 def freeze_all(module: nn.Module) -> None:
@@ -261,6 +263,7 @@ def find(name: str) -> type[PositionalEncoding]:
     ]
     if len(candidates) != 1:
         raise EncodingError(
-            f"Encoding {name!r} must name one PositionalEncoding class; found {len(candidates)}."
+            f"Encoding {name!r} must name exactly one PositionalEncoding class, "
+            f"but {len(candidates)} were found."
         )
     return candidates[0]

@@ -20,8 +20,8 @@ class Learned(PositionalEncoding):
 
     OPTIONS: ClassVar[Mapping[str, str]] = {
         "positions": "how many positions were trained",
-        "offset": "rows of the table before that of position 0: 2 in OPT, 0 in GPT-2",
-        "scale": "what every vector is multiplied by; default 1",
+        "offset": "how many rows the table has before that of position 0: 2 in OPT, 0 in GPT-2",
+        "scale": "the factor by which every vector is multiplied; default 1",
     }
     LIMIT = "the trained positions: the table has no row for any other"
     BEYOND_TRAINED = "refuses: there is no vector for such a position"
@@ -48,15 +48,15 @@ class Learned(PositionalEncoding):
         """Options: OPTIONS above; positions and offset are required."""
         if not {"positions", "offset"} <= options.keys() <= cls.OPTIONS.keys():
             raise EncodingError(
-                "learned takes the options positions and offset, and if need be scale, "
+                "learned takes the options positions and offset, and optionally scale, "
                 f"but got {sorted(options)}."
             )
         positions, offset = options["positions"], options["offset"]
         scale = options.get("scale", 1.0)
         if positions < 1 or offset < 0:
             raise EncodingError(
-                f"learned needs a position and no negative offset, but got {positions} positions "
-                f"and an offset of {offset}."
+                f"learned needs 1 position or more and an offset of 0 or more, but got {positions} "
+                f"positions and an offset of {offset}."
             )
         need_scale("learned", scale)
         return cls(

@@ -1,4 +1,4 @@
-"""No positional encoding: order reaches the model through the causal mask alone. The control."""
+"""No positional encoding, the control: order reaches the model through the causal mask alone."""
 
 from model.encodings.base import PositionalEncoding
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of query and key coordinates turn with the position.
+"""Rotary position embedding: rotates pairs of query and key coordinates by the position.
 
 Keys are rotated once, when they are written: by their position, by their offset within the block,
 or not at all. Attention applies what is left. Frequencies are fixed when the model is loaded, so
@@ -35,20 +35,21 @@ class RoPE(PositionalEncoding):
     """
 
     OPTIONS: ClassVar[Mapping[str, str]] = {
-        "base": "pair i turns by base^(-2i / width) radians per position",
-        "width": "how many coordinates of each head turn, an even number",
-        "layout": "half pairs i with i + width/2, interleaved pairs 2i with 2i + 1",
-        "scaling": "how frequencies are stretched for long contexts: type and its parameters, "
-        "where type is linear, dynamic, yarn, longrope, llama3, proportional or factors; "
+        "base": "pair i rotates by base^(-2i / width) radians per position",
+        "width": "how many coordinates of each head are rotated, an even number",
+        "layout": "which coordinates form a pair: half (i and i + width/2) or interleaved (2i and "
+        "2i + 1)",
+        "scaling": "how frequencies are adapted to long contexts: an object with type (linear, "
+        "dynamic, yarn, longrope, llama3, proportional or factors) and that type's parameters; "
         "default none",
-        "layers": "indices of the layers whose queries and keys turn; default all",
-        "frame": "absolute, raw or block: by what stored keys are turned, their position, nothing "
-        "or their offset within the block; default absolute",
+        "layers": "indices of the layers whose queries and keys are rotated; default all",
+        "frame": "how stored keys are rotated: absolute (by their position), raw (not at all) or "
+        "block (by their offset within the block); default absolute",
     }
-    LIMIT = "the served context, for whose positions the angles are tabulated"
+    LIMIT = "the served context: angles are tabulated for its positions only"
     BEYOND_TRAINED = (
-        "computes as before, but distances past the trained length turn the slow pairs by angles "
-        "that training never showed, and answers degrade unless a scaling was made for them"
+        "computes as before, but distances past the trained length rotate slow pairs by angles "
+        "never seen in training, so answers degrade unless a scaling is made for them"
     )
 
     def __init__(
@@ -97,7 +98,7 @@ class RoPE(PositionalEncoding):
         """
         if not REQUIRED <= options.keys() <= cls.OPTIONS.keys():
             raise EncodingError(
-                "rope takes the options base, width and layout, and if need be scaling, layers "
+                "rope takes the options base, width and layout, and optionally scaling, layers "
                 f"and frame, but got {sorted(options)}."
             )
         base, width, layout = options["base"], options["width"], options["layout"]
@@ -108,15 +109,18 @@ class RoPE(PositionalEncoding):
                 f"rope needs an even width of at most head_dim {config.head_dim}, but got {width}."
             )
         if layout not in get_args(Layout):
-            raise EncodingError(f"rope's layout is half or interleaved, but got {layout!r}.")
+            raise EncodingError(f"rope's layout must be half or interleaved, but is {layout!r}.")
         scaling, layers = options.get("scaling"), options.get("layers")
         if layers is not None and not set(layers) <= set(range(config.layers)):
             raise EncodingError(
-                f"rope's layers are indices below {config.layers}, but got {list(layers)}."
+                f"rope's layers must be indices from 0 to {config.layers - 1}, "
+                f"but are {list(layers)}."
             )
         frame = options.get("frame", KeyFrame.ABSOLUTE)
         if frame not in list(KeyFrame):
-            raise EncodingError(f"rope's frame is {', '.join(KeyFrame)}, but got {frame!r}.")
+            raise EncodingError(
+                f"rope's frame must be one of {', '.join(KeyFrame)}, but is {frame!r}."
+            )
         return cls(
             base=base,
             width=width,

@@ -40,15 +40,15 @@ class Sinusoidal(PositionalEncoding):
     """Vaswani et al. (arXiv 1706.03762), section 3.5, tabulated for the served context."""
 
     OPTIONS: ClassVar[Mapping[str, str]] = {
-        "layout": "interleaved has sine and cosine side by side, split all sines first",
-        "slowest": "the frequency 1/10000 is that of the last pair (last), or of the one that "
-        "would come next (next); default next",
-        "offset": "what is added to a position before its vector is looked up; default 0",
-        "scale": "what every vector is multiplied by; default 1",
+        "layout": "interleaved (sine and cosine alternate) or split (all sines, then all cosines)",
+        "slowest": "which pair has the frequency 1/10000: the last one (last), or the one that "
+        "would follow it (next); default next",
+        "offset": "the number added to a position before its vector is looked up; default 0",
+        "scale": "the factor by which every vector is multiplied; default 1",
     }
-    LIMIT = "the served context, for whose positions the vectors are tabulated"
+    LIMIT = "the served context: vectors are tabulated for its positions only"
     BEYOND_TRAINED = (
-        "computes as before, but with vectors that training never showed; answers break soon "
+        "computes as before, but with vectors never seen in training; answers break down soon "
         "after the trained length"
     )
 
@@ -78,22 +78,22 @@ class Sinusoidal(PositionalEncoding):
         """Options: OPTIONS above; layout is required."""
         if not {"layout"} <= options.keys() <= cls.OPTIONS.keys():
             raise EncodingError(
-                "sinusoidal takes the option layout, and if need be slowest, offset and scale, "
+                "sinusoidal takes the option layout, and optionally slowest, offset and scale, "
                 f"but got {sorted(options)}."
             )
         layout, slowest = options["layout"], options.get("slowest", "next")
         offset, scale = options.get("offset", 0), options.get("scale", 1.0)
         if layout not in LAYOUTS:
             raise EncodingError(
-                f"sinusoidal's layout is {' or '.join(LAYOUTS)}, but got {layout!r}."
+                f"sinusoidal's layout must be {' or '.join(LAYOUTS)}, but is {layout!r}."
             )
         if slowest not in SLOWEST:
             raise EncodingError(
-                f"sinusoidal's slowest is {' or '.join(SLOWEST)}, but got {slowest!r}."
+                f"sinusoidal's slowest must be {' or '.join(SLOWEST)}, but is {slowest!r}."
             )
         if config.width < 4 or offset < 0:
             raise EncodingError(
-                "sinusoidal needs a width of at least 4 and no negative offset, "
+                "sinusoidal needs a width of at least 4 and an offset of at least 0, "
                 f"but got {config.width} and {offset}."
             )
         need_scale("sinusoidal", scale)

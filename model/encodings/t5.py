@@ -52,12 +52,13 @@ class T5(PositionalEncoding):
     """
 
     OPTIONS: ClassVar[Mapping[str, str]] = {
-        "buckets": "how many biases each head has",
-        "max_distance": "distances from here on share the last bucket",
-        "bidirectional": "keys after the query get half of the buckets; default false",
-        "per_layer": "every layer has biases of its own, as UMT5; default false",
-        "form": "window, table or materialised: which keys pay for the bias, the nearest or all, "
-        "and whether a dense one is built each step; default window, or table when bidirectional",
+        "buckets": "how many buckets there are; each head has one bias per bucket",
+        "max_distance": "distances from this one on share the last bucket",
+        "bidirectional": "half of the buckets are for keys after the query; default false",
+        "per_layer": "every layer has its own biases, as in UMT5; default false",
+        "form": "how the bias is applied: window (to near keys only), table (to every key) or "
+        "materialised (as a dense tensor built in each step); default window, or table when "
+        "bidirectional",
     }
     LIMIT = "none"
     BEYOND_TRAINED = (
@@ -122,14 +123,14 @@ class T5(PositionalEncoding):
         """Options: OPTIONS above; buckets and max_distance are required."""
         if not REQUIRED <= options.keys() <= cls.OPTIONS.keys():
             raise EncodingError(
-                "t5 takes the options buckets and max_distance, and if need be bidirectional, "
+                "t5 takes the options buckets and max_distance, and optionally bidirectional, "
                 f"per_layer and form, but got {sorted(options)}."
             )
         buckets, max_distance = options["buckets"], options["max_distance"]
         bidirectional = options.get("bidirectional", False)
         form = options.get("form", "table" if bidirectional else "window")
         if form not in FORMS:
-            raise EncodingError(f"t5 has the forms {', '.join(FORMS)}, but got {form!r}.")
+            raise EncodingError(f"t5's form must be one of {', '.join(FORMS)}, but is {form!r}.")
         if bidirectional and form == "window":
             raise EncodingError(
                 "t5 has no window form when bidirectional, because keys before and after the "

@@ -436,7 +436,7 @@ def test_what_has_none_may_not(field, folder):
         (encoding("os.path"), "must be an encoding or package.module:Class, not 'os.path'"),
         (encoding("cope"), "There is no encoding 'cope'"),
         (encoding("nowhere.to:Find"), "cannot be imported"),
-        (encoding("json:JSONDecoder"), "must name one PositionalEncoding class"),
+        (encoding("json:JSONDecoder"), "must name exactly one PositionalEncoding class"),
         (encoding("t5", buckets=32), "t5 takes the options buckets and max_distance"),
         (encoding("t5", buckets="32", max_distance=128), "'t5' cannot be made with the options"),
         (encoding("t5", buckets=32, max_distance=None), "'t5' cannot be made with the options"),

@@ -106,7 +106,7 @@ def test_command_prints_each_with_its_facts(place, outside, capsys, monkeypatch)
     reasons = "not triton: the device is cpu; not cpu: no compiler here"
     assert f"sdpa, reference; {reasons}" in " ".join(blocks["alibi"].split())
     assert "1,179,648 FLOPs, 48 bytes at 4,096 keys" in blocks["alibi"]
-    assert "base: pair i turns by" in blocks["rope"]
+    assert "base: pair i rotates by" in blocks["rope"]
     assert "(cpu, bfloat16)" in said.out
     assert max(map(len, said.out.splitlines())) <= 100
 

@@ -31,8 +31,8 @@ def test_one_from_outside():
         ("t6", "There is no encoding 't6'; use one of .*nope"),
         ("base", "There is no encoding 'base'"),
         ("no.such.module:Thing", "cannot be imported: No module named 'no'"),
-        ("tests.model.tiny:CONFIG", "must name one PositionalEncoding class; found 0"),
-        ("tests.model.tiny:Missing", "found 0"),
+        ("tests.model.tiny:CONFIG", "exactly one PositionalEncoding class, but 0 were found"),
+        ("tests.model.tiny:Missing", "but 0 were found"),
     ],
 )
 def test_names_that_lead_nowhere(name, words):

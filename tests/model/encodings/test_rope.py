@@ -263,10 +263,10 @@ def test_tables_stay_float32_when_the_model_is_cast():
         ({"width": 7}, "an even width"),
         ({"width": 10}, "of at most head_dim 8"),
         ({"layout": "sideways"}, "half or interleaved"),
-        ({"factor": 2.0}, "takes the options base, width and layout, and if need be scaling"),
-        ({"layers": [0, 3]}, r"indices below 3, but got \[0, 3\]"),
+        ({"factor": 2.0}, "takes the options base, width and layout, and optionally scaling"),
+        ({"layers": [0, 3]}, r"indices from 0 to 2, but are \[0, 3\]"),
         ({"scaling": {"type": "ntk"}}, "'ntk'"),
-        ({"frame": "page"}, "frame is absolute, raw, block, but got 'page'"),
+        ({"frame": "page"}, "frame must be one of absolute, raw, block, but is 'page'"),
     ],
 )
 def test_options_are_checked(changes, words):

@@ -155,8 +155,8 @@ def test_scores_depend_on_the_offset_along_each_axis(rotation):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: axial(100.0, 10), "10 coordinates cannot turn in pairs along 2 axes"),
-        (lambda: dealt(100.0, 16, axes=3), "along 3 axes"),
+        (lambda: axial(100.0, 10), "10 coordinates cannot form equally many pairs for 2 axes"),
+        (lambda: dealt(100.0, 16, axes=3), "pairs for 3 axes"),
         (lambda: axial(100.0, 0), "0 coordinates"),
         (lambda: sectioned(frequencies(100.0, 16), [4, 3]), "do not add up to the head's 8"),
         (lambda: sectioned(frequencies(100.0, 16), [9, -1]), "do not add up"),

@@ -183,15 +183,15 @@ def test_the_slowest_pairs_of_proportional_stand_still():
 @pytest.mark.parametrize(
     ("scaling", "words"),
     [
-        ({"factor": 2.0}, "type is one of dynamic, factors, linear.* but got None"),
-        ({"type": "ntk"}, "but got 'ntk'"),
+        ({"factor": 2.0}, "type must be one of dynamic, factors, linear.* but is None"),
+        ({"type": "ntk"}, "but is 'ntk'"),
         ({"type": "linear"}, r"takes factor, but got \[\]"),
         ({"type": "linear", "factor": 0}, "cannot use factor = 0"),
         ({"type": "linear", "factor": True}, "cannot use factor = True"),
         ({"type": "linear", "factor": "2"}, "cannot use factor = '2'"),
         ({"type": "linear", "factor": math.inf}, "cannot use factor = inf"),
         ({"type": "linear", "factor": 2.0, "magnitude": 2.0}, "takes factor, but got"),
-        ({"type": "yarn", "factor": 2.0}, "factor, original_context, and if need be beta_fast"),
+        ({"type": "yarn", "factor": 2.0}, "factor, original_context, and optionally beta_fast"),
         ({"type": "yarn", "factor": 2.0, "original_context": 9, "truncate": 1}, "truncate = 1"),
         ({"type": "factors", "factors": [1.0]}, "a factor for each of 4 pairs, but got 1"),
         ({"type": "factors", "factors": [1.0, 1.0, 1.0, 0.0]}, "cannot use factors"),
