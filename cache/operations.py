@@ -99,7 +99,7 @@ class Operations:
         self._ledger.verify(moved, operation.changed)
         copies = self._rearrange(operation, rewrite=bool(moving))
         if copies is None:
-            raise NoRoom(f"{operation.op.value} needs more free blocks than there are")
+            raise NoRoom(f"{operation.op.value} needs more blocks than are free")
         # A copy of a corrupted block would be just as wrong, and would be sealed as correct.
         copied = {copy.source for copy in copies}.difference(moved)
         self._ledger.verify(tuple(copied), operation.changed)

@@ -1,4 +1,4 @@
-"""`ropewalk bench` and aiperf on the same running server, in turns: do they measure the same?
+"""Measures one running server with `ropewalk bench` and aiperf in turn, and compares the figures.
 
 docs/load-testing-agreement.md says how to install aiperf and how definitions differ.
 """
@@ -199,9 +199,9 @@ def _call(command: Sequence[str]) -> None:
 
 def _options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="load_tests.agreement", description=__doc__)
-    options.add_argument("--aiperf", type=Path, required=True, help="the program")
+    options.add_argument("--aiperf", type=Path, required=True, help="path of the aiperf program")
     options.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL")
-    options.add_argument("--model", required=True, help="of that server")
+    options.add_argument("--model", required=True, help="name of a model on that server")
     for name, default in (
         ("--workers", 4),
         ("--requests", 64),

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ropewalk bench: nothing was measured: {reason}", file=sys.stderr)
         return status
     if reason:
-        measured.warnings.append(f"The load test ended early ({reason}); this is what it has.")
+        measured.warnings.append(f"The load test ended early ({reason}); results are incomplete.")
     return report(as_result(command, args, measured), Path(args.out)) or status
 
 
@@ -157,12 +157,12 @@ def _complaint(args: argparse.Namespace) -> str | None:
     if args.serve is not None and (args.base_url or args.models):
         return "--serve starts servers of its own: drop --base-url and --models, or --serve"
     if args.serve is not None and (args.dialect != "openai" or not args.ignore_eos):
-        return "--dialect and --no-ignore-eos are for servers that run: drop them, or --serve"
+        return "--dialect and --no-ignore-eos are for running servers: drop them, or --serve"
     if args.serve is None and (args.encodings or args.arms or args.context):
         return "--encodings, --arms and --context need --serve, such as --serve shape:smollm2"
     random = args.serve is not None and args.serve.startswith("shape:")
     if random and any(workload.name == "extrapolate" for workload in args.workload):
-        return "extrapolate goes past a trained context, and random weights have none: drop it"
+        return "extrapolate needs a trained context, which random weights do not have: drop it"
     if args.prompt_form == "ids" and not DIALECTS[args.dialect].token_ids:
         return f"the {args.dialect} dialect takes text prompts only: drop --prompt-form ids"
     return None

@@ -33,11 +33,11 @@ _CONDITION = re.compile(r"(?P<metric>\w+)\s*(?P<side>>\s*\+|<\s*-)\s*(?P<number>
 _DESCRIPTION = """\
 Compare two results of `ropewalk bench`: what changed from the first to the second?
 
-Arms and points are matched by their labels. Where both results have the same zero arm, its own
-change is that of its plain figures, and every other arm is compared by its ratio to the zero arm
-of its own result: a machine that was slower that day slows both, and only the zero's line shows it.
-Intervals are 95 %, each by itself; verdicts allow for the number of comparisons. Each result needs
-at least 3 runs of a cell, and 5 or more find smaller changes.
+Arms and points are matched by their labels. If both results have the same zero arm, that arm is
+compared by its absolute figures, and every other arm by its ratio to the zero arm of its own
+result: a machine that was slower that day slows both, so only the zero's line shows it. Each
+interval is 95 % on its own; verdicts allow for the number of comparisons. Each result needs at
+least 3 runs of a cell, and 5 or more find smaller changes.
 """
 _EPILOG = """\
 a condition is METRIC>+N% or METRIC<-N%. It holds where the change is beyond N and its verdict is
@@ -49,8 +49,8 @@ examples:
   ropewalk bench compare a.json b.json --fail-on 'tpot_p99>+10%' --fail-on 'ttft_p50>+20%'
   ropewalk bench compare a.json b.json --fail-on 'output_tokens_per_s<-5%' --plain
 
-Exit status: 0 when no condition holds, 1 when one does, 2 when an arm that a
-condition is about allows no conclusion, or a file cannot be used.
+Exit status: 0 when no condition holds, 1 when one does, 2 when an arm in a
+condition allows no conclusion, or a file cannot be used.
 """
 
 
@@ -112,10 +112,10 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="CONDITION",
-        help="end with status 1 where this holds; may be given several times",
+        help="exit with status 1 if this holds; may be given several times",
     )
     options.add_argument(
-        "--plain", action="store_true", help="compare plain figures, not ratios to the zero arm"
+        "--plain", action="store_true", help="compare absolute figures, not ratios to the zero arm"
     )
     return options
 
@@ -221,7 +221,7 @@ def _reasons(rows: Sequence[Row]) -> Iterator[str]:
         if row.found.verdict == "unknown":
             reasons.setdefault(row.found.reason, []).append(f"{row.cell} {row.arm}")
     for reason, places in reasons.items():
-        yield f"Unknown of {', '.join(dict.fromkeys(places))}: {reason}."
+        yield f"Unknown for {', '.join(dict.fromkeys(places))}: {reason}."
 
 
 def _left_out(name: str, mine: Result, its: Result, missing: Sequence[str]) -> Iterator[str]:
@@ -239,7 +239,7 @@ def _machines(before: Result, after: Result) -> Iterator[str]:
     for name in _SAME:
         old, new = before.environment.get(name), after.environment.get(name)
         if old != new:
-            yield f"The {name} differ: {old} and {new}; the results are of different machines."
+            yield f"Different {name}: {old} and {new}; the results come from different machines."
 
 
 def _conclude(rows: Sequence[Row], conditions: Sequence[Condition]) -> int:

@@ -50,7 +50,8 @@ def difference(samples: Sequence[Floats], metric: str) -> Difference:
     """
     blocks = min(len(sample) for sample in samples)
     if blocks < MIN_BLOCKS:
-        return unknown(f"{blocks} blocks have this figure, an interval needs {MIN_BLOCKS}: --runs")
+        need = f"an interval needs {MIN_BLOCKS}: raise --runs"
+        return unknown(f"{blocks} blocks have this figure, but {need}")
     log = float(samples[-1].mean() - (samples[0].mean() if len(samples) > 1 else 0.0))
     error = math.sqrt(sum(sample.var(ddof=1) / len(sample) for sample in samples))
     error = max(error, 1e-9)  # equal values show a clock's resolution, not certainty

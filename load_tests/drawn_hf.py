@@ -1,6 +1,6 @@
-"""Writes decoders of other families, with drawn weights, as peers and Ropewalk load them.
+"""Writes decoders of other model families, with random weights, for peers and Ropewalk to load.
 
-What a token costs does not depend on what the weights say. Run with a Python that has torch and
+The cost of a token does not depend on the values of weights. Run with a Python that has torch and
 transformers (`python -m load_tests.drawn_hf --help`); the benchmark itself never imports this.
 """
 
@@ -61,9 +61,9 @@ def write(family: str, tokenizer: Path, target: Path, heads: int, layers: int) -
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="load_tests.drawn_hf", description=__doc__)
     parser.add_argument("family", choices=FAMILIES)
-    parser.add_argument("tokenizer", type=Path, help="a model's folder, for its tokenizer")
-    parser.add_argument("target", type=Path, help="folder that gets `bf16/`")
-    sizes = (("heads", 12, f"of {HEAD_DIM} each"), ("layers", 12, "one after another"))
+    parser.add_argument("tokenizer", type=Path, help="folder of a model whose tokenizer is copied")
+    parser.add_argument("target", type=Path, help="folder for `bf16/`")
+    sizes = (("heads", 12, f"attention heads of {HEAD_DIM}"), ("layers", 12, "decoder layers"))
     for name, default, meaning in sizes:
         parser.add_argument(
             f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} ({default})"

@@ -73,7 +73,7 @@ class Answer(asyncio.Protocol):
     def _watch(self) -> None:
         quiet = self._loop.time() - self._heard
         if quiet >= self._idle_s:
-            self.end(f"the server said nothing for {self._idle_s:g} s")
+            self.end(f"the server sent nothing for {self._idle_s:g} s")
         else:
             self._watcher = self._loop.call_later(self._idle_s - quiet, self._watch)
 

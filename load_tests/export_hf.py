@@ -48,7 +48,7 @@ def without_eos(model: Path, target: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="load_tests.export_hf", description=__doc__)
     parser.add_argument("gguf", type=Path, help="the GGUF file to read")
-    parser.add_argument("target", type=Path, help="folder that gets `bf16/` and `bf16-noeos/`")
+    parser.add_argument("target", type=Path, help="folder for `bf16/` and `bf16-noeos/`")
     args = parser.parse_args(argv)
     model = args.target / "bf16"
     export(args.gguf, model)

@@ -30,7 +30,7 @@ async def arms_of(server: Server, models: Sequence[str]) -> list[Arm]:
     for name in wanted:
         if name not in cards:
             there = ", ".join(cards) or "none"
-            raise Unreachable(f"{server.url} has no model {name!r}; --models takes: {there}")
+            raise Unreachable(f"{server.url} has no model {name!r}; its models are: {there}")
     if not wanted:
         raise Unreachable(f"{server.url} serves no model")
     return [

@@ -28,9 +28,9 @@ def goodput_plots(subject: Subject) -> Iterator[Plot]:
             charts=(_chart(subject, axis, found),),
             table=_table(subject, axis.cells, objectives),
             note=(
-                f"Objectives: {text}. A request is good when it was served and each of its own "
-                "latencies is within its objective; shares are of those that began in the steady "
-                "window and did not leave as planned."
+                f"Objectives: {text}. A request is good if it was served and each of its latencies "
+                "met its objective; shares are of the requests that began in the steady window, "
+                "without those whose client left as planned."
             ),
         )
 
@@ -81,7 +81,7 @@ def _said(cell: Cell, shares: Mapping[str, Spread]) -> str:
 
 def _table(subject: Subject, cells: Sequence[Cell], objectives: Mapping[str, float]) -> Table:
     table: list[tuple[str, ...]] = [
-        ("at", "arm", "good, %", "good requests/s", "their output tokens/s")
+        ("at", "arm", "good, %", "good requests/s", "good output tokens/s")
     ]
     for cell in cells:
         for arm in subject.arms:

@@ -47,25 +47,29 @@ WEIGHTS = {  # by which the parts of a shape share the time
 Part = Callable[[Budget], Iterator[Found]]
 
 _DESCRIPTION = f"""\
-How fast this device decodes, over what its memory allows, and beside {PEER}.
+How fast this device decodes, compared with the limit of its memory and with {PEER}.
 
-First the device itself: bytes per second of a large copy, read and written, and operations per
-second of a large product. Then for each shape, with random weights, in this order:
+The device itself is measured first: bytes per second of a large copy, reads and writes counted
+together, and operations per second of a large matrix product. Then, for each shape, with random
+weights, in this order:
 
-  passes      of the decoder under rope, a token for each request, at each batch and context, over
-              the roofline: the bytes of all weights and of the keys and values that are read, at
-              the speed of the copy. Replayed as CUDA graphs where the server does that
-  prompts     one pass over --prefill tokens, over the products of its linear layers at that speed
-  encodings   each one's pass over that of none, in rounds, as load_tests.step_cost has it
-  steps       of the engine, with scheduling, sampling and audit, on the clock on the wall
+  passes      a decoder pass under rope that gives each request one token, at each batch and
+              context, compared with the roofline: the time to read all weights and the keys and
+              values needed, at the speed of the copy. Replayed as CUDA graphs where the server
+              does that
+  prompts     one pass over --prefill tokens, compared with the time of its linear layers' products
+              at the measured speed
+  encodings   a pass under each encoding compared with one under nope, in rounds, as in
+              load_tests.step_cost
+  steps       steps of the engine, with scheduling, sampling and audit, in wall-clock time
   {PEER}
-              the same: for one stream a pass over its static cache, compiled on a GPU and not on a
-              CPU; for several the steps of its continuous batching
+              the same work: for one stream, a pass with its static cache, compiled on a GPU but
+              not on a CPU; for several, the steps of its continuous batching
 
-Passes are timed by events on a GPU, by the processor's clock on a CPU. A batch whose keys and
-values do not fit is left out and named, as is what there was no time for: each part begins things
-for its share of what is left of --seconds, and ends what it began. NAME.json is written anew with
-each figure, so a run that is cut short leaves those that it had.
+Passes are timed by events on a GPU and in processor time on a CPU. A batch whose keys and values
+do not fit is left out and listed, as is everything that there was no time for: each part gets a
+share of the remaining --seconds, starts no measurement after that, and finishes the one it is in.
+NAME.json is rewritten after each figure, so a run that is cut short keeps the figures it has.
 """
 
 _EPILOG = """\
@@ -111,10 +115,14 @@ def parser() -> argparse.ArgumentParser:
         type=_shapes,
         default=("smollm2", "llama-1b"),
         metavar="A,B",
-        help=f"of {', '.join(SHAPES)} (default: smollm2,llama-1b)",
+        help=f"some of {', '.join(SHAPES)} (default: smollm2,llama-1b)",
     )
     options.add_argument(
-        "--batches", type=counts, default=(1, 8, 64, 256), metavar="N,...", help="1,8,64,256"
+        "--batches",
+        type=counts,
+        default=(1, 8, 64, 256),
+        metavar="N,...",
+        help="requests in a batch (default: 1,8,64,256)",
     )
     options.add_argument(
         "--contexts",
@@ -124,17 +132,21 @@ def parser() -> argparse.ArgumentParser:
         help="tokens of each request (default: 512,4k,16k)",
     )
     options.add_argument(
-        "--prefill", type=count, default=1024, metavar="N", help="default: %(default)s tokens"
+        "--prefill",
+        type=count,
+        default=1024,
+        metavar="N",
+        help="tokens of the prompt (default: %(default)s)",
     )
     options.add_argument(
-        "--rounds", type=count, default=40, help="samples of a pass (default: %(default)s)"
+        "--rounds", type=count, default=40, help="samples of each pass (default: %(default)s)"
     )
     options.add_argument(
-        "--seconds", type=count, default=400, help="for everything (default: %(default)s)"
+        "--seconds", type=count, default=400, help="for the whole run (default: %(default)s)"
     )
     add_place(options)
     options.add_argument(
-        "--commit", help="that is measured, where the folder has no history to tell it"
+        "--commit", help="the commit that is measured, for a folder without git history"
     )
     options.add_argument(
         "--out",

@@ -11,18 +11,16 @@ from load_tests.step_cost import table
 from load_tests.words import digits, fine_milliseconds, percent
 
 _TITLES: dict[Work, str] = {
-    "pass": "Decoding: one pass of the decoder that gives each request its next token",
+    "pass": "Decoding: one decoder pass, which gives each request its next token",
     "step": "Serving: one step of the engine, with scheduling and sampling",
-    "prefill": "One prompt: the pass over all its tokens",
+    "prefill": "One prompt: one decoder pass over all its tokens",
 }
 
 
 def tables(ceiling: Ceiling, found: Sequence[Found]) -> str:
     """In short: medians, and a line for each missing figure."""
     copy, products = ceiling.bytes_per_s / 1e9, ceiling.operations_per_s / 1e12
-    parts = [
-        f"Copies {digits(copy)} GB/s, read and written; multiplies {digits(products)} TFLOP/s."
-    ]
+    parts = [f"Copy: {digits(copy)} GB/s, read and written; product: {digits(products)} TFLOP/s."]
     figures = [each for each in found if isinstance(each, Figure)]
     for work, title in _TITLES.items():
         if any(each.work == work for each in figures):
@@ -57,7 +55,7 @@ def _figures(work: Work, figures: Sequence[Figure]) -> str:
         {(each.shape, each.cell): each for each in figures if (each.work, each.system) == key}
         for key in ((work, OWN), (work, WAITED), (work, PEER))
     )
-    beside = ("waited for, ms",) if work == "step" else ("roofline, ms", "of it")
+    beside = ("not overlapped, ms",) if work == "step" else ("roofline, ms", "of roofline")
     head = ["shape", "batch", "context", "ms", *beside, "tokens/s", f"{PEER}, ms", "times as fast"]
     rows = [head]
     for shape, cell in dict.fromkeys([*own, *peer]):

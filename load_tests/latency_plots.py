@@ -27,8 +27,8 @@ STEP, FIRST, THROUGHPUT = "itl_p50", "ttft_p50", "output_tokens_per_s"
 LATENCIES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
 _RUNS = "A mark is the median of the runs; its bar reaches from the lowest to the highest."
 _INTERVAL = (
-    "A bar at a difference is its 95 % interval over the blocks; a hollow mark is no difference, "
-    "which allows for the number of arms compared. Beside large differences the axis is compressed."
+    "The bar of a difference is its 95 % interval over the blocks; a hollow mark means no "
+    "difference, allowing for the number of arms compared. Large differences compress the axis."
 )
 
 

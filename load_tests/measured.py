@@ -59,27 +59,25 @@ def add_place(options: argparse.ArgumentParser) -> None:
     """Options of device, dtype, threads and clock, for `place_of`; and the seed of the order."""
     add_device(options)
     options.add_argument(
-        "--threads", type=count, default=1, help="of the CPU kernels (default: %(default)s)"
+        "--threads", type=count, default=1, help="threads of the CPU kernels (default: %(default)s)"
     )
     options.add_argument(
         "--clock",
         choices=("processor", "wall"),
-        help="on a CPU the time of this process alone (the default) or the clock on the wall; on "
-        "CUDA the device's own, or the wall's, which has Python in it",
+        help="processor: on a CPU this process's own time, on CUDA the device's (default); wall: "
+        "elapsed time, which on CUDA includes Python",
     )
     options.add_argument(
-        "--seed", default="0", help="of the order within each round (default: %(default)s)"
+        "--seed", default="0", help="seed of the order in each round (default: %(default)s)"
     )
 
 
 def add_device(options: argparse.ArgumentParser) -> None:
-    options.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
-    )
+    options.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
     options.add_argument(
         "--dtype",
         choices=tuple(placement.DTYPES),
-        help="default: what `ropewalk serve` takes on the device",
+        help="default: the one that `ropewalk serve` uses on the device",
     )
 
 

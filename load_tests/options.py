@@ -18,24 +18,24 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 # The whole numbers in `Sizes` that a user may set, besides the contexts.
 _COUNTS = {
-    "prompt_tokens": "of stream, cancel and chat's first turn",
-    "output_tokens": "of stream, cancel, chat and files",
-    "prefill_tokens": "prompt of prefill",
-    "prefix_tokens": "common prefix of shared-prefix",
-    "prefixes": "of shared-prefix",
-    "requests_per_prefix": "of shared-prefix",
-    "requests_per_worker": "in a run of sync or closed:N",
+    "prompt_tokens": "prompt length in stream, cancel and chat's first turn",
+    "output_tokens": "answer length in stream, cancel, chat and files",
+    "prefill_tokens": "prompt length in prefill",
+    "prefix_tokens": "length of each common prefix in shared-prefix",
+    "prefixes": "number of prefixes in shared-prefix",
+    "requests_per_prefix": "requests with each prefix in shared-prefix",
+    "requests_per_worker": "requests of each worker in a run of sync or closed:N",
     "arrivals": "requests in a run of poisson or gamma",
 }
 
 _DESCRIPTION = """\
-Measure what a server costs, and what positional encodings cost on it.
+Measure the speed of servers, and what positional encodings cost on them.
 
-Against servers that run (--base-url), or against ones that it starts and stops itself (--serve),
-which hold one decoder under each encoding. Every prompt is new, decoding is greedy, and a request
-counts only when exactly the tokens asked for arrived and the stream ended properly. Arms take
-turns in random order, several times; a difference between them has an interval, and one that
-could be chance is called no difference.
+The servers are already running (--base-url), or the benchmark starts and stops its own (--serve),
+which serve one decoder under each encoding. Every prompt is new, decoding is greedy, and a request
+counts only if exactly the requested number of tokens arrived and the stream ended properly. The
+arms (whatever is compared) take turns in random order, several times. Each difference between arms
+comes with an interval; one that could be chance is reported as "no difference".
 """
 
 _EPILOG = """\
@@ -48,10 +48,10 @@ examples:
   ropewalk bench --profile sweep --arrivals 64
   ropewalk bench compare before/result.json after/result.json --fail-on 'tpot_p99>+10%'
   ropewalk bench --profile-step --serve shape:smollm2
-                               where a step's time goes; --profile-step --help says more
+                               where the time of a step goes; see also --profile-step --help
 
 Tables go to standard output, progress to standard error. The folder of --out gets result.json,
-with every sample, and report.html, which needs nothing else.
+with every sample, and report.html, which needs no other file.
 Exit status: 0 when every request was served, 1 when some failed, 2 when nothing was measured.
 """
 
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         prog="ropewalk bench",
         description=(
             f"{_DESCRIPTION}\nworkloads:\n{workloads}"
-            f"  {'file:PATH':<14} prompts from a file, one JSON object a line\n"
+            f"  {'file:PATH':<14} prompts from a file, one JSON object per line\n"
             f"\nprofiles:\n{profiles}"
         ),
         epilog=_EPILOG,
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     _add_server_options(options)
     _add_arm_options(options)
     add_load_options(options)
-    good = "count the requests that meet all of these as goodput: ttft=200ms,tpot=50ms"
+    good = "report goodput: requests that meet all objectives, such as ttft=200ms,tpot=50ms"
     _add(options, "--slo OBJECTIVES", _slo, None, good)
     return options
 
@@ -83,12 +83,12 @@ def add_load_options(options: argparse.ArgumentParser) -> None:
     """Options of the load; shared with the comparison of servers."""
     sizes = Sizes()
     load = options.add_argument_group("load")
-    above = "one or several of those above"
+    above = "one or more of those above"
     _add(load, "--workload NAME,...", _workloads, "stream", f"{above} (default: stream)")
     _add(load, "--profile PROFILE,...", _profiles, None, f"{above} (default: the workload's own)")
-    _add(load, "--runs N", count, 5, "of every arm (default: 5)")
+    _add(load, "--runs N", count, 5, "runs of every arm (default: 5)")
     _add(
-        load, "--contexts N,...", counts, sizes.contexts, "tokens, of longctx (default: 512,2k,8k)"
+        load, "--contexts N,...", counts, sizes.contexts, "lengths in longctx (default: 512,2k,8k)"
     )
     for name, meaning in _COUNTS.items():
         default = getattr(sizes, name)
@@ -97,25 +97,25 @@ def add_load_options(options: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--prompt-form",
         choices=("ids", "text"),
-        help="prompts as token ids (exact length) or as text (default: ids where accepted)",
+        help="send prompts as token ids (exact length) or text (default: ids where accepted)",
     )
     load.add_argument(
         "--seed",
-        help="of prompts, arrivals and order (default: new each time; one used again on a server "
-        "that cannot flush measures its prefix cache)",
+        help="seed of prompts, arrivals and order (default: a new one; a seed used again on a "
+        "server that cannot flush its prefix cache measures cache hits)",
     )
     _add(
         load,
         "--timeout S",
         _seconds,
         600.0,
-        "seconds until an answer must be complete (default: 600)",
+        "seconds in which an answer must be complete (default: 600)",
     )
-    _add(load, "--idle-timeout S", _seconds, 120.0, "seconds of silence within it (default: 120)")
+    _add(load, "--idle-timeout S", _seconds, 120.0, "seconds allowed without data (default: 120)")
     options.add_argument(
         "--out",
         metavar="FOLDER",
-        help="for result.json and report.html (default: one named after the time)",
+        help="where result.json and report.html go (default: a folder named after the time)",
     )
 
 
@@ -131,7 +131,7 @@ def _add_server_options(options: argparse.ArgumentParser) -> None:
         type=checked(_base_url),
         action="append",
         metavar="URL",
-        help=f"of a running server; again to compare several (default: {DEFAULT_URL})",
+        help=f"a running server; repeat to compare several (default: {DEFAULT_URL})",
     )
     _add(
         server,
@@ -141,39 +141,39 @@ def _add_server_options(options: argparse.ArgumentParser) -> None:
         "start servers instead: `family` for the bundled models, shape:NAME or the path of a "
         "config.json for random weights of that shape",
     )
-    room = "tokens that started servers have room for (default: what the workload needs)"
+    room = "context length of started servers (default: what the workload needs)"
     _add(server, "--context N", count, None, room)
     server.add_argument(
         "--api-key",
         default=os.environ.get("ROPEWALK_API_KEY"),
         metavar="KEY",
-        help="default: the variable ROPEWALK_API_KEY",
+        help="sent to the servers (default: the environment variable ROPEWALK_API_KEY)",
     )
     server.add_argument(
-        "--dialect", choices=sorted(DIALECTS), default="openai", help="default: openai"
+        "--dialect", choices=sorted(DIALECTS), default="openai", help="API (default: openai)"
     )
     server.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="ask the server to generate past its end-of-text (default: yes); without it, use a "
-        "model that has none",
+        help="ask the server to generate past end-of-text (default: yes); --no-ignore-eos is for "
+        "models without end-of-text",
     )
 
 
 def _add_arm_options(options: argparse.ArgumentParser) -> None:
     arms = options.add_argument_group("arms: what is compared, with nope as the zero")
     every, settings = ",".join(ENCODINGS), ", ".join(setting_names())
-    first = "the first that each has"
+    first = "the first one of each"
     _add(
         arms,
         "--encodings NAME,...",
         _encodings,
         (),
-        f"of --serve, or package.module:Class (default: {every})",
+        f"encodings for --serve, or package.module:Class (default: {every})",
     )
-    _add(arms, "--arms NAME:SETTING,...", _arms, (), f"of --serve, one server each: {settings}")
-    _add(arms, "--models NAME,...", _names, (), f"of running servers (default: {first})")
+    _add(arms, "--arms NAME:SETTING,...", _arms, (), f"for --serve, one server each: {settings}")
+    _add(arms, "--models NAME,...", _names, (), f"models of running servers (default: {first})")
 
 
 def _add(
@@ -241,7 +241,7 @@ def _arms(text: str) -> tuple[str, ...]:
 def _workloads(text: str) -> tuple[Workload, ...]:
     found = tuple(workload_from(name) for name in _names(text))
     if len({each.name for each in found}) < len(found):
-        raise ValueError(f"{text!r} has two files of one name, which labels their runs: rename one")
+        raise ValueError(f"{text!r} has two files of one name, and names label runs: rename one")
     return found
 
 

@@ -39,8 +39,8 @@ from load_tests.terms import Request
 
 _PROGRAM = ("python", "-m", "load_tests.peers")
 _DESCRIPTION = """\
-Compare Ropewalk with other servers on this machine, each alone on it while it is measured.
-docs/load-testing-peers.md says how to install them, and what is compared.
+Compare Ropewalk with other servers on this machine, which runs one of them at a time.
+docs/load-testing-peers.md says how to install them and what is compared.
 
 work:
 """
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="holds the weights as each system takes them: bf16/, bf16-noeos/, openvino/, "
+        help="has the weights in the format of each system: bf16/, bf16-noeos/, openvino/, "
         "bfloat16.gguf; in 8 bits openvino-int8/, int8.gguf",
     )
     options.add_argument(
@@ -79,14 +79,14 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PEER=PROGRAM",
-        help="the Python that has a peer, or llamacpp's llama-server; again for more: "
+        help="the Python that has the peer, or llamacpp's llama-server; repeat for several of "
         f"{', '.join(PEERS)}",
     )
     options.add_argument(
         "--systems",
         metavar="A,B",
-        help="PROGRAM:DTYPE in the order they take turns; the others are compared with the first "
-        "(default: ropewalk and every --peer, in bfloat16); int8: weights in 8 bits",
+        help="PROGRAM:DTYPE of each system, in the order of turns; the first is compared with the "
+        "others (default: ropewalk and every --peer, in bfloat16); int8: weights in 8 bits",
     )
     options.add_argument(
         "--ours",
@@ -102,8 +102,12 @@ def parser() -> argparse.ArgumentParser:
         help="some of the above (default: all)",
     )
     for name, default, meaning in (
-        ("--runs", 5, "of every system, each with a start of its own"),
-        ("--requests-per-worker", sizes(4).requests_per_worker, "in a run, but for shared"),
+        ("--runs", 5, "runs of every system, which is started for each"),
+        (
+            "--requests-per-worker",
+            sizes(4).requests_per_worker,
+            "requests of each worker in a run, except for shared",
+        ),
     ):
         options.add_argument(
             name,
@@ -117,10 +121,12 @@ def parser() -> argparse.ArgumentParser:
         type=checked(float),
         default=600.0,
         metavar="S",
-        help="seconds until an answer must be complete (default: %(default)g)",
+        help="seconds in which an answer must be complete (default: %(default)g)",
     )
-    options.add_argument("--seed", help="of prompts and order (default: new each time)")
-    options.add_argument("--out", metavar="FOLDER", help="(default: one named after the time)")
+    options.add_argument("--seed", help="seed of prompts and order (default: a new one)")
+    options.add_argument(
+        "--out", metavar="FOLDER", help="for the results (default: one named after the time)"
+    )
     return options
 
 
@@ -152,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress.clear()
     if reason:
         print(f"load_tests.peers: {reason}", file=sys.stderr)
-        measured.warnings.append(f"The comparison ended early ({reason}); this is what it has.")
+        measured.warnings.append(f"The comparison ended early ({reason}); results are incomplete.")
     if not measured.runs:
         return status
     args.work = [row.name for row in args.work]  # as result.json stores it

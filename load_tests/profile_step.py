@@ -17,27 +17,27 @@ from load_tests.words import fine_milliseconds, percent
 from server.decoders import find_kernels
 
 _DESCRIPTION = """\
-Where the time of a step goes that gives each of --batch requests its next token.
+Where the time of a decode step goes. A step gives each of --batch requests its next token.
 
-The engine is in this process and wired as `ropewalk serve` does it, with random weights of a shape
-and a cache that already holds --context tokens of every request. Its parts are watched: a part
-within another one is taken from it, so nothing counts twice, and the parts with `rest` are the
-whole step. `position` is turning queries and keys, and embeddings of positions. A bias, or keys
-that attention turns itself (rope:raw, rope:block), counts as `attention`, and the bias that
-t5:materialised builds for the step as `rest of the decoder`. `head` is the linear layer over the
-vocabulary, `metrics` what is counted for /metrics.
+The engine runs in this process, wired as in `ropewalk serve`, with random weights of a shape and a
+cache that already holds --context tokens of every request. Each part of the step is timed; a part
+inside another one is subtracted from it, so nothing counts twice, and the parts, `rest` included,
+add up to the whole step. `position` is rotating queries and keys, and adding position embeddings.
+A bias, or keys that attention itself rotates (rope:raw, rope:block), counts as `attention`; the
+bias that t5:materialised builds for the step counts as `rest of the decoder`. `head` is the linear
+layer over the vocabulary, `metrics` is updating the counters of /metrics.
 
-What is one call of the CPU kernels tells its times itself; `kernel call` is what Python takes for
-it. All others are watched module by module, which slows a step of a
-small model visibly; `step, not watched` is of as many steps among the watched ones, and shows how
-much. Each figure is a mean over the faster half. On CUDA the device is waited for wherever a part
-ends, so steps take longer than in service.
+Where all layers are one call of the CPU kernels, these time themselves, and `kernel call` is the
+time that Python needs to make the call. Otherwise each module is timed from Python, which visibly
+slows the step of a small model; `step, not timed` is measured on as many steps without timers,
+mixed with the others, and shows by how much. Each figure is a mean over the faster half of steps.
+On CUDA the device is synchronised wherever a part ends, so steps take longer than in service.
 
-Below the step is what its tokens cost outside the engine, on the event loop's thread, beside the
-next step: `detokenising` with the search for stop strings, `chunks as JSON`, and as `HTTP` all
-else of that thread: waking streams, ASGI, uvicorn, the socket. It is processor time of the real
-application on a socket, under an engine that computes nothing in steps as long as those above.
-Tokens there are the shape's numbers: a real vocabulary has longer words.
+The rows below the step are what its tokens cost outside the engine, on the event loop's thread,
+while the next step runs: `detokenising` (with the search for stop strings), `chunks as JSON`, and
+`HTTP`, which is all else on that thread: waking streams, ASGI, uvicorn, the socket. They are the
+processor time of the real application on a socket, with an engine that computes nothing in steps
+as long as those above. Its tokens are numbers as text; words of a real vocabulary are longer.
 """
 
 _EPILOG = """\
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "--encodings",
         default="rope",
         metavar="NAME,...",
-        help="also with a form or frame, as t5:table or rope:block, or package.module:Class "
+        help="optionally with a form or frame, as t5:table or rope:block; or package.module:Class "
         "(default: %(default)s)",
     )
     options.add_argument(
@@ -103,10 +103,14 @@ def _parser() -> argparse.ArgumentParser:
         help="requests that decode (default: 1,8,32)",
     )
     options.add_argument(
-        "--context", type=count, default=512, metavar="N", help="tokens (default: %(default)s)"
+        "--context",
+        type=count,
+        default=512,
+        metavar="N",
+        help="tokens of each request (default: %(default)s)",
     )
     options.add_argument(
-        "--steps", type=count, default=48, metavar="N", help="watched (default: %(default)s)"
+        "--steps", type=count, default=48, metavar="N", help="steps timed (default: %(default)s)"
     )
     add_device(options)
     options.add_argument(
@@ -114,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         type=count,
         default=max((os.cpu_count() or 1) - 1, 1),
         metavar="N",
-        help="of the CPU kernels (default: one less than cores, as servers of --serve have)",
+        help="threads of the CPU kernels (default: one less than cores, as servers of --serve use)",
     )
     options.add_argument("--out", metavar="NAME", help="write NAME.json")
     options.set_defaults(clock="wall")
@@ -169,8 +173,8 @@ def table(profile: Profile, context: int) -> str:
         requests: {
             **times.parts,
             "**step**": times.step,
-            "step, not watched": times.unwatched,
-            **{f"beside it: {part}": seconds for part, seconds in outside[requests].items()},
+            "step, not timed": times.unwatched,
+            **{f"in parallel: {part}": seconds for part, seconds in outside[requests].items()},
         }
         for requests, times in steps.items()
     }
@@ -178,9 +182,9 @@ def table(profile: Profile, context: int) -> str:
         cells = [_cells(found[requests][name], steps[requests].step) for requests in steps]
         rows.append([name, *_flat(cells)])
     way = (
-        "layers tell their own times"
+        "layers are timed by their kernels"
         if profile.told_by_kernels
-        else "layers are watched module by module; `rest of the decoder` holds storing keys and "
+        else "layers are timed module by module; `rest of the decoder` includes storing keys and "
         "values, and the residual"
     )
     return f"{profile.arm}, context {context:,}: {way}\n\n{markdown(rows)}"

@@ -8,9 +8,9 @@ from load_tests.terms import Profile
 
 PROFILES = {
     "sync": "one request at a time",
-    "closed:N": "N workers, each sends its next request when its last is answered",
+    "closed:N": "N workers; each sends its next request when its last one is answered",
     "poisson:RATE": "random arrivals, RATE requests per second on average",
-    "gamma:RATE:BURSTINESS": "the same, more bursty below 1, more even above",
+    "gamma:RATE:BURSTINESS": "the same; more bursty if BURSTINESS is below 1, more even above",
     "sweep": "sync, a closed loop that saturates, and Poisson rates between the two",
 }
 SWEEP_RATES = 4
@@ -73,5 +73,5 @@ def _round(rate: float) -> float:
 def _positive(number: str, text: str) -> float:
     value = float(number)
     if value <= 0:
-        raise ValueError(f"{text!r}: a rate and a burstiness are above 0")
+        raise ValueError(f"{text!r}: a rate and a burstiness must be above 0")
     return value

@@ -29,7 +29,7 @@ def read_prompts(path: str) -> tuple[FilePrompt, ...]:
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
     if not prompts:
-        raise ValueError(f"{path} has no prompts; write one JSON object a line")
+        raise ValueError(f"{path} has no prompts; write one JSON object per line")
     return tuple(prompts)
 
 

@@ -38,5 +38,5 @@ def _misfit(plan: Plan, context: int) -> str | None:
         whole = prompt + request.output_tokens
         least = prompt + 1 if _OVERFLOW in request.extra else whole
         if least > context:
-            return f"its context holds {context:,} tokens and this needs {least:,}"
+            return f"its context holds {context:,} tokens, but this needs {least:,}"
     return None

@@ -45,9 +45,9 @@ def client_plots(subject: Subject) -> Iterator[Plot]:
         charts=tuple(charts),
         table=table,
         note=(
-            "Lag: from when a request should have left to when it did; p99 of each run, its median "
-            "over the runs and its range. A request has failed unless it ended with status 200, "
-            "no error, [DONE] and exactly the tokens asked for."
+            "Lag is how late a request was sent; shown are the median and range over the runs of "
+            "each run's p99. A request has failed unless it ended with status 200, no error, "
+            "[DONE] and exactly the requested number of tokens."
         ),
     )
 
@@ -70,7 +70,7 @@ def order_plots(subject: Subject) -> Iterator[Plot]:
     charts = [timeline("what ran when", spans, "minutes from the start")]
     drift = _drift(subject)
     if drift:
-        head = "runs of each block against their like"
+        head = "runs of each block against the same arm and cell"
         charts.append(dots(head, {"": drift}, "slower than the median", percent_tick, centred=True))
     table = [("minute", "arm", "what", "block", "seconds")]
     runs = sorted(runs, key=lambda run: run.began)
@@ -86,10 +86,10 @@ def order_plots(subject: Subject) -> Iterator[Plot]:
         charts=tuple(charts),
         table=table,
         note=(
-            "Within a block the arms run in random order, so what drifts on the machine drifts for "
-            "all alike. A run's like is the median of its arm in its cell, of the time per token "
-            "(of the time to first token where there is none); a block's mark is the median over "
-            "its runs, its bar their range."
+            "Within a block the arms run in random order, so drift of the machine affects all "
+            "alike. Each run is compared with the median of its arm in its cell, by time per token "
+            "(or time to first token, where there is none); a block's mark is the median over its "
+            "runs, its bar their range."
         ),
     )
 
@@ -155,8 +155,8 @@ def _steadiness(drift: Sequence[Row]) -> str:
     apart = percent((slowest.value - fastest.value) / 100)
     furthest = max(abs(end) for row in drift for end in (row.low, row.high)) / 100
     if apart == percent(0.0):
-        return f"No block was slower than another; the furthest run is {percent(furthest)} % off."
+        return f"No block was slower than another; runs were at most {percent(furthest)} % off."
     return (
         f"Runs of {slowest.label} were {apart} % slower than those of {fastest.label} (medians); "
-        f"the run furthest from its like is {percent(furthest)} % off."
+        f"single runs were at most {percent(furthest)} % off the median of their arm and cell."
     )

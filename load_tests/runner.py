@@ -174,8 +174,8 @@ class Runner:
                 reason = str(error).partition(": {")[0]  # without the body
                 self.warn(
                     f"The prefix cache of {arm.label} was not emptied between runs ({reason}). "
-                    "They relied on new prompts, but for those of a file, which are the same in "
-                    "every run."
+                    "New prompts miss it all the same, but those of a file are the same in every "
+                    "run."
                 )
             self._unflushed.add(arm.label)
 
@@ -190,8 +190,8 @@ class Runner:
         if not low <= sum(said) <= high:
             expected = f"{low:,}" if low == high else f"{low:,} to {high:,}"
             self.warn(
-                f"{where}: the prefix cache gave {sum(said):,} tokens of prompt, where "
-                f"{expected} were expected; something else used it, or it was too small."
+                f"{where}: the prefix cache had {sum(said):,} prompt tokens, but {expected} were "
+                "expected; something else used it, or it was too small."
             )
 
     def warn(self, sentence: str) -> None:

@@ -33,28 +33,29 @@ _DEFAULTS: Mapping[str, str] = {
 MARGIN = 0.2  # on an exponent: twice the work may take 2.3 times as long
 
 _DESCRIPTION = f"""\
-How the time of each part of a step grows, and whether faster than its work.
+How the time of each part of a step grows with its size, and whether faster than its work.
 
 parts:
-  pass            of the decoder, with the kernels and the paged cache that `ropewalk serve` has
-  rest            of an engine's step: scheduling, batch building, sampling, audit, counts, around a
-                  decoder that computes nothing. Pool empty, or full of cached blocks that have to
-                  be given up; while others queue, for want of a place or of room in the cache
+  pass            one pass of the decoder, with the kernels and paged cache of `ropewalk serve`
+  rest            the rest of an engine's step, around a decoder that computes nothing: scheduling,
+                  batch building, sampling, audit, counts. Measured with the pool empty, with it
+                  full of cached blocks that must be evicted, and while other requests queue
+                  because all places are taken (no place) or the cache is full (no room)
   queue, abort    a request joins the end of the queue and leaves it
-  new prompt      to its first token, in chunks of 512, around that same decoder
-  cached prompt   the same when the prefix cache has it
-  whole answer    token by token, around that same decoder
-  manager         of the cache alone: {HELD} blocks reserved, committed and released
+  new prompt      a prompt to its first token, in chunks of 512, around that same decoder
+  cached prompt   the same when the prefix cache has the prompt
+  whole answer    an answer, token by token, around that same decoder
+  manager         the cache manager alone: {HELD} blocks reserved, committed and released
 
 A part's work grows as its size to some power: 1 for a pass against its batch, 0 for finding a
 block in a pool or the next request in a queue. All sizes of a part take turns in random order, and
-each is compared with the size before it in the same round: where four times the size takes twice
-as long, the time grew as the size to the power of 0.5. A part `grows faster than its work` where
-even the lower end of the interval around that exponent, at the two largest sizes, is more than
-{MARGIN} above the work's. At small sizes what is fixed hides what grows, hence the largest.
+each is compared with the size before it in the same round: if four times the size takes twice as
+long, the time grew as the size to the power of 0.5. A part `grows faster than its work` if, at the
+two largest sizes, even the lower end of the interval of that exponent is more than {MARGIN} above
+the exponent of its work. Smaller sizes do not count because fixed costs hide the growth there.
 
-The processor time of one thread counts, which other programs change least (--clock wall is for a
-machine that does nothing else, and CUDA has its own for passes).
+By default the processor time of one thread counts, because other programs change it least. Use
+--clock wall only on a machine that does nothing else; on CUDA, passes have the device's own clock.
 """
 
 _EPILOG = f"""\
@@ -131,9 +132,12 @@ def _parser() -> argparse.ArgumentParser:
             help=f"{counted}, from small to large (default: {_DEFAULTS[name]})",
         )
     options.add_argument(
-        "--only", choices=tuple(SIZES), action="append", help="may be given again; default: all"
+        "--only",
+        choices=tuple(SIZES),
+        action="append",
+        help="time only the parts by this size; repeat for several (default: all)",
     )
-    options.add_argument("--encoding", default="rope", help="of the passes (default: %(default)s)")
+    options.add_argument("--encoding", default="rope", help="of the decoder (default: %(default)s)")
     options.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
     return options
 
@@ -142,7 +146,7 @@ def _measure(args: argparse.Namespace) -> list[tuple[Part, list[dict[int, float]
     """Every part, with the seconds of a call by size for each round."""
     if not 1 <= args.rounds <= AHEAD // 8:
         raise CommandError(
-            f"--rounds {args.rounds} is not among 1 to {AHEAD // 8}; use one of them"
+            f"--rounds {args.rounds} is out of range; use a number from 1 to {AHEAD // 8}"
         )
     device, dtype, clock = place_of(args)
     progress = Progress(sys.stderr)
@@ -190,7 +194,7 @@ def _several(call: Call, times: int) -> Call:
 
 
 def _table(growths: Sequence[Growth]) -> str:
-    rows = [("part", "by", "size", "ms", "grew as size to the power of", "its work", "")]
+    rows = [("part", "by", "size", "ms", "time grew as size to the power of", "its work", "")]
     for growth in growths:
         part = growth.part
         for at, (size, seconds) in enumerate(zip(growth.sizes, growth.seconds, strict=True)):

@@ -61,7 +61,7 @@ def view(
         for name, value in _samples(seen, model_name, ("gauge",)).items():
             gauges[name] = max(value, gauges.get(name, value))
     if any(value < 0 for value in grown.values()):
-        found = ["The counters of the server went back: it was restarted during the run."]
+        found = ["The server's counters went down: it was restarted during the run."]
     else:
         found = list(_disagreements(grown, outcomes))
     counters = {name: value for name, value in grown.items() if value > 0}
@@ -126,7 +126,7 @@ def _unseen_ends(grown: Mapping[str, float], exact: bool) -> Iterable[str]:
         ended = grown.get(f'ropewalk_requests_total{{finish_reason="{reason}"}}', 0.0)
         if exact and ended:
             yield (
-                f"The server ended {ended:g} requests with {reason!r}; to the client all succeeded."
+                f"The server ended {ended:g} requests with {reason!r}; the client saw all succeed."
             )
 
 

@@ -3,8 +3,8 @@
     python -m load_tests.self_test
 
 The stub runs in a process and, where there are two, on a core of its own. It paces its tokens, so
-the client must keep up with a rate and not with itself; what one core could do is told from the
-client's own processor time, which other work on the machine does not change.
+the client must keep up with a rate and not with itself; what one core could do is calculated from
+the client's processor time, which other work on the machine does not change.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Speed:
             f"between ramp and drain, {self.failed} requests failed\n"
             f"client lag p99: {self.lag_p99_s * 1e3:.2f} ms\n"
             f"processor time: {self.cpu_s:.2f} s, {self.cpu_s / self.seconds:.0%} of one core; "
-            f"{self.core_tokens_per_s:,.0f} tokens/s with all of it"
+            f"{self.core_tokens_per_s:,.0f} tokens/s with the whole core"
         )
 
 

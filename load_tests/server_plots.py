@@ -56,7 +56,7 @@ def rewritten(counters: Counters) -> float | None:
 CACHE: Mapping[str, Figure] = {
     "entries rewritten": rewritten,
     "bytes written per computed token": per_token("kv_written_bytes_total"),
-    "prompt tokens hit in the prefix cache, %": over(
+    "prompt tokens found in the prefix cache, %": over(
         "prefix_cache_hit_tokens_total", "prefix_cache_queried_tokens_total", factor=100
     ),
     "rotations per computed token": per_token("position_rotations_total"),
@@ -70,14 +70,14 @@ SHIFT: Mapping[str, Figure] = {
 _SHIFT_SECONDS = over("context_shift_seconds_sum", "context_shift_seconds_count")
 _CACHE_NOTE = (
     "From the counters of each server, over all runs of the workload. A computed token is a prompt "
-    "token that the prefix cache did not give, or a generated one that is not the last of its "
-    "answer. An entry is one key or value vector of one layer and head. Rotations count queries "
-    "and keys of one head and layer, a biased score is one of one head and layer; both by "
-    "calculation from context lengths."
+    "token that was not in the prefix cache, or a generated one that is not the last of its "
+    "answer. An entry is one key or value vector of one layer and head. Rotations are counted per "
+    "query or key of one head and layer, biased scores per score of one head and layer; both are "
+    "calculated from context lengths."
 )
 _SHIFT_NOTE = (
-    "From the counters of each server. Time is that of shortening one cached context "
-    "(the whole step waits for it): the median of the runs' means, from the lowest to the highest."
+    "From the counters of each server. The time is that of shortening one cached context, for "
+    "which the whole step waits: the median of the runs' means, and their range."
 )
 
 
@@ -178,20 +178,20 @@ def _table(found: Mapping[str, Mapping[str, float]]) -> Table:
 
 
 def _said(name: str, values: Mapping[str, float]) -> str:
-    """Which arms have which number: "Entries rewritten: 3,072 of rope, 0 of the others."."""
+    """Which arms have which number: "Entries rewritten: 3,072 for rope, 0 for the others."."""
     groups: dict[str, list[str]] = {}
     for arm, value in sorted(values.items(), key=lambda pair: -pair[1]):
         groups.setdefault(digits(value), []).append(arm)
     title = name[0].upper() + name[1:]
     if len(groups) == 1:
         (number,) = groups
-        return f"{title}: {number} of every arm." if len(values) > 1 else f"{title}: {number}."
+        return f"{title}: {number} for every arm." if len(values) > 1 else f"{title}: {number}."
     largest = max(reversed(groups), key=lambda number: len(groups[number]))
-    parts = [f"{number} of {listed(arms)}" for number, arms in groups.items() if number != largest]
+    parts = [f"{number} for {listed(arms)}" for number, arms in groups.items() if number != largest]
     if len(parts) > 2:  # the table has them all
         return f"{title}: from {next(reversed(groups))} to {next(iter(groups))}."
     others = "the others" if len(groups[largest]) > 1 else groups[largest][0]
-    return f"{title}: {', '.join(parts)}, {largest} of {others}."
+    return f"{title}: {', '.join(parts)}, {largest} for {others}."
 
 
 def _dearest_shift(seconds: Sequence[Row]) -> Iterator[str]:
@@ -202,7 +202,7 @@ def _dearest_shift(seconds: Sequence[Row]) -> Iterator[str]:
 
 
 def _time(row: Row) -> str:
-    """rope 4.1 ms (3.9 to 4.4)"""
+    """4.1 ms (3.9 to 4.4) under rope"""
     if row.low == row.high:
-        return f"{row.label} {row.text} ms"
-    return f"{row.label} {row.text} ms ({digits(row.low)} to {digits(row.high)})"
+        return f"{row.text} ms under {row.label}"
+    return f"{row.text} ms ({digits(row.low)} to {digits(row.high)}) under {row.label}"

@@ -38,7 +38,7 @@ def parse_serve(text: str) -> str:
     if Path(text).is_file():
         return SHAPE + text
     raise ValueError(
-        f"{text!r} is nothing to serve; use {FAMILY}, {SHAPE}smollm2 or the path of a config.json"
+        f"{text!r} cannot be served; use {FAMILY}, {SHAPE}smollm2 or the path of a config.json"
     )
 
 

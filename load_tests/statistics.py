@@ -17,12 +17,12 @@ from load_tests.terms import Outcome, Run
 
 DEFINITIONS: Mapping[str, str] = {
     "ttft": "time to first token: intended start to the first chunk with text",
-    "ttft_from_wire": "the same from the moment the request was really sent",
-    "itl": "inter-token latency: gaps between chunks, pooled, each over the tokens of its chunk",
+    "ttft_from_wire": "time to first token from the moment when the request was actually sent",
+    "itl": "inter-token latency: gaps between chunks, each divided by its chunk's tokens, pooled",
     "tpot": "time per output token: (end − first text) / (tokens − 1), once per request",
-    "e2e": "intended start to the end of the answer",
+    "e2e": "time from the intended start to the end of the answer",
     "output_tokens_per_s": "tokens that arrived in the steady window, per second of it",
-    "total_tokens_per_s": "the same with each prompt's tokens, counted at its first text",
+    "total_tokens_per_s": "the same plus each prompt's tokens, counted when its answer begins",
 }
 LATENCIES = ("ttft", "ttft_from_wire", "itl", "tpot", "e2e")
 RATES = ("output_tokens_per_s", "total_tokens_per_s")

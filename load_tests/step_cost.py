@@ -39,27 +39,28 @@ LIMITS: Mapping[str, float] = {"decode": 1.02, "prefill": 1.04}  # largest ratio
 AGAIN = f"{ZERO} again"
 
 _DESCRIPTION = f"""\
-What a step of the decoder costs under each positional encoding, over the same step under none.
+What a decoder step costs under each positional encoding, compared with the same step under none.
 
 Two steps are timed: decode, one token for each of --batch requests that have --context tokens, and
 prefill, the last --chunk tokens of one prompt of --context. Each is one pass of the decoder as
 `ropewalk serve` makes it, with its kernels, batch layout and paged cache; scheduling, sampling and
-HTTP are the same for all encodings, so they are left out, which makes differences look larger.
+HTTP are the same for all encodings, so they are left out, which makes relative differences larger.
 
 All arms share one set of random weights, down to the packed tensors that the kernels read, and
 one cache. Cost does not depend on the values. In every round each arm runs once, in random order,
 and is compared with {ZERO} of the same round; the table has the median of those ratios with a 95 %
-interval from their order, which supposes nothing about the noise. `{AGAIN}` is {ZERO} a
-second time: how far it is from +0 is what the rest of the table can be trusted to.
+interval from their ranks, which assumes nothing about the noise. `{AGAIN}` is {ZERO} a second
+time: its distance from +0 shows how far the rest of the table can be trusted.
 
 Limits: over {ZERO}, decode {LIMITS["decode"] - 1:.0%} and prefill {LIMITS["prefill"] - 1:.0%}. A
-limit `holds` where the whole interval is below it, `does not hold` where all of it is above, and is
-`undecided` in between: ask for more rounds. Forms and frames (t5:table, rope:raw) have no limit.
+limit `holds` if the whole interval is below it, `does not hold` if the whole interval is above,
+and is `undecided` otherwise: ask for more rounds. Forms and frames (t5:table, rope:raw) have no
+limit.
 
-By default the processor time of one thread counts, which other programs change least: time that
-they take is not in it, and what they do to caches and memory they do to all arms of a round. With
+By default the processor time of one thread counts, because other programs change it least: it
+excludes the time they run, and they disturb caches and memory for all arms of a round alike. With
 more threads use --clock wall on a machine that does nothing else: processor time then includes
-threads that wait for each other. On CUDA the device's own events count.
+threads that wait for each other. On CUDA the time is that between events on the device.
 """
 
 _EPILOG = f"""\
@@ -137,9 +138,11 @@ def _parser() -> argparse.ArgumentParser:
         "--arms",
         default=",".join(ARMS[1:]),
         metavar="A,B",
-        help=f"besides {ZERO} (default: %(default)s)",
+        help=f"arms compared with {ZERO} (default: %(default)s)",
     )
-    options.add_argument("--context", type=count, default=4096, help="tokens (default: 4k)")
+    options.add_argument(
+        "--context", type=count, default=4096, help="tokens of each request (default: 4k)"
+    )
     options.add_argument(
         "--batch", type=count, default=8, help="requests that decode (default: %(default)s)"
     )
@@ -147,10 +150,13 @@ def _parser() -> argparse.ArgumentParser:
         "--chunk", type=count, default=512, help="tokens of a prefill (default: %(default)s)"
     )
     options.add_argument(
-        "--rounds", type=int, default=100, help="of decode; 0: none (default: %(default)s)"
+        "--rounds", type=int, default=100, help="rounds of decode; 0: none (default: %(default)s)"
     )
     options.add_argument(
-        "--prefill-rounds", type=int, default=20, help="of prefill; 0: none (default: %(default)s)"
+        "--prefill-rounds",
+        type=int,
+        default=20,
+        help="rounds of prefill; 0: none (default: %(default)s)",
     )
     return options
 
@@ -158,7 +164,9 @@ def _parser() -> argparse.ArgumentParser:
 def _measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     """Seconds by work, round and arm."""
     if args.chunk > args.context:
-        raise CommandError(f"--chunk {args.chunk} is more than --context; take the last part of it")
+        raise CommandError(
+            f"--chunk {args.chunk} is more than --context; use {args.context} or less"
+        )
     device, dtype, clock = place_of(args)
     arms = [ZERO, *(arm for arm in args.arms.split(",") if arm != ZERO)]
     progress = Progress(sys.stderr)

@@ -68,7 +68,7 @@ def peer_from(text: str) -> tuple[str, Path]:
     """`vllm=/path/to/python` → the peer and the program to run it with. Raises ValueError."""
     name, _, path = text.partition("=")
     if name not in PEERS or not path:
-        raise ValueError(f"{text!r} is not PEER=PROGRAM, with a peer of {', '.join(PEERS)}")
+        raise ValueError(f"{text!r} is not PEER=PROGRAM, where PEER is one of {', '.join(PEERS)}")
     if not Path(path).is_file():
         raise ValueError(f"{name}: there is no file {path}; name its Python or server program")
     return name, Path(path).absolute()  # a resolved link would leave the virtual environment
@@ -83,10 +83,10 @@ def system_from(spec: str, *, ours: str, peers: Mapping[str, Path], model: Path)
     name, _, dtype = spec.partition(":")
     if name not in (ROPEWALK, *PEERS) or not dtype:
         known = ", ".join((ROPEWALK, *PEERS))
-        raise ValueError(f"{spec!r} is not PROGRAM:DTYPE, with a program of {known}")
+        raise ValueError(f"{spec!r} is not PROGRAM:DTYPE, where PROGRAM is one of {known}")
     rounds = dtype in _FEW_BITS
     if rounds and name not in _ROUND:
-        raise ValueError(f"{spec}: {dtype} is compared for {', '.join(sorted(_ROUND))}")
+        raise ValueError(f"{spec}: {dtype} is compared only for {', '.join(sorted(_ROUND))}")
     if name != ROPEWALK and name not in peers:
         raise ValueError(f"{spec} needs its program: add --peer {name}=PATH")
     dialect, template = ("openai", ours) if name == ROPEWALK else PEERS[name]

@@ -212,7 +212,7 @@ def _cancel(draft: Draft) -> list[Request]:
 _ALL = (
     Workload(
         "chat",
-        f"conversations of {TURNS} turns, lengths varied; a turn extends the prompt before it",
+        f"conversations of {TURNS} turns of varied length; each extends the prompt before it",
         _EIGHT,
         _served_context,
         _chat,

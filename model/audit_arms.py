@@ -51,12 +51,12 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "t5:materialised": ("t5", {"form": "materialised"}),
 }
 NOTES = {
-    DYNAMIC: "the cache is left alone",
-    REWRITTEN: "stored keys are turned anew whenever the frequencies change, which repairs those "
-    "of layer 0 alone",
-    "rope:raw": "keys are stored unturned, and turned in every step",
-    "rope:block": f"keys are turned within their block, and the query once for each block of "
-    f"{BLOCK_SIZE}",
+    DYNAMIC: "stored keys are left unchanged",
+    REWRITTEN: "stored keys are rotated again whenever the frequencies change, which repairs only "
+    "those of layer 0",
+    "rope:raw": "keys are stored unrotated, and rotated in every step",
+    "rope:block": f"keys are rotated by their offset in the block, and the query once for each "
+    f"block of {BLOCK_SIZE}",
     "t5:materialised": "the bias of every key is looked up and stored before it is added",
 }
 ALL = (
@@ -150,7 +150,7 @@ def arm(name: str, decoder: Decoder, context: int, trained_length: int) -> Arm:
     if plain == decoder.config.encoding.name:
         _copy_weights(decoder.encoding, encoding)
     elif any(True for _ in encoding.parameters()):
-        notes.append("the weights of the encoding are drawn at random")
+        notes.append("the encoding's weights are random")
     return Arm(name, "; ".join(notes), _with_encoding(decoder, plain, encoding))
 
 
@@ -159,7 +159,7 @@ def _refuse_unknown_variant(name: str) -> None:
     if colon:
         known = [one for one in (DYNAMIC, REWRITTEN, *VARIANTS) if one.startswith(f"{plain}:")]
         raise EncodingError(
-            f"There is no {name!r} to audit; of {plain} there is {', '.join([plain, *known])}."
+            f"There is no {name!r} to audit; use one of {', '.join([plain, *known])}."
         )
 
 
@@ -168,7 +168,7 @@ def _dynamic(name: str, decoder: Decoder, context: int, trained_length: int) -> 
     encoding = _built(FollowingRoPE, "rope", {"scaling": scaling}, decoder, context)
     return Arm(
         name,
-        f"as if trained for {trained_length} tokens, stretched by {FACTOR:g}; {NOTES[name]}",
+        f"as if trained for {trained_length} tokens, scaled by {FACTOR:g}; {NOTES[name]}",
         _with_encoding(decoder, "rope", encoding),
         rewrite=encoding.retune if name == REWRITTEN else None,
         trained_length=trained_length,
@@ -190,8 +190,8 @@ def _built(
     encoding = example(kind, decoder.config, longest, options)
     if encoding.max_positions is not None and encoding.max_positions < context:
         raise EncodingError(
-            f"{name} has positions for {encoding.max_positions} tokens and no more, so a run of "
-            f"{context} cannot be shown; ask for fewer tokens or steps."
+            f"{name} has positions for only {encoding.max_positions} tokens, so it cannot be "
+            f"audited over {context}; ask for fewer tokens or steps."
         )
     assert isinstance(encoding, kind)
     return encoding

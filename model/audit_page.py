@@ -19,8 +19,8 @@ LEFT, TOP, BOTTOM = 34.0, 4.0, 16.0  # for the labels
 # Marks of a cell: class, name, meaning. Several of them share the cell, in this order.
 MARKS = (
     ("w", "written", "stored for the first time"),
-    ("c", "rewritten", "an earlier key or value, whose bytes this step changed"),
-    ("x", "corrupted", "changed although it was right; never to be seen"),
+    ("c", "rewritten", "an earlier key or value whose bytes this step changed"),
+    ("x", "corrupted", "changed although it was right, which must never happen"),
     ("s", "stale", "should have changed at this length, and is still wrong"),
     ("t", "positional term", "computed in this step for this position"),
 )
@@ -163,7 +163,7 @@ new length. Point at a cell for its numbers.</p>
 <div class="wide">
 {_table(report)}
 </div>
-<p class="soft">Changed, should change and stale count an entry anew in every step.
+<p class="soft">“Changed”, “should change” and “stale” count an entry again in every step.
 {html.escape(report.note)}</p>
 <div id="told" role="status"></div>
 <script type="application/json" id="audit">{data}</script>
@@ -215,7 +215,7 @@ def told(audit: Audit) -> tuple[tuple[str, str], str]:
         badge = ("w", "0 changed")
     verdict = (
         f"Last token: {entries(last.changed):,} earlier entries changed, "
-        f"{entries(last.should_change):,} should have; {_terms(last)}."
+        f"{entries(last.should_change):,} should have changed; {_terms(last)}."
     )
     return badge, verdict
 

@@ -8,10 +8,10 @@ from model.config import ModelConfig
 
 HEADLINE = (
     "Appending never changes cached entries under any causal encoding with fixed parameters. "
-    "RoPE as it is usually stored needs no positional work over the context and no attention "
-    "kernel that knows of it; its cost is that moved keys must be rewritten. ALiBi and T5's bias "
-    "are the reverse: moved keys stay as they are, and every step adds a bias, ALiBi's to every "
-    "key, T5's to the nearest 113 or, spread out, to all."
+    "RoPE as it is usually stored needs no positional work over the context and no special "
+    "attention kernel; its cost is that moved keys must be rewritten. ALiBi and T5's bias are the "
+    "reverse: moved keys stay as they are, but every step adds a bias, ALiBi's to every key, T5's "
+    "to the nearest 113 or, unless in its window form, to all."
 )
 
 

@@ -101,12 +101,12 @@ class _Hooks:
         """Tokens come in chunks, packed with others': a row may depend on its own position only."""
         whole = call(slice(None))
         if not whole.isfinite().all():
-            raise self._error(f"{hook} gives numbers that are not finite")
+            raise self._error(f"{hook} returns numbers that are not finite")
         for rows in (slice(0, ROWS), slice(-ROWS, None)):
             if not _alike(call(rows), whole[rows]):
                 raise self._error(
-                    f"{hook} gives a token something else when other tokens come with it; it must "
-                    "follow from the token's position alone"
+                    f"{hook} returns something else for a token when other tokens are computed "
+                    "with it; the result must depend on the token's position alone"
                 )
 
     def _check_bias(self) -> None:
@@ -116,16 +116,16 @@ class _Hooks:
         if not isinstance(bias, BIASES) or type(bias) not in BIASES:  # a subclass may differ
             known = ", ".join(kind.__name__ for kind in BIASES)
             raise self._error(
-                f"score_bias gives {type(bias).__name__}; it must be None or one of {known}"
+                f"score_bias returns {type(bias).__name__}; it must return None or one of {known}"
             )
         heads = self._config.heads
         values = self._values(bias)
         if len(values) not in (1, heads):
-            raise self._error(f"score_bias is of {len(values)} heads and must be of {heads}, or 1")
+            raise self._error(f"score_bias has {len(values)} heads, but must have {heads} or 1")
         if isinstance(bias, KeyBias) and bias.table.shape[1] < self._context:
             raise self._error(
-                f"score_bias is of {bias.table.shape[1]} positions of keys and the context "
-                f"{self._context}; set max_positions, or make more"
+                f"score_bias has {bias.table.shape[1]} key positions for a context of "
+                f"{self._context}; set max_positions, or make the table longer"
             )
         if values.isnan().any():
             raise self._error("score_bias holds NaN")
@@ -139,12 +139,13 @@ class _Hooks:
         if rotation.sin.shape != rotation.cos.shape or 2 * pairs > self._config.head_dim:
             raise self._error(
                 f"rotation has tables {list(rotation.cos.shape)} and {list(rotation.sin.shape)}; "
-                f"both must be [positions, pairs], of heads of {self._config.head_dim} coordinates"
+                "both must be [positions, pairs], with at most "
+                f"{self._config.head_dim // 2} pairs"
             )
         if positions < self._context:
             raise self._error(
                 f"rotation has {positions} positions for a context of {self._context}; set "
-                "max_positions, or make more"
+                "max_positions, or make the tables longer"
             )
 
     def _check_move(self) -> None:
@@ -156,8 +157,9 @@ class _Hooks:
             keys = self._ask("shift", Tensor, keys, BLOCK_SIZE)
         if keys.shape != moved.shape or not _alike(keys, moved):
             raise self._error(
-                "keys that are moved would not be those that rotate makes there: override "
-                "capability and shift, or set WHY_FIXED to a sentence that says why they stay"
+                "moved keys would differ from those that rotate makes at their new positions: "
+                "override capability and shift, or set WHY_FIXED to a sentence that says why keys "
+                "cannot move"
             )
 
     def _movable(self, *how: Capability) -> bool:
@@ -168,7 +170,9 @@ class _Hooks:
     def _capability(self, op: Op) -> Capability:
         found = self._ask("capability", Capability, op, torch.float32)
         if found is Capability.IMPOSSIBLE and not self._encoding.WHY_FIXED:
-            raise self._error(f"{op.value} is impossible without a reason; say it in WHY_FIXED")
+            raise self._error(
+                f"capability says that {op.value} is impossible; say why in WHY_FIXED"
+            )
         return found
 
     def _rotated(
@@ -180,14 +184,14 @@ class _Hooks:
         copies = [each.clone() for each in given]
         found = self._ask("rotate", tuple, *copies, positions, positions % BLOCK_SIZE)
         if _sizes(found) != _sizes(given):
-            raise self._error(f"rotate gives {_sizes(found)} for {_sizes(given)}")
+            raise self._error(f"rotate returns {_sizes(found)} for {_sizes(given)}")
         return found
 
     def _embedded(self, rows: slice, later: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
         x = self._x[rows].to(dtype)
         found = self._ask("embed", Tensor, x.clone(), self._positions[rows] + later)
         if _sizes([found]) != _sizes([x]):
-            raise self._error(f"embed gives {_sizes([found])} for {_sizes([x])}")
+            raise self._error(f"embed returns {_sizes([found])} for {_sizes([x])}")
         return found
 
     def _values(self, bias: ScoreBias) -> Tensor:
@@ -201,7 +205,9 @@ class _Hooks:
         if not _alike(
             self._pairs(bias, at[:, None], at.expand(rows, rows), (rows, 1, rows))[:, :, 0], values
         ):
-            raise self._error("score_bias gives a pair something else when it is asked by the row")
+            raise self._error(
+                "score_bias gives a pair of positions another bias when queries come one per row"
+            )
         return values
 
     def _pairs(
@@ -211,8 +217,8 @@ class _Hooks:
         values = self._need_kind("score_bias", values, Tensor)
         if values.shape[1:] != size:
             raise self._error(
-                f"score_bias gives {list(values.shape)} for queries {list(queries.shape)} and keys "
-                f"{list(keys.shape)}, and not [heads, {', '.join(map(str, size))}]"
+                f"score_bias returns {list(values.shape)} for queries {list(queries.shape)} and "
+                f"keys {list(keys.shape)}, not [heads, {', '.join(map(str, size))}]"
             )
         return values
 
@@ -228,7 +234,7 @@ class _Hooks:
 
     def _need_kind(self, hook: str, found: object, kind: type[Given]) -> Given:
         if not isinstance(found, kind):
-            raise self._error(f"{hook} gives {type(found).__name__}, not {kind.__name__}")
+            raise self._error(f"{hook} returns {type(found).__name__}, not {kind.__name__}")
         return found
 
     def _error(self, what: str) -> EncodingError:

@@ -143,7 +143,7 @@ def _joined_shape(pieces: tuple[Stored, ...]) -> tuple[int, ...]:
 def _open_directory(folder: Path) -> Checkpoint:
     if not (folder / "config.json").exists():
         raise CheckpointError(
-            f"{folder} has no config.json, so it is no Hugging Face model; "
+            f"{folder} has no config.json, so it is not a Hugging Face model; "
             "to serve a GGUF file, name the file itself."
         )
     where = str(folder / "config.json")
@@ -202,7 +202,7 @@ def _refuse_other_files(path: Path) -> None:
         return
     if path.suffix == ".safetensors":
         raise CheckpointError(
-            f"{path} holds weights alone; name its folder, with config.json and a tokenizer."
+            f"{path} holds only weights; name its folder, with config.json and a tokenizer."
         )
     if path.suffix in PICKLE_SUFFIXES:
         raise CheckpointError(
@@ -222,7 +222,9 @@ def _check_tensors(
     needed = {piece.name: piece.shape for pieces in parameters.values() for piece in pieces}
     names = weights.names()
     if missing := sorted(needed.keys() - names):
-        raise CheckpointError(f"{path} lacks {_counted(missing)}, which its description calls for.")
+        raise CheckpointError(
+            f"{path} lacks {_counted(missing)}, which its configuration requires."
+        )
     unused = sorted(
         name
         for name in names - needed.keys() - architecture.copies(config, names).keys()
@@ -230,7 +232,7 @@ def _check_tensors(
     )
     if unused:
         raise CheckpointError(
-            f"{path} holds {_counted(unused)}, which its description does not explain, "
+            f"{path} holds {_counted(unused)}, which its configuration does not account for, "
             "and leaving out weights would change the answers."
         )
     for name, shape in needed.items():

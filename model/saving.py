@@ -49,7 +49,7 @@ def save_checkpoint(
     """
     if type(config) is not ModelConfig:
         raise CheckpointError(
-            f"{folder}: a checkpoint of this kind holds a decoder alone, not an encoder besides."
+            f"{folder}: a checkpoint of this kind holds a decoder alone, without an encoder."
         )
     description = _description(config, stop_ids, folder)
     tensors = _to_store(state, config, folder)
@@ -61,13 +61,13 @@ def save_checkpoint(
         for source in tokenizer:
             if source.name not in TOKENIZER_FILES or not source.is_file():
                 raise CheckpointError(
-                    f"{source} is no tokenizer file; use some of {', '.join(TOKENIZER_FILES)}."
+                    f"{source} is not a tokenizer file; use some of {', '.join(TOKENIZER_FILES)}."
                 )
             shutil.copyfile(source, partial / source.name)
         if open_checkpoint(partial).config != config:
             raise CheckpointError(
-                f"{folder}: the config would not be read back as it is; "
-                "use lists for the tuples in the encoding's options, and strings as their keys."
+                f"{folder}: the config would change when read back; "
+                "use lists instead of tuples, and strings as keys, in the encoding's options."
             )
 
 
@@ -78,7 +78,9 @@ def _description(config: ModelConfig, stop_ids: Collection[int], folder: Path) -
     try:
         return json.dumps(values, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder}: the config is no JSON: {error}.") from error
+        raise CheckpointError(
+            f"{folder}: the config cannot be written as JSON: {error}."
+        ) from error
 
 
 def _to_store(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> dict[str, Tensor]:
@@ -99,7 +101,7 @@ def _to_store(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) ->
         if name in again and again[name] in state:
             continue
         if tensor.dtype not in WEIGHT_DTYPES.values():
-            raise CheckpointError(f"{folder}: {shown(name)} is stored as no {tensor.dtype}.")
+            raise CheckpointError(f"{folder}: {shown(name)} cannot be stored as {tensor.dtype}.")
         if not tensor.isfinite().all():
             raise CheckpointError(f"{folder}: {shown(name)} holds weights that are not finite.")
         tensor = tensor.detach().cpu().contiguous()
@@ -114,7 +116,7 @@ def _to_store(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) ->
 def _appearing(folder: Path) -> Iterator[Path]:
     """A hidden folder beside `folder`, renamed to it at the end, or removed on failure."""
     if folder.exists():
-        raise CheckpointError(f"{folder} is there already; name another or remove it first.")
+        raise CheckpointError(f"{folder} already exists; name another folder or remove it first.")
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

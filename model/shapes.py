@@ -125,7 +125,7 @@ def _described(shape: str) -> ModelConfig:
     architecture = by_model_type(fields.text("model_type"), str(path))
     config = architecture.config_from_hf(fields, RandomWeights({}))
     if isinstance(config, EncoderDecoderConfig):
-        raise CheckpointError(f"{path} describes an encoder besides; use that of a decoder alone.")
+        raise CheckpointError(f"{path} has an encoder, too; use the config of a decoder alone.")
     return config
 
 

@@ -148,8 +148,9 @@ class Attention(nn.Module):
         for before, after in zip((q, k), rotated, strict=True):
             if (after.dtype, after.shape) != (before.dtype, before.shape):
                 raise EncodingError(
-                    f"rotate of {type(self.encoding).__name__} makes {after.dtype} "
-                    f"{list(after.shape)} of {before.dtype} {list(before.shape)}; it must keep both"
+                    f"rotate of {type(self.encoding).__name__} returns {after.dtype} "
+                    f"{list(after.shape)} for {before.dtype} {list(before.shape)}; it must keep "
+                    "dtype and shape"
                 )
         q, k = rotated
         return q, k
@@ -429,7 +430,7 @@ class Decoder(nn.Module):
         embedded = self.encoding.embed(x, batch.positions)
         if embedded.dtype is not x.dtype:
             raise EncodingError(
-                f"embed of {type(self.encoding).__name__} makes {embedded.dtype} of {x.dtype}; end "
-                "it with .to(x.dtype)"
+                f"embed of {type(self.encoding).__name__} returns {embedded.dtype} for {x.dtype}; "
+                "end it with .to(x.dtype)"
             )
         return embedded if self.embed_norm is None else self.embed_norm(embedded)

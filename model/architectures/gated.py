@@ -188,7 +188,7 @@ def windows_by_layer(fields: Fields, layers: int) -> tuple[int | None, ...]:
         return tuple(None if first is None or i < first else window for i in range(layers))
     if len(types) != layers or not {*types} <= {"full_attention", "sliding_attention"}:
         raise fields.error(
-            "layer_types must say full_attention or sliding_attention once for each layer"
+            "layer_types must have full_attention or sliding_attention once for each layer"
         )
     if window is None and "sliding_attention" in types:
         raise fields.error("layer_types has sliding_attention, but there is no sliding_window")

@@ -83,7 +83,7 @@ def _scaling_in_tensors(
             "factors": _tensor(fields, weights, "rope_freqs.weight", width // 2),
         }
     if names != {short, long}:
-        raise fields.error(f"{', '.join(sorted(names))} alone do not say how to rotate")
+        raise fields.error(f"{', '.join(sorted(names))} alone do not define a rotation")
     magnitude = fields.optional_number(own + "attn_factor")
     return {
         "type": "longrope",

@@ -44,7 +44,7 @@ class SmolLM3(GatedDecoder):
             or len(named) < layers
             or not all(item in (0, 1) for item in named)
         ):
-            raise fields.error("no_rope_layers must say 1 (turns) or 0 once for each layer")
+            raise fields.error("no_rope_layers must have 1 (rotated) or 0 once for each layer")
         return [layer for layer in range(layers) if named[layer]]
 
     def turning_layers_in_gguf(self, layers: int) -> Sequence[int]:

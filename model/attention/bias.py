@@ -53,7 +53,7 @@ def _dense(bias: MaterialisedBias | PairBias, batch: ForwardBatch, block_size: i
     values = bias.between(batch.positions[:, None], keys)
     if values.shape[1:] != (len(keys), 1, keys.shape[1]):  # kernels would misread it
         raise EncodingError(
-            f"score_bias gives {list(values.shape)} for queries [{len(keys)}, 1] and keys "
+            f"score_bias returns {list(values.shape)} for queries [{len(keys)}, 1] and keys "
             f"{list(keys.shape)}; it must be [heads, ..., queries, keys]."
         )
     return DenseBias(values[:, :, 0])

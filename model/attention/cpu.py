@@ -52,7 +52,7 @@ class CpuAttention:
         rotation: Rotation | None,
     ) -> Tensor:
         if q.dtype is not self.spec.dtype:  # the kernel would misread it
-            raise TypeError(f"queries are {q.dtype} and the model computes {self.spec.dtype}")
+            raise TypeError(f"queries are {q.dtype}, but the model computes in {self.spec.dtype}")
         q = q.contiguous()
         out = torch.empty_like(q)
         arguments, _tensors = self.arguments(kv, batch, bias, rotation)

@@ -81,35 +81,35 @@ def biases(subject: Subject) -> Picture | Omitted:
 def _about_biases(found: Biases, subject: Subject, shown: Sequence[int]) -> str:
     heads = len(found.values)
     parts = [
-        f"What each of {heads} heads adds to the scaled q · k of a key at that distance, before "
-        "softmax. It enters neither keys nor values, so nothing stored depends on it, and a new "
-        "token changes no bias between older ones."
+        f"The bias that each of {heads} heads adds to the scaled q · k of a key at that distance, "
+        "before softmax. It enters neither keys nor values, so no stored entry depends on it, and "
+        "a new token changes no bias between older tokens."
     ]
     if len(shown) < heads:
         parts.append(f"Shown are the heads {listed([f'{head}' for head in shown])}.")
     if found.shifted:
         parts.append(
-            "The served bias follows the key's position; shown is its difference to that of the "
-            f"query's own position, {int(found.distances[-1]):,}, because softmax ignores what all "
-            "keys have in common."
+            "The served bias depends on the key's position; shown is its difference from the bias "
+            f"at the query's own position, {int(found.distances[-1]):,}, because softmax ignores a "
+            "constant that is added to all keys."
         )
     if subject.weights == "drawn":
         parts.append(
-            "The values are trained, and none are loaded: these are drawn at random, so "
-            "only where they step is the encoding's own. --model takes a checkpoint's."
+            "The values are trained, and no weights are loaded: these are random, so only the "
+            "distances at which they change are the encoding's. Use --model to load a checkpoint's."
         )
     last = int(_constant_from(found.values))
     if 0 < last < found.values.shape[1] - 1 and int(found.distances[0]) == 0:
         parts.append(
-            f"From distance {last} on all keys have the same bias; those nearer are the "
-            "only ones for which it has to be added."
+            f"From distance {last} on, all keys have the same bias, so it needs to be added to "
+            "nearer keys only."
         )
     lowest = float(found.values.min())
     if lowest < FLOOR:
         parts.append(
-            f"The axis ends at −{-FLOOR:.0f}; the lowest value is −{-lowest:,.0f}. Two keys "
-            f"whose biases differ by {-FLOOR:.0f} have weights in the proportion of one to "
-            "nine million if their content scores alike."
+            f"The axis ends at −{-FLOOR:.0f}; the lowest value is −{-lowest:,.0f}. If the biases "
+            f"of two keys with equal q · k differ by {-FLOOR:.0f}, their weights have a ratio of "
+            "one to nine million."
         )
     return " ".join(parts)
 
@@ -189,8 +189,8 @@ def scores(subject: Subject) -> Picture | Omitted | None:
         return Omitted(
             "score",
             SCORES,
-            "How scores follow the distance is trained, and no weights are loaded; --model takes "
-            "a checkpoint's.",
+            "How scores depend on distance is trained, and no weights are loaded; use --model to "
+            "load a checkpoint's.",
         )
     start = int((found.distances == 0).nonzero())
     values = found.values[:, start:]
@@ -227,7 +227,7 @@ def _about_scores(values: Tensor, chosen: list[int]) -> str:
         "Random content: q · k / √head_dim of independent standard normal vectors has mean 0 and "
         "standard deviation 1 at every distance, so the mean score is the bias, and the envelope "
         "(5% to 95%) lies 1.64 to either side; each dot is one random key, the dashed line the "
-        "lower end of the band at distance 0. Content outweighs distance where the bands overlap. "
+        "lower end of the band at distance 0. Content can outweigh distance where bands overlap. "
         f"The whole band is below that of distance 0 {', '.join(told)}."
     )
 

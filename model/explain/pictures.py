@@ -73,8 +73,8 @@ def codes(subject: Subject) -> Picture | Omitted:
         return Omitted(
             "codes",
             CODES,
-            f"What {subject.title} adds is trained, and no weights are loaded; --model takes a "
-            "checkpoint's.",
+            f"What {subject.title} adds is trained, and no weights are loaded; use --model to "
+            "load a checkpoint's.",
         )
     if bias is not None:
         limited = isinstance(bias, KeyBias)
@@ -93,15 +93,15 @@ def codes(subject: Subject) -> Picture | Omitted:
 
 _ABOUT_ANGLES = (
     "How many of the 64 nearest positions differ in at least one pair's angle when position, speed "
-    "and their product are kept in that format. Positions that round to one number turn alike, "
-    "and cannot be told apart by it. The encodings of this project keep all three in float32, "
-    "whatever the model's own format is; casting a model as a whole loses that."
+    "and their product are kept in that format. Positions that round to the same number have the "
+    "same rotation and cannot be told apart by it. The encodings of this project keep all three in "
+    "float32, whatever the model's format; casting a whole model to a lower precision loses that."
 )
 _ABOUT_LINEAR = (
-    "Counted in the head that keeps fewest. Softmax cannot tell slope · distance from slope · key "
-    "position, for they differ by the same amount for all keys, but rounding can: distances are "
-    "small where it matters, positions are not. The lines by distance are the bias as it is "
-    "served, rounded once at the end."
+    "Counted in the head that keeps fewest. For softmax, slope · distance and slope · key position "
+    "are equivalent, because they differ by the same amount for all keys; rounding makes them "
+    "differ, because the distances of near keys are small numbers and their positions are not. The "
+    "lines by distance are the bias as served, rounded once at the end."
 )
 _ABOUT_TABLE = "Counted in the head that keeps fewest."
 
@@ -112,8 +112,8 @@ def _codes(what: str, series: Series, at: list[int], about: str) -> Picture | Om
         return Omitted(
             "codes",
             CODES,
-            f"Different {what} among the nearest {NEAREST} positions: {told}, at every position "
-            f"up to {at[-1]:,} alike.",
+            f"The number of different {what} among the nearest {NEAREST} positions is the same at "
+            f"every position up to {at[-1]:,}: {told}.",
         )
     return Picture(
         "codes",

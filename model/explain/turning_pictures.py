@@ -41,15 +41,17 @@ ANGLES, SCORES = "Angle by dimension and position", "Score by distance"
 def angles(subject: Subject) -> Picture | Omitted:
     if not subject.turns:
         return Omitted(
-            "angle", ANGLES, f"{subject.title} turns neither queries nor keys: there are no angles."
+            "angle",
+            ANGLES,
+            f"{subject.title} rotates neither queries nor keys, so there are no angles.",
         )
     found = turning(subject.encoding, subject.config, subject.context)
     if found is None:
         return Omitted(
             "angle",
             ANGLES,
-            f"{subject.title} changes queries and keys, but not by turning pairs of coordinates at "
-            "a fixed angle per position, so no pair has an angle to show.",
+            f"{subject.title} changes queries and keys, but not by rotating pairs of coordinates "
+            "by a fixed angle per position, so no pair has an angle to show.",
         )
     return Picture(
         "angle",
@@ -64,28 +66,28 @@ def _about_angles(found: Turning, subject: Subject) -> str:
     slow = int((turns > subject.context).sum())
     (a, b), (c, d) = found.pairs[0], found.pairs[-1]
     parts = [
-        "Each pair of coordinates of every query and key turns by the position times the pair's "
-        f"speed. Pair 0 is coordinates {a} and {b}, pair {len(turns) - 1} is {c} and {d}. "
+        "Each pair of coordinates of every query and key is rotated by the position times the "
+        f"pair's speed. Pair 0 is coordinates {a} and {b}, pair {len(turns) - 1} is {c} and {d}. "
         f"Left: the cosine of the angle. Right: positions in one full turn, {turns[0]:,.2f} for "
         f"the fastest pair and {turns[-1]:,.0f} for the slowest."
     ]
     if slow:
         parts.append(
             f"{slow} of {len(turns)} pairs make no full turn within the context of "
-            f"{subject.context:,}: each distance has an angle of its own in them."
+            f"{subject.context:,}: in them, every distance has a different angle."
         )
     else:
         parts.append(f"Every pair makes a full turn within the context of {subject.context:,}.")
     if found.still:
-        parts.append(f"{found.still} of {subject.config.head_dim} coordinates do not turn.")
+        parts.append(f"{found.still} of {subject.config.head_dim} coordinates are not rotated.")
     if abs(found.magnitude - 1) > 1e-4:
         parts.append(
-            f"Queries and keys also grow by {found.magnitude:.4f}, so scores of turning "
-            f"coordinates by {found.magnitude**2:.4f}."
+            f"Rotated coordinates are also scaled by {found.magnitude:.4f}, so their scores are "
+            f"scaled by {found.magnitude**2:.4f}."
         )
     parts.append(
-        "A key is turned once, at its own position, before it is stored; the base sets the speeds, "
-        "not how many tokens can be told apart."
+        "A key is rotated once, by its own position, before it is stored; the base sets the "
+        "speeds, not how many tokens can be told apart."
     )
     return " ".join(parts)
 
@@ -131,8 +133,8 @@ def scores(subject: Subject) -> Picture | Omitted | None:
         return Omitted(
             "score",
             SCORES,
-            f"{subject.title} does not turn pairs at fixed speeds, so its scores need not follow "
-            "from the distance alone.",
+            f"{subject.title} does not rotate pairs at fixed speeds, so its scores may depend on "
+            "more than the distance.",
         )
     distances = torch.arange(span)
     equal = equal_vectors(found, config.head_dim, distances)
@@ -154,14 +156,14 @@ def _about_scores(equal: torch.Tensor, factor: torch.Tensor, drawn: torch.Tensor
     return (
         "Left: the mean of q · k over random q = k, as a share of |q| |k|; it falls on the whole, "
         f"but rises in {_rises(equal):.0%} of single steps. The envelope is the largest magnitude "
-        "from each distance on. Middle: what RoFormer (arXiv 2104.09864, section 3.4.3) proves to "
-        "decay is the upper bound of the score, not the score: shown is the factor that depends on "
-        "distance, as a share of its value at 0; it too rises in "
+        "from each distance on. Middle: RoFormer (arXiv 2104.09864, section 3.4.3) proves that an "
+        "upper bound of the score decays, not the score itself: shown is the bound's factor that "
+        "depends on distance, as a share of its value at 0; even this rises in "
         f"{_rises(factor):.0%} of steps. Right: q and k drawn independently; their scores have the "
         f"same spread at every distance. Of {len(drawn):,} such pairs, {peaks:.1%} score highest "
-        f"within the nearest {near} of {span:,} distances; if distance had no say at all, "
-        f"{near / span:.1%} would. So closer words do not in general score higher: what a model "
-        "makes of distance is in its trained weights."
+        f"within the nearest {near} of {span:,} distances; if distance had no influence, "
+        f"{near / span:.1%} would. So closer words do not in general score higher: how distance "
+        "affects a model's scores depends on its trained weights."
     )
 
 

@@ -37,8 +37,8 @@ def vectors(subject: Subject) -> Picture | Omitted | None:
         return Omitted(
             "vector",
             VECTORS,
-            f"{subject.title} adds trained vectors, and none are loaded; --model takes a "
-            "checkpoint's.",
+            f"{subject.title} adds trained vectors, and no weights are loaded; use --model to "
+            "load a checkpoint's.",
         )
     table = added(subject, min(SHOWN, subject.context))
     every = -(-table.shape[1] // ROWS)
@@ -46,8 +46,8 @@ def vectors(subject: Subject) -> Picture | Omitted | None:
     return Picture(
         "vector",
         VECTORS,
-        "What is added to the embedding of the token at each position, once, before the first "
-        "layer. From there it is part of everything that is computed from the embedding, keys and "
+        "The vector added to the token's embedding at each position, once, before the first "
+        "layer. It is then part of everything that is computed from the embedding, keys and "
         f"values included, so a stored entry cannot be moved to another position.{shown}",
         lambda figure: _draw_vectors(figure, table, every),
     )
@@ -84,8 +84,8 @@ def scores(subject: Subject) -> Picture | Omitted | None:
         return Omitted(
             "score",
             SCORES,
-            "How the products of its vectors follow the distance is trained, and no weights are "
-            "loaded; --model takes a checkpoint's.",
+            "How the products of its vectors depend on distance is trained, and no weights are "
+            "loaded; use --model to load a checkpoint's.",
         )
     table = added(subject, min(subject.context, LONGEST)).double()
     return Picture(
@@ -114,17 +114,17 @@ def _about_scores(table: Tensor) -> str:
     last = curves[-1]
     rises = float((last[1:] > last[:-1]).double().mean())
     same = (
-        "The curves lie on one another: the product depends on the distance alone"
+        "The curves coincide: the product depends on the distance alone"
         if apart < 1e-4 * scale
-        else "The curves differ: the product depends on where the query stands"
+        else "The curves differ: the product also depends on the query's position"
     )
     asked = listed([f"{query:,}" for query in queries])
     return (
         f"Left: the product of two position vectors, for queries at {asked}, per "
         f"dimension. {same} (largest difference {apart:.2g}), and it rises in {rises:.0%} of "
         "single steps. Right: the same with standard normal embeddings added, 5% to 95%. In a "
-        "model the queries and keys are trained projections of the sum, which see these products "
-        "only through their weights."
+        "model, queries and keys are trained projections of the sum, so these products affect "
+        "scores only through their weights."
     )
 
 

@@ -61,4 +61,4 @@ def load(path: Path) -> State | None:
             facts=about["facts"],
         )
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise FamilyError(f"{path} is damaged ({error}); delete it to begin anew") from error
+        raise FamilyError(f"{path} is damaged ({error}); delete it to start over") from error

@@ -44,14 +44,14 @@ def _bring(source: Source, target: Path, download: Download) -> None:
         if not found.exists():
             names = ", ".join(sorted(path.name for path in partial.iterdir())) or "nothing"
             raise FamilyError(
-                f"{source.registry} brought {names} where {source.file} was expected; put that "
+                f"{source.registry} delivered {names} instead of {source.file}; put that "
                 f"file into {target.parent} and run again"
             )
         actual = digests.of_file(found)
         if actual != source.sha256:
             raise FamilyError(
-                f"{source.file} has sha256 {actual}, expected {source.sha256}; nothing of it was "
-                f"kept, check the settings of {source.registry} and run again"
+                f"{source.file} has sha256 {actual}, expected {source.sha256}, and was not kept; "
+                f"check the settings of {source.registry} and run again"
             )
         os.replace(found, target)
     finally:

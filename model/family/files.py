@@ -39,7 +39,7 @@ def alone(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise FamilyError(
-                f"another process works in {folder}; wait until it has ended, or set "
+                f"another process is using {folder}; wait until it ends, or set "
                 "ROPEWALK_HOME to another folder"
             ) from error
         yield

@@ -54,7 +54,7 @@ def _tar_members(stream: io.IOBase, pattern: str) -> dict[str, bytes]:
 def deb_data(archive: bytes) -> bytes:
     """The data.tar of a Debian package, which is an ar archive (deb(5)); still compressed."""
     if not archive.startswith(_AR_MAGIC):
-        raise FamilyError("The .deb is no ar archive; delete it and run again")
+        raise FamilyError("The .deb is not an ar archive; delete it and run again")
     at = len(_AR_MAGIC)
     while at + 60 <= len(archive):
         name, size = archive[at : at + 16].decode().strip(), int(archive[at + 48 : at + 58])
@@ -189,7 +189,7 @@ class _R:
         elif kind in (16, 19):  # strings, a list
             value = [self.read() for _ in range(self._int())]
         else:
-            raise FamilyError(f"R data of type {kind} are not read; check the package's version")
+            raise FamilyError(f"R data of type {kind} cannot be read; check the package's version")
         attributes = self.read() if attributed else None
         names = attributes.get("names") if isinstance(attributes, dict) else None
         return dict(zip(names, value, strict=True)) if names else value

@@ -20,7 +20,7 @@ def rehearse(encoding: str, context: int) -> None:
     """
     name = model_name(encoding)
     if ":" in encoding and name in map(model_name, ENCODINGS):
-        raise FamilyError(f"{encoding} would take the place of {name}; give the class another name")
+        raise FamilyError(f"{encoding} would overwrite {name}; give the class another name")
     cpu = torch.device("cpu")
     try:
         config = shape(encoding)
@@ -40,8 +40,8 @@ def rehearse(encoding: str, context: int) -> None:
     still = [name for name, each in decoder.named_parameters() if each.grad is None]
     if still:
         raise FamilyError(
-            f"{encoding}: no gradient reaches {', '.join(still)}; make what follows from it in "
-            "`freeze` from the parameter itself, not from a copy"
+            f"{encoding}: no gradient reaches {', '.join(still)}; derive values from the "
+            "parameter itself, not from a copy made in `freeze`"
         )
 
 

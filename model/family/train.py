@@ -152,7 +152,7 @@ class Training:
             parameter.grad = None
         if not np.isfinite(value):
             raise FamilyError(
-                f"the loss is {value} at step {self.step}; lower the rates and begin anew"
+                f"the loss is {value} at step {self.step}; lower the learning rates and start over"
             )
         self.step += 1
         self.seconds += time.perf_counter() - begun
@@ -206,7 +206,7 @@ class Training:
             if state.facts != self._facts:
                 raise FamilyError(
                     f"{self._run} was begun with another recipe, encoding or other texts; "
-                    "move it away to begin anew"
+                    "move it away to start over"
                 )
             same_end = state.steps == self._recipe.steps
             if same_end or (state.level and state.step <= self._recipe.stable_steps):
@@ -214,8 +214,8 @@ class Training:
                 break
             if state.steps > self._recipe.steps:
                 raise FamilyError(
-                    f"{self._run} was begun for more tokens, which fewer would replace; move it "
-                    "away to begin anew"
+                    f"{self._run} was begun for more tokens, and this shorter run would replace "
+                    "it; move it away to start over"
                 )
         _keep_lines(self._run / "log.jsonl", self.step)
 

@@ -223,7 +223,7 @@ class Kernels:
         logits = logits.contiguous()
         rows, vocab = logits.shape
         if count > vocab:
-            raise ValueError(f"{count} of {vocab} tokens are asked for")
+            raise ValueError(f"{count} of {vocab} tokens were requested")
         found = torch.empty(rows, 2 + 2 * count, dtype=torch.float64)
         self._call("scores", logits.dtype, logits, tokens, found, rows, vocab, count)
         return found
@@ -309,7 +309,7 @@ def load(folder: Path) -> Kernels:
     try:
         compiler = shlex.split(os.environ.get("CXX", ""))  # may have arguments, as in "ccache g++"
     except ValueError as error:
-        raise NoKernels(f"CXX is no command: {error}") from error
+        raise NoKernels(f"CXX is not a command: {error}") from error
     if not compiler:
         found = shutil.which("g++") or shutil.which("c++")
         if found is None:

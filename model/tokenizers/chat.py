@@ -115,7 +115,7 @@ def _default_of(named: list[Any]) -> object:
     if "default" not in templates:
         raise ChatTemplateError(
             f"None of the chat templates {sorted(map(str, templates))} is named default: "
-            "name the one to use so."
+            "give that name to the one to use."
         )
     return templates["default"]
 

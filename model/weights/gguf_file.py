@@ -172,7 +172,7 @@ class _Cursor:
 def _preamble(cursor: _Cursor) -> tuple[int, int]:
     """Check magic and version → numbers of tensors and of metadata keys."""
     if cursor.take(4) != MAGIC:
-        raise CheckpointError(f"{cursor.path} is no GGUF file: it does not start with GGUF.")
+        raise CheckpointError(f"{cursor.path} is not a GGUF file: it does not start with GGUF.")
     version = int(cursor.scalar("I"))
     if version not in (2, 3):
         raise CheckpointError(
@@ -204,7 +204,7 @@ def _read_entries(
         entries[name] = _read_entry(cursor, name)
     alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 0 < alignment <= 1 << 16 or alignment & (alignment - 1):
-        raise cursor.broken("general.alignment is no power of two")
+        raise cursor.broken("general.alignment is not a power of two")
     start = -(-cursor.position // alignment) * alignment
     placed = {name: entry._replace(offset=start + entry.offset) for name, entry in entries.items()}
     _check_layout(cursor, placed, alignment, file_size)

@@ -111,12 +111,12 @@ def read_header(path: Path) -> dict[str, Entry]:
     length = int.from_bytes(read_range(path, 0, 8), "little")
     if length > MAX_HEADER:
         raise CheckpointError(
-            f"{path} is no safetensors file: its header claims {length} bytes, "
+            f"{path} is not a safetensors file: its header claims {length} bytes, "
             f"more than the {MAX_HEADER} allowed."
         )
     raw = bytes(read_range(path, 8, length))
     if not raw.startswith(b"{"):
-        raise CheckpointError(f"{path} is no safetensors file: its header is no JSON object.")
+        raise CheckpointError(f"{path} is not a safetensors file: its header is not a JSON object.")
     header = parse_json(raw, f"{path}: header")
     header.pop("__metadata__", None)
     if len(header) > MAX_TENSORS:
@@ -137,9 +137,9 @@ def _entry(path: Path, name: str, value: object, start: int) -> Entry:
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
         raise CheckpointError(f"{where} has the unknown dtype {shown(str(dtype))}.")
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
-        raise CheckpointError(f"{where} has a shape that is no short list of sizes.")
+        raise CheckpointError(f"{where} has a shape that is not a short list of sizes.")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{where} has data_offsets that are no pair of sizes.")
+        raise CheckpointError(f"{where} has data_offsets that are not a pair of sizes.")
     begin, end = offsets
     if math.prod(shape) * ITEM_SIZES[dtype] != end - begin:
         raise CheckpointError(f"{where} has data_offsets that do not fit its dtype and shape.")
@@ -192,7 +192,7 @@ def _shard_name(index: Path, value: object) -> str:
     # The file may be a symlink (as in the hub's cache), but its name must not be a path.
     if not isinstance(value, str) or not value.endswith(".safetensors") or {*value} & {*"/\\\0"}:
         raise CheckpointError(
-            f"{index} names {shown(str(value))}, which is no safetensors file of this folder."
+            f"{index} names {shown(str(value))}, which is not a safetensors file in this folder."
         )
     return value
 

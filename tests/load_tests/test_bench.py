@@ -182,7 +182,7 @@ def test_nobody_there_is_status_2_and_one_sentence(capsys, tmp_path):
 def test_a_wrong_model_names_the_right_ones(capsys, tmp_path):
     status, captured, _, _ = measure(capsys, tmp_path, "--models", "nope")
     assert status == 2
-    assert "--models takes: tiny, other" in captured.err
+    assert "its models are: tiny, other" in captured.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -238,7 +238,7 @@ def test_compare_is_handed_on(monkeypatch):
         (["--serve", "shape:tiny", "--no-ignore-eos"], "drop them, or --serve"),
         (["--serve", "shape:tiny", "--dialect", "transformers"], "drop them, or --serve"),
         (["--encodings", "rope"], "need --serve"),
-        (["--serve", "shape:tiny", "--workload", "extrapolate"], "random weights have none"),
+        (["--serve", "shape:tiny", "--workload", "extrapolate"], "random weights do not have"),
         (["--dialect", "transformers", "--prompt-form", "ids"], "text prompts only"),
     ],
 )

@@ -172,7 +172,7 @@ def test_a_slow_server_is_given_up_after_the_limit():
 @pytest.mark.parametrize("before", [[], [HEAD], [HEAD, chunk(TEXTS[0])], [HEAD, chunk(DONE)]])
 def test_a_server_that_stalls_is_given_up_after_the_idle_limit(before):
     outcome = ask(lambda path, body: [*before, 60.0], idle_s=0.1)
-    assert outcome.error == "the server said nothing for 0.1 s"
+    assert outcome.error == "the server sent nothing for 0.1 s"
     assert outcome.ended - outcome.sent >= 0.1
 
 

@@ -94,7 +94,7 @@ def test_what_is_in_one_result_alone_is_said(compare):
 
 def test_another_machine_is_said(compare):
     _, text = compare(replace(BEFORE, environment={"processor": "one core"}))
-    assert "two cores and one core; the results are of different machines" in text
+    assert "two cores and one core; the results come from different machines" in text
 
 
 def test_an_arm_that_fails_never_passes(compare):
@@ -108,7 +108,7 @@ def test_few_runs_conclude_nothing(compare):
     few = result(FACTORS, POINTS, blocks=2)
     status, text = compare(few, "--fail-on", "tpot_p50>+10%")
     assert status == 2
-    assert "Unknown of longctx 512 sync nope, longctx 512 sync rope" in text
+    assert "Unknown for longctx 512 sync nope, longctx 512 sync rope" in text
     assert "2 blocks have this figure" in text
 
 

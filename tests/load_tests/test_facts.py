@@ -40,7 +40,7 @@ def test_the_first_model_where_none_is_asked_for():
 
 
 def test_a_wrong_model_names_the_right_ones():
-    with pytest.raises(Unreachable, match=r"no model 'x'; --models takes: r, n"):
+    with pytest.raises(Unreachable, match=r"no model 'x'; its models are: r, n"):
         ask(lambda server: arms_of(server, ("x",)))
 
 

@@ -26,7 +26,7 @@ FOUND = [
 
 def test_tables():
     lines = tables(CEILING, FOUND).splitlines()
-    assert lines[0] == "Copies 4,300 GB/s, read and written; multiplies 790 TFLOP/s."
+    assert lines[0] == "Copy: 4,300 GB/s, read and written; product: 790 TFLOP/s."
     assert "|smollm2|1|512|1.00|0.250|25.0 %|1,000|3.00|3.00|" in lines
     assert "|smollm2|8|512|2.00|1.00|50.0 %|4,000|||" in lines
     assert "|smollm2|8|512|4.00|5.00|2,000|10.0|2.50|" in lines

@@ -117,7 +117,9 @@ def test_what_cannot_be_recorded_is_computed_as_it_comes(plain, monkeypatch, cap
 
 
 def test_unknown_variants_are_refused():
-    with pytest.raises(EncodingError, match="forms window, table, materialised, but got 'no'"):
+    with pytest.raises(
+        EncodingError, match="form must be one of window, table, materialised, but is 'no'"
+    ):
         made("none", ("t5:no",))
     with pytest.raises(EncodingError, match="alibi has no forms or frames; leave out 'no'"):
         made("none", ("alibi:no",))

@@ -39,7 +39,7 @@ def test_sizes_take_thousands():
         (["--workload", "nap"], "there is no workload 'nap'"),
         (["--workload", "file:/none"], "/none"),
         (["--profile", "closed:0"], "'closed:0' is no profile"),
-        (["--serve", "nothing"], "'nothing' is nothing to serve"),
+        (["--serve", "nothing"], "'nothing' cannot be served"),
         (["--arms", "t5:fast"], "'t5:fast' is no bias form"),
         (["--encodings", "rope,morse"], "there is no encoding 'morse'"),
         (["--models", "a,,b"], "empty name"),

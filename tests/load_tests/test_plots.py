@@ -204,16 +204,16 @@ def test_one_reason_is_said_once():
 def test_what_the_cache_did_is_over_computed_tokens():
     plot = by_key("counters")["chat-cache"]
     # Four runs of 1,024 computed tokens each, and 524,288 bytes in each.
-    assert "Bytes written per computed token: 512 of every arm." in plot.findings
-    assert "Entries rewritten: 1,152 of rope, 0 of nope." in plot.findings
+    assert "Bytes written per computed token: 512 for every arm." in plot.findings
+    assert "Entries rewritten: 1,152 for rope, 0 for nope." in plot.findings
 
 
 def test_the_cost_of_a_shift_is_per_shift():
     plot = by_key("counters")["chat-shift"]
-    assert plot.findings[0].startswith("A shift takes rope 4.00 ms and nope 1.00 ms.")
+    assert plot.findings[0].startswith("A shift takes 4.00 ms under rope and 1.00 ms under nope.")
     # Time and keys; nothing was recomputed or moved, which needs no picture.
     assert len(plot.charts) == 2
-    assert "Keys rewritten per shift: 96.0 of rope, 0 of nope." in plot.findings
+    assert "Keys rewritten per shift: 96.0 for rope, 0 for nope." in plot.findings
     assert plot.table[1][:3] == ("nope", "12.0", "1.00")
 
 

@@ -49,27 +49,27 @@ def profile(told_by_kernels):
 
 def test_table():
     caption, empty, header, _rule, *lines = table(profile(True), 512).splitlines()
-    assert caption == "rope, context 512: layers tell their own times" and not empty
+    assert caption == "rope, context 512: layers are timed by their kernels" and not empty
     assert header == "|part|batch 1, ms|of the step|batch 8, ms|of the step|"
     assert lines == [
         "|linear layers|6.00|80.0 %|12.0|88.9 %|",
         "|attention|1.00|13.3 %|1.00|7.4 %|",
         "|rest|0.500|6.7 %|0.500|3.7 %|",
         "|**step**|7.50|100 %|13.5|100 %|",
-        "|step, not watched|7.00|93.3 %|7.00|51.9 %|",
-        "|beside it: HTTP|0.150|2.0 %|1.00|7.4 %|",
+        "|step, not timed|7.00|93.3 %|7.00|51.9 %|",
+        "|in parallel: HTTP|0.150|2.0 %|1.00|7.4 %|",
     ]
 
 
 def test_the_caption_says_how_it_was_measured():
-    assert "layers are watched module by module" in table(profile(False), 512)
+    assert "layers are timed module by module" in table(profile(False), 512)
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
         (["--serve", "family"], "family cannot be profiled; use shape:small"),
-        (["--serve", "no"], "'no' is nothing to serve"),
+        (["--serve", "no"], "'no' cannot be served"),
         (["--serve", "shape:no"], "shape:no is no shape known here"),
         (["--encodings", "no"], "There is no encoding 'no'"),
         (["--batch", "0"], "'0' is not a number from 1 up"),

@@ -29,7 +29,7 @@ def test_what_fits_is_measured_and_nothing_is_asked():
 
 def test_what_does_not_fit_is_not():
     assert asked(made(60, 41), context=100) == (
-        "its context holds 100 tokens and this needs 101",
+        "its context holds 100 tokens, but this needs 101",
         [],
     )
 

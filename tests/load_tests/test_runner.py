@@ -133,7 +133,7 @@ def test_hits_that_theory_does_not_have_are_a_warning():
     with runner_at(Asked(cached=16), "a") as (runner, arms):
         measure(runner, arms, [load()], 1)
     (warning,) = runner.warnings
-    assert "a, stream sync: the prefix cache gave 32 tokens" in warning
+    assert "a, stream sync: the prefix cache had 32 prompt tokens, but" in warning
     assert "0 were expected" in warning
 
 

@@ -100,4 +100,6 @@ def test_one_size_has_no_growth():
 @pytest.mark.parametrize("count", ["0", "129"])
 def test_rounds_that_would_outlast_the_requests(count, capsys):
     assert main([*TINY, "--rounds", count]) == 2
-    assert f"--rounds {count} is not among 1 to 128" in capsys.readouterr().err
+    assert (
+        f"--rounds {count} is out of range; use a number from 1 to 128" in capsys.readouterr().err
+    )

@@ -76,7 +76,7 @@ def test_increases_of_one_model():
         ({"prompts": 14}, "The server counted 11 prompt tokens, the client 10."),
         ({"ended": 3, "seconds": 9.9}, "The server counted 2 requests that ended, the client 1."),
         ({"hits": 6}, "The server counted 5 prompt tokens found in the prefix cache, the client 0"),
-        ({"errors": 1}, "The server ended 1 requests with 'error'; to the client all succeeded."),
+        ({"errors": 1}, "The server ended 1 requests with 'error'; the client saw all succeed."),
         ({"mutated": 2}, "ropewalk_kv_mutated_entries_total rose by 2 and must stay 0"),
         ({"seconds": 9.9}, "mean time to first token is 900.0 ms, the client's 500.0 ms"),
         ({"seconds": 9.1}, "mean time to first token is 100.0 ms, the client's 500.0 ms"),

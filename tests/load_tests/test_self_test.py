@@ -31,4 +31,4 @@ def test_the_figures_in_words():
     text = str(speed(cpu_s=2.4))
     assert "20,000 tokens in 12.0 s, 2,000 a second" in text
     assert "lag p99: 1.00 ms" in text
-    assert "20% of one core; 8,333 tokens/s with all of it" in text
+    assert "20% of one core; 8,333 tokens/s with the whole core" in text

@@ -78,7 +78,7 @@ def test_what_may_be_served(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "shape:", "smollm2", "/no/such/config.json"])
 def test_what_may_not_be_served(text):
-    with pytest.raises(ValueError, match=r"is nothing to serve; use family, shape:smollm2 or"):
+    with pytest.raises(ValueError, match=r"cannot be served; use family, shape:smollm2 or"):
         parse_serve(text)
 
 

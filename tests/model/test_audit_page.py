@@ -124,7 +124,7 @@ def test_cells_light_up_where_something_happened() -> None:
 @pytest.mark.parametrize(
     ("changes", "badge", "words"),
     [
-        ({}, "0 changed", "0 earlier entries changed, 0 should have; positional terms for the"),
+        ({}, "0 changed", "0 earlier entries changed, 0 should have changed; positional terms for"),
         ({"first_term": 4}, "0 changed", "no positional term"),
         ({"first_term": 0}, "0 changed", "positional terms for all 4 positions"),
         ({"first_term": 2}, "0 changed", "positional terms for the newest 2 positions"),

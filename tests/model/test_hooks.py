@@ -46,16 +46,22 @@ def rotates(act):
 @pytest.mark.parametrize(
     ("act", "why"),
     [
-        (lambda q, k, at: (q[..., :4], k), r"rotate gives float32 \[6, 6, 4\] and float32 \["),
-        (lambda q, k, at: (q[:, :1], k), "rotate gives float32 "),
+        (lambda q, k, at: (q[..., :4], k), r"rotate returns float32 \[6, 6, 4\] and float32 \["),
+        (lambda q, k, at: (q[:, :1], k), "rotate returns float32 "),
         (lambda q, k, at: (q, k.double()), r"and float64 \[6, 2, 8\] for "),
         (lambda q, k, at: (q, None), "and NoneType for "),
-        (lambda q, k, at: q, "rotate gives Tensor, not tuple"),
-        (lambda q, k, at: (q, k / 0), "rotate gives numbers that are not finite"),
-        (lambda q, k, at: (q, k * torch.ones(8)), r"gives bfloat16 .* and float32 .* for bfloat16"),
+        (lambda q, k, at: q, "rotate returns Tensor, not tuple"),
+        (lambda q, k, at: (q, k / 0), "rotate returns numbers that are not finite"),
+        (
+            lambda q, k, at: (q, k * torch.ones(8)),
+            "bfloat16 .* and float32 .* for bfloat16",
+        ),
         (lambda q, k, at: (q, k[at]), "rotate fails .test_hooks.py, line .*: IndexError: "),
-        (lambda q, k, at: (q, k * at.max()), "when other tokens come with it"),
-        (lambda q, k, at: (q * torch.arange(1, len(q) + 1)[:, None, None], k), "other tokens come"),
+        (lambda q, k, at: (q, k * at.max()), "when other tokens are computed with it"),
+        (
+            lambda q, k, at: (q * torch.arange(1, len(q) + 1)[:, None, None], k),
+            "other tokens are computed",
+        ),
         (lambda q, k, at: (q, k * (1 + at)[:, None, None]), "override capability and shift"),
     ],
 )
@@ -84,18 +90,18 @@ def test_keys_that_move_are_those_that_rotate_makes():
     options = ENCODINGS["rope"].options
     check_hooks(Honest.create(options, CONFIG, CONTEXT, CPU), CONFIG, CONTEXT, CPU)
     for kind in (Backwards, Forgetful):
-        assert "keys that are moved" in said(kind.create(options, CONFIG, CONTEXT, CPU))
+        assert "moved keys would differ" in said(kind.create(options, CONFIG, CONTEXT, CPU))
 
 
 @pytest.mark.parametrize(
     ("act", "why"),
     [
-        (lambda x, at: x[:1], r"embed gives float32 \[1, 24\] for float32 \[6, 24\]"),
-        (lambda x, at: x[:, :5], r"embed gives float32 \[6, 5\] for "),
-        (lambda x, at: x + len(x), "embed gives a token something else when"),
+        (lambda x, at: x[:1], r"embed returns float32 \[1, 24\] for float32 \[6, 24\]"),
+        (lambda x, at: x[:, :5], r"embed returns float32 \[6, 5\] for "),
+        (lambda x, at: x + len(x), "embed returns something else for a token when"),
         (lambda x, at: x + at[:, None], "set WHY_FIXED"),
-        (lambda x, at: None, "embed gives NoneType, not Tensor"),
-        (lambda x, at: x * torch.ones(24), "embed gives float32 .* for bfloat16"),
+        (lambda x, at: None, "embed returns NoneType, not Tensor"),
+        (lambda x, at: x * torch.ones(24), "embed returns float32 .* for bfloat16"),
     ],
 )
 def test_embed(act, why):
@@ -115,16 +121,16 @@ HEADS = CONFIG.heads
 @pytest.mark.parametrize(
     ("bias", "why"),
     [
-        (torch.zeros(HEADS, CONTEXT), "score_bias gives Tensor; it must be None or one of Linear"),
-        (Steeper(torch.zeros(HEADS, 8)), "score_bias gives Steeper; "),
-        (TableBias(torch.zeros(3, 8)), "score_bias is of 3 heads and must be of 6, or 1"),
-        (LinearBias(torch.zeros(2)), "score_bias is of 2 heads"),
+        (torch.zeros(HEADS, CONTEXT), "returns Tensor; it must return None or one of Linear"),
+        (Steeper(torch.zeros(HEADS, 8)), "score_bias returns Steeper; "),
+        (TableBias(torch.zeros(3, 8)), "score_bias has 3 heads, but must have 6 or 1"),
+        (LinearBias(torch.zeros(2)), "score_bias has 2 heads, but"),
         (TableBias(torch.full((1, 8), torch.nan)), "score_bias holds NaN"),
-        (KeyBias(torch.zeros(HEADS, 8)), f"of 8 positions of keys and the context {CONTEXT}"),
-        (PairBias(lambda q, k: torch.zeros(HEADS, 2, 2)), r"gives \[6, 2, 2\] for queries \[6\]"),
-        (PairBias(lambda q, k: (q[:, None] - k[None]).float()[None]), r"gives \[1, 6, 6, .* not"),
+        (KeyBias(torch.zeros(HEADS, 8)), f"has 8 key positions for a context of {CONTEXT}"),
+        (PairBias(lambda q, k: torch.zeros(HEADS, 2, 2)), r"returns \[6, 2, 2\] for queries \[6\]"),
+        (PairBias(lambda q, k: (q[:, None] - k[None]).float()[None]), r"returns \[1, 6, 6, .* not"),
         (PairBias(lambda q, k: 1 / 0), "score_bias fails .test_hooks.py, line .*: ZeroDivision"),
-        (PairBias(lambda q, k: None), "score_bias gives NoneType, not Tensor"),
+        (PairBias(lambda q, k: None), "score_bias returns NoneType, not Tensor"),
     ],
 )
 def test_score_bias(bias, why):
@@ -135,7 +141,7 @@ def test_score_bias(bias, why):
 
 @pytest.mark.parametrize(
     ("shape", "why"),
-    [((CONTEXT, 5), "of heads of 8 coordinates"), ((9, 4), f"has 9 positions for .* {CONTEXT}")],
+    [((CONTEXT, 5), "with at most 4 pairs"), ((9, 4), f"has 9 positions for .* {CONTEXT}")],
 )
 def test_rotation(shape, why):
     turning = Rotation(torch.ones(shape), torch.zeros(shape), "half", KeyFrame.RAW)
@@ -148,13 +154,13 @@ def test_work_and_capability():
     def impossible(self, op, dtype):
         return Capability.IMPOSSIBLE
 
-    assert "work gives int, not" in said(with_hooks(work=lambda self, *given: 3))
-    assert "append is impossible without a reason" in said(with_hooks(capability=impossible))
-    assert "capability gives str" in said(with_hooks(capability=lambda self, *given: "free"))
+    assert "work returns int, not" in said(with_hooks(work=lambda self, *given: 3))
+    assert "append is impossible; say why in WHY_FIXED" in said(with_hooks(capability=impossible))
+    assert "capability returns str" in said(with_hooks(capability=lambda self, *given: "free"))
 
 
 def test_layers_of_their_own_are_looked_at():
     wrong = rotates(lambda q, k, at: (q, k[:1]))
     own = with_hooks(for_layer=lambda self, layer: wrong if layer == 2 else self)
-    with pytest.raises(EncodingError, match="rotate gives"):
+    with pytest.raises(EncodingError, match="rotate returns"):
         check_hooks(own, CONFIG, CONTEXT, CPU)

@@ -280,7 +280,7 @@ def test_others_may_read_it_as_far_as_the_umask_says(save, tmp_path):
 def test_nothing_is_replaced(save, tmp_path):
     folder = save(decoder_of(CONFIG))
     before = (folder / "model.safetensors").read_bytes()
-    refused("is there already", save, decoder_of(replace(CONFIG, layers=1, windows=(None,))))
+    refused("already exists", save, decoder_of(replace(CONFIG, layers=1, windows=(None,))))
     assert (folder / "model.safetensors").read_bytes() == before
 
 
@@ -299,7 +299,10 @@ def nan(state):
         (lambda state: state | {"spare": torch.ones(1)}, "saved holds tensor 'spare'"),
         (lambda state: state | {"norm.weight": torch.ones(3)}, r"'?norm.weight'? should have"),
         (nan, "'norm.weight' holds weights that are not finite"),
-        (lambda state: state | {"norm.weight": torch.ones(24).int()}, "as no torch.int32"),
+        (
+            lambda state: state | {"norm.weight": torch.ones(24).int()},
+            "cannot be stored as torch.int32",
+        ),
     ],
 )
 def test_weights_that_are_not_the_decoders(change, saying, save, tmp_path):
@@ -318,9 +321,9 @@ def test_a_tied_head_that_differs(save):
 @pytest.mark.parametrize(
     ("changes", "saying"),
     [
-        ({"encoding": EncodingSpec("rope", ROPE | {"layers": (0, 2)})}, "lists for the tuples"),
-        ({"encoding": EncodingSpec("rope", ROPE | {"layers": {0}})}, "is no JSON"),
-        ({"norm_eps": float("inf")}, "is no JSON"),
+        ({"encoding": EncodingSpec("rope", ROPE | {"layers": (0, 2)})}, "lists instead of tuples"),
+        ({"encoding": EncodingSpec("rope", ROPE | {"layers": {0}})}, "cannot be written as JSON"),
+        ({"norm_eps": float("inf")}, "cannot be written as JSON"),
         ({"norm_bias": True}, "norm_bias has no effect where norm is rms"),
     ],
 )
@@ -343,8 +346,10 @@ def test_a_tokenizer_that_cannot_be_used(save, tokenizer, tmp_path):
     saying = refused("neither tokenizer.json nor", save, decoder, tokenizer=[])
     assert str(tmp_path / "saved") in saying
     assert ".saved." not in saying  # no name that is gone by now
-    refused("is no tokenizer file", save, decoder, tokenizer=[tokenizer.parent / "absent.json"])
-    refused("is no tokenizer file", save, decoder, tokenizer=[tokenizer, tmp_path / "merges.txt"])
+    refused("is not a tokenizer file", save, decoder, tokenizer=[tokenizer.parent / "absent.json"])
+    refused(
+        "is not a tokenizer file", save, decoder, tokenizer=[tokenizer, tmp_path / "merges.txt"]
+    )
     small = decoder_of(replace(CONFIG, vocab_size=100))
     refused("has 258 tokens, but the model embeds only 100", save, small)
     assert [path.name for path in tmp_path.iterdir()] == ["of"]

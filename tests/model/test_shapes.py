@@ -121,5 +121,5 @@ def test_refusals(source, error, words) -> None:
 def test_an_encoder_is_not_served_without_its_weights(tmp_path) -> None:
     path = tmp_path / "config.json"
     path.write_text(t5().to_json_string())
-    with pytest.raises(CheckpointError, match="an encoder besides"):
+    with pytest.raises(CheckpointError, match="has an encoder, too; use"):
         random_checkpoint(f"shape:{path}", None, None)

@@ -61,7 +61,7 @@ def test_what_the_answers_are_worth_is_said(capsys) -> None:
     assert (
         "tiny is a small decoder with random weights: it shows mechanics, not quality." in printed
     )
-    assert "t5: the weights of the encoding are drawn at random." in printed
+    assert "t5: the encoding's weights are random." in printed
     assert "rope:dynamic: as if trained for 7 tokens" in printed
     assert "Appending never changes cached entries" in printed
 
@@ -142,7 +142,7 @@ def test_only_the_first_of_many_are_named(capsys, monkeypatch) -> None:
     ("arguments", "code", "words"),
     [
         (["--encodings", "ropes"], 1, "There is no encoding 'ropes'"),
-        (["--encodings", "rope:fast"], 1, "of rope there is rope, rope:dynamic, rope:dynamic-re"),
+        (["--encodings", "rope:fast"], 1, "use one of rope, rope:dynamic, rope:dynamic-re"),
         (["--encodings", ","], 2, "--encodings: the list is empty"),
         (["--encodings", "no.such:Thing"], 1, "is its folder in PYTHONPATH?"),
         (["--prompt", ""], 2, "--prompt: the text has no tokens"),

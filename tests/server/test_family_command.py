@@ -145,10 +145,10 @@ def test_one_training_at_a_time_works_in_a_run(capsys, corpus_there, own_home) -
     with alone(run):
         train = ["family", "train", "--encoding", "rope", "--tokens", "512", "--no-compile"]
         assert cli.main(train) == 1
-    assert f"another process works in {run}; wait" in sentence(capsys)
+    assert f"another process is using {run}; wait" in sentence(capsys)
     with alone(own_home / "family"):
         assert cli.main(["family", "prepare"]) == 1
-    assert "another process works" in sentence(capsys)
+    assert "another process is using" in sentence(capsys)
 
 
 def test_notes_that_cannot_be_read_are_named(capsys, corpus_there, own_home, tmp_path) -> None:

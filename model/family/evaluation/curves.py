@@ -50,7 +50,7 @@ def read(log: Path) -> Curve:
             rows.append(_row(json.loads(line)))
         except (ValueError, KeyError, TypeError) as error:
             raise FamilyError(
-                f"{log}, line {number}, is no step of a training; remove the file or train anew"
+                f"{log}, line {number}, is not a training step; remove the file or train again"
             ) from error
     times = _not_held_up([row.seconds for row in rows])
     timed = list(zip(rows, times, strict=True))

@@ -105,7 +105,7 @@ def read(path: Path) -> Evaluation | None:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["schema"] != SCHEMA:
             raise FamilyError(
-                f"{path} has the schema {stored['schema']} and not {SCHEMA}; move it away and run "
+                f"{path} has schema {stored['schema']}, not {SCHEMA}; move it away and run "
                 "ropewalk family evaluate"
             )
         found = _as(Evaluation, stored)

@@ -52,7 +52,7 @@ def texts_of(split: Split, length: int, count: int) -> Texts:
     used = list(dict.fromkeys(names[number] for number in sorted({n for _, n in turns})))
     if len(used) < 2:
         raise FamilyError(
-            f"Only {len(used)} held-out documents have {length + 1:,} tokens, and an interval "
+            f"only {len(used)} held-out documents have {length + 1:,} tokens, but an interval "
             "needs two; hold out longer ones"
         )
     return Texts(

@@ -144,8 +144,8 @@ def test_rope_is_not_said_to_score_closer_words_higher() -> None:
 def test_partial_and_magnified_rotations_are_said_to_be() -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_context": 100}
     angle = caption(parts("rope", width=8, scaling=scaling), "angle")
-    assert "8 of 16 coordinates do not turn" in angle
-    assert "grow by 1.1386" in angle
+    assert "8 of 16 coordinates are not rotated" in angle
+    assert "scaled by 1.1386" in angle
 
 
 def test_alibi_is_said_to_win_over_content_where_it_does() -> None:
@@ -160,13 +160,13 @@ def test_alibi_is_said_to_win_over_content_where_it_does() -> None:
 
 def test_rounded_biases_are_shown_relative_to_the_query() -> None:
     found = parts("alibi", hf_exact=True, scaled=True)
-    assert "that of the query's own position, 299," in caption(found, "bias")
+    assert "bias at the query's own position, 299," in caption(found, "bias")
 
 
 def test_made_up_weights_are_said_to_be() -> None:
     found = parts("t5")
-    assert "drawn at random" in caption(found, "bias")
-    assert "From distance 113 on all keys have the same bias" in caption(found, "bias")
+    assert "these are random" in caption(found, "bias")
+    assert "From distance 113 on, all keys have the same bias" in caption(found, "bias")
     assert "Shown are the heads 0 and 2" in caption(found, "bias")
     two_way = caption(parts("t5", bidirectional=True), "bias")
     assert "From distance" not in two_way
@@ -207,10 +207,10 @@ def test_encodings_from_outside_are_explained_by_what_they_do() -> None:
         "codes",
     ]
     falling = parts(f"{__name__}:Falling")
-    assert "positions: 21 in bf16, fp16, fp32, at" in by_key(falling, Omitted)["codes"].reason
+    assert "32,767: 21 in bf16, fp16, fp32." in by_key(falling, Omitted)["codes"].reason
     assert "0 in head 0 from distance 4 on." in caption(falling, "score")  # all heads are alike
     sliding = by_key(parts(f"{__name__}:Sliding"), Omitted)
-    assert "not by turning pairs" in sliding["angle"].reason
+    assert "not by rotating pairs" in sliding["angle"].reason
     assert set(sliding) == {"angle", "score", "bias", "codes"}
 
 
@@ -238,7 +238,7 @@ def test_trained_vectors_are_those_of_the_checkpoint(tmp_path) -> None:
     assert torch.equal(subject.whole.table, model.transformer.wpe.weight)
     found = pictures(subject)
     assert set(by_key(found, Picture)) == {"vector", "score"}
-    assert "depends on where the query stands" in caption(found, "score")
+    assert "also depends on the query's position" in caption(found, "score")
 
 
 # ---- nothing but the command loads it ----

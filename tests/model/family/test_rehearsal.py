@@ -78,7 +78,7 @@ def test_a_name_that_is_none(own) -> None:
 
 def test_a_bundled_ones_name_is_not_taken(own) -> None:
     encoding = own(LEARNS, name="Rope")
-    assert f"{encoding} would take the place of ropewalk-rope" in refused(encoding)
+    assert f"{encoding} would overwrite ropewalk-rope" in refused(encoding)
 
 
 def test_its_own_errors_are_one_sentence_with_their_place(own) -> None:

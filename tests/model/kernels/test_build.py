@@ -75,7 +75,7 @@ def test_a_compiler_that_is_not_there(tmp_path, monkeypatch):
 
 def test_a_compiler_that_is_no_command(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", 'g++ "-O3')
-    with pytest.raises(NoKernels, match="CXX is no command"):
+    with pytest.raises(NoKernels, match="CXX is not a command"):
         load(tmp_path)
 
 

@@ -294,7 +294,7 @@ def test_another_dtype_is_refused_before_a_kernel_reads_it(kernels, monkeypatch)
     with pytest.raises(EncodingError, match=r"embed of Careless.*\.to\(x\.dtype\)"):
         decoder(ragged(), new_cache(decoder, 12, BLOCK))
     monkeypatch.setattr(Careless, "embed", PositionalEncoding.embed)
-    with pytest.raises(EncodingError, match=r"rotate of Careless makes torch\.float32 .* keep"):
+    with pytest.raises(EncodingError, match=r"rotate of Careless returns torch\.float32 .* keep"):
         decoder(ragged(), new_cache(decoder, 12, BLOCK))
 
 

@@ -51,5 +51,5 @@ def test_what_falling_rates_bring_is_left_out_of_comparisons(tmp_path, monkeypat
 
 def test_a_line_that_is_no_step_is_named(tmp_path) -> None:
     path = written(tmp_path, [row(1), {"loss": 1.0}])
-    with pytest.raises(FamilyError, match="line 2, is no step"):
+    with pytest.raises(FamilyError, match="line 2, is not a training step"):
         curves.read(path)

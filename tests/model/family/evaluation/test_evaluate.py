@@ -227,7 +227,7 @@ def test_a_damaged_file_and_another_schema_are_refused(found, tmp_path) -> None:
     for text, reason in [
         ("{", "is damaged"),
         (f'{{"schema": {results.SCHEMA}}}', "is damaged"),
-        ('{"schema": 99}', f"has the schema 99 and not {results.SCHEMA}"),
+        ('{"schema": 99}', f"has schema 99, not {results.SCHEMA}"),
         (found[0].read_text().replace('"trials": 2', '"trials": "x"'), "is damaged"),
     ]:
         path.write_text(text)

@@ -46,7 +46,7 @@ def test_windows_are_whole_and_taken_from_all_documents_in_turn() -> None:
     assert found.documents == held_out.names and found.owner == (0, 1, 2, 0)
     assert found.tokens[3] == (held_out.bos, *held_out.document(0)[257:512].tolist())
     assert found.weights.tolist() == [2, 1, 1]
-    with pytest.raises(FamilyError, match="Only 0 held-out documents have 601 tokens"):
+    with pytest.raises(FamilyError, match="only 0 held-out documents have 601 tokens"):
         texts_of(held_out, 600, 4)
 
 
