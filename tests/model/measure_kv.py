@@ -19,7 +19,7 @@ COUNT = 8  # texts
 
 def main() -> None:
     texts = windows(COUNT)
-    print(f"|computed in|keys and values alike|in int8|difference, {COUNT} texts of {LENGTH}|")
+    print(f"|computed in|keys and values too|in int8|difference, {COUNT} texts of {LENGTH}|")
     print("|---|---:|---:|---:|")
     for precision, decoder in decoders(load(home() / "kernels"), ("float32", "bfloat16")).items():
         alike, rounded = losses(decoder, texts), losses(decoder, texts, torch.int8)

@@ -1,8 +1,8 @@
-"""The time that each form of T5's bias adds to no encoding: a measurement, not a test.
+"""The time that each form of T5's bias adds, compared with no bias: a measurement, not a test.
 
 Run by hand, with nothing else on the machine: python -m tests.model.time_bias_forms
 Prints a table: the time of a step relative to the same step without a bias, as median and
-quartiles of rounds in which each form runs once. One thread, whose own time is what is counted.
+quartiles of rounds in which each form runs once. One thread; only its own processor time counts.
 """
 
 import tempfile

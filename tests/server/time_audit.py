@@ -2,9 +2,9 @@
 
     python -m tests.server.time_audit float32 off sample full
 
-One engine for each mode, all fed the same requests and stepped in turn, so that every step has
-its twins beside it and what else the machine does disturbs all alike. Processor time of one
-thread. Also told: the auditor's own share of its engine's time, which needs no comparison.
+There is one engine for each mode; all get the same requests and are stepped in turn, so that each
+step is compared with the same step of the others, and other load on the machine affects all alike.
+Times are the processor time of one thread. Also printed: the auditor's share of its engine's time.
 """
 
 import random

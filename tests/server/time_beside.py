@@ -1,4 +1,4 @@
-"""Times an answer next to busy programs. Run by hand, with the flags of `ropewalk serve`.
+"""Times an answer while other programs are busy. Run by hand, with the flags of `ropewalk serve`.
 
     python -m tests.server.time_beside smollm2 --dtype bfloat16
 

@@ -33,8 +33,8 @@ GOOD = 3.6  # nats per token of held-out text
 PLOT_NAMES = "evaluation-{}.svg"
 
 OWN = """\
-Write a class as those in model/encodings are, then train it beside the others and measure it with
-them; every folder among the trained models gets the same report:
+Write a class like those in model/encodings, then train it as the others were and evaluate it with
+them; the report covers every folder among the trained models:
 
     PYTHONPATH=. ropewalk family train --encoding package.module:Class
     PYTHONPATH=. ropewalk family evaluate
@@ -82,10 +82,11 @@ def _opening(members: Sequence[Measured]) -> str:
     labels = [one.label for one in shipped(members)]
     return (
         "Small decoders that differ in their positional encoding alone: "
-        f"{listed(labels)}. Same texts, same order, same first weights, same shape. They are for "
-        "comparing encodings and trying a server, not for their answers.\n\n"
+        f"{listed(labels)}. They have the same shape and initial weights, and were trained on the "
+        "same texts in the same order. They are for comparing encodings and trying a server, not "
+        "for their answers.\n\n"
         "Written by `ropewalk family report` from the figures of `ropewalk family evaluate`; "
-        "intervals are 95 %, over documents where nothing else is said."
+        "intervals are 95 %, over documents unless stated otherwise."
     )
 
 
@@ -130,8 +131,8 @@ def _held_out(members: Sequence[Measured]) -> str:
     heads = ["encoding", "held-out loss", f"more than {first.label}", "other seeds"]
     return (
         "Held-out loss is in nats per token at the later half of trained positions, on "
-        f"{sum(base.windows)} windows of that length in {len(base.documents)} documents; what it "
-        f"is more than another model's, document by document.\n\n{table(heads, rows)}"
+        f"{sum(base.windows)} windows of that length in {len(base.documents)} documents; "
+        f"differences between models are paired by document.\n\n{table(heads, rows)}"
     )
 
 
@@ -148,15 +149,15 @@ def _training(members: Sequence[Measured], image: str) -> str:
     return (
         f"Muon on the matrices inside the layers, AdamW on the rest (model/family/recipe.py): "
         f"{recipe}. At first texts are read in eighths of a window, then in quarters and halves "
-        "(`--growing` says how many); whatever is read at once begins with `<s>`. Trained were "
-        f"{trained}; shorter trainings are dotted.\n\n"
+        "(`--growing` says how many); each such piece begins with `<s>`. Trainings: "
+        f"{trained}; shorter ones are dotted.\n\n"
         f"{image}\n\n{tables.training(members)}\n\n"
-        "Does RoPE converge faster? Compared are training losses before the rates fall, of "
-        "trainings with as many tokens and the same seed, each point a mean of "
-        f"{STEPS} steps on the same texts. {about_speed(members)} Seconds are those of one "
+        "Does RoPE converge faster? Training losses are compared before the learning rates fall, "
+        "between trainings with the same number of tokens and the same seed; each point is a mean "
+        f"of {STEPS} steps on the same texts. {about_speed(members)} Seconds are those of one "
         "machine, and compare implementations of the encodings in training, not the encodings. A "
-        f"step of more than {HELD_UP:g} times the median, as one in which a training was stopped "
-        "for a while, counts as the median."
+        f"step that took more than {HELD_UP:g} times the median, for example because the training "
+        "was paused, counts as the median."
     )
 
 
@@ -164,7 +165,7 @@ def _losses(members: Sequence[Measured], image: str) -> str:
     findings = "\n".join(f"- {about_length(one)}" for one in shipped(members))
     differ = differing(members)
     summary = (
-        f"Other than published: {listed(differ)}; why is in the notes, where it is known."
+        f"Differ from what was published: {listed(differ)}; the notes give reasons where known."
         if differ
         else ""
     )
@@ -175,11 +176,12 @@ def _losses(members: Sequence[Measured], image: str) -> str:
         else MISSING
     )
     return (
-        f"Nats per token of the token after each position, on {texts}; the same tokens for every "
-        "model. Positions within and past the trained length are never averaged. *Cost of "
-        "distance*: how much higher the loss is than that of the same tokens when only `<s>` and "
-        "the nearest are read, at trained positions: 0 means that the length does no harm, less "
-        f"that it helps. A model *holds* when that is at most {HOLDS} nats at every length.\n\n"
+        f"Loss in nats of the token after each position, on {texts}; the same tokens for every "
+        "model. Positions within and past the trained length are never averaged together. *Cost of "
+        "distance*: how much higher the loss is than that of the same tokens when the model reads "
+        "only `<s>` and the nearest tokens, at trained positions; 0 means that the length does no "
+        "harm, a negative value that it helps. A model *holds* if its cost is at most "
+        f"{HOLDS} nats at every length.\n\n"
         f"{image}\n\nWithin the trained length:\n\n{tables.losses(members)}\n\n"
         f"Past it:\n\n{tables.beyond(members)}\n\n{findings}\n\n{summary}"
     ).strip()
@@ -189,10 +191,11 @@ def _recall(evaluation: Evaluation, image: str) -> str:
     members = evaluation.members
     return (
         "Made-up texts at the end of held-out prose (model/family/recall.py). *Pairs* asks where "
-        f"somebody keeps something; *copy* wants {WORDS} words again, all of them right. Distance "
-        "is counted from what was said to the question. Share of right answers by greedy decoding, "
-        f"{evaluation.sizes.trials} texts a cell, Wilson intervals. Text and answer end at the "
-        f"given length; models were trained at {_trained(members)}.\n\n{image}\n\n"
+        f"somebody keeps something; *copy* asks for {WORDS} words again, all of them right. "
+        "Distance is counted from the statement to the question. Figures are shares of right "
+        f"answers by greedy decoding, with Wilson intervals; {evaluation.sizes.trials} texts per "
+        "cell. Text and answer end at the given length; models were trained at "
+        f"{_trained(members)}.\n\n{image}\n\n"
         f"Pairs:\n\n{tables.recalls(members, 'pairs')}\n\n"
         f"Copy:\n\n{tables.recalls(members, 'copy')}"
     )
@@ -204,21 +207,22 @@ def _trained(members: Sequence[Measured]) -> str:
 
 def _operations(members: Sequence[Measured], image: str) -> str:
     return (
-        "Next-token distributions over the 16 tokens after an operation, against those after "
-        "reading the same remaining tokens anew. *Shift* drops the older half of a full context "
-        "and renumbers; *slide* drops its oldest block, again and again; *move* reuses a quarter "
-        "of a context after another text. The first block stays. What differs is what deeper "
-        "layers still know of the tokens that are gone; where the encoding is part of every "
-        "stored entry the operation is refused. Keys in float32; `ropewalk serve` refuses to "
-        "slide where keys would be rewritten each time.\n\n"
+        "Next-token distributions for the 16 tokens after an operation, compared with those after "
+        "computing the same remaining tokens again. *Shift* drops the older half of a full context "
+        "and renumbers the rest; *slide* drops its oldest block repeatedly; *move* reuses a "
+        "quarter of a context after another text. The first block stays. Differences come from "
+        "deeper layers, whose entries still depend on the dropped tokens; where positions are part "
+        "of every stored entry, the operation is refused. Keys are in float32; `ropewalk serve` "
+        "refuses to slide where keys would be rewritten each time.\n\n"
         f"{image}\n\n{tables.operations(members)}"
     )
 
 
 def _served(members: Sequence[Measured]) -> str:
     return (
-        "The loss of the same texts as `POST /v1/completions` tells it with `echo` and "
-        "`logprobs`, beside the one computed offline in float32.\n\n" + tables.served(members)
+        "The loss of the same texts as returned by `POST /v1/completions` with `echo` and "
+        "`logprobs`, compared with the one computed offline in float32.\n\n"
+        + tables.served(members)
     )
 
 
@@ -236,9 +240,9 @@ def _packed(members: Sequence[Measured]) -> str:
     ]
     heads = ["encoding", "MiB", "loss as trained", "loss packed", "cost"]
     return (
-        "Matrices are shipped as 8-bit rows with a scale each. Nats per token at the later half of "
-        f"trained positions, on {COST_WINDOWS} held-out windows. The other figures are of the "
-        "weights whose digest stands under Models.\n\n"
+        "Matrices are shipped as 8-bit rows with one scale each. Losses are in nats per token at "
+        f"the later half of trained positions, on {COST_WINDOWS} held-out windows. All other "
+        "figures are of the weights whose digest is given under Models.\n\n"
         f"{table(heads, rows) if rows else MISSING}"
     )
 
@@ -251,13 +255,13 @@ def _samples(members: Sequence[Measured]) -> str:
         for each in one.samples or ()
     )
     return (
-        f"Drawn at temperature {TEMPERATURE}, not chosen.\n\n{written or MISSING}\n\n"
-        "How much of it is grammatical? Sentences that Link Grammar can link whole, out of what "
-        f"the models ended after {len(GRAMMAR_PROMPTS)} beginnings such as *{GRAMMAR_PROMPTS[0]}*; "
-        "left out are those that stand in the training texts word for word, and those made like "
-        "the sentences of the recall texts. The parser knows "
-        "today's English: beside it are sentences of as many words out of held-out texts, and the "
-        "same with their words in another order. Shares with Wilson intervals.\n\n"
+        f"Sampled at temperature {TEMPERATURE}, not selected.\n\n{written or MISSING}\n\n"
+        "How much of it is grammatical? The share of sentences that Link Grammar can link "
+        f"completely, out of those that the models completed after {len(GRAMMAR_PROMPTS)} "
+        f"beginnings such as *{GRAMMAR_PROMPTS[0]}*, with Wilson intervals. Left out are sentences "
+        "that occur word for word in the training texts, and those built like the recall texts. "
+        "The parser knows today's English, so for comparison there are held-out sentences of the "
+        "same lengths, and the same sentences with their words shuffled.\n\n"
         f"{tables.grammar(members)}"
     )
 
@@ -273,9 +277,9 @@ def _limits(members: Sequence[Measured]) -> str:
         "views and prejudices of their texts.",
         "A few million parameters: sentences are seldom true, and not always grammatical.",
         "Findings hold at this size and length. Larger models, longer training or other texts may "
-        "order encodings differently.",
-        "Intervals are over texts. One training differs from another by its seed besides: see the "
-        "column of other seeds.",
+        "rank encodings differently.",
+        "Intervals are over texts only. Trainings also differ by seed: see the column of other "
+        "seeds.",
     ]
     if above:
         said.append(f"Held-out loss above {GOOD} nats: {listed(above)}.")

@@ -177,7 +177,7 @@ def about_speed(members: Sequence[Measured]) -> str:
     for lead in found:
         beside.setdefault(lead.label, []).append(lead)
     said = [
-        f"Beside {label} RoPE's was the lower one at "
+        f"Compared with {label}, RoPE's loss was lower at "
         + listed([f"{one.lower} of {one.points} points" for one in own])
         + f", on average by {listed([f'{one.mean:.2f}' for one in own])} nats."
         for label, own in beside.items()
@@ -190,7 +190,7 @@ def about_speed(members: Sequence[Measured]) -> str:
     others = [label for label in beside if label not in faster]
     if faster:
         said.append(
-            f"So here RoPE converged faster, per token, than {listed(faster)}: its loss was lower "
+            f"So here RoPE converged faster per token than {listed(faster)}: its loss was lower "
             f"at {MOSTLY:.0%} of the points or more."
         )
     if others:
