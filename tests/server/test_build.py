@@ -271,7 +271,7 @@ def test_an_encoding_that_cannot_tell_its_work_is_found_at_the_start(folder, mon
     """It would end the engine at its first step."""
     for work, said in (
         (lambda *given: 1 / 0, r"fails \(.*: ZeroDiv"),
-        (lambda *given: 1, "gives int"),
+        (lambda *given: 1, "returns int"),
     ):
         monkeypatch.setattr(RoPE, "work", work)
         with pytest.raises(CommandError, match=f"RoPE: work {said}"):
