@@ -101,6 +101,7 @@ class Attending {
   // exceeds by more than kAbove, and the sum of weights relative to that, per lane.
   struct State {
     int64_t position;
+    int64_t unbiased;  // keys up to this position have a bias of 0
     float slope;
     const float *table, *dense;  // this query's rows
     Real far;                    // the table's last column
@@ -228,10 +229,13 @@ class Attending {
     State state{};
     state.position = a_.positions[row];
     state.base = -INFINITY;
+    state.unbiased = a_.slopes || a_.bias_table || a_.dense_bias ? INT64_MIN : INT64_MAX;
     if (a_.slopes) state.slope = a_.slopes[query_head];
     if (a_.bias_table) {
       state.table = a_.bias_table + query_head * a_.bias_span;
       state.far = Real(state.table[a_.bias_span - 1]);
+      if (state.far == 0 && !a_.bias_by_key)  // T5's window form
+        state.unbiased = state.position + a_.bias_zero - (a_.bias_span - 1);
     }
     if (a_.dense_bias) state.dense = a_.dense_bias + (query_head * rows + row) * a_.bias_span;
     return state;
@@ -240,6 +244,7 @@ class Attending {
   // first: index of the chunk's first key. Scores past the last key may change, too.
   void add_bias(const Chunk &chunk, const State &state, int64_t first, int64_t keys,
                 Real *scores) const {
+    if (chunk.latest <= state.unbiased) return;
     const int32_t nearest = int32_t(state.position - chunk.latest);  // distance
     const int64_t padded = whole_vectors(keys);
     if (a_.slopes) {
@@ -251,7 +256,7 @@ class Attending {
     if (state.table) {
       const int32_t last = int32_t(a_.bias_span - 1);
       if (!a_.bias_by_key && nearest + a_.bias_zero >= last)  // far keys share the last column
-        add_to_all(state.far, padded, scores);
+        for (int64_t i = 0; i < padded; ++i) scores[i] += state.far;
       else
         add_columns(chunk, state, nearest, padded, scores);
     }
@@ -265,11 +270,6 @@ class Attending {
       for (int64_t n = 0; n < kKeys; n += 16) __builtin_prefetch(from - kKeys + n);
 #pragma omp simd
     for (int64_t n = 0; n < keys; ++n) scores[n] += Real(from[n]);
-  }
-
-  static void add_to_all(Real value, int64_t count, Real *scores) {
-    if (value != 0)  // 0 in T5's window form
-      for (int64_t i = 0; i < count; ++i) scores[i] += value;
   }
 
   void add_columns(const Chunk &chunk, const State &state, int32_t nearest, int64_t count,
