@@ -20,6 +20,7 @@ from model.encodings.base import PositionalEncoding
 from model.kernels.build import Kernels
 from model.kernels.layers import KernelLayers, Part
 from model.kernels.modules import GatedPanelLinear, KernelNorm, PanelLinear
+from model.kernels.on_gpu import TritonGate, TritonLayers
 from model.linear import Int8Linear, Linear
 from model.transformer import Activate, Attention, Decoder, Gate, LayerNorm, RMSNorm
 from server.metrics import Metrics
@@ -51,7 +52,7 @@ _TOLD: Mapping[Part, str] = {
 _MODULES: Mapping[type[nn.Module], str] = {
     **dict.fromkeys((Linear, Int8Linear, PanelLinear, GatedPanelLinear), LINEAR),
     **dict.fromkeys((RMSNorm, LayerNorm, KernelNorm), NORM),
-    **dict.fromkeys((Gate, Activate), ACTIVATION),
+    **dict.fromkeys((Gate, TritonGate, Activate), ACTIVATION),
     nn.Embedding: EMBEDDING,
 }
 _NAME = "profiled"
@@ -175,9 +176,12 @@ def _watched_in(decoder: Decoder, made: Wired) -> Iterator[tuple[object, str, st
         elif hasattr(module, "attend"):
             yield module, "attend", ATTENTION
             if isinstance(module, Attention):
-                yield module, "rotated", POSITION
+                yield module, "stored", STORE
+                yield module, "rotated", POSITION  # within it, unless one kernel does both
         elif isinstance(module, KernelLayers):
             yield module, "forward", CALLS
+        elif isinstance(module, TritonLayers):
+            yield module, "add_norm", NORM
         elif isinstance(module, PositionalEncoding):
             yield module, "embed", POSITION
 

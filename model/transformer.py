@@ -85,6 +85,8 @@ class Activate(nn.Module):
 
 # (queries, keys, positions, offsets) → (queries, keys), as in PositionalEncoding.rotate.
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# (queries, keys, values, batch, cache) → queries, as in Attention.stored.
+Store = Callable[[Tensor, Tensor, Tensor, ForwardBatch, PagedKV], Tensor]
 
 
 class Attention(nn.Module):
@@ -121,8 +123,9 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(head_dim, config.norm_eps, dtype, device)
         self.clip = config.qkv_clip
         self.encoding = encoding.for_layer(layer)
-        # A faster equivalent of the encoding's `rotate`. Set after loading.
+        # Faster equivalents of the encoding's `rotate`, and of `stored`. Set after loading.
         self.kernel_rotate: Rotate | None = None
+        self.kernel_store: Store | None = None
         self.attend = backend(
             spec_for(config, dtype, device, window=config.windows[layer], causal=causal)
         )
@@ -140,6 +143,14 @@ class Attention(nn.Module):
     def parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """[T, outputs of `qkv`] → queries, keys and values, shaped as `project` returns them."""
         return torch.split(qkv.view(len(qkv), -1, self.head_dim), self.sizes, dim=1)
+
+    def stored(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        """Rotate queries and keys, and store keys and values. Returns the queries."""
+        if self.kernel_store is not None:
+            return self.kernel_store(q, k, v, batch, kv)
+        q, k = self.rotated(q, k, batch)
+        kv.write(k, v, batch.slots)
+        return q
 
     def rotated(self, q: Tensor, k: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Apply the encoding. Raises EncodingError if it changes a dtype or shape."""
@@ -165,8 +176,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[T, width] → [S, width] of `rows`, or all. Stores the key and value of every row."""
         q, k, v = self.project(x)
-        q, k = self.rotated(q, k, batch)
-        kv.write(k, v, batch.slots)
+        q = self.stored(q, k, v, batch, kv)
         y = self.attend(q, kv, batch, bias, self.encoding.rotation())
         projected: Tensor = self.out(kept(y.flatten(1), rows))
         return projected

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cache.kv import KVCache
 from model.batch import ForwardBatch
-from model.encodings.base import PositionalEncoding
+from model.encodings.base import PositionalEncoding, rotates
 from model.kernels.layers import KernelLayers, Part
 from model.transformer import Attention
 from server.request import PassTimes
@@ -50,15 +50,17 @@ class TimedDecoder:
         )
         self._attentions = [each for each in decoder.modules() if hasattr(each, "attend")]
         encodings = [each for each in decoder.modules() if isinstance(each, PositionalEncoding)]
+        rotating = [each for each in decoder.modules() if isinstance(each, Attention)]
         self._positional: list[tuple[nn.Module, str]] = [
             *((each, "embed") for each in encodings),
-            *((each, "rotated") for each in decoder.modules() if isinstance(each, Attention)),
+            *((each, "rotated") for each in rotating),
         ]
         self._stacks = [each for each in decoder.modules() if isinstance(each, KernelLayers)]
-        # Whether all positional work is outside attention, so that the two can be timed separately.
+        # Whether all positional work can be timed separately: neither attention does any, nor a
+        # kernel that stores keys.
         self.position_apart = all(
             each.score_bias() is None and each.rotation() is None for each in encodings
-        )
+        ) and not any(each.kernel_store and rotates(each.encoding) for each in rotating)
         self._times: list[PassTimes] = []
 
     def __call__(self, batch: ForwardBatch, kv: KVCache) -> Tensor:

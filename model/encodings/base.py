@@ -212,6 +212,11 @@ def inherits(hook: Callable[..., object], encoding: PositionalEncoding, function
     return own and getattr(hook, "__func__", None) is function
 
 
+def rotates(encoding: PositionalEncoding) -> bool:
+    """Whether the encoding changes queries or keys before keys are stored."""
+    return not inherits(encoding.rotate, encoding, PositionalEncoding.rotate)
+
+
 def need_scale(encoding: str, scale: object) -> None:
     """Raises EncodingError unless `scale` is finite and above 0."""
     if not (isinstance(scale, int | float) and 0 < scale < math.inf):

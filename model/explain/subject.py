@@ -11,7 +11,7 @@ import torch
 
 from model.catalogue import example, hooks, summary
 from model.config import EncodingSpec, ModelConfig
-from model.encodings.base import EncodingError, PositionalEncoding, find, inherits
+from model.encodings.base import EncodingError, PositionalEncoding, find, inherits, rotates
 from model.hooks import check_hooks
 from model.loading import Checkpoint, load_encoding
 
@@ -39,7 +39,7 @@ class Subject:
     @property
     def turns(self) -> bool:
         """Whether this layer's queries and keys are changed."""
-        return not inherits(self.encoding.rotate, self.encoding, PositionalEncoding.rotate)
+        return rotates(self.encoding)
 
     @property
     def embeds(self) -> bool:

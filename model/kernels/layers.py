@@ -20,7 +20,7 @@ from model.attention.bias import DenseBias, StepBias
 from model.attention.cpu import CpuAttention
 from model.batch import ForwardBatch
 from model.encoder_decoder import CrossBlock
-from model.encodings.base import PositionalEncoding, inherits
+from model.encodings.base import rotates
 from model.kernels.build import (
     AttendArguments,
     Kernels,
@@ -73,9 +73,7 @@ class Parts:
         rotate = self.attention.kernel_rotate
         if isinstance(rotate, KernelRotate):
             return _BY_TABLES[rotate.key_frame]
-        encoding = self.attention.encoding
-        untouched = inherits(encoding.rotate, encoding, PositionalEncoding.rotate)
-        return _BY_NOTHING if untouched else _BY_OTHERS
+        return _BY_OTHERS if rotates(self.attention.encoding) else _BY_NOTHING
 
 
 _BLOCKS = (Block, CrossBlock, ParallelBlock, ParallelOneNormBlock)

@@ -1,11 +1,10 @@
-"""Faster substitutes for the decoder's modules and rotations: on the CPU and on a GPU.
+"""Faster substitutes for the decoder's modules and rotations on the CPU.
 
 The decoder's own modules remain the definition: each substitute differs from its original only by
 rounding, which the tests check. model/kernels/substitutes.py swaps them in.
 """
 
 import math
-from importlib import import_module
 from typing import TypeGuard
 
 import torch
@@ -108,8 +107,8 @@ class KernelNorm(nn.Module):
         )
 
 
-class RotateByTables:
-    """Called like the `rotate` of one RoPE; uses the tables it had at construction."""
+class RotationTables:
+    """What kernels need to rotate as one RoPE does, with the tables it had at construction."""
 
     def __init__(self, rope: RoPE) -> None:
         self.key_frame = rope.key_frame
@@ -131,7 +130,7 @@ class RotateByTables:
         )
 
 
-class KernelRotate(RotateByTables):
+class KernelRotate(RotationTables):
     """On the CPU: queries, then keys."""
 
     def __init__(self, rope: RoPE, kernels: Kernels) -> None:
@@ -151,54 +150,3 @@ class KernelRotate(RotateByTables):
 
     def _turned(self, x: Tensor, at: Tensor) -> Tensor:
         return self.kernels.rotate(x, self.cos, self.sin, at, self.interleaved)
-
-
-class TritonRotate(RotateByTables):
-    """On a GPU: queries and keys of a layer in one launch, without synchronisation.
-
-    Positions are not checked: all must be below max_positions, as the server's are.
-    """
-
-    HEADS_AT_ONCE = 8  # per program; which number is fastest has not been measured
-
-    def __init__(self, rope: RoPE) -> None:
-        super().__init__(rope)
-        # Imported by name, and only here: machines without a GPU have no Triton.
-        self.kernels = import_module("model.kernels.triton_rope")
-
-    def __call__(
-        self, q: Tensor, k: Tensor, positions: Tensor, offsets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        match self.key_frame:
-            case KeyFrame.ABSOLUTE:
-                return self._turned(q, k, positions)
-            case KeyFrame.BLOCK:
-                _, turned = self._turned(q[:, :0], k, offsets)
-                return q, turned
-            case KeyFrame.RAW:
-                return q, k
-
-    def _turned(self, q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        turned_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        turned_k = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-        rows, heads, head_dim = q.shape
-        kv_heads, pairs = k.shape[1], self.cos.shape[1]
-        tiles = sum(-(-count // self.HEADS_AT_ONCE) for count in (heads, kv_heads))
-        self.kernels.turn[rows, tiles](
-            *(q, k, turned_q, turned_k, at, self.cos, self.sin, *q.stride(), *k.stride()),
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            HEAD_DIM=head_dim,
-            PAIRS=pairs,
-            INTERLEAVED=self.interleaved,
-            TILE=self.HEADS_AT_ONCE,
-            TURNED=_power_of_2(pairs),
-            REST=_power_of_2(head_dim - 2 * pairs),
-            enable_fp_fusion=False,  # rounds products separately, as torch does
-        )
-        return turned_q, turned_k
-
-
-def _power_of_2(count: int) -> int:
-    """The smallest power of 2 that is at least `count`; 1 for 0."""
-    return 1 << max(count - 1, 0).bit_length()

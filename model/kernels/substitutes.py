@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from model.attention.triton import TritonAttention
-from model.encodings.base import outside_encodings
+from model.encodings.base import outside_encodings, rotates
 from model.kernels.build import SUFFIXES, Kernels
 from model.kernels.layers import KernelLayers, parts_of
 from model.kernels.modules import (
@@ -14,9 +14,9 @@ from model.kernels.modules import (
     KernelNorm,
     KernelRotate,
     PanelLinear,
-    RotateByTables,
-    TritonRotate,
+    RotationTables,
 )
+from model.kernels.on_gpu import TritonGate, TritonLayers, TritonStore
 from model.kernels.one_call import one_call
 from model.linear import AnyLinear, Int4Linear, Int8Linear, Linear
 from model.transformer import (
@@ -41,7 +41,7 @@ def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
             _activate_at_once(module, kernels)
     _replace(model, lambda module: _faster(module, kernels))
     for attention in _attentions(model):
-        if RotateByTables.can_stand_for(attention.encoding, attention.head_dim):
+        if RotationTables.can_stand_for(attention.encoding, attention.head_dim):
             attention.kernel_rotate = KernelRotate(attention.encoding, kernels)
     for parent, name, child in _children(model):
         if isinstance(child, Layers):
@@ -67,12 +67,19 @@ def _activate_at_once(mlp: GatedMLP | PlainMLP, kernels: Kernels) -> None:
 
 
 def substitute_on_gpu(model: nn.Module) -> None:
-    """Rotate in Triton where the model attends in Triton. Call once, after loading."""
+    """Use Triton's kernels where the model attends in Triton. Call once, after loading."""
     if not attends_in_triton(model):
         return
     for attention in _attentions(model):
-        if RotateByTables.can_stand_for(attention.encoding, attention.head_dim):
-            attention.kernel_rotate = TritonRotate(attention.encoding)
+        if RotationTables.can_stand_for(attention.encoding, attention.head_dim):
+            attention.kernel_store = TritonStore(RotationTables(attention.encoding))
+        elif not rotates(attention.encoding):
+            attention.kernel_store = TritonStore(None)
+    for parent, name, child in _children(model):
+        if isinstance(child, Gate):
+            setattr(parent, name, TritonGate(child))
+        elif isinstance(child, Layers) and TritonLayers.can_stand_for(child):
+            setattr(parent, name, TritonLayers(child))
 
 
 def attends_in_triton(model: nn.Module) -> bool:

@@ -27,18 +27,20 @@ from load_tests.profile_engine import (
 )
 from model.attention.cpu import CpuBackend
 from model.attention.reference import ReferenceAttention
-from model.kernels.substitutes import substitute
+from model.attention.triton import TritonAttention
+from model.kernels.substitutes import substitute, substitute_on_gpu
 from server.auditing import Auditor
 from server.engine import Engine
 from server.metrics import Metrics
 from server.position_meter import PositionMeter
 from server.runner import Runner
 from server.scheduler import Scheduler
+from tests.model.attention.triton_here import DEVICE
 from tests.model.tiny import CONFIG, tiny
 
 STEPS = 4
 OUTSIDE = {SAMPLING, SCHEDULER, BATCH, AUDIT, METRICS, REST}
-MODULES = {LINEAR, HEAD, ATTENTION, POSITION, NORM, ACTIVATION, EMBEDDING, DECODER}
+MODULES = {LINEAR, HEAD, ATTENTION, POSITION, NORM, ACTIVATION, STORE, EMBEDDING, DECODER}
 
 
 def times(decoder, **more):
@@ -92,7 +94,7 @@ def test_layers_tell_their_own_times(kernels):
     assert list(found.parts) == [
         part for part in PARTS if part != ACTIVATION
     ]  # linear layers do it
-    assert set(PARTS) == MODULES | OUTSIDE | {STORE, RESIDUAL, CALLS}
+    assert set(PARTS) == MODULES | OUTSIDE | {RESIDUAL, CALLS}
     assert all(seconds > 0 for seconds in found.parts.values())
     assert state(decoder) == before
 
@@ -100,6 +102,18 @@ def test_layers_tell_their_own_times(kernels):
 def test_norms_and_activations_of_other_models_are_watched():
     found = times(tiny("learned", norm="layer", gated=False, activation="gelu"))
     assert set(found.parts) == MODULES | OUTSIDE
+
+
+@pytest.mark.triton
+def test_parts_that_triton_computes_are_watched():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    decoder = tiny("rope", TritonAttention, torch.float32).to(DEVICE)
+    substitute_on_gpu(decoder)
+    before = state(decoder)
+    found = times(decoder)
+    assert set(found.parts) == MODULES | OUTSIDE
+    assert all(seconds > 0 for seconds in found.parts.values())
+    assert state(decoder) == before
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from model.attention.triton import TritonAttention
 from model.batch import Cross
 from model.cuda_graph import CudaGraphs
 from model.encodings.base import create
-from model.kernels import modules
+from model.kernels import on_gpu
 from model.kernels.substitutes import substitute_on_gpu
 from model.replay import SHORTEST, Bucket, ReplayedDecoder, buckets
 from model.transformer import Decoder
@@ -300,8 +300,9 @@ def replayed_without_values(encoding, backend, stored=torch.float32):
     ),
 )
 def test_a_replayed_step_asks_the_device_for_nothing(encoding, backend, stored, monkeypatch):
-    none = SimpleNamespace(attend=NoKernel(), merge=NoKernel(), turn=NoKernel())
-    for using in (triton, modules):
+    names = ("attend", "merge", "store", "add_norm", "gate")
+    none = SimpleNamespace(**dict.fromkeys(names, NoKernel()))
+    for using in (triton, on_gpu):
         monkeypatch.setattr(using, "import_module", lambda name: none)
     assert replayed_without_values(encoding, backend, stored).shape == (2, VOCABULARY)
 

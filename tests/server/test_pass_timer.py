@@ -59,6 +59,31 @@ def test_work_that_attention_does_is_not_told_from_it(encoding):
     assert timed.drain() == (PassTimes(1 + 2 * LAYERS, LAYERS, None),)
 
 
+def storing(attention):
+    """In the place of a kernel that rotates and stores: the same by parts."""
+
+    def store(q, k, v, batch, kv):
+        q, k = attention.encoding.rotate(q, k, batch.positions, batch.offsets)
+        kv.write(k, v, batch.slots)
+        return q
+
+    return store
+
+
+@pytest.mark.parametrize(
+    ("encoding", "position"), [("rope", None), ("rope-scaled", None), ("learned", 1), ("nope", 1)]
+)
+def test_a_rotation_in_the_kernel_that_stores_is_not_told_from_it(encoding, position):
+    decoder = tiny(encoding)
+    for layer in decoder.layers:
+        layer.attention.kernel_store = storing(layer.attention)
+    timed = TimedDecoder(decoder, CPU, every=1, clock=ticking())
+    assert timed.position_apart == (position is not None)
+    one_pass(timed, decoder)
+    (times,) = timed.drain()
+    assert (times.attention, times.position) == (LAYERS, position)
+
+
 def test_an_encoder_and_what_looks_at_it_count_as_attention(tmp_path):
     model = encoder_decoders.random_model(encoder_decoders.t5())
     checkpoint = open_checkpoint(save(model, tmp_path))

@@ -15,9 +15,11 @@ from triton.compiler import ASTSource, compile
 
 from cache.terms import KeyFrame
 from model.attention.triton import TritonAttention, tile_bytes
-from model.kernels import triton_attention, triton_rope
-from model.kernels.modules import TritonRotate
+from model.kernels import triton_attention, triton_layer, triton_store
+from model.kernels.modules import RotationTables
+from model.kernels.on_gpu import TritonGate, TritonLayers, TritonStore
 from model.rotation import Layout
+from model.transformer import ACTIVATIONS, Gate, LayerNorm, Layers, RMSNorm
 from tests.model.attention.test_cpu import biases, problem, spec
 from tests.model.attention.test_rotation import made
 from tests.model.in_8_bits import in_8_bits
@@ -40,7 +42,7 @@ class Compiling:
         given = dict(zip(self.kernel.arg_names, given, strict=False)) | named
         given |= {"WIDE": False} if "WIDE" in given else {}  # as on a GPU
         constant = {p.name for p in self.kernel.params if p.is_constexpr}
-        constant |= {name for name in given if name in ("q_dim", "k_dim")}  # always 1
+        constant |= {name for name in given if name in ("q_dim", "k_dim", "v_dim")}  # always 1
         signature = {name: _type(given[name], name in constant) for name in self.kernel.arg_names}
         source = ASTSource(
             self.kernel,
@@ -70,19 +72,37 @@ def main(capability, shared, dtype, head_dim, bias, frame, stored=""):
     given = spec(32, 8, int(head_dim), getattr(torch, dtype))
     attend = TritonAttention(given)
     attend.tile_bytes = tile_bytes(int(shared))
-    names = ("attend", "merge")
-    kernels = {name: Compiling(getattr(triton_attention, name), int(capability)) for name in names}
-    attend.kernels = SimpleNamespace(**kernels)
+    attend.kernels = compiling(triton_attention, ("attend", "merge"), capability)
     q, kv, batch = problem(given, 16, [(30, 1), (0, 9)])
     rope = made(KeyFrame(frame), given.dtype, width=int(head_dim))
     kv = in_8_bits(kv) if stored == "int8" else kv
     attend(q, kv, batch, biases(32, batch)[int(bias)], rope.rotation())
-    for layout in get_args(Layout):
-        turning = TritonRotate(
-            made(KeyFrame.ABSOLUTE, given.dtype, layout=layout, width=int(head_dim) // 2)
-        )
-        turning.kernels = SimpleNamespace(turn=Compiling(triton_rope.turn, int(capability)))
-        turning(q, q[:, :8], batch.positions, batch.offsets)
+
+    k, v = q[:, :8], q[:, 8:16]
+    halves = [
+        made(KeyFrame.ABSOLUTE, given.dtype, layout=layout, width=int(head_dim) // 2)
+        for layout in get_args(Layout)
+    ]
+    for tables in (*map(RotationTables, halves), None):
+        storing = TritonStore(tables)
+        storing.kernels = compiling(triton_store, ("store",), capability)
+        storing(q, k, v, batch, kv)
+
+    layers = TritonLayers(Layers())
+    layers.kernels = compiling(triton_layer, ("add_norm",), capability)
+    x = q.flatten(1)
+    size, where = x.shape[1], (given.dtype, x.device)
+    layers.add_norm(x, x, RMSNorm(size, 1e-5, *where))
+    layers.add_norm(x, None, LayerNorm(size, 1e-5, True, *where))
+    for activation in ACTIVATIONS:
+        gate = TritonGate(Gate(activation))
+        gate.kernels = compiling(triton_layer, ("gate",), capability)
+        gate(x)
+
+
+def compiling(module, names, capability):
+    kernels = {name: Compiling(getattr(module, name), int(capability)) for name in names}
+    return SimpleNamespace(**kernels)
 
 
 if __name__ == "__main__":

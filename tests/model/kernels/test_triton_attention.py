@@ -57,5 +57,6 @@ def compiled(tmp_path, capability, *told):
     )
     assert made.returncode == 0, made.stderr
     sizes = [int(line.split()[1]) for line in made.stdout.splitlines()]
-    assert len(sizes) == 5  # splits, their merge, chunks; queries and keys turned by both layouts
+    # Splits, their merge, chunks; keys stored in both layouts or not rotated; norms; activations.
+    assert len(sizes) == 3 + 3 + 2 + 4
     assert max(sizes) <= SHARED[capability]

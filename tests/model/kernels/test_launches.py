@@ -1,0 +1,90 @@
+"""How often a layer launches something on a GPU: counted on a device that computes nothing."""
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cache.kv import KVCache
+from model.attention import triton
+from model.attention.triton import TritonAttention
+from model.encodings.base import create
+from model.kernels import on_gpu
+from model.kernels.substitutes import substitute_on_gpu
+from model.replay import Bucket
+from model.transformer import Decoder
+from tests.model.tiny import CONFIG, CONTEXT, ENCODINGS, freeze
+
+META = torch.device("meta")
+ALLOCATE = ("aten::empty", "aten::new_empty")
+
+
+class Launches(TorchDispatchMode):
+    """Counts torch's operations that are neither views nor allocations, and our kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+        kernels = ("attend", "merge", "store", "add_norm", "gate")
+        self.kernels = SimpleNamespace(**{name: self.kernel(name) for name in kernels})
+
+    def __torch_dispatch__(self, operation, types, given=(), named=None):
+        if not operation.is_view and not operation.name().startswith(ALLOCATE):
+            self.counts[operation.name().partition("::")[2]] += 1
+        return operation(*given, **(named or {}))
+
+    def kernel(self, name):
+        def launch(*given, **named):
+            self.counts[name] += 1
+
+        return Kernel(launch)
+
+
+class Kernel:
+    """In the place of one of Triton's."""
+
+    def __init__(self, launch):
+        self.launch = launch
+
+    def __getitem__(self, grid):
+        return self.launch
+
+
+def launches(monkeypatch, encoding, layers, stored):
+    """Of a decoding step."""
+    counting = Launches()
+    for using in (triton, on_gpu):
+        monkeypatch.setattr(using, "import_module", lambda name: counting.kernels)
+    config = replace(CONFIG, encoding=ENCODINGS[encoding], layers=layers, windows=(None,) * layers)
+    kv = KVCache(config, blocks=40, block_size=16, dtype=stored, device=META)
+    made = create(config.encoding, config, CONTEXT, META)
+    decoder = Decoder(config, made, TritonAttention, dtype=torch.bfloat16, device=META)
+    freeze(decoder)
+    substitute_on_gpu(decoder)
+    with counting:
+        decoder.compute(Bucket(4, CONTEXT, kv).batch, kv)
+    return counting.counts
+
+
+# Those of other encodings of this list's tests rotate in torch or have tensors on the CPU.
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        "nope",
+        "rope",
+        "rope-partial",
+        "rope-raw",
+        "alibi",
+        "t5",
+        "t5-table",
+        "learned",
+        "sinusoidal",
+    ],
+)
+def test_a_layer_takes_as_many_launches_under_every_encoding(encoding, stored, monkeypatch):
+    two, three = (launches(monkeypatch, encoding, layers, stored) for layers in (2, 3))
+    assert three - two == {"mm": 4, "store": 1, "attend": 1, "merge": 1, "add_norm": 2, "gate": 1}
