@@ -82,7 +82,7 @@ def decoders(
     for decoder in made.values():
         if isinstance(kernels, Kernels):
             substitute(decoder, kernels, dtype)
-        substitute_on_gpu(decoder)
+        substitute_on_gpu(decoder, dtype)
     return made
 
 

@@ -18,9 +18,10 @@ from load_tests.stopwatch import Stopwatch
 from model.batch import ForwardBatch
 from model.encodings.base import PositionalEncoding
 from model.kernels.build import Kernels
+from model.kernels.gpu_layers import TritonLayers
+from model.kernels.gpu_modules import TritonGate, TritonLinear
 from model.kernels.layers import KernelLayers, Part
 from model.kernels.modules import GatedPanelLinear, KernelNorm, PanelLinear
-from model.kernels.on_gpu import TritonGate, TritonLayers
 from model.linear import Int8Linear, Linear
 from model.transformer import Activate, Attention, Decoder, Gate, LayerNorm, RMSNorm
 from server.metrics import Metrics
@@ -168,10 +169,12 @@ def _watched_in(decoder: Decoder, made: Wired) -> Iterator[tuple[object, str, st
     yield made.meter, "measure", METRICS
     if decoder.one_call is not None:
         yield decoder, "one_call", CALLS
+    of_head = set(decoder.head.modules())
+    yield decoder.head, "forward", HEAD
     for module in decoder.modules():
-        if module is decoder.head:
-            yield module, "forward", HEAD
-        elif type(module) in _MODULES:
+        if module in of_head:
+            continue
+        if type(module) in _MODULES:
             yield module, "forward", _MODULES[type(module)]
         elif hasattr(module, "attend"):
             yield module, "attend", ATTENTION
@@ -180,6 +183,8 @@ def _watched_in(decoder: Decoder, made: Wired) -> Iterator[tuple[object, str, st
                 yield module, "rotated", POSITION  # within it, unless one kernel does both
         elif isinstance(module, KernelLayers):
             yield module, "forward", CALLS
+        elif isinstance(module, TritonLinear):
+            yield module, "few", LINEAR  # and what it computes of a layer besides
         elif isinstance(module, TritonLayers):
             yield module, "add_norm", NORM
         elif isinstance(module, PositionalEncoding):

@@ -90,7 +90,7 @@ Store = Callable[[Tensor, Tensor, Tensor, ForwardBatch, PagedKV], Tensor]
 
 
 class Attention(nn.Module):
-    """Project, rotate, write, attend, project back."""
+    """Project, rotate, store, attend, project back."""
 
     def __init__(
         self,
@@ -130,19 +130,21 @@ class Attention(nn.Module):
             spec_for(config, dtype, device, window=config.windows[layer], causal=causal)
         )
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, width] → q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
-        qkv = self.qkv(x)
+    def parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """[T, outputs of `qkv`] → q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
+        return torch.split(qkv.view(len(qkv), -1, self.head_dim), self.sizes, dim=1)
+
+    def attended(
+        self, qkv: Tensor, batch: ForwardBatch, kv: PagedKV, bias: StepBias | None
+    ) -> Tensor:
+        """[T, outputs of `qkv`] → [T, inputs of `out`]. Stores the key and value of every row."""
         if self.clip is not None:
             qkv = qkv.clamp(-self.clip, self.clip)
         q, k, v = self.parts(qkv)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v
-
-    def parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """[T, outputs of `qkv`] → queries, keys and values, shaped as `project` returns them."""
-        return torch.split(qkv.view(len(qkv), -1, self.head_dim), self.sizes, dim=1)
+        q = self.stored(q, k, v, batch, kv)
+        return self.attend(q, kv, batch, bias, self.encoding.rotation()).flatten(1)
 
     def stored(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """Rotate queries and keys, and store keys and values. Returns the queries."""
@@ -175,10 +177,8 @@ class Attention(nn.Module):
         rows: Tensor | None = None,
     ) -> Tensor:
         """[T, width] → [S, width] of `rows`, or all. Stores the key and value of every row."""
-        q, k, v = self.project(x)
-        q = self.stored(q, k, v, batch, kv)
-        y = self.attend(q, kv, batch, bias, self.encoding.rotation())
-        projected: Tensor = self.out(kept(y.flatten(1), rows))
+        y = self.attended(self.qkv(x), batch, kv, bias)
+        projected: Tensor = self.out(kept(y, rows))
         return projected
 
 

@@ -107,7 +107,7 @@ def prepare(
         )
     if isinstance(kernels, Kernels):
         substitute(decoder, kernels, dtype)
-    substitute_on_gpu(decoder)
+    substitute_on_gpu(decoder, dtype)
     place = Place(all_backends(kernels), dtype, device)
     return Prepared(source.name, checkpoint, decoder, backend, dtype, context, place)
 

@@ -115,9 +115,9 @@ def watched(owner: object, name: str, watch: Watch, part: str) -> Iterator[None]
     act = getattr(owner, name)
     own = name in vars(owner)
 
-    def watching(*arguments: Any) -> Any:
+    def watching(*arguments: Any, **named: Any) -> Any:
         with watch.during(part):
-            return act(*arguments)
+            return act(*arguments, **named)
 
     setattr(owner, name, watching)
     try:

@@ -8,6 +8,8 @@ from torch import nn
 from model.attention.triton import TritonAttention
 from model.encodings.base import outside_encodings, rotates
 from model.kernels.build import SUFFIXES, Kernels
+from model.kernels.gpu_layers import TritonLayers
+from model.kernels.gpu_modules import TritonGate, TritonLinear, TritonStore
 from model.kernels.layers import KernelLayers, parts_of
 from model.kernels.modules import (
     GatedPanelLinear,
@@ -16,7 +18,6 @@ from model.kernels.modules import (
     PanelLinear,
     RotationTables,
 )
-from model.kernels.on_gpu import TritonGate, TritonLayers, TritonStore
 from model.kernels.one_call import one_call
 from model.linear import AnyLinear, Int4Linear, Int8Linear, Linear
 from model.transformer import (
@@ -66,7 +67,7 @@ def _activate_at_once(mlp: GatedMLP | PlainMLP, kernels: Kernels) -> None:
             mlp.activate = nn.Identity()
 
 
-def substitute_on_gpu(model: nn.Module) -> None:
+def substitute_on_gpu(model: nn.Module, dtype: torch.dtype) -> None:
     """Use Triton's kernels where the model attends in Triton. Call once, after loading."""
     if not attends_in_triton(model):
         return
@@ -75,10 +76,9 @@ def substitute_on_gpu(model: nn.Module) -> None:
             attention.kernel_store = TritonStore(RotationTables(attention.encoding))
         elif not rotates(attention.encoding):
             attention.kernel_store = TritonStore(None)
+    _replace(model, lambda module: _faster_on_gpu(module, dtype))
     for parent, name, child in _children(model):
-        if isinstance(child, Gate):
-            setattr(parent, name, TritonGate(child))
-        elif isinstance(child, Layers) and TritonLayers.can_stand_for(child):
+        if isinstance(child, Layers) and TritonLayers.can_stand_for(child):
             setattr(parent, name, TritonLayers(child))
 
 
@@ -120,4 +120,12 @@ def _faster(module: nn.Module, kernels: Kernels) -> nn.Module | None:
         return PanelLinear(module, kernels)
     if isinstance(module, RMSNorm | LayerNorm):
         return KernelNorm(module, kernels)
+    return None
+
+
+def _faster_on_gpu(module: nn.Module, dtype: torch.dtype) -> nn.Module | None:
+    if isinstance(module, Gate):
+        return TritonGate(module)
+    if isinstance(module, Linear | Int8Linear) and dtype in TritonLinear.DTYPES:
+        return TritonLinear(module)
     return None

@@ -56,14 +56,22 @@ def gate(
     place = x + row * (2 * WIDTH) + column
     gated = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    tl.store(
+        out + row * WIDTH + column,
+        (active(gated, ACTIVATION) * up).to(out.dtype.element_ty),
+        mask=inside,
+    )
+
+
+@triton.jit
+def active(x, ACTIVATION: tl.constexpr):
+    """The activation of x in float32. What is not a number stays so."""
     if ACTIVATION == "silu":
-        active = gated * tl.sigmoid(gated)
+        return x * tl.sigmoid(x)
     elif ACTIVATION == "gelu":
-        active = 0.5 * gated * (1 + tl.erf(gated * 0.7071067811865476))
+        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
         # (1 + tanh(z)) / 2 is the sigmoid of 2z (arXiv 1606.08415).
-        z = 0.7978845608028654 * (gated + 0.044715 * gated * gated * gated)
-        active = gated * tl.sigmoid(2 * z)
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     else:
-        active = tl.where(gated < 0, 0.0, gated)  # leaves what is not a number
-    tl.store(out + row * WIDTH + column, (active * up).to(out.dtype.element_ty), mask=inside)
+        return tl.where(x < 0, 0.0, x)

@@ -107,11 +107,11 @@ def test_norms_and_activations_of_other_models_are_watched():
 @pytest.mark.triton
 def test_parts_that_triton_computes_are_watched():
     pytest.importorskip("triton", reason="Triton is not installed")
-    decoder = tiny("rope", TritonAttention, torch.float32).to(DEVICE)
-    substitute_on_gpu(decoder)
+    decoder = tiny("rope", TritonAttention, torch.float32, device=DEVICE)
+    substitute_on_gpu(decoder, torch.float32)
     before = state(decoder)
     found = times(decoder)
-    assert set(found.parts) == MODULES | OUTSIDE
+    assert set(found.parts) == (MODULES | OUTSIDE) - {ACTIVATION}  # linear layers do it
     assert all(seconds > 0 for seconds in found.parts.values())
     assert state(decoder) == before
 

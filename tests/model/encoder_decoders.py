@@ -84,15 +84,15 @@ def scales(model):
     return umt5 or getattr(config, "scale_decoder_outputs", False)
 
 
-def loaded(checkpoint, dtype=torch.float32, backend=SdpaAttention, context=512):
+def loaded(checkpoint, dtype=torch.float32, backend=SdpaAttention, context=512, device=CPU):
     config = checkpoint.config
     decoder = EncoderDecoder(
         config,
-        create(config.encoder.encoding, config.encoder, context, CPU),
-        create(config.encoding, config, context, CPU),
+        create(config.encoder.encoding, config.encoder, context, device),
+        create(config.encoding, config, context, device),
         backend,
         dtype=dtype,
-        device=CPU,
+        device=device,
     )
     load_decoder(checkpoint, decoder)
     return decoder
@@ -120,7 +120,7 @@ def new_cache(decoder, blocks=201, block_size=BLOCK):
         blocks=blocks,
         block_size=block_size,
         dtype=decoder.embed.weight.dtype,
-        device=CPU,
+        device=decoder.embed.weight.device,
     )
     kv._keys.fill_(torch.nan)
     kv._values.fill_(torch.nan)

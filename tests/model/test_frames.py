@@ -99,12 +99,12 @@ def projected(decoder, base):
     found = []
     for layer in decoder.layers:
 
-        def listening(x, project=layer.attention.project):
-            q, k, v = project(x)
+        def listening(qkv, parts=layer.attention.parts):
+            q, k, v = parts(qkv)
             found.append(k.clone())
             return q, k, v
 
-        layer.attention.project = listening
+        layer.attention.parts = listening
     return torch.stack([keys_at(decoder, base), torch.stack(found)])
 
 

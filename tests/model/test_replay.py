@@ -15,7 +15,7 @@ from model.attention.triton import TritonAttention
 from model.batch import Cross
 from model.cuda_graph import CudaGraphs
 from model.encodings.base import create
-from model.kernels import on_gpu
+from model.kernels import gpu_layers, gpu_modules
 from model.kernels.substitutes import substitute_on_gpu
 from model.replay import SHORTEST, Bucket, ReplayedDecoder, buckets
 from model.transformer import Decoder
@@ -281,7 +281,7 @@ def on(device, encoding, backend, stored=torch.float32):
 def replayed_without_values(encoding, backend, stored=torch.float32):
     """On a device that has none, whatever asks for a value raises."""
     decoder, kv = on(META, encoding, backend, stored)
-    substitute_on_gpu(decoder)
+    substitute_on_gpu(decoder, torch.float32)
     over = ReplayedDecoder(decoder, kv, decoder, [Bucket(4, 28, kv)], lambda compute: compute)
     return over(step([1, 1]), kv)
 
@@ -300,9 +300,9 @@ def replayed_without_values(encoding, backend, stored=torch.float32):
     ),
 )
 def test_a_replayed_step_asks_the_device_for_nothing(encoding, backend, stored, monkeypatch):
-    names = ("attend", "merge", "store", "add_norm", "gate")
+    names = ("attend", "merge", "store", "add_norm", "gate", "linear")
     none = SimpleNamespace(**dict.fromkeys(names, NoKernel()))
-    for using in (triton, on_gpu):
+    for using in (triton, gpu_modules, gpu_layers):
         monkeypatch.setattr(using, "import_module", lambda name: none)
     assert replayed_without_values(encoding, backend, stored).shape == (2, VOCABULARY)
 
@@ -327,7 +327,7 @@ def test_cuda_graphs_compute_what_the_decoder_does(encoding):
     decoder, kv = on(device, encoding, TritonAttention)
     decoder.load_state_dict(tiny(encoding, dtype=torch.float32, windows=WINDOWS).state_dict())
     freeze(decoder)
-    substitute_on_gpu(decoder)
+    substitute_on_gpu(decoder, torch.float32)
     _, other = on(device, encoding, TritonAttention)
     replaying = ReplayedDecoder(decoder, kv, None, buckets(kv, 4, 200), CudaGraphs(device))
     sequences = ragged([60, 9, 33, 20])

@@ -145,6 +145,7 @@ def tiny(
     dtype: torch.dtype = torch.float64,
     *,
     options: Mapping[str, Any] | None = None,
+    device: torch.device = CPU,
     **changes: Any,
 ) -> Decoder:
     """A decoder with the same weights for every dtype, up to rounding, and every backend.
@@ -155,9 +156,8 @@ def tiny(
         ENCODINGS[encoding].name, {**ENCODINGS[encoding].options, **(options or {})}
     )
     config = replace(CONFIG, encoding=spec, **SHAPES.get(spec.name, {}) | changes)
-    decoder = Decoder(
-        config, create(config.encoding, config, CONTEXT, CPU), backend, dtype=dtype, device=CPU
-    )
+    made = create(config.encoding, config, CONTEXT, device)
+    decoder = Decoder(config, made, backend, dtype=dtype, device=device)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in decoder.named_parameters():
         values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)

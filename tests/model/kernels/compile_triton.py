@@ -15,9 +15,11 @@ from triton.compiler import ASTSource, compile
 
 from cache.terms import KeyFrame
 from model.attention.triton import TritonAttention, tile_bytes
-from model.kernels import triton_attention, triton_layer, triton_store
+from model.kernels import triton_attention, triton_layer, triton_linear, triton_store
+from model.kernels.gpu_layers import TritonLayers
+from model.kernels.gpu_modules import TritonGate, TritonLinear, TritonStore
 from model.kernels.modules import RotationTables
-from model.kernels.on_gpu import TritonGate, TritonLayers, TritonStore
+from model.linear import Int8Linear, Linear
 from model.rotation import Layout
 from model.transformer import ACTIVATIONS, Gate, LayerNorm, Layers, RMSNorm
 from tests.model.attention.test_cpu import biases, problem, spec
@@ -38,7 +40,7 @@ class Compiling:
     def __getitem__(self, grid):
         return self.compile
 
-    def compile(self, *given, num_warps=4, enable_fp_fusion=True, **named):
+    def compile(self, *given, num_warps=4, num_stages=3, enable_fp_fusion=True, **named):
         given = dict(zip(self.kernel.arg_names, given, strict=False)) | named
         given |= {"WIDE": False} if "WIDE" in given else {}  # as on a GPU
         constant = {p.name for p in self.kernel.params if p.is_constexpr}
@@ -54,7 +56,11 @@ class Compiling:
                 if "*" in signature[p.name] and not p.do_not_specialize_on_alignment
             },
         )
-        options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
+        options = {
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+            "enable_fp_fusion": enable_fp_fusion,
+        }
         found = compile(source, target=self.target, options=options)
         assert found.asm["cubin"]
         print(self.kernel.__name__, found.metadata.shared, "bytes shared")
@@ -98,6 +104,15 @@ def main(capability, shared, dtype, head_dim, bias, frame, stored=""):
         gate = TritonGate(Gate(activation))
         gate.kernels = compiling(triton_layer, ("gate",), capability)
         gate(x)
+
+    if given.dtype not in TritonLinear.DTYPES:
+        return
+    norm, few = RMSNorm(size, 1e-5, *where), x[:8]
+    for outputs, more in ((64, {"added": few[:, :64]}), (40_000, {"norm": norm, "gated": True})):
+        plain = Linear(size, outputs, bias="norm" in more, dtype=given.dtype, device=x.device)
+        linear = TritonLinear(Int8Linear(plain) if stored == "int8" else plain)
+        linear.kernels = compiling(triton_linear, ("linear",), capability)
+        linear.few(few, activation="gelu", **more)
 
 
 def compiling(module, names, capability):

@@ -12,7 +12,8 @@ from cache.kv import KVCache
 from model.attention import triton
 from model.attention.triton import TritonAttention
 from model.encodings.base import create
-from model.kernels import on_gpu
+from model.kernels import gpu_layers, gpu_modules
+from model.kernels.gpu_modules import FEW_ROWS
 from model.kernels.substitutes import substitute_on_gpu
 from model.replay import Bucket
 from model.transformer import Decoder
@@ -28,7 +29,7 @@ class Launches(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.counts = Counter()
-        kernels = ("attend", "merge", "store", "add_norm", "gate")
+        kernels = ("attend", "merge", "store", "add_norm", "gate", "linear")
         self.kernels = SimpleNamespace(**{name: self.kernel(name) for name in kernels})
 
     def __torch_dispatch__(self, operation, types, given=(), named=None):
@@ -53,23 +54,26 @@ class Kernel:
         return self.launch
 
 
-def launches(monkeypatch, encoding, layers, stored):
+def launches(monkeypatch, encoding, layers, stored, requests):
     """Of a decoding step."""
     counting = Launches()
-    for using in (triton, on_gpu):
+    for using in (triton, gpu_modules, gpu_layers):
         monkeypatch.setattr(using, "import_module", lambda name: counting.kernels)
     config = replace(CONFIG, encoding=ENCODINGS[encoding], layers=layers, windows=(None,) * layers)
     kv = KVCache(config, blocks=40, block_size=16, dtype=stored, device=META)
     made = create(config.encoding, config, CONTEXT, META)
     decoder = Decoder(config, made, TritonAttention, dtype=torch.bfloat16, device=META)
     freeze(decoder)
-    substitute_on_gpu(decoder)
+    substitute_on_gpu(decoder, torch.bfloat16)
     with counting:
-        decoder.compute(Bucket(4, CONTEXT, kv).batch, kv)
+        decoder.compute(Bucket(requests, CONTEXT, kv).batch, kv)
     return counting.counts
 
 
-# Those of other encodings of this list's tests rotate in torch or have tensors on the CPU.
+ATTENTION = {"store": 1, "attend": 1, "merge": 1}
+
+
+# Other encodings of ENCODINGS rotate in torch, or have tensors on the CPU.
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(
     "encoding",
@@ -85,6 +89,12 @@ def launches(monkeypatch, encoding, layers, stored):
         "sinusoidal",
     ],
 )
-def test_a_layer_takes_as_many_launches_under_every_encoding(encoding, stored, monkeypatch):
-    two, three = (launches(monkeypatch, encoding, layers, stored) for layers in (2, 3))
-    assert three - two == {"mm": 4, "store": 1, "attend": 1, "merge": 1, "add_norm": 2, "gate": 1}
+@pytest.mark.parametrize(
+    ("requests", "others"),
+    [(FEW_ROWS, {"linear": 4}), (FEW_ROWS + 1, {"mm": 4, "add_norm": 2, "gate": 1})],
+)
+def test_a_layer_takes_as_many_launches_under_every_encoding(
+    requests, others, encoding, stored, monkeypatch
+):
+    two, three = (launches(monkeypatch, encoding, count, stored, requests) for count in (2, 3))
+    assert three - two == ATTENTION | others

@@ -1,18 +1,13 @@
-"""Norms, gates and layers in Triton and in torch; on a GPU if there is one, else interpreted."""
+"""Norms and gates in Triton and in torch; on a GPU if there is one, else interpreted."""
 
 import pytest
 import torch
 
-from model.attention.reference import ReferenceAttention
-from model.attention.triton import TritonAttention
-from model.kernels import on_gpu
-from model.kernels.on_gpu import TritonGate, TritonLayers
-from model.kernels.substitutes import substitute_on_gpu
+from model.kernels import gpu_modules
+from model.kernels.gpu_layers import TritonLayers
+from model.kernels.gpu_modules import TritonGate
 from model.transformer import ACTIVATIONS, Gate, LayerNorm, Layers, RMSNorm
 from tests.model.attention.triton_here import DEVICE
-from tests.model.running import Running, make_batch, new_cache
-from tests.model.tiny import tiny
-from tests.products import combined
 
 pytestmark = pytest.mark.triton
 
@@ -75,7 +70,7 @@ def test_a_norm_after_an_addition_or_without(norm, width, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 40])
 def test_a_gate(activation, dtype, width, monkeypatch):
-    monkeypatch.setattr(on_gpu, "GATES_AT_ONCE", 16)  # so that one row takes several programs
+    monkeypatch.setattr(gpu_modules, "GATES_AT_ONCE", 16)  # so that one row takes several programs
     gate = Gate(activation)
     x = drawn(7, 2 * width, dtype=dtype, scale=3)
     found = TritonGate(gate)(x)
@@ -90,58 +85,3 @@ def test_a_gate_far_from_zero(activation):
     x = torch.tensor([[-200.0, 200.0, 1e4, torch.nan, 2.0, 3.0, 5.0, 7.0]], device=DEVICE)
     exact = Gate(activation)(x)
     torch.testing.assert_close(TritonGate(Gate(activation))(x), exact, equal_nan=True)
-
-
-# ------------------------------------------------------------------------ in its place
-
-
-def both(encoding, **changes):
-    """The same decoder by its own modules and in Triton, each with a cache."""
-    made = []
-    for backend in (ReferenceAttention, TritonAttention):
-        decoder = tiny(encoding, backend, torch.float32, **changes).to(DEVICE)
-        substitute_on_gpu(decoder)
-        made.append((decoder, new_cache(decoder, 12, 16)))
-    return made
-
-
-def ragged():
-    """A chunk of one request, a token of another."""
-    long, short = Running(list(range(20)), [3, 7], computed=0), Running([5, 6, 7], [2], computed=0)
-    return long, short
-
-
-SHAPES = {
-    "gated": {},
-    "plain": {"gated": False, "activation": "gelu", "mlp_bias": True, "norm": "layer"},
-    "biased": {"qkv_bias": True, "out_bias": True, "norm": "layer", "norm_bias": False},
-    "norms of queries": {"qk_norm": True},
-    "parallel": {"block": "parallel"},
-    "norms last": {"block": "post_norm"},
-}
-
-
-@pytest.mark.parametrize(
-    ("encoding", "shape"),
-    combined(
-        ("rope", "rope-scaled", "rope-raw", "alibi", "t5", "learned", "nope"),
-        SHAPES,
-        always=lambda encoding, shape: encoding == "rope" or shape == "gated",
-    ),
-)
-def test_a_decoder_of_such_layers(encoding, shape):
-    (plain, kept), (fast, used) = both(encoding, **SHAPES[shape])
-    assert isinstance(fast.layers, TritonLayers) == ("block" not in SHAPES[shape])
-    assert all(layer.attention.kernel_store for layer in fast.layers)
-    for counts in ((17, 2), (3, 1)):
-        logits = []
-        for decoder, kv in ((plain, kept), (fast, used)):
-            work = list(zip(ragged(), counts, strict=True))
-            for each, _ in work:
-                each.computed = 0 if counts == (17, 2) else {20: 17, 3: 2}[len(each.tokens)]
-            logits.append(decoder(make_batch(work, 16), kv))
-        assert (logits[0] - logits[1]).abs().max() <= 1e-4 * logits[0].abs().max()
-    for block, filled in ((3, 16), (7, 4), (2, 3)):
-        for part, given in zip(used.whole, kept.whole, strict=True):
-            difference = part[:, block, :filled] - given[:, block, :filled]
-            assert difference.abs().max() < 1e-4

@@ -12,8 +12,8 @@ from model.attention.triton import TritonAttention
 from model.config import EncodingSpec
 from model.encodings.base import LinearBias
 from model.encodings.rope import RoPE
+from model.kernels.gpu_modules import TritonStore
 from model.kernels.modules import RotationTables
-from model.kernels.on_gpu import TritonStore
 from model.kernels.substitutes import substitute_on_gpu
 from model.rope_scaling import scaling_from
 from tests.cache.shape import Shape
@@ -217,13 +217,13 @@ def stores(decoder):
 def test_it_rotates_where_rope_does():
     """Layers 0 and 2 alone."""
     decoder = tiny("rope-scaled", TritonAttention, torch.float32)
-    substitute_on_gpu(decoder)
+    substitute_on_gpu(decoder, torch.float32)
     assert [store.tables is not None for store in stores(decoder)] == [True, False, True]
 
 
 def test_other_attention_leaves_all_to_torch():
     decoder = tiny("rope", ReferenceAttention, torch.float32)
-    substitute_on_gpu(decoder)
+    substitute_on_gpu(decoder, torch.float32)
     assert stores(decoder) == [None] * CONFIG.layers
 
 
@@ -238,7 +238,7 @@ def test_it_rotates_where_a_class_does_as_rope_does(monkeypatch):
     spec = EncodingSpec(f"{__name__}:Biased", ENCODINGS["rope"].options)
     monkeypatch.setitem(ENCODINGS, "biased", spec)
     decoder = tiny("biased", TritonAttention, torch.float32)
-    substitute_on_gpu(decoder)
+    substitute_on_gpu(decoder, torch.float32)
     assert all(store.tables is not None for store in stores(decoder))
 
 
@@ -254,5 +254,5 @@ def test_what_turns_otherwise_is_left_alone(kind, monkeypatch):
     spec = EncodingSpec(kind, ENCODINGS["rope"].options)
     monkeypatch.setitem(ENCODINGS, "other", spec)
     decoder = tiny("other", TritonAttention, torch.float32)
-    substitute_on_gpu(decoder)
+    substitute_on_gpu(decoder, torch.float32)
     assert stores(decoder) == [None] * CONFIG.layers

@@ -3,22 +3,30 @@
 Each computes what the part does up to rounding. Nothing waits for the device.
 """
 
-from collections.abc import Iterable
 from importlib import import_module
 
 import torch
 from torch import Tensor, nn
 
-from cache.kv import Int8LayerKV, KVCache, PagedKV
+from cache.kv import Int8LayerKV, PagedKV
 from cache.terms import KeyFrame
-from model.attention.bias import StepBias
 from model.batch import ForwardBatch
+from model.config import Activation
 from model.kernels.modules import RotationTables
-from model.transformer import Block, Gate, LayerNorm, Layers, RMSNorm, kept
+from model.linear import Int8Linear, Linear
+from model.transformer import (
+    Gate,
+    RMSNorm,
+)
 
-# Per program. Which numbers are fastest has not been measured.
-HEADS_AT_ONCE = 8
+# Which of these numbers are fastest has not been measured.
+HEADS_AT_ONCE = 8  # per program
 GATES_AT_ONCE = 1024
+FEW_ROWS = 8  # with more, torch's products are used
+ROWS = 16  # of a tile, the least that a product of tiles has
+WEIGHTS_AT_ONCE = 256  # of each output
+OUTPUTS_AT_ONCE = 16  # or twice as many, if that leaves at least MANY_PROGRAMS
+MANY_PROGRAMS = 1024
 
 
 class TritonStore:
@@ -56,9 +64,9 @@ class TritonStore:
             INTERLEAVED=tables is not None and tables.interleaved,
             SCALED=isinstance(kv, Int8LayerKV),
             TILE=HEADS_AT_ONCE,
-            TURNED=_power_of_2(pairs),
-            REST=_power_of_2(head_dim - 2 * pairs),
-            DIMS=_power_of_2(head_dim),
+            TURNED=power_of_2(pairs),
+            REST=power_of_2(head_dim - 2 * pairs),
+            DIMS=power_of_2(head_dim),
             enable_fp_fusion=False,  # rounds products separately, as torch does
         )
         return turned
@@ -81,54 +89,74 @@ class TritonGate(nn.Module):
         return out
 
 
-class TritonLayers(Layers):
-    """As Layers of Blocks; each addition and the norm after it are one launch."""
+class TritonLinear(nn.Module):
+    """A linear layer that reads its weights once for few rows; with more rows it is torch's.
 
-    def __init__(self, layers: Layers) -> None:
-        super().__init__(layers)
-        self.kernels = import_module("model.kernels.triton_layer")
+    For bfloat16 and float32: float16 could not hold a row times RMSNorm's weights before the norm
+    divides it.
+    """
 
-    @staticmethod
-    def can_stand_for(layers: Layers) -> bool:
-        return all(type(block) is Block for block in layers)
+    DTYPES = (torch.bfloat16, torch.float32)
 
-    def forward(
+    def __init__(self, linear: Linear | Int8Linear) -> None:
+        super().__init__()
+        self.linear = linear
+        self.kernels = import_module("model.kernels.triton_linear")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) <= FEW_ROWS:
+            return self.few(x)
+        y: Tensor = self.linear(x)
+        return y
+
+    def few(
         self,
         x: Tensor,
-        batch: ForwardBatch,
-        kv: KVCache,
-        biases: Iterable[StepBias | None],
-        rows: Tensor | None = None,
+        *,
+        norm: RMSNorm | None = None,
+        activation: Activation | None = None,
+        gated: bool = False,
+        added: Tensor | None = None,
     ) -> Tensor:
-        added: Tensor | None = None
-        for index, (block, bias) in enumerate(zip(self, biases, strict=True)):
-            assert isinstance(block, Block)
-            wanted = rows if index == len(self) - 1 else None
-            x, normed = self.add_norm(x, added, block.attention_norm)
-            attended = block.attention(normed, batch, kv.layer(index), bias, wanted)
-            x, normed = self.add_norm(kept(x, wanted), attended, block.mlp_norm)
-            added = block.mlp(normed)
-        return x if added is None else x + added
+        """added + activation(linear(norm(x))), for at most FEW_ROWS of x [rows, inputs].
 
-    def add_norm(
-        self, x: Tensor, added: Tensor | None, norm: RMSNorm | LayerNorm
-    ) -> tuple[Tensor, Tensor]:
-        """x + added [T, width], and its norm."""
-        out = torch.empty_like(x)
-        total = x if added is None else torch.empty_like(x)
-        bias = norm.bias if isinstance(norm, LayerNorm) else None
-        self.kernels.add_norm[(len(x),)](
-            *(x, x if added is None else added, total, out, norm.weight),
-            *(norm.weight if bias is None else bias, norm.eps),
-            WIDTH=x.shape[1],
+        Gated, the activation is that of the first half of the outputs, times the other half.
+        """
+        linear, scale = self.linear, None
+        if isinstance(linear, Int8Linear):
+            weight, scale = linear.rounded, linear.scale
+        else:
+            weight = linear.weight
+        outputs, inputs = weight.shape
+        outputs //= 2 if gated else 1
+        out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
+        tile = OUTPUTS_AT_ONCE * (2 if outputs >= 2 * OUTPUTS_AT_ONCE * MANY_PROGRAMS else 1)
+        self.kernels.linear[(-(-outputs // tile),)](
+            *(x, weight, _or(scale, x), _or(linear.bias, x)),
+            *(x if norm is None else norm.weight, 0.0 if norm is None else norm.eps),
+            *(_or(added, x), out, len(x)),
+            INPUTS=inputs,
+            OUTPUTS=outputs,
+            SCALED=scale is not None,
+            BIASED=linear.bias is not None,
+            NORMED=norm is not None,
+            GATED=gated,
+            ACTIVATION=activation or "none",
             ADDS=added is not None,
-            CENTRED=isinstance(norm, LayerNorm),
-            BIASED=bias is not None,
-            COLUMNS=_power_of_2(x.shape[1]),
+            ROWS=ROWS,
+            TILE_IN=WEIGHTS_AT_ONCE // (2 if x.dtype is torch.float32 else 1),
+            TILE_OUT=tile,
+            WIDE=x.device.type == "cpu",
+            num_stages=4 if scale is None else 6,  # tiles on their way: as many bytes of each kind
         )
-        return total, out
+        return out
 
 
-def _power_of_2(count: int) -> int:
+def _or(given: Tensor | None, placeholder: Tensor) -> Tensor:
+    """Kernels take an address even of what they do not read."""
+    return placeholder if given is None else given
+
+
+def power_of_2(count: int) -> int:
     """The smallest power of 2 that is at least `count`; 1 for 0."""
     return 1 << max(count - 1, 0).bit_length()

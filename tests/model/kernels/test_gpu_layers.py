@@ -1,0 +1,130 @@
+"""Whole decoders with Triton's kernels and by their own modules; interpreted without a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from model.attention.reference import ReferenceAttention
+from model.attention.triton import TritonAttention
+from model.kernels.gpu_layers import TritonLayers
+from model.kernels.gpu_modules import FEW_ROWS, TritonLinear
+from model.kernels.substitutes import substitute_on_gpu
+from model.linear import quantize
+from model.loading import open_checkpoint
+from model.replay import Bucket
+from tests.model import encoder_decoders
+from tests.model.attention.triton_here import DEVICE
+from tests.model.checkpoints import save
+from tests.model.running import Running, full_of_nan, make_batch, new_cache
+from tests.model.tiny import tiny
+from tests.products import combined
+
+pytestmark = pytest.mark.triton
+
+SHAPES = {
+    "gated": {},
+    "plain": {"gated": False, "activation": "gelu", "mlp_bias": True, "norm": "layer"},
+    "biased": {"qkv_bias": True, "out_bias": True, "norm": "layer", "norm_bias": False},
+    "norms of queries": {"qk_norm": True},
+    "parallel": {"block": "parallel"},
+    "norms last": {"block": "post_norm"},
+    "in 8 bits": {},
+}
+
+
+@pytest.fixture(autouse=True)
+def triton():
+    pytest.importorskip("triton", reason="Triton is not installed")
+
+
+def decoders(encoding, shape, dtype=torch.float32):
+    """The same decoder by its own modules and in Triton."""
+    made = []
+    for backend in (ReferenceAttention, TritonAttention):
+        decoder = tiny(encoding, backend, dtype, device=DEVICE, **SHAPES[shape])
+        if shape == "in 8 bits":
+            quantize(decoder)
+        substitute_on_gpu(decoder, dtype)
+        made.append(decoder)
+    return made
+
+
+def steps():
+    """Batches of two requests: with many rows, of which some are wanted, and with few."""
+    long, short = Running(list(range(20)), [3, 7]), Running([5, 6, 7], [2])
+    many = make_batch([(long, 17), (short, 2)], 16)
+    long.computed, short.computed = 17, 2
+    few = make_batch([(long, 3), (short, 1)], 16)
+    assert len(few.tokens) <= FEW_ROWS < len(many.tokens)
+    return [
+        replace(many, output_rows=torch.tensor([16, 18])),
+        replace(few, output_rows=torch.tensor([2, 3])),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shape"),
+    combined(
+        ("rope", "rope-scaled", "rope-raw", "rope-block", "alibi", "t5", "learned", "nope"),
+        SHAPES,
+        always=lambda encoding, shape: encoding == "rope" or shape == "gated",
+    ),
+)
+def test_a_decoder_computes_what_its_modules_do(encoding, shape):
+    plain, fast = decoders(encoding, shape)
+    assert isinstance(fast.layers, TritonLayers) == ("block" not in SHAPES[shape])
+    assert isinstance(fast.head, TritonLinear)
+    kept, used = (full_of_nan(new_cache(decoder, 8, 16)) for decoder in (plain, fast))
+    for batch in steps():
+        exact, found = plain(batch, kept), fast(batch, used)
+        assert found.shape == exact.shape
+        assert (found - exact).abs().max() <= 1e-4 * exact.abs().max()
+    for part, given in zip(used.whole, kept.whole, strict=True):
+        assert torch.equal(part.isnan(), given.isnan())
+        assert (part - given).nan_to_num().abs().max() < 1e-4
+
+
+def test_float16_leaves_linear_layers_to_torch():
+    _, fast = decoders("rope", "gated", torch.float16)
+    assert not any(isinstance(each, TritonLinear) for each in fast.modules())
+    kv = new_cache(fast, 8, 16)
+    assert all(fast(batch, kv).isfinite().all() for batch in steps())
+
+
+def test_unused_rows_of_a_bucket_leave_the_others_alone():
+    """They store what they compute in block 0."""
+    _, fast = decoders("rope", "gated")
+    kept, used = (full_of_nan(new_cache(fast, 8, 16)) for _ in range(2))
+    for part in (*kept.whole, *used.whole):
+        part[:, 0] = 0
+    sequence = Running(list(range(18)), [3, 7])
+    for kv in (kept, used):
+        fast(make_batch([(sequence, 17)], 16), kv)
+    sequence.computed = 17
+    few = make_batch([(sequence, 1)], 16)
+    bucket = Bucket(4, 64, used)
+    bucket.fill(few)
+    found, exact = fast(bucket.batch, used)[:1], fast(few, kept)
+    assert (found - exact).abs().max() <= 1e-5 * exact.abs().max()
+    for part, given in zip(used.whole, kept.whole, strict=True):
+        torch.testing.assert_close(part[:, 1:], given[:, 1:], equal_nan=True)
+
+
+def test_encoder_decoders(tmp_path):
+    """Gated and not; each of a prompt's many rows and of an answer's few."""
+    for index, kind in enumerate((encoder_decoders.t5, encoder_decoders.t5_v11)):
+        model = encoder_decoders.random_model(kind())
+        checkpoint = open_checkpoint(save(model, tmp_path / str(index)))
+        logits = []
+        for backend in (ReferenceAttention, TritonAttention):
+            decoder = encoder_decoders.loaded(checkpoint, backend=backend, device=DEVICE)
+            substitute_on_gpu(decoder, torch.float32)
+            take = encoder_decoders.allocator(torch.Generator().manual_seed(0))
+            request = encoder_decoders.Answering([5, 6, 7] * 5, [0, 8, 9, 3], take)
+            kv = encoder_decoders.new_cache(decoder)
+            for count in (2, 1, 1):
+                logits += encoder_decoders.step(decoder, [(request, count)], kv)
+        assert isinstance(decoder.encoder.layers, TritonLayers)
+        for exact, found in zip(logits[:3], logits[3:], strict=True):
+            assert (found - exact).abs().max() <= 1e-4 * exact.abs().max()
