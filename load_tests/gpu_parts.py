@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
@@ -15,6 +16,8 @@ from load_tests.roofline import Ceiling
 from load_tests.rounds import Call, Clock, Interval, median_of, rounds
 from load_tests.step_cost import AGAIN, LIMITS, ZERO, Cost, costs_of
 from model.kernels.build import Kernels
+from model.kernels.gpu_layers import TritonLayers
+from model.kernels.gpu_modules import TritonLinear
 from model.transformer import Decoder
 from model.words import in_one_line
 from server.graphs import recorder
@@ -26,6 +29,7 @@ Work = Literal["pass", "step", "prefill"]
 
 OWN = "ropewalk"
 WAITED = "ropewalk, each step waited for"  # while serving, the next step is launched before
+BY_TORCH = "ropewalk, linear layers by torch"  # those of few rows, as of many
 NO_TIME = "its part's time was over"
 NOT_REPLAYED = "no CUDA graph could be recorded, as the log says"
 STEPS = 32  # of an engine that are timed, after as many untimed ones
@@ -84,6 +88,7 @@ COMPARED = Cell(8, 4096)  # where encodings are compared
 CHUNK = 512  # tokens in the prefill pass of that comparison
 
 Found = Figure | Encodings | LeftOut
+Way = Callable[[Decoder], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +148,42 @@ def passes_of(
         least = setting.ceiling.decode_seconds(
             decoder.config, setting.dtype, cell.batch, cell.context
         )
+        for system, way in _ways(decoder, cell).items():
 
-        def measured(cell: Cell = cell, least: float = least) -> Figure:
-            forward = replayed(decoder, kv, cell.batch, cell.context)
-            batch = step(cell.batch, cell.context, 1, torch.device("cpu"))
-            samples = sampled(partial(forward, batch, kv), setting, budget)
-            how = NOT_REPLAYED if forward is decoder and recorder(decoder) else ""
-            return figure("pass", OWN, shape, cell, samples, least=least, how=how)
+            def measured(
+                cell: Cell = cell, least: float = least, system: str = system, way: Way = way
+            ) -> Figure:
+                with way(decoder):
+                    forward = replayed(decoder, kv, cell.batch, cell.context)
+                    batch = step(cell.batch, cell.context, 1, torch.device("cpu"))
+                    samples = sampled(partial(forward, batch, kv), setting, budget)
+                how = NOT_REPLAYED if forward is decoder and recorder(decoder) else ""
+                return figure("pass", system, shape, cell, samples, least=least, how=how)
 
-        yield _tried("pass", OWN, shape, cell, measured)
+            yield _tried("pass", system, shape, cell, measured)
+
+
+def _ways(decoder: Decoder, cell: Cell) -> dict[str, Way]:
+    """By system: in which state of the decoder its pass in this cell is measured."""
+    ways: dict[str, Way] = {OWN: lambda decoder: nullcontext()}
+    linears = [each for each in decoder.modules() if isinstance(each, TritonLinear)]
+    if linears and cell.batch <= linears[0].few_rows:
+        ways[BY_TORCH] = _linears_by_torch
+    return ways
+
+
+@contextmanager
+def _linears_by_torch(decoder: Decoder) -> Iterator[None]:
+    """Few rows are computed as many are, until it ends."""
+    found = [each for each in decoder.modules() if isinstance(each, TritonLinear | TritonLayers)]
+    before = [each.few_rows for each in found]
+    for each in found:
+        each.few_rows = 0
+    try:
+        yield
+    finally:
+        for each, few in zip(found, before, strict=True):
+            each.few_rows = few
 
 
 def prefill_of(

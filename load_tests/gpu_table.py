@@ -3,13 +3,28 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
-from load_tests.gpu_parts import OWN, WAITED, Cell, Encodings, Figure, Found, LeftOut, Work
+from load_tests.gpu_parts import (
+    BY_TORCH,
+    OWN,
+    WAITED,
+    Cell,
+    Encodings,
+    Figure,
+    Found,
+    LeftOut,
+    Work,
+)
 from load_tests.gpu_peer import PEER
 from load_tests.measured import markdown
 from load_tests.roofline import Ceiling
 from load_tests.step_cost import table
 from load_tests.words import digits, fine_milliseconds, percent
 
+# What is measured beside the usual way, and its column.
+_OTHERWISE: dict[Work, tuple[str, str]] = {
+    "pass": (BY_TORCH, "torch's linear layers, ms"),
+    "step": (WAITED, "not overlapped, ms"),
+}
 _TITLES: dict[Work, str] = {
     "pass": "Decoding: one decoder pass, which gives each request its next token",
     "step": "Serving: one step of the engine, with scheduling and sampling",
@@ -51,11 +66,13 @@ def as_json(ceiling: Ceiling, found: Iterable[Found]) -> dict[str, object]:
 
 
 def _figures(work: Work, figures: Sequence[Figure]) -> str:
-    own, waited, peer = (
+    system, column = _OTHERWISE.get(work, ("", ""))
+    own, otherwise, peer = (
         {(each.shape, each.cell): each for each in figures if (each.work, each.system) == key}
-        for key in ((work, OWN), (work, WAITED), (work, PEER))
+        for key in ((work, OWN), (work, system), (work, PEER))
     )
-    beside = ("not overlapped, ms",) if work == "step" else ("roofline, ms", "of roofline")
+    bound = ("roofline, ms", "of roofline") if work != "step" else ()
+    beside = (*bound, column) if otherwise else bound
     head = ["shape", "batch", "context", "ms", *beside, "tokens/s", f"{PEER}, ms", "times as fast"]
     rows = [head]
     for shape, cell in dict.fromkeys([*own, *peer]):
@@ -63,7 +80,8 @@ def _figures(work: Work, figures: Sequence[Figure]) -> str:
         rows.append(
             [
                 *(shape, str(cell.batch), f"{cell.context:,}", _ms(ours)),
-                *([_ms(waited.get((shape, cell)))] if work == "step" else _bound(ours)),
+                *(_bound(ours) if bound else ()),
+                *([_ms(otherwise.get((shape, cell)))] if otherwise else ()),
                 _speed(work, cell, ours),
                 _ms(theirs),
                 digits(theirs.seconds.median / ours.seconds.median) if ours and theirs else "",

@@ -71,6 +71,7 @@ class TritonLayers(Layers):
 
     def __init__(self, layers: Layers) -> None:
         super().__init__(layers)
+        self.few_rows = FEW_ROWS
         self.kernels = import_module("model.kernels.triton_layer")
         found = [parts_of(block) for block in layers if isinstance(block, Block)]
         self._parts = [parts for parts in found if parts is not None]
@@ -87,7 +88,7 @@ class TritonLayers(Layers):
         biases: Iterable[StepBias | None],
         rows: Tensor | None = None,
     ) -> Tensor:
-        if len(x) <= FEW_ROWS and len(self._parts) == len(self):
+        if len(x) <= self.few_rows and len(self._parts) == len(self):
             return self._of_few_rows(x, batch, kv, biases, rows)
         added: Tensor | None = None
         for index, (block, bias) in enumerate(zip(self, biases, strict=True)):

@@ -22,7 +22,7 @@ from model.transformer import (
 # Which of these numbers are fastest has not been measured.
 HEADS_AT_ONCE = 8  # per program
 GATES_AT_ONCE = 1024
-FEW_ROWS = 8  # with more, torch's products are used
+FEW_ROWS = 8  # with more, linear layers are torch's
 ROWS = 16  # of a tile, the least that a product of tiles has
 WEIGHTS_AT_ONCE = 256  # of each output
 OUTPUTS_AT_ONCE = 16  # or twice as many, if that leaves at least MANY_PROGRAMS
@@ -101,10 +101,11 @@ class TritonLinear(nn.Module):
     def __init__(self, linear: Linear | Int8Linear) -> None:
         super().__init__()
         self.linear = linear
+        self.few_rows = FEW_ROWS
         self.kernels = import_module("model.kernels.triton_linear")
 
     def forward(self, x: Tensor) -> Tensor:
-        if len(x) <= FEW_ROWS:
+        if len(x) <= self.few_rows:
             return self.few(x)
         y: Tensor = self.linear(x)
         return y
@@ -118,7 +119,7 @@ class TritonLinear(nn.Module):
         gated: bool = False,
         added: Tensor | None = None,
     ) -> Tensor:
-        """added + activation(linear(norm(x))), for at most FEW_ROWS of x [rows, inputs].
+        """added + activation(linear(norm(x))), for at most ROWS of x [rows, inputs].
 
         Gated, the activation is that of the first half of the outputs, times the other half.
         """

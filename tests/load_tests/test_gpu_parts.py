@@ -1,9 +1,13 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from load_tests import gpu_parts, gpu_peer
 from load_tests.gpu_parts import (
+    BY_TORCH,
     NO_TIME,
+    OWN,
     Budget,
     Cell,
     Encodings,
@@ -15,8 +19,13 @@ from load_tests.gpu_parts import (
     steps_of,
 )
 from load_tests.gpu_peer import steady_steps
-from load_tests.in_process import decoders
+from load_tests.in_process import decoders, new_cache, step
 from load_tests.roofline import Ceiling
+from model.attention.triton import TritonAttention
+from model.kernels.gpu_modules import FEW_ROWS, TritonLinear
+from model.kernels.substitutes import substitute_on_gpu
+from tests.model.attention.triton_here import DEVICE
+from tests.model.tiny import tiny
 
 CPU = torch.device("cpu")
 SETTING = Setting(CPU, torch.float32, "processor", "0", 2, Ceiling(1e9, 1e9))
@@ -63,6 +72,29 @@ def test_cells_go_from_few_tokens_to_many(made):
     assert found[0].least == SETTING.ceiling.decode_seconds(
         made["rope"].config, torch.float32, 1, 16
     )
+
+
+@pytest.mark.triton
+def test_few_rows_are_measured_with_linear_layers_by_torch_too(monkeypatch):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    decoder = tiny("rope", TritonAttention, torch.float32, device=DEVICE)
+    substitute_on_gpu(decoder, torch.float32)
+    # Without graphs, which would hide what is launched.
+    monkeypatch.setattr(gpu_parts, "replayed", lambda decoder, *_: decoder)
+    monkeypatch.setattr(gpu_parts, "recorder", lambda decoder: None)
+    few, launched = TritonLinear.few, []
+    monkeypatch.setattr(
+        TritonLinear, "few", lambda *of, **more: launched.append(1) or few(*of, **more)
+    )
+    cells, found = [Cell(1, 16), Cell(FEW_ROWS + 1, 16)], []
+    setting = replace(SETTING, device=DEVICE)
+    for each in passes_of("tiny", decoder, cells, setting, Budget(60)):
+        found.append((each.system, each.cell.batch, bool(launched)))
+        launched.clear()
+    assert found == [(OWN, 1, True), (BY_TORCH, 1, False), (OWN, FEW_ROWS + 1, False)]
+    kv = new_cache(decoder.config, 2, dtype=torch.float32, device=DEVICE)
+    decoder(step(1, 16, 1, CPU), kv)
+    assert launched  # as before
 
 
 def test_what_there_is_no_time_for_is_named(made):
