@@ -16,7 +16,6 @@ from load_tests.roofline import Ceiling
 from load_tests.rounds import Call, Clock, Interval, median_of, rounds
 from load_tests.step_cost import AGAIN, LIMITS, ZERO, Cost, costs_of
 from model.kernels.build import Kernels
-from model.kernels.gpu_layers import TritonLayers
 from model.kernels.gpu_modules import TritonLinear
 from model.transformer import Decoder
 from model.words import in_one_line
@@ -175,7 +174,7 @@ def _ways(decoder: Decoder, cell: Cell) -> dict[str, Way]:
 @contextmanager
 def _linears_by_torch(decoder: Decoder) -> Iterator[None]:
     """Few rows are computed as many are, until it ends."""
-    found = [each for each in decoder.modules() if isinstance(each, TritonLinear | TritonLayers)]
+    found = [each for each in decoder.modules() if isinstance(each, TritonLinear)]
     before = [each.few_rows for each in found]
     for each in found:
         each.few_rows = 0

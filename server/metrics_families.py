@@ -231,8 +231,8 @@ class Families:
         self.position_seconds = self._counter(
             "position_seconds",
             "Part of forward_seconds spent on rotating queries and keys before they are stored and "
-            "on adding positions to embeddings. Absent where attention does any positional work, "
-            "which cannot be separated from attention_seconds.",
+            "on adding positions to embeddings. Absent where attention, or on CUDA the kernel that "
+            "stores keys, does any of this work, because it cannot be timed separately.",
             "phase",
         )
         self.extrapolated = self._counter(

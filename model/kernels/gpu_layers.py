@@ -11,10 +11,9 @@ from cache.kv import KVCache
 from model.attention.bias import StepBias
 from model.batch import ForwardBatch
 from model.config import Activation
-from model.kernels.gpu_modules import FEW_ROWS, TritonGate, TritonLinear, power_of_2
+from model.kernels.gpu_modules import TritonGate, TritonLinear, power_of_2
 from model.transformer import (
     Activate,
-    Attention,
     Block,
     GatedMLP,
     LayerNorm,
@@ -26,13 +25,10 @@ from model.transformer import (
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Of a block, what is computed of few rows."""
+    """The linear layers of a block, and its activation."""
 
-    attention_norm: RMSNorm | LayerNorm
     qkv: TritonLinear
-    attention: Attention
     out: TritonLinear
-    mlp_norm: RMSNorm | LayerNorm
     up: TritonLinear
     activation: Activation
     gated: bool
@@ -52,14 +48,7 @@ def parts_of(block: Block) -> Parts | None:
     in_triton = {name: each for name, each in linears.items() if isinstance(each, TritonLinear)}
     if len(in_triton) < len(linears) or not isinstance(activate, TritonGate | Activate):
         return None
-    return Parts(
-        attention_norm=block.attention_norm,
-        attention=attention,
-        mlp_norm=block.mlp_norm,
-        activation=activate.activation,
-        gated=isinstance(mlp, GatedMLP),
-        **in_triton,
-    )
+    return Parts(**in_triton, activation=activate.activation, gated=isinstance(mlp, GatedMLP))
 
 
 class TritonLayers(Layers):
@@ -71,10 +60,8 @@ class TritonLayers(Layers):
 
     def __init__(self, layers: Layers) -> None:
         super().__init__(layers)
-        self.few_rows = FEW_ROWS
         self.kernels = import_module("model.kernels.triton_layer")
-        found = [parts_of(block) for block in layers if isinstance(block, Block)]
-        self._parts = [parts for parts in found if parts is not None]
+        self._parts = [parts_of(block) for block in layers if isinstance(block, Block)]
 
     @staticmethod
     def can_stand_for(layers: Layers) -> bool:
@@ -88,36 +75,37 @@ class TritonLayers(Layers):
         biases: Iterable[StepBias | None],
         rows: Tensor | None = None,
     ) -> Tensor:
-        if len(x) <= self.few_rows and len(self._parts) == len(self):
-            return self._of_few_rows(x, batch, kv, biases, rows)
-        added: Tensor | None = None
+        added: Tensor | None = None  # what is still to be added to x
         for index, (block, bias) in enumerate(zip(self, biases, strict=True)):
             assert isinstance(block, Block)
+            x, qkv = self._projected(x, added, block, self._parts[index])
+            y = block.attention.attended(qkv, batch, kv.layer(index), bias)
             wanted = rows if index == len(self) - 1 else None
-            x, normed = self.add_norm(x, added, block.attention_norm)
-            attended = block.attention(normed, batch, kv.layer(index), bias, wanted)
-            x, normed = self.add_norm(kept(x, wanted), attended, block.mlp_norm)
-            added = block.mlp(normed)
+            x, added = self._after(kept(x, wanted), kept(y, wanted), block, self._parts[index])
         return x if added is None else x + added
 
-    def _of_few_rows(
-        self,
-        x: Tensor,
-        batch: ForwardBatch,
-        kv: KVCache,
-        biases: Iterable[StepBias | None],
-        rows: Tensor | None,
-    ) -> Tensor:
-        for index, (parts, bias) in enumerate(zip(self._parts, biases, strict=True)):
-            wanted = rows if index == len(self) - 1 else None
-            given, norm = self._for_linear(x, parts.attention_norm)
-            qkv = parts.qkv.few(given, norm=norm)
-            y = parts.attention.attended(qkv, batch, kv.layer(index), bias)
-            x = parts.out.few(kept(y, wanted), added=kept(x, wanted))
-            given, norm = self._for_linear(x, parts.mlp_norm)
+    def _projected(
+        self, x: Tensor, added: Tensor | None, block: Block, parts: Parts | None
+    ) -> tuple[Tensor, Tensor]:
+        """x + added, and its queries, keys and values."""
+        if parts is not None and parts.qkv.takes(x):
+            assert added is None, "the layer before had as many rows"
+            given, norm = self._for_linear(x, block.attention_norm)
+            return x, parts.qkv.few(given, norm=norm)
+        x, normed = self.add_norm(x, added, block.attention_norm)
+        return x, block.attention.qkv(normed)
+
+    def _after(
+        self, x: Tensor, y: Tensor, block: Block, parts: Parts | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The block's output, as x and what is to be added to it; y [rows, inputs of `out`]."""
+        if parts is not None and parts.out.takes(x):
+            x = parts.out.few(y, added=x)
+            given, norm = self._for_linear(x, block.mlp_norm)
             y = parts.up.few(given, norm=norm, activation=parts.activation, gated=parts.gated)
-            x = parts.down.few(y, added=x)
-        return x
+            return parts.down.few(y, added=x), None
+        x, normed = self.add_norm(x, block.attention.out(y), block.mlp_norm)
+        return x, block.mlp(normed)
 
     def _for_linear(self, x: Tensor, norm: RMSNorm | LayerNorm) -> tuple[Tensor, RMSNorm | None]:
         """x and the norm that is left to a linear layer, which can take RMSNorm alone."""

@@ -105,10 +105,14 @@ class TritonLinear(nn.Module):
         self.kernels = import_module("model.kernels.triton_linear")
 
     def forward(self, x: Tensor) -> Tensor:
-        if len(x) <= self.few_rows:
+        if self.takes(x):
             return self.few(x)
         y: Tensor = self.linear(x)
         return y
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether x has few rows."""
+        return 0 < len(x) <= self.few_rows
 
     def few(
         self,

@@ -44,20 +44,36 @@ def test_they_compile_for_keys_and_values_in_8_bits(capability, dtype, head_dim,
 
 
 def compiled(tmp_path, capability, *told):
-    """Compiles what a process of its own is told to, and looks at the memory it takes."""
+    """Compiles what it is told to; Triton refuses what needs more than a GPU's shared memory."""
+    lines = run_compiler(tmp_path, "compile_triton", capability, SHARED[capability], *told)
+    # Splits, their merge, chunks; keys stored in both layouts or not rotated; norms; activations;
+    # linear layers.
+    assert len(lines) == 3 + 3 + 2 + 4 + (0 if "float16" in told else 2)
+
+
+@pytest.mark.parametrize(
+    "told",
+    combined(
+        [("rope",), ("rope-raw",), ("alibi",), ("t5",), ("t5-materialised",), ("rope", "int8")],
+        always=lambda told: told in (("rope",), ("t5-materialised",)),
+    ),
+)
+def test_nothing_is_compiled_after_a_start(told, tmp_path):
+    """Whatever a step's requests are, and wherever its integers lie."""
+    started, later = run_compiler(tmp_path, "compile_steps", *told)
+    assert started == later
+
+
+def run_compiler(tmp_path, program, *told):
+    """Lines that a process of its own prints, as one process cannot interpret kernels as well."""
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     made = subprocess.run(
-        [sys.executable, "-m", "tests.model.kernels.compile_triton"]
-        + [str(each) for each in (capability, SHARED[capability], *told)],
+        [sys.executable, "-m", f"tests.model.kernels.{program}", *map(str, told)],
         env=environment,
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
     )
     assert made.returncode == 0, made.stderr
-    sizes = [int(line.split()[1]) for line in made.stdout.splitlines()]
-    # Splits, their merge, chunks; keys stored in both layouts or not rotated; norms; activations;
-    # linear layers.
-    assert len(sizes) == 3 + 3 + 2 + 4 + (0 if "float16" in told else 2)
-    assert max(sizes) <= SHARED[capability]
+    return made.stdout.splitlines()
