@@ -226,7 +226,7 @@ class Ledger:
         blocks = [block for block in touched if block in self._sealed]
         if not blocks:
             return
-        changed = self._checksums.of(blocks) != self._seals[blocks]
+        changed = self._checksums.of(blocks) != self._seals[tensor_on(self._seals.device, blocks)]
         self._seen(blocks)
         # Only one bool is copied to the host, unless something is wrong.
         faults = []

@@ -1,0 +1,47 @@
+"""That a server on a GPU lets no tensors of two devices meet, shown without a GPU."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.model import encoder_decoders
+from tests.model.checkpoints import save
+from tests.products import combined
+
+KINDS = {
+    "rope": [],
+    "rope in the frame block": ["--rope-frame", "block"],
+    "rope in the frame raw, in 8 bits": ["--rope-frame", "raw", "--kv-dtype", "int8"],
+    "alibi, weights in 8 bits": ["--quantize", "int8"],
+    "t5": [],
+    "t5, materialised": ["--bias-form", "materialised"],
+    "learned": [],
+    "sinusoidal": [],
+    "nope, in 8 bits": ["--kv-dtype", "int8", "--audit", "full"],
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    combined(KINDS, always=lambda kind: kind in ("rope", "t5, materialised", "nope, in 8 bits")),
+)
+def test_answers_there_are_those_of_the_cpu(kind):
+    encoding, *_ = kind.replace(",", "").split()
+    check("shape:tiny", "--encoding", encoding, *KINDS[kind])
+
+
+def test_answers_of_an_encoder_decoder(tmp_path):
+    save(encoder_decoders.random_model(encoder_decoders.t5()), tmp_path)
+    check(str(tmp_path))
+
+
+def check(*flags):
+    made = subprocess.run(
+        [sys.executable, "-m", "tests.server.serve_elsewhere", *flags],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert made.returncode == 0, made.stderr
