@@ -35,9 +35,10 @@ def answered(device, flags):
     assert loaded.defect is None
     found = {}
     for seed in range(2):
-        requests = workload(WAYS[:-1], seed)
+        encoded = loaded.served.encoder_decoder is not None
+        requests = workload(WAYS[:-1] if encoded else WAYS, seed)  # the last scores a prompt
         for each in requests:
-            if loaded.served.encoder_decoder is not None:
+            if encoded:
                 each.source, each.tokens, each.num_prompt = tuple(each.tokens), [0], 1
             if each.source or loaded.facts.encoding in ("learned", "sinusoidal"):
                 each.overflow = Overflow.REFUSE  # as these cannot shift
