@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cache.kv import KVCache
 from model.attention.bias import StepBias
+from model.attention.triton import FUSED
 from model.batch import ForwardBatch
 from model.config import Activation
 from model.kernels.gpu_modules import TritonGate, TritonLinear, power_of_2
@@ -128,5 +129,6 @@ class TritonLayers(Layers):
             CENTRED=isinstance(norm, LayerNorm),
             BIASED=bias is not None,
             COLUMNS=power_of_2(x.shape[1]),
+            **FUSED,
         )
         return total, out

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cache.kv import Int8LayerKV, PagedKV
 from cache.terms import KeyFrame
+from model.attention.triton import FUSED
 from model.batch import ForwardBatch
 from model.config import Activation
 from model.kernels.modules import RotationTables
@@ -84,7 +85,11 @@ class TritonGate(nn.Module):
         rows, width = len(x), x.shape[1] // 2
         out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
         self.kernels.gate[rows, -(-width // GATES_AT_ONCE)](
-            x, out, WIDTH=width, ACTIVATION=self.activation, COLUMNS=GATES_AT_ONCE
+            *(x, out),
+            WIDTH=width,
+            ACTIVATION=self.activation,
+            COLUMNS=GATES_AT_ONCE,
+            **FUSED,
         )
         return out
 
@@ -153,6 +158,7 @@ class TritonLinear(nn.Module):
             TILE_OUT=tile,
             WIDE=x.device.type == "cpu",
             num_stages=4 if scale is None else 6,  # tiles on their way: as many bytes of each kind
+            **FUSED,
         )
         return out
 

@@ -69,7 +69,7 @@ def run_compiler(tmp_path, program, *told):
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     made = subprocess.run(
-        [sys.executable, "-m", f"tests.model.kernels.{program}", *map(str, told)],
+        [sys.executable, "-W", "error", "-m", f"tests.model.kernels.{program}", *map(str, told)],
         env=environment,
         cwd=Path(__file__).parents[3],
         capture_output=True,
