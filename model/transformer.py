@@ -431,7 +431,7 @@ class Decoder(nn.Module):
         return step_biases(self.encoding, len(self.layers), batch, kv.block_size)
 
     def embedded(self, batch: ForwardBatch) -> Tensor:
-        """[T, width]: the input of the first layer. Raises EncodingError."""
+        """[T, width], contiguous: the input of the first layer. Raises EncodingError."""
         x: Tensor = self.embed(batch.tokens)
         if self.config.embed_scale != 1.0:
             x = x * self.config.embed_scale
@@ -443,4 +443,5 @@ class Decoder(nn.Module):
                 f"embed of {type(self.encoding).__name__} returns {embedded.dtype} for {x.dtype}; "
                 "end it with .to(x.dtype)"
             )
-        return embedded if self.embed_norm is None else self.embed_norm(embedded)
+        x = embedded if self.embed_norm is None else self.embed_norm(embedded)
+        return x.contiguous()  # as kernels read it, and an encoding may leave it otherwise

@@ -78,7 +78,7 @@ class OneCall:
         tokens: Tensor | None = batch.tokens
         if not self._embeds:
             with torch.inference_mode():
-                x = decoder.embedded(batch).contiguous()
+                x = decoder.embedded(batch)
             step.x, tokens = x.data_ptr(), None
         logits = torch.empty(step.kept_rows, self._outputs, dtype=self._embedding.dtype)
         self._kernels.decoder_pass(self._ends, self._layers.constants, step, tokens, logits)

@@ -7,6 +7,8 @@ import torch
 
 from model.attention.reference import ReferenceAttention
 from model.attention.triton import TritonAttention
+from model.config import EncodingSpec
+from model.encodings.base import PositionalEncoding
 from model.kernels.gpu_layers import TritonLayers
 from model.kernels.gpu_modules import FEW_ROWS, TritonLinear
 from model.kernels.substitutes import substitute_on_gpu
@@ -17,7 +19,7 @@ from tests.model import encoder_decoders
 from tests.model.attention.triton_here import DEVICE
 from tests.model.checkpoints import save
 from tests.model.running import Running, full_of_nan, make_batch, new_cache
-from tests.model.tiny import tiny
+from tests.model.tiny import ENCODINGS, tiny
 from tests.products import combined
 
 pytestmark = pytest.mark.triton
@@ -83,6 +85,23 @@ def test_a_decoder_computes_what_its_modules_do(encoding, shape):
     for part, given in zip(used.whole, kept.whole, strict=True):
         assert torch.equal(part.isnan(), given.isnan())
         assert (part - given).nan_to_num().abs().max() < 1e-4
+
+
+class InColumns(PositionalEncoding):
+    """What it returns lies column by column in memory."""
+
+    def embed(self, x, positions):
+        return (x.T.contiguous() + positions / 256).T
+
+
+@pytest.mark.parametrize("shape", ["gated", "norms last"])
+def test_the_embedded_tokens_may_lie_anyhow(shape, monkeypatch):
+    monkeypatch.setitem(ENCODINGS, "in columns", EncodingSpec(f"{__name__}:InColumns", {}))
+    plain, fast = decoders("in columns", shape)
+    kept, used = (new_cache(decoder, 8, 16) for decoder in (plain, fast))
+    for batch in steps():
+        exact, found = plain(batch, kept), fast(batch, used)
+        assert (found - exact).abs().max() <= 1e-4 * exact.abs().max()
 
 
 def test_float16_leaves_linear_layers_to_torch():
