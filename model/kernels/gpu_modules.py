@@ -26,7 +26,7 @@ GATES_AT_ONCE = 1024
 FEW_ROWS = 8  # with more, linear layers are torch's
 ROWS = 16  # of a tile, the least that a product of tiles has
 WEIGHTS_AT_ONCE = 256  # of each output
-OUTPUTS_AT_ONCE = 16  # or twice as many, if that leaves at least MANY_PROGRAMS
+OUTPUTS_AT_ONCE = 16  # or twice as many, if that leaves at least MANY_PROGRAMS; gated, of each half
 MANY_PROGRAMS = 1024
 
 
@@ -140,7 +140,9 @@ class TritonLinear(nn.Module):
         outputs, inputs = weight.shape
         outputs //= 2 if gated else 1
         out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
-        tile = OUTPUTS_AT_ONCE * (2 if outputs >= 2 * OUTPUTS_AT_ONCE * MANY_PROGRAMS else 1)
+        # Gated, a tile has two matrices already; twice as large, they would not fit a GPU of 8.6.
+        twice = not gated and outputs >= 2 * OUTPUTS_AT_ONCE * MANY_PROGRAMS
+        tile = OUTPUTS_AT_ONCE * (2 if twice else 1)
         self.kernels.linear[(-(-outputs // tile),)](
             *(x, weight, _or(scale, x), _or(linear.bias, x)),
             *(x if norm is None else norm.weight, 0.0 if norm is None else norm.eps),

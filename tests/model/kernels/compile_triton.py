@@ -13,7 +13,7 @@ import torch
 
 from cache.terms import KeyFrame
 from model.attention.triton import TritonAttention, tile_bytes
-from model.kernels import triton_attention, triton_layer, triton_linear, triton_store
+from model.kernels import gpu_modules, triton_attention, triton_layer, triton_linear, triton_store
 from model.kernels.gpu_layers import TritonLayers
 from model.kernels.gpu_modules import TritonGate, TritonLinear, TritonStore
 from model.kernels.modules import RotationTables
@@ -56,9 +56,10 @@ def main(capability, shared, dtype, head_dim, bias, frame, stored=""):
         gate.kernels = on_gpu(triton_layer, "gate")
         gate(x)
 
-    for outputs, more in ((64, {"added": x[:8, :64]}), (40_000, {"norm": norm, "gated": True})):
+    gpu_modules.MANY_PROGRAMS = 1  # so that tiles are as large as they ever are
+    for more in ({"added": x[:8, :64]}, {"norm": norm}, {"norm": norm, "gated": True}):
         if dtype in TritonLinear.DTYPES:
-            linear = Linear(x.shape[1], outputs, bias="norm" in more, **like)
+            linear = Linear(x.shape[1], 128 if "gated" in more else 64, bias=True, **like)
             linear = TritonLinear(Int8Linear(linear) if in_8_bits else linear)
             linear.kernels = on_gpu(triton_linear, "linear")
             linear.few(x[:8], activation="gelu", **more)

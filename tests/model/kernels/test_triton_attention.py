@@ -48,7 +48,7 @@ def compiled(tmp_path, capability, *told):
     lines = run_compiler(tmp_path, "compile_triton", capability, SHARED[capability], *told)
     # Splits, their merge, chunks; keys stored in both layouts or not rotated; norms; activations;
     # linear layers.
-    assert len(lines) == 3 + 3 + 2 + 4 + (0 if "float16" in told else 2)
+    assert len(lines) == 3 + 3 + 2 + 4 + (0 if "float16" in told else 3)
 
 
 @pytest.mark.parametrize(
