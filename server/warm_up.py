@@ -47,12 +47,16 @@ def warm_up(
     # Fresh memory may hold anything, also numbers that are slow to compute with.
     for part in kv.whole:
         part[:, 0] = 0
-    count = min(kv.block_size, context)
     first = Table(blocks=[0], bases=[0])
-    batch = of_one([0] * count, 0, first, kv.block_size, wanted=1, device=kv.device)
+    batch, single = (
+        of_one([0] * count, 0, first, kv.block_size, wanted=1, device=kv.device)
+        for count in (min(kv.block_size, context), 1)
+    )
     if isinstance(decoder, EncoderDecoder):
         batch = replace(batch, cross=Cross(new=batch, seen=batch))
-    if not _is_finite(decoder, batch, kv, name):
+        single = replace(single, cross=Cross(new=single, seen=single))
+    # On a GPU a token by itself takes other kernels; a request would wait until they are compiled.
+    if not all(_is_finite(decoder, each, kv, name) for each in (batch, single)):
         raise CommandError(f"{name} computes logits that are not finite; try --dtype float32")
     if isinstance(decoder, EncoderDecoder):
         batch = replace(batch, cross=Cross(new=None, seen=batch))

@@ -1,12 +1,17 @@
 """A model's first steps: what they leave alone, and how long they are allowed to take."""
 
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from model.loading import open_checkpoint
 from server import warm_up
 from server.errors import CommandError
+from tests.model import encoder_decoders
+from tests.model.checkpoints import save
 from tests.model.running import CPU, new_cache
 from tests.model.tiny import CONFIG, tiny
 
@@ -44,6 +49,27 @@ def test_only_the_reserved_block_is_written() -> None:
 def test_a_context_may_be_shorter_than_a_block() -> None:
     decoder = tiny("learned", dtype=torch.float32, options={"positions": 5, "offset": 0})
     warm_up.warm_up(decoder, new_cache(decoder, 2), CONFIG, 5, "m")
+
+
+def rows_of(module: nn.Module) -> set[int]:
+    """Grows by the rows of each call."""
+    rows: set[int] = set()
+    module.register_forward_pre_hook(lambda _, given: rows.add(len(given[0])))
+    return rows
+
+
+def test_a_token_by_itself_is_computed_too(tmp_path: Path) -> None:
+    """By an encoder too, whose steps are not recorded."""
+    model = encoder_decoders.random_model(encoder_decoders.t5())
+    checkpoint = open_checkpoint(save(model, tmp_path))
+    loaded = encoder_decoders.loaded(checkpoint)
+    for decoder, shape, stacks in (
+        (tiny(dtype=torch.float32), CONFIG, ()),
+        (loaded, checkpoint.config, (loaded.encoder.layers,)),
+    ):
+        found = [rows_of(each) for each in (decoder.layers, *stacks)]
+        warm_up.warm_up(decoder, new_cache(decoder, 4), shape, 256, "m")
+        assert all(rows == {1, 16} for rows in found)
 
 
 def test_numbers_that_are_not_finite_are_refused() -> None:
