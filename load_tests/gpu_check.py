@@ -26,6 +26,7 @@ from load_tests.progress import Progress
 from load_tests.roofline import Ceiling, ceiling, kv_bytes, weight_bytes
 from load_tests.step_cost import ARMS
 from load_tests.words import digits
+from model.kernels.gpu_modules import FEW_ROWS
 from model.shapes import SHAPES
 from model.words import in_one_line
 from server import placement
@@ -56,7 +57,8 @@ weights, in this order:
   passes      a decoder pass under rope that gives each request one token, at each batch and
               context, compared with the roofline: the time to read all weights and the keys and
               values needed, at the speed of the copy. Replayed as CUDA graphs where the server
-              does that
+              does that. A batch that Ropewalk's own linear layers take, of up to {FEW_ROWS}, is
+              measured with torch's, too
   prompts     one pass over --prefill tokens, compared with the time of its linear layers' products
               at the measured speed
   encodings   a pass under each encoding compared with one under nope, in rounds, as in
