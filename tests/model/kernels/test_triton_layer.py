@@ -75,7 +75,7 @@ def test_a_gate(activation, dtype, width, monkeypatch):
     x = drawn(7, 2 * width, dtype=dtype, scale=3)
     found = TritonGate(gate)(x)
     assert found.dtype is dtype
-    close(found, gate(x.double()), ulps=2)
+    close(found, gate(x.double()), ulps=4)  # a GPU's exponential and quotient are off by 2 each
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, from NumPy
