@@ -15,10 +15,7 @@ from model.batch import ForwardBatch
 from model.config import Activation
 from model.kernels.modules import RotationTables
 from model.linear import Int8Linear, Linear
-from model.transformer import (
-    Gate,
-    RMSNorm,
-)
+from model.transformer import Gate, RMSNorm
 
 # Which of these numbers are fastest has not been measured.
 HEADS_AT_ONCE = 8  # per program
