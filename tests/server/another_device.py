@@ -73,14 +73,16 @@ LIBRARY.fallback(
     lambda operation, *given, **named: computed(operation, given, named), "PrivateUse1"
 )
 
-_tensor = torch.tensor
+
+def _made_here_first(make):
+    """torch does not ask the device in these, or asks it to change a tensor's size."""
+
+    def making(*given, device=None, pin_memory=False, **named):
+        made = make(*given, **named)
+        return made if device is None else made.to(device)
+
+    return making
 
 
-def _tensor_on(values, *, dtype=None, device=None, pin_memory=False):
-    """torch's own does not ask the device."""
-    made = _tensor(values, dtype=dtype)
-    return made if device is None else made.to(device)
-
-
-torch.tensor = _tensor_on
+torch.tensor, torch.arange = map(_made_here_first, (torch.tensor, torch.arange))
 torch.inference_mode = torch.no_grad  # whose tensors cannot be wrapped

@@ -1,57 +1,105 @@
 """Answers the same requests on the CPU and on a device of its own, as a server would on a GPU.
 
-Run by test_another_device.py: python -m tests.server.serve_elsewhere MODEL [FLAG ...]. Exits with
-an error if they differ, or if tensors of both devices meet.
+Run by test_another_device.py: python -m tests.server.serve_elsewhere ATTENTION MODEL [FLAG ...]
+with the other device's attention: sdpa, or triton, whose kernels are then interpreted and whose
+graphs are computed anew. Exits with an error if answers differ, or if tensors of both devices meet.
 """
 
 import sys
+from importlib import import_module
+from types import SimpleNamespace
 
-from tests.server.another_device import OTHER  # before all that is to be on it
+from tests.server.another_device import OTHER, Elsewhere  # before all that is to be on it
 
 # isort: split
 
 import pytest
 import torch
 
-from server import build, placement
+from model.attention import triton
+from model.kernels import gpu_layers, gpu_modules
+from server import build, graphs, placement
 from server.metrics import Metrics
 from server.request import Overflow
 from server.wiring import wired
 from tests.server.fake_engine import configured
 from tests.server.test_ahead import LIMITS, WAYS, answers, without_numbers, workload
 
-FLAGS = ["--attention", "sdpa", "--dtype", "float32", "--block-size", "4"]
+FLAGS = ["--dtype", "float32", "--block-size", "4", "--kv-memory", "1M"]
 FLAGS += ["--max-seqs", str(LIMITS.max_seqs), "--max-step-tokens", str(LIMITS.max_step_tokens)]
-FLAGS += ["--max-model-len", str(LIMITS.max_context), "--kv-memory", "1M"]
+FLAGS += ["--max-model-len", str(LIMITS.max_context)]
+REQUESTS = {"sdpa": 28, "triton": 4}  # as the interpreter takes its time
 
 
-def answered(device, flags):
+class There:
+    """A Triton kernel, interpreted; it takes tensors of the other device alone, as a GPU would."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        launch = self.kernel[grid]
+        return lambda *given, **named: launch(
+            *map(_values, given), **{name: _values(each) for name, each in named.items()}
+        )
+
+
+def _values(argument):
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    assert isinstance(argument, Elsewhere), "a kernel takes a tensor of the CPU"
+    return argument.here
+
+
+def kernels_there(name):
+    kernels = vars(import_module(name)).items()
+    return SimpleNamespace(**{name: There(each) for name, each in kernels if hasattr(each, "fn")})
+
+
+def record(compute):
+    """In the place of a CUDA graph."""
+    compute()
+    return compute
+
+
+def interpret():
+    for using in (triton, gpu_modules, gpu_layers):
+        using.import_module = kernels_there
+    triton.TritonAttention.why_not = classmethod(
+        lambda backend, spec: None if spec.device == OTHER else "it is the CPU"
+    )
+    graphs.CudaGraphs = lambda device: record
+
+
+def answered(device, attention, count, flags):
     """The events of each request; steps are launched ahead if the device is not the CPU."""
     build.find_kernels = lambda device: "the other device has none"
     placement.pick_device = lambda wanted: device
     build.wired = lambda *parts, **more: wired(*parts, **more | {"ahead": device == OTHER})
     torch.set_num_threads(1)  # models are so small that another only costs time
-    (loaded,) = build.load_models(configured(*flags, *FLAGS), Metrics())
+    config = configured(*flags, *FLAGS, "--attention", attention)
+    (loaded,) = build.load_models(config, Metrics())
     assert loaded.defect is None
-    found = {}
-    for seed in range(2):
-        encoded = loaded.served.encoder_decoder is not None
-        requests = workload(WAYS[:-1] if encoded else WAYS, seed)  # the last scores a prompt
-        for each in requests:
-            if encoded:
-                each.source, each.tokens, each.num_prompt = tuple(each.tokens), [0], 1
-            if each.source or loaded.facts.encoding in ("learned", "sinusoidal"):
-                each.overflow = Overflow.REFUSE  # as these cannot shift
-        for name, events in answers(loaded.engine, requests).items():
-            found[seed, name] = without_numbers(events)
+    encoded = loaded.served.encoder_decoder is not None
+    requests = workload(WAYS[:-1] if encoded else WAYS, 0, count)  # the last scores a prompt
+    for each in requests:
+        if encoded:
+            each.source, each.tokens, each.num_prompt = tuple(each.tokens), [0], 1
+        if each.source or loaded.facts.encoding in ("learned", "sinusoidal"):
+            each.overflow = Overflow.REFUSE  # as these cannot shift
+    found = answers(loaded.engine, requests)
     assert loaded.engine.mutated_blocks == 0
-    return found
+    return {name: without_numbers(events) for name, events in found.items()}
 
 
-def main(*flags):
+def main(attention, *flags):
     with pytest.raises(RuntimeError, match="on two devices"):
         torch.ones(2, device=OTHER) + torch.ones(2)
-    here, elsewhere = (answered(device, flags) for device in (torch.device("cpu"), OTHER))
+    if attention == "triton":
+        interpret()
+    count = REQUESTS[attention]
+    here = answered(torch.device("cpu"), "sdpa", count, flags)
+    elsewhere = answered(OTHER, attention, count, flags)
     assert elsewhere == here, [name for name in here if elsewhere[name] != here[name]]
 
 

@@ -1,5 +1,6 @@
 """That a server on a GPU lets no tensors of two devices meet, shown without a GPU."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,22 +25,32 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    "kind",
-    combined(KINDS, always=lambda kind: kind in ("rope", "t5, materialised", "nope, in 8 bits")),
+    ("attention", "kind"),
+    combined(
+        ("sdpa", "triton"),
+        KINDS,
+        always=lambda attention, kind: (
+            kind in ("t5, materialised", "nope, in 8 bits", "rope")[attention == "triton" and 2 :]
+        ),
+    ),
 )
-def test_answers_there_are_those_of_the_cpu(kind):
+def test_answers_there_are_those_of_the_cpu(attention, kind):
     encoding, *_ = kind.replace(",", "").split()
-    check("shape:tiny", "--encoding", encoding, *KINDS[kind])
+    check(attention, "shape:tiny", "--encoding", encoding, *KINDS[kind])
 
 
-def test_answers_of_an_encoder_decoder(tmp_path):
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("triton", marks=pytest.mark.full)])
+def test_answers_of_an_encoder_decoder(attention, tmp_path):
     save(encoder_decoders.random_model(encoder_decoders.t5()), tmp_path)
-    check(str(tmp_path))
+    check(attention, str(tmp_path))
 
 
-def check(*flags):
+def check(attention, *flags):
+    if attention == "triton":
+        pytest.importorskip("triton", reason="Triton is not installed")
     made = subprocess.run(
-        [sys.executable, "-m", "tests.server.serve_elsewhere", *flags],
+        [sys.executable, "-m", "tests.server.serve_elsewhere", attention, *flags],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
