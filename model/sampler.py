@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import isfinite
 from typing import TypeVar
 
 import torch
@@ -124,15 +125,16 @@ class Sampler:
     ) -> "Picking":
         """Like `pick`, but does not retry where candidates do not suffice. Never waits."""
         largest, tokens = self.largest(rows)
-        enough = torch.ones_like(tokens, dtype=torch.bool)
+        enough = None
         drawing = [i for i, ask in enumerate(asks) if not ask.takes_largest]
         if drawing:
+            enough = torch.ones_like(tokens, dtype=torch.bool)
             at = tensor_on(rows.device, drawing)
             asked = [asks[i] for i in drawing]
             wide = adjusted(taken(rows, drawing), asked)
             tokens[at], enough[at] = self.draw(wide, asked, candidates)
         scores = list(self.scores_of(rows, tokens, asks))
-        return Picking(largest.isfinite(), tokens, enough, scores)
+        return Picking(largest, tokens, enough, scores)
 
     def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """For each row of logits [S, vocab]: its maximum [S], NaN if it has one, and token [S]."""
@@ -262,21 +264,27 @@ class Picking:
 
     def __init__(
         self,
-        finite: Tensor,
+        largest: Tensor,
         tokens: Tensor,
-        enough: Tensor,
+        enough: Tensor | None,
         scores: Sequence[tuple[list[int], Tensor]],
     ) -> None:
+        """`largest`: as from Sampler. `enough`: whether candidates sufficed; None: everywhere."""
         self.tokens = tokens  # on the device
         self._scored = [(members, each.shape[1]) for members, each in scores]
-        flat = [finite, tokens, enough, *(each.flatten() for _, each in scores)]
+        self._drawn = enough is not None
+        flat = [largest, tokens, *([] if enough is None else [enough])]
+        flat += [each.flatten() for _, each in scores]
         self._numbers = _sent(torch.cat([each.double() for each in flat]))
 
     def read(self) -> tuple[list[Picked], list[float]]:
         """What was picked, and whether candidates sufficed, [S] each. Waits for the device."""
-        numbers = iter(_back(*self._numbers))
-        good, found, held = (list(islice(numbers, len(self.tokens))) for _ in range(3))
-        picked = [Picked(int(token), bool(one)) for token, one in zip(found, good, strict=True)]
+        count, numbers = len(self.tokens), iter(_back(*self._numbers))
+        largest, found = (list(islice(numbers, count)) for _ in range(2))
+        held = list(islice(numbers, count)) if self._drawn else [1.0] * count
+        picked = [
+            Picked(int(token), isfinite(value)) for token, value in zip(found, largest, strict=True)
+        ]
         for members, width in self._scored:
             note(picked, members, [list(islice(numbers, width)) for _ in members])
         return picked, held
