@@ -25,6 +25,7 @@ FIRST_CANDIDATES = 64
 WIDER = 8  # factor on candidates when those did not hold all that top_p and min_p keep
 
 K = TypeVar("K", bound=Hashable)
+Drawn = tuple[Tensor, Tensor]  # tokens [S], and whether the candidates sufficed [S]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +129,14 @@ class Sampler:
         enough = None
         drawing = [i for i, ask in enumerate(asks) if not ask.takes_largest]
         if drawing:
-            enough = torch.ones_like(tokens, dtype=torch.bool)
-            at = tensor_on(rows.device, drawing)
             asked = [asks[i] for i in drawing]
             wide = adjusted(taken(rows, drawing), asked)
-            tokens[at], enough[at] = self.draw(wide, asked, candidates)
+            parts = [(drawing, self.draw(wide, asked, candidates))]
+            others = [i for i, ask in enumerate(asks) if ask.takes_largest]
+            if others:
+                known = taken(tokens, others)
+                parts.append((others, (known, torch.ones_like(known, dtype=torch.bool))))
+            tokens, enough = _joined(parts)
         scores = list(self.scores_of(rows, tokens, asks))
         return Picking(largest, tokens, enough, scores)
 
@@ -141,19 +145,30 @@ class Sampler:
         values, tokens = rows.max(dim=-1)
         return values, tokens
 
-    def draw(self, rows: Tensor, asks: Sequence[Ask], candidates: int) -> tuple[Tensor, Tensor]:
+    def draw(self, rows: Tensor, asks: Sequence[Ask], candidates: int) -> Drawn:
         """Tokens of adjusted rows [S, vocab], and whether the candidates sufficed [S]."""
-        tokens = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
-        enough = torch.ones_like(tokens, dtype=torch.bool)
+        parts = []
         for (top_k, truncated), members in _grouped(asks, _truncation):
-            at, some = tensor_on(rows.device, members), taken(rows, members)
-            rule = _Rule.of([asks[i] for i in members], rows.device)
+            some, rule = taken(rows, members), _Rule.of([asks[i] for i in members], rows.device)
             if truncated:
                 count = min(top_k or candidates, rows.shape[-1])
-                tokens[at], enough[at] = _among_best(some, rule, count, top_k > 0)
+                parts.append((members, _among_best(some, rule, count, top_k > 0)))
             else:
-                tokens[at] = _among_all(some, rule)
-        return tokens, enough
+                parts.append((members, _among_all(some, rule)))
+        return _joined(parts)
+
+
+def _joined(parts: Sequence[tuple[list[int], Drawn]]) -> Drawn:
+    """What was drawn for the members of each part, in the order of all rows."""
+    if len(parts) == 1:
+        return parts[0][1]
+    order = [i for members, _ in parts for i in members]
+    places = sorted(range(len(order)), key=order.__getitem__)
+    back = tensor_on(parts[0][1][0].device, places)
+    tokens, enough = (
+        torch.cat(each)[back] for each in zip(*(drawn for _, drawn in parts), strict=True)
+    )
+    return tokens, enough
 
 
 def adjusted(rows: Tensor, asks: Sequence[Ask]) -> Tensor:
@@ -210,13 +225,14 @@ class _Rule:
         return cls(*torch.split(tensor_on(device, rows, torch.float64), 1, dim=1))
 
 
-def _among_all(rows: Tensor, rule: _Rule) -> Tensor:
+def _among_all(rows: Tensor, rule: _Rule) -> Drawn:
     scaled = rows.double() / rule.temperature
-    return _at(torch.exp(scaled - scaled.amax(dim=-1, keepdim=True)), rule.uniform)
+    drawn = _at(torch.exp(scaled - scaled.amax(dim=-1, keepdim=True)), rule.uniform)
+    return drawn, torch.ones_like(drawn, dtype=torch.bool)
 
 
-def _among_best(rows: Tensor, rule: _Rule, count: int, whole: bool) -> tuple[Tensor, Tensor]:
-    """Tokens among the `count` most likely ones, and whether these hold all that is kept, [S] each.
+def _among_best(rows: Tensor, rule: _Rule, count: int, whole: bool) -> Drawn:
+    """Tokens among the `count` most likely ones, which suffice if they hold all that is kept.
 
     whole: the candidates are the whole distribution. Otherwise the tokens outside count towards
     the total of which top_p takes its share.
@@ -230,13 +246,12 @@ def _among_best(rows: Tensor, rule: _Rule, count: int, whole: bool) -> tuple[Ten
         scaled = rows.double() / rule.temperature
         total = torch.exp(scaled.logsumexp(dim=-1, keepdim=True) - best[:, :1])
     keep = (sums - weights < rule.top_p * total) & (weights >= rule.min_p * weights[:, :1])
-    keep[:, 0] = True
-    drawn = _at(weights * keep, rule.uniform)
-    beyond = weights[:, -1:] < rule.min_p * weights[:, :1]  # all others are less likely still
-    enough = (sums[:, -1:] >= rule.top_p * total) | beyond
+    keep[:, :1].fill_(True)
+    drawn = tokens.gather(1, _at(weights * keep, rule.uniform)[:, None])[:, 0]
     if whole or count == rows.shape[-1]:
-        enough = torch.ones_like(enough)
-    return tokens.gather(1, drawn[:, None])[:, 0], enough[:, 0]
+        return drawn, torch.ones_like(drawn, dtype=torch.bool)
+    beyond = weights[:, -1:] < rule.min_p * weights[:, :1]  # all others are less likely still
+    return drawn, ((sums[:, -1:] >= rule.top_p * total) | beyond)[:, 0]
 
 
 def _at(weights: Tensor, uniform: Tensor) -> Tensor:
