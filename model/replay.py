@@ -1,21 +1,21 @@
 """Decode steps in fixed buffers, so that a device can replay them.
 
 Such a step always launches the same kernels, so it is recorded once for every bucket of sizes (on
-a GPU as a CUDA graph) and replayed with each step's integers. Mixed steps are computed without
-replay.
+a GPU as a CUDA graph) and replayed with each step's integers. Steps with a prompt in them are
+computed without replay.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from cache.kv import KVCache
-from model.batch import ForwardBatch
+from model.batch import Cross, ForwardBatch
 
 SHORTEST = 1024  # tokens: shorter contexts have no buckets of their own
-ROWS = 5  # integers per request, besides its blocks and their bases
 
 Forward = Callable[[ForwardBatch, KVCache], Tensor]
 Compute = Callable[[], Tensor]
@@ -29,15 +29,20 @@ class Bucket:
     request uses, and their logits are discarded.
     """
 
-    def __init__(self, requests: int, context: int, kv: KVCache) -> None:
-        """For at most `requests` requests, each with at most `context` keys."""
+    def __init__(self, requests: int, context: int, kv: KVCache, *, encoded: bool = False) -> None:
+        """For at most `requests` requests, each with at most `context` keys.
+
+        encoded: each request also attends to an encoded prompt, of at most `context` keys.
+        """
         self.requests = requests
         self.context = context
         self._block_size = kv.block_size
-        self._columns = -(-context // kv.block_size)
-        size = requests * (ROWS + 2 * self._columns)
+        # Integers per request, and tables: of blocks and their bases, for each context.
+        self._integers, self._tables = (6, 4) if encoded else (5, 2)
+        columns = -(-context // kv.block_size)
+        size = requests * (self._integers + self._tables * columns)
         self._memory = torch.zeros(size, dtype=torch.int64, device=kv.device)
-        (tokens, positions, offsets, slots, lengths), (blocks, bases) = self._parts(self._memory)
+        (tokens, positions, offsets, slots, *lengths), tables = self._parts(self._memory)
         rows = torch.arange(requests + 1, device=kv.device)
         self.batch = ForwardBatch(
             tokens=tokens,
@@ -45,22 +50,31 @@ class Bucket:
             offsets=offsets,
             slots=slots,
             query_starts=rows,
-            context_lens=lengths,
-            block_tables=blocks,
-            block_bases=bases,
+            context_lens=lengths[0],
+            block_tables=tables[0],
+            block_bases=tables[1],
             output_rows=rows[:-1],
             max_query=1,
             max_context=context,
         )
+        if encoded:
+            seen = replace(
+                self.batch,
+                context_lens=lengths[1],
+                block_tables=tables[2],
+                block_bases=tables[3],
+            )
+            self.batch = replace(self.batch, cross=Cross(None, seen))
 
     def holds(self, batch: ForwardBatch) -> bool:
         """Whether a batch fits: it computes one row per request and needs the logits of all."""
         requests = len(batch.context_lens)
         return (
             batch.max_query == 1
-            and batch.cross is None
             and len(batch.output_rows) == requests <= self.requests
-            and batch.max_context <= self.context
+            and all(each.max_context <= self.context for each in _contexts(batch))
+            and (batch.cross is None) == (self.batch.cross is None)
+            and (batch.cross is None or batch.cross.new is None)
         )
 
     def fill(self, batch: ForwardBatch) -> None:
@@ -71,23 +85,34 @@ class Bucket:
         pinned = self._memory.device.type == "cuda"
         host = torch.zeros(self._memory.shape, dtype=torch.int64, pin_memory=pinned)
         rows, tables = self._parts(host)
-        requests, used = len(batch.tokens), -(-batch.max_context // self._block_size)
+        requests, contexts = len(batch.tokens), _contexts(batch)
+        lengths = [each.context_lens for each in contexts]
         rows[:, :requests] = torch.stack(
-            (batch.tokens, batch.positions, batch.offsets, batch.slots, batch.context_lens)
+            [batch.tokens, batch.positions, batch.offsets, batch.slots, *lengths]
         )
-        tables[0, :requests, :used] = batch.block_tables[:, :used]
-        tables[1, :requests, :used] = batch.block_bases[:, :used]
+        for index, each in enumerate(contexts):
+            used = -(-each.max_context // self._block_size)
+            tables[2 * index, :requests, :used] = each.block_tables[:, :used]
+            tables[2 * index + 1, :requests, :used] = each.block_bases[:, :used]
         self._memory.copy_(host, non_blocking=True)
         if batch.coming is not None:
             self.batch.tokens[:requests] = batch.coming
 
     def _parts(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Views: [ROWS, requests], and blocks and their bases [2, requests, columns]."""
-        rows, tables = memory.tensor_split([ROWS * self.requests])
-        return rows.view(ROWS, -1), tables.view(2, self.requests, -1)
+        """Views: integers [.., requests], and tables [.., requests, columns]."""
+        rows, tables = memory.tensor_split([self._integers * self.requests])
+        return (
+            rows.view(self._integers, -1),
+            tables.view(self._tables, self.requests, -1),
+        )
 
 
-def buckets(kv: KVCache, max_seqs: int, max_context: int) -> list[Bucket]:
+def _contexts(batch: ForwardBatch) -> tuple[ForwardBatch, ...]:
+    """The batch, over the keys of its answers; then as it is over those of encoded prompts."""
+    return (batch,) if batch.cross is None else (batch, batch.cross.seen)
+
+
+def buckets(kv: KVCache, max_seqs: int, max_context: int, *, encoded: bool = False) -> list[Bucket]:
     """Largest first, so that later recordings fit into the memory of the first.
 
     Powers of two of requests by powers of four of tokens. Combinations whose contexts exceed the
@@ -100,7 +125,7 @@ def buckets(kv: KVCache, max_seqs: int, max_context: int) -> list[Bucket]:
         for context in _steps(SHORTEST, 4, max_context)
         if requests * context <= room
     ]
-    return [Bucket(requests, context, kv) for requests, context in reversed(sizes)]
+    return [Bucket(*size, kv, encoded=encoded) for size in reversed(sizes)]
 
 
 def _steps(first: int, factor: int, last: int) -> Iterator[int]:

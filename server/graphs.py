@@ -1,13 +1,14 @@
 """Decode steps as CUDA graphs, recorded when a model is made ready to serve."""
 
 import sys
+from dataclasses import replace
 from logging import getLogger
 
 import torch
 from tqdm import tqdm
 
 from cache.kv import KVCache
-from model.batch import ForwardBatch
+from model.batch import Cross, ForwardBatch
 from model.cuda_graph import CudaGraphs
 from model.encoder_decoder import EncoderDecoder
 from model.kernels.substitutes import attends_in_triton
@@ -36,7 +37,8 @@ def replayed(
     if record is None:
         return otherwise
     try:
-        made = buckets(kv, limits.max_seqs, limits.max_context)
+        encoded = isinstance(decoder, EncoderDecoder)
+        made = buckets(kv, limits.max_seqs, limits.max_context, encoded=encoded)
         told = f"recording {name}"
         with tqdm(made, desc=told, unit="graph", leave=False, file=sys.stderr) as bar:
             over = ReplayedDecoder(decoder, kv, otherwise, bar, record)
@@ -56,11 +58,8 @@ def replayed(
 
 
 def recorder(decoder: Decoder | EncoderDecoder) -> Record | None:
-    """Records CUDA graphs if Triton computes attention: only its kernel skips a bucket's padding.
-
-    None for an encoder-decoder, whose steps have no buckets.
-    """
-    if not attends_in_triton(decoder) or not isinstance(decoder, Decoder):
+    """Records CUDA graphs if Triton computes attention, as only its kernel skips unused rows."""
+    if not attends_in_triton(decoder):
         return None
     return CudaGraphs(decoder.embed.weight.device)
 
@@ -79,7 +78,7 @@ def _within_block_0(bucket: Bucket, block_size: int, vocab: int) -> ForwardBatch
     requests, size = bucket.requests, min(block_size, bucket.context)
     slots = size - 1 - torch.arange(requests) % size
     tables = torch.zeros(requests, -(-bucket.context // block_size), dtype=torch.int64)
-    return ForwardBatch(
+    batch = ForwardBatch(
         tokens=slots % vocab,
         positions=slots,
         offsets=slots,
@@ -92,3 +91,4 @@ def _within_block_0(bucket: Bucket, block_size: int, vocab: int) -> ForwardBatch
         max_query=1,
         max_context=bucket.context,  # or a smaller bucket would be replayed
     )
+    return batch if bucket.batch.cross is None else replace(batch, cross=Cross(None, batch))

@@ -14,13 +14,17 @@ from model.attention.sdpa import SdpaAttention
 from model.attention.triton import TritonAttention
 from model.batch import Cross
 from model.cuda_graph import CudaGraphs
+from model.encoder_decoder import EncoderDecoder
 from model.encodings.base import create
 from model.kernels import gpu_layers, gpu_modules
 from model.kernels.substitutes import substitute_on_gpu
+from model.loading import open_checkpoint
 from model.replay import SHORTEST, Bucket, ReplayedDecoder, buckets
 from model.transformer import Decoder
 from tests.cache.shape import Shape
+from tests.model import encoder_decoders
 from tests.model.attention.triton_here import TritonHere
+from tests.model.checkpoints import save
 from tests.model.paths import BLOCK, VOCABULARY, tokens
 from tests.model.running import Running, make_batch, new_cache
 from tests.model.test_contract import EXACT, KINDS, ROUNDED, WINDOWS, check_path, even, exactly
@@ -49,7 +53,8 @@ class Replaying:
 
     def __call__(self, batch, kv):
         if self.kv is not kv:
-            made = [Bucket(*size, kv) for size in reversed(self.sizes)]
+            encoded = isinstance(self.decoder, EncoderDecoder)
+            made = [Bucket(*size, kv, encoded=encoded) for size in reversed(self.sizes)]
             self.over = ReplayedDecoder(self.decoder, kv, self._other, made, self._record)
             self.kv = kv
         return self.over(batch, kv).clone()
@@ -144,6 +149,31 @@ def test_every_number_of_requests_in_a_bucket(requests, backend):
     check_one_step(decoder, lengths, (8, 64), alike)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_of_an_encoder_decoder(backend, tmp_path):
+    """Prompts are encoded as they come; requests end, so that rows in use no longer are."""
+    save(encoder_decoders.random_model(encoder_decoders.t5()), tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    decoder = encoder_decoders.loaded(checkpoint, torch.float64, BACKENDS[backend])
+    replaying = Replaying(decoder, [(1, 20), (2, 60), (4, 60)])
+    logits = {decoder: [], replaying: []}
+    for forward, found in logits.items():
+        take = encoder_decoders.allocator(torch.Generator().manual_seed(0))
+        rng = random.Random(0)
+        requests = [
+            encoder_decoders.Answering(tokens(rng, length), [0, *tokens(rng, 8)], take)
+            for length in (41, 3, 17)
+        ]
+        kv = encoder_decoders.new_cache(decoder)
+        for count in (3, 3, 2, 1, 3):
+            found += encoder_decoders.step(forward, [(each, 1) for each in requests[:count]], kv)
+        found += encoder_decoders.step(forward, [(each, 2) for each in requests], kv)
+        found += encoder_decoders.step(forward, [(requests[1], 1)], kv)
+    assert replaying.replays == [4, 2, 2, 4, 1] and len(replaying.others) == 2
+    for plain, replayed in zip(*logits.values(), strict=True):
+        alike(replayed, plain)
+
+
 # Triton's interpreter needs milliseconds for a program.
 @pytest.mark.triton
 @pytest.mark.parametrize(
@@ -186,6 +216,21 @@ def test_other_steps_are_computed_as_they_come(batch):
     logits = replaying(batch, new_cache(replaying, 8, BLOCK))
     assert logits.shape == (len(batch.output_rows), VOCABULARY)
     assert replaying.others == [batch] and not replaying.replays
+
+
+def encoded(counts, keys=5, new=None):
+    """A step whose requests see encoded prompts of so many keys."""
+    return replace(step(counts), cross=Cross(new, step([1] * len(counts), keys - 1)))
+
+
+def test_which_steps_of_an_encoder_decoder_are_held():
+    """Those that only decode, and whose answers and prompts are not too long."""
+    bucket = Bucket(4, 10, new_cache(tiny("nope"), 8, BLOCK), encoded=True)
+    assert bucket.holds(encoded([1, 1], keys=10))
+    assert not bucket.holds(encoded([1, 1], keys=11))
+    assert not bucket.holds(encoded([1, 2]))
+    assert not bucket.holds(encoded([1, 1], new=step([3])))
+    assert not bucket.holds(step([1, 1]))
 
 
 def test_the_smallest_bucket_that_holds_a_step_is_replayed():

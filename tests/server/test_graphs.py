@@ -8,9 +8,13 @@ import torch
 
 from model.attention.sdpa import SdpaAttention
 from model.kernels import substitutes
+from model.loading import open_checkpoint
 from model.replay import ReplayedDecoder
 from server import graphs
 from server.plan import Limits
+from tests.model import encoder_decoders
+from tests.model.checkpoints import save
+from tests.model.encoder_decoders import t5
 from tests.model.running import new_cache
 from tests.model.test_replay import Replaying
 from tests.model.tiny import tiny
@@ -89,11 +93,12 @@ def test_steps_are_recorded_where_triton_attends(monkeypatch, capsys):
     assert graphs.recorder(decoder).device == decoder.embed.weight.device
 
 
-def test_no_steps_of_an_encoder_decoder_are_recorded(monkeypatch):
-    decoder = on_triton(tiny("nope"), monkeypatch)
-    other = torch.nn.Module()
-    other.layers = decoder.layers
-    assert made(other, None) is other
+def test_steps_of_an_encoder_decoder_are_recorded(tmp_path, monkeypatch):
+    checkpoint = open_checkpoint(save(encoder_decoders.random_model(t5()), tmp_path))
+    decoder = on_triton(encoder_decoders.loaded(checkpoint), monkeypatch)
+    over = made(decoder, warm_cache(decoder))
+    assert isinstance(over, ReplayedDecoder)
+    assert all(bucket.batch.cross is not None for bucket, _ in over._recorded)
 
 
 def test_a_device_that_records_nothing_serves_all_the_same(monkeypatch, caplog):
