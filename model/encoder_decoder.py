@@ -44,9 +44,13 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, seen: ForwardBatch, kv: PagedKV) -> Tensor:
         """x [T, width], the rows of `seen`, each of which attends to its whole encoded prompt."""
-        q = self.q(x).view(len(x), -1, self.head_dim)
-        y: Tensor = self.out(self.attend(q, kv, seen, None, None).flatten(1))
+        y: Tensor = self.out(self.attended(self.q(x), seen, kv))
         return y
+
+    def attended(self, q: Tensor, seen: ForwardBatch, kv: PagedKV) -> Tensor:
+        """[T, outputs of `q`] → [T, inputs of `out`]."""
+        q = q.view(len(q), -1, self.head_dim)
+        return self.attend(q, kv, seen, None, None).flatten(1)
 
 
 class CrossBlock(Block):

@@ -145,5 +145,6 @@ def test_encoder_decoders(tmp_path):
             for count in (2, 1, 1):
                 logits += encoder_decoders.step(decoder, [(request, count)], kv)
         assert isinstance(decoder.encoder.layers, TritonLayers)
+        assert isinstance(decoder.layers, TritonLayers)
         for exact, found in zip(logits[:3], logits[3:], strict=True):
             assert (found - exact).abs().max() <= 1e-4 * exact.abs().max()
