@@ -131,7 +131,7 @@ def test_unused_rows_of_a_bucket_leave_the_others_alone():
 
 
 def test_encoder_decoders(tmp_path):
-    """Gated and not; each of a prompt's many rows and of an answer's few."""
+    """Gated and not; many rows of a prompt and of an answer, and few of an answer."""
     for index, kind in enumerate((encoder_decoders.t5, encoder_decoders.t5_v11)):
         model = encoder_decoders.random_model(kind())
         checkpoint = open_checkpoint(save(model, tmp_path / str(index)))
@@ -140,9 +140,9 @@ def test_encoder_decoders(tmp_path):
             decoder = encoder_decoders.loaded(checkpoint, backend=backend, device=DEVICE)
             substitute_on_gpu(decoder, torch.float32)
             take = encoder_decoders.allocator(torch.Generator().manual_seed(0))
-            request = encoder_decoders.Answering([5, 6, 7] * 5, [0, 8, 9, 3], take)
+            request = encoder_decoders.Answering([5, 6, 7] * 5, range(14), take)
             kv = encoder_decoders.new_cache(decoder)
-            for count in (2, 1, 1):
+            for count in (FEW_ROWS + 2, 2, 1):
                 logits += encoder_decoders.step(decoder, [(request, count)], kv)
         assert isinstance(decoder.encoder.layers, TritonLayers)
         assert isinstance(decoder.layers, TritonLayers)
