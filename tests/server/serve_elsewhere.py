@@ -2,9 +2,11 @@
 
 Run by test_another_device.py: python -m tests.server.serve_elsewhere ATTENTION MODEL [FLAG ...]
 with the other device's attention: sdpa, or triton, whose kernels are then interpreted and whose
-graphs are computed anew. Exits with an error if answers differ, or if tensors of both devices meet.
+graphs are computed anew. Exits with an error if answers differ, if tensors of both devices meet, or
+if the server warns of anything.
 """
 
+import logging
 import sys
 from importlib import import_module
 from types import SimpleNamespace
@@ -29,6 +31,13 @@ FLAGS = ["--dtype", "float32", "--block-size", "4", "--kv-memory", "1M"]
 FLAGS += ["--max-seqs", str(LIMITS.max_seqs), "--max-step-tokens", str(LIMITS.max_step_tokens)]
 FLAGS += ["--max-model-len", str(LIMITS.max_context)]
 REQUESTS = {"sdpa": 28, "triton": 4}  # as the interpreter takes its time
+
+
+class Strict(logging.Handler):
+    """A server goes on without graphs, or without launching ahead, and only warns of it."""
+
+    def emit(self, record):
+        raise AssertionError(self.format(record))
 
 
 class There:
@@ -93,6 +102,7 @@ def answered(device, attention, count, flags):
 
 
 def main(attention, *flags):
+    logging.basicConfig(handlers=[Strict(logging.WARNING)])
     with pytest.raises(RuntimeError, match="on two devices"):
         torch.ones(2, device=OTHER) + torch.ones(2)
     if attention == "triton":
