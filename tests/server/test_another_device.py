@@ -22,17 +22,12 @@ KINDS = {
     "sinusoidal": [],
     "nope, in 8 bits": ["--kv-dtype", "int8", "--audit", "full"],
 }
+USUAL = {"sdpa": ("t5, materialised", "nope, in 8 bits", "rope"), "triton": ("rope",)}
 
 
 @pytest.mark.parametrize(
     ("attention", "kind"),
-    combined(
-        ("sdpa", "triton"),
-        KINDS,
-        always=lambda attention, kind: (
-            kind in ("t5, materialised", "nope, in 8 bits", "rope")[attention == "triton" and 2 :]
-        ),
-    ),
+    combined(USUAL, KINDS, always=lambda attention, kind: kind in USUAL[attention]),
 )
 def test_answers_there_are_those_of_the_cpu(attention, kind):
     encoding, *_ = kind.replace(",", "").split()
