@@ -30,7 +30,9 @@ from tests.server.test_ahead import LIMITS, WAYS, answers, without_numbers, work
 FLAGS = ["--dtype", "float32", "--block-size", "4", "--kv-memory", "1M"]
 FLAGS += ["--max-seqs", str(LIMITS.max_seqs), "--max-step-tokens", str(LIMITS.max_step_tokens)]
 FLAGS += ["--max-model-len", str(LIMITS.max_context)]
-REQUESTS = {"sdpa": 28, "triton": 4}  # as the interpreter takes its time
+# How many requests, and of what kinds: the interpreter takes its time, and steps whose requests are
+# of the first five kinds are launched ahead.
+REQUESTS = {"sdpa": (28, WAYS), "triton": (5, WAYS[:5])}
 
 
 class Strict(logging.Handler):
@@ -80,7 +82,7 @@ def interpret():
     graphs.CudaGraphs = lambda device: record
 
 
-def answered(device, attention, count, flags):
+def answered(device, attention, count, ways, flags):
     """The events of each request; steps are launched ahead if the device is not the CPU."""
     build.find_kernels = lambda device: "the other device has none"
     placement.pick_device = lambda wanted: device
@@ -90,7 +92,8 @@ def answered(device, attention, count, flags):
     (loaded,) = build.load_models(config, Metrics())
     assert loaded.defect is None
     encoded = loaded.served.encoder_decoder is not None
-    requests = workload(WAYS[:-1] if encoded else WAYS, 0, count)  # the last scores a prompt
+    ways = [each for each in ways if not (encoded and "prompt_logprobs" in each)]
+    requests = workload(ways, 0, count)
     for each in requests:
         if encoded:
             each.source, each.tokens, each.num_prompt = tuple(each.tokens), [0], 1
@@ -107,9 +110,9 @@ def main(attention, *flags):
         torch.ones(2, device=OTHER) + torch.ones(2)
     if attention == "triton":
         interpret()
-    count = REQUESTS[attention]
-    here = answered(torch.device("cpu"), "sdpa", count, flags)
-    elsewhere = answered(OTHER, attention, count, flags)
+    asked = REQUESTS[attention]
+    here = answered(torch.device("cpu"), "sdpa", *asked, flags)
+    elsewhere = answered(OTHER, attention, *asked, flags)
     assert elsewhere == here, [name for name in here if elsewhere[name] != here[name]]
 
 
