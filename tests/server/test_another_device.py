@@ -6,10 +6,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.utils import backend_registration
 
 from tests.model import encoder_decoders
 from tests.model.checkpoints import save
 from tests.products import combined
+
+# An experimental part of torch.
+pytestmark = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch takes no device that is written in Python",
+)
 
 KINDS = {
     "rope": [],
