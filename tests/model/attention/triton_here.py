@@ -22,6 +22,12 @@ def moved(value, device):
     return value
 
 
+def drawn(*size, dtype=torch.float32, seed=0, scale=1.0):
+    """Normal values on that device."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*size, generator=generator) * scale).to(DEVICE, dtype)
+
+
 class TritonHere:
     """Accepts any device in the spec, and takes and returns tensors on any device."""
 

@@ -7,7 +7,7 @@ from model.kernels import gpu_modules
 from model.kernels.gpu_layers import TritonLayers
 from model.kernels.gpu_modules import TritonGate
 from model.transformer import ACTIVATIONS, Gate, LayerNorm, Layers, RMSNorm
-from tests.model.attention.triton_here import DEVICE
+from tests.model.attention.triton_here import DEVICE, drawn
 
 pytestmark = pytest.mark.triton
 
@@ -22,11 +22,6 @@ NORMS = {
 @pytest.fixture(autouse=True)
 def triton():
     pytest.importorskip("triton", reason="Triton is not installed")
-
-
-def drawn(*size, dtype=torch.float32, seed=0, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(*size, generator=generator) * scale).to(DEVICE, dtype)
 
 
 def close(found, exact, ulps):

@@ -10,7 +10,7 @@ from model.kernels import gpu_modules
 from model.kernels.gpu_modules import FEW_ROWS, OUTPUTS_AT_ONCE, TritonLinear
 from model.linear import Int8Linear, Linear
 from model.transformer import ACTIVATIONS, RMSNorm
-from tests.model.attention.triton_here import DEVICE
+from tests.model.attention.triton_here import DEVICE, drawn
 from tests.products import thirds
 
 pytestmark = pytest.mark.triton
@@ -22,11 +22,6 @@ SIZES = [(24, 40), (300, 17), (1, 1), (512, 64)]  # inputs and outputs: of no ti
 @pytest.fixture(autouse=True)
 def triton():
     pytest.importorskip("triton", reason="Triton is not installed")
-
-
-def drawn(*size, dtype=torch.float32, seed=0, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(*size, generator=generator) * scale).to(DEVICE, dtype)
 
 
 def linear(inputs, outputs, dtype=torch.float32, bias=True, in_8_bits=False):
