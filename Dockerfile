@@ -3,8 +3,10 @@
 #   CPU:  docker build -t ropewalk .
 #   CUDA: docker build -t ropewalk --build-arg BASE=nvidia/cuda:13.0.2-base-ubuntu24.04 .
 #
-# PIP_EXTRA_INDEX_URL may name an index with a CPU-only build of torch, which is far smaller. The
-# CUDA base holds little: torch brings CUDA itself. It is there to refuse a driver that is too old.
+# torch comes from PyTorch's own indexes, in the build that TORCH_BACKEND names (by default without
+# CUDA, or on the CUDA base for CUDA 13.0), or else from pip's: PIP_EXTRA_INDEX_URL may name one.
+# The CUDA base holds little: torch brings CUDA itself. It is there to refuse a driver that is too
+# old.
 ARG BASE=debian:bookworm-slim
 
 FROM ${BASE} AS base
@@ -18,13 +20,21 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 FROM base AS build
+ARG BASE
+ARG TORCH_BACKEND=""
 ARG PIP_EXTRA_INDEX_URL=""
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-RUN python3 -m venv /opt/ropewalk
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 UV_NO_CACHE=1
+# uv knows PyTorch's indexes. It is needed here alone, so it has an environment of its own.
+RUN python3 -m venv /opt/ropewalk && python3 -m venv /opt/uv && /opt/uv/bin/pip install "uv>=0.9"
 WORKDIR /src
 COPY pyproject.toml ./
 # torch by itself: the largest layer stays cached while the code changes.
-RUN /opt/ropewalk/bin/pip install "$(sed -n 's/^ *"\(torch[><=][^"]*\)",*$/\1/p' pyproject.toml)"
+RUN torch=$(sed -n 's/^ *"\(torch[><=][^"]*\)",*$/\1/p' pyproject.toml) \
+    && backend=${TORCH_BACKEND:-$(case "${BASE}" in *cuda*) echo cu130 ;; *) echo cpu ;; esac)} \
+    && { /opt/uv/bin/uv pip install --python /opt/ropewalk/bin/python --compile-bytecode \
+            --torch-backend "$backend" "$torch" \
+        || /opt/ropewalk/bin/pip install "$torch"; } \
+    && du -sh /opt/ropewalk
 COPY README.md LICENSE ./
 COPY cache cache
 COPY model model

@@ -92,58 +92,6 @@ def test_scripts_are_valid_shell() -> None:
             assert os.access(script, os.X_OK)
 
 
-def test_requirements_are_cut_out_of_the_project_file() -> None:
-    """scripts/bootstrap installs torch by itself before the rest."""
-    script = ". scripts/bootstrap; torch_requirement"
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert re.fullmatch(r"torch>=\d+\.\d+,<\d+\.\d+\n", done.stdout)
-
-
-def test_second_start_installs_nothing(tmp_path: Path) -> None:
-    """With a stamp that fits, the script goes straight to the server."""
-    (tmp_path / "scripts").mkdir()
-    for name in ("scripts/serve", "scripts/bootstrap", "pyproject.toml"):
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    programs = tmp_path / ".venv" / "bin"
-    programs.mkdir(parents=True)
-    for name in ("python", "ropewalk"):
-        (programs / name).write_text(f'#!/bin/sh\necho "{name} $PWD $*" >> "{tmp_path}/log"\n')
-        (programs / name).chmod(0o755)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-
-    def start() -> list[str]:
-        (tmp_path / "log").write_text("")
-        command = ["bash", str(tmp_path / "scripts/serve"), "./model", "--port", "1"]
-        subprocess.run(command, cwd=elsewhere, check=True, capture_output=True, timeout=60)
-        return (tmp_path / "log").read_text().splitlines()
-
-    serving = f"ropewalk {elsewhere} serve ./model --port 1"
-    first = start()
-    assert sum("pip install" in line for line in first) == 2
-    assert first[-1] == serving
-    assert start() == [serving]
-    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + "\n")
-    assert len(start()) > 1
-
-
-def test_failed_installation_shows_why_and_leaves_no_stamp(tmp_path: Path) -> None:
-    (tmp_path / "scripts").mkdir()
-    for name in ("scripts/serve", "scripts/bootstrap", "pyproject.toml"):
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    programs = tmp_path / ".venv" / "bin"
-    programs.mkdir(parents=True)
-    python = programs / "python"
-    python.write_text('#!/bin/sh\n[ "$3" = --version ] && exit 0\necho no such package\nexit 1\n')
-    python.chmod(0o755)
-    command = ["bash", str(tmp_path / "scripts/serve")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "no such package" in done.stderr
-    assert "The step above failed" in done.stderr
-    assert not list((tmp_path / ".venv").glob(".ropewalk-*"))
-
-
 def test_links_lead_somewhere() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", README)
     assert len(links) > 5
