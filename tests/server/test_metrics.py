@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cache.manager import BlockCounts
 from cache.terms import Capability, Op, OpReport
 from model.positional_work import PositionalWork
-from server.http_errors import REJECTION_REASONS
+from server.http_errors import REJECTIONS
 from server.metrics import Metrics
 from server.request import ContextShift, FinishReason, PassTimes, Phase, RequestSummary, StepStats
 from tests.server.toy import ask, chat, complete, sample, toy, toy_app
@@ -90,10 +90,11 @@ def test_everything_starts_at_zero_and_exists():
         assert value(metrics, "requests_total", finish_reason=reason.value) == 0
     for source in ("computed", "cached"):
         assert value(metrics, "prompt_tokens_total", source=source) == 0
-    for reason in REJECTION_REASONS:
-        assert value(metrics, "request_rejections_total", reason=reason) == 0
+    for reason, code in REJECTIONS:
+        labels = {"reason": reason, "code": code}
+        assert value(metrics, "request_rejections_total", **labels) == 0
         unmatched = {"model_name": "unmatched", "encoding": "unmatched"}
-        assert sample(metrics, "request_rejections_total", reason=reason, **unmatched) == 0
+        assert sample(metrics, "request_rejections_total", **labels, **unmatched) == 0
     assert value(metrics, "kv_blocks", state="free") == 10
     assert value(metrics, "kv_cache_bytes", kind="k") == 10 * 16 * 64 / 2
     assert value(metrics, "kv_cache_bytes", kind="v") == 10 * 16 * 64 / 2
