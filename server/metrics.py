@@ -18,7 +18,7 @@ CONTENT_TYPES = {
     True: "application/openmetrics-text; version=1.0.0; charset=utf-8",
 }
 UNMATCHED = "unmatched"
-METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST"})
+METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 BUILD = ("ropewalk", "python", "torch")
 _END = b"# EOF\n"  # of a page in OpenMetrics
 
@@ -158,7 +158,9 @@ class Metrics:
         """The page, one family after another: the text for CONTENT_TYPES[openmetrics]."""
         for family in self.registry.collect():
             if openmetrics:
-                yield exposition.generate_latest(_Single(family)).removesuffix(_END)
+                # Without escaping, which would also rename series of other servers ("vllm:").
+                page = exposition.generate_latest(_Single(family), exposition.ALLOWUTF8)
+                yield page.removesuffix(_END)
             else:
                 yield generate_latest(_Single(family))
         if openmetrics:

@@ -104,10 +104,10 @@ class RequestId:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        given = header(scope, b"x-request-id")
-        own = uuid.uuid4().hex.encode()
-        shown = given if given is not None and _REQUEST_ID.fullmatch(given) else own
-        state_of(scope)["id"] = shown.decode("ascii")
+        given = header(scope, b"x-request-id") or b""
+        own = given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        # A connection that was refused meanwhile has given it one already.
+        shown = str(state_of(scope).setdefault("id", own)).encode()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -264,11 +264,11 @@ class Protocol(H11Protocol):
 
     def _note(self, error: ServeError) -> str:
         """Tell the application, which logs and counts refusals; returns the request's id."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            state = self.scope["state"]  # of a request whose end it will log
-            state["refusal"] = error
-            return str(state.get("id") or uuid.uuid4().hex)
         request_id = uuid.uuid4().hex
+        if self.cycle is not None and not self.cycle.response_complete:
+            state = self.scope["state"]  # of a request whose end the application will log
+            state["refusal"] = error
+            return str(state.setdefault("id", request_id))
         unasked = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
         if not unasked and "unread" in self.app_state:
             self.app_state["unread"](error, request_id, self.client)
