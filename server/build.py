@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from logging import getLogger
 
 import torch
@@ -91,15 +92,7 @@ def run(config: ServerConfig) -> int:
     )
     server = Server(listening, app.state.drain, config.drain_timeout_s)
     url = listen.local_url(config.host, port)
-    facts = [model.facts for model in loaded]
-
-    def announce() -> None:
-        if config.log_format == "json":  # whoever reads that reads no boxes
-            log.info("serving %s at %s", ", ".join(model.name for model in facts), url)
-            return
-        open_to_all = not config.http.api_keys
-        print(banner(facts, url=url, open_to_all=open_to_all, version=own_version()), flush=True)
-
+    announce = partial(_announce, config, [model.facts for model in loaded], url)
     gc.freeze()  # later collections need not look at what was loaded either
     gc.enable()
     asyncio.run(_serve(server, listener, announce))
@@ -344,6 +337,14 @@ def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:
             "quantize": facts.quantize,
         },
     )
+
+
+def _announce(config: ServerConfig, models: Sequence[ModelFacts], url: str) -> None:
+    if config.log_format == "json":  # whoever reads that reads no boxes
+        log.info("serving %s at %s", ", ".join(model.name for model in models), url)
+        return
+    open_to_all = not config.http.api_keys
+    print(banner(models, url=url, open_to_all=open_to_all, version=own_version()), flush=True)
 
 
 async def _serve(server: Server, listener: socket.socket, announce: Callable[[], None]) -> None:

@@ -159,7 +159,9 @@ class Metrics:
         for family in self.registry.collect():
             if openmetrics:
                 # Without escaping, which would also rename series of other servers ("vllm:").
-                page = exposition.generate_latest(_Single(family), exposition.ALLOWUTF8)
+                page = exposition.generate_latest(  # type: ignore[no-untyped-call]
+                    _Single(family), exposition.ALLOWUTF8
+                )
                 yield page.removesuffix(_END)
             else:
                 yield generate_latest(_Single(family))

@@ -809,11 +809,13 @@ def test_health_and_version():
 def test_new_requests_are_refused_while_draining():
     app = toy_app()
     app.state.drain.begin()
-    for response in (complete(app), complete(app, stream=True), ask(app, "GET", "/v1/models")):
+    asked = [ask(app, "GET", path) for path in ("/v1/models", "/v1/models/", "/metrics/x")]
+    for response in (complete(app), complete(app, stream=True), *asked):
         assert error_of(response, 503)["code"] == "shutting_down"
         assert response.headers["connection"] == "close"
         assert int(response.headers["retry-after"]) >= 1
-    assert ask(app, "GET", "/metrics").status_code == 200
+    for path in ("/metrics", "/metrics/", "/health/live/"):
+        assert ask(app, "GET", path).status_code == 200
     assert app.state.drain.in_flight == 0
 
 
