@@ -3,27 +3,25 @@
 Is passed everything it uses: server/build.py makes the models, the engine and the server.
 """
 
-import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 
 from model.catalogue import Place
 from server.async_engine import AsyncEngine
 from server.cache_plan import CachePlanner
 from server.config import HttpOptions
 from server.http_errors import (
-    InternalError,
     MethodNotAllowed,
     RouteNotFound,
     error_bytes,
     error_headers,
-    rejection_reason,
+    quoted,
 )
+from server.http_log import HttpLog
 from server.lifeline import Drain
 from server.metrics import Metrics
 from server.middleware import (
@@ -31,19 +29,23 @@ from server.middleware import (
     Auth,
     BodyLimit,
     Guard,
+    Head,
     InFlight,
+    Logged,
+    Origins,
     RequestId,
+    TrailingSlash,
     state_of,
 )
 from server.models import Models
-from server.request import RequestFailed, ServeError
+from server.request import ServeError
 from server.routes.cache import cache_routes
 from server.routes.encodings import encoding_routes
 from server.routes.openai import Serving, openai_routes
 from server.routes.operations import operation_routes
+from server.routes.paths import Paths
 from server.routes.tokens import token_routes
-
-_log = logging.getLogger("server.http")
+from server.versions import installed
 
 
 def create_app(
@@ -60,14 +62,16 @@ def create_app(
     these routes do not exist. `app.state.drain` is the Drain for server/protocol.py's Server.
     """
     drain = Drain()
+    log = HttpLog(metrics, access_log=options.access_log)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, object]]:
         engine.start()
         try:
-            yield
+            yield {"unread": log.unread}  # called by server/protocol.py
         finally:
             await engine.stop()
+            log.close()
 
     app = FastAPI(
         title="Ropewalk",
@@ -80,31 +84,33 @@ def create_app(
     )
     app.state.drain = drain
     serving = Serving(models, engine, metrics, drain, options)
-    app.include_router(openai_routes(serving))
-    app.include_router(token_routes(serving))
+    routers = [openai_routes(serving), token_routes(serving)]
     if place is not None:
-        app.include_router(encoding_routes(models, place))
+        routers.append(encoding_routes(models, place))
     if planners is not None:
-        app.include_router(cache_routes(serving, planners))
-    app.include_router(operation_routes(serving, own_version()))
-    _add_error_handlers(app, metrics)
-    _add_middleware(app, models, metrics, options, drain)
+        routers.append(cache_routes(serving, planners))
+    routers.append(operation_routes(serving, own_version()))
+    for router in routers:
+        app.include_router(router)
+    routes = [each for router in routers for each in router.routes if isinstance(each, Route)]
+    for route in routes:
+        metrics.add_route(route.path_format, route.methods or ())
+    paths = Paths(routes)
+    _add_error_handlers(app, paths)
+    _add_middleware(app, models, options, drain, log, paths)
     return app
 
 
 def own_version() -> str:
-    try:
-        return version("ropewalk")
-    except PackageNotFoundError:  # run from a checkout that was never installed
-        return "unknown"
+    return installed("ropewalk")
 
 
-def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
+def _add_error_handlers(app: FastAPI, paths: Paths) -> None:
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
-            error = _framework_error(error)
+            error = _framework_error(error, paths.meant(request.scope["path"]))
         assert isinstance(error, ServeError)  # the only types registered below
-        _count(metrics, error, state_of(request.scope).get("model"))
+        state_of(request.scope)["refusal"] = error
         body = error_bytes(error)
         response = Response(body, error.status)
         response.raw_headers = error_headers(error, len(body))
@@ -114,42 +120,42 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     app.add_exception_handler(HTTPException, refuse)
 
 
-def _framework_error(error: HTTPException) -> ServeError:
+def _framework_error(error: HTTPException, meant: str | None) -> ServeError:
     if error.status_code == 405:
-        headers: Mapping[str, str] = error.headers or {}
+        allowed = {method.strip() for method in (error.headers or {}).get("Allow", "").split(",")}
+        if "GET" in allowed:
+            allowed.add("HEAD")
         return MethodNotAllowed(
             "this method is not allowed for this path; see the Allow header",
-            headers.get("Allow", ""),
+            ", ".join(sorted(allowed)),
         )
-    return RouteNotFound("there is nothing at this path; see the API in README.md")
-
-
-def _count(metrics: Metrics, error: ServeError, model: str | None) -> None:
-    # Failures inside the engine are counted there, by finish reason.
-    if isinstance(error, InternalError) or not isinstance(error, RequestFailed):
-        metrics.reject(model, rejection_reason(error))
+    hint = "see the API in README.md" if meant is None else f"did you mean {quoted(meant)}?"
+    return RouteNotFound(f"there is nothing at this path; {hint}")
 
 
 def _add_middleware(
-    app: FastAPI, models: Models, metrics: Metrics, options: HttpOptions, drain: Drain
+    app: FastAPI,
+    models: Models,
+    options: HttpOptions,
+    drain: Drain,
+    log: HttpLog,
+    paths: Paths,
 ) -> None:
     """Innermost first."""
+    app.add_middleware(Head)
     app.add_middleware(BodyLimit, limit=_body_limit(models, options))
     app.add_middleware(InFlight, drain=drain)
     if options.api_keys:
         app.add_middleware(Auth, keys=options.api_keys, shared_prefixes=options.share_prefixes)
     if options.allowed_hosts:
         app.add_middleware(AllowedHosts, hosts=options.allowed_hosts)
-    app.add_middleware(Guard, refused=lambda error: _count(metrics, error, None))
+    app.add_middleware(Guard)
     if options.allowed_origins:  # without these headers browsers cannot even read errors
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(options.allowed_origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
-        )
+        app.add_middleware(Origins, origins=options.allowed_origins)
+        app.add_middleware(Guard)  # for what the former refuses
+    app.add_middleware(Logged, log=log, template=paths.template)
     app.add_middleware(RequestId)
+    app.add_middleware(TrailingSlash)
 
 
 def _body_limit(models: Models, options: HttpOptions) -> int:

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from logging import getLogger
 
 import torch
@@ -90,15 +91,11 @@ def run(config: ServerConfig) -> int:
         log_config=None,
     )
     server = Server(listening, app.state.drain, config.drain_timeout_s)
-    text = banner(
-        [model.facts for model in loaded],
-        url=listen.local_url(config.host, port),
-        open_to_all=not config.http.api_keys,
-        version=own_version(),
-    )
+    url = listen.local_url(config.host, port)
+    announce = partial(_announce, config, [model.facts for model in loaded], url)
     gc.freeze()  # later collections need not look at what was loaded either
     gc.enable()
-    asyncio.run(_serve(server, listener, text))
+    asyncio.run(_serve(server, listener, announce))
     return ENGINE_FAILED if engine.failure else 0
 
 
@@ -342,15 +339,23 @@ def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:
     )
 
 
-async def _serve(server: Server, listener: socket.socket, text: str) -> None:
-    announcement = asyncio.create_task(_announce(server, text))
+def _announce(config: ServerConfig, models: Sequence[ModelFacts], url: str) -> None:
+    if config.log_format == "json":  # whoever reads that reads no boxes
+        log.info("serving %s at %s", ", ".join(model.name for model in models), url)
+        return
+    open_to_all = not config.http.api_keys
+    print(banner(models, url=url, open_to_all=open_to_all, version=own_version()), flush=True)
+
+
+async def _serve(server: Server, listener: socket.socket, announce: Callable[[], None]) -> None:
+    announcement = asyncio.create_task(_once_started(server, announce))
     try:
         await server.serve(sockets=[listener])
     finally:
         announcement.cancel()
 
 
-async def _announce(server: Server, text: str) -> None:
+async def _once_started(server: Server, announce: Callable[[], None]) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
-    print(text, flush=True)
+    announce()

@@ -15,7 +15,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from typing import NoReturn
 
-from server import chat, listen, pull
+from server import chat, listen, logs, pull
 from server.audit_options import HELP as AUDIT_HELP
 from server.audit_options import add_audit_flags
 from server.client_options import CHAT_OPTIONS, CLIENT_KEY, HEALTH_OPTIONS
@@ -81,9 +81,7 @@ def serve(flags: argparse.Namespace) -> int:
         )
     # Before torch and the weights are loaded: a taken port should be reported at once.
     listen.bind(config.host, config.port).close()
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logs.configure(config.log_level, config.log_format)
     wait_briefly(os.environ)
     # Until all is loaded: it stays, and looking for garbage in it would take a third of a second.
     gc.disable()

@@ -72,6 +72,7 @@ class HttpOptions:
     allowed_hosts: frozenset[str] = frozenset()  # Host headers served; empty: all
     allowed_origins: frozenset[str] = frozenset()  # of web pages that may read answers
     share_prefixes: bool = False  # between API keys: one can find out what another sent
+    access_log: bool = True  # a line for every request, not only for refused ones
     max_body_bytes: int | None = None  # None: by the longest context
     request_timeout_s: float = 300.0
     stalled_write_s: float = 30.0
@@ -92,6 +93,7 @@ class ServerConfig:
     drain_timeout_s: float
     metrics_compat: str  # a key of server.metrics_compat.ALIASES
     log_level: str
+    log_format: str  # text or json
 
 
 def model_source(value: str) -> ModelSource:
@@ -149,6 +151,7 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
             allowed_hosts=_allowed_hosts(values["host"], values["allowed_host"]),
             allowed_origins=frozenset(values["allowed_origin"]),
             share_prefixes=values["share_prefixes"],
+            access_log=values["access_log"],
             max_body_bytes=values["max_body"],
             request_timeout_s=values["request_timeout"],
         ),
@@ -157,6 +160,7 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
         drain_timeout_s=values["drain_timeout"],
         metrics_compat=values["metrics_compat"],
         log_level=values["log_level"],
+        log_format=values["log_format"],
     )
     _check(config)
     return config

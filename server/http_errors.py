@@ -5,7 +5,7 @@ the middleware and the protocol all write their refusals with these functions.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from server.request import CacheChanged, InvalidField, ModelNotFound, RequestFailed, ServeError
@@ -77,6 +77,13 @@ class UnsupportedCoding(UnsupportedMedia):
 class WrongHost(ServeError):
     status = 421
     code = "wrong_host"
+
+
+class WrongOrigin(ServeError):
+    """A browser asked whether a web page may send a request, and it may not."""
+
+    status = 400
+    code = "wrong_origin"
 
 
 class HeadersTooLarge(ServeError):
@@ -167,16 +174,25 @@ _REASONS_BY_CODE = {
     "queue_full": "queue_full",
     "shutting_down": "shutting_down",
 }
-REJECTION_REASONS = (
-    *sorted({*_REASONS.values(), *_REASONS_BY_CODE.values()}),
-    "invalid_request",
-    "other",
-)
 
 
-def rejection_reason(error: ServeError) -> str:
-    """One of REJECTION_REASONS: a closed set, fit for a metric label."""
-    reason = _REASONS.get(type(error)) or _REASONS_BY_CODE.get(error.code)
-    if reason is not None:
-        return reason
-    return "invalid_request" if 400 <= error.status < 500 else "other"
+def rejection(kind: type[ServeError]) -> tuple[str, str] | None:
+    """Reason and code of a refusal, from a closed set: metric labels. The reason groups codes.
+
+    None for failures inside the engine, which are counted there.
+    """
+    if issubclass(kind, RequestFailed) and not issubclass(kind, InternalError):
+        return None
+    reason = _REASONS.get(kind) or _REASONS_BY_CODE.get(kind.code)
+    if reason is None:
+        reason = "invalid_request" if 400 <= kind.status < 500 else "other"
+    return reason, kind.code
+
+
+def _kinds(kind: type[ServeError]) -> Iterator[type[ServeError]]:
+    yield kind
+    for more in kind.__subclasses__():
+        yield from _kinds(more)
+
+
+REJECTIONS = tuple(sorted({found for kind in _kinds(ServeError) if (found := rejection(kind))}))

@@ -2,17 +2,25 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
+from prometheus_client.openmetrics import exposition
 
-from server.http_errors import REJECTION_REASONS
+from server.http_errors import REJECTIONS, rejection
 from server.metrics_compat import ALIASES, Alias
 from server.metrics_families import INFO_LABELS, Families
 from server.metrics_model import ModelMetrics
-from server.request import StepStats
+from server.request import ServeError, StepStats
+from server.versions import installed
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+CONTENT_TYPES = {
+    False: "text/plain; version=0.0.4; charset=utf-8",
+    True: "application/openmetrics-text; version=1.0.0; charset=utf-8",
+}
 UNMATCHED = "unmatched"
+METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
+BUILD = ("ropewalk", "python", "torch")
+_END = b"# EOF\n"  # of a page in OpenMetrics
 
 
 class _Registry(CollectorRegistry):
@@ -62,11 +70,14 @@ class Metrics:
         """`aliases`, by family, are other names under which to export the same numbers."""
         self.registry: CollectorRegistry = _Registry(aliases)
         self._families = Families(self.registry)
+        ProcessCollector(registry=self.registry)
+        self._families.build.labels(*map(installed, BUILD)).set(1)
         self._models: dict[str, ModelMetrics] = {}
         self._unmatched = {
-            reason: self._families.rejections.labels(UNMATCHED, UNMATCHED, reason)
-            for reason in REJECTION_REASONS
+            labels: self._families.rejections.labels(UNMATCHED, UNMATCHED, *labels)
+            for labels in REJECTIONS
         }
+        self.add_route(UNMATCHED, ["GET"], 404)
 
     def add_model(
         self,
@@ -112,13 +123,28 @@ class Metrics:
         self._models[model_name].parity_error.set(error)
         self._models[model_name].parity_tolerance.set(tolerance)
 
-    def reject(self, model_name: str | None, reason: str) -> None:
-        """Counts a request that is answered only with an error, for one of REJECTION_REASONS.
+    def add_route(self, route: str, methods: Iterable[str], status: int = 200) -> None:
+        """Makes series at zero: what appears only with its first request has no rate then."""
+        for method in methods:
+            self._families.http.labels(route, method, str(status))
+
+    def answered(self, route: str | None, method: str, status: int | None) -> None:
+        """Counts an HTTP request. `route` is a template, `status` None without an answer."""
+        self._families.http.labels(
+            route or UNMATCHED,
+            method if method in METHODS else "other",
+            "none" if status is None else str(status),
+        ).inc()
+
+    def reject(self, model_name: str | None, error: ServeError) -> None:
+        """Counts a request that is answered only with an error, but not failures of the engine.
 
         `model_name` is None when the model is not known.
         """
-        children = self._unmatched if model_name is None else self._models[model_name].rejections
-        children[reason].inc()
+        labels = rejection(type(error))
+        if labels is not None:
+            known = self._unmatched if model_name is None else self._models[model_name].rejections
+            known[labels].inc()
 
     def disconnected(self, model_name: str) -> None:
         """A client went away, or stopped reading, before its answer was complete."""
@@ -128,7 +154,16 @@ class Metrics:
         """A stream that ended with an error after its headers had gone out."""
         self._models[model_name].stream_errors.inc()
 
-    def render(self) -> Iterator[bytes]:
-        """The text of one family after another."""
+    def render(self, *, openmetrics: bool = False) -> Iterator[bytes]:
+        """The page, one family after another: the text for CONTENT_TYPES[openmetrics]."""
         for family in self.registry.collect():
-            yield generate_latest(_Single(family))
+            if openmetrics:
+                # Without escaping, which would also rename series of other servers ("vllm:").
+                page = exposition.generate_latest(  # type: ignore[no-untyped-call]
+                    _Single(family), exposition.ALLOWUTF8
+                )
+                yield page.removesuffix(_END)
+            else:
+                yield generate_latest(_Single(family))
+        if openmetrics:
+            yield _END

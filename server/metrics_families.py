@@ -37,6 +37,19 @@ class Families:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
+        self.build = Gauge(
+            "ropewalk_build_info",
+            "Versions of what runs, in labels; the value is always 1.",
+            ("version", "python", "torch"),
+            registry=registry,
+        )
+        self.http = Counter(
+            "ropewalk_http_requests",
+            "HTTP requests, by the path of the API (or unmatched), method and status (none: the "
+            "client left before there was one).",
+            ("route", "method", "status"),
+            registry=registry,
+        )
         self.info = self._gauge(
             "cache_info", "Layout of the KV cache, in labels; the value is always 1.", *INFO_LABELS
         )
@@ -95,9 +108,10 @@ class Families:
         )
         self.rejections = self._counter(
             "request_rejections",
-            "HTTP requests answered only with an error, by reason; a request that fails in the "
-            "engine counts in requests instead.",
+            "HTTP requests answered only with an error, by the error's code and the reason that it "
+            "belongs to; a request that fails in the engine counts in requests instead.",
             "reason",
+            "code",
         )
         self.stream_errors = self._counter(
             "stream_errors", "Streams that ended with an error after their headers had been sent."

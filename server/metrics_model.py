@@ -10,7 +10,7 @@ from typing import Any
 from cache.manager import BlockCounts
 from cache.terms import OpReport
 from model.positional_work import PositionalWork
-from server.http_errors import REJECTION_REASONS
+from server.http_errors import REJECTIONS
 from server.metrics_families import Families
 from server.request import ContextShift, FinishReason, PassTimes, Phase, RequestSummary, StepStats
 
@@ -46,9 +46,7 @@ class ModelMetrics:
         self._batch = child(families.batch)
         self._preemptions = child(families.preemptions)
         self.disconnects = child(families.disconnects)
-        self.rejections = {
-            reason: child(families.rejections, reason) for reason in REJECTION_REASONS
-        }
+        self.rejections = {labels: child(families.rejections, *labels) for labels in REJECTIONS}
         self.stream_errors = child(families.stream_errors)
         self._blocks = {state: child(families.blocks, state) for state in BLOCK_STATES}
         self._blocks["free"].set(blocks)

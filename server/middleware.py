@@ -14,7 +14,10 @@ import uuid
 from collections.abc import Callable, Collection, MutableMapping
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http_errors import (
@@ -24,21 +27,21 @@ from server.http_errors import (
     UnsupportedCoding,
     UnsupportedMedia,
     WrongHost,
+    WrongOrigin,
     error_bytes,
     error_headers,
     quoted,
 )
+from server.http_log import Exchange, HttpLog
 from server.lifeline import Drain
 from server.request import ServeError, ShuttingDown
 
 # Reachable without a key, and while draining: for load balancers and supervisors.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
-_WHILE_DRAINING = OPEN_PATHS | {"/metrics"}
+_PROBES = OPEN_PATHS | {"/metrics"}  # asked for every few seconds; also answered while draining
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _log = logging.getLogger("server.http")
-
-Refused = Callable[[ServeError], None]
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
@@ -60,16 +63,40 @@ async def send_error(send: Send, error: ServeError) -> None:
 
 
 def state_of(scope: Scope) -> MutableMapping[str, Any]:
-    """State passed on to the routes: `id` and `salt`, and `abort` from the protocol."""
+    """Shared by all that handle a request: `id`, `salt`, `model`, `abort` from the protocol.
+
+    `refusal` is the error that it was answered with.
+    """
     state: MutableMapping[str, Any] = scope.setdefault("state", {})
     return state
 
 
-class RequestId:
-    """Adds an x-request-id to every response; a client's own id is echoed if harmless.
+class TrailingSlash:
+    """Lets everything inside see a path without the slashes that clients put behind it."""
 
-    A debug line in the log says how each request ended.
-    """
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        return await self._app(scope, receive, send)
+
+
+class Head:
+    """Lets the routes see GET for HEAD. The server leaves the answer's body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        return await self._app(scope, receive, send)
+
+
+class RequestId:
+    """Adds an x-request-id to every response; a client's own id is echoed if harmless."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -77,41 +104,97 @@ class RequestId:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        given = header(scope, b"x-request-id")
-        own = uuid.uuid4().hex.encode()
-        shown = given if given is not None and _REQUEST_ID.fullmatch(given) else own
-        state_of(scope)["id"] = shown.decode("ascii")
-        began, status = time.perf_counter(), "not answered"
+        given = header(scope, b"x-request-id") or b""
+        own = given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        # A connection that was refused meanwhile has given it one already.
+        shown = str(state_of(scope).setdefault("id", own)).encode()
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = str(message["status"])
                 message = {
                     **message,
                     "headers": [*message.get("headers", ()), (b"x-request-id", shown)],
                 }
             await send(message)
 
+        return await self._app(scope, receive, send_with_id)
+
+
+class Logged:
+    """Tells the log how each request ended. `template` gives the route's path for a path."""
+
+    def __init__(self, app: ASGIApp, log: HttpLog, template: Callable[[str], str | None]) -> None:
+        self._app = app
+        self._log = log
+        self._template = template
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        began = time.perf_counter()
+        status: int | None = None
+        sent = 0
+
+        async def counted(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif scope["method"] != "HEAD":
+                sent += len(message.get("body", b""))
+            await send(message)
+
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive, counted)
         finally:
-            _log.debug(
-                "request %s: %s %r, %s, %.3f s",
-                state_of(scope)["id"],
-                scope["method"],
-                scope["path"],
-                status,
-                time.perf_counter() - began,
+            state = state_of(scope)
+            error: ServeError | None = state.get("refusal")
+            if status is None and error is not None:  # the connection itself answered
+                status = error.status
+            exchange = Exchange(
+                request_id=state["id"],
+                client=(scope.get("client") or ("-",))[0],
+                method=scope["method"],
+                path=scope["raw_path"].decode("ascii"),
+                route=self._template(scope["path"]),
+                status=status,
+                seconds=time.perf_counter() - began,
+                bytes=sent,
             )
+            if error is not None:
+                self._log.refused(exchange, error, state.get("model"))
+            else:
+                self._log.answered(exchange, quiet=scope["path"] in _PROBES)
+
+
+class Origins(CORSMiddleware):
+    """Lets web pages of some origins send requests and read answers, from public networks too."""
+
+    def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
+        super().__init__(
+            app,
+            allow_origins=list(origins),
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=["x-request-id", "retry-after"],
+        )
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code != 200:
+            raise WrongOrigin(
+                f"a page of {quoted(request_headers['origin'])} may not send this request "
+                f"({bytes(response.body).decode()}); --allowed-origin names origins that may send "
+                "GET and POST"
+            )
+        return response
 
 
 class Guard:
     """The last resort: sends refusals of other middleware and unexpected exceptions as JSON."""
 
-    def __init__(self, app: ASGIApp, refused: Refused) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -132,7 +215,7 @@ class Guard:
             if started:
                 raise
             refusal = _refusal(error, state_of(scope)["id"])
-            self._refused(refusal)
+            state_of(scope)["refusal"] = refusal
             await send_error(send, refusal)
 
 
@@ -153,7 +236,7 @@ class InFlight:
         self._drain = drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _WHILE_DRAINING:
+        if scope["type"] != "http" or scope["path"] in _PROBES:
             return await self._app(scope, receive, send)
         if self._drain.draining:
             raise ShuttingDown()

@@ -89,7 +89,8 @@ async def encode_chat(
     try:
         text = await _off_loop(render, size)
     except ChatTemplateError as error:
-        raise InvalidField(f"messages do not fit the chat template: {error}", "messages") from None
+        message = f"messages do not fit the chat template: {error}"
+        raise InvalidField(message, "messages", quotes=True) from None
     return await encode(text, served, bos=bos, param="messages")
 
 

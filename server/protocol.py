@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import h11
 import uvicorn
@@ -42,6 +42,10 @@ CLOSING_SECONDS = 2
 
 # Bare line ends, folded lines and NUL: where two parsers may see different headers.
 _AMBIGUOUS = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)|\r\n[ \t]|\0")
+# A target with scheme and host, as it is sent to proxies.
+_ABSOLUTE = re.compile(
+    rb"https?://((?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]*)?)((?:[/?].*)?)", re.IGNORECASE
+)
 
 
 class StrictConnection(h11.Connection):
@@ -64,6 +68,8 @@ class StrictConnection(h11.Connection):
         if isinstance(event, h11.Request):
             self.answer_has_body = event.method != b"HEAD"
             self._check_request(event)
+            if not event.target.startswith(b"/"):
+                return self._with_path(event)
         return event
 
     def _check_head(self, data: bytes) -> None:
@@ -89,7 +95,25 @@ class StrictConnection(h11.Connection):
                 )
             )
 
-    def _refuse(self, refusal: ServeError) -> None:
+    def _with_path(self, event: h11.Request) -> h11.Request:
+        """The same request with a path as its target and the target's host as its Host header.
+
+        The one header that names the host then cannot differ from it: RFC 9112, section 3.2.2.
+        """
+        if event.target == b"*" or event.method == b"CONNECT":  # there is nothing at either
+            return event
+        absolute = _ABSOLUTE.fullmatch(event.target)
+        if absolute is None:
+            self._refuse(BadRequest("the request target is malformed; send a path like /health"))
+        host, path = absolute.groups()
+        return h11.Request(
+            method=event.method,
+            target=path if path.startswith(b"/") else b"/" + path,
+            headers=[(b"host", host), *(pair for pair in event.headers if pair[0] != b"host")],
+            http_version=event.http_version,
+        )
+
+    def _refuse(self, refusal: ServeError) -> NoReturn:
         self.refusal = refusal
         raise h11.RemoteProtocolError(refusal.message, error_status_hint=refusal.status)
 
@@ -186,6 +210,9 @@ class Protocol(H11Protocol):
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: that an upgrade is ignored is no fault (Java's client asks for one)."""
+
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for whatever h11 or StrictConnection refuses."""
         assert isinstance(self.conn, StrictConnection)
@@ -221,12 +248,10 @@ class Protocol(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             assert isinstance(self.conn, StrictConnection)
             body = error_bytes(error)
+            request_id = self._note(error)
             response = h11.Response(
                 status_code=error.status,
-                headers=[
-                    *error_headers(error, len(body)),
-                    (b"x-request-id", uuid.uuid4().hex.encode()),
-                ],
+                headers=[*error_headers(error, len(body)), (b"x-request-id", request_id.encode())],
                 reason=STATUS_PHRASES[error.status],
             )
             data = [h11.Data(data=body)] if self.conn.answer_has_body else []
@@ -236,6 +261,18 @@ class Protocol(H11Protocol):
         self.flow.resume_reading()
         self.loop.call_later(self.linger_seconds, self.transport.close)
         self._leave()
+
+    def _note(self, error: ServeError) -> str:
+        """Tell the application, which logs and counts refusals; returns the request's id."""
+        request_id = uuid.uuid4().hex
+        if self.cycle is not None and not self.cycle.response_complete:
+            state = self.scope["state"]  # of a request whose end the application will log
+            state["refusal"] = error
+            return str(state.setdefault("id", request_id))
+        unasked = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+        if not unasked and "unread" in self.app_state:
+            self.app_state["unread"](error, request_id, self.client)
+        return request_id
 
     def _leave(self) -> None:
         """Wake the application, if it still waits for this request, with a disconnect."""

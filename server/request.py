@@ -23,15 +23,19 @@ from model.sampling import SamplingParams
 
 
 class ServeError(Exception):
-    """An answer other than 200: status, OpenAI error code, and the field at fault."""
+    """An answer other than 200: status, OpenAI error code, and the field at fault.
+
+    `quotes`: the message may contain a client's text, which must not get into the log.
+    """
 
     status = 500
     code = "internal_error"
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, *, quotes: bool = False) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.quotes = quotes
 
 
 class InvalidField(ServeError):

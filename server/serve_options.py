@@ -281,9 +281,25 @@ SERVE_OPTIONS = (
     Option(
         "--log-level",
         "http",
-        "debug (with a line for every request), info, warning or error",
+        "debug, info, warning or error",
         choice("debug", "info", "warning", "error"),
         "info",
         metavar="LEVEL",
+    ),
+    Option(
+        "--log-format",
+        "http",
+        "text, or json: one JSON object per line, and no banner",
+        choice("text", "json"),
+        "text",
+        metavar="FORMAT",
+    ),
+    Option(
+        "--access-log",
+        "http",
+        "log a line for every request, except for health checks and /metrics, which get one only "
+        "at --log-level debug; refused requests get one in any case",
+        switch,
+        True,
     ),
 )

@@ -275,6 +275,19 @@ SERVING = (
             (rate("client_disconnects_total"), f"{NAMED} · disconnected"),
         ),
     ),
+    Panel(
+        "HTTP requests",
+        "By path of the API and status, health checks and scrapes left out.",
+        "reqps",
+        (
+            # Unfiltered: a path belongs to no model.
+            (
+                "sum by (route, status) (rate(ropewalk_http_requests_total"
+                '{route!~"/health.*|/metrics"}[$__rate_interval]))',
+                "{{route}} · {{status}}",
+            ),
+        ),
+    ),
 )
 
 

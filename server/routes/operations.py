@@ -1,18 +1,21 @@
 """Routes for operators and their monitoring: health, metrics, version."""
 
 import asyncio
+import re
+import zlib
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from server.http_errors import NotReady
-from server.metrics import CONTENT_TYPE
+from server.metrics import CONTENT_TYPES
 from server.request import ShuttingDown
 from server.routes.openai import Serving
 
 # Pause between two families of metrics: without one every stream would stall for 10 ms per model.
 # With 0 the engine's thread hardly gets to run.
 _PAUSE_S = 0.001
+_GZIP = 16 + zlib.MAX_WBITS  # zlib's way to ask for gzip's header
 
 
 def operation_routes(serving: Serving, version: str) -> APIRouter:
@@ -37,18 +40,44 @@ def operation_routes(serving: Serving, version: str) -> APIRouter:
     router.add_api_route("/health", ready, response_model=None)
 
     @router.get("/metrics", response_model=None)
-    async def metrics() -> Response:
-        families = []
-        for family in serving.metrics.render():
-            families.append(family)
+    async def metrics(request: Request) -> Response:
+        """In the format that is asked for, text or OpenMetrics, compressed if that is accepted."""
+        accepted = request.headers.get("accept", "")
+        openmetrics = _weight(accepted, "application/openmetrics-text") > _weight(
+            accepted, "text/plain"
+        )
+        headers = {"content-type": CONTENT_TYPES[openmetrics], "vary": "accept, accept-encoding"}
+        zipped = None
+        if _weight(request.headers.get("accept-encoding", ""), "gzip") > 0:
+            headers["content-encoding"] = "gzip"
+            zipped = zlib.compressobj(wbits=_GZIP)
+        parts = []
+        for family in serving.metrics.render(openmetrics=openmetrics):
+            parts.append(zipped.compress(family) if zipped else family)
             await asyncio.sleep(_PAUSE_S)
-        return Response(b"".join(families), headers={"content-type": CONTENT_TYPE})
+        if zipped:
+            parts.append(zipped.flush())
+        return Response(b"".join(parts), headers=headers)
 
     @router.get("/version", response_model=None)
     async def show_version() -> Response:
         return JSONResponse({"version": version})
 
     return router
+
+
+def _weight(header: str, name: str) -> float:
+    """How much `name` is wanted, 0 to 1, by a header such as Accept. Knows no wildcards."""
+    for entry in header.lower().split(","):
+        value, *parameters = (part.strip() for part in entry.split(";"))
+        if value == name:
+            weights = (part[2:] for part in parameters if part.startswith("q="))
+            return _share(next(weights, "1"))
+    return 0.0
+
+
+def _share(text: str) -> float:
+    return float(text) if re.fullmatch(r"[01](\.[0-9]{0,3})?", text) else 0.0
 
 
 def _check_alive(serving: Serving) -> None:

@@ -1,7 +1,6 @@
 """Routes over a scripted engine: shapes of answers, defaults, refusals, statuses and headers."""
 
 import json
-import logging
 import threading
 
 import pytest
@@ -649,23 +648,86 @@ def test_an_unexpected_failure_is_a_500_without_its_text(caplog):
 
 
 def test_unexpected_failures_are_counted_and_those_of_the_engine_are_not():
-    reason = 'ropewalk_request_rejections_total{encoding="rope",model_name="toy",reason="failed"}'
-    for failure, count in ((ZeroDivisionError("bug"), "1.0"), (RequestFailed("alone"), "0.0")):
+    labels = {"code": "internal_error", "reason": "failed", "model_name": "toy", "encoding": "rope"}
+    for failure, count in ((ZeroDivisionError("bug"), 1), (RequestFailed("alone"), 0)):
         engine = ScriptedEngine()
         engine.failure_at = (1, failure)
         app = toy_app(engine)
         error_of(complete(app), 500)
-        assert f"{reason} {count}" in ask(app, "GET", "/metrics").text
+        assert sample(app.state.metrics, "request_rejections_total", **labels) == count
 
 
 def test_the_error_of_a_route_that_is_not_there():
     app = toy_app()
     assert error_of(ask(app, "GET", "/v1/nothing"), 404)["code"] == "not_found"
-    for path in ("/docs", "/redoc", "/openapi.json", "/v1/models/"):
+    for path in ("/docs", "/redoc", "/openapi.json", "//v1/models"):
         error_of(ask(app, "GET", path), 404)
     response = ask(app, "GET", "/v1/completions")
     assert error_of(response, 405)["code"] == "method_not_allowed"
     assert response.headers["allow"] == "POST"
+
+
+def test_head_is_get_without_a_body():
+    app = toy_app()
+    paths = [path for path, methods in app.openapi()["paths"].items() if "get" in methods]
+    assert len(paths) >= 7
+    for path in paths:
+        path = path.replace("{name}", "toy")
+        got, head = ask(app, "GET", path), ask(app, "HEAD", path)
+        assert (head.status_code, head.content) == (200, b""), path
+        assert head.headers.keys() == got.headers.keys()
+        if path != "/metrics":  # whose numbers have changed between the two
+            assert int(head.headers["content-length"]) == len(got.content)
+    missing = ask(app, "HEAD", "/v1/models/nothing")
+    assert (missing.status_code, missing.content) == (404, b"")
+
+
+def test_methods_that_are_allowed_are_named():
+    app = toy_app()
+    for method, path, allowed in (
+        ("DELETE", "/v1/models", "GET, HEAD"),
+        ("POST", "/health", "GET, HEAD"),
+        ("HEAD", "/v1/completions", "POST"),
+        ("PUT", "/tokenize", "POST"),
+    ):
+        response = ask(app, method, path, json={})
+        assert (response.status_code, response.headers["allow"]) == (405, allowed)
+
+
+def test_a_slash_behind_a_path_changes_nothing():
+    app = toy_app()
+    for path in ("/v1/models", "/v1/models/toy", "/version", "/health/ready", "/v1/models/"):
+        assert ask(app, "GET", path + "/").content == ask(app, "GET", path).content
+    body = {"prompt": "a", "max_tokens": 1}
+    assert ask(app, "POST", "/v1/completions/", json=body).json()["choices"][0]["text"] == "H"
+    assert ask(app, "POST", "/tokenize/", json={"prompt": "a"}).json()["count"] == 2
+    assert error_of(ask(app, "GET", "/v1/models/nothing/"), 404)["code"] == "model_not_found"
+    assert error_of(ask(app, "GET", "/"), 404)["code"] == "not_found"
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/completions/", "/v1/completions"),
+        ("/models", "/v1/models"),
+        ("/models/toy", "/v1/models/toy"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/api/v1/models", "/v1/models"),
+        ("/v1/tokenize", "/tokenize"),
+        ("/v1/health/ready", "/health/ready"),
+        ("/openai/deployments/toy/chat/completions", "/v1/chat/completions"),
+        ("/v1/nothing", None),
+        ("/", None),
+        ("/v1", None),
+        ("/" + "a/" * 1000 + "v1/models", None),
+    ],
+)
+def test_who_asks_beside_the_path_is_told_the_one_that_was_meant(path, meant):
+    for method in ("GET", "POST"):
+        message = error_of(ask(toy_app(), method, path, json={}), 404)["message"]
+        assert ("did you mean" in message) is (meant is not None)
+        assert meant is None or f"'{meant}'" in message
 
 
 @pytest.mark.parametrize(
@@ -747,11 +809,13 @@ def test_health_and_version():
 def test_new_requests_are_refused_while_draining():
     app = toy_app()
     app.state.drain.begin()
-    for response in (complete(app), complete(app, stream=True), ask(app, "GET", "/v1/models")):
+    asked = [ask(app, "GET", path) for path in ("/v1/models", "/v1/models/", "/metrics/x")]
+    for response in (complete(app), complete(app, stream=True), *asked):
         assert error_of(response, 503)["code"] == "shutting_down"
         assert response.headers["connection"] == "close"
         assert int(response.headers["retry-after"]) >= 1
-    assert ask(app, "GET", "/metrics").status_code == 200
+    for path in ("/metrics", "/metrics/", "/health/live/"):
+        assert ask(app, "GET", path).status_code == 200
     assert app.state.drain.in_flight == 0
 
 
@@ -797,13 +861,3 @@ def test_cache_salts():
         complete(app, cache_salt=salt, max_tokens=1)
     assert engine.requests[0].salt == ""
     assert len({request.salt for request in engine.requests}) == 3
-
-
-def test_the_log_has_a_line_for_every_request_for_whoever_debugs(caplog):
-    caplog.set_level(logging.DEBUG, "server.http")
-    response = complete(toy_app())
-    ask(toy_app(), "GET", "/no%0Awhere")
-    first, second = (record.getMessage() for record in caplog.records)
-    told = f"request {response.headers['x-request-id']}: POST '/v1/completions', 200, "
-    assert first.startswith(told) and first.endswith(" s")
-    assert "\n" not in second and ", 404, " in second

@@ -25,7 +25,8 @@ def routes(app) -> list[tuple[str, str]]:
         ("GET", "/metrics"),
         ("GET", "/version"),
     ]
-    odd = ["/docs", "/openapi.json", "/nope", "//v1/models", "/v1/../v1/models", "/health/"]
+    odd = ["/docs", "/openapi.json", "/nope", "//v1/models", "/v1/../v1/models", "/health/x"]
+    odd += ["/v1/models/", "/metrics/", "/models", "/health/../v1/models", "//health", "/"]
     return known + [("GET", path) for path in odd]
 
 
@@ -36,7 +37,9 @@ def test_everything_but_health_needs_a_key():
         assert error_of(response, 401)["code"] == "invalid_api_key", path
         assert response.headers["www-authenticate"] == "Bearer"
     for path in OPEN:
-        assert ask(app, "GET", path).status_code == 200
+        for spelled in (path, path + "/"):
+            assert ask(app, "GET", spelled).status_code == 200
+            assert ask(app, "HEAD", spelled).status_code == 200
 
 
 @pytest.mark.parametrize("key", sorted(KEYS))
@@ -116,6 +119,39 @@ def test_pages_of_an_allowed_origin_may_ask_and_read_errors_too(allowed, named):
         assert response.status_code == status
         assert response.headers["access-control-allow-origin"] == named
         assert "x-request-id" in response.headers["access-control-expose-headers"]
+
+
+@pytest.mark.parametrize("allowed", [PAGE, "*"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models/", "/nowhere"])
+def test_pages_of_an_allowed_origin_may_come_from_a_public_network(allowed, path):
+    app = toy_app(allowed_origins=frozenset({allowed}), api_keys=KEYS)
+    asked = {
+        "origin": PAGE,
+        "access-control-request-method": "POST",
+        "access-control-request-private-network": "true",
+    }
+    before = ask(app, "OPTIONS", path, headers=asked)
+    assert before.status_code == 200
+    assert before.headers["access-control-allow-private-network"] == "true"
+    without = {name: value for name, value in asked.items() if "private" not in name}
+    plain = ask(app, "OPTIONS", path, headers=without)
+    assert "access-control-allow-private-network" not in plain.headers
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"origin": "https://other.example"}, {"access-control-request-method": "DELETE"}],
+)
+def test_a_browser_that_asks_in_vain_is_told_why(changed):
+    app = toy_app(allowed_origins=frozenset({PAGE}))
+    asked = {
+        "origin": PAGE,
+        "access-control-request-method": "HEAD",
+        "access-control-request-private-network": "true",
+    }
+    assert ask(app, "OPTIONS", "/v1/models", headers=asked).status_code == 200
+    error = error_of(ask(app, "OPTIONS", "/v1/models", headers=asked | changed), 400)
+    assert error["code"] == "wrong_origin" and "--allowed-origin" in error["message"]
 
 
 def test_pages_of_other_origins_may_not():

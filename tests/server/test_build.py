@@ -15,6 +15,7 @@ from server.metrics import Metrics
 from tests.model.checkpoints import llama, random_model, save, write_gguf
 from tests.model.test_parity import BLOCKED
 from tests.server.fake_engine import configured, make_request
+from tests.server.test_banner import FACTS
 
 SMALL = ("--kv-memory", "1M", "--max-model-len", "64")
 
@@ -282,3 +283,13 @@ def test_no_folder(tmp_path):
     with pytest.raises(CommandError) as refused:
         load(str(tmp_path / "nothing"))
     assert "\n" not in str(refused.value)
+
+
+def test_programs_that_read_the_log_are_shown_no_banner(capsys, caplog):
+    caplog.set_level("INFO")
+    build._announce(configured("a", "--log-format", "json"), [FACTS], "http://here")
+    assert capsys.readouterr().out == ""
+    assert caplog.messages == ["serving smollm2 at http://here"]
+    build._announce(configured("a"), [FACTS], "http://here")
+    assert "http://here/v1/completions" in capsys.readouterr().out
+    assert len(caplog.messages) == 1

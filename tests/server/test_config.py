@@ -51,7 +51,7 @@ def test_defaults() -> None:
     assert plain.cache.kv_memory is plain.cache.kv_dtype is None
     assert (plain.cache.audit, plain.cache.max_mutated_blocks) == ("sample", 3)
     assert set(dataclasses.astuple(plain.loading)) == {None}
-    assert plain.log_level == "info"
+    assert (plain.log_level, plain.log_format, plain.http.access_log) == ("info", "text", True)
 
 
 def test_every_flag_reaches_the_config() -> None:
@@ -68,7 +68,7 @@ def test_every_flag_reaches_the_config() -> None:
         *("--allowed-host", "a.example", "--allowed-origin", "https://A.example:8443"),
         *("--share-prefixes", "--max-body", "2M"),
         *("--request-timeout", "5s", "--drain-timeout", "0.5", "--log-level", "debug"),
-        *("--metrics-compat", "vllm"),
+        *("--metrics-compat", "vllm", "--log-format", "json", "--no-access-log"),
     )
     assert given.models == (ModelSource("a", "x.gguf"), ModelSource("b", "y"))
     assert dataclasses.astuple(given.loading) == (
@@ -82,10 +82,11 @@ def test_every_flag_reaches_the_config() -> None:
         allowed_hosts=frozenset({"a.example", "localhost", "127.0.0.1", "[::1]"}),
         allowed_origins=frozenset({"https://a.example:8443"}),
         share_prefixes=True,
+        access_log=False,
         max_body_bytes=2 << 20,
         request_timeout_s=5.0,
     )
-    assert given.log_level == "debug"
+    assert (given.log_level, given.log_format) == ("debug", "json")
     assert given.metrics_compat == "vllm"
 
 
@@ -106,6 +107,7 @@ def test_variable_equals_flag(option) -> None:
         "api_key": "secret",
         "allowed_origin": "http://localhost:3000",
         "log_level": "error",
+        "log_format": "json",
         "metrics_compat": "vllm",
         "max_step_tokens": "99",
     }

@@ -86,7 +86,7 @@ def test_list_is_made_once(monkeypatch) -> None:
 
 def test_other_methods_are_refused() -> None:
     refused = ask(served("rope"), "POST", "/v1/encodings", json={})
-    assert (refused.status_code, refused.headers["allow"]) == (405, "GET")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
 
 
 def test_without_a_place_there_is_no_such_route() -> None:

@@ -1,15 +1,22 @@
 """What is exposed, under which names, and that the numbers are those of the steps."""
 
+import platform
 import re
+from pathlib import Path
 
 import pytest
+import torch
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from cache.manager import BlockCounts
 from cache.terms import Capability, Op, OpReport
 from model.positional_work import PositionalWork
-from server.http_errors import REJECTION_REASONS
+from server.http_errors import REJECTIONS
 from server.metrics import Metrics
+from server.metrics_compat import ALIASES
 from server.request import ContextShift, FinishReason, PassTimes, Phase, RequestSummary, StepStats
 from tests.server.toy import ask, chat, complete, sample, toy, toy_app
 
@@ -62,13 +69,17 @@ def test_every_family_of_the_reference_is_there():
         "position_bias_built", "position_flops", "position_bytes", "position_bias_bytes",
         "extrapolated_tokens", "context_shifts", "context_shift_seconds", "context_shift_tokens",
         "decode_step_seconds", "timed_steps", "forward_seconds", "attention_seconds",
-        "position_seconds", "cache_parity_max_abs_error", "cache_parity_tolerance",
+        "position_seconds", "cache_parity_max_abs_error", "cache_parity_tolerance", "build_info",
+        "http_requests",
     }  # fmt: skip
-    assert set(families(metrics_of_toy())) == {f"ropewalk_{name}" for name in names}
+    own = {name for name in families(metrics_of_toy()) if not name.startswith("process_")}
+    assert own == {f"ropewalk_{name}" for name in names}
 
 
 def test_names_types_labels_and_help():
     for name, family in families(metrics_of_toy()).items():
+        if name.startswith("process_"):  # named by convention, the same on every server
+            continue
         assert re.fullmatch(r"ropewalk_[a-z][a-z0-9_]*[a-z0-9]", name)
         assert re.fullmatch(r"[A-Z].{10,}\.", family.documentation), name
         assert family.samples, f"{name} is not exported from the start"
@@ -76,7 +87,8 @@ def test_names_types_labels_and_help():
             assert not name.endswith("_total")
         for one in family.samples:
             assert not one.name.endswith("_created")
-            assert {"model_name", "encoding"} <= set(one.labels)
+            if name not in ("ropewalk_build_info", "ropewalk_http_requests"):
+                assert {"model_name", "encoding"} <= set(one.labels)
             if family.type == "counter":
                 assert one.name.endswith("_total")
         bounds = {one.labels["le"] for one in family.samples if "le" in one.labels}
@@ -90,10 +102,11 @@ def test_everything_starts_at_zero_and_exists():
         assert value(metrics, "requests_total", finish_reason=reason.value) == 0
     for source in ("computed", "cached"):
         assert value(metrics, "prompt_tokens_total", source=source) == 0
-    for reason in REJECTION_REASONS:
-        assert value(metrics, "request_rejections_total", reason=reason) == 0
+    for reason, code in REJECTIONS:
+        labels = {"reason": reason, "code": code}
+        assert value(metrics, "request_rejections_total", **labels) == 0
         unmatched = {"model_name": "unmatched", "encoding": "unmatched"}
-        assert sample(metrics, "request_rejections_total", reason=reason, **unmatched) == 0
+        assert sample(metrics, "request_rejections_total", **labels, **unmatched) == 0
     assert value(metrics, "kv_blocks", state="free") == 10
     assert value(metrics, "kv_cache_bytes", kind="k") == 10 * 16 * 64 / 2
     assert value(metrics, "kv_cache_bytes", kind="v") == 10 * 16 * 64 / 2
@@ -281,14 +294,57 @@ def test_rejections_are_counted_by_reason():
     complete(app, prompt=[300])
     complete(app, user="x" * 2000)
 
-    def rejected(reason, model="toy", encoding="rope"):
-        labels = {"reason": reason, "model_name": model, "encoding": encoding}
+    def rejected(reason, code, model="toy", encoding="rope"):
+        labels = {"reason": reason, "code": code, "model_name": model, "encoding": encoding}
         return sample(metrics, "request_rejections_total", **labels)
 
-    assert rejected("context_length") == 1
-    assert rejected("invalid_request") == 1
-    for reason in ("invalid_request", "model_not_found", "body_too_large"):
-        assert rejected(reason, "unmatched", "unmatched") == 1
+    assert rejected("context_length", "context_length_exceeded") == 1
+    assert rejected("invalid_request", "invalid_value") == 1
+    for reason, code in (
+        ("invalid_request", "invalid_value"),
+        ("model_not_found", "model_not_found"),
+        ("body_too_large", "body_too_large"),
+    ):
+        assert rejected(reason, code, "unmatched", "unmatched") == 1
+
+
+def test_reasons_group_codes():
+    """Rules and dashboards that were made before there were codes read the reasons."""
+    by_reason = {}
+    for reason, code in REJECTIONS:
+        by_reason.setdefault(reason, set()).add(code)
+    assert sorted(by_reason) == [
+        *("body_too_large", "context_length", "deadline", "failed", "invalid_request"),
+        *("model_not_found", "other", "queue_full", "shutting_down", "unauthorized"),
+    ]
+    assert by_reason["queue_full"] == {"queue_full"}
+    assert {"invalid_value", "unknown_parameter", "wrong_host"} <= by_reason["invalid_request"]
+    assert len({code for _, code in REJECTIONS}) == len(REJECTIONS) - 1  # internal_error has two
+
+
+def test_every_refusal_has_its_series():
+    """Also those that the middleware and the connection send, and future ones."""
+    app = toy_app(
+        api_keys=frozenset({"k"}),
+        allowed_hosts=frozenset({"toy"}),
+        allowed_origins=frozenset({"https://a"}),
+    )
+    key = {"authorization": "Bearer k"}
+    preflight = {"origin": "https://b", "access-control-request-method": "GET"}
+    for method, path, headers, code in (
+        ("GET", "/version", {}, "invalid_api_key"),
+        ("GET", "/version", key | {"host": "b"}, "wrong_host"),
+        ("OPTIONS", "/version", preflight, "wrong_origin"),
+        ("POST", "/tokenize", key, "unsupported_media_type"),
+        ("GET", "/nothing", key, "not_found"),
+        ("POST", "/version", key | {"content-type": "application/json"}, "method_not_allowed"),
+    ):
+        reason = "unauthorized" if code == "invalid_api_key" else "invalid_request"
+        labels = {"model_name": "unmatched", "encoding": "unmatched", "reason": reason}
+        before = sample(app.state.metrics, "request_rejections_total", code=code, **labels)
+        ask(app, method, path, headers=headers)
+        after = sample(app.state.metrics, "request_rejections_total", code=code, **labels)
+        assert (before, after) == (0, 1), code
 
 
 def test_no_request_adds_a_series():
@@ -298,7 +354,11 @@ def test_no_request_adds_a_series():
     def count() -> int:
         return sum(len(family.samples) for family in families(metrics).values())
 
+    # One of each kind below: a status of a path has its series once it has been answered.
     complete(app, model="a", max_tokens=1)
+    complete(app, model="no")
+    chat(app, model="no")
+    ask(app, "METHOD", "/v1/completions")
     before = count()
     for index in range(100):
         assert ask(app, "GET", f"/v1/{index}/{'x' * (index % 7)}").status_code == 404
@@ -340,6 +400,129 @@ def test_positions_that_are_not_timed_apart_have_no_series():
     page = ask(app, "GET", "/metrics").text
     assert "ropewalk_attention_seconds_total{" in page
     assert "ropewalk_position_seconds_total{" not in page
+
+
+def requests(app) -> dict[tuple[str, str, str], float]:
+    """HTTP requests by route, method and status, without those that there were none of."""
+    (family,) = (each for each in app.state.metrics.registry.collect() if "_http_" in each.name)
+    labels = ("route", "method", "status")
+    return {
+        tuple(one.labels[name] for name in labels): one.value for one in family.samples if one.value
+    }
+
+
+def test_requests_are_counted_by_route_method_and_status():
+    app = toy_app(api_keys=frozenset({"k"}))
+    key = {"authorization": "Bearer k"}
+    body = {"prompt": "a", "max_tokens": 1}
+    for path in ("/v1/completions", "/v1/completions/"):
+        ask(app, "POST", path, json=body, headers=key)
+    ask(app, "POST", "/v1/completions", json={"temperature": 9}, headers=key)
+    ask(app, "POST", "/v1/completions", json=body)
+    ask(app, "GET", "/v1/models/toy", headers=key)
+    ask(app, "GET", "/v1/models/a/b/c", headers=key)
+    ask(app, "HEAD", "/health/")
+    ask(app, "GET", "/a/path/that/is/long", headers=key)
+    ask(app, "BREW", "/v1/models", headers=key)
+    assert requests(app) == {
+        ("/v1/completions", "POST", "200"): 2,
+        ("/v1/completions", "POST", "400"): 1,
+        ("/v1/completions", "POST", "401"): 1,
+        ("/v1/models/{name}", "GET", "200"): 1,
+        ("/v1/models/{name}", "GET", "404"): 1,
+        ("/health", "HEAD", "200"): 1,
+        ("unmatched", "GET", "404"): 1,
+        ("/v1/models", "other", "405"): 1,
+    }
+
+
+def test_every_route_is_there_before_its_first_request():
+    page = ask(toy_app(), "GET", "/metrics").text
+    for route, method in (("/v1/completions", "POST"), ("/v1/models/{name}", "GET")):
+        labels = f'method="{method}",route="{route}",status="200"'
+        assert f"ropewalk_http_requests_total{{{labels}}} 0.0" in page
+
+
+def test_what_runs_and_what_it_uses_of_the_machine():
+    found = families(metrics_of_toy())
+    (build,) = found["ropewalk_build_info"].samples
+    assert build.value == 1
+    assert build.labels["version"] == ask(toy_app(), "GET", "/version").json()["version"]
+    assert build.labels["python"] == platform.python_version()
+    assert build.labels["torch"] == torch.__version__
+    if Path("/proc/self/stat").exists():
+        (memory,) = found["process_resident_memory_bytes"].samples
+        assert memory.value > 1 << 20
+        assert {"process_cpu_seconds", "process_open_fds", "process_start_time_seconds"} <= set(
+            found
+        )
+
+
+@pytest.mark.parametrize(
+    ("accept", "openmetrics"),
+    [
+        # As Prometheus 2 and 3 ask.
+        ("application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5", True),
+        (
+            "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+            "application/openmetrics-text;version=0.0.1;q=0.5,"
+            "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,*/*;q=0.2",
+            True,
+        ),
+        ("Application/OpenMetrics-Text", True),
+        ("text/plain", False),
+        ("", False),
+        ("*/*", False),
+        ("application/openmetrics-text;q=0, text/plain;q=0.1", False),
+        ("text/plain, application/openmetrics-text;q=0.5", False),
+        ("application/openmetrics-text; version=a; q=nan, ;;,=", False),
+    ],
+)
+def test_the_format_that_is_asked_for(accept, openmetrics):
+    response = ask(toy_app(), "GET", "/metrics", headers={"accept": accept})
+    assert response.headers["content-type"].startswith(
+        "application/openmetrics-text; version=1.0.0" if openmetrics else "text/plain; version=0.0."
+    )
+    assert response.text.count("# EOF") == openmetrics
+    assert response.text.endswith("# EOF\n") is openmetrics
+
+
+@pytest.mark.parametrize("names", ["off", "vllm"])
+def test_openmetrics_says_the_same(names):
+    metrics = Metrics(ALIASES[names])
+    metrics.add_model("toy", "rope", {}, bytes_per_token=64, blocks=10, block_size=16)
+    metrics.observe_step("toy", StepStats(generated_tokens=7, ended=(summary(),)))
+    page = b"".join(metrics.render(openmetrics=True)).decode()
+    read = {family.name: family for family in openmetrics_families(page)}
+    plain = families(metrics)
+    assert read.keys() == plain.keys()
+    for name, family in plain.items():
+        if name.startswith("process_"):  # the process has lived on meanwhile
+            continue
+        assert [(each.name, each.labels, each.value) for each in read[name].samples] == [
+            (each.name, each.labels, each.value) for each in family.samples
+        ]
+
+
+@pytest.mark.parametrize(
+    ("accepted", "zipped"),
+    [
+        ("gzip", True),
+        ("deflate, GZIP;q=0.5", True),
+        ("identity", False),
+        ("gzip;q=0", False),
+        ("gzip;q=0.000, identity", False),
+        ("x-gzipped", False),
+        ("", False),
+    ],
+)
+def test_a_page_is_compressed_for_those_who_can_read_it(accepted, zipped):
+    response = ask(toy_app(), "GET", "/metrics", headers={"accept-encoding": accepted})
+    assert ("content-encoding" in response.headers) is zipped
+    assert "ropewalk_requests_running{" in response.text
+    assert "accept-encoding" in response.headers["vary"]
+    length = int(response.headers["content-length"])
+    assert length < len(response.content) / 3 if zipped else length == len(response.content)
 
 
 def test_the_page():

@@ -1,6 +1,7 @@
 """Raw bytes against a running server: what is refused on the socket, and how fast."""
 
 import contextlib
+import json
 import time
 
 import pytest
@@ -66,6 +67,12 @@ def hasty():
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
         b"GET /hea lth HTTP/1.1\r\nhost: toy\r\n\r\n",
         b"GET /health HTTP/9.9\r\nhost: toy\r\n\r\n",
+        b"GET health HTTP/1.1\r\nhost: toy\r\n\r\n",
+        b"GET ftp://toy/health HTTP/1.1\r\nhost: toy\r\n\r\n",
+        b"GET http:///health HTTP/1.1\r\nhost: toy\r\n\r\n",
+        b"GET http://me@toy/health HTTP/1.1\r\nhost: toy\r\n\r\n",
+        b"GET http://toy:x/health HTTP/1.1\r\nhost: toy\r\n\r\n",
+        b"GET http://toy/health HTTP/1.1\r\n\r\n",
     ],
 )
 def test_what_could_be_read_differently_is_400(url, data):
@@ -169,6 +176,52 @@ def test_no_spelling_of_a_path_opens_it(target):
     with running(toy_app(api_keys=frozenset({"k"}))) as (address, _):
         data = b"GET " + target + b" HTTP/1.1\r\nhost: x/?\r\nconnection: close\r\n\r\n"
         assert response(exchange(address, data))[0] in (400, 401)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [b"http://toy/version", b"HTTP://TOY:8000/version/", b"https://toy:/version?a=http://b/"],
+)
+def test_a_target_with_a_host_is_its_path(target):
+    data = b"GET " + target + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    with running(toy_app(allowed_hosts=frozenset({"toy"}))) as (address, _):
+        status, _, body = response(exchange(address, data))
+    assert (status, list(json.loads(body))) == (200, ["version"])
+
+
+def test_a_target_with_a_host_may_have_a_body(url):
+    request = completion(max_tokens=1).replace(b"/v1/", b"http://toy/v1/")
+    with connect(url) as client:
+        client.sendall(request)
+        assert b"200 OK" in read_until(client, b"}}")
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        (b"http://evil.example/version", b"toy", 421),
+        (b"http://[::1]:8000/version", b"toy", 421),
+        (b"http://toy/version", b"evil.example", 200),
+        (b"http://toy.evil.example/version", b"toy", 421),
+        (b"http://toy", b"evil.example", 404),
+        (b"http://toy?/health", b"evil.example", 404),
+    ],
+)
+def test_a_host_in_the_target_counts_and_no_other(target, host, status):
+    data = b"GET " + target + b" HTTP/1.1\r\nhost: " + host + b"\r\nconnection: close\r\n\r\n"
+    with running(toy_app(allowed_hosts=frozenset({"toy"}))) as (address, _):
+        assert response(exchange(address, data))[0] == status
+
+
+def test_the_answer_to_head_has_no_body(url):
+    head = GET.replace(b"GET", b"HEAD") + b"\r\n"
+    raw = exchange(url, head * 2 + GET + b"connection: close\r\n\r\n")
+    assert raw.count(b"200 OK") == 3
+    assert raw.count(b"content-length: 18") == 3
+    assert raw.count(b"ready") == 1
+    missing = head.replace(b"/health", b"/nothing") + GET + b"connection: close\r\n\r\n"
+    raw = exchange(url, missing)
+    assert b"404 Not Found" in raw and b"not_found" not in raw and b"200 OK" in raw
 
 
 def silent(client):

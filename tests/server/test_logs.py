@@ -1,0 +1,114 @@
+"""The log as lines of text or as JSON, from the server's own code and from libraries."""
+
+import json
+import logging
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from server.logs import JsonLines
+from tests.server.sockets import exchange, free_port
+
+SERVE = """
+    import asyncio, logging, warnings
+    from server import logs, protocol
+    from tests.server.toy import toy_app
+
+    logs.configure("info", {form!r})
+    app = toy_app()
+    config = protocol.uvicorn_config(app, host="127.0.0.1", port={port}, log_config=None)
+    server = protocol.Server(config, app.state.drain, 1.0)
+
+    async def serve():
+        task = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        print("started", flush=True)
+        await asyncio.to_thread(input)
+        warnings.warn("something old is used")
+        try:
+            1 / 0
+        except ZeroDivisionError:
+            logging.getLogger("server.engine").exception("a step failed\\nbadly")
+        server.handle_exit(15, None)
+        await task
+
+    asyncio.run(serve())
+"""
+
+
+def logged(form: str) -> list[str]:
+    """Everything on standard error of a server that is asked a few things and stopped."""
+    port = free_port()
+    code = textwrap.dedent(SERVE).format(form=form, port=port)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "started\n"
+    for path in ("/v1/models/", "/v1/no%0Awhere", "/health"):
+        head = f"GET {path} HTTP/1.1\r\nhost: toy\r\nx-request-id: abc\r\nconnection: close\r\n\r\n"
+        exchange(f"http://127.0.0.1:{port}", head.encode())
+    exchange(f"http://127.0.0.1:{port}", b"NONSENSE\r\n\r\n")
+    _, said = process.communicate("\n", timeout=30)
+    assert process.returncode == 0, said
+    return said.splitlines()
+
+
+@pytest.fixture(scope="module")
+def entries() -> list[dict]:
+    return [json.loads(line) for line in logged("json")]
+
+
+def test_every_line_is_an_object(entries):
+    for entry in entries:
+        assert {"time", "level", "logger", "message"} <= entry.keys()
+        assert entry["time"].endswith("+00:00")
+    assert {"uvicorn.error", "server.http", "server.engine", "py.warnings"} <= {
+        entry["logger"] for entry in entries
+    }
+
+
+def test_requests_have_their_facts_beside_the_message(entries):
+    models, nowhere, nonsense = (each for each in entries if each["logger"] == "server.http")
+    assert (models["method"], models["path"], models["route"], models["status"]) == (
+        *("GET", "/v1/models/", "/v1/models", 200),
+    )
+    assert models["request_id"] == "abc" and models["seconds"] < 5 and models["bytes"] > 100
+    assert nowhere["path"] == "/v1/no%0Awhere" and nowhere["route"] is None
+    assert (nowhere["status"], nowhere["code"]) == (404, "not_found")
+    assert nonsense["code"] == "bad_request" and "HTTP client" in nonsense["reason"]
+
+
+def test_a_failure_has_its_trace(entries):
+    (failed,) = (each for each in entries if each["logger"] == "server.engine")
+    assert failed["message"] == "a step failed\nbadly" and failed["level"] == "ERROR"
+    assert failed["exception"].startswith("Traceback")
+    assert failed["exception"].endswith("ZeroDivisionError: division by zero")
+
+
+def test_bytes_that_are_no_http_have_one_line():
+    said = logged("text")
+    assert sum("Invalid HTTP request" in line for line in said) == 0
+    assert sum("bad_request" in line for line in said) == 1
+    assert any(" INFO server.http: GET /v1/models/ 200, " in line for line in said)
+
+
+@pytest.mark.parametrize("message", ["a\nb", "\u2028", "\x1b[31m", "\ud800", '"}{'])
+def test_a_message_stays_in_its_line(message):
+    record = logging.LogRecord("a", logging.INFO, "", 0, "%s", (message,), None)
+    line = JsonLines().format(record)
+    assert line.isprintable() and json.loads(line)["message"] == message
+
+
+def test_what_json_has_no_form_for_is_written_as_text():
+    record = logging.LogRecord("a", logging.INFO, "", 0, "x", (), None)
+    record.fields = {"path": Path("a/b"), "n": 1}
+    entry = json.loads(JsonLines().format(record))
+    assert (entry["path"], entry["n"]) == ("a/b", 1)
