@@ -4,7 +4,7 @@ Everything that can be known before reading weights is checked on opening: confi
 the name and shape of every tensor. Knows formats, no requests.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,10 +59,14 @@ class Checkpoint:
     copies: Mapping[str, str]  # stored tensors that must equal another one: {copy: original}
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """A Hugging Face directory or GGUF file. Raises CheckpointError with one sentence."""
+def open_checkpoint(path: Path, trusted: Collection[str] = ()) -> Checkpoint:
+    """A Hugging Face directory or GGUF file. Raises CheckpointError with one sentence.
+
+    trusted: encodings outside this project, as "package.module:Class", whose code a checkpoint may
+    have imported. Only whoever starts the program can know that it may run.
+    """
     try:
-        return _open_directory(path) if path.is_dir() else _open_gguf(path)
+        return _open_directory(path, trusted) if path.is_dir() else _open_gguf(path)
     except (TokenizerError, ChatTemplateError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     except OSError as error:
@@ -140,7 +144,7 @@ def _joined_shape(pieces: tuple[Stored, ...]) -> tuple[int, ...]:
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-def _open_directory(folder: Path) -> Checkpoint:
+def _open_directory(folder: Path, trusted: Collection[str]) -> Checkpoint:
     if not (folder / "config.json").exists():
         raise CheckpointError(
             f"{folder} has no config.json, so it is not a Hugging Face model; "
@@ -151,6 +155,7 @@ def _open_directory(folder: Path) -> Checkpoint:
     architecture = by_model_type(fields.text("model_type"), where)
     weights = SafetensorsDirectory(folder)
     config = architecture.config_from_hf(fields, weights)
+    _refuse_foreign_code(where, config.encoding.name, trusted)
     parameters = architecture.parameters_in_hf(config, weights.names())
     _check_tensors(folder, weights, parameters, architecture, config)
     stop_ids = fields.token_ids("eos_token_id")
@@ -171,6 +176,14 @@ def _open_directory(folder: Path) -> Checkpoint:
         parameters=parameters,
         copies=architecture.copies(config, weights.names()),
     )
+
+
+def _refuse_foreign_code(where: str, encoding: str, trusted: Collection[str]) -> None:
+    if ":" in encoding and encoding not in trusted:
+        raise CheckpointError(
+            f"{where} names the encoding {encoding}, which is code outside Ropewalk; if you trust "
+            f"that code, add --trust-encoding {encoding}."
+        )
 
 
 def _open_gguf(path: Path) -> Checkpoint:

@@ -64,7 +64,7 @@ def save_checkpoint(
                     f"{source} is not a tokenizer file; use some of {', '.join(TOKENIZER_FILES)}."
                 )
             shutil.copyfile(source, partial / source.name)
-        if open_checkpoint(partial).config != config:
+        if open_checkpoint(partial, {config.encoding.name}).config != config:
             raise CheckpointError(
                 f"{folder}: the config would change when read back; "
                 "use lists instead of tuples, and strings as keys, in the encoding's options."

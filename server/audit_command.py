@@ -126,7 +126,7 @@ def _tiny(flags: argparse.Namespace, drawn: int, steps: int) -> Subject:
 
 def _loaded(flags: argparse.Namespace, drawn: int, steps: int) -> Subject:
     source = model_source(flags.model)
-    checkpoint = open_checkpoint(pull.locate(source.source))
+    checkpoint = open_checkpoint(pull.locate(source.source), flags.trust_encoding)
     if isinstance(checkpoint.config, EncoderDecoderConfig):
         raise CommandError(
             f"{source.name} is an encoder-decoder, but an audit runs only decoders; name another "

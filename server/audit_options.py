@@ -2,7 +2,7 @@
 
 import argparse
 
-from server.options import checked, count
+from server.options import add_trust_flag, checked, count
 
 HELP = """\
 examples:
@@ -45,6 +45,7 @@ def add_audit_flags(parser: argparse.ArgumentParser) -> None:
         help="encodings to audit, or all (default: all for tiny, else the model's own and "
         "rope:dynamic)",
     )
+    add_trust_flag(parser)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text of the prompt")
     prompt.add_argument(

@@ -36,6 +36,7 @@ class ModelOptions:
     quantize: str | None
     device: str | None
     encoding: str | None
+    trust_encoding: tuple[str, ...]  # outside this project, whose code checkpoints may name
     bias_form: str | None
     rope_frame: str | None
     attention: str | None

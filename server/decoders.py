@@ -115,7 +115,8 @@ def prepare(
 def _opened(loading: ModelOptions, source: ModelSource) -> Checkpoint:
     if source.source.startswith(PREFIX):
         return random_checkpoint(source.source, loading.encoding, loading.max_model_len)
-    return open_checkpoint(pull.locate(source.source))
+    trusted = {*loading.trust_encoding, loading.encoding or ""}
+    return open_checkpoint(pull.locate(source.source), trusted)
 
 
 def _with_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from server.options import checked, count, number
+from server.options import add_trust_flag, checked, count, number
 
 LIST_HELP = """\
 examples:
@@ -64,6 +64,7 @@ def add_explain_flags(parser: argparse.ArgumentParser) -> None:
         help="explain this checkpoint's encoding, with its own settings and trained weights: "
         "a directory, a .gguf file or smollm2",
     )
+    add_trust_flag(parser)
     add("--layer", type=checked(count(0, 4096)), help="layer of the model to explain (default: 0)")
     add(
         "--context",

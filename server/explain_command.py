@@ -89,7 +89,7 @@ def _of_model(flags: argparse.Namespace) -> Subject:
             "--model uses the checkpoint's encoding and settings; leave out "
             f"{what.replace('_', '-')}"
         )
-    checkpoint = open_checkpoint(pull.locate(flags.model))
+    checkpoint = open_checkpoint(pull.locate(flags.model), flags.trust_encoding)
     return from_checkpoint(checkpoint, flags.context, flags.layer or 0)
 
 

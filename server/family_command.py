@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -177,7 +178,9 @@ def evaluate(flags: argparse.Namespace) -> int:
     try:
         texts = corpus.load(folder() / "corpus.npz")
         parser = shutil.which(PARSER)
-        task = Task(texts, sizes, device, served_logprobs, bar, pull.FAMILY, parser)
+        trusted = flags.trust_encoding
+        serve = partial(served_logprobs, trusted=trusted)
+        task = Task(texts, sizes, device, serve, bar, pull.FAMILY, parser, trusted)
         evaluate_models(flags.models or folder() / "runs", path, task)
     except OSError as error:
         raise CommandError(

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from server.options import checked, count
+from server.options import add_trust_flag, checked, count
 
 TOKENS = 19_000_000  # twice the texts
 GROWING = 6_000_000  # tokens
@@ -56,9 +56,10 @@ examples:
 Measures the loss on all held-out text and by position up to 4,096, recall by distance, the loss
 that a server returns over HTTP, how cache operations change answers, how well the models write and
 what packing costs, and reads the training logs. Every folder with a model is evaluated, so a model
-with your own encoding only has to lie beside the others. Models that differ from another only in
-the seed (NAME.seed1) are evaluated only for loss and training. Figures are written after every
-part, and finished parts are not measured again. Takes about six minutes per model on one core.
+with your own encoding only has to lie beside the others, with its class named by --trust-encoding.
+Models that differ from another only in the seed (NAME.seed1) are evaluated only for loss and
+training. Figures are written after every part, and finished parts are not measured again. Takes
+about six minutes per model on one core.
 """
 
 REPORT_HELP = """\
@@ -105,6 +106,7 @@ def _add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
         help="file for the figures, as JSON (default: evaluation.json beside the corpus file; "
         "quick-evaluation.json with --quick)",
     )
+    add_trust_flag(parser)
     parser.add_argument(
         "--quick", action="store_true", help="use few and short texts, for rough figures"
     )

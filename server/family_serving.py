@@ -3,7 +3,7 @@
 import argparse
 import http.client
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,10 +24,18 @@ DRAIN_S = 5.0
 
 
 def served_logprobs(
-    folder: Path, dtype: str, context: int, prompts: Sequence[Sequence[int]]
+    folder: Path,
+    dtype: str,
+    context: int,
+    prompts: Sequence[Sequence[int]],
+    *,
+    trusted: Collection[str] = (),
 ) -> list[list[float]]:
-    """The log-probability of every token of each prompt but its first. Raises CommandError."""
-    with _running(_configured(folder, dtype, context)) as port:
+    """The log-probability of every token of each prompt but its first. Raises CommandError.
+
+    trusted: encodings outside this project whose code may run.
+    """
+    with _running(_configured(folder, dtype, context, trusted)) as port:
         return [_asked(port, prompt) for prompt in prompts]
 
 
@@ -59,12 +67,13 @@ def _asked(port: int, prompt: Sequence[int]) -> list[float]:
     return found[1 : len(prompt)]
 
 
-def _configured(folder: Path, dtype: str, context: int) -> ServerConfig:
+def _configured(folder: Path, dtype: str, context: int, trusted: Collection[str]) -> ServerConfig:
     """The configuration of `ropewalk serve` with these flags and no variables."""
     parser = argparse.ArgumentParser()
     add_options(parser, SERVE_OPTIONS)
     arguments = [f"{NAME}={folder}", "--dtype", dtype, "--max-model-len", str(context)]
     arguments += ["--kv-memory", "256M"]
+    arguments += [f"--trust-encoding={name}" for name in trusted]
     return server_config(read_options(SERVE_OPTIONS, parser.parse_args(arguments), {}))
 
 

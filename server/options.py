@@ -146,6 +146,18 @@ def refuse_unknown(environ: Mapping[str, str], known: Iterable[str]) -> None:
         raise UsageError(f"the environment variable {variable} is not known to ropewalk; {hint}")
 
 
+def add_trust_flag(parser: argparse.ArgumentParser) -> None:
+    """--trust-encoding, as `ropewalk serve` has it."""
+    parser.add_argument(
+        "--trust-encoding",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="encoding outside Ropewalk, as package.module:Class, whose code may run where a "
+        "checkpoint names it; repeatable",
+    )
+
+
 def checked(parse: Callable[[str], Value]) -> Callable[[str], Value]:
     """`parse` for a plain argparse flag: argparse shows the message of no other error."""
 

@@ -79,6 +79,18 @@ SERVE_OPTIONS = (
         metavar="NAME",
     ),
     Option(
+        "--trust-encoding",
+        "model",
+        "encoding outside Ropewalk, as package.module:Class, whose code may run where a checkpoint "
+        "names it; repeatable",
+        str,
+        (),
+        "none",
+        "NAME",
+        env="ROPEWALK_TRUST_ENCODINGS",
+        many=True,
+    ),
+    Option(
         "--bias-form",
         "model",
         "how the decoder's T5 bias is computed: window, table or materialised; answers stay the "

@@ -136,7 +136,8 @@ def save(tmp_path, tokenizer):
 
 
 def loaded(folder, dtype=torch.float32):
-    return checkpoints.loaded(open_checkpoint(folder), dtype, CONTEXT)
+    trusted = {ENCODINGS["outside"].name}
+    return checkpoints.loaded(open_checkpoint(folder, trusted), dtype, CONTEXT)
 
 
 def check_same(decoder, folder, dtype=torch.float32):
@@ -440,8 +441,6 @@ def test_what_has_none_may_not(field, folder):
         (encoding("../t5"), "must be an encoding or package.module:Class, not '../t5'"),
         (encoding("os.path"), "must be an encoding or package.module:Class, not 'os.path'"),
         (encoding("cope"), "There is no encoding 'cope'"),
-        (encoding("nowhere.to:Find"), "cannot be imported"),
-        (encoding("json:JSONDecoder"), "must name exactly one PositionalEncoding class"),
         (encoding("t5", buckets=32), "t5 takes the options buckets and max_distance"),
         (encoding("t5", buckets="32", max_distance=128), "'t5' cannot be made with the options"),
         (encoding("t5", buckets=32, max_distance=None), "'t5' cannot be made with the options"),
@@ -452,6 +451,41 @@ def test_what_has_none_may_not(field, folder):
 )
 def test_descriptions_that_are_refused(changes, saying, folder):
     refused(saying, open_checkpoint, edited(folder, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "saying"),
+    [
+        ("nowhere.to:Find", "cannot be imported"),
+        ("json:JSONDecoder", "must name exactly one PositionalEncoding class"),
+    ],
+)
+def test_trusted_code_that_is_no_encoding(name, saying, folder):
+    refused(saying, open_checkpoint, edited(folder, **encoding(name)), {name})
+
+
+@pytest.mark.parametrize("trusted", [(), ("payload:Other",), ("payload",), ("rope",)])
+def test_a_checkpoint_decides_not_what_code_runs(trusted, folder, tmp_path, monkeypatch):
+    """Its own folder lies on the path, as with PYTHONPATH=. beside it."""
+    (folder / "payload.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.syspath_prepend(str(folder))
+    asked = edited(folder, **encoding("payload:Payload"))
+    refused("add --trust-encoding payload:Payload", open_checkpoint, asked, trusted)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_is_trusted_may_run(folder, tmp_path, monkeypatch):
+    (folder / "trusted_rope.py").write_text(
+        "from model.encodings.rope import RoPE\nclass Own(RoPE):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    own = encoding("trusted_rope:Own", **ROPE)
+    refused(
+        "holds tensor 'encoding.weight'",
+        open_checkpoint,
+        edited(folder, **own),
+        {"trusted_rope:Own"},
+    )
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ def test_defaults() -> None:
     assert plain.cache.prefix_sharing
     assert plain.cache.kv_memory is plain.cache.kv_dtype is None
     assert (plain.cache.audit, plain.cache.max_mutated_blocks) == ("sample", 3)
-    assert set(dataclasses.astuple(plain.loading)) == {None}
+    assert plain.loading.trust_encoding == ()
+    assert set(dataclasses.astuple(plain.loading)) == {None, ()}
     assert (plain.log_level, plain.log_format, plain.http.access_log) == ("info", "text", True)
 
 
@@ -59,6 +60,7 @@ def test_every_flag_reaches_the_config() -> None:
         "a=x.gguf",
         "b=y",
         *("--dtype", "float32", "--device", "cpu", "--encoding", "nope", "--attention", "sdpa"),
+        *("--trust-encoding", "my.own:Rope", "--trust-encoding", "other:Rope"),
         *("--bias-form", "table", "--rope-frame", "block", "--audit", "full"),
         *("--quantize", "int8", "--kv-dtype", "int8"),
         *("--max-mutated-blocks", "9"),
@@ -72,7 +74,8 @@ def test_every_flag_reaches_the_config() -> None:
     )
     assert given.models == (ModelSource("a", "x.gguf"), ModelSource("b", "y"))
     assert dataclasses.astuple(given.loading) == (
-        *("float32", "int8", "cpu", "nope", "table", "block", "sdpa", 8192, 2),
+        *("float32", "int8", "cpu", "nope", ("my.own:Rope", "other:Rope")),
+        *("table", "block", "sdpa", 8192, 2),
     )
     assert dataclasses.astuple(given.cache) == (1 << 30, "int8", 32, False, "full", 9)
     assert dataclasses.astuple(given.limits) == (3, 7, 1)

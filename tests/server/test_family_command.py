@@ -105,8 +105,9 @@ def test_an_encoding_of_ones_own_is_trained_and_served(
     assert capsys.readouterr().out == f"{folder}\n"
     state = checkpoints.load(run / "checkpoint.safetensors")
     assert state.facts["recipe"]["growing"] == 512  # half, as there are too few for the default
+    trusted = ["--trust-encoding", "kerple:Kerple"]
     (loaded,) = load_models(
-        configured(str(folder), "--dtype", "float32", "--kv-memory", "4M"), Metrics()
+        configured(str(folder), *trusted, "--dtype", "float32", "--kv-memory", "4M"), Metrics()
     )
     assert loaded.served.encoding == "kerple:Kerple"
     learned = SafetensorsDirectory(folder).read("encoding.logs")

@@ -5,7 +5,7 @@ Models of other seeds than the served one get only curves and losses.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -49,6 +49,7 @@ class Task:
     bars: Bars
     shipped: Path  # with a folder of packed weights for each model in the package
     parser: str | None  # path of the grammar parser, if there is one
+    trusted: Collection[str] = ()  # encodings outside this project whose code may run
 
     def texts(self, length: int, count: int) -> Texts:
         return texts_of(self.corpus.held_out, length, count)
@@ -59,7 +60,7 @@ class Subject:
 
     def __init__(self, member: Member, task: Task) -> None:
         self.member = member
-        self.checkpoint = opened(member)
+        self.checkpoint = opened(member, task.trusted)
         self.trained = self.checkpoint.config.trained_context
         self._bars = task.bars
         longest = max(task.sizes.context, shortened.needed(self.trained), *task.sizes.lengths)
@@ -97,7 +98,7 @@ def evaluate(folder: Path, path: Path, task: Task) -> Evaluation:
 
 def _parts(member: Member, earlier: Measured | None, task: Task) -> Iterator[Measured]:
     """Yields all results so far: with curve and packing first, then after each new part."""
-    measured = _known(member, earlier, task.corpus)
+    measured = _known(member, earlier, task)
     if member.log.exists():
         measured = _with(measured, "curve", of_parts(member.log), lambda: curves.read(member.log))
     packed = task.shipped / member.name
@@ -123,11 +124,11 @@ def _wanted(member: Member, task: Task) -> Sequence[str]:
     return [name for name in PARTS if name != "grammar" or task.parser is not None]
 
 
-def _known(member: Member, earlier: Measured | None, corpus: Corpus) -> Measured:
-    checkpoint = opened(member)
+def _known(member: Member, earlier: Measured | None, task: Task) -> Measured:
+    checkpoint = opened(member, task.trusted)
     config = checkpoint.config
     own = digest(member, config.encoding.name)
-    largest = int(corpus.held_out.tokens.max(initial=0))
+    largest = int(task.corpus.held_out.tokens.max(initial=0))
     if largest >= config.vocab_size:
         raise FamilyError(
             f"{member.folder} knows {config.vocab_size:,} tokens and the corpus has token "
@@ -157,7 +158,7 @@ def _with(measured: Measured, name: str, mark: str, found: Callable[[], Any]) ->
 
 
 def _packed(member: Member, packed: Path, task: Task) -> Packed:
-    context = opened(member).config.trained_context
+    context = opened(member, task.trusted).config.trained_context
     windows = windows_of(task.corpus.held_out, context, COST_WINDOWS)
     size = (packed / SINGLE).stat().st_size
     return Packed(size, loss_of(member.folder, windows), loss_of(packed, windows))

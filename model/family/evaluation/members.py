@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,10 +70,10 @@ def digest(member: Member, encoding: str) -> str:
     return made.hexdigest()
 
 
-def opened(member: Member) -> Checkpoint:
-    """Raises FamilyError."""
+def opened(member: Member, trusted: Collection[str] = ()) -> Checkpoint:
+    """`trusted` as in open_checkpoint. Raises FamilyError."""
     try:
-        return open_checkpoint(member.folder)
+        return open_checkpoint(member.folder, trusted)
     except CheckpointError as error:
         raise FamilyError(str(error)) from error
 
