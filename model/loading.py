@@ -166,7 +166,7 @@ def _open_directory(folder: Path) -> Checkpoint:
         config=config,
         tokenizer=tokenizer,
         chat_template=chat_template_from_directory(folder),
-        stop_ids=_stop_ids(folder, config, tokenizer, stop_ids),
+        stop_ids=_stop_ids(config, tokenizer, stop_ids),
         weights=weights,
         parameters=parameters,
         copies=architecture.copies(config, weights.names()),
@@ -188,7 +188,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         config=config,
         tokenizer=tokenizer,
         chat_template=chat_template_from_gguf(weights.metadata),
-        stop_ids=_stop_ids(path, config, tokenizer, frozenset()),
+        stop_ids=_stop_ids(config, tokenizer, frozenset()),
         weights=weights,
         parameters=parameters,
         copies={},
@@ -260,12 +260,10 @@ def _started_with(config: ModelConfig, defaults: Fields) -> ModelConfig:
 
 
 def _stop_ids(
-    path: Path, config: ModelConfig, tokenizer: Tokenizer, declared: frozenset[int]
+    config: ModelConfig, tokenizer: Tokenizer, declared: frozenset[int]
 ) -> frozenset[int]:
-    """Every id declared by any source to end an answer, and that the model can produce."""
-    if tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, "
-            f"but the model embeds only {config.vocab_size}."
-        )
+    """Every id declared by any source to end an answer, and that the model can produce.
+
+    A tokenizer may have more tokens than the model embeds: prompts with those are refused.
+    """
     return frozenset(id for id in declared | tokenizer.eos if 0 <= id < config.vocab_size)

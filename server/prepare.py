@@ -127,6 +127,12 @@ def _check_bytes(size: int, served: Served, param: str) -> None:
 def _check_prompt(tokens: Collection[int], served: Served, param: str) -> None:
     if not tokens:
         raise InvalidField(f"{param} has no tokens; send at least one", param)
+    if (highest := max(tokens)) >= served.vocab_size:
+        raise InvalidField(
+            f"{param} has a token with the id {highest}, which the tokenizer of {served.name} has "
+            f"but the model does not: it embeds 0..{served.vocab_size - 1}; leave that token out",
+            param,
+        )
     if served.encoder_decoder is not None and len(tokens) > served.max_context:
         raise PromptTooLong(
             f"{param} has {len(tokens)} tokens, but the encoder of {served.name} reads at most "

@@ -22,7 +22,7 @@ CHATML = """{% for message in messages %}
 
 
 def render(source, messages=MESSAGES, *, prompt=False):
-    return ChatTemplate(source, bos="<s>", eos="</s>").render(
+    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(
         messages, add_generation_prompt=prompt
     )
 
@@ -116,7 +116,7 @@ def test_deep_messages_are_refused_and_not_a_crash():
 @pytest.mark.parametrize("source", ["{% if %}", "{{ x", "{% nothing %}", "{% generation %}"])
 def test_a_broken_template_is_refused_at_load(source):
     with pytest.raises(ChatTemplateError, match="cannot be compiled"):
-        ChatTemplate(source, bos="", eos="")
+        ChatTemplate(source, {})
 
 
 def directory(path, config=None, **files):
