@@ -25,20 +25,29 @@ from model.tokenizers.chat import (
 )
 from model.tokenizers.loading import tokenizer_from_directory, tokenizer_from_gguf
 from model.transformer import Decoder
-from model.weights.base import (
-    CONVERT_PICKLES,
-    PICKLE_SUFFIXES,
-    CheckpointError,
-    WeightFile,
-    shown,
+from model.weights.base import PICKLE_SUFFIXES, CheckpointError, WeightFile, shown
+from model.weights.files import (
+    MAX_CONFIG,
+    advise_conversion,
+    open_regular,
+    read_json,
+    refuse_mistaken,
 )
-from model.weights.files import open_regular, read_json
 from model.weights.gguf_file import MAGIC, GGUFFile
 from model.weights.safetensors_dir import SafetensorsDirectory
 
 __all__ = ["Checkpoint", "CheckpointError", "load_decoder", "load_encoding", "open_checkpoint"]
 
-MAX_CONFIG = 1 << 20  # bytes
+# What a folder's tokenizer and chat template are read from.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +168,8 @@ def _open_directory(folder: Path) -> Checkpoint:
         defaults = Fields(str(generation), read_json(generation, MAX_CONFIG))
         stop_ids |= defaults.token_ids("eos_token_id")
         config = _started_with(config, defaults)
+    for name in TOKENIZER_FILES:
+        refuse_mistaken(folder / name)
     tokenizer = tokenizer_from_directory(folder)
     return Checkpoint(
         path=folder,
@@ -200,13 +211,15 @@ def _refuse_other_files(path: Path) -> None:
         start = file.read(len(MAGIC))
     if start == MAGIC:
         return
+    refuse_mistaken(path)
     if path.suffix == ".safetensors":
         raise CheckpointError(
             f"{path} holds only weights; name its folder, with config.json and a tokenizer."
         )
     if path.suffix in PICKLE_SUFFIXES:
         raise CheckpointError(
-            f"{path} looks like a pickle, which could run code, so {CONVERT_PICKLES}."
+            f"{path} looks like a pickle, which could run code, "
+            f"so {advise_conversion(path.parent)}."
         )
     raise CheckpointError(f"{path} is neither a GGUF file nor a Hugging Face directory.")
 

@@ -147,11 +147,14 @@ def _check_prompt(tokens: Collection[int], served: Served, param: str) -> None:
         )
 
 
-def check_ids(ids: Collection[int], served: Served, param: str) -> None:
+def check_ids(
+    ids: Collection[int], served: Served, param: str, *, vocab_size: int | None = None
+) -> None:
     """Checks every id that a client sends. Raises InvalidField for one outside the vocabulary."""
-    if ids and not (min(ids) >= 0 and max(ids) < served.vocab_size):
+    size = vocab_size or served.vocab_size
+    if ids and not (min(ids) >= 0 and max(ids) < size):
         raise InvalidField(
-            f"{param} has a token id outside 0..{served.vocab_size - 1}, the vocabulary of "
+            f"{param} has a token id outside 0..{size - 1}, the vocabulary of "
             f"{served.name}; send ids from /tokenize",
             param,
         )

@@ -71,15 +71,16 @@ def add_tokens(tokenizer: tokenizers.Tokenizer, tokens: Iterable[AddedToken]) ->
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     changed = []
     for token in sorted(tokens, key=lambda token: token.id):
+        before = known.get(token.text)
         wanted = tokenizers.AddedToken(
             token.text,
             single_word=token.single_word,
             lstrip=token.lstrip,
             rstrip=token.rstrip,
             normalized=token.normalized,
-            special=token.special,
+            special=token.special or (before is not None and before.special),
         )
-        if repr(known.get(token.text)) != repr(wanted):  # equality looks at the text alone
+        if repr(before) != repr(wanted):  # equality looks at the text alone
             changed.append((token, wanted))
     new = [token for token, _ in changed if tokenizer.token_to_id(token.text) is None]
     tokenizer.add_tokens([wanted for _, wanted in changed])

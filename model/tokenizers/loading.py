@@ -25,7 +25,8 @@ def tokenizer_from_directory(path: Path) -> Tokenizer:
         return _from_sentencepiece(path / "tokenizer.model", config)
     raise TokenizerError(
         f"{path.name} holds neither tokenizer.json nor tokenizer.model: add the one that the "
-        "model was trained with."
+        "model was trained with, or write it from other files with transformers: "
+        "AutoTokenizer.from_pretrained(...).save_pretrained(...)."
     )
 
 

@@ -160,8 +160,8 @@ def add_tokenizer(writer, vocab_size):
     writer.add_eos_token_id(TOKENS.index(END))
 
 
-def gguf_writer(path, config):
-    """A writer with all metadata of the model and its tokenizer."""
+def gguf_writer(path, config, tokens=None):
+    """A writer with all metadata of the model and its tokenizer, of as many tokens unless given."""
     arch = "llama" if config.model_type == "mistral" else config.model_type
     head_dim = getattr(config, "head_dim", None)
     writer = gguf.GGUFWriter(path, arch)
@@ -179,7 +179,7 @@ def gguf_writer(path, config):
     if arch == "llama":
         writer.add_vocab_size(config.vocab_size)
         writer.add_rope_dimension_count(head_dim)
-    add_tokenizer(writer, config.vocab_size)
+    add_tokenizer(writer, tokens or config.vocab_size)
     return writer
 
 
