@@ -38,10 +38,8 @@ from model.weights.safetensors_dir import SafetensorsDirectory
 
 __all__ = ["Checkpoint", "CheckpointError", "load_decoder", "load_encoding", "open_checkpoint"]
 
-# What a folder's tokenizer and chat template are read from.
+# What a folder's tokenizer and chat template are read from, besides the vocabulary.
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -168,7 +166,8 @@ def _open_directory(folder: Path) -> Checkpoint:
         defaults = Fields(str(generation), read_json(generation, MAX_CONFIG))
         stop_ids |= defaults.token_ids("eos_token_id")
         config = _started_with(config, defaults)
-    for name in TOKENIZER_FILES:
+    vocabulary = "tokenizer.json" if (folder / "tokenizer.json").exists() else "tokenizer.model"
+    for name in (vocabulary, *TOKENIZER_FILES):
         refuse_mistaken(folder / name)
     tokenizer = tokenizer_from_directory(folder)
     return Checkpoint(

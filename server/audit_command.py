@@ -138,8 +138,8 @@ def _loaded(flags: argparse.Namespace, drawn: int, steps: int) -> Subject:
     else:
         prompt = checkpoint.tokenizer.encode(flags.prompt, bos=True)
         if max(prompt, default=0) >= embedded:
-            raise CommandError(
-                f"--prompt has a token that {source.name} does not embed; leave it out"
+            raise UsageError(
+                f"--prompt: the text has a token that {source.name} does not embed; leave it out"
             )
     _refuse_empty(prompt)
     with said_if_long(f"loading {source.name}"):

@@ -115,7 +115,7 @@ class TokenizerFields:
         value = self._metadata.get(_PREFIX + "token_type", [PieceType.NORMAL.value] * len(tokens))
         numbers = self._list("token_type", value, int, "a list of token types")
         self._same_length("token_type", numbers)
-        ends = self._ends()
+        ends = self._ends(tokens)
         try:
             return [
                 PieceType.CONTROL if text in ends else PieceType(number)
@@ -135,14 +135,15 @@ class TokenizerFields:
 
     def eos(self) -> frozenset[int]:
         """Every id that ends an answer: declared, or recognised by the token's text."""
-        tokens, ends = self.texts("tokens"), self._ends()
+        tokens = self.texts("tokens")
+        ends = self._ends(tokens)
         declared = {self._id(key) for key in _END_KEYS} | {self._valid_id(k) for k in _CODE_ENDS}
         written = {token for token, text in enumerate(tokens) if text in ends}
-        part_ends = _part_ends(frozenset(tokens))
+        of_parts = _ENDS - ends  # even if they are declared
         return frozenset(
             token
             for token in declared | written
-            if token is not None and tokens[token] not in part_ends
+            if token is not None and tokens[token] not in of_parts
         )
 
     def special_tokens(self) -> dict[str, str]:
@@ -151,16 +152,19 @@ class TokenizerFields:
         tokens = self.texts("tokens")
         return {name: tokens[token] for name, token in ids.items() if token is not None}
 
-    def _ends(self) -> frozenset[str]:
-        """Texts of all tokens that end an answer by their text."""
+    def _ends(self, tokens: Sequence[str]) -> frozenset[str]:
+        """Every text by which a token of such a vocabulary ends an answer."""
         of_code = (names for key, names in _CODE_ENDS.items() if self._valid_id(key) is None)
-        return _ENDS.union(*of_code) - _part_ends(frozenset(self.texts("tokens")))
+        vocabulary = frozenset(tokens)
+        of_parts = {text for text, beside in _PART_ENDS if beside <= vocabulary}
+        return _ENDS.union(*of_code) - of_parts
 
     def _valid_id(self, key: str) -> int | None:
         """None for an id without a token too: such files are common, and these ids seldom used."""
         value = self._metadata.get(_PREFIX + key)
-        valid = isinstance(value, int) and 0 <= value < len(self.texts("tokens"))
-        return value if valid else None
+        if not isinstance(value, int) or not 0 <= value < len(self.texts("tokens")):
+            return None
+        return value
 
     def _id(self, key: str) -> int | None:
         value = self._metadata.get(_PREFIX + key)
@@ -184,7 +188,3 @@ class TokenizerFields:
         return TokenizerError(
             f"The GGUF file's {_PREFIX}{key} {state} {wanted}: fetch or convert the file again."
         )
-
-
-def _part_ends(tokens: frozenset[str]) -> frozenset[str]:
-    return frozenset(text for text, others in _PART_ENDS if others <= tokens)

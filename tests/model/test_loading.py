@@ -151,6 +151,28 @@ def test_stop_ids_are_everyones(folder):
     refused(folder, "generation_config.json: eos_token_id must be a token id")
 
 
+def gguf_with_tokens(path, model, more):
+    """The model's GGUF with these tokens after the tiny tokenizer's."""
+    writer = checkpoints.gguf_writer(path, model.config, more)
+    for name, values in checkpoints.gguf_tensors(model).items():
+        writer.add_tensor(name, values)
+    return checkpoints.finish(writer, path)
+
+
+@pytest.mark.parametrize(
+    ("more", "ends"),
+    [
+        (["<|endoftext|>", "<|end_of_text|>"], {256, 258, 259}),
+        (["<|im_start|>", "<end_of_turn>"], {256, 259}),
+        (["<|return|>", "<|call|>"], {258, 259}),  # there, the declared <|end|> is none
+        (["<|file_sep|>", "<unused0>", "<EOT>"], {256, 258}),  # 260 is not embedded
+    ],
+)
+def test_a_gguf_answer_ends_at_every_end_of_its_vocabulary(more, ends, tied, tmp_path):
+    """The file declares one, as files of Qwen and SmolLM2 do."""
+    assert open_checkpoint(gguf_with_tokens(tmp_path / "x.gguf", tied, more)).stop_ids == ends
+
+
 def test_older_spelling_of_the_rotation(folder, pristine):
     config = json.loads((folder / "config.json").read_text())
     rope = config.pop("rope_parameters")
@@ -306,10 +328,8 @@ def test_a_token_added_beyond_the_embedding_loads(folder):
 
 
 def test_a_gguf_tokenizer_larger_than_the_embedding_loads(tied, tmp_path):
-    writer = checkpoints.gguf_writer(tmp_path / "x.gguf", tied.config, tokens=264)
-    for name, values in checkpoints.gguf_tensors(tied).items():
-        writer.add_tensor(name, values)
-    checkpoint = open_checkpoint(checkpoints.finish(writer, tmp_path / "x.gguf"))
+    more = [f"<unused{index}>" for index in range(6)]
+    checkpoint = open_checkpoint(gguf_with_tokens(tmp_path / "x.gguf", tied, more))
     assert (checkpoint.tokenizer.vocab_size, checkpoint.config.vocab_size) == (264, 260)
 
 
@@ -335,6 +355,12 @@ def test_what_a_download_left_in_place_of_a_file(name, content, saying, folder):
     if name == "tokenizer.model":
         (folder / "tokenizer.json").unlink()
     assert f"{name} is" in refused(folder, saying)
+
+
+def test_a_pointer_that_is_not_read_is_left_alone(folder):
+    (folder / "tokenizer.model").write_bytes(POINTER)
+    (folder / "pytorch_model.bin").write_bytes(POINTER)
+    assert open_checkpoint(folder).tokenizer.encode("th", bos=False) == [257]
 
 
 @pytest.mark.parametrize(
