@@ -71,13 +71,14 @@ def _from_sentencepiece(path: Path, config: TokenizerConfig) -> SpmTokenizer:
 def _prefixes_each_part(config: TokenizerConfig) -> bool:
     """As transformers 5 does: T5's class always, others only where `legacy` is true.
 
-    A model alone, with nothing declared about it, is what the sentencepiece library makes of it.
+    A model alone, with nothing declared about it, is used as the sentencepiece library does.
     """
     if config.tokenizer_class == "T5Tokenizer":
         return True
     if config.legacy is not None:
         return config.legacy
-    return config.tokenizer_class is None and not config.older and not config.added
+    declared = config.tokenizer_class, config.special_tokens, config.older, config.added
+    return not any(declared)
 
 
 def _with_special(

@@ -153,4 +153,5 @@ def _pattern(tokens: Iterable[AddedToken]) -> re.Pattern[str] | None:
 def _found_as(token: AddedToken) -> str:
     # Only from the start of white space: trying each position in it would take quadratic time.
     before, after = r"(?:(?<!\s)\s*)?" * token.lstrip, r"\s*" * token.rstrip
-    return before + re.escape(token.text) + after
+    word = rf"(?<!\w){re.escape(token.text)}(?!\w)" if token.single_word else re.escape(token.text)
+    return before + word + after

@@ -3,13 +3,15 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from model.tokenizers.base import TokenizerError, decode
 from model.tokenizers.hf import HfTokenizer
 from model.tokenizers.loading import tokenizer_from_directory
 from model.tokenizers.spm import SpmTokenizer
 from tests.model.tokenizers.hf_samples import byte_level, llama
-from tests.model.tokenizers.samples import train_spm
+from tests.model.tokenizers.samples import texts, train_spm
 
 
 @pytest.fixture
@@ -227,6 +229,27 @@ def test_only_the_start_of_a_text_gets_the_space_unless_legacy(write, config, te
     assert ours.encode(text, bos=False) == ids
     assert ours.encode(text, bos=True) == [1, *ids]
     assert decode(ours, ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def llamas(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+
+    def write(**files):
+        for name, content in files.items():
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            (folder / name.replace("__", ".")).write_bytes(data)
+        return folder
+
+    path, theirs = llama_folder(write, tokenizer_class="LlamaTokenizer")
+    return tokenizer_from_directory(path), theirs
+
+
+@given(parts=st.lists(st.one_of(texts, st.sampled_from([*CHAT, "</s>", " ", "\n"])), max_size=6))
+def test_any_text_with_markers_is_cut_as_transformers_does(llamas, parts):
+    ours, theirs = llamas
+    text = "".join(parts)
+    assert ours.encode(text, bos=False) == theirs.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("text", [*CHATS[:2], "</s>a<s>b", "a</s>\n\nb"])
