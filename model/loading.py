@@ -25,20 +25,27 @@ from model.tokenizers.chat import (
 )
 from model.tokenizers.loading import tokenizer_from_directory, tokenizer_from_gguf
 from model.transformer import Decoder
-from model.weights.base import (
-    CONVERT_PICKLES,
-    PICKLE_SUFFIXES,
-    CheckpointError,
-    WeightFile,
-    shown,
+from model.weights.base import PICKLE_SUFFIXES, CheckpointError, WeightFile, shown
+from model.weights.files import (
+    MAX_CONFIG,
+    advise_conversion,
+    open_regular,
+    read_json,
+    refuse_mistaken,
 )
-from model.weights.files import open_regular, read_json
 from model.weights.gguf_file import MAGIC, GGUFFile
 from model.weights.safetensors_dir import SafetensorsDirectory
 
 __all__ = ["Checkpoint", "CheckpointError", "load_decoder", "load_encoding", "open_checkpoint"]
 
-MAX_CONFIG = 1 << 20  # bytes
+# What a folder's tokenizer and chat template are read from, besides the vocabulary.
+TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +171,9 @@ def _open_directory(folder: Path, trusted: Collection[str]) -> Checkpoint:
         defaults = Fields(str(generation), read_json(generation, MAX_CONFIG))
         stop_ids |= defaults.token_ids("eos_token_id")
         config = _started_with(config, defaults)
+    vocabulary = "tokenizer.json" if (folder / "tokenizer.json").exists() else "tokenizer.model"
+    for name in (vocabulary, *TOKENIZER_FILES):
+        refuse_mistaken(folder / name)
     tokenizer = tokenizer_from_directory(folder)
     return Checkpoint(
         path=folder,
@@ -171,7 +181,7 @@ def _open_directory(folder: Path, trusted: Collection[str]) -> Checkpoint:
         config=config,
         tokenizer=tokenizer,
         chat_template=chat_template_from_directory(folder),
-        stop_ids=_stop_ids(folder, config, tokenizer, stop_ids),
+        stop_ids=_stop_ids(config, tokenizer, stop_ids),
         weights=weights,
         parameters=parameters,
         copies=architecture.copies(config, weights.names()),
@@ -201,7 +211,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         config=config,
         tokenizer=tokenizer,
         chat_template=chat_template_from_gguf(weights.metadata),
-        stop_ids=_stop_ids(path, config, tokenizer, frozenset()),
+        stop_ids=_stop_ids(config, tokenizer, frozenset()),
         weights=weights,
         parameters=parameters,
         copies={},
@@ -213,13 +223,15 @@ def _refuse_other_files(path: Path) -> None:
         start = file.read(len(MAGIC))
     if start == MAGIC:
         return
+    refuse_mistaken(path)
     if path.suffix == ".safetensors":
         raise CheckpointError(
             f"{path} holds only weights; name its folder, with config.json and a tokenizer."
         )
     if path.suffix in PICKLE_SUFFIXES:
         raise CheckpointError(
-            f"{path} looks like a pickle, which could run code, so {CONVERT_PICKLES}."
+            f"{path} looks like a pickle, which could run code, "
+            f"so {advise_conversion(path.parent)}."
         )
     raise CheckpointError(f"{path} is neither a GGUF file nor a Hugging Face directory.")
 
@@ -273,12 +285,10 @@ def _started_with(config: ModelConfig, defaults: Fields) -> ModelConfig:
 
 
 def _stop_ids(
-    path: Path, config: ModelConfig, tokenizer: Tokenizer, declared: frozenset[int]
+    config: ModelConfig, tokenizer: Tokenizer, declared: frozenset[int]
 ) -> frozenset[int]:
-    """Every id declared by any source to end an answer, and that the model can produce."""
-    if tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, "
-            f"but the model embeds only {config.vocab_size}."
-        )
+    """Every id declared by any source to end an answer, and that the model can produce.
+
+    A tokenizer may have more tokens than the model embeds: prompts with those are refused.
+    """
     return frozenset(id for id in declared | tokenizer.eos if 0 <= id < config.vocab_size)

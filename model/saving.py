@@ -64,7 +64,13 @@ def save_checkpoint(
                     f"{source} is not a tokenizer file; use some of {', '.join(TOKENIZER_FILES)}."
                 )
             shutil.copyfile(source, partial / source.name)
-        if open_checkpoint(partial, {config.encoding.name}).config != config:
+        written = open_checkpoint(partial, {config.encoding.name})
+        if written.tokenizer.vocab_size > config.vocab_size:
+            raise CheckpointError(
+                f"{folder}: the tokenizer has {written.tokenizer.vocab_size} tokens, but the model "
+                f"embeds only {config.vocab_size}; use the tokenizer that it was trained with."
+            )
+        if written.config != config:
             raise CheckpointError(
                 f"{folder}: the config would change when read back; "
                 "use lists instead of tuples, and strings as keys, in the encoding's options."

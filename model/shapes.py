@@ -18,10 +18,10 @@ from model.architectures.ropewalk import without_weights
 from model.architectures.stored import Stored
 from model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
 from model.encodings.base import find
-from model.loading import MAX_CONFIG, Checkpoint
+from model.loading import Checkpoint
 from model.tokenizers.numbers import NumberTokenizer
 from model.weights.base import CheckpointError
-from model.weights.files import read_json
+from model.weights.files import MAX_CONFIG, read_json
 
 PREFIX = "shape:"
 CONTEXT = 8192  # by default: no training implies a context

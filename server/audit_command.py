@@ -132,10 +132,15 @@ def _loaded(flags: argparse.Namespace, drawn: int, steps: int) -> Subject:
             f"{source.name} is an encoder-decoder, but an audit runs only decoders; name another "
             "model, or none for the built-in tiny one"
         )
+    embedded = checkpoint.config.vocab_size
     if flags.prompt is None:
-        prompt = _drawn(drawn, checkpoint.tokenizer.vocab_size)
+        prompt = _drawn(drawn, min(checkpoint.tokenizer.vocab_size, embedded))
     else:
         prompt = checkpoint.tokenizer.encode(flags.prompt, bos=True)
+        if max(prompt, default=0) >= embedded:
+            raise UsageError(
+                f"--prompt: the text has a token that {source.name} does not embed; leave it out"
+            )
     _refuse_empty(prompt)
     with said_if_long(f"loading {source.name}"):
         decoder = audit_arms.from_checkpoint(checkpoint, len(prompt) + steps)

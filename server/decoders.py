@@ -71,6 +71,13 @@ def prepare(
     if loading.rope_frame is not None:
         checkpoint = _in_variant(checkpoint, "--rope-frame", "rope", "frame", loading.rope_frame)
     shape = checkpoint.config
+    if (more := checkpoint.tokenizer.vocab_size - shape.vocab_size) > 0:
+        log.info(
+            "%s: the tokenizer has %d tokens more than the model embeds; prompts with one of them "
+            "are refused",
+            source.name,
+            more,
+        )
     dtype = placement.pick_dtype(loading.dtype, device)
     if isinstance(shape, EncoderDecoderConfig) and dtype is torch.float16:
         raise CheckpointError(

@@ -128,6 +128,12 @@ def _check_bytes(size: int, served: Served, param: str) -> None:
 def _check_prompt(tokens: Collection[int], served: Served, param: str) -> None:
     if not tokens:
         raise InvalidField(f"{param} has no tokens; send at least one", param)
+    if (highest := max(tokens)) >= served.vocab_size:
+        raise InvalidField(
+            f"{param} has a token with the id {highest}, which the tokenizer of {served.name} has "
+            f"but the model does not: it embeds 0..{served.vocab_size - 1}; leave that token out",
+            param,
+        )
     if served.encoder_decoder is not None and len(tokens) > served.max_context:
         raise PromptTooLong(
             f"{param} has {len(tokens)} tokens, but the encoder of {served.name} reads at most "
@@ -142,11 +148,14 @@ def _check_prompt(tokens: Collection[int], served: Served, param: str) -> None:
         )
 
 
-def check_ids(ids: Collection[int], served: Served, param: str) -> None:
+def check_ids(
+    ids: Collection[int], served: Served, param: str, *, vocab_size: int | None = None
+) -> None:
     """Checks every id that a client sends. Raises InvalidField for one outside the vocabulary."""
-    if ids and not (min(ids) >= 0 and max(ids) < served.vocab_size):
+    size = vocab_size or served.vocab_size
+    if ids and not (min(ids) >= 0 and max(ids) < size):
         raise InvalidField(
-            f"{param} has a token id outside 0..{served.vocab_size - 1}, the vocabulary of "
+            f"{param} has a token id outside 0..{size - 1}, the vocabulary of "
             f"{served.name}; send ids from /tokenize",
             param,
         )

@@ -29,6 +29,8 @@ class AddedToken:
     special: bool  # has no bytes
     lstrip: bool = False  # includes white space before it
     rstrip: bool = False  # includes white space after it
+    normalized: bool = False  # is found in the normalised text
+    single_word: bool = False  # is not found inside a word
 
 
 class Tokenizer(Protocol):

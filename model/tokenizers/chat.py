@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from model.tokenizers.gguf_fields import TokenizerFields
-from model.tokenizers.tokenizer_config import read_object, read_tokenizer_config
+from model.tokenizers.tokenizer_config import SpecialTokens, read_object, read_tokenizer_config
 
 _WIDE = re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)")  # a padding width of five digits, or a computed one
 MAX_PROMPT = 16 * 1024 * 1024  # characters a template may write
@@ -31,8 +31,8 @@ class ChatTemplateError(jinja2.TemplateError):
 class ChatTemplate:
     """A compiled template; rendering is safe from several threads."""
 
-    def __init__(self, source: str, *, bos: str, eos: str) -> None:
-        """bos and eos are the tokens' texts. Raises ChatTemplateError."""
+    def __init__(self, source: str, special_tokens: SpecialTokens) -> None:
+        """Tokens that are not declared are undefined in the template. Raises ChatTemplateError."""
         try:
             self._template = _Environment().from_string(source)
         except (jinja2.TemplateError, RecursionError, ValueError) as error:
@@ -40,18 +40,16 @@ class ChatTemplate:
                 f"The chat template cannot be compiled ({_one_line(error)}): "
                 "correct chat_template or serve completions only."
             ) from None
-        self._bos = bos
-        self._eos = eos
+        self._special_tokens = special_tokens
 
     def render(
         self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool
     ) -> str:
         """The prompt. Raises ChatTemplateError, with the template's own message if it has one."""
         values = {
+            **self._special_tokens,
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
-            "bos_token": self._bos,
-            "eos_token": self._eos,
             "tools": None,
             "documents": None,
         }
@@ -83,7 +81,7 @@ def chat_template_from_directory(path: Path) -> ChatTemplate | None:
     else:
         other = read_object(path / "chat_template.json") or {}
         source = config.chat_template or other.get("chat_template")
-    return _from_source(source, bos=config.bos or "", eos=config.eos or "")
+    return _from_source(source, config.special_tokens)
 
 
 def chat_template_from_gguf(metadata: Mapping[str, object]) -> ChatTemplate | None:
@@ -91,11 +89,10 @@ def chat_template_from_gguf(metadata: Mapping[str, object]) -> ChatTemplate | No
     source = metadata.get("tokenizer.chat_template")
     if source is None:
         return None
-    fields = TokenizerFields(metadata)
-    return _from_source(source, bos=fields.bos_text(), eos=fields.eos_text())
+    return _from_source(source, TokenizerFields(metadata).special_tokens())
 
 
-def _from_source(source: object, *, bos: str, eos: str) -> ChatTemplate | None:
+def _from_source(source: object, special_tokens: SpecialTokens) -> ChatTemplate | None:
     if source is None:
         return None
     if isinstance(source, list):
@@ -104,7 +101,7 @@ def _from_source(source: object, *, bos: str, eos: str) -> ChatTemplate | None:
         raise ChatTemplateError(
             "chat_template must be a text or a list of named texts: correct the file."
         )
-    return ChatTemplate(source, bos=bos, eos=eos)
+    return ChatTemplate(source, special_tokens)
 
 
 def _default_of(named: list[Any]) -> object:

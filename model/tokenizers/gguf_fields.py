@@ -9,10 +9,61 @@ from model.tokenizers.spm_proto import PieceType
 _PREFIX = "tokenizer.ggml."
 _T = TypeVar("_T")
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Converters declare the end of a text; tokens that end a turn are recognised by their text.
-_TURN_ENDS = frozenset(
-    {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>"}
+# Converters declare one end or two, and models have more: as llama.cpp does (llama-vocab.cpp),
+# tokens that end an answer are recognised by their text, and are control tokens.
+_ENDS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<turn|>",
+        "<|tool_response>",
+        "</s>",
+        "<eos>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "[e~[",
+        "<｜end▁of▁sentence｜>",
+    }
 )
+# Of code models: ends only where the file declares no token for that purpose.
+_CODE_ENDS = {
+    "fim_pad_token_id": frozenset({"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"}),
+    "fim_rep_token_id": frozenset(
+        {"<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"}
+    ),
+    "fim_sep_token_id": frozenset({"<|file_sep|>"}),
+}
+# Ends that are none beside all the others of their line: there, <|end|> closes only a part of the
+# answer (gpt-oss, Solar Open), and </s> is a tag of HTML (Gemma 4).
+_PART_ENDS = (
+    ("<|end|>", {"<|return|>", "<|call|>"}),
+    ("<|end|>", {"<|return|>", "<|calls|>"}),
+    ("<|end|>", {"<|flush|>", "<|call|>"}),
+    ("<|end|>", {"<|flush|>", "<|calls|>"}),
+    ("</s>", {"<|tool_response>"}),
+)
+# Their names in chat templates, and GGUF's for their ids.
+_SPECIAL_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",  # spelt so in the format
+    "pad_token": "padding_token_id",
+    "cls_token": "cls_token_id",
+    "mask_token": "mask_token_id",
+}
 
 
 class TokenizerFields:
@@ -59,14 +110,15 @@ class TokenizerFields:
         return tokens
 
     def types(self) -> list[PieceType]:
-        """One per token; all normal if the file does not say. Ends of a turn are control tokens."""
+        """One per token; all normal if the file does not say. Ends are control tokens."""
         tokens = self.tokens()
         value = self._metadata.get(_PREFIX + "token_type", [PieceType.NORMAL.value] * len(tokens))
         numbers = self._list("token_type", value, int, "a list of token types")
         self._same_length("token_type", numbers)
+        ends = self._ends(tokens)
         try:
             return [
-                PieceType.CONTROL if text in _TURN_ENDS else PieceType(number)
+                PieceType.CONTROL if text in ends else PieceType(number)
                 for text, number in zip(tokens, numbers, strict=True)
             ]
         except ValueError:
@@ -82,22 +134,37 @@ class TokenizerFields:
         return self._id("bos_token_id")
 
     def eos(self) -> frozenset[int]:
-        """Every id that ends a text or a turn: declared, or recognised by the token's text."""
-        declared = (self._id(key) for key in _END_KEYS)
-        written = (token for token, text in enumerate(self.texts("tokens")) if text in _TURN_ENDS)
-        return frozenset(token for token in (*declared, *written) if token is not None)
+        """Every id that ends an answer: declared, or recognised by the token's text."""
+        tokens = self.texts("tokens")
+        ends = self._ends(tokens)
+        declared = {self._id(key) for key in _END_KEYS} | {self._valid_id(k) for k in _CODE_ENDS}
+        written = {token for token, text in enumerate(tokens) if text in ends}
+        of_parts = _ENDS - ends  # even if they are declared
+        return frozenset(
+            token
+            for token in declared | written
+            if token is not None and tokens[token] not in of_parts
+        )
 
-    def bos_text(self) -> str:
-        """As chat templates use it; empty when none is declared."""
-        return self._text_of("bos_token_id")
+    def special_tokens(self) -> dict[str, str]:
+        """Texts of the declared tokens, by the names that chat templates use."""
+        ids = {name: self._valid_id(key) for name, key in _SPECIAL_TOKENS.items()}
+        tokens = self.texts("tokens")
+        return {name: tokens[token] for name, token in ids.items() if token is not None}
 
-    def eos_text(self) -> str:
-        """As chat templates use it; empty when none is declared."""
-        return self._text_of("eos_token_id")
+    def _ends(self, tokens: Sequence[str]) -> frozenset[str]:
+        """Every text by which a token of such a vocabulary ends an answer."""
+        of_code = (names for key, names in _CODE_ENDS.items() if self._valid_id(key) is None)
+        vocabulary = frozenset(tokens)
+        of_parts = {text for text, beside in _PART_ENDS if beside <= vocabulary}
+        return _ENDS.union(*of_code) - of_parts
 
-    def _text_of(self, key: str) -> str:
-        token = self._id(key)
-        return "" if token is None else self.texts("tokens")[token]
+    def _valid_id(self, key: str) -> int | None:
+        """None for an id without a token too: such files are common, and these ids seldom used."""
+        value = self._metadata.get(_PREFIX + key)
+        if not isinstance(value, int) or not 0 <= value < len(self.texts("tokens")):
+            return None
+        return value
 
     def _id(self, key: str) -> int | None:
         value = self._metadata.get(_PREFIX + key)

@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from model.tokenizers.base import TokenizerError, require_unicode
+from model.tokenizers.base import AddedToken, TokenizerError, require_unicode
 from model.tokenizers.bytes import TokenTable, byte_of_fallback, from_byte_level
 
 # A piece of the vocabulary → its usual bytes, and its bytes where it is the first with any.
@@ -61,6 +61,36 @@ def read_tokenizer_json(text: str) -> tokenizers.Tokenizer:
         raise TokenizerError(
             f"tokenizer.json cannot be read ({error}): fetch it again or update `tokenizers`."
         ) from None
+
+
+def add_tokens(tokenizer: tokenizers.Tokenizer, tokens: Iterable[AddedToken]) -> None:
+    """Add these, or change how they are found. An id that the file gives to a text counts.
+
+    Raises TokenizerError for a new token whose id is not the next one.
+    """
+    known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    changed = []
+    for token in sorted(tokens, key=lambda token: token.id):
+        before = known.get(token.text)
+        wanted = tokenizers.AddedToken(
+            token.text,
+            single_word=token.single_word,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            normalized=token.normalized,
+            special=token.special or (before is not None and before.special),
+        )
+        if repr(before) != repr(wanted):  # equality looks at the text alone
+            changed.append((token, wanted))
+    new = [token for token, _ in changed if tokenizer.token_to_id(token.text) is None]
+    tokenizer.add_tokens([wanted for _, wanted in changed])
+    for token in new:
+        if (given := tokenizer.token_to_id(token.text)) != token.id:
+            raise TokenizerError(
+                f"The added token {token.text!r} is declared with the id {token.id}, but in "
+                f"tokenizer.json the next free id is {given}: save the tokenizer again with "
+                "transformers."
+            )
 
 
 def _prefix(tokenizer: tokenizers.Tokenizer) -> list[int]:

@@ -3,13 +3,13 @@
 Knows the files of a Hugging Face directory; the formats themselves are read elsewhere.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from model.tokenizers.base import AddedToken, Tokenizer, TokenizerError
 from model.tokenizers.gguf_vocab import tokenizer_from_gguf
-from model.tokenizers.hf import HfTokenizer, read_tokenizer_json
+from model.tokenizers.hf import HfTokenizer, add_tokens, read_tokenizer_json
 from model.tokenizers.spm import SpmModel, SpmTokenizer
 from model.tokenizers.tokenizer_config import TokenizerConfig, read_tokenizer_config
 
@@ -25,7 +25,8 @@ def tokenizer_from_directory(path: Path) -> Tokenizer:
         return _from_sentencepiece(path / "tokenizer.model", config)
     raise TokenizerError(
         f"{path.name} holds neither tokenizer.json nor tokenizer.model: add the one that the "
-        "model was trained with."
+        "model was trained with, or write it from other files with transformers: "
+        "AutoTokenizer.from_pretrained(...).save_pretrained(...)."
     )
 
 
@@ -35,24 +36,64 @@ def _from_json(path: Path, config: TokenizerConfig) -> HfTokenizer:
     except UnicodeDecodeError:
         raise TokenizerError("tokenizer.json is not UTF-8 text: fetch it again.") from None
     tokenizer = read_tokenizer_json(text)
+    # Only added_tokens_decoder says more about a token than tokenizer.json does.
+    listed = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    added = [t for t in config.all_added if t in config.added or t.text not in listed]
+
+    def find_unlisted(text: str) -> int | None:
+        return None if text in listed else tokenizer.token_to_id(text)
+
+    add_tokens(tokenizer, _with_special(added, config, find_unlisted))
     bos, eos = _declared(config, tokenizer.token_to_id)
     return HfTokenizer(tokenizer, bos=bos, eos=eos, add_bos=config.add_bos)
 
 
 def _from_sentencepiece(path: Path, config: TokenizerConfig) -> SpmTokenizer:
     model = SpmModel(path.read_bytes())
-    ids = {token.text: token.id for token in config.added}
-    bos, eos = _declared(config, lambda text: ids.get(text, model.find(text)))
-    ends = {token for token in (bos, *eos) if token is not None}
-    added = [replace(token, special=token.special or token.id in ends) for token in config.added]
-    listed = {token.id for token in added}
-    for token, text in [(bos, config.bos), *((end, config.eos) for end in eos)]:
-        if token is not None and text and token not in listed:
-            listed.add(token)
-            added.append(AddedToken(token, text, special=True))
+    ids = {token.text: token.id for token in config.all_added}
+
+    def find(text: str) -> int | None:
+        return ids.get(text, model.find(text))
+
+    bos, eos = _declared(config, find)
     # These models were trained with a BOS unless their directory says otherwise.
     add_bos = True if config.add_bos is None else config.add_bos
-    return SpmTokenizer(model, bos=bos, eos=eos, add_bos=add_bos, added=added)
+    return SpmTokenizer(
+        model,
+        bos=bos,
+        eos=eos,
+        add_bos=add_bos,
+        added=_with_special(config.all_added, config, find),
+        prefix_each_part=_prefixes_each_part(config),
+    )
+
+
+def _prefixes_each_part(config: TokenizerConfig) -> bool:
+    """As transformers 5 does: T5's class always, others only where `legacy` is true.
+
+    A model alone, with nothing declared about it, is used as the sentencepiece library does.
+    """
+    if config.tokenizer_class == "T5Tokenizer":
+        return True
+    if config.legacy is not None:
+        return config.legacy
+    declared = config.tokenizer_class, config.special_tokens, config.older, config.added
+    return not any(declared)
+
+
+def _with_special(
+    added: Iterable[AddedToken], config: TokenizerConfig, find: Callable[[str], int | None]
+) -> list[AddedToken]:
+    """The added tokens and the declared special ones, which are found in texts too."""
+    special = config.special_texts()
+    tokens = {
+        token.text: replace(token, special=token.special or token.text in special)
+        for token in added
+    }
+    for text in sorted(special - tokens.keys()):
+        if text and (token := find(text)) is not None:
+            tokens[text] = AddedToken(token, text, special=True)
+    return list(tokens.values())
 
 
 def _declared(

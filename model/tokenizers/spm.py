@@ -11,7 +11,7 @@ import sentencepiece
 
 from model.tokenizers.base import AddedToken, TokenizerError, require_unicode
 from model.tokenizers.bytes import TokenTable
-from model.tokenizers.spm_proto import read_settings
+from model.tokenizers.spm_proto import read_settings, without_prefix
 
 _SPACE = "▁"
 
@@ -21,13 +21,7 @@ class SpmModel:
 
     def __init__(self, data: bytes) -> None:
         """Raises TokenizerError."""
-        try:
-            self.processor = sentencepiece.SentencePieceProcessor(model_proto=data)
-        except (RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise TokenizerError(
-                f"The SentencePiece model cannot be read ({reason}): fetch it again."
-            ) from None
+        self.processor = _processor(data)
         self.size: int = self.processor.get_piece_size()
         if self.size == 0:
             raise TokenizerError("The SentencePiece model is empty: fetch it again.")
@@ -37,6 +31,12 @@ class SpmModel:
                 "The SentencePiece model rewrites text after decoding, so its tokens have no bytes "
                 "of their own: use one trained without denormalisation rules."
             )
+
+    def processor_without_prefix(self) -> sentencepiece.SentencePieceProcessor:
+        """Encodes text that continues another: adds no space before it."""
+        if not self.settings.add_dummy_prefix:
+            return self.processor
+        return _processor(without_prefix(self.processor.serialized_model_proto()))
 
     def find(self, piece: str) -> int | None:
         """The id of exactly this piece, or None."""
@@ -67,6 +67,10 @@ class SpmTokenizer:
     or removes spaces there. (For models that remove extra whitespace the library would drop
     several, but their own encoding never starts with two.) Invalid bytes become U+FFFD, as in
     Python.
+
+    Added tokens cut a text into parts. With `prefix_each_part`, each of them is a text to the
+    library, which puts the model's space before it; without, only the start of the whole text gets
+    that space, unless it begins with one.
     """
 
     def __init__(
@@ -77,9 +81,12 @@ class SpmTokenizer:
         eos: Iterable[int] = (),
         add_bos: bool = True,
         added: Iterable[AddedToken] = (),
+        prefix_each_part: bool = True,
     ) -> None:
         """bos and eos default to the model's own. Without `added`, "</s>" in a text is text."""
-        self._processor = model.processor
+        self._starting = model.processor
+        self._continuing = None if prefix_each_part else model.processor_without_prefix()
+        self._removes_spaces = model.settings.remove_extra_whitespaces
         tokens = {token.id: token for token in added}
         self._table = TokenTable(_entries(model, tokens))
         self.vocab_size = len(self._table)
@@ -94,16 +101,35 @@ class SpmTokenizer:
     def encode(self, text: str, *, bos: bool) -> list[int]:
         require_unicode(text)
         tokens = list(self._start) if bos else []
-        for part in self._pattern.split(text) if self._pattern else [text]:
+        parts = self._pattern.split(text) if self._pattern else [text]
+        for index, part in enumerate(parts):
             added = self._ids.get(part, self._ids.get(part.strip()))
             if added is not None:
                 tokens.append(added)
             elif part:
-                tokens.extend(self._processor.encode(part))
+                tokens.extend(self._processor_for(part, index == 0).encode(part))
         return tokens
+
+    def _processor_for(self, part: str, starts: bool) -> sentencepiece.SentencePieceProcessor:
+        if self._continuing is None:
+            return self._starting
+        if part.startswith((" ", _SPACE)):
+            # A model that removes spaces keeps this one only where it adds one.
+            return self._starting if self._removes_spaces else self._continuing
+        return self._starting if starts else self._continuing
 
     def token_bytes(self, token: int, *, first: bool) -> bytes:
         return self._table.get(token, first=first)
+
+
+def _processor(data: bytes) -> sentencepiece.SentencePieceProcessor:
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=data)
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise TokenizerError(
+            f"The SentencePiece model cannot be read ({reason}): fetch it again."
+        ) from None
 
 
 def _entries(model: SpmModel, added: dict[int, AddedToken]) -> Iterator[tuple[bytes, bytes]]:
@@ -127,4 +153,5 @@ def _pattern(tokens: Iterable[AddedToken]) -> re.Pattern[str] | None:
 def _found_as(token: AddedToken) -> str:
     # Only from the start of white space: trying each position in it would take quadratic time.
     before, after = r"(?:(?<!\s)\s*)?" * token.lstrip, r"\s*" * token.rstrip
-    return before + re.escape(token.text) + after
+    word = rf"(?<!\w){re.escape(token.text)}(?!\w)" if token.single_word else re.escape(token.text)
+    return before + word + after

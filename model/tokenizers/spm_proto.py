@@ -91,6 +91,12 @@ def write_model(kind: ModelType, pieces: Sequence[Piece], settings: Settings) ->
     return body + _text(_TRAINER, trainer) + _text(_NORMALIZER, normalizer)
 
 
+def without_prefix(model: bytes) -> bytes:
+    """The same model, but it adds no space before a text."""
+    # Of a field that is given twice, the last one counts.
+    return model + _text(_NORMALIZER, _number(_ADD_DUMMY_PREFIX, False))
+
+
 def _piece(piece: Piece) -> bytes:
     score = _tag(_PIECE_SCORE, _FIXED32) + struct.pack("<f", piece.score)
     return _text(_PIECE_TEXT, piece.text.encode()) + score + _number(_PIECE_TYPE, piece.type)

@@ -5,39 +5,77 @@ omits. Knows no tokenizer library.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from model.tokenizers.base import AddedToken, TokenizerError
 
+SpecialTokens = Mapping[str, str | list[str]]  # their texts, by the names that templates use
+
+_NAMED = frozenset(f"{name}_token" for name in ["bos", "eos", "unk", "sep", "pad", "cls", "mask"])
+_MORE = ("additional_special_tokens", "extra_special_tokens")  # the older and the newer name
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
-    """bos and eos are the tokens' texts."""
+    """What is declared; None stands for what is not."""
 
-    bos: str | None
-    eos: str | None
-    add_bos: bool | None  # None: not stated
-    added: tuple[AddedToken, ...]  # of two with the same id, the later one counts
+    special_tokens: SpecialTokens
+    add_bos: bool | None
+    added: tuple[AddedToken, ...]
+    older: tuple[AddedToken, ...]  # of added_tokens.json, which states text and id alone
+    legacy: bool | None
+    tokenizer_class: str | None  # without "Fast"
     chat_template: object  # a string, a list of named ones, or None
+
+    @property
+    def bos(self) -> str | None:
+        return self._named("bos_token")
+
+    @property
+    def eos(self) -> str | None:
+        return self._named("eos_token")
+
+    @property
+    def all_added(self) -> Iterable[AddedToken]:
+        """Of both files, one per id."""
+        return {token.id: token for token in (*self.older, *self.added)}.values()
+
+    def special_texts(self) -> frozenset[str]:
+        """The text of every token that has a name or is listed as special."""
+        values = self.special_tokens.values()
+        return frozenset(
+            text for value in values for text in ([value] if isinstance(value, str) else value)
+        )
+
+    def _named(self, key: str) -> str | None:
+        value = self.special_tokens.get(key)
+        return value if isinstance(value, str) else None
 
 
 def read_tokenizer_config(directory: Path) -> TokenizerConfig:
     """Raises TokenizerError naming the file and the field."""
-    config = read_object(directory / "tokenizer_config.json")
+    config = read_object(directory / "tokenizer_config.json") or {}
     older = read_object(directory / "added_tokens.json") or {}
     fallback = read_object(directory / "special_tokens_map.json") or {}
-    values = {**fallback, **{key: v for key, v in (config or {}).items() if v is not None}}
-    add_bos = values.get("add_bos_token")
-    if not isinstance(add_bos, bool | None):
-        raise _wrong("add_bos_token", "true, false or null")
+    values = {
+        key: value
+        for source in (fallback, config)
+        for key, value in source.items()
+        if value is not None
+    }
+    name = values.get("tokenizer_class")
+    if not isinstance(name, str | None):
+        raise _wrong("tokenizer_class", "a name")
     return TokenizerConfig(
-        bos=_token_text(values, "bos_token"),
-        eos=_token_text(values, "eos_token"),
-        add_bos=add_bos,
-        added=(*_added_by_text(older), *_added(values.get("added_tokens_decoder", {}))),
+        special_tokens=_special_tokens(values),
+        add_bos=_flag(values, "add_bos_token"),
+        added=tuple(_added(values.get("added_tokens_decoder", {}))),
+        older=tuple(_added_by_text(older)),
+        legacy=_flag(values, "legacy"),
+        tokenizer_class=name and name.removesuffix("Fast"),
         chat_template=values.get("chat_template"),
     )
 
@@ -55,13 +93,39 @@ def read_object(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _token_text(values: Mapping[str, Any], key: str) -> str | None:
-    """The token's text: the value itself, or `content` where it is an object."""
+def _special_tokens(values: Mapping[str, Any]) -> SpecialTokens:
+    """The usual ones, a model's own such as `image_token`, and those without a name."""
+    found: dict[str, str | list[str]] = {}
+    for key, value in values.items():
+        text = _text_of(value)
+        if key in _NAMED and text is None:
+            raise _wrong(key, "a token's text")
+        if key.endswith("_token") and text is not None:
+            found[key] = text
+    for key in _MORE:
+        more = values.get(key, [])
+        if isinstance(more, dict):  # of a model's own, by name
+            found |= {name: text for name, one in more.items() if (text := _text_of(one))}
+            continue
+        texts = [_text_of(one) for one in more] if isinstance(more, list) else [None]
+        if None in texts:
+            raise _wrong(key, "a list of tokens' texts")
+        if texts:
+            found[key] = [text for text in texts if text is not None]
+    return found
+
+
+def _text_of(token: object) -> str | None:
+    """The value itself, or `content` where it is an object."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _flag(values: Mapping[str, Any], key: str) -> bool | None:
     value = values.get(key)
-    if isinstance(value, dict):
-        value = value.get("content")
-    if not isinstance(value, str | None):
-        raise _wrong(key, "a token's text")
+    if not isinstance(value, bool | None):
+        raise _wrong(key, "true, false or null")
     return value
 
 
@@ -69,7 +133,7 @@ def _added_by_text(tokens: Mapping[str, object]) -> Iterator[AddedToken]:
     for text, number in tokens.items():
         if not isinstance(number, int) or not text:
             raise TokenizerError("added_tokens.json must map texts to ids; correct the file.")
-        yield AddedToken(number, text, special=False)
+        yield AddedToken(number, text, special=False, normalized=True)
 
 
 def _added(tokens: object) -> Iterator[AddedToken]:
@@ -81,10 +145,14 @@ def _added(tokens: object) -> Iterator[AddedToken]:
         text = token.get("content")
         if not isinstance(text, str) or not text:
             raise _wrong("added_tokens_decoder", "an object of tokens with content")
-        special, lstrip, rstrip = (
-            token.get(key) is True for key in ("special", "lstrip", "rstrip")
+        flags = {key: token.get(key) is True for key in ("special", "lstrip", "rstrip")}
+        yield AddedToken(
+            int(number),
+            text,
+            **flags,
+            normalized=token.get("normalized", not flags["special"]) is True,
+            single_word=token.get("single_word") is True,
         )
-        yield AddedToken(int(number), text, special, lstrip, rstrip)
 
 
 def _wrong(key: str, wanted: str) -> TokenizerError:

@@ -6,9 +6,6 @@ from typing import Protocol
 from torch import Tensor
 
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
-CONVERT_PICKLES = (
-    "convert it with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
-)
 
 
 class CheckpointError(Exception):

@@ -13,6 +13,8 @@ from pathlib import Path
 from model.weights.base import CheckpointError, shown
 
 MAX_DEPTH = 32
+MAX_CONFIG = 1 << 20  # bytes
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def open_regular(path: Path) -> FileIO:
@@ -27,6 +29,42 @@ def open_regular(path: Path) -> FileIO:
         os.close(descriptor)
         raise CheckpointError(f"{path} is not a regular file.")
     return FileIO(descriptor)
+
+
+def refuse_mistaken(path: Path) -> None:
+    """Raises CheckpointError for what downloads leave in place of a file, unless there is none."""
+    if not path.is_file():
+        return
+    with open_regular(path) as file:
+        start = file.read(512).removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    if start.startswith(LFS_POINTER):
+        raise CheckpointError(
+            f"{path} is a Git-LFS pointer, which only names the real file; run `git lfs pull` in "
+            "its folder or download the file itself."
+        )
+    if start.startswith((b"<!doctype html", b"<html")):
+        raise CheckpointError(
+            f"{path} is an HTML page that was saved in place of the file; download it again, "
+            "signed in if its site asks for that."
+        )
+
+
+def advise_conversion(folder: Path) -> str:
+    """How transformers writes a folder of pickles anew; its config.json says which class can."""
+    try:
+        config = read_json(folder / "config.json", MAX_CONFIG)
+    except CheckpointError:
+        config = {}
+    named = config.get("architectures")
+    classes = [str(name) for name in named] if isinstance(named, list) else []
+    both = config.get("is_encoder_decoder") is True or any(
+        name.endswith(("ForConditionalGeneration", "T5WithLMHeadModel")) for name in classes
+    )
+    model = "AutoModelForSeq2SeqLM" if both else "AutoModelForCausalLM"
+    return (
+        f"convert it with transformers: {model}.from_pretrained(...).save_pretrained(...), then "
+        "AutoTokenizer.from_pretrained(...).save_pretrained(...) into the same folder"
+    )
 
 
 def size_of(file: FileIO) -> int:
@@ -53,6 +91,7 @@ def read_range(path: Path, offset: int, size: int) -> bytearray:
 
 def read_json(path: Path, limit: int) -> dict[str, object]:
     """A JSON object of at most `limit` bytes. Raises CheckpointError."""
+    refuse_mistaken(path)
     with open_regular(path) as file:
         size = size_of(file)
     if size > limit:

@@ -41,6 +41,16 @@ SCALARS = {
 }
 # Types whose groups of 32 values have their own scale and least value.
 IN_4_BITS = {GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q4_K}
+REMOVED_TYPES = {
+    4: "Q4_2",
+    5: "Q4_3",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}
 
 
 class Entry(NamedTuple):
@@ -219,6 +229,11 @@ def _read_entry(cursor: _Cursor, name: str) -> Entry:
     try:
         kind = GGMLQuantizationType(number)
     except ValueError as error:
+        if number in REMOVED_TYPES:
+            raise CheckpointError(
+                f"{cursor.path} uses the quantisation {REMOVED_TYPES[number]}, which was removed "
+                "from the GGUF format; use a file in Q4_0 or one of the K types."
+            ) from error
         raise cursor.broken(f"tensor {shown(name)} has the unknown type {number}") from error
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     elements = math.prod(shape)

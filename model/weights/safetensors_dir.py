@@ -13,8 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.weights.base import CONVERT_PICKLES, PICKLE_SUFFIXES, CheckpointError, shown
-from model.weights.files import open_regular, parse_json, read_json, read_range, size_of
+from model.weights.base import PICKLE_SUFFIXES, CheckpointError, shown
+from model.weights.files import (
+    advise_conversion,
+    open_regular,
+    parse_json,
+    read_json,
+    read_range,
+    refuse_mistaken,
+    size_of,
+)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -104,6 +112,7 @@ def _data(entry: Entry, dtype: torch.dtype) -> Tensor:
 
 def read_header(path: Path) -> dict[str, Entry]:
     """Every tensor of one file. Raises CheckpointError unless the whole header is valid."""
+    refuse_mistaken(path)
     with open_regular(path) as file:
         file_size = size_of(file)
     if file_size < 8:
@@ -202,6 +211,6 @@ def _nothing_to_read(folder: Path) -> str:
     if unsafe:
         return (
             f"{folder} holds weights only as {shown(unsafe[0])}, a pickle that could run code, "
-            f"so {CONVERT_PICKLES}."
+            f"so {advise_conversion(folder)}."
         )
     return f"{folder} holds neither {SINGLE} nor {INDEX}."

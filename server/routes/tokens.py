@@ -38,7 +38,8 @@ def token_routes(serving: Serving) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         body = await body_of(request, DetokenizeBody)
         served = serving.find(request, body.model)
-        check_ids(body.tokens, served, "tokens")
+        # Ids that the model does not embed have a text too.
+        check_ids(body.tokens, served, "tokens", vocab_size=served.tokenizer.vocab_size)
         return JSONResponse({"prompt": decode(served.tokenizer, body.tokens)})
 
     return router

@@ -147,21 +147,22 @@ def fill_from_gguf(model, reader):
     assert not stored
 
 
-def add_tokenizer(writer, vocab_size):
-    """The tiny tokenizer, padded to the size of the vocabulary."""
+def add_tokenizer(writer, vocab_size, more=None):
+    """The tiny tokenizer, with more tokens or padded to the size of the vocabulary."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     unused = [f"<unused{index}>" for index in range(vocab_size - len(TOKENS))]
-    writer.add_token_list([*TOKENS, *unused])
+    tokens = [*TOKENS, *(unused if more is None else more)]
+    writer.add_token_list(tokens)
     writer.add_token_types(
-        [3 if token.startswith("<") and len(token) > 1 else 1 for token in [*TOKENS, *unused]]
+        [3 if token.startswith("<") and len(token) > 1 else 1 for token in tokens]
     )
     writer.add_token_merges(["t h"])
     writer.add_eos_token_id(TOKENS.index(END))
 
 
-def gguf_writer(path, config):
-    """A writer with all metadata of the model and its tokenizer."""
+def gguf_writer(path, config, more=None):
+    """A writer with all metadata of the model and its tokenizer, with these tokens more."""
     arch = "llama" if config.model_type == "mistral" else config.model_type
     head_dim = getattr(config, "head_dim", None)
     writer = gguf.GGUFWriter(path, arch)
@@ -179,7 +180,7 @@ def gguf_writer(path, config):
     if arch == "llama":
         writer.add_vocab_size(config.vocab_size)
         writer.add_rope_dimension_count(head_dim)
-    add_tokenizer(writer, config.vocab_size)
+    add_tokenizer(writer, config.vocab_size, more)
     return writer
 
 

@@ -151,6 +151,28 @@ def test_stop_ids_are_everyones(folder):
     refused(folder, "generation_config.json: eos_token_id must be a token id")
 
 
+def gguf_with_tokens(path, model, more):
+    """The model's GGUF with these tokens after the tiny tokenizer's."""
+    writer = checkpoints.gguf_writer(path, model.config, more)
+    for name, values in checkpoints.gguf_tensors(model).items():
+        writer.add_tensor(name, values)
+    return checkpoints.finish(writer, path)
+
+
+@pytest.mark.parametrize(
+    ("more", "ends"),
+    [
+        (["<|endoftext|>", "<|end_of_text|>"], {256, 258, 259}),
+        (["<|im_start|>", "<end_of_turn>"], {256, 259}),
+        (["<|return|>", "<|call|>"], {258, 259}),  # there, the declared <|end|> is none
+        (["<|file_sep|>", "<unused0>", "<EOT>"], {256, 258}),  # 260 is not embedded
+    ],
+)
+def test_a_gguf_answer_ends_at_every_end_of_its_vocabulary(more, ends, tied, tmp_path):
+    """The file declares one, as files of Qwen and SmolLM2 do."""
+    assert open_checkpoint(gguf_with_tokens(tmp_path / "x.gguf", tied, more)).stop_ids == ends
+
+
 def test_older_spelling_of_the_rotation(folder, pristine):
     config = json.loads((folder / "config.json").read_text())
     rope = config.pop("rope_parameters")
@@ -288,11 +310,103 @@ def test_a_huge_config_is_not_read(folder):
     refused(folder, "1099511627776 bytes")
 
 
-def test_a_tokenizer_larger_than_the_embedding(folder):
+def test_a_tokenizer_larger_than_the_embedding_loads(folder):
     tokenizer = checkpoints.tiny_tokenizer()
-    tokenizer.add_tokens([f"more{index}" for index in range(3)])
+    tokenizer.add_tokens([f"more{index}" for index in range(6)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    refused(folder, "tokenizer has 261 tokens, but the model embeds only 260")
+    edit(folder, "tokenizer_config.json", eos_token="more5", pad_token="more4")
+    checkpoint = open_checkpoint(folder)
+    assert (checkpoint.tokenizer.vocab_size, checkpoint.config.vocab_size) == (264, 260)
+    assert checkpoint.tokenizer.encode("amore5", bos=False)[1:] == [263]
+    assert checkpoint.stop_ids == {256}  # the model never produces 263
+
+
+def test_a_token_added_beyond_the_embedding_loads(folder):
+    """As in Llama 2's folders with a padding token."""
+    (folder / "added_tokens.json").write_text(json.dumps({"<a>": 258, "<b>": 259, "<pad>": 260}))
+    assert open_checkpoint(folder).tokenizer.encode("<pad>", bos=False) == [260]
+
+
+def test_a_gguf_tokenizer_larger_than_the_embedding_loads(tied, tmp_path):
+    more = [f"<unused{index}>" for index in range(6)]
+    checkpoint = open_checkpoint(gguf_with_tokens(tmp_path / "x.gguf", tied, more))
+    assert (checkpoint.tokenizer.vocab_size, checkpoint.config.vocab_size) == (264, 260)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:12ab\nsize 4968\n"
+PAGE = b"\xef\xbb\xbf\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n"
+READ = [
+    *["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"],
+    *["tokenizer.model", "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"],
+]
+
+
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize(
+    ("content", "saying"),
+    [
+        (POINTER, "is a Git-LFS pointer, .*`git lfs pull`"),
+        (PAGE, "is an HTML page that was saved in place of the file; download it again"),
+        (b"<html>", "is an HTML page"),
+    ],
+)
+def test_what_a_download_left_in_place_of_a_file(name, content, saying, folder):
+    (folder / name).write_bytes(content)
+    if name == "tokenizer.model":
+        (folder / "tokenizer.json").unlink()
+    assert f"{name} is" in refused(folder, saying)
+
+
+def test_a_pointer_that_is_not_read_is_left_alone(folder):
+    (folder / "tokenizer.model").write_bytes(POINTER)
+    (folder / "pytorch_model.bin").write_bytes(POINTER)
+    assert open_checkpoint(folder).tokenizer.encode("th", bos=False) == [257]
+
+
+@pytest.mark.parametrize(
+    ("content", "saying"), [(POINTER, "is a Git-LFS pointer"), (PAGE, "is an HTML page")]
+)
+def test_what_a_download_left_in_place_of_a_single_file(content, saying, tmp_path):
+    for name in ("model.gguf", "model.safetensors", "model.bin"):
+        (tmp_path / name).write_bytes(content)
+        refused(tmp_path / name, saying)
+
+
+def test_a_shard_that_is_a_pointer(tied, tmp_path):
+    checkpoints.save(tied, tmp_path, max_shard_size="20KB")
+    shard = max(tmp_path.glob("model-*.safetensors"))
+    shard.write_bytes(POINTER)
+    assert shard.name in refused(tmp_path, "is a Git-LFS pointer")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_bytes(PAGE)
+    assert index.name in refused(tmp_path, "is an HTML page")
+
+
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        ({"architectures": ["MT5ForConditionalGeneration"]}, "AutoModelForSeq2SeqLM"),
+        ({"architectures": ["T5WithLMHeadModel"]}, "AutoModelForSeq2SeqLM"),
+        ({"is_encoder_decoder": True}, "AutoModelForSeq2SeqLM"),
+        ({"architectures": ["LlamaForCausalLM"]}, "AutoModelForCausalLM"),
+        ({"is_encoder_decoder": False}, "AutoModelForCausalLM"),
+        ({"architectures": 3}, "AutoModelForCausalLM"),
+        (None, "AutoModelForCausalLM"),
+    ],
+)
+def test_pickles_are_refused_with_the_class_that_converts_them(config, model, tmp_path):
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(b"PK\x03\x04")
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    message = refused(path, "pickle")
+    assert f"{model}.from_pretrained(...).save_pretrained(...)" in message
+    assert "AutoTokenizer.from_pretrained(...).save_pretrained(...)" in message
+
+
+def test_a_folder_whose_tokenizer_is_in_other_files(folder):
+    (folder / "tokenizer.json").rename(folder / "spiece.model")
+    refused(folder, r"neither.*AutoTokenizer\.from_pretrained\(\.\.\.\)\.save_pretrained")
 
 
 def test_tokenizers_that_cannot_be_read(folder):

@@ -563,6 +563,42 @@ def test_ids_outside_the_vocabulary_are_refused(field, value, bad):
     assert error["param"] == field and str(VOCABULARY - 1) in error["message"]
 
 
+def test_tokens_that_the_model_does_not_embed_are_refused_where_they_occur():
+    """The tokenizer has 300 ids, of which the model embeds 190; "é" is 195 and 169."""
+    app = toy_app(served=[toy(vocab_size=190)])
+
+    def post(path, **body):
+        return ask(app, "POST", path, json=body)
+
+    plain = {"add_special_tokens": False, "max_tokens": 1}
+    assert complete(app, prompt="abc", **plain).status_code == 200
+    messages = [{"role": "user", "content": "é"}]
+    for refused in (
+        complete(app, prompt="é", **plain),
+        complete(app, prompt=["a", "é"], **plain),
+        complete(app, prompt="é", stream=True, **plain),
+        complete(app, prompt=[195], **plain),
+    ):
+        assert error_of(refused, 400)["param"] == "prompt"
+    assert "195" in error_of(complete(app, prompt="é", **plain), 400)["message"]
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        body = (
+            {"messages": [{"role": "user", "content": "a"}]}
+            if "chat" in path
+            else {
+                "prompt": "a",
+                "add_special_tokens": False,
+            }
+        )
+        bias = post(path, logit_bias={"195": 5}, **body)
+        assert error_of(bias, 400)["param"] == "logit_bias"
+        assert error_of(post(path, stop_token_ids=[195], **body), 400)["param"] == "stop_token_ids"
+    assert error_of(post("/v1/chat/completions", messages=messages), 400)["param"] == "messages"
+    shown = post("/tokenize", prompt="é", add_special_tokens=False).json()
+    assert shown["tokens"] == [195, 169]
+    assert post("/detokenize", tokens=[195, 169]).json() == {"prompt": "é"}
+
+
 def test_tokenize_and_detokenize():
     app = toy_app()
 

@@ -159,6 +159,15 @@ def test_refusals_are_one_sentence_and_write_nothing(here, arguments, code, word
     assert not list(here.iterdir())
 
 
+def test_a_token_that_the_model_does_not_embed_is_refused(checkpoint, capsys) -> None:
+    (checkpoint / "added_tokens.json").write_text('{"<a>": 258, "<b>": 259, "<pad>": 260}')
+    flags = (str(checkpoint), "--steps", "1", "--encodings", "nope")
+    assert cli.main(["audit", *flags, "--prompt", "so<b>"]) == 0
+    capsys.readouterr()
+    assert cli.main(["audit", *flags, "--prompt", "so<pad>"]) == 2
+    assert "--prompt: the text has a token that tiny-llama does not embed" in sentence(capsys)
+
+
 def test_an_encoder_decoder_is_refused(here, capsys) -> None:
     folder = save(encoder_decoders.random_model(encoder_decoders.t5()), here / "tiny-t5")
     capsys.readouterr()

@@ -1,5 +1,6 @@
 """From a configuration to loaded models: what is chosen, and what is refused in one sentence."""
 
+import shutil
 from unittest.mock import Mock
 
 import pytest
@@ -12,7 +13,7 @@ from server import build, decoders, placement
 from server.build import load_models
 from server.errors import CommandError
 from server.metrics import Metrics
-from tests.model.checkpoints import llama, random_model, save, write_gguf
+from tests.model.checkpoints import llama, random_model, save, tiny_tokenizer, write_gguf
 from tests.model.test_parity import BLOCKED
 from tests.server.fake_engine import configured, make_request
 from tests.server.test_banner import FACTS
@@ -47,6 +48,24 @@ def test_a_model_is_loaded_and_generates(folder):
     assert loaded.facts.kv_bytes_per_token == 480
     assert loaded.facts.blocks == (1 << 20) // (480 * 16) - 1
     assert len(generated(loaded, [1, 2, 3])) == 8
+
+
+def test_a_tokenizer_larger_than_the_embedding(folder, tmp_path):
+    """Its first tokens are the model's; the others can be neither sent nor generated."""
+    larger = shutil.copytree(folder, tmp_path / "larger")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"<more{index}>" for index in range(6)])
+    tokenizer.save(str(larger / "tokenizer.json"))
+    (loaded,) = load(f"m={larger}", *SMALL)
+    assert (loaded.served.tokenizer.vocab_size, loaded.served.vocab_size) == (264, 260)
+    assert loaded.served.details["vocab_size"] == 260
+    assert loaded.served.tokenizer.encode("<more5>", bos=False) == [263]
+    hot = {"temperature": 2.0, "logit_bias": {259: 100.0}}
+    request = make_request("a", [1, 2, 3], max_tokens=8, **hot)
+    loaded.engine.submit(request)
+    while loaded.engine.busy:
+        loaded.engine.step()
+    assert request.tokens[3:] == [259] * 8
 
 
 def test_backends_and_dtypes_agree(folder):

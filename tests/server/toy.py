@@ -149,7 +149,7 @@ def toy(name: str = "toy", **changes) -> Served:
         "name": name,
         "encoding": "rope",
         "tokenizer": ByteTokenizer(),
-        "chat_template": ChatTemplate(TEMPLATE, bos="", eos=""),
+        "chat_template": ChatTemplate(TEMPLATE, {}),
         "stop_ids": frozenset({END}),
         "vocab_size": VOCABULARY,
         "max_context": CONTEXT,

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from model.tokenizers.base import TokenizerError
 from model.tokenizers.chat import (
     ChatTemplate,
     ChatTemplateError,
@@ -22,7 +23,7 @@ CHATML = """{% for message in messages %}
 
 
 def render(source, messages=MESSAGES, *, prompt=False):
-    return ChatTemplate(source, bos="<s>", eos="</s>").render(
+    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(
         messages, add_generation_prompt=prompt
     )
 
@@ -116,7 +117,7 @@ def test_deep_messages_are_refused_and_not_a_crash():
 @pytest.mark.parametrize("source", ["{% if %}", "{{ x", "{% nothing %}", "{% generation %}"])
 def test_a_broken_template_is_refused_at_load(source):
     with pytest.raises(ChatTemplateError, match="cannot be compiled"):
-        ChatTemplate(source, bos="", eos="")
+        ChatTemplate(source, {})
 
 
 def directory(path, config=None, **files):
@@ -154,6 +155,74 @@ def test_a_template_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff{{ x }}")
     with pytest.raises(ChatTemplateError, match=r"chat_template\.jinja is not valid UTF-8"):
         directory(tmp_path)
+
+
+VARIABLES = (
+    "[{% for t in [pad_token, unk_token, sep_token, bos_token, cls_token, mask_token] %}"
+    "{{ t if t is defined else '-' }}|{% endfor %}]"
+)
+
+
+def test_every_declared_special_token_has_its_name(tmp_path):
+    declared = {
+        "bos_token": "<s>",
+        "unk_token": {"content": "<unk>", "lstrip": False},
+        "pad_token": "<pad>",
+        "sep_token": None,
+        "add_bos_token": True,
+        "chat_template": VARIABLES,
+    }
+    assert rendered(directory(tmp_path, declared)) == "[<pad>|<unk>|-|<s>|-|-|]"
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"sep_token": {"content": "<sep>"}, "pad_token": "<other>", "cls_token": None})
+    )
+    assert rendered(directory(tmp_path)) == "[<pad>|<unk>|<sep>|<s>|-|-|]"
+
+
+def test_special_tokens_of_a_model_s_own(tmp_path):
+    source = "{{ image_token }}{{ additional_special_tokens | join }}{{ add_bos_token }}"
+    declared = {
+        "image_token": "<img>",
+        "additional_special_tokens": ["<a>", {"content": "<b>"}],
+        "add_bos_token": True,
+        "chat_template": source,
+    }
+    assert rendered(directory(tmp_path, declared)) == "<img><a><b>"
+    newer = {"extra_special_tokens": {"image_token": "<image>"}, "chat_template": source}
+    assert rendered(directory(tmp_path, newer)) == "<image>"
+    newer = {"extra_special_tokens": ["<c>"], "chat_template": "{{ extra_special_tokens[0] }}"}
+    assert rendered(directory(tmp_path, newer)) == "<c>"
+
+
+@pytest.mark.parametrize("name", ["bos_token", "eos_token", "unk_token"])
+def test_an_undeclared_token_is_undefined_and_not_empty(name):
+    template = ChatTemplate(f"{{{{ {name} is defined }}}}[{{{{ {name} }}}}]", {})
+    assert template.render([], add_generation_prompt=False) == "False[]"
+
+
+def test_special_tokens_do_not_hide_the_messages():
+    template = ChatTemplate("{{ messages | length }}", {"messages": "<m>"})
+    assert template.render(MESSAGES, add_generation_prompt=False) == "2"
+
+
+@pytest.mark.parametrize("key", ["additional_special_tokens", "extra_special_tokens"])
+@pytest.mark.parametrize("value", ["<a>", [3], 7])
+def test_lists_of_special_tokens_that_are_none(tmp_path, key, value):
+    with pytest.raises(TokenizerError, match=f"{key} must be a list of tokens' texts"):
+        directory(tmp_path, {key: value, "chat_template": "x"})
+
+
+def test_gguf_template_has_every_declared_special_token():
+    fields = {
+        "tokenizer.chat_template": VARIABLES,
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "<pad>", "<sep>"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.seperator_token_id": 3,
+        "tokenizer.ggml.padding_token_id": 2,
+        "tokenizer.ggml.mask_token_id": 2**32 - 1,  # as converters write "none"
+    }
+    assert rendered(chat_template_from_gguf(fields)) == "[<pad>|<unk>|<sep>|<s>|-|-|]"
 
 
 def test_gguf_template():

@@ -200,16 +200,90 @@ def test_llama3_takes_a_whole_word_that_no_merge_reaches(pre, whole):
     assert (tokenizer_from_gguf(fields).encode("qzx", bos=False) == [word]) == whole
 
 
-@pytest.mark.parametrize("kind", [PieceType.CONTROL, PieceType.USER_DEFINED])
-def test_the_end_of_a_turn_is_known_by_how_it_is_written(kind):
-    fields = bpe_fields(byte_level(), "llama-bpe", eot_token_id=None)
-    fields["tokenizer.ggml.tokens"].append("<|end|>")
-    fields["tokenizer.ggml.token_type"].append(int(kind))
-    end = len(fields["tokenizer.ggml.tokens"]) - 1
+def with_tokens(texts, kind=PieceType.CONTROL, **declared):
+    """Llama 3's metadata with tokens added, and the first of their ids."""
+    fields = bpe_fields(byte_level(), "llama-bpe", eot_token_id=None, **declared)
+    first = len(fields["tokenizer.ggml.tokens"])
+    fields["tokenizer.ggml.tokens"] += texts
+    fields["tokenizer.ggml.token_type"] += [int(kind)] * len(texts)
+    return fields, first
+
+
+# As of llama.cpp's src/llama-vocab.cpp.
+ENDS = [
+    *["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>"],
+    *["<|flush|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>"],
+    *["<turn|>", "<|tool_response>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~["],
+    *["<｜end▁of▁sentence｜>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"],
+    *["<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"],
+]
+
+
+@pytest.mark.parametrize(
+    "kind", [PieceType.CONTROL, PieceType.USER_DEFINED, PieceType.NORMAL], ids=str
+)
+@pytest.mark.parametrize("text", ENDS)
+def test_an_end_is_known_by_how_it_is_written(text, kind):
+    fields, end = with_tokens([text], kind)
     tokenizer = tokenizer_from_gguf(fields)
-    assert tokenizer.eos == {1, end}
-    assert tokenizer.encode("<|end|>", bos=False) == [end]
+    others = {1} if text != "<|tool_response>" else set()  # there, </s> is none
+    assert tokenizer.eos == {end} | others
+    assert tokenizer.encode(f"a{text}", bos=False)[1:] == [end]
     assert tokenizer.token_bytes(end, first=False) == b""
+
+
+@pytest.mark.parametrize("text", ["<|im_start|>", "<end>", "<|endoftext|", "<|fim_middle|>"])
+def test_other_markers_end_nothing(text):
+    fields, _ = with_tokens([text] if text != "<|im_start|>" else [])
+    assert tokenizer_from_gguf(fields).eos == {1}
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        ["<|return|>", "<|call|>"],
+        ["<|return|>", "<|calls|>"],
+        ["<|flush|>", "<|call|>"],
+        ["<|calls|>", "<|flush|>"],
+    ],
+)
+def test_the_end_of_a_part_of_an_answer_ends_no_answer(beside):
+    """In gpt-oss, <|end|> stands between the analysis and the answer."""
+    fields, first = with_tokens([*beside, "<|end|>"])
+    for declared in ({}, {"tokenizer.ggml.eot_token_id": first + 2}):
+        assert tokenizer_from_gguf(fields | declared).eos == {1, first, first + 1}
+    fields, first = with_tokens([beside[0], "<|end|>"])
+    assert tokenizer_from_gguf(fields).eos == {1, first, first + 1}
+
+
+def test_a_declared_token_of_code_models_is_the_only_one_of_its_kind():
+    fields, first = with_tokens(["<|fim_pad|>", "<mine>", "<|file_sep|>"])
+    assert tokenizer_from_gguf(fields).eos == {1, first, first + 2}
+    fields["tokenizer.ggml.fim_pad_token_id"] = first + 1
+    assert tokenizer_from_gguf(fields).eos == {1, first + 1, first + 2}
+    fields["tokenizer.ggml.fim_pad_token_id"] = 2**32 - 1  # as converters write "none"
+    assert tokenizer_from_gguf(fields).eos == {1, first, first + 2}
+
+
+def test_ends_of_a_sentencepiece_vocabulary():
+    _, fields = spm_fields("llama")
+    tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    place = types.index(int(PieceType.NORMAL))
+    tokens[place] = "<end_of_turn>"
+    tokenizer = tokenizer_from_gguf(fields)
+    assert tokenizer.eos == {2, place}
+    assert tokenizer.encode("<end_of_turn>", bos=False) == [place]
+    assert tokenizer.token_bytes(place, first=False) == b""
+
+
+def test_every_part_of_a_sentencepiece_text_gets_the_space_as_in_llama_cpp():
+    library, fields = spm_fields("symbols")
+    mask = library.piece_to_id("<mask>")
+    for adds in (True, False):
+        tokenizer = tokenizer_from_gguf(fields | {"tokenizer.ggml.add_space_prefix": adds})
+        a = tokenizer.encode("a", bos=False)
+        assert (a == library.encode("a")) == adds
+        assert tokenizer.encode("a<mask>a", bos=False) == [*a, mask, *a]
 
 
 def test_a_file_that_does_not_say_how_to_cut_text_is_gpt2s():
@@ -243,7 +317,7 @@ def test_a_file_without_token_types_or_ends():
         byte_level(), None, token_type=None, eos_token_id=None, eot_token_id=None, bos_token_id=None
     )
     tokenizer = tokenizer_from_gguf(fields)
-    assert tokenizer.eos == frozenset()
+    assert tokenizer.eos == {1}  # by its text
     assert tokenizer.bos is None
     assert decode(tokenizer, tokenizer.encode("<s>", bos=True)) == "<s>"
 

@@ -161,6 +161,15 @@ def test_added_tokens_may_take_the_white_space_around_them():
     assert both == [size + 1, size, size, size + 2, size]
 
 
+def test_added_tokens_that_are_whole_words():
+    model = SpmModel(train_spm("llama"))
+    added = [AddedToken(model.size, "rope", special=False, single_word=True)]
+    tokenizer = SpmTokenizer(model, added=added)
+    assert model.size in tokenizer.encode("a rope.", bos=False)
+    for text in ("ropes", "a_rope", "éropé"):
+        assert model.size not in tokenizer.encode(text, bos=False)
+
+
 def test_long_white_space_before_tokens_that_take_it_is_read_once():
     """In quadratic time this takes a minute and holds up all other requests."""
     model = SpmModel(train_spm("llama"))

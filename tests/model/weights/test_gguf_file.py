@@ -127,7 +127,13 @@ BROKEN = {
     ),
     "tensor twice": (header(tensors=2, rest=2 * info()), "'a' appears twice"),
     "unknown type": (header(tensors=1, rest=info(kind=250)), "unknown type 250"),
-    "removed type": (header(tensors=1, rest=info(kind=4)), "unknown type 4"),
+    **{
+        f"removed type {number}": (
+            header(tensors=1, rest=info(kind=number)),
+            f"uses the quantisation {name}, which was removed .*use a file in Q4_0",
+        )
+        for number, name in ((4, "Q4_2"), (5, "Q4_3"), (31, "Q4_0_4_4"), (38, "IQ4_NL_8_8"))
+    },
     "no dimensions": (header(tensors=1, rest=info(shape=())), "cannot be stored"),
     "zero dimension": (header(tensors=1, rest=info(shape=(0, 4))), "cannot be stored"),
     "five dimensions": (header(tensors=1, rest=info(shape=(1,) * 5)), "5 dimensions"),
