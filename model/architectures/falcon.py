@@ -1,5 +1,7 @@
 """Falcon-RW: the Falcon models with ALiBi. Those with RoPE have other shapes and are refused."""
 
+from typing import ClassVar
+
 from model.architectures import stored
 from model.architectures.common import (
     MAX_CONTEXT,
@@ -8,9 +10,10 @@ from model.architectures.common import (
     MAX_LAYERS,
     MAX_VOCAB,
     MAX_WIDTH,
+    TRANSFORMERS,
     activation,
 )
-from model.architectures.fields import Fields
+from model.architectures.fields import Absent, Fields, by
 from model.architectures.plain import PlainDecoder, plain_config, tied
 from model.config import EncodingSpec, ModelConfig
 
@@ -28,6 +31,15 @@ class Falcon(PlainDecoder):
     adopted = "modeling_falcon.FalconForCausalLM"
     prefix = "transformer."
     fused_by_head = True
+    absent: ClassVar[Absent] = by(
+        TRANSFORMERS,
+        vocab_size=65024,
+        hidden_size=4544,
+        num_hidden_layers=32,
+        num_attention_heads=71,
+        layer_norm_epsilon=1e-5,
+        max_position_embeddings=2048,
+    )
     # Read only by models with RoPE, or older names besides the newer ones.
     harmless = """
         apply_residual_connection_post_layernorm hidden_dropout num_kv_heads
@@ -65,7 +77,7 @@ class Falcon(PlainDecoder):
             heads=heads,
             ffn_width=fields.optional_integer("ffn_hidden_size", MAX_FFN_WIDTH) or 4 * width,
             norm_eps=fields.number("layer_norm_epsilon"),
-            trained_context=fields.optional_integer("max_position_embeddings", MAX_CONTEXT) or 2048,
+            trained_context=fields.integer("max_position_embeddings", MAX_CONTEXT),
             tied_embeddings=tied(fields),
             encoding=EncodingSpec("alibi", alibi),
             activation=activation(fields, "activation", "gelu"),

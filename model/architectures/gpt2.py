@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import ClassVar
 
 from model.architectures import stored
 from model.architectures.common import (
@@ -11,9 +12,10 @@ from model.architectures.common import (
     MAX_LAYERS,
     MAX_VOCAB,
     MAX_WIDTH,
+    TRANSFORMERS,
     activation,
 )
-from model.architectures.fields import Fields
+from model.architectures.fields import Absent, Fields, by
 from model.architectures.plain import PlainDecoder, plain_config, tied
 from model.config import EncodingSpec, ModelConfig
 
@@ -25,6 +27,15 @@ class GPT2(PlainDecoder):
     prefix = "transformer."
     transposed = True
     derived = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")  # masks
+    absent: ClassVar[Absent] = by(
+        TRANSFORMERS,
+        vocab_size=50257,
+        n_positions=1024,
+        n_embd=768,
+        n_layer=12,
+        n_head=12,
+        layer_norm_epsilon=1e-5,
+    )
     # reorder_and_upcast_attn only changes the order of rounding.
     harmless = """
         attn_pdrop embd_pdrop n_ctx reorder_and_upcast_attn resid_pdrop summary_activation

@@ -1,5 +1,7 @@
 """OPT: learned positions from row 2 on; the 350M model is post-norm and projects embeddings."""
 
+from typing import ClassVar
+
 from model.architectures import stored
 from model.architectures.common import (
     MAX_CONTEXT,
@@ -8,9 +10,10 @@ from model.architectures.common import (
     MAX_LAYERS,
     MAX_VOCAB,
     MAX_WIDTH,
+    TRANSFORMERS,
     activation,
 )
-from model.architectures.fields import Fields
+from model.architectures.fields import Absent, Fields, by
 from model.architectures.plain import PlainDecoder, plain_config, tied
 from model.config import EncodingSpec, ModelConfig
 
@@ -21,6 +24,15 @@ class OPT(PlainDecoder):
     model_type = "opt"
     model_class = "OPTForCausalLM"
     prefix = "model."
+    absent: ClassVar[Absent] = by(
+        TRANSFORMERS,
+        vocab_size=50272,
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        ffn_dim=3072,
+        max_position_embeddings=2048,
+    )
     harmless = "activation_dropout dropout init_std layerdrop"
     names = stored.Names(
         embed="model.decoder.embed_tokens",
