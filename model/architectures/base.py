@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
-from model.architectures.fields import Absent, Fields
+from model.architectures.fields import Absent, Fields, prefixed
 from model.architectures.stored import Parameters
 from model.config import ModelConfig
 from model.weights.base import CheckpointError, WeightFile, shown
@@ -37,8 +37,7 @@ class Architecture(ABC):
 
     def described_by_gguf(self, fields: Fields) -> Fields:
         """GGUF metadata, to be read with this family's defaults."""
-        own = {f"{self.gguf_name}.{key}": what for key, what in self.absent_in_gguf.items()}
-        return fields.with_absent(own)
+        return fields.with_absent(prefixed(self.absent_in_gguf, f"{self.gguf_name}."))
 
     @abstractmethod
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:

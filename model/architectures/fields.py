@@ -42,6 +42,17 @@ def by(who: str, /, **values: int | float | Like) -> Absent:
     return {key: Default(value, who) for key, value in values.items()}
 
 
+def prefixed(absent: Absent, prefix: str) -> Absent:
+    """The same of keys that all begin so."""
+    return {prefix + key: _behind(what, prefix) for key, what in absent.items()}
+
+
+def _behind(what: Default | Disputed, prefix: str) -> Default | Disputed:
+    if isinstance(what, Default) and isinstance(what.value, Like):
+        return Default(Like(prefix + what.value.key), what.by)
+    return what
+
+
 class Fields:
     """Named values of one file. What was not read must be harmless, or `finish` refuses it."""
 

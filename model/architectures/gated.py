@@ -10,6 +10,7 @@ from typing import ClassVar
 from model.architectures import rotation, rotation_gguf, stored
 from model.architectures.base import Architecture
 from model.architectures.common import (
+    LLAMA_CPP,
     MAX_CONTEXT,
     MAX_FFN_WIDTH,
     MAX_HEAD_DIM,
@@ -24,7 +25,7 @@ from model.architectures.common import (
     refuse_split,
     vocab_size_of_gguf,
 )
-from model.architectures.fields import Absent, Fields
+from model.architectures.fields import Absent, Default, Fields, Like
 from model.config import EncodingSpec, ModelConfig
 from model.weights.base import WeightFile
 
@@ -40,7 +41,10 @@ class GatedDecoder(Architecture):
     harmless: ClassVar[frozenset[str]] = frozenset()  # further keys without effect on logits
     adopted: str | None = None  # the family's own code, since integrated into transformers
     rope_kinds: ClassVar[Mapping[str, str]] = rotation.KINDS
-    absent_in_gguf: ClassVar[Absent] = rotation_gguf.ROTATED_IN_GGUF
+    absent_in_gguf: ClassVar[Absent] = {
+        **rotation_gguf.ROTATED_IN_GGUF,
+        "attention.head_count_kv": Default(Like("attention.head_count"), LLAMA_CPP),
+    }
     derived = re.compile("|".join([rotation.TABLE, *map(re.escape, rotation_gguf.ROPE_TENSORS)]))
 
     def head_dim(self, fields: Fields) -> int | None:
@@ -115,8 +119,7 @@ class GatedDecoder(Architecture):
         width = fields.integer(own + "embedding_length", MAX_WIDTH)
         layers = fields.integer(own + "block_count", MAX_LAYERS)
         heads = fields.integer(own + "attention.head_count", MAX_HEADS)
-        # In this format absent keys have meanings: as many, as wide, all coordinates rotated.
-        kv_heads = fields.optional_integer(own + "attention.head_count_kv", heads) or heads
+        kv_heads = fields.integer(own + "attention.head_count_kv", heads)
         head_dim = fields.optional_integer(own + "attention.key_length", MAX_HEAD_DIM)
         head_dim = _head_dim(fields, head_dim, width, heads, kv_heads)
         value_dim = fields.optional_integer(own + "attention.value_length", MAX_HEAD_DIM)

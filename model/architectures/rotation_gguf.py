@@ -18,7 +18,6 @@ from model.weights.base import WeightFile, shown
 ROPE_TENSORS = frozenset(
     {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 )
-# What it means that a required key is absent.
 ROTATED_IN_GGUF: Absent = {
     "rope.freq_base": Default(10000.0, LLAMA_CPP),
     "rope.scaling.factor": Default(1.0, LLAMA_CPP),  # where rope.scaling.type asks for one
@@ -63,9 +62,9 @@ def _scaling_in_gguf(fields: Fields, own: str, context: int) -> dict[str, Any] |
         return None  # a factor would stay unread and be refused
     if kind not in (None, "linear", "yarn"):
         raise fields.error(f"rope.scaling.type {shown(kind)} is not supported")
-    factor = fields.optional_number(own + "scaling.factor", zero_is_none=True)
-    if factor is None:  # then the name it had before llama.cpp knew other types than linear counts
-        factor = fields.optional_number(own + "scale_linear", zero_is_none=True)
+    factor = fields.optional_number(own + "scaling.factor")
+    older = fields.optional_number(own + "scale_linear")  # counts where there is no newer one
+    factor = older if factor is None else factor
     if factor is None and kind is None:
         return None
     if factor is None:

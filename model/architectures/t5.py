@@ -11,6 +11,7 @@ from typing import ClassVar
 from model.architectures.base import Architecture
 from model.architectures.common import (
     ACTIVATIONS,
+    LLAMA_CPP,
     MAX_CONTEXT,
     MAX_FFN_WIDTH,
     MAX_HEAD_DIM,
@@ -25,7 +26,7 @@ from model.architectures.common import (
     refuse_split,
     vocab_size_of_gguf,
 )
-from model.architectures.fields import Absent, Fields, Like, by
+from model.architectures.fields import Absent, Default, Fields, Like, by
 from model.architectures.stored import Parameters
 from model.architectures.t5_stored import GGUF, HUGGING_FACE, encoder_decoder
 from model.config import Activation, EncoderDecoderConfig, EncodingSpec, ModelConfig
@@ -67,6 +68,9 @@ class T5(Architecture):
             decoder_start_token_id=Like("pad_token_id"),
         ),
         **by("arXiv 1910.10683", n_positions=512),  # section 3.1.2: tokens a side
+    }
+    absent_in_gguf: ClassVar[Absent] = {
+        "decoder_block_count": Default(Like("block_count"), LLAMA_CPP)
     }
     feed_forward = "relu"  # where config.json states none
     per_layer = False  # whether every layer has its own bias
@@ -145,7 +149,7 @@ class T5(Architecture):
         )
         config = _with_decoder(
             encoder,
-            layers=fields.optional_integer(own + "decoder_block_count", MAX_LAYERS) or layers,
+            layers=fields.integer(own + "decoder_block_count", MAX_LAYERS),
             start_token=_one_id(fields, own + "decoder_start_token_id", encoder),
             end_token=_one_id(fields, "tokenizer.ggml.eos_token_id", encoder),
             output_scale=width**-0.5 if tied else 1.0,
