@@ -34,7 +34,7 @@ class Disputed:
     meanings: str  # after "its absence means"
 
 
-Absent = Mapping[str, Default | Disputed]  # docs/checkpoints.md lists all of them
+Absent = dict[str, Default | Disputed]  # docs/checkpoints.md lists all of them
 
 
 def by(who: str, /, **values: int | float | Like) -> Absent:

@@ -18,7 +18,7 @@ from model.architectures.common import (
 )
 from model.architectures.fields import Absent, Default, Disputed, Fields, Like, by
 from model.architectures.plain import PlainDecoder, plain_config, tied
-from model.architectures.rotation import rope_from_hf, rope_spec, trained_context
+from model.architectures.rotation import rope_from_hf, rope_spec
 from model.config import ModelConfig
 
 NEWER_HEAD = "lm_head.weight"  # in files with transformers' in-memory names
@@ -68,9 +68,6 @@ class GPTNeoX(PlainDecoder):
         heads = fields.integer("num_attention_heads", MAX_HEADS)
         context = fields.integer("max_position_embeddings", MAX_CONTEXT)
         bias = fields.flag("attention_bias") is not False
-        encoding = rope_from_hf(
-            fields, width // heads, context, older=("rotary_emb_base", "rotary_pct")
-        )
         return plain_config(
             fields,
             vocab_size=fields.integer("vocab_size", MAX_VOCAB),
@@ -79,9 +76,11 @@ class GPTNeoX(PlainDecoder):
             heads=heads,
             ffn_width=fields.integer("intermediate_size", MAX_FFN_WIDTH),
             norm_eps=fields.number("layer_norm_eps"),
-            trained_context=trained_context(fields, encoding, context),
+            trained_context=context,
             tied_embeddings=tied(fields, default=False),
-            encoding=encoding,
+            encoding=rope_from_hf(
+                fields, width // heads, context, older=("rotary_emb_base", "rotary_pct")
+            ),
             activation=activation(fields, "hidden_act", "gelu"),
             block="pre_norm" if fields.flag("use_parallel_residual") is False else "parallel",
             qkv_bias=bias,

@@ -191,17 +191,6 @@ def test_yarn_reaches_the_original_context_times_the_factor(kind, changes, conte
     assert hf(kind, **changes).trained_context == context
 
 
-def test_yarn_of_gpt_neox_does_too():
-    values = {
-        "model_type": "gpt_neox",
-        "max_position_embeddings": 2048,
-        "rotary_pct": 0.25,
-        "rope_scaling": YARN | {"original_max_position_embeddings": 2048},
-    }
-    config = by_model_type("gpt_neox", "").config_from_hf(Fields("x", values), Stored({}))
-    assert config.trained_context == 8192
-
-
 @pytest.mark.parametrize(
     ("changes", "context"),
     [
