@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from model.architectures.absent import Absent, Default, Disputed, Like
 from model.architectures.base import Architecture, architectures
-from model.architectures.fields import Absent, Default, Disputed, Like
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
@@ -70,5 +70,5 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_the_readme_and_the_code_lead_here() -> None:
-    for name in ("README.md", "model/architectures/fields.py"):
+    for name in ("README.md", "model/architectures/absent.py"):
         assert "docs/checkpoints.md" in (ROOT / name).read_text()

@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
-from model.architectures.fields import Absent, Fields, prefixed
+from model.architectures.absent import Absent, prefixed
+from model.architectures.fields import Fields
 from model.architectures.stored import Parameters
 from model.config import ModelConfig
 from model.weights.base import CheckpointError, WeightFile, shown

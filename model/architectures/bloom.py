@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from model.architectures import stored
+from model.architectures.absent import Absent, by
 from model.architectures.common import (
     MAX_CONTEXT,
     MAX_HEADS,
@@ -12,7 +13,7 @@ from model.architectures.common import (
     MAX_WIDTH,
     TRANSFORMERS,
 )
-from model.architectures.fields import Absent, Fields, by
+from model.architectures.fields import Fields
 from model.architectures.plain import PlainDecoder, plain_config, tied
 from model.config import EncodingSpec, ModelConfig
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from model.architectures import rotation, rotation_gguf, stored
+from model.architectures.absent import Absent, Default, Like
 from model.architectures.base import Architecture
 from model.architectures.common import (
     LLAMA_CPP,
@@ -25,7 +26,7 @@ from model.architectures.common import (
     refuse_split,
     vocab_size_of_gguf,
 )
-from model.architectures.fields import Absent, Default, Fields, Like
+from model.architectures.fields import Fields
 from model.config import EncodingSpec, ModelConfig
 from model.weights.base import WeightFile
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from model.architectures import stored
+from model.architectures.absent import Absent, Default, Disputed, Like, by
 from model.architectures.common import (
     LLAMA_CPP,
     MAX_CONTEXT,
@@ -16,7 +17,7 @@ from model.architectures.common import (
     TRANSFORMERS,
     activation,
 )
-from model.architectures.fields import Absent, Default, Disputed, Fields, Like, by
+from model.architectures.fields import Fields
 from model.architectures.plain import PlainDecoder, plain_config, tied
 from model.architectures.rotation import rope_from_hf, rope_spec
 from model.config import ModelConfig

@@ -2,8 +2,9 @@
 
 from typing import ClassVar
 
+from model.architectures.absent import Absent, Like, by
 from model.architectures.common import TRANSFORMERS
-from model.architectures.fields import Absent, Fields, Like, by
+from model.architectures.fields import Fields
 from model.architectures.gated import GatedDecoder
 from model.architectures.rotation import ROTATED
 

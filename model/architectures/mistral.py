@@ -2,8 +2,9 @@
 
 from typing import ClassVar
 
+from model.architectures.absent import Absent, Disputed, by
 from model.architectures.common import MAX_CONTEXT, TRANSFORMERS
-from model.architectures.fields import Absent, Disputed, Fields, by
+from model.architectures.fields import Fields
 from model.architectures.gated import GatedDecoder
 from model.architectures.rotation import ROTATED
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from model.architectures import stored
+from model.architectures.absent import Absent, Disputed, by
 from model.architectures.common import (
     MAX_CONTEXT,
     MAX_HEADS,
@@ -13,7 +14,7 @@ from model.architectures.common import (
     TRANSFORMERS,
     harmless_in_hf,
 )
-from model.architectures.fields import Absent, Disputed, Fields, by
+from model.architectures.fields import Fields
 from model.architectures.plain import PlainDecoder, plain_config, tied
 from model.config import EncodingSpec, ModelConfig
 

@@ -2,8 +2,9 @@
 
 from typing import ClassVar
 
+from model.architectures.absent import Absent, by
 from model.architectures.common import TRANSFORMERS
-from model.architectures.fields import Absent, Fields, by
+from model.architectures.fields import Fields
 from model.architectures.t5 import T5
 
 

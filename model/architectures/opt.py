@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 from model.architectures import stored
+from model.architectures.absent import Absent, by
 from model.architectures.common import (
     MAX_CONTEXT,
     MAX_FFN_WIDTH,
@@ -13,7 +14,7 @@ from model.architectures.common import (
     TRANSFORMERS,
     activation,
 )
-from model.architectures.fields import Absent, Fields, by
+from model.architectures.fields import Fields
 from model.architectures.plain import PlainDecoder, plain_config, tied
 from model.config import EncodingSpec, ModelConfig
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 from typing import ClassVar
 
 from model.architectures import stored
+from model.architectures.absent import Absent, Like, by
 from model.architectures.common import MAX_CONTEXT, TRANSFORMERS
-from model.architectures.fields import Absent, Fields, Like, by
+from model.architectures.fields import Fields
 from model.architectures.gated import GatedDecoder
 from model.architectures.rotation import ROTATED
 from model.config import ModelConfig

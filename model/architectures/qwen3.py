@@ -2,8 +2,9 @@
 
 from typing import ClassVar
 
+from model.architectures.absent import Absent, by
 from model.architectures.common import MAX_HEAD_DIM, TRANSFORMERS
-from model.architectures.fields import Absent, Fields, by
+from model.architectures.fields import Fields
 from model.architectures.gated import GatedDecoder, windows_by_layer
 from model.architectures.qwen2 import Qwen2
 

@@ -8,8 +8,9 @@ ignoring it could change the answers. Knows descriptions, no particular family.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from model.architectures.absent import Like, by
 from model.architectures.common import MAX_CONTEXT, TRANSFORMERS
-from model.architectures.fields import Fields, Like, by
+from model.architectures.fields import Fields
 from model.config import EncodingSpec
 from model.rope_scaling import longrope_magnitude, yarn_magnitude
 from model.rotation import Layout

@@ -7,8 +7,9 @@ understood is refused. Knows no particular family.
 from collections.abc import Sequence
 from typing import Any
 
+from model.architectures.absent import Absent, Default
 from model.architectures.common import LLAMA_CPP, MAX_CONTEXT
-from model.architectures.fields import Absent, Default, Fields
+from model.architectures.fields import Fields
 from model.architectures.rotation import positive_numbers, rope_spec, stretched
 from model.config import EncodingSpec
 from model.rope_scaling import yarn_magnitude

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
+from model.architectures.absent import Absent, by
 from model.architectures.common import MAX_CONTEXT, MAX_LAYERS, TRANSFORMERS
-from model.architectures.fields import Absent, Fields, by
+from model.architectures.fields import Fields
 from model.architectures.gated import GatedDecoder, windows_by_layer
 from model.architectures.rotation import ROTATED
 

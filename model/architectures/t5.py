@@ -8,6 +8,7 @@ import dataclasses
 import re
 from typing import ClassVar
 
+from model.architectures.absent import Absent, Default, Like, by
 from model.architectures.base import Architecture
 from model.architectures.common import (
     ACTIVATIONS,
@@ -26,7 +27,7 @@ from model.architectures.common import (
     refuse_split,
     vocab_size_of_gguf,
 )
-from model.architectures.fields import Absent, Default, Fields, Like, by
+from model.architectures.fields import Fields
 from model.architectures.stored import Parameters
 from model.architectures.t5_stored import GGUF, HUGGING_FACE, encoder_decoder
 from model.config import Activation, EncoderDecoderConfig, EncodingSpec, ModelConfig

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from model.architectures.fields import Absent
+from model.architectures.absent import Absent
 from model.architectures.mt5 import MT5
 from model.architectures.t5 import T5
 

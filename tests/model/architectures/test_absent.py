@@ -10,9 +10,10 @@ import pytest
 import torch
 import transformers
 
+from model.architectures.absent import Default, Disputed, Like
 from model.architectures.base import architectures, by_model_type
 from model.architectures.common import HARMLESS, TRANSFORMERS
-from model.architectures.fields import Default, Disputed, Fields, Like
+from model.architectures.fields import Fields
 from model.loading import open_checkpoint
 from tests.model import checkpoints, refusals
 from tests.model.architectures.test_configs import ABSENT, Stored, from_gguf, hf

@@ -147,6 +147,7 @@ def test_newer_spellings_of_bloom():
         ("mpt", attention(clip_qkv=6), "qkv_clip", 6.0),
         ("mpt", attention(softmax_scale=0.25), "attention_scale", 0.25),
         ("mpt", attention(alibi_bias_max=16), "encoding", EncodingSpec("alibi", {"bias_max": 16})),
+        ("mpt", attention(_name_or_path="x", _attn_implementation="eager"), "heads", 32),
         ("mpt", attention(alibi_bias_max=ABSENT), "encoding", EncodingSpec("alibi", {})),
         ("mpt", {"architectures": ["MptForCausalLM"], "auto_map": ABSENT}, "heads", 32),
         ("mpt", {"norm_type": "layernorm"}, "norm", "layer"),

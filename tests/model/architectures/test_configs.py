@@ -115,6 +115,8 @@ def test_plain(kind, expected):
         ("llama", {"hidden_act": ABSENT, "architectures": ABSENT}, {}),
         ("llama", {"dtype": "bfloat16", "pretraining_tp": 4, "use_cache": True}, {}),
         ("llama", {"rope_interleaved": False, "some_switch": None, "list": []}, {}),
+        ("llama", {"_attn_implementation": "sdpa", "_flash_attn_2_enabled": True}, {}),
+        ("llama", {"_name_or_path": "/x", "_commit_hash": "1f", "use_flash_attn": True}, {}),
         ("mistral", {"sliding_window": 40}, {"windows": (40, 40, 40)}),
         ("qwen3", {"attention_bias": True}, {"qkv_bias": True, "out_bias": True, "qk_norm": True}),
     ],
