@@ -111,7 +111,7 @@ def rope_from_hf(
 
 
 def trained_context(fields: Fields, encoding: EncodingSpec, context: int) -> int:
-    """Positions, where `context` is max_position_embeddings."""
+    """Positions the model was trained for. context: max_position_embeddings."""
     sections = (fields, fields.section("rope_parameters"), fields.section("rope_scaling"))
     stated = any(part is not None and part.get(ORIGINAL) is not None for part in sections)
     return stretched(encoding, context) if stated else context

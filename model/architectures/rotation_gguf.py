@@ -49,7 +49,7 @@ def rope_from_gguf(
 
 
 def trained_context_in_gguf(fields: Fields, own: str, encoding: EncodingSpec, context: int) -> int:
-    """Positions, where `context` is context_length."""
+    """Positions the model was trained for. context: context_length."""
     stated = fields.get(own + "rope.scaling.original_context_length") is not None
     return stretched(encoding, context) if stated else context
 
