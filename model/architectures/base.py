@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
+from model.architectures.absent import Absent, prefixed
 from model.architectures.fields import Fields
 from model.architectures.stored import Parameters
 from model.config import ModelConfig
@@ -24,8 +25,20 @@ class Architecture(ABC):
 
     model_type: str  # of config.json
     gguf_name: str | None = None  # general.architecture; None when GGUF does not have the family
+    # What it means that a required key is absent: of config.json, and of GGUF metadata without the
+    # architecture's prefix. What nobody defines, or not all alike, is refused.
+    absent: ClassVar[Absent] = {}
+    absent_in_gguf: ClassVar[Absent] = {}
     # Names of stored tensors that follow from the config, and so may be ignored.
     derived: ClassVar[re.Pattern[str]] = re.compile("(?!)")
+
+    def described_by_hf(self, fields: Fields) -> Fields:
+        """A config.json, to be read with this family's defaults."""
+        return fields.with_absent(self.absent)
+
+    def described_by_gguf(self, fields: Fields) -> Fields:
+        """GGUF metadata, to be read with this family's defaults."""
+        return fields.with_absent(prefixed(self.absent_in_gguf, f"{self.gguf_name}."))
 
     @abstractmethod
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:

@@ -1,14 +1,23 @@
 """BLOOM: ALiBi, a norm on the embeddings, queries, keys and values fused head by head."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 from model.architectures import stored
-from model.architectures.common import MAX_CONTEXT, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
+from model.architectures.absent import Absent, by
+from model.architectures.common import (
+    MAX_CONTEXT,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    TRANSFORMERS,
+)
 from model.architectures.fields import Fields
 from model.architectures.plain import PlainDecoder, plain_config, tied
 from model.config import EncodingSpec, ModelConfig
 
-TRAINED_CONTEXT = 2048  # of all published models; newer files leave it out
+BIGSCIENCE = "BigScience"  # of all published models; newer files leave it out
 
 
 class Bloom(PlainDecoder):
@@ -17,6 +26,14 @@ class Bloom(PlainDecoder):
     gguf_name = "bloom"
     prefix = "transformer."
     fused_by_head = True
+    absent: ClassVar[Absent] = by(
+        TRANSFORMERS,
+        vocab_size=250880,
+        hidden_size=64,
+        n_layer=2,
+        n_head=8,
+        layer_norm_epsilon=1e-5,
+    ) | by(BIGSCIENCE, seq_length=2048)
     harmless = """
         attention_softmax_in_fp32 bias_dropout_fusion hidden_dropout masked_softmax_fusion n_inner
         offset_alibi slow_but_exact skip_bias_add skip_bias_add_qkv
@@ -47,7 +64,7 @@ class Bloom(PlainDecoder):
             heads=_either(fields, "n_head", "num_attention_heads", MAX_HEADS),
             ffn_width=4 * width,
             norm_eps=fields.number("layer_norm_epsilon"),
-            trained_context=fields.optional_integer("seq_length", MAX_CONTEXT) or TRAINED_CONTEXT,
+            trained_context=fields.integer("seq_length", MAX_CONTEXT),
             tied_embeddings=tied(fields),
             encoding=EncodingSpec("alibi", {}),
             activation="gelu_tanh",
@@ -66,6 +83,4 @@ def _either(fields: Fields, name: str, older: str, limit: int) -> int:
     if first is not None and second is not None and first != second:
         raise fields.error(f"{name} is {first}, but {older} is {second}")
     found = first if first is not None else second
-    if found is None:
-        raise fields.missing(name)
-    return found
+    return fields.integer(name, limit) if found is None else found

@@ -1,6 +1,6 @@
 """What all architectures share in reading descriptions. Knows no particular one."""
 
-import re
+from collections.abc import Callable
 
 from model.architectures.fields import Fields
 from model.config import Activation
@@ -17,20 +17,31 @@ MAX_CONTEXT = 1 << 22
 
 # In config.json: training, bookkeeping and generation defaults. None changes the logits.
 HARMLESS = """
-    _attn_implementation_autoset _name_or_path attention_dropout bad_words_ids
-    begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
-    decoder_start_token_id diversity_penalty do_sample dtype early_stopping
-    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id id2label initializer_range is_llama_config label2id
-    length_penalty max_length min_length model_type no_repeat_ngram_size num_beam_groups num_beams
-    num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix
-    pretraining_tp problem_type remove_invalid_values repetition_penalty return_dict
-    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
-    tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
-    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
+    assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight
+    assistant_lookbehind attention_dropout attn_implementation bad_words_ids
+    begin_suppress_tokens bos_token_id cache_config cache_implementation chunk_size_feed_forward
+    classifier_dropout compile_config constraints continuous_batching_config
+    decoder_start_token_id disable_compile diversity_penalty do_sample dola_layers dtype
+    early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id
+    epsilon_cutoff eta_cutoff experts_implementation exponential_decay_length_penalty
+    finetuning_task force_words_ids forced_bos_token_id forced_eos_token_id
+    gradient_checkpointing guidance_scale id2label initializer_range is_assistant
+    is_llama_config label2id length_penalty low_memory max_cache_len max_length
+    max_matching_ngram_size max_new_tokens max_time min_length min_new_tokens min_p
+    model_max_length model_type name_or_path no_repeat_ngram_size num_assistant_tokens
+    num_assistant_tokens_schedule num_beam_groups num_beams num_labels num_return_sequences
+    output_attentions output_hidden_states output_logits output_scores pad_token_id
+    penalty_alpha prefill_chunk_size prefix pretraining_tp problem_type prompt_lookup_num_tokens
+    remove_invalid_values renormalize_logits repetition_penalty return_dict
+    return_dict_in_generate sep_token_id sequence_bias speculation_type stop_strings
+    suppress_tokens target_lookbehind task_specific_params temperature tf_legacy_loss
+    token_healing tokenizer_class tokenizer_model_max_length tokenizer_padding_side top_h top_k
+    top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
+    unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache use_flash_attention_2
+    use_flash_attn use_mtp watermarking_config
 """
-# In GGUF metadata: keys of the file or tokenizer; the model's own start with its name.
-GGUF_OTHERS = re.compile(r"(general|tokenizer|quantize|split)\.")
+TRANSFORMERS = "transformers"
+LLAMA_CPP = "llama.cpp"
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -40,6 +51,21 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+
+
+def harmless_in_hf(*more: str) -> Callable[[str], bool]:
+    """Whether a key of config.json changes no answer; `more`: keys of the family.
+
+    Keys that begin with an underscore are private to the program that wrote them. Those of the
+    few that mean something are read by their family, and then are not asked about.
+    """
+    known = {*HARMLESS.split(), *more}
+    return lambda key: key.startswith("_") or key in known
+
+
+def harmless_in_gguf(own: str) -> Callable[[str], bool]:
+    """Whether a metadata key is not the model's own: of the file, its tokenizer or its maker."""
+    return lambda key: not key.startswith(own)
 
 
 def refuse_foreign(

@@ -1,6 +1,9 @@
 """Falcon-RW: the Falcon models with ALiBi. Those with RoPE have other shapes and are refused."""
 
+from typing import ClassVar
+
 from model.architectures import stored
+from model.architectures.absent import Absent, by
 from model.architectures.common import (
     MAX_CONTEXT,
     MAX_FFN_WIDTH,
@@ -8,6 +11,7 @@ from model.architectures.common import (
     MAX_LAYERS,
     MAX_VOCAB,
     MAX_WIDTH,
+    TRANSFORMERS,
     activation,
 )
 from model.architectures.fields import Fields
@@ -28,6 +32,15 @@ class Falcon(PlainDecoder):
     adopted = "modeling_falcon.FalconForCausalLM"
     prefix = "transformer."
     fused_by_head = True
+    absent: ClassVar[Absent] = by(
+        TRANSFORMERS,
+        vocab_size=65024,
+        hidden_size=4544,
+        num_hidden_layers=32,
+        num_attention_heads=71,
+        layer_norm_epsilon=1e-5,
+        max_position_embeddings=2048,
+    )
     # Read only by models with RoPE, or older names besides the newer ones.
     harmless = """
         apply_residual_connection_post_layernorm hidden_dropout num_kv_heads
@@ -65,7 +78,7 @@ class Falcon(PlainDecoder):
             heads=heads,
             ffn_width=fields.optional_integer("ffn_hidden_size", MAX_FFN_WIDTH) or 4 * width,
             norm_eps=fields.number("layer_norm_epsilon"),
-            trained_context=fields.optional_integer("max_position_embeddings", MAX_CONTEXT) or 2048,
+            trained_context=fields.integer("max_position_embeddings", MAX_CONTEXT),
             tied_embeddings=tied(fields),
             encoding=EncodingSpec("alibi", alibi),
             activation=activation(fields, "activation", "gelu"),

@@ -3,64 +3,119 @@
 Knows config.json objects and GGUF metadata as plain mappings, no particular model.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from logging import getLogger
 
+from model.architectures.absent import Absent, Default, Disputed, Like
 from model.weights.base import CheckpointError, shown
+
+log = getLogger(__name__)
 
 
 class Fields:
     """Named values of one file. What was not read must be harmless, or `finish` refuses it."""
 
-    def __init__(self, where: str, values: Mapping[str, object]) -> None:
+    def __init__(
+        self, where: str, values: Mapping[str, object], absent: Absent | None = None
+    ) -> None:
+        """absent: what it means that a required key is not there; without, it must be."""
         self.where = where
         self._values = values
+        self._absent = absent or {}
         self._read: set[str] = set()
+        self._assumed: list[str] = []
+
+    def with_absent(self, absent: Absent) -> "Fields":
+        """The same values, what was read of them included, with a family's defaults."""
+        described = Fields(self.where, self._values, absent)
+        described._read |= self._read
+        return described
 
     def error(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {reason}.")
+
+    def assume(self, what: str) -> None:
+        """Tell in the log, at the end, how something was understood that is not plainly stated."""
+        if what not in self._assumed:
+            self._assumed.append(what)
+
+    def states(self, key: str) -> bool:
+        """Whether the key is there, though it may be null."""
+        return key in self._values
 
     def get(self, key: str) -> object:
         """The value, or None when it is null or absent."""
         self._read.add(key)
         return self._values.get(key)
 
+    def default(self, key: str) -> object:
+        """What it means that the key is absent. Raises CheckpointError."""
+        meaning = self._absent.get(key)
+        if not isinstance(meaning, Default):
+            raise self.missing(key)
+        value = meaning.value
+        self.assume(
+            f"{key} is absent, which means "
+            f"{value.key if isinstance(value, Like) else value} ({meaning.by})"
+        )
+        return self._stated(value.key) if isinstance(value, Like) else value
+
     def missing(self, key: str) -> CheckpointError:
+        meaning = self._absent.get(key)
+        if isinstance(meaning, Disputed):
+            return self.error(
+                f"{key} is missing, and its absence means {meaning.meanings}, so add it"
+            )
         return self.error(f"{key} is missing, and guessing it could change the answers")
 
     def require(self, key: str) -> None:
         """The key must be there, though it may be null."""
-        if key not in self._values:
+        if not self.states(key):
             raise self.missing(key)
 
     def optional_integer(self, key: str, limit: int) -> int | None:
         """1 .. limit, or None when null or absent."""
         value = self.get(key)
+        return None if value is None else self._as_integer(key, value, limit)
+
+    def integer(
+        self, key: str, limit: int, *, null: int | None = None, absent: int | None = None
+    ) -> int:
+        """1 .. limit. null, absent: what that means, absence only if the family does not say."""
+        known = self.states(key) or key in self._absent or absent is None
+        value = self._stated(key) if known else absent
         if value is None:
+            value = null
+        if value is None:
+            raise self.missing(key)
+        return self._as_integer(key, value, limit)
+
+    def optional_number(self, key: str, *, zero_is_none: bool = False) -> float | None:
+        """A number above 0, below 1e30, or None when null or absent."""
+        value = self.get(key)
+        if value is None or (zero_is_none and type(value) in (int, float) and value == 0):
             return None
+        return self._as_number(key, value)
+
+    def number(self, key: str) -> float:
+        value = self._stated(key)
+        if value is None:
+            raise self.missing(key)
+        return self._as_number(key, value)
+
+    def _stated(self, key: str) -> object:
+        """The value, None when it is null, and what it means when it is absent."""
+        return self.get(key) if self.states(key) else self.default(key)
+
+    def _as_integer(self, key: str, value: object, limit: int) -> int:
         if type(value) is not int or not 1 <= value <= limit:
             raise self.error(f"{key} must be an integer from 1 to {limit}, not {_brief(value)}")
         return value
 
-    def integer(self, key: str, limit: int) -> int:
-        value = self.optional_integer(key, limit)
-        if value is None:
-            raise self.missing(key)
-        return value
-
-    def optional_number(self, key: str) -> float | None:
-        """A number above 0, below 1e30, or None when null or absent."""
-        value = self.get(key)
-        if value is None:
-            return None
+    def _as_number(self, key: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
             raise self.error(f"{key} must be a number above 0, not {_brief(value)}")
         return float(value)
-
-    def number(self, key: str) -> float:
-        value = self.optional_number(key)
-        if value is None:
-            raise self.missing(key)
-        return value
 
     def flag(self, key: str) -> bool | None:
         """True, False, or None when null or absent."""
@@ -100,16 +155,18 @@ class Fields:
             raise self.error(f"{key} must be a token id or a list of them, not {_brief(value)}")
         return frozenset(ids)
 
-    def finish(self, harmless: Iterable[str] = ()) -> None:
+    def finish(self, harmless: Callable[[str], bool] = lambda key: False) -> None:
         """Refuse what was not read, is not known to be harmless, and is not switched off.
 
         It was put there because it changes something; ignoring it would give wrong answers.
         """
-        for key in sorted(self._values.keys() - self._read - set(harmless)):
+        for key in sorted(self._values.keys() - self._read):
             value = self._values[key]
-            if value is None or value is False or value == [] or value == {}:
+            if value is None or value is False or value == [] or value == {} or harmless(key):
                 continue
             raise self.error(f"{shown(key)} = {_brief(value)} is not supported")
+        if self._assumed:
+            log.info("%s: %s", self.where, "; ".join(self._assumed))
 
 
 def _brief(value: object) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from model.architectures import rotation, rotation_gguf, stored
+from model.architectures.absent import Absent, Default, Like
 from model.architectures.base import Architecture
 from model.architectures.common import (
-    GGUF_OTHERS,
-    HARMLESS,
+    LLAMA_CPP,
     MAX_CONTEXT,
     MAX_FFN_WIDTH,
     MAX_HEAD_DIM,
@@ -20,12 +20,14 @@ from model.architectures.common import (
     MAX_VOCAB,
     MAX_WIDTH,
     activation,
+    harmless_in_gguf,
+    harmless_in_hf,
     refuse_foreign,
     refuse_split,
     vocab_size_of_gguf,
 )
 from model.architectures.fields import Fields
-from model.config import ModelConfig
+from model.config import EncodingSpec, ModelConfig
 from model.weights.base import WeightFile
 
 
@@ -40,15 +42,15 @@ class GatedDecoder(Architecture):
     harmless: ClassVar[frozenset[str]] = frozenset()  # further keys without effect on logits
     adopted: str | None = None  # the family's own code, since integrated into transformers
     rope_kinds: ClassVar[Mapping[str, str]] = rotation.KINDS
+    absent_in_gguf: ClassVar[Absent] = {
+        **rotation_gguf.ROTATED_IN_GGUF,
+        "attention.head_count_kv": Default(Like("attention.head_count"), LLAMA_CPP),
+    }
     derived = re.compile("|".join([rotation.TABLE, *map(re.escape, rotation_gguf.ROPE_TENSORS)]))
 
     def head_dim(self, fields: Fields) -> int | None:
         """From config.json; None means width / heads."""
         return fields.optional_integer("head_dim", MAX_HEAD_DIM)
-
-    def kv_heads(self, fields: Fields, heads: int) -> int:
-        """From config.json."""
-        return fields.integer("num_key_value_heads", heads)
 
     def biases(self, fields: Fields) -> tuple[bool, bool, bool]:
         """(q, k and v; attention output; feed-forward), from config.json."""
@@ -71,15 +73,23 @@ class GatedDecoder(Architecture):
         return None
 
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
+        fields = self.described_by_hf(fields)
         refuse_foreign(fields, self.model_type, self.model_class, self.adopted)
         width = fields.integer("hidden_size", MAX_WIDTH)
         layers = fields.integer("num_hidden_layers", MAX_LAYERS)
         heads = fields.integer("num_attention_heads", MAX_HEADS)
-        kv_heads = self.kv_heads(fields, heads)
+        kv_heads = fields.integer("num_key_value_heads", heads, null=heads)
         head_dim = _head_dim(fields, self.head_dim(fields), width, heads, kv_heads)
         tied = fields.flag("tie_word_embeddings")
         qkv_bias, out_bias, mlp_bias = self.biases(fields)
         context = fields.integer("max_position_embeddings", MAX_CONTEXT)
+        encoding = rotation.rope_from_hf(
+            fields,
+            head_dim,
+            context,
+            kinds=self.rope_kinds,
+            layers=self.turning_layers(fields, layers),
+        )
         config = ModelConfig(
             vocab_size=fields.integer("vocab_size", MAX_VOCAB),
             width=width,
@@ -89,14 +99,8 @@ class GatedDecoder(Architecture):
             head_dim=head_dim,
             ffn_width=fields.integer("intermediate_size", MAX_FFN_WIDTH),
             norm_eps=fields.number("rms_norm_eps"),
-            trained_context=context,
-            encoding=rotation.rope_from_hf(
-                fields,
-                head_dim,
-                context,
-                kinds=self.rope_kinds,
-                layers=self.turning_layers(fields, layers),
-            ),
+            trained_context=_trained_context(fields, encoding, context),
+            encoding=encoding,
             windows=self.windows(fields, layers),
             # Files of some versions leave the key out; then the stored tensors decide.
             tied_embeddings="lm_head.weight" not in weights.names() if tied is None else tied,
@@ -106,23 +110,31 @@ class GatedDecoder(Architecture):
             qk_norm=self.qk_norm,
             activation=activation(fields, "hidden_act", "silu"),
         )
-        fields.finish(self.harmless.union(HARMLESS.split()))
+        fields.finish(harmless_in_hf(*self.harmless))
         return config
 
     def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
+        fields = self.described_by_gguf(fields)
         names, own = weights.names(), f"{self.gguf_name}."
         refuse_split(fields)
         width = fields.integer(own + "embedding_length", MAX_WIDTH)
         layers = fields.integer(own + "block_count", MAX_LAYERS)
         heads = fields.integer(own + "attention.head_count", MAX_HEADS)
-        # In this format absent keys have meanings: as many, as wide, all coordinates rotated.
-        kv_heads = fields.optional_integer(own + "attention.head_count_kv", heads) or heads
+        kv_heads = fields.integer(own + "attention.head_count_kv", heads)
         head_dim = fields.optional_integer(own + "attention.key_length", MAX_HEAD_DIM)
         head_dim = _head_dim(fields, head_dim, width, heads, kv_heads)
         value_dim = fields.optional_integer(own + "attention.value_length", MAX_HEAD_DIM)
         if value_dim not in (None, head_dim):
             raise fields.error("attention.value_length differs from attention.key_length")
         context = fields.integer(own + "context_length", MAX_CONTEXT)
+        encoding = rotation_gguf.rope_from_gguf(
+            fields,
+            own,
+            weights,
+            head_dim,
+            context,
+            layers=self.turning_layers_in_gguf(layers),
+        )
         config = ModelConfig(
             vocab_size=vocab_size_of_gguf(fields, own, weights),
             width=width,
@@ -132,15 +144,8 @@ class GatedDecoder(Architecture):
             head_dim=head_dim,
             ffn_width=fields.integer(own + "feed_forward_length", MAX_FFN_WIDTH),
             norm_eps=fields.number(own + "attention.layer_norm_rms_epsilon"),
-            trained_context=context,
-            encoding=rotation_gguf.rope_from_gguf(
-                fields,
-                own,
-                weights,
-                head_dim,
-                context,
-                layers=self.turning_layers_in_gguf(layers),
-            ),
+            trained_context=rotation_gguf.trained_context_in_gguf(fields, own, encoding, context),
+            encoding=encoding,
             windows=self.windows_in_gguf(fields, layers),
             tied_embeddings="output.weight" not in names,
             # The metadata say nothing about biases, so the tensors decide.
@@ -149,7 +154,7 @@ class GatedDecoder(Architecture):
             mlp_bias="blk.0.ffn_down.bias" in names,
             qk_norm=self.qk_norm,
         )
-        fields.finish(key for key in weights.metadata if GGUF_OTHERS.match(key))
+        fields.finish(harmless_in_gguf(own))
         return config
 
     def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> stored.Parameters:
@@ -176,16 +181,17 @@ def windows_by_layer(fields: Fields, layers: int) -> tuple[int | None, ...]:
     Older files give max_window_layers, the number of leading layers with full attention.
     """
     window = fields.optional_integer("sliding_window", MAX_CONTEXT)
-    first = fields.optional_integer("max_window_layers", 1 << 30)
+    fields.get("max_window_layers")
     types = fields.texts("layer_types")
-    if fields.flag("use_sliding_window"):
-        fields.require("sliding_window")  # published classes differ in their default
-    else:
+    if not fields.flag("use_sliding_window"):
         window = None
+    elif not fields.states("sliding_window"):
+        window = fields.integer("sliding_window", MAX_CONTEXT)
     if types is None:
-        if window is not None and first is None:
-            raise fields.missing("max_window_layers")
-        return tuple(None if first is None or i < first else window for i in range(layers))
+        if window is None:
+            return (None,) * layers
+        first = fields.integer("max_window_layers", 1 << 30)
+        return tuple(None if layer < first else window for layer in range(layers))
     if len(types) != layers or not {*types} <= {"full_attention", "sliding_attention"}:
         raise fields.error(
             "layer_types must have full_attention or sliding_attention once for each layer"
@@ -193,6 +199,15 @@ def windows_by_layer(fields: Fields, layers: int) -> tuple[int | None, ...]:
     if window is None and "sliding_attention" in types:
         raise fields.error("layer_types has sliding_attention, but there is no sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _trained_context(fields: Fields, encoding: EncodingSpec, context: int) -> int:
+    """max_sequence_length: of Llama 1 the only length, of its longer relatives the scaled one."""
+    longest = fields.optional_integer("max_sequence_length", MAX_CONTEXT)
+    if longest is not None and not fields.states("max_position_embeddings"):
+        return longest
+    trained = rotation.trained_context(fields, encoding, context)
+    return max(trained, longest) if longest and "scaling" in encoding.options else trained
 
 
 def _head_dim(fields: Fields, given: int | None, width: int, heads: int, kv_heads: int) -> int:

@@ -2,8 +2,10 @@
 
 import re
 from dataclasses import replace
+from typing import ClassVar
 
 from model.architectures import stored
+from model.architectures.absent import Absent, by
 from model.architectures.common import (
     MAX_CONTEXT,
     MAX_FFN_WIDTH,
@@ -11,6 +13,7 @@ from model.architectures.common import (
     MAX_LAYERS,
     MAX_VOCAB,
     MAX_WIDTH,
+    TRANSFORMERS,
     activation,
 )
 from model.architectures.fields import Fields
@@ -25,6 +28,15 @@ class GPT2(PlainDecoder):
     prefix = "transformer."
     transposed = True
     derived = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")  # masks
+    absent: ClassVar[Absent] = by(
+        TRANSFORMERS,
+        vocab_size=50257,
+        n_positions=1024,
+        n_embd=768,
+        n_layer=12,
+        n_head=12,
+        layer_norm_epsilon=1e-5,
+    )
     # reorder_and_upcast_attn only changes the order of rounding.
     harmless = """
         attn_pdrop embd_pdrop n_ctx reorder_and_upcast_attn resid_pdrop summary_activation

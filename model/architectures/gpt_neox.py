@@ -2,15 +2,19 @@
 
 import re
 from dataclasses import replace
+from typing import ClassVar
 
 from model.architectures import stored
+from model.architectures.absent import Absent, Default, Disputed, Like, by
 from model.architectures.common import (
+    LLAMA_CPP,
     MAX_CONTEXT,
     MAX_FFN_WIDTH,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_VOCAB,
     MAX_WIDTH,
+    TRANSFORMERS,
     activation,
 )
 from model.architectures.fields import Fields
@@ -27,6 +31,22 @@ class GPTNeoX(PlainDecoder):
     gguf_name = "gptneox"
     fused_by_head = True
     derived = re.compile(r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)")
+    absent: ClassVar[Absent] = {
+        **by(
+            TRANSFORMERS,
+            vocab_size=50432,
+            hidden_size=6144,
+            num_hidden_layers=44,
+            num_attention_heads=64,
+            intermediate_size=24576,
+            max_position_embeddings=2048,
+            original_max_position_embeddings=Like("max_position_embeddings"),
+            layer_norm_eps=1e-5,
+            rotary_emb_base=10000.0,
+        ),
+        "rotary_pct": Disputed("0.25 to transformers, but 1 to EleutherAI's own code"),
+    }
+    absent_in_gguf: ClassVar[Absent] = {"rope.freq_base": Default(10000.0, LLAMA_CPP)}
     harmless = """
         attention_probs_dropout_prob gradient_checkpointing hidden_dropout hidden_dropout_prob
         is_decoder
@@ -49,7 +69,6 @@ class GPTNeoX(PlainDecoder):
         heads = fields.integer("num_attention_heads", MAX_HEADS)
         context = fields.integer("max_position_embeddings", MAX_CONTEXT)
         bias = fields.flag("attention_bias") is not False
-        _require_share(fields)
         return plain_config(
             fields,
             vocab_size=fields.integer("vocab_size", MAX_VOCAB),
@@ -73,12 +92,11 @@ class GPTNeoX(PlainDecoder):
         parallel = fields.flag(own + "use_parallel_residual")
         if parallel is None:
             raise fields.missing(own + "use_parallel_residual")
-        turning = fields.integer(own + "rope.dimension_count", usual.head_dim)
-        # GGUF omits the base where it is the usual one.
-        base = fields.optional_number(own + "rope.freq_base") or 10000.0
+        turning = fields.optional_integer(own + "rope.dimension_count", usual.head_dim)
+        base = fields.number(own + "rope.freq_base")
         return replace(
             usual,
-            encoding=rope_spec(fields, base, turning),
+            encoding=rope_spec(fields, base, turning or usual.head_dim),
             activation="gelu",  # not stated in GGUF: as in Pythia
             block="parallel" if parallel else "pre_norm",
         )
@@ -94,11 +112,3 @@ class GPTNeoX(PlainDecoder):
         if config.tied_embeddings:
             found[NEWER_HEAD] = f"{self.names.embed}.weight"
         return found
-
-
-def _require_share(fields: Fields) -> None:
-    """Refuse a file without one: transformers would rotate a quarter, which no file can mean."""
-    sections = [fields, fields.section("rope_parameters"), fields.section("rope_scaling")]
-    names = ("rotary_pct", "partial_rotary_factor")
-    if not any(part.get(name) is not None for part in sections if part for name in names):
-        raise fields.missing("rotary_pct")

@@ -2,9 +2,12 @@
 
 import re
 from dataclasses import replace
+from typing import ClassVar
 
 from model.architectures import stored
+from model.architectures.absent import Absent, Default, by
 from model.architectures.common import (
+    LLAMA_CPP,
     MAX_CONTEXT,
     MAX_FFN_WIDTH,
     MAX_HEAD_DIM,
@@ -12,6 +15,7 @@ from model.architectures.common import (
     MAX_LAYERS,
     MAX_VOCAB,
     MAX_WIDTH,
+    TRANSFORMERS,
     activation,
 )
 from model.architectures.fields import Fields
@@ -27,6 +31,17 @@ class GPTJ(PlainDecoder):
     gguf_names = replace(stored.GGUF, mlp_norm=None)
     prefix = "transformer."
     derived = re.compile(r"transformer\.h\.\d+\.attn\.((masked_)?bias|embed_positions)")
+    absent: ClassVar[Absent] = by(
+        TRANSFORMERS,
+        vocab_size=50400,
+        n_positions=2048,
+        n_embd=4096,
+        n_layer=28,
+        n_head=16,
+        rotary_dim=64,
+        layer_norm_epsilon=1e-5,
+    )
+    absent_in_gguf: ClassVar[Absent] = {"rope.freq_base": Default(10000.0, LLAMA_CPP)}
     harmless = """
         attn_pdrop embd_pdrop gradient_checkpointing n_ctx resid_pdrop rotary scale_attn_weights
         summary_activation summary_first_dropout summary_proj_to_labels summary_type
@@ -47,9 +62,7 @@ class GPTJ(PlainDecoder):
 
     def shape_from_hf(self, fields: Fields) -> ModelConfig:
         width = fields.integer("n_embd", MAX_WIDTH)
-        turning = fields.optional_integer("rotary_dim", MAX_HEAD_DIM)
-        if turning is None:
-            raise fields.missing("rotary_dim")
+        turning = fields.integer("rotary_dim", MAX_HEAD_DIM)
         return plain_config(
             fields,
             vocab_size=fields.integer("vocab_size", MAX_VOCAB),
@@ -71,7 +84,7 @@ class GPTJ(PlainDecoder):
     def shape_from_gguf(self, fields: Fields, own: str, usual: ModelConfig) -> ModelConfig:
         """Rows of queries and keys are as published: adjacent coordinates form pairs here too."""
         turning = fields.integer(own + "rope.dimension_count", usual.head_dim)
-        base = fields.optional_number(own + "rope.freq_base") or 10000.0
+        base = fields.number(own + "rope.freq_base")
         return replace(
             usual,
             encoding=rope_spec(fields, base, turning, layout="interleaved"),

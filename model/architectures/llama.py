@@ -1,7 +1,12 @@
 """Llama 1 to 3, SmolLM, TinyLlama; in GGUF also Mistral."""
 
+from typing import ClassVar
+
+from model.architectures.absent import Absent, Like, by
+from model.architectures.common import TRANSFORMERS
 from model.architectures.fields import Fields
 from model.architectures.gated import GatedDecoder
+from model.architectures.rotation import ROTATED
 
 
 class Llama(GatedDecoder):
@@ -9,9 +14,17 @@ class Llama(GatedDecoder):
     model_class = "LlamaForCausalLM"
     gguf_name = "llama"
     gguf_pairs = True
-
-    def kv_heads(self, fields: Fields, heads: int) -> int:
-        return fields.optional_integer("num_key_value_heads", heads) or heads
+    absent: ClassVar[Absent] = ROTATED | by(
+        TRANSFORMERS,
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=Like("num_attention_heads"),
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-6,
+    )
 
     def biases(self, fields: Fields) -> tuple[bool, bool, bool]:
         attention = bool(fields.flag("attention_bias"))

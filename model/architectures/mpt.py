@@ -1,16 +1,18 @@
 """MPT: ALiBi with a configurable range of slopes, no biases anywhere, clipped projections."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from model.architectures import stored
+from model.architectures.absent import Absent, Disputed, by
 from model.architectures.common import (
-    HARMLESS,
     MAX_CONTEXT,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_VOCAB,
     MAX_WIDTH,
+    TRANSFORMERS,
+    harmless_in_hf,
 )
 from model.architectures.fields import Fields
 from model.architectures.plain import PlainDecoder, plain_config, tied
@@ -31,6 +33,18 @@ class MPT(PlainDecoder):
     model_class = "MptForCausalLM"
     adopted = "modeling_mpt.MPTForCausalLM"
     gguf_name = "mpt"
+    absent: ClassVar[Absent] = {
+        **by(
+            TRANSFORMERS,
+            vocab_size=50368,
+            d_model=2048,
+            n_layers=24,
+            n_heads=16,
+            max_seq_len=2048,
+            layer_norm_epsilon=1e-5,
+        ),
+        "attn_config": Disputed("ALiBi to transformers, but learned positions to MosaicML"),
+    }
     # learned_pos_emb is true even in files whose attn_config has alibi, which takes precedence.
     harmless = """
         emb_pdrop embedding_fraction init_config init_device learned_pos_emb resid_pdrop
@@ -57,7 +71,7 @@ class MPT(PlainDecoder):
         bias_max = attention.optional_number("alibi_bias_max") or 8.0
         clip = attention.optional_number("clip_qkv")
         scale = attention.optional_number("softmax_scale")
-        attention.finish([*HARMLESS.split(), *ATTENTION_OTHERS])
+        attention.finish(harmless_in_hf(*ATTENTION_OTHERS))
         if fields.flag("no_bias") is False:
             raise fields.error("no_bias is false, but MPT is served without biases only")
         if fields.get("logit_scale") is not None:
@@ -74,7 +88,7 @@ class MPT(PlainDecoder):
             layers=fields.integer("n_layers", MAX_LAYERS),
             heads=fields.integer("n_heads", MAX_HEADS),
             ffn_width=4 * width,
-            norm_eps=fields.optional_number("layer_norm_epsilon") or 1e-5,
+            norm_eps=fields.number("layer_norm_epsilon"),
             trained_context=fields.integer("max_seq_len", MAX_CONTEXT),
             tied_embeddings=tied(fields),
             encoding=_alibi(bias_max),

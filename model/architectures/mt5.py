@@ -1,5 +1,9 @@
 """mT5: T5 v1.1 with a multilingual vocabulary; its output is never scaled."""
 
+from typing import ClassVar
+
+from model.architectures.absent import Absent, by
+from model.architectures.common import TRANSFORMERS
 from model.architectures.fields import Fields
 from model.architectures.t5 import T5
 
@@ -8,6 +12,14 @@ class MT5(T5):
     model_type = "mt5"
     model_class = "MT5ForConditionalGeneration"
     gguf_name = None  # GGUF stores it as t5
+    absent: ClassVar[Absent] = T5.absent | by(
+        TRANSFORMERS,
+        vocab_size=250112,
+        d_ff=1024,
+        num_layers=8,
+        num_heads=6,
+        decoder_start_token_id=0,
+    )
     feed_forward = "gated-gelu"
 
     def scales_output(self, fields: Fields, tied: bool) -> bool:

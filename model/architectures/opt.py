@@ -1,6 +1,9 @@
 """OPT: learned positions from row 2 on; the 350M model is post-norm and projects embeddings."""
 
+from typing import ClassVar
+
 from model.architectures import stored
+from model.architectures.absent import Absent, by
 from model.architectures.common import (
     MAX_CONTEXT,
     MAX_FFN_WIDTH,
@@ -8,6 +11,7 @@ from model.architectures.common import (
     MAX_LAYERS,
     MAX_VOCAB,
     MAX_WIDTH,
+    TRANSFORMERS,
     activation,
 )
 from model.architectures.fields import Fields
@@ -21,6 +25,15 @@ class OPT(PlainDecoder):
     model_type = "opt"
     model_class = "OPTForCausalLM"
     prefix = "model."
+    absent: ClassVar[Absent] = by(
+        TRANSFORMERS,
+        vocab_size=50272,
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        ffn_dim=3072,
+        max_position_embeddings=2048,
+    )
     harmless = "activation_dropout dropout init_std layerdrop"
     names = stored.Names(
         embed="model.decoder.embed_tokens",

@@ -5,9 +5,11 @@ from dataclasses import replace
 from typing import ClassVar
 
 from model.architectures import stored
-from model.architectures.common import MAX_CONTEXT
+from model.architectures.absent import Absent, Like, by
+from model.architectures.common import MAX_CONTEXT, TRANSFORMERS
 from model.architectures.fields import Fields
 from model.architectures.gated import GatedDecoder
+from model.architectures.rotation import ROTATED
 from model.config import ModelConfig
 from model.weights.base import WeightFile
 
@@ -21,6 +23,18 @@ class Phi3(GatedDecoder):
         stored.HUGGING_FACE, qkv=("self_attn.qkv_proj",), gate=None, up="mlp.gate_up_proj"
     )
     gguf_names = stored.GGUF_FUSED
+    absent: ClassVar[Absent] = ROTATED | by(
+        TRANSFORMERS,
+        vocab_size=32064,
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=Like("num_attention_heads"),
+        max_position_embeddings=4096,
+        original_max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+    )
     harmless = frozenset({"embd_pdrop", "resid_pdrop"})
     # The first checkpoints called longrope "su", and one of its drafts "yarn".
     rope_kinds: ClassVar[Mapping[str, str]] = {
@@ -36,9 +50,6 @@ class Phi3(GatedDecoder):
             if fields.get(key) not in (None, 1):
                 raise fields.error(f"{key} other than 1 is not supported")
         return super().config_from_hf(fields, weights)
-
-    def kv_heads(self, fields: Fields, heads: int) -> int:
-        return fields.optional_integer("num_key_value_heads", heads) or heads
 
     def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
         return (fields.optional_integer("sliding_window", MAX_CONTEXT),) * layers

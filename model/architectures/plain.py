@@ -10,13 +10,13 @@ from typing import Any
 from model.architectures import stored
 from model.architectures.base import Architecture
 from model.architectures.common import (
-    GGUF_OTHERS,
-    HARMLESS,
     MAX_CONTEXT,
     MAX_FFN_WIDTH,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_WIDTH,
+    harmless_in_gguf,
+    harmless_in_hf,
     refuse_foreign,
     refuse_split,
     vocab_size_of_gguf,
@@ -49,12 +49,14 @@ class PlainDecoder(Architecture):
         raise NotImplementedError
 
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
+        fields = self.described_by_hf(fields)
         refuse_foreign(fields, self.model_type, self.model_class, self.adopted)
         config = self.shape_from_hf(fields)
-        fields.finish([*HARMLESS.split(), *self.harmless.split()])
+        fields.finish(harmless_in_hf(*self.harmless.split()))
         return config
 
     def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
+        fields = self.described_by_gguf(fields)
         refuse_split(fields)
         own = f"{self.gguf_name}."
         heads = fields.integer(own + "attention.head_count", MAX_HEADS)
@@ -72,7 +74,7 @@ class PlainDecoder(Architecture):
             tied_embeddings="output.weight" not in weights.names(),
         )
         config = self.shape_from_gguf(fields, own, usual)
-        fields.finish(key for key in weights.metadata if GGUF_OTHERS.match(key))
+        fields.finish(harmless_in_gguf(own))
         return config
 
     def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> stored.Parameters:

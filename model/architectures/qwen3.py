@@ -1,8 +1,12 @@
 """Qwen3: queries and keys are normalised per head before they are rotated."""
 
-from model.architectures.common import MAX_HEAD_DIM
+from typing import ClassVar
+
+from model.architectures.absent import Absent, by
+from model.architectures.common import MAX_HEAD_DIM, TRANSFORMERS
 from model.architectures.fields import Fields
 from model.architectures.gated import GatedDecoder, windows_by_layer
+from model.architectures.qwen2 import Qwen2
 
 
 class Qwen3(GatedDecoder):
@@ -10,9 +14,9 @@ class Qwen3(GatedDecoder):
     model_class = "Qwen3ForCausalLM"
     gguf_name = "qwen3"
     qk_norm = True
+    absent: ClassVar[Absent] = Qwen2.absent | by(TRANSFORMERS, head_dim=128)
 
     def head_dim(self, fields: Fields) -> int | None:
-        # transformers' default is 128 whatever the width, so a missing value must not be guessed.
         return fields.integer("head_dim", MAX_HEAD_DIM)
 
     def biases(self, fields: Fields) -> tuple[bool, bool, bool]:

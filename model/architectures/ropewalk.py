@@ -56,7 +56,7 @@ class Ropewalk(Architecture):
                 values[field.name] = value
             elif field.default is dataclasses.MISSING:
                 raise fields.missing(field.name)
-        fields.finish(("model_type", "eos_token_id"))
+        fields.finish(lambda key: key in ("model_type", "eos_token_id"))
         config = ModelConfig(**values)
         if config.heads % config.kv_heads:
             raise fields.error(f"kv_heads {config.kv_heads} does not divide heads {config.heads}")

@@ -1,13 +1,15 @@
 """RoPE's settings as config.json states them, in both spellings; partly shared with GGUF.
 
-A setting that is unknown, contradicts another or has no effect is refused, because ignoring it
-would change the answers. Knows descriptions, no particular family.
+They mean what transformers computes from them, and what it does not compute with is told in the
+log. A setting that it does not know either, or that contradicts another, is refused, because
+ignoring it could change the answers. Knows descriptions, no particular family.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from model.architectures.common import MAX_CONTEXT
+from model.architectures.absent import Like, by
+from model.architectures.common import MAX_CONTEXT, TRANSFORMERS
 from model.architectures.fields import Fields
 from model.config import EncodingSpec
 from model.rope_scaling import longrope_magnitude, yarn_magnitude
@@ -16,6 +18,13 @@ from model.weights.base import shown
 
 # Names of frequency tables that old checkpoints store beside the weights.
 TABLE = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+ORIGINAL = "original_max_position_embeddings"
+# What it means that a required key is absent.
+ROTATED = by(
+    TRANSFORMERS,
+    rope_theta=10000.0,
+    original_max_position_embeddings=Like("max_position_embeddings"),
+)
 KINDS: Mapping[str, str] = {
     kind: kind
     for kind in ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
@@ -61,7 +70,7 @@ def rope_from_hf(
     if older is not None:
         base = _agreed(fields, older[0], base)
         share = _agreed(fields, older[1], share)
-    original = fields.optional_integer("original_max_position_embeddings", MAX_CONTEXT)
+    original = fields.optional_integer(ORIGINAL, MAX_CONTEXT)
     sections, stated = [], set()
     for key in ("rope_parameters", "rope_scaling"):
         section = fields.section(key)
@@ -70,19 +79,25 @@ def rope_from_hf(
         kind = _kind(section, kinds)
         base = _agreed(section, "rope_theta", base)
         share = _agreed(section, "partial_rotary_factor", share)
-        original = _agreed_integer(section, "original_max_position_embeddings", original)
+        original = _agreed_integer(section, ORIGINAL, original)
         sections.append((section, kind))
         stated |= set() if kind is None else {kind}
     if len(stated) > 1:
         raise fields.error("rope_parameters and rope_scaling have different types")
+    # Only now, when every spelling has been looked at, it is absent.
     if base is None:
-        raise fields.missing("rope_theta")
+        base = fields.number("rope_theta" if older is None else older[0])
+    if share is None and older is not None:
+        share = fields.number(older[1])
     if share is not None and share > 1:
         raise fields.error(f"partial_rotary_factor must be at most 1, not {share}")
     width = head_dim if share is None else int(head_dim * share) or 1
+    if original is None and stated & {"llama3", "yarn", "longrope"}:
+        original = fields.integer(ORIGINAL, MAX_CONTEXT, absent=context)
     found: list[dict[str, Any]] = []
     for section, kind in sections:
-        scaling = _scaling(section, kind or "default", width, context, original)
+        section.flag("finetuned")  # tells who trained it, and changes nothing
+        scaling = _scaling(section, kind or "default", width, context, original or context)
         section.finish()
         if scaling is not None and scaling not in found:
             found.append(scaling)
@@ -93,6 +108,24 @@ def rope_from_hf(
         # Here the share selects frequencies of the whole head; it does not narrow the rotation.
         width, scaling["share"] = head_dim, share or 1.0
     return rope_spec(fields, base, width, scaling=scaling, layers=layers)
+
+
+def trained_context(fields: Fields, encoding: EncodingSpec, context: int) -> int:
+    """Positions the model was trained for. context: max_position_embeddings."""
+    sections = (fields, fields.section("rope_parameters"), fields.section("rope_scaling"))
+    stated = any(part is not None and part.get(ORIGINAL) is not None for part in sections)
+    return stretched(encoding, context) if stated else context
+
+
+def stretched(encoding: EncodingSpec, context: int) -> int:
+    """`context`, or what YaRN makes of the original one, if that is more.
+
+    Files with YaRN may state the length before or after, so the original must be stated besides.
+    """
+    scaling = encoding.options.get("scaling")
+    if scaling is None or scaling["type"] != "yarn":
+        return context
+    return max(context, int(min(scaling["original_context"] * scaling["factor"], MAX_CONTEXT)))
 
 
 def _kind(section: Fields, kinds: Mapping[str, str]) -> str | None:
@@ -110,7 +143,7 @@ def _kind(section: Fields, kinds: Mapping[str, str]) -> str | None:
 
 
 def _scaling(
-    section: Fields, kind: str, width: int, context: int, original: int | None
+    section: Fields, kind: str, width: int, context: int, original: int
 ) -> dict[str, Any] | None:
     """The scaling of one section. Its `finish` later refuses parameters that were not read."""
     match kind:
@@ -120,28 +153,24 @@ def _scaling(
             factor = section.optional_number("factor")
             return {"type": "proportional", "factor": 1.0 if factor is None else factor}
         case "dynamic":
-            # The published formula starts from max_position_embeddings, whatever else is stated.
-            if original not in (None, context):
-                raise section.error(
-                    f"original_max_position_embeddings is {original}, but a dynamic scaling "
-                    f"starts from max_position_embeddings, {context}"
+            if original != context:
+                section.assume(
+                    "a dynamic scaling starts from max_position_embeddings, "
+                    f"not from the original {original} (transformers)"
                 )
             factor = section.number("factor")
             return {"type": "dynamic", "factor": factor, "original_context": context}
         case "llama3":
             return _llama3(section, original)
         case "yarn":
-            # If absent, the model was trained at max_position_embeddings, from which to stretch.
-            return _yarn(section, context if original is None else original)
+            return _yarn(section, context, original)
         case "longrope":
             return _longrope(section, width, context, original)
     return None
 
 
-def _llama3(section: Fields, original: int | None) -> dict[str, Any]:
+def _llama3(section: Fields, original: int) -> dict[str, Any]:
     low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
-    if original is None:
-        raise section.missing("original_max_position_embeddings")
     if low >= high:
         raise section.error(f"high_freq_factor {high} must be above low_freq_factor {low}")
     return {
@@ -153,38 +182,44 @@ def _llama3(section: Fields, original: int | None) -> dict[str, Any]:
     }
 
 
-def _yarn(section: Fields, original: int) -> dict[str, Any]:
-    factor = section.number("factor")
+def _yarn(section: Fields, context: int, original: int) -> dict[str, Any]:
+    section.require("factor")
+    factor = section.optional_number("factor")
+    if factor is None:
+        factor = context / original
+        section.assume(f"factor is null, which means {factor} (transformers)")
     scaling = {"type": "yarn", "factor": factor, "original_context": original}
     for key in ("beta_fast", "beta_slow"):
-        value = section.optional_number(key)
+        value = section.optional_number(key, zero_is_none=True)
         if value is not None:
             scaling[key] = value
     if section.flag("truncate") is False:
         scaling["truncate"] = False
     magnitude = section.optional_number("attention_factor")
-    if magnitude is None:
-        weight = section.optional_number("mscale")
-        weight_of_all = section.optional_number("mscale_all_dim")
-        if (weight is None) != (weight_of_all is None):
-            raise section.error("mscale and mscale_all_dim have a meaning only together")
-        if weight is not None and weight_of_all is not None:
-            magnitude = yarn_magnitude(factor, weight) / yarn_magnitude(factor, weight_of_all)
+    weight = section.optional_number("mscale", zero_is_none=True)
+    weight_of_all = section.optional_number("mscale_all_dim", zero_is_none=True)
+    ignored = {"mscale": weight, "mscale_all_dim": weight_of_all}
+    if magnitude is None and weight is not None and weight_of_all is not None:
+        magnitude = yarn_magnitude(factor, weight) / yarn_magnitude(factor, weight_of_all)
+        ignored = {}
     if magnitude is not None:
         scaling["magnitude"] = magnitude
+    ignored["attn_factor"] = section.optional_number("attn_factor", zero_is_none=True)
+    for key, value in ignored.items():
+        if value is not None:
+            section.assume(f"{key} = {value} is without effect here (transformers)")
     return scaling
 
 
-def _longrope(section: Fields, width: int, context: int, original: int | None) -> dict[str, Any]:
-    if original is None:
-        raise section.missing("original_max_position_embeddings")
+def _longrope(section: Fields, width: int, context: int, original: int) -> dict[str, Any]:
     stretch = context / original
     factor = section.optional_number("factor")
     if factor is None:
         factor = stretch
     elif stretch not in (1.0, factor):
-        raise section.error(
-            f"factor is {factor}, but max_position_embeddings is {stretch} times the original"
+        section.assume(
+            f"factor {factor} counts, though max_position_embeddings is {stretch} times the "
+            "original (transformers)"
         )
     if original < 2:
         raise section.error("original_max_position_embeddings must be above 1")

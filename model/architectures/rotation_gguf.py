@@ -7,9 +7,10 @@ understood is refused. Knows no particular family.
 from collections.abc import Sequence
 from typing import Any
 
-from model.architectures.common import MAX_CONTEXT
+from model.architectures.absent import Absent, Default
+from model.architectures.common import LLAMA_CPP, MAX_CONTEXT
 from model.architectures.fields import Fields
-from model.architectures.rotation import positive_numbers, rope_spec
+from model.architectures.rotation import positive_numbers, rope_spec, stretched
 from model.config import EncodingSpec
 from model.rope_scaling import yarn_magnitude
 from model.weights.base import WeightFile, shown
@@ -18,6 +19,10 @@ from model.weights.base import WeightFile, shown
 ROPE_TENSORS = frozenset(
     {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 )
+ROTATED_IN_GGUF: Absent = {
+    "rope.freq_base": Default(10000.0, LLAMA_CPP),
+    "rope.scaling.factor": Default(1.0, LLAMA_CPP),  # where rope.scaling.type asks for one
+}
 
 
 def rope_from_gguf(
@@ -32,7 +37,7 @@ def rope_from_gguf(
     """From the metadata under `own` ("llama.") and the tensors ROPE_TENSORS."""
     base = fields.number(own + "rope.freq_base")
     width = fields.optional_integer(own + "rope.dimension_count", head_dim) or head_dim
-    scaling = _scaling_in_gguf(fields, own + "rope.scaling.", context)
+    scaling = _scaling_in_gguf(fields, own + "rope.", context)
     lists = weights.names() & ROPE_TENSORS
     if lists:
         if scaling is not None:
@@ -43,30 +48,38 @@ def rope_from_gguf(
     return rope_spec(fields, base, width, scaling=scaling, layers=layers)
 
 
+def trained_context_in_gguf(fields: Fields, own: str, encoding: EncodingSpec, context: int) -> int:
+    """Positions the model was trained for. context: context_length."""
+    stated = fields.get(own + "rope.scaling.original_context_length") is not None
+    return stretched(encoding, context) if stated else context
+
+
 def _scaling_in_gguf(fields: Fields, own: str, context: int) -> dict[str, Any] | None:
-    kind = fields.text(own + "type")
-    fields.flag(own + "finetuned")  # provenance: changes nothing
+    kind = fields.text(own + "scaling.type")
+    fields.flag(own + "scaling.finetuned")  # provenance: changes nothing
     # Written even without a scaling.
-    original = fields.optional_integer(own + "original_context_length", MAX_CONTEXT) or context
+    original = fields.optional_integer(own + "scaling.original_context_length", MAX_CONTEXT)
     if kind in ("none", "longrope"):
         return None  # a factor would stay unread and be refused
     if kind not in (None, "linear", "yarn"):
         raise fields.error(f"rope.scaling.type {shown(kind)} is not supported")
-    factor = fields.optional_number(own + "factor")
-    if kind is None and factor is None:
+    factor = fields.optional_number(own + "scaling.factor")
+    older = fields.optional_number(own + "scale_linear")  # counts where there is no newer one
+    factor = older if factor is None else factor
+    if factor is None and kind is None:
         return None
     if factor is None:
-        raise fields.missing(own + "factor")
+        factor = fields.number(own + "scaling.factor")
     if kind != "yarn":
-        return {"type": "linear", "factor": factor}
-    scaling = {"type": "yarn", "factor": factor, "original_context": original}
+        return None if factor == 1 else {"type": "linear", "factor": factor}
+    scaling = {"type": "yarn", "factor": factor, "original_context": original or context}
     for key in ("beta_fast", "beta_slow"):
-        value = fields.optional_number(f"{own}yarn_{key}")
+        value = fields.optional_number(f"{own}scaling.yarn_{key}")
         if value is not None:
             scaling[key] = value
-    if fields.optional_number(own + "yarn_ext_factor") not in (None, 1.0):
+    if fields.optional_number(own + "scaling.yarn_ext_factor") not in (None, 1.0):
         raise fields.error("rope.scaling.yarn_ext_factor other than 1 is not supported")
-    magnitude = fields.optional_number(own + "attn_factor")
+    magnitude = fields.optional_number(own + "scaling.attn_factor")
     if magnitude is not None:
         scaling["magnitude"] = yarn_magnitude(factor) * magnitude
     return scaling

@@ -1,10 +1,13 @@
 """SmolLM3: Llama without rotation in every fourth layer, or in the layers that it names."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
-from model.architectures.common import MAX_CONTEXT, MAX_LAYERS
+from model.architectures.absent import Absent, by
+from model.architectures.common import MAX_CONTEXT, MAX_LAYERS, TRANSFORMERS
 from model.architectures.fields import Fields
 from model.architectures.gated import GatedDecoder, windows_by_layer
+from model.architectures.rotation import ROTATED
 
 
 class SmolLM3(GatedDecoder):
@@ -12,11 +15,19 @@ class SmolLM3(GatedDecoder):
     model_class = "SmolLM3ForCausalLM"
     gguf_name = "smollm3"
     gguf_pairs = True
-
-    def kv_heads(self, fields: Fields, heads: int) -> int:
-        # transformers' default is 4 whatever the heads, so a missing value must not be guessed.
-        fields.require("num_key_value_heads")
-        return fields.optional_integer("num_key_value_heads", heads) or heads
+    absent: ClassVar[Absent] = ROTATED | by(
+        TRANSFORMERS,
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=11008,
+        num_hidden_layers=36,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        rope_theta=2e6,
+        no_rope_layer_interval=4,
+    )
 
     def biases(self, fields: Fields) -> tuple[bool, bool, bool]:
         attention = bool(fields.flag("attention_bias"))
@@ -33,11 +44,10 @@ class SmolLM3(GatedDecoder):
         return tuple(None if layer in turning else window for layer in range(layers))
 
     def turning_layers(self, fields: Fields, layers: int) -> Sequence[int]:
-        interval = fields.optional_integer("no_rope_layer_interval", MAX_LAYERS)
+        fields.optional_integer("no_rope_layer_interval", MAX_LAYERS)
         named = fields.get("no_rope_layers")
         if named is None:
-            if interval is None:
-                raise fields.missing("no_rope_layers")
+            interval = fields.integer("no_rope_layer_interval", MAX_LAYERS)
             return [layer for layer in range(layers) if (layer + 1) % interval]
         if (
             not isinstance(named, list)

@@ -6,12 +6,13 @@ Flan and ByT5 do none of these.
 
 import dataclasses
 import re
+from typing import ClassVar
 
+from model.architectures.absent import Absent, Default, Like, by
 from model.architectures.base import Architecture
 from model.architectures.common import (
     ACTIVATIONS,
-    GGUF_OTHERS,
-    HARMLESS,
+    LLAMA_CPP,
     MAX_CONTEXT,
     MAX_FFN_WIDTH,
     MAX_HEAD_DIM,
@@ -19,6 +20,9 @@ from model.architectures.common import (
     MAX_LAYERS,
     MAX_VOCAB,
     MAX_WIDTH,
+    TRANSFORMERS,
+    harmless_in_gguf,
+    harmless_in_hf,
     refuse_foreign,
     refuse_split,
     vocab_size_of_gguf,
@@ -30,12 +34,10 @@ from model.config import Activation, EncoderDecoderConfig, EncodingSpec, ModelCo
 from model.weights.base import WeightFile, shown
 
 MAX_BUCKETS = 1024
-# Old files omit these: then the family's defaults apply.
-MAX_DISTANCE = 128
-TRAINED_CONTEXT = 512  # tokens a side; arXiv 1910.10683, section 3.1.2
+MAX_DISTANCE = 128  # GGUF has no key for it
 
 # In config.json: training settings, and what the flags read here imply.
-HARMLESS_HERE = [*HARMLESS.split(), "dropout_rate", "initializer_factor", "output_past"]
+HARMLESS_HERE = ("dropout_rate", "initializer_factor", "output_past")
 
 
 class T5(Architecture):
@@ -49,6 +51,28 @@ class T5(Architecture):
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
         r"|dec\.blk\.0\.cross_attn_rel_b\.weight"
     )
+    absent: ClassVar[Absent] = {
+        **by(
+            TRANSFORMERS,
+            vocab_size=32128,
+            d_model=512,
+            d_kv=64,
+            d_ff=2048,
+            num_layers=6,
+            num_decoder_layers=Like("num_layers"),
+            num_heads=8,
+            relative_attention_num_buckets=32,
+            relative_attention_max_distance=128,
+            layer_norm_epsilon=1e-6,
+            pad_token_id=0,
+            eos_token_id=1,
+            decoder_start_token_id=Like("pad_token_id"),
+        ),
+        **by("arXiv 1910.10683", n_positions=512),  # section 3.1.2: tokens a side
+    }
+    absent_in_gguf: ClassVar[Absent] = {
+        "decoder_block_count": Default(Like("block_count"), LLAMA_CPP)
+    }
     feed_forward = "relu"  # where config.json states none
     per_layer = False  # whether every layer has its own bias
     harmless: tuple[str, ...] = ()  # further keys of config.json that change nothing
@@ -60,6 +84,7 @@ class T5(Architecture):
         return tied if scales is None else scales
 
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
+        fields = self.described_by_hf(fields)
         refuse_foreign(fields, self.model_type, self.model_class)
         if fields.flag("is_encoder_decoder") is False:
             raise fields.error("is_encoder_decoder is false, but only the whole model is served")
@@ -67,7 +92,6 @@ class T5(Architecture):
         activation, gated = self._feed_forward(fields)
         claims_tied = fields.flag("tie_word_embeddings") is not False
         width = fields.integer("d_model", MAX_WIDTH)
-        distance = fields.optional_integer("relative_attention_max_distance", MAX_CONTEXT)
         encoder = _encoder(
             fields,
             vocab_size=fields.integer("vocab_size", MAX_VOCAB),
@@ -77,9 +101,9 @@ class T5(Architecture):
             head_dim=fields.integer("d_kv", MAX_HEAD_DIM),
             ffn_width=fields.integer("d_ff", MAX_FFN_WIDTH),
             norm_eps=fields.number("layer_norm_epsilon"),
-            trained_context=fields.optional_integer("n_positions", MAX_CONTEXT) or TRAINED_CONTEXT,
+            trained_context=fields.integer("n_positions", MAX_CONTEXT),
             buckets=fields.integer("relative_attention_num_buckets", MAX_BUCKETS),
-            max_distance=distance or MAX_DISTANCE,
+            max_distance=fields.integer("relative_attention_max_distance", MAX_CONTEXT),
             per_layer=self.per_layer,
             tied_embeddings=claims_tied and "lm_head.weight" not in weights.names(),
             activation=activation,
@@ -87,15 +111,16 @@ class T5(Architecture):
         )
         config = _with_decoder(
             encoder,
-            layers=fields.optional_integer("num_decoder_layers", MAX_LAYERS) or layers,
-            start_token=_one_id(fields, "decoder_start_token_id", "pad_token_id", encoder),
-            end_token=_one_id(fields, "eos_token_id", None, encoder),
+            layers=fields.integer("num_decoder_layers", MAX_LAYERS, null=layers),
+            start_token=_one_id(fields, "decoder_start_token_id", encoder),
+            end_token=_one_id(fields, "eos_token_id", encoder),
             output_scale=width**-0.5 if self.scales_output(fields, claims_tied) else 1.0,
         )
-        fields.finish([*HARMLESS_HERE, *self.harmless])
+        fields.finish(harmless_in_hf(*HARMLESS_HERE, *self.harmless))
         return config
 
     def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
+        fields = self.described_by_gguf(fields)
         names, own = weights.names(), f"{self.gguf_name}."
         refuse_split(fields)
         layers = fields.integer(own + "block_count", MAX_LAYERS)
@@ -125,12 +150,12 @@ class T5(Architecture):
         )
         config = _with_decoder(
             encoder,
-            layers=fields.optional_integer(own + "decoder_block_count", MAX_LAYERS) or layers,
-            start_token=_one_id(fields, own + "decoder_start_token_id", None, encoder),
-            end_token=_one_id(fields, "tokenizer.ggml.eos_token_id", None, encoder),
+            layers=fields.integer(own + "decoder_block_count", MAX_LAYERS),
+            start_token=_one_id(fields, own + "decoder_start_token_id", encoder),
+            end_token=_one_id(fields, "tokenizer.ggml.eos_token_id", encoder),
             output_scale=width**-0.5 if tied else 1.0,
         )
-        fields.finish(key for key in weights.metadata if GGUF_OTHERS.match(key))
+        fields.finish(harmless_in_gguf(own))
         return config
 
     def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> Parameters:
@@ -223,14 +248,12 @@ def _with_decoder(
     )
 
 
-def _one_id(fields: Fields, key: str, instead: str | None, config: ModelConfig) -> int:
-    """Id of a token that the model embeds. `instead`: the key used where the first is absent."""
+def _one_id(fields: Fields, key: str, config: ModelConfig) -> int:
+    """Id of a token that the model embeds."""
     found = fields.token_ids(key)
-    if not found and instead is not None:
-        found = fields.token_ids(instead)
-    if not found:
-        raise fields.missing(key)
-    token = min(found)
-    if len(found) > 1 or not 0 <= token < config.vocab_size:
-        raise fields.error(f"{key} must be one token of the vocabulary, not {sorted(found)}")
+    token = min(found) if found else fields.default(key)
+    if type(token) is not int or len(found) > 1 or not 0 <= token < config.vocab_size:
+        raise fields.error(
+            f"{key} must be one token of the vocabulary, not {sorted(found) or token}"
+        )
     return token

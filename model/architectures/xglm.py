@@ -1,8 +1,10 @@
 """XGLM: sinusoidal positions from row 2 on; embeddings are multiplied by sqrt(width)."""
 
 import re
+from typing import ClassVar
 
 from model.architectures import stored
+from model.architectures.absent import Absent, by
 from model.architectures.common import (
     MAX_CONTEXT,
     MAX_FFN_WIDTH,
@@ -10,6 +12,7 @@ from model.architectures.common import (
     MAX_LAYERS,
     MAX_VOCAB,
     MAX_WIDTH,
+    TRANSFORMERS,
     activation,
 )
 from model.architectures.fields import Fields
@@ -22,6 +25,15 @@ class XGLM(PlainDecoder):
     model_class = "XGLMForCausalLM"
     prefix = "model."
     derived = re.compile(r"model\.embed_positions\.weights")
+    absent: ClassVar[Absent] = by(
+        TRANSFORMERS,
+        vocab_size=256008,
+        d_model=1024,
+        num_layers=24,
+        attention_heads=16,
+        ffn_dim=4096,
+        max_position_embeddings=2048,
+    )
     harmless = "activation_dropout dropout init_std layerdrop"
     names = stored.Names(
         embed="model.embed_tokens",

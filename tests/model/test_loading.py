@@ -461,7 +461,7 @@ def write_gguf_with(path, model, change):
             lambda t, w: t.update({"blk.0.attn_v.weight": np.ones((48, 20), np.float32)}),
             r"\[20, 48\], but has \[48, 20\]",
         ),
-        (lambda t, w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "scaling.factor"),
+        (lambda t, w: w.add_rope_scaling_attn_factors(1.2), "attn_factor"),
         (lambda t, w: w.add_expert_count(8), "expert_count"),
     ],
 )

@@ -157,8 +157,8 @@ def test_variants(family, changes, field, value):
 @pytest.mark.parametrize(
     ("family", "changes", "saying"),
     [
-        ("pythia", {"rotary_pct": ABSENT}, "rotary_pct is missing"),
-        ("pythia", {"rotary_emb_base": ABSENT}, "rope_theta is missing"),
+        ("pythia", {"rotary_pct": ABSENT}, "rotary_pct is missing, and its absence means 0.25"),
+        ("pythia", {"rotary_emb_base": None}, "rotary_emb_base is missing"),
         ("pythia", {"rotary_pct": 1.5}, "partial_rotary_factor must be at most 1"),
         ("pythia", {"rotary_pct": 0.02}, "1 coordinates cannot be rotated in pairs"),
         ("pythia", {"rope_theta": 5000.0}, "rotary_emb_base is 10000.0 here but 5000.0 elsewhere"),
@@ -174,8 +174,8 @@ def test_variants(family, changes, field, value):
         ("gpt-j", {"n_head": 15}, "4096 is not a multiple of 15 heads"),
         ("gpt-j", {"rope_theta": 5e5}, "'rope_theta' = 500000.0 is not supported"),
         ("gpt-j", {"rope_scaling": {"type": "linear"}}, "'rope_scaling' = .* is not supported"),
-        ("gpt-j", {"layer_norm_epsilon": ABSENT}, "layer_norm_epsilon is missing"),
-        ("gpt-j", {"n_positions": ABSENT}, "n_positions is missing"),
+        ("gpt-j", {"layer_norm_epsilon": None}, "layer_norm_epsilon is missing"),
+        ("gpt-j", {"n_positions": None}, "n_positions is missing"),
         ("gpt-j", {"architectures": ["GPTJForQuestionAnswering"]}, "only GPTJForCausalLM"),
     ],
 )
@@ -219,13 +219,14 @@ def test_gguf():
         assert of_gguf(family, **{"rope.freq_base": 5e5}).encoding.options["base"] == 5e5
         assert of_gguf(family, **{"attention.head_count_kv": 6}) == of_gguf(family)
     assert of_gguf("gptneox", use_parallel_residual=False).block == "pre_norm"
+    whole = of_gguf("gptneox", **{"rope.dimension_count": ABSENT})
+    assert whole.encoding == rope(1e4, 8)  # as in llama.cpp
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "saying"),
     [
         ("gptneox", {"use_parallel_residual": ABSENT}, "use_parallel_residual is missing"),
-        ("gptneox", {"rope.dimension_count": ABSENT}, "rope.dimension_count is missing"),
         ("gptneox", {"rope.dimension_count": 10}, "must be an integer from 1 to 8"),
         ("gptneox", {"rope.dimension_count": 3}, "3 coordinates cannot be rotated in pairs"),
         ("gptneox", {"rope.scaling.type": "yarn"}, "rope.scaling.type' = 'yarn' is not supported"),

@@ -38,9 +38,12 @@ def test_partial_rotation(changes):
 @pytest.mark.parametrize(
     ("changes", "saying"),
     [
-        ({"rope_theta": ABSENT}, "rope_theta is missing"),
         ({"rope_theta": None}, "rope_theta is missing"),
-        ({"rope_parameters": {"rope_type": "default"}, "rope_theta": ABSENT}, "rope_theta"),
+        (
+            {"rope_theta": ABSENT, "rope_parameters": {"full_attention": {"rope_theta": 5e5}}},
+            "full_attention",
+        ),
+        ({"rope_theta": ABSENT, "rotary_emb_base": 5e5}, "rotary_emb_base"),
         ({"rope_parameters": {"rope_theta": 1e4}}, "elsewhere"),
         ({"rope_theta": 0}, "above 0"),
         ({"rope_theta": True}, "above 0"),
@@ -148,27 +151,22 @@ LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64} | L
         ({"type": "linear", "rope_type": "dynamic", "factor": 2.0}, "rope_type and type differ"),
         ({"type": "dynamic", "factor": 2.0, "alpha": 1000.0}, "'alpha' = 1000.0"),
         (
-            {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64},
-            "starts from max_position_embeddings, 512",
-        ),
-        (LLAMA3, "original_max_position_embeddings is missing"),
-        (
             LLAMA3 | {"original_max_position_embeddings": 64, "low_freq_factor": 4.0},
             "high_freq_factor 4.0 must be above",
         ),
-        (YARN | {"mscale": 0.7}, "only together"),
-        (YARN | {"attention_factor": 1.2, "mscale": 1.0, "mscale_all_dim": 1.0}, "'mscale'"),
+        (YARN | {"mscale": -0.7}, "mscale must be a number above 0"),
+        (YARN | {"attn_factor": "1"}, "attn_factor must be a number above 0"),
+        (YARN | {"extrapolation_factor": 0.5}, "'extrapolation_factor' = 0.5"),
+        ({"rope_type": "yarn"}, "factor is missing"),
         (YARN | {"truncate": 1}, "true or false"),
-        (YARN | {"finetuned": True}, "'finetuned' = True"),
+        (YARN | {"finetuned": "yes"}, "finetuned must be true or false"),
         (YARN | {"original_max_position_embeddings": 64.0}, "an integer"),
-        ({"rope_type": "longrope"} | LISTS, "original_max_position_embeddings is missing"),
         (LONGROPE | {"short_factor": None}, "short_factor is missing"),
         (LONGROPE | {"long_factor": [1.0] * 5}, "long_factor must be a list of 4 numbers"),
         (LONGROPE | {"long_factor": 3.0}, "a list of 4 numbers"),
         (LONGROPE | {"long_factor": [1.0, 1.0, 1.0, "2"]}, "must hold numbers above 0"),
         (LONGROPE | {"long_factor": [1.0, 1.0, 1.0, 0]}, "must hold numbers above 0"),
         (LONGROPE | {"long_mscale": 1.2}, "'long_mscale' = 1.2"),
-        (LONGROPE | {"factor": 3.0}, "factor is 3.0, but max_position_embeddings is 8.0 times"),
         (LONGROPE | {"original_max_position_embeddings": 1}, "above 1"),
     ],
 )
@@ -252,6 +250,7 @@ def test_phi3_that_cannot_be_honoured(changes, saying):
         ({"no_rope_layers": [0, 0, 0, 1]}, [], None),
         ({"no_rope_layers": ABSENT, "no_rope_layer_interval": 2}, [0, 2], None),
         ({"no_rope_layers": None, "no_rope_layer_interval": 4}, [0, 1, 2], None),
+        ({"no_rope_layers": ABSENT}, [0, 1, 2], None),
         ({"no_rope_layer_interval": 4}, [0, 1], None),
         ({"use_sliding_window": False, "sliding_window": 9, "max_window_layers": 28}, [0, 1], None),
         ({"use_sliding_window": True, "sliding_window": 9}, [0, 1], (None, None, 9)),
@@ -272,13 +271,16 @@ def test_smollm3(changes, layers, windows):
 @pytest.mark.parametrize(
     ("changes", "saying"),
     [
-        ({"no_rope_layers": ABSENT}, "no_rope_layers is missing"),
+        (
+            {"no_rope_layers": ABSENT, "no_rope_layer_interval": None},
+            "no_rope_layer_interval is missing",
+        ),
         ({"no_rope_layers": [1, 1]}, "once for each layer"),
         ({"no_rope_layers": [1, 1, 2]}, "once for each layer"),
         ({"no_rope_layers": [1, 1, [0]]}, "once for each layer"),
         ({"no_rope_layers": 4}, "once for each layer"),
         ({"no_rope_layer_interval": 0}, "from 1 to"),
-        ({"num_key_value_heads": ABSENT}, "num_key_value_heads is missing"),
+        ({"num_key_value_heads": ABSENT}, "6 query heads cannot share 4 key heads"),
     ],
 )
 def test_smollm3_that_cannot_be_honoured(changes, saying):
@@ -341,7 +343,7 @@ def test_gguf_scalings(changes, stored, scaling):
         ({"factor": 4.0, "attn_factor": 1.2}, {}, "attn_factor' = 1.2"),
         ({"attn_factor": 1.2}, {}, "attn_factor' = 1.2"),
         ({"alpha": 1000.0}, {}, "alpha' = 1000.0"),
-        ({"type": "linear"}, {}, "scaling.factor is missing"),
+        ({"type": "linear", "factor": -1.0}, {}, "scaling.factor must be a number above 0"),
         ({"type": "longrope"}, {}, "rope_factors_long.weight is missing"),
         ({"factor": 4.0}, FACTORS, "contradict each other"),
         ({}, {SHORT: [1.0] * 4}, "alone do not define a rotation"),
