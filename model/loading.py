@@ -59,10 +59,13 @@ class Checkpoint:
     copies: Mapping[str, str]  # stored tensors that must equal another one: {copy: original}
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """A Hugging Face directory or GGUF file. Raises CheckpointError with one sentence."""
+def open_checkpoint(path: Path, template: Path | None = None) -> Checkpoint:
+    """A Hugging Face directory or GGUF file. Raises CheckpointError with one sentence.
+
+    `template` is a file with the chat template to use instead of the checkpoint's.
+    """
     try:
-        return _open_directory(path) if path.is_dir() else _open_gguf(path)
+        return _open_directory(path, template) if path.is_dir() else _open_gguf(path, template)
     except (TokenizerError, ChatTemplateError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     except OSError as error:
@@ -140,7 +143,7 @@ def _joined_shape(pieces: tuple[Stored, ...]) -> tuple[int, ...]:
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-def _open_directory(folder: Path) -> Checkpoint:
+def _open_directory(folder: Path, template: Path | None) -> Checkpoint:
     if not (folder / "config.json").exists():
         raise CheckpointError(
             f"{folder} has no config.json, so it is not a Hugging Face model; "
@@ -165,7 +168,7 @@ def _open_directory(folder: Path) -> Checkpoint:
         architecture=architecture.model_type,
         config=config,
         tokenizer=tokenizer,
-        chat_template=chat_template_from_directory(folder),
+        chat_template=chat_template_from_directory(folder, template),
         stop_ids=_stop_ids(folder, config, tokenizer, stop_ids),
         weights=weights,
         parameters=parameters,
@@ -173,7 +176,7 @@ def _open_directory(folder: Path) -> Checkpoint:
     )
 
 
-def _open_gguf(path: Path) -> Checkpoint:
+def _open_gguf(path: Path, template: Path | None) -> Checkpoint:
     _refuse_other_files(path)
     weights = GGUFFile(path)
     fields = Fields(str(path), weights.metadata)
@@ -187,7 +190,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         architecture=architecture.model_type,
         config=config,
         tokenizer=tokenizer,
-        chat_template=chat_template_from_gguf(weights.metadata),
+        chat_template=chat_template_from_gguf(weights.metadata, template),
         stop_ids=_stop_ids(path, config, tokenizer, frozenset()),
         weights=weights,
         parameters=parameters,

@@ -33,6 +33,7 @@ from server.middleware import (
     Guard,
     InFlight,
     RequestId,
+    RootPath,
     state_of,
 )
 from server.models import Models
@@ -150,6 +151,8 @@ def _add_middleware(
             expose_headers=["x-request-id", "retry-after"],
         )
     app.add_middleware(RequestId)
+    if options.root_path:
+        app.add_middleware(RootPath, prefix=options.root_path)
 
 
 def _body_limit(models: Models, options: HttpOptions) -> int:

@@ -7,6 +7,7 @@ while it drains.
 
 import asyncio
 import re
+import ssl
 import time
 import uuid
 from types import FrameType
@@ -284,7 +285,9 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
 
-def uvicorn_config(app: Any, *, host: str, port: int, **more: Any) -> uvicorn.Config:
+def uvicorn_config(
+    app: Any, *, host: str, port: int, tls: ssl.SSLContext | None = None, **more: Any
+) -> uvicorn.Config:
     """uvicorn's settings for this protocol. `more` is for uvicorn's logging options."""
     return uvicorn.Config(
         app,
@@ -299,5 +302,6 @@ def uvicorn_config(app: Any, *, host: str, port: int, **more: Any) -> uvicorn.Co
         server_header=False,
         timeout_keep_alive=5,
         timeout_graceful_shutdown=CLOSING_SECONDS,
+        ssl_context_factory=None if tls is None else lambda config, default: tls,
         **more,
     )
