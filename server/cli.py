@@ -328,6 +328,7 @@ def _add_command(
     """`within` is the command that this one belongs to; without `run`, it only has others."""
     added = commands.add_parser(
         name,
+        prog=f"ropewalk {within}{name}",
         usage=f"ropewalk {within}{name} {usage}".rstrip(),
         help=line,
         description=line[0].upper() + line[1:] + ".",

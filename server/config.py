@@ -147,7 +147,7 @@ def key_file(value: str) -> tuple[str, ...]:
     """The keys in a file, one a line."""
     try:
         file = Path(value)
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
         if file.stat().st_mode & stat.S_IROTH:
             log.warning("every user of this machine can read the API keys in %s; chmod o-r", file)
     except OSError as error:

@@ -54,7 +54,10 @@ def _table(file: Path) -> dict[str, Any]:
 def _text(file: Path, key: str, value: object, option: Option) -> str | list[str]:
     """The value as a flag would give it, so that it is parsed and refused in the same words."""
     if option.many:
-        return [_word(file, key, part) for part in (value if isinstance(value, list) else [value])]
+        parts = value if isinstance(value, list) else [value]
+        if not parts:  # no keys must not mean open to all
+            raise UsageError(f"{file}: {key} lists no value; leave it out or add one")
+        return [_word(file, key, part) for part in parts]
     return _word(file, key, value)
 
 
