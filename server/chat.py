@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from server.connect import Address, connected
 from server.errors import CommandError
 from server.options import nearest
-from server.printing import Printed, printable
+from server.printing import Printed, print_line, printable
 from server.terminal import counted
 
 HELP = """\
@@ -79,7 +79,7 @@ class Client:
                     return
                 chunk = json.loads(data)
                 if "error" in chunk:
-                    raise Refused(chunk["error"]["message"])
+                    raise Refused(printable(chunk["error"]["message"]))
                 yield chunk
             raise CommandError("the server broke off the answer; see its log")
 
@@ -131,7 +131,7 @@ class Chat:
             printed.end()
         self.messages.append({"role": "assistant", "content": answer.text})
         if self._client.options.stats:
-            self._out.write(f"({stats_line(answer)})\n")
+            print_line(f"({stats_line(answer)})", self._out)
         return answer
 
     def _stream(self, answer: Answer, printed: Printed) -> None:
@@ -165,20 +165,21 @@ def converse(options: ChatOptions, lines: Iterator[str], out: TextIO, *, greet: 
     """Answer each of `lines` until they end; returns the exit code."""
     chat = _chat(options, out)
     if greet:
-        out.write(f"{chat.model} at {options.server.url}; /help lists commands, Ctrl-D leaves\n")
+        at = options.server.url
+        print_line(f"{chat.model} at {at}; /help lists commands, Ctrl-D leaves", out)
     failed = False
     for line in lines:
         words = line.strip()
         if words in LEAVE:
             break
         if words.startswith("/"):
-            out.write(_command(chat, words) + "\n")
+            print_line(_command(chat, words), out)
         elif words:
             try:
                 chat.say(words)
             except Refused as error:  # the conversation goes on
                 failed = True
-                out.write(f"{error}\n")
+                print_line(str(error), out)
     return 1 if failed else 0
 
 
@@ -256,7 +257,7 @@ def _command(chat: Chat, words: str) -> str:
     known = ("/reset", "/system", "/help", *LEAVE)
     close = nearest(name, known)
     hint = f"did you mean {close}?" if close else "/help lists the commands."
-    return f"{printable(name)} is not a command; {hint}"
+    return f"{name} is not a command; {hint}"
 
 
 def _first_model(client: Client) -> str:
@@ -272,4 +273,4 @@ def _refusal(status: int, body: bytes) -> str:
     except (ValueError, LookupError, TypeError):
         return f"the server answered {status}; is this a Ropewalk or OpenAI server?"
     key = "; give the key with --api-key or ROPEWALK_API_KEY" if status == 401 else ""
-    return f"the server answered {status}: {message}{key}"
+    return f"the server answered {status}: {printable(message)}{key}"

@@ -53,6 +53,9 @@ examples:
   ropewalk serve rope=shape:small t5=shape:small:t5 --max-model-len 16k
                                random weights, only the encoding differs: for costs, not answers
   ROPEWALK_API_KEYS=secret1,secret2 ropewalk serve --host 0.0.0.0
+  ropewalk serve --config ropewalk.toml        port = 9000 and the like, one a line
+  ropewalk serve --uds /run/ropewalk.sock      then ropewalk chat --url unix:/run/ropewalk.sock
+  ropewalk serve --ssl-certfile chain.pem --ssl-keyfile key.pem
 """
 
 COMPLETION_HELP = """\

@@ -79,6 +79,13 @@ class Printed:
             self._out.write(text)
 
 
+def print_line(text: str, out: TextIO) -> None:
+    """One text at once, with a line end."""
+    printed = Printed(out)
+    printed.add(text)
+    printed.end()
+
+
 def _words(text: str) -> list[str]:
     """Line ends, and words with the spaces after them. Chinese and Japanese break anywhere."""
     words = [""]

@@ -22,7 +22,7 @@ from tests.server.certificates import issued, self_signed
 from tests.server.sockets import free_port
 from tests.server.test_drain import texts
 from tests.server.test_protocol import Hasty
-from tests.server.toy import running, toy_app
+from tests.server.toy import ScriptedEngine, running, toy_app, wait_for
 
 ROOT = Path(__file__).parents[2]
 HERE = "DNS:localhost,IP:127.0.0.1"
@@ -175,6 +175,25 @@ def test_over_tls_refusals_and_deadlines_are_the_same(secure, certificate) -> No
     answer = said(head + body)
     assert len(texts(answer)) == 50
     assert b"[DONE]" in answer
+
+
+def test_a_client_that_leaves_ends_its_stream(certificate, tmp_path) -> None:
+    engine = ScriptedEngine()
+    engine.pause = 0.02
+    body = {"model": "toy", "messages": [{"role": "user", "content": "a"}], "stream": True}
+
+    def leave(url: str, trusted: Path | None) -> None:
+        client = Client(ChatOptions(address(url, trusted), None, None, None, {}, 10.0, False))
+        stream = client.stream({**body, "max_tokens": 200})
+        next(stream)
+        assert engine.live == 1
+        stream.close()
+        wait_for(lambda: engine.live == 0, 2)
+
+    with running(toy_app(engine), tls=listen.tls_context(*certificate)) as (url, _):
+        leave(url, certificate[0])
+    with running(toy_app(engine), path=tmp_path / "s") as (url, _):
+        leave(url, None)
 
 
 def test_missing_and_wrong_keys_are_said_before_a_model_is_loaded(tmp_path, capsys) -> None:
