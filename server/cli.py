@@ -6,6 +6,7 @@ Imports no torch before a command needs it, so that --help and version answer at
 import argparse
 import gc
 import importlib.metadata
+import io
 import logging
 import os
 import platform
@@ -145,6 +146,8 @@ def talk(flags: argparse.Namespace) -> int:
         timeout_s=values["timeout"],
         stats=values["stats"],
     )
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not be able to show everything
+        sys.stdout.reconfigure(errors="replace")
     if flags.question is not None:
         return chat.ask(options, flags.question, sys.stdout)
     if not sys.stdin.isatty():

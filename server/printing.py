@@ -40,7 +40,7 @@ class Printed:
             self._last = (self._last + text)[-1]
             self._out.write(text)
         else:
-            *complete, self._held = _words(self._held + text) or [""]
+            *complete, self._held = _words(self._held + text)
             for word in complete:
                 self._place(word)
             if _cells(self._held) > _columns():  # no line has room for it

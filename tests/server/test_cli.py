@@ -15,7 +15,7 @@ from server.client_options import CHAT_OPTIONS, HEALTH_OPTIONS
 from server.config import ModelSource
 from server.errors import CommandError
 from server.serve_options import SERVE_OPTIONS
-from tests.server.fake_server import serving
+from tests.server.fake_server import events, serving
 from tests.server.sockets import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -179,6 +179,16 @@ def test_chat_reads_its_options(monkeypatch, capsys) -> None:
     assert first.stats and not second.stats
     assert second.server.url == "http://there"
     assert (first.api_key, "secret" in repr(first)) == ("secret", False)
+
+
+def test_a_terminal_that_lacks_a_letter_gets_a_question_mark() -> None:
+    def answer(path, body):
+        return 200, events({"choices": [{"delta": {"content": "caf\u00e9\u00a0\u6771"}}]})
+
+    with serving(answer) as seen:
+        arguments = ["chat", "?", "--url", seen.url, "--model", "m"]
+        assert run(*arguments, PYTHONIOENCODING="ascii").stdout == "caf???\n"
+        assert run(*arguments, PYTHONIOENCODING="utf-8").stdout == "caf\u00e9\u00a0\u6771\n"
 
 
 @pytest.mark.parametrize("status", [200, 503])
