@@ -66,14 +66,19 @@ class Checkpoint:
     copies: Mapping[str, str]  # stored tensors that must equal another one: {copy: original}
 
 
-def open_checkpoint(path: Path, trusted: Collection[str] = ()) -> Checkpoint:
+def open_checkpoint(
+    path: Path, trusted: Collection[str] = (), template: Path | None = None
+) -> Checkpoint:
     """A Hugging Face directory or GGUF file. Raises CheckpointError with one sentence.
 
     trusted: encodings outside this project, as "package.module:Class", whose code a checkpoint may
     have imported. Only whoever starts the program can know that it may run.
+    template: a file with the chat template to use instead of the checkpoint's.
     """
     try:
-        return _open_directory(path, trusted) if path.is_dir() else _open_gguf(path)
+        if path.is_dir():
+            return _open_directory(path, trusted, template)
+        return _open_gguf(path, template)
     except (TokenizerError, ChatTemplateError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     except OSError as error:
@@ -151,7 +156,7 @@ def _joined_shape(pieces: tuple[Stored, ...]) -> tuple[int, ...]:
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-def _open_directory(folder: Path, trusted: Collection[str]) -> Checkpoint:
+def _open_directory(folder: Path, trusted: Collection[str], template: Path | None) -> Checkpoint:
     if not (folder / "config.json").exists():
         raise CheckpointError(
             f"{folder} has no config.json, so it is not a Hugging Face model; "
@@ -180,7 +185,7 @@ def _open_directory(folder: Path, trusted: Collection[str]) -> Checkpoint:
         architecture=architecture.model_type,
         config=config,
         tokenizer=tokenizer,
-        chat_template=chat_template_from_directory(folder),
+        chat_template=chat_template_from_directory(folder, template),
         stop_ids=_stop_ids(config, tokenizer, stop_ids),
         weights=weights,
         parameters=parameters,
@@ -196,7 +201,7 @@ def _refuse_foreign_code(where: str, encoding: str, trusted: Collection[str]) ->
         )
 
 
-def _open_gguf(path: Path) -> Checkpoint:
+def _open_gguf(path: Path, template: Path | None) -> Checkpoint:
     _refuse_other_files(path)
     weights = GGUFFile(path)
     fields = Fields(str(path), weights.metadata)
@@ -210,7 +215,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         architecture=architecture.model_type,
         config=config,
         tokenizer=tokenizer,
-        chat_template=chat_template_from_gguf(weights.metadata),
+        chat_template=chat_template_from_gguf(weights.metadata, template),
         stop_ids=_stop_ids(config, tokenizer, frozenset()),
         weights=weights,
         parameters=parameters,

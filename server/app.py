@@ -34,6 +34,7 @@ from server.middleware import (
     Logged,
     Origins,
     RequestId,
+    RootPath,
     TrailingSlash,
     state_of,
 )
@@ -156,6 +157,8 @@ def _add_middleware(
     app.add_middleware(Logged, log=log, template=paths.template)
     app.add_middleware(RequestId)
     app.add_middleware(TrailingSlash)
+    if options.root_path:
+        app.add_middleware(RootPath, prefix=options.root_path)
 
 
 def _body_limit(models: Models, options: HttpOptions) -> int:

@@ -4,8 +4,10 @@ Builds strings from plain facts; loads and prints nothing.
 """
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from server.terminal import counted
 
@@ -32,11 +34,29 @@ class ModelFacts:
     quantize: str | None = None  # type that the weights of linear layers are rounded to
 
 
-def banner(models: Sequence[ModelFacts], *, url: str, open_to_all: bool, version: str) -> str:
-    """Boxed facts and, outside the box so that it can be copied, a curl line. No final newline."""
+def banner(
+    models: Sequence[ModelFacts],
+    *,
+    url: str,
+    open_to_all: bool,
+    version: str,
+    uds: Path | None = None,
+    certificate: Path | None = None,
+) -> str:
+    """Boxed facts and, outside the box so that it can be copied, a curl line. No final newline.
+
+    `uds` is the Unix socket that the server listens on instead of at `url`.
+    """
+    flags = ""
+    if uds is not None:
+        url = f"{url.partition(':')[0]}://localhost"
+        flags = f" --unix-socket {shlex.quote(str(uds))}"
+    if certificate is not None:
+        flags += f" --cacert {shlex.quote(str(certificate))}"
     rows: list[tuple[str, str] | None] = []
     for model in models:
         rows += [*_model_rows(model), None]
+    rows += [("socket", str(uds))] if uds is not None else []
     rows += [
         ("completions", f"{url}/v1/completions"),
         ("chat", f"{url}/v1/chat/completions"),
@@ -44,7 +64,9 @@ def banner(models: Sequence[ModelFacts], *, url: str, open_to_all: bool, version
         ("access", "no API key required" if open_to_all else "API key required"),
     ]
     keyed = "" if open_to_all else ' -H "Authorization: Bearer $KEY"'
-    return f"{_box(f'ropewalk {version}', rows)}\n\nTry it:\n\n{_curl(models[0], url, keyed)}"
+    return (
+        f"{_box(f'ropewalk {version}', rows)}\n\nTry it:\n\n{_curl(models[0], url, flags + keyed)}"
+    )
 
 
 def readable_bytes(amount: int) -> str:
@@ -83,7 +105,7 @@ def _box(title: str, rows: Sequence[tuple[str, str] | None]) -> str:
     return "\n".join([top, *body, f"╰{'─' * (width + 2)}╯"])
 
 
-def _curl(model: ModelFacts, url: str, keyed: str) -> str:
+def _curl(model: ModelFacts, url: str, flags: str) -> str:
     body: dict[str, object] = {"model": model.name}
     if model.chat:
         route = "/v1/chat/completions"
@@ -94,4 +116,4 @@ def _curl(model: ModelFacts, url: str, keyed: str) -> str:
     body |= {"max_tokens": 64, "temperature": 0.2, "stream": True}
     data = json.dumps(body).replace("'", "'\\''")  # a quote inside a single-quoted shell word
     header = '-H "Content-Type: application/json"'
-    return f"curl -N {url}{route}{keyed} {header} -d '{data}'"
+    return f"curl -N {url}{route}{flags} {header} -d '{data}'"

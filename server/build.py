@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import socket
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,14 @@ class Loaded:
 
 def run(config: ServerConfig) -> int:
     """Load every model and serve until stopped; returns the exit status. Raises CommandError."""
-    listener = listen.bind(config.host, config.port)
+    tls = None
+    if config.ssl_certfile is not None:
+        tls = listen.tls_context(config.ssl_certfile, config.ssl_keyfile)
+    with listen.bound(config.host, config.port, config.uds) as listener:
+        return _run_on(listener, tls, config)
+
+
+def _run_on(listener: socket.socket, tls: ssl.SSLContext | None, config: ServerConfig) -> int:
     threads = placement.pick_threads(config.loading.threads)
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
@@ -81,17 +89,18 @@ def run(config: ServerConfig) -> int:
     engine = engine_of(config, loaded, metrics, stop)
     planners = {model.served.name: model.planner for model in loaded}
     app = create_app(served, engine, metrics, config.http, loaded[0].place, planners)
-    port = listener.getsockname()[1]
+    port = config.port if config.uds else listener.getsockname()[1]
     listening = uvicorn_config(
         app,
         host=config.host,
         port=port,
+        tls=tls,
         log_level=config.log_level,
         access_log=False,
         log_config=None,
     )
     server = Server(listening, app.state.drain, config.drain_timeout_s)
-    url = listen.local_url(config.host, port)
+    url = listen.local_url(config.host, port, tls=tls is not None)
     announce = partial(_announce, config, [model.facts for model in loaded], url)
     gc.freeze()  # later collections need not look at what was loaded either
     gc.enable()
@@ -216,7 +225,7 @@ def _complete(
         max_context=context,
         speed=speed,
     )
-    served = _served(name, model.checkpoint, facts)
+    served = _served(name, model.aliases, model.checkpoint, facts)
     return Loaded(served, made.engine, facts, model.place, planner, defect)
 
 
@@ -312,7 +321,9 @@ def _require_same_frequencies(model: Prepared, context: int, device: torch.devic
         )
 
 
-def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:
+def _served(
+    name: str, aliases: tuple[str, ...], checkpoint: Checkpoint, facts: ModelFacts
+) -> Served:
     shape = checkpoint.config
     vocab_size = min(checkpoint.tokenizer.vocab_size, shape.vocab_size)
     return Served(
@@ -324,6 +335,7 @@ def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:
         vocab_size=vocab_size,
         max_context=facts.max_context,
         created=int(time.time()),
+        aliases=aliases,
         encoder_decoder=(
             EncoderDecoderTokens(shape.start_token, shape.end_token)
             if isinstance(shape, EncoderDecoderConfig)
@@ -341,10 +353,17 @@ def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:
 
 def _announce(config: ServerConfig, models: Sequence[ModelFacts], url: str) -> None:
     if config.log_format == "json":  # whoever reads that reads no boxes
-        log.info("serving %s at %s", ", ".join(model.name for model in models), url)
+        log.info("serving %s at %s", ", ".join(model.name for model in models), config.uds or url)
         return
-    open_to_all = not config.http.api_keys
-    print(banner(models, url=url, open_to_all=open_to_all, version=own_version()), flush=True)
+    text = banner(
+        models,
+        url=url,
+        open_to_all=not config.http.api_keys,
+        version=own_version(),
+        uds=config.uds,
+        certificate=config.ssl_certfile,
+    )
+    print(text, flush=True)
 
 
 async def _serve(server: Server, listener: socket.socket, announce: Callable[[], None]) -> None:

@@ -5,28 +5,36 @@ Knows the server only through its API, like any other client.
 
 import http.client
 import json
+import os
 import time
-import urllib.parse
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TextIO
 
-from server.errors import CommandError, UsageError
+from server.connect import Address, connected
+from server.errors import CommandError
+from server.options import nearest
+from server.printing import Printed, print_line, printable
 from server.terminal import counted
 
 HELP = """\
 in the conversation:
   /reset        forget the conversation so far
   /system TEXT  start over with this system message
-  /quit         exit (as does Ctrl-D); Ctrl-C stops an answer"""
+  /help         show this
+  /quit         exit, as does Ctrl-D
+Ctrl-C stops an answer or clears the line, and exits when the line is empty."""
+
+LEAVE = ("/quit", "/exit")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
     """The server and the model to ask, and how."""
 
-    url: str  # "http://127.0.0.1:8000", without /v1
+    server: Address
     model: str | None  # None: the first one the server lists
     api_key: str | None = field(repr=False)
     system: str | None
@@ -54,19 +62,7 @@ class Client:
     """One request at a time, each on its own connection."""
 
     def __init__(self, options: ChatOptions) -> None:
-        try:
-            parts = urllib.parse.urlsplit(options.url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError
-            self._host, self._port = parts.hostname, parts.port
-        except ValueError:
-            raise UsageError(
-                f"--url: {options.url!r} is not an http or https URL; write for example "
-                "http://127.0.0.1:8000"
-            ) from None
         self.options = options
-        self._secure = parts.scheme == "https"
-        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
 
     def models(self) -> list[str]:
         with self._request("GET", "/v1/models", None) as response:
@@ -83,7 +79,7 @@ class Client:
                     return
                 chunk = json.loads(data)
                 if "error" in chunk:
-                    raise Refused(chunk["error"]["message"])
+                    raise Refused(printable(chunk["error"]["message"]))
                 yield chunk
             raise CommandError("the server broke off the answer; see its log")
 
@@ -91,25 +87,17 @@ class Client:
     def _request(
         self, method: str, path: str, body: Mapping[str, object] | None
     ) -> Iterator[http.client.HTTPResponse]:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=self.options.timeout_s)
         headers = {"Content-Type": "application/json"}
         if self.options.api_key:
             headers["Authorization"] = f"Bearer {self.options.api_key}"
-        try:
+        server = self.options.server
+        with connected(server, self.options.timeout_s) as connection:
             data = None if body is None else json.dumps(body).encode()
-            connection.request(method, self._prefix + path, data, headers)
+            connection.request(method, server.prefix + path, data, headers)
             response = connection.getresponse()
             if response.status != 200:
                 raise Refused(_refusal(response.status, response.read()))
             yield response
-        except (OSError, http.client.HTTPException) as error:
-            raise CommandError(
-                f"no answer from {self.options.url} ({error or type(error).__name__}); start the "
-                "server with ropewalk serve, or name another with --url"
-            ) from error
-        finally:
-            connection.close()
 
 
 class Chat:
@@ -117,7 +105,7 @@ class Chat:
 
     def __init__(self, client: Client, model: str, out: TextIO) -> None:
         self._client = client
-        self._model = model
+        self.model = model
         self._out = out
         self._system = client.options.system
         self.messages: list[dict[str, str]] = []
@@ -131,25 +119,24 @@ class Chat:
         """Ask, print the answer as it streams, remember both; a refused question is forgotten."""
         self.messages.append({"role": "user", "content": text})
         answer = Answer()
+        printed = Printed(self._out)
         try:
-            self._stream(answer)
+            self._stream(answer, printed)
         except KeyboardInterrupt:
             answer.finish = "interrupted"
         except CommandError:
             self.messages.pop()
             raise
         finally:
-            if answer.text and not answer.text.endswith("\n"):
-                self._out.write("\n")
-            self._out.flush()
+            printed.end()
         self.messages.append({"role": "assistant", "content": answer.text})
         if self._client.options.stats:
-            self._out.write(f"({stats_line(answer)})\n")
+            print_line(f"({stats_line(answer)})", self._out)
         return answer
 
-    def _stream(self, answer: Answer) -> None:
+    def _stream(self, answer: Answer, printed: Printed) -> None:
         body = {
-            "model": self._model,
+            "model": self.model,
             "messages": self.messages,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -164,49 +151,82 @@ class Chat:
                 if piece := entry["delta"].get("content"):
                     answer.first_s = answer.first_s or time.monotonic() - start
                     answer.text += piece
-                    self._out.write(printable(piece))
-                    self._out.flush()
+                    printed.add(piece)
             answer.total_s = time.monotonic() - start
 
 
-def converse(options: ChatOptions, question: str | None, lines: Iterator[str], out: TextIO) -> int:
-    """Answer `question`, or each of `lines` until they end; returns the exit code."""
-    client = Client(options)
-    chat = Chat(client, options.model or _first_model(client), out)
-    if question is not None:
-        chat.say(question)
-        return 0
+def ask(options: ChatOptions, question: str, out: TextIO) -> int:
+    """Print the answer to one question; returns the exit code."""
+    _chat(options, out).say(question)
+    return 0
+
+
+def converse(options: ChatOptions, lines: Iterator[str], out: TextIO, *, greet: bool) -> int:
+    """Answer each of `lines` until they end; returns the exit code."""
+    chat = _chat(options, out)
+    if greet:
+        at = options.server.url
+        print_line(f"{chat.model} at {at}; /help lists commands, Ctrl-D leaves", out)
     failed = False
     for line in lines:
         words = line.strip()
-        if words in ("/quit", "/exit"):
+        if words in LEAVE:
             break
         if words.startswith("/"):
-            out.write(_command(chat, words) + "\n")
+            print_line(_command(chat, words), out)
         elif words:
             try:
                 chat.say(words)
             except Refused as error:  # the conversation goes on
                 failed = True
-                out.write(f"{error}\n")
+                print_line(str(error), out)
     return 1 if failed else 0
 
 
-def terminal_lines() -> Iterator[str]:
-    """What a person types, with line editing, until Ctrl-D or Ctrl-C on an empty line."""
-    with suppress(ImportError):
-        import readline  # noqa: F401  gives input() editing and history; touches the terminal
+def _chat(options: ChatOptions, out: TextIO) -> Chat:
+    client = Client(options)
+    return Chat(client, options.model or _first_model(client), out)
+
+
+def typed_lines(history: Path) -> Iterator[str]:
+    """What a person types, until Ctrl-D, or Ctrl-C on an empty line.
+
+    With line editing, and the lines of earlier conversations from the file `history`.
+    """
+    # Late: it takes 0.15 s, and only a conversation in a terminal needs it.
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.enums import DEFAULT_BUFFER
+    from prompt_toolkit.filters import has_focus
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("c-c", filter=has_focus(DEFAULT_BUFFER))
+    def clear_or_leave(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=EOFError)
+
+    kept: History = FileHistory(history) if _made_private(history) else InMemoryHistory()
+    session: PromptSession[str] = PromptSession(history=kept, key_bindings=keys)
     while True:
         try:
-            yield input("> ")
+            yield session.prompt("> ")
         except (EOFError, KeyboardInterrupt):
-            print()
             return
 
 
-def printable(text: str) -> str:
-    """Without control characters: a model's output must not control the terminal."""
-    return "".join(letter for letter in text if letter in "\n\t" or letter.isprintable())
+def _made_private(file: Path) -> bool:
+    """Makes the file, which only its owner may read; False where none can be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(file, os.O_CREAT | os.O_APPEND | os.O_RDWR, 0o600))
+        file.chmod(0o600)
+    except OSError:
+        return False
+    return True
 
 
 def stats_line(answer: Answer) -> str:
@@ -227,10 +247,17 @@ def _command(chat: Chat, words: str) -> str:
     if name == "/reset":
         chat.reset()
         return "The conversation starts over."
-    if name == "/system" and rest.strip():
+    if name == "/system":
+        if not rest.strip():
+            return "Write the system message after it: /system TEXT"
         chat.reset(rest.strip())
         return "The conversation starts over with this system message."
-    return HELP
+    if name == "/help":
+        return HELP
+    known = ("/reset", "/system", "/help", *LEAVE)
+    close = nearest(name, known)
+    hint = f"did you mean {close}?" if close else "/help lists the commands."
+    return f"{name} is not a command; {hint}"
 
 
 def _first_model(client: Client) -> str:
@@ -246,4 +273,4 @@ def _refusal(status: int, body: bytes) -> str:
     except (ValueError, LookupError, TypeError):
         return f"the server answered {status}; is this a Ropewalk or OpenAI server?"
     key = "; give the key with --api-key or ROPEWALK_API_KEY" if status == 401 else ""
-    return f"the server answered {status}: {message}{key}"
+    return f"the server answered {status}: {printable(message)}{key}"

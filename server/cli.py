@@ -5,21 +5,23 @@ Imports no torch before a command needs it, so that --help and version answer at
 
 import argparse
 import gc
-import http.client
 import importlib.metadata
+import io
 import logging
 import os
 import platform
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from server import chat, listen, logs, pull
 from server.audit_options import HELP as AUDIT_HELP
 from server.audit_options import add_audit_flags
 from server.client_options import CHAT_OPTIONS, CLIENT_KEY, HEALTH_OPTIONS
 from server.config import server_config
+from server.config_file import read_all
+from server.connect import Address, address, connected
 from server.encodings_options import (
     EXPLAIN_HELP,
     LIST_HELP,
@@ -29,7 +31,7 @@ from server.encodings_options import (
 from server.errors import CommandError, UsageError
 from server.family_options import HELP as FAMILY_HELP
 from server.family_options import add_family_commands
-from server.options import add_options, read_options, refuse_unknown
+from server.options import add_options, nearest, refuse_unknown
 from server.serve_options import DEFAULT_MODEL, SERVE_OPTIONS
 
 EXAMPLES = """\
@@ -52,6 +54,17 @@ examples:
   ropewalk serve rope=shape:small t5=shape:small:t5 --max-model-len 16k
                                random weights, only the encoding differs: for costs, not answers
   ROPEWALK_API_KEYS=secret1,secret2 ropewalk serve --host 0.0.0.0
+  ropewalk serve --config ropewalk.toml        port = 9000 and the like, one a line
+  ropewalk serve --uds /run/ropewalk.sock      then ropewalk chat --url unix:/run/ropewalk.sock
+  ropewalk serve --ssl-certfile chain.pem --ssl-keyfile key.pem
+"""
+
+COMPLETION_HELP = """\
+to complete commands and flags in every new shell:
+  bash  ropewalk completion bash > ~/.local/share/bash-completion/completions/ropewalk
+  zsh   ropewalk completion zsh > ~/.zfunc/_ropewalk
+        with fpath+=~/.zfunc before compinit in ~/.zshrc
+  fish  ropewalk completion fish > ~/.config/fish/completions/ropewalk.fish
 """
 
 OTHER_VARIABLES = ("ROPEWALK_HOME",)
@@ -67,20 +80,37 @@ class Help(argparse.RawDescriptionHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """argparse that answers a mistake with one sentence instead of a page of usage."""
 
+    def parse_known_args(  # type: ignore[override]  # its overloads are about other namespaces
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Refuses unknown words itself, since only a command's own parser knows its flags."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if not unknown:
+            return found, unknown
+        said = f"unrecognized arguments: {' '.join(unknown)}"
+        close = nearest(unknown[0].partition("=")[0], self._option_string_actions)
+        if unknown[0].startswith("--") and close:
+            said += f"; did you mean {close}?"
+        self.error(said)
+
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see {self.prog} --help")
+        join = " See" if message.endswith("?") else "; see"
+        raise UsageError(f"{message}{join} {self.prog} --help")
 
 
 def serve(flags: argparse.Namespace) -> int:
     """Returns when the server has stopped."""
-    config = server_config(read_options(SERVE_OPTIONS, flags, os.environ))
+    config = server_config(read_all(SERVE_OPTIONS, flags, os.environ))
     if os.environ.get(CLIENT_KEY) and not config.http.api_keys:
         raise UsageError(
             f"{CLIENT_KEY} is the key that a client sends and does not protect the server; set "
             f"ROPEWALK_API_KEYS to require a key, or unset {CLIENT_KEY}"
         )
     # Before torch and the weights are loaded: a taken port should be reported at once.
-    listen.bind(config.host, config.port).close()
+    with listen.bound(config.host, config.port, config.uds):
+        pass
+    if config.ssl_certfile is not None:
+        listen.tls_context(config.ssl_certfile, config.ssl_keyfile)
     logs.configure(config.log_level, config.log_format)
     wait_briefly(os.environ)
     # Until all is loaded: it stays, and looking for garbage in it would take a third of a second.
@@ -103,10 +133,10 @@ def wait_briefly(environ: MutableMapping[str, str]) -> None:
 
 def talk(flags: argparse.Namespace) -> int:
     """`ropewalk chat`: one question, or a conversation on standard input."""
-    values = read_options(CHAT_OPTIONS, flags, os.environ)
+    values = read_all(CHAT_OPTIONS, flags, os.environ)
     fields = ("max_tokens", "temperature", "top_p", "seed")
     options = chat.ChatOptions(
-        url=values["url"] or listen.local_url(values["host"], values["port"]),
+        server=_server_at(values),
         model=values["model"],
         api_key=values["api_key"],
         system=values["system"],
@@ -114,8 +144,23 @@ def talk(flags: argparse.Namespace) -> int:
         timeout_s=values["timeout"],
         stats=values["stats"],
     )
-    lines = chat.terminal_lines() if sys.stdin.isatty() else iter(sys.stdin)
-    return chat.converse(options, flags.question, lines, sys.stdout)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not be able to show everything
+        sys.stdout.reconfigure(errors="replace")
+    if flags.question is not None:
+        return chat.ask(options, flags.question, sys.stdout)
+    if not sys.stdin.isatty():
+        return chat.converse(options, iter(sys.stdin), sys.stdout, greet=False)
+    lines = chat.typed_lines(pull.home() / "chat_history")
+    return chat.converse(options, lines, sys.stdout, greet=True)
+
+
+def _server_at(values: Mapping[str, Any]) -> Address:
+    """The running server that chat's or health's options name."""
+    certificate = values["ssl_certfile"]
+    local = listen.local_url(values["host"], values["port"], tls=certificate is not None)
+    if values["uds"] is not None:
+        local = f"unix:{values['uds']}"
+    return address(values["url"] or local, certificate)
 
 
 def bring(flags: argparse.Namespace) -> int:
@@ -169,21 +214,16 @@ def version(_: argparse.Namespace) -> int:
 
 def health(flags: argparse.Namespace) -> int:
     """For container health checks: exit code 0 when the server answers 200, else 1."""
-    values = read_options(HEALTH_OPTIONS, flags, os.environ)
-    host, port = values["host"], values["port"]
+    values = read_all(HEALTH_OPTIONS, flags, os.environ)
+    server = _server_at(values)
     path = "/health/ready" if values["ready"] else "/health/live"
-    url = listen.local_url(host, port) + path
-    connection = http.client.HTTPConnection(listen.reachable(host), port, timeout=values["timeout"])
-    try:
-        connection.request("GET", path)
+    with connected(server, values["timeout"]) as connection:
+        connection.request("GET", server.prefix + path)
         status = connection.getresponse().status
-    except (OSError, http.client.HTTPException) as error:
-        raise CommandError(f"no answer from {url} ({error or type(error).__name__})") from error
-    finally:
-        connection.close()
+    said = f"{server.url}{path} answered {status}"
     if status != 200:
-        raise CommandError(f"{url} answered {status}")
-    print(f"{url} answered 200")
+        raise CommandError(said)
+    print(said)
     return 0
 
 
@@ -197,6 +237,28 @@ def bench(arguments: Sequence[str]) -> int:
     from load_tests.bench import main as bench_main
 
     return bench_main(arguments)
+
+
+def completion(flags: argparse.Namespace) -> int:
+    """`ropewalk completion`: prints a script that makes a shell complete commands and flags."""
+    # Late: no other command needs it.
+    import shtab
+
+    top = parser()
+    for command in _parsers(top):
+        for action in command._actions:
+            if action.metavar in ("FILE", "FOLDER", "MODEL", "PATH"):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab reads it there
+    print(shtab.complete(top, shell=flags.shell))
+    return 0
+
+
+def _parsers(top: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield top
+    for action in top._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _parsers(command)
 
 
 def parser() -> Parser:
@@ -248,6 +310,11 @@ def parser() -> Parser:
     probing = add("health", health, "check the health of a running server", usage="[FLAGS]")
     add_options(probing, HEALTH_OPTIONS)
     add("bench", bench, "measure servers and compare encodings; see ropewalk bench --help")
+    line = "print a script for the shell's completion"
+    completing = add("completion", completion, line, usage="SHELL", epilog=COMPLETION_HELP)
+    completing.add_argument(
+        "shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish"
+    )
     add("version", version, "print the version")
     return top
 
@@ -265,6 +332,7 @@ def _add_command(
     """`within` is the command that this one belongs to; without `run`, it only has others."""
     added = commands.add_parser(
         name,
+        prog=f"ropewalk {within}{name}",
         usage=f"ropewalk {within}{name} {usage}".rstrip(),
         help=line,
         description=line[0].upper() + line[1:] + ".",

@@ -1,31 +1,49 @@
 """Options of the commands that talk to a running server: chat and health.
 
 Most of their variables begin with ROPEWALK_CHAT_ or ROPEWALK_HEALTH_, so that none is mistaken
-for one of the server's; host and port are shared with it. No torch.
+for one of the server's; what says where it listens is shared with it. No torch.
 """
 
 from dataclasses import replace
 
 from server.options import Option, count, number, seconds, switch
-from server.serve_options import HOST, PORT
+from server.serve_options import CONFIG, HOST, PORT, SSL_CERTFILE, UDS
 
 CLIENT_KEY = "ROPEWALK_API_KEY"  # load_tests/options.py has it, too
 _HOST = replace(HOST, group="server", help="host of the server")
 _PORT = replace(PORT, group="server", help="port of the server")
+_CONFIG = replace(
+    CONFIG, group="server", help="file of the server's settings, which say where it listens"
+)
+_UDS = replace(UDS, group="server", help="Unix socket of the server, instead of host and port")
+_SSL_CERTFILE = replace(
+    SSL_CERTFILE,
+    group="server",
+    help="certificate of the server, or of its issuer, to trust, which makes host and port https; "
+    "without it the system's are trusted, or those in the variable SSL_CERT_FILE",
+)
 
-CHAT_OPTIONS = (
-    _HOST,
-    _PORT,
-    Option(
+
+def _url(variable: str) -> Option:
+    return Option(
         "--url",
         "server",
-        "URL of the server, instead of host and port: https://example.org",
+        "URL of the server, instead of host and port: https://example.org, or unix:PATH",
         str,
         None,
         "none",
         "URL",
-        env="ROPEWALK_CHAT_URL",
-    ),
+        env=variable,
+    )
+
+
+CHAT_OPTIONS = (
+    _HOST,
+    _PORT,
+    _UDS,
+    _SSL_CERTFILE,
+    _CONFIG,
+    _url("ROPEWALK_CHAT_URL"),
     Option(
         "--model",
         "server",
@@ -118,6 +136,10 @@ CHAT_OPTIONS = (
 HEALTH_OPTIONS = (
     _HOST,
     _PORT,
+    _UDS,
+    _SSL_CERTFILE,
+    _CONFIG,
+    _url("ROPEWALK_HEALTH_URL"),
     Option(
         "--timeout",
         "server",

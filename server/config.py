@@ -1,10 +1,11 @@
 """ServerConfig: the settings of `ropewalk serve`, checked and frozen.
 
-Opens no file, loads no model, imports no torch.
+Opens no file but that of the API keys, loads no model, imports no torch.
 """
 
-import ipaddress
+import logging
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any, TypeVar
 
 from server import pull
 from server.errors import UsageError
+from server.listen import is_loopback
+
+log = logging.getLogger(__name__)
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _NAMED = re.compile(r"([\w.:-]+)=(.+)")
@@ -26,6 +30,7 @@ class ModelSource:
 
     name: str
     source: str
+    aliases: tuple[str, ...] = ()  # further names that requests may give
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,7 @@ class ModelOptions:
     attention: str | None
     max_model_len: int | None  # tokens
     threads: int | None
+    chat_template: Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,7 @@ class HttpOptions:
     share_prefixes: bool = False  # between API keys: one can find out what another sent
     access_log: bool = True  # a line for every request, not only for refused ones
     max_body_bytes: int | None = None  # None: by the longest context
+    root_path: str = ""  # below which a proxy publishes the server
     request_timeout_s: float = 300.0
     stalled_write_s: float = 30.0
     ping_s: float = 15.0
@@ -91,6 +98,9 @@ class ServerConfig:
     http: HttpOptions
     host: str  # to listen on
     port: int  # 0: any free one
+    uds: Path | None  # a Unix socket, instead of host and port
+    ssl_certfile: Path | None  # None: plain HTTP
+    ssl_keyfile: Path | None  # None: in `ssl_certfile`
     drain_timeout_s: float
     metrics_compat: str  # a key of server.metrics_compat.ALIASES
     log_level: str
@@ -108,6 +118,50 @@ def model_source(value: str) -> ModelSource:
     if path.is_dir():
         return ModelSource(path.resolve().name, value)
     return ModelSource(value, value)
+
+
+def model_name(value: str) -> str:
+    if value.split() != [value]:
+        raise ValueError(f"{value!r} is not a name; give one word")
+    return value
+
+
+def existing_file(value: str) -> Path:
+    if not Path(value).is_file():
+        raise ValueError(f"there is no file {value}; check the path")
+    return Path(value)
+
+
+def root_path(value: str) -> str:
+    """Begins with a slash and does not end with one; empty for the root itself."""
+    path = value.strip("/")
+    if not re.fullmatch(r"[^?#\s]*", path):
+        raise ValueError(f"{value!r} is not a path; write for example /llm")
+    return path and f"/{path}"
+
+
+def api_key(value: str) -> str:
+    if value.split() != [value]:
+        raise ValueError("an API key must not be empty or contain spaces; give one word")
+    return value
+
+
+def key_file(value: str) -> tuple[str, ...]:
+    """The keys in a file, one a line."""
+    try:
+        file = Path(value)
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+        if file.stat().st_mode & stat.S_IROTH:
+            log.warning("every user of this machine can read the API keys in %s; chmod o-r", file)
+    except OSError as error:
+        raise ValueError(f"{value} cannot be read ({error.strerror}); check the path") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{value} is not UTF-8 text; write one key a line") from error
+    words = (line.strip() for line in lines)
+    keys = tuple(api_key(word) for word in words if word and not word.startswith("#"))
+    if not keys:  # which must not mean open to all
+        raise ValueError(f"{value} holds no key; write one a line, or leave the option out")
+    return keys
 
 
 def host_address(value: str) -> str:
@@ -142,22 +196,29 @@ def _of(kind: type[T], values: Mapping[str, Any]) -> T:
 
 def server_config(values: Mapping[str, Any]) -> ServerConfig:
     """From the values of SERVE_OPTIONS. Raises UsageError when two contradict each other."""
+    members = [member for source in values["models"] for member in _members(source)]
     config = ServerConfig(
-        models=tuple(member for source in values["models"] for member in _members(source)),
+        models=_named(members, values["served_model_name"]),
         loading=_of(ModelOptions, values),
         cache=_of(CacheOptions, values),
         limits=_of(LimitOptions, values),
         http=HttpOptions(
-            api_keys=frozenset(values["api_key"]),
-            allowed_hosts=_allowed_hosts(values["host"], values["allowed_host"]),
+            api_keys=frozenset((*values["api_key"], *values["api_key_file"])),
+            allowed_hosts=_allowed_hosts(
+                None if values["uds"] else values["host"], values["allowed_host"]
+            ),
             allowed_origins=frozenset(values["allowed_origin"]),
             share_prefixes=values["share_prefixes"],
             access_log=values["access_log"],
             max_body_bytes=values["max_body"],
             request_timeout_s=values["request_timeout"],
+            root_path=values["root_path"],
         ),
         host=values["host"],
         port=values["port"],
+        uds=values["uds"],
+        ssl_certfile=values["ssl_certfile"],
+        ssl_keyfile=values["ssl_keyfile"],
         drain_timeout_s=values["drain_timeout"],
         metrics_compat=values["metrics_compat"],
         log_level=values["log_level"],
@@ -179,17 +240,26 @@ def _members(source: ModelSource) -> list[ModelSource]:
     return [ModelSource(folder.name, str(folder)) for folder in pull.family()]
 
 
-def _allowed_hosts(host: str, named: Sequence[str]) -> frozenset[str]:
-    """A loopback server is for this machine: requests for other names come from web pages."""
-    own = LOOPBACK_NAMES | {host_name(host)} if _is_loopback(host) else frozenset()
+def _named(models: Sequence[ModelSource], names: Sequence[str]) -> tuple[ModelSource, ...]:
+    """The models, under --served-model-name's `names` if there are any."""
+    if not names:
+        return tuple(models)
+    if len(models) > 1:
+        raise UsageError(
+            f"--served-model-name names one model, but {len(models)} are served; name each of them "
+            f"with NAME=MODEL, for example {names[0]}={models[0].source}"
+        )
+    first, *others = dict.fromkeys(names)
+    return (ModelSource(first, models[0].source, tuple(others)),)
+
+
+def _allowed_hosts(host: str | None, named: Sequence[str]) -> frozenset[str]:
+    """A loopback server is for this machine: requests for other names come from web pages.
+
+    No web page reaches a Unix socket, whose `host` is None.
+    """
+    own = LOOPBACK_NAMES | {host_name(host)} if host and is_loopback(host) else frozenset()
     return own.union(named)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name
-        return host.lower() == "localhost"
 
 
 def _check(config: ServerConfig) -> None:
@@ -200,6 +270,10 @@ def _check(config: ServerConfig) -> None:
                 f"two models are called {name!r}; name one of them with NAME=MODEL, "
                 f"for example other={name}"
             )
+    if config.ssl_keyfile is not None and config.ssl_certfile is None:
+        raise UsageError(
+            "--ssl-keyfile is the key of a certificate; name the certificate with --ssl-certfile"
+        )
     limits = config.limits
     if limits.max_step_tokens < limits.max_seqs:
         raise UsageError(

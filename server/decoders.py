@@ -39,6 +39,7 @@ class Prepared:
     """One model whose weights are in place and which has no cache yet."""
 
     name: str
+    aliases: tuple[str, ...]
     checkpoint: Checkpoint
     decoder: Decoder | EncoderDecoder
     backend: AttentionBackend
@@ -116,14 +117,21 @@ def prepare(
         substitute(decoder, kernels, dtype)
     substitute_on_gpu(decoder, dtype)
     place = Place(all_backends(kernels), dtype, device)
-    return Prepared(source.name, checkpoint, decoder, backend, dtype, context, place)
+    return Prepared(
+        source.name, source.aliases, checkpoint, decoder, backend, dtype, context, place
+    )
 
 
 def _opened(loading: ModelOptions, source: ModelSource) -> Checkpoint:
     if source.source.startswith(PREFIX):
+        if loading.chat_template is not None:
+            raise CommandError(
+                f"--chat-template: {source.source} has random weights and answers no chats; leave "
+                "the option out"
+            )
         return random_checkpoint(source.source, loading.encoding, loading.max_model_len)
     trusted = {*loading.trust_encoding, loading.encoding or ""}
-    return open_checkpoint(pull.locate(source.source), trusted)
+    return open_checkpoint(pull.locate(source.source), trusted, loading.chat_template)
 
 
 def _with_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:

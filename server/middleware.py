@@ -190,6 +190,19 @@ class Origins(CORSMiddleware):
         return response
 
 
+class RootPath:
+    """Takes a proxy's prefix off the path, so that nothing else needs to know it."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._prefix)}
+        return await self._app(scope, receive, send)
+
+
 class Guard:
     """The last resort: sends refusals of other middleware and unexpected exceptions as JSON."""
 

@@ -40,6 +40,7 @@ class Served:
     created: int
     details: Mapping[str, object]
     encoder_decoder: EncoderDecoderTokens | None = None  # None: decoder only
+    aliases: tuple[str, ...] = ()  # further names that requests may give
 
     def room(self, num_prompt: int) -> int:
         """The most tokens that an answer to a prompt of that length can have."""
@@ -54,10 +55,12 @@ class Models:
     def __init__(self, served: Iterable[Served]) -> None:
         """Raises ValueError for no model at all, and for a name given twice."""
         self._served: dict[str, Served] = {}
+        self._aliases: dict[str, str] = {}
         for one in served:
             if one.name in self._served:
                 raise ValueError(f"two models are named {one.name!r}; give one another name")
             self._served[one.name] = one
+            self._aliases |= dict.fromkeys(one.aliases, one.name)
         if not self._served:
             raise ValueError("no model to serve; name at least one")
 
@@ -74,7 +77,7 @@ class Models:
                 "model",
             )
         try:
-            return self._served[name]
+            return self._served[self._aliases.get(name, name)]
         except KeyError:
             raise ModelNotFound(
                 f"model {quoted(name)} does not exist on this server; GET /v1/models lists its "

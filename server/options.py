@@ -1,7 +1,7 @@
 """Command line options: one table entry gives a flag, its environment variable and its help line.
 
-A flag overrides its variable, a variable the default. The text of both is parsed in one place, so
-both are refused in the same words. Knows no particular option. No torch.
+A flag overrides its variable, a variable what a file sets, and that the default. All are text that
+is parsed in one place, so all are refused in the same words. Knows no particular option. No torch.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from model.words import listed
@@ -51,6 +52,14 @@ class Option:
     def help_line(self) -> str:
         shown = self.shown or ("on" if self.default is True else str(self.default))
         return f"{self.help} (default: {shown}; {self.variable})".replace("%", "%%")
+
+
+@dataclass(frozen=True, slots=True)
+class Set:
+    """A value from a file. `where` names its place in messages."""
+
+    where: str
+    text: str | list[str]
 
 
 class _Switch(argparse.Action):
@@ -97,19 +106,34 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> N
 
 
 def read_options(
-    options: Iterable[Option], flags: argparse.Namespace, environ: Mapping[str, str]
+    options: Iterable[Option],
+    flags: argparse.Namespace,
+    environ: Mapping[str, str],
+    file: Mapping[str, Set] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Every option's value by name. UsageError names the flag or the variable at fault."""
-    return {option.name: _read(option, getattr(flags, option.name), environ) for option in options}
+    """Every option's value by name. `file` has values by variable.
+
+    UsageError names the flag, the variable or the place in the file that is at fault.
+    """
+    return {
+        option.name: _read(option, getattr(flags, option.name), environ, file) for option in options
+    }
 
 
-def _read(option: Option, given: str | list[str] | None, environ: Mapping[str, str]) -> Any:
+def _read(
+    option: Option,
+    given: str | list[str] | None,
+    environ: Mapping[str, str],
+    file: Mapping[str, Set],
+) -> Any:
     if given:
         label = option.flag if option.flag.startswith("--") else option.metavar
         return _parse(option, label, given)
     text = environ.get(option.variable, "")
     if not text.strip():  # an empty variable is how compose files say "unset"
-        return option.default
+        if option.variable not in file:
+            return option.default
+        return _parse(option, file[option.variable].where, file[option.variable].text)
     if _LINK_ADDRESS.match(text):
         raise UsageError(
             f"{option.variable}={text} was set by Kubernetes for a Service of that name; "
@@ -141,8 +165,8 @@ def refuse_unknown(environ: Mapping[str, str], known: Iterable[str]) -> None:
         linked = variable.endswith("_PORT") and _LINK_ADDRESS.match(value)
         if linked or _LINK_NAME.search(variable):
             continue
-        close = difflib.get_close_matches(variable, sorted(names), n=1)
-        hint = f"did you mean {close[0]}?" if close else "ropewalk serve --help lists them"
+        close = nearest(variable, names)
+        hint = f"did you mean {close}?" if close else "ropewalk serve --help lists them"
         raise UsageError(f"the environment variable {variable} is not known to ropewalk; {hint}")
 
 
@@ -156,6 +180,11 @@ def add_trust_flag(parser: argparse.ArgumentParser) -> None:
         help="encoding outside Ropewalk, as package.module:Class, whose code may run where a "
         "checkpoint names it; repeatable",
     )
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that was probably meant."""
+    return next(iter(difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.75)), None)
 
 
 def checked(parse: Callable[[str], Value]) -> Callable[[str], Value]:

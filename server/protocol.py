@@ -7,6 +7,7 @@ while it drains.
 
 import asyncio
 import re
+import ssl
 import time
 import uuid
 from types import FrameType
@@ -145,7 +146,9 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # so that any unsent data calls `pause_writing`
+        # So that any unsent data calls `pause_writing`. TLS would pause for none, too, at 0; its
+        # own transport below sends up to 64 KiB more before this one waits.
+        transport.set_write_buffer_limits(1 if self.scheme == "https" else 0)
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -257,7 +260,8 @@ class Protocol(H11Protocol):
             data = [h11.Data(data=body)] if self.conn.answer_has_body else []
             for event in (response, *data, h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no half-closed connections
+            self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(self.linger_seconds, self.transport.close)
         self._leave()
@@ -321,7 +325,9 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
 
-def uvicorn_config(app: Any, *, host: str, port: int, **more: Any) -> uvicorn.Config:
+def uvicorn_config(
+    app: Any, *, host: str, port: int, tls: ssl.SSLContext | None = None, **more: Any
+) -> uvicorn.Config:
     """uvicorn's settings for this protocol. `more` is for uvicorn's logging options."""
     return uvicorn.Config(
         app,
@@ -336,5 +342,6 @@ def uvicorn_config(app: Any, *, host: str, port: int, **more: Any) -> uvicorn.Co
         server_header=False,
         timeout_keep_alive=5,
         timeout_graceful_shutdown=CLOSING_SECONDS,
+        ssl_context_factory=None if tls is None else lambda config, default: tls,
         **more,
     )

@@ -1,17 +1,24 @@
 """The options of `ropewalk serve`: each a flag and a ROPEWALK_* variable. No torch."""
 
+from pathlib import Path
+
 from cache.terms import BLOCK_SIZE
-from server.config import ModelSource, host_address, host_name, model_source, web_origin
+from server.config import (
+    ModelSource,
+    api_key,
+    existing_file,
+    host_address,
+    host_name,
+    key_file,
+    model_name,
+    model_source,
+    root_path,
+    web_origin,
+)
 from server.metrics_compat import ALIASES
 from server.options import Option, auto, choice, count, seconds, size, switch
 
 DEFAULT_MODEL = "smollm2"
-
-
-def _key(value: str) -> str:
-    if value.split() != [value]:
-        raise ValueError("an API key must not be empty or contain spaces; give one word")
-    return value
 
 
 HOST = Option(
@@ -24,6 +31,32 @@ HOST = Option(
 )
 PORT = Option(
     "--port", "http", "port to listen on; 0: any free one", count(0, 65535), 8000, metavar="PORT"
+)
+UDS = Option(
+    "--uds",
+    "http",
+    "path of a Unix socket to listen on, instead of host and port; the umask decides who may "
+    "connect",
+    Path,
+    shown="none",
+    metavar="PATH",
+)
+SSL_CERTFILE = Option(
+    "--ssl-certfile",
+    "http",
+    "certificate, followed by those of its issuers, for serving https: a PEM file",
+    existing_file,
+    shown="none, plain http",
+    metavar="FILE",
+)
+CONFIG = Option(
+    "--config",
+    "model",
+    "file of settings: TOML whose keys are the names of these flags, such as port or "
+    "max-model-len; flags and variables beat it",
+    existing_file,
+    shown="none",
+    metavar="FILE",
 )
 
 SERVE_OPTIONS = (
@@ -39,6 +72,27 @@ SERVE_OPTIONS = (
         DEFAULT_MODEL,
         "MODEL",
         many=True,
+    ),
+    CONFIG,
+    Option(
+        "--served-model-name",
+        "model",
+        "name that requests use, when one model is served; repeatable: requests may use each, and "
+        "answers give the first",
+        model_name,
+        (),
+        "after the file, the folder or the hub id",
+        "NAME",
+        env="ROPEWALK_SERVED_MODEL_NAMES",
+        many=True,
+    ),
+    Option(
+        "--chat-template",
+        "model",
+        "chat template to use instead of the checkpoint's: a Jinja file",
+        existing_file,
+        shown="the checkpoint's",
+        metavar="FILE",
     ),
     Option(
         "--dtype",
@@ -210,17 +264,47 @@ SERVE_OPTIONS = (
     ),
     HOST,
     PORT,
+    UDS,
+    SSL_CERTFILE,
+    Option(
+        "--ssl-keyfile",
+        "http",
+        "private key of the certificate, not encrypted: a PEM file",
+        existing_file,
+        shown="in the file of the certificate",
+        metavar="FILE",
+    ),
+    Option(
+        "--root-path",
+        "http",
+        "path below which a proxy publishes the server, such as /llm: requests are answered with "
+        "and without it",
+        root_path,
+        "",
+        "none",
+        "PATH",
+    ),
     Option(
         "--api-key",
         "http",
         "key that clients must send; repeatable. Setting the variable instead keeps it out of the "
         "process list",
-        _key,
+        api_key,
         (),
         "none, open to all",
         "KEY",
         env="ROPEWALK_API_KEYS",
         many=True,
+    ),
+    Option(
+        "--api-key-file",
+        "http",
+        "file of further keys, one a line, read once at the start; lines that begin with # are "
+        "comments",
+        key_file,
+        (),
+        "none",
+        "FILE",
     ),
     Option(
         "--allowed-host",

@@ -117,17 +117,31 @@ def configuration_page() -> str:
     """docs/configuration.md as the option tables make it."""
     parts = [
         "# Configuration",
-        "A flag beats its environment variable, the variable beats the default. An empty variable "
+        "A flag beats its environment variable, the variable beats the file that `--config` names, "
+        "the file beats the default. An empty variable "
         "counts as unset; a variable that begins with `ROPEWALK_` and is not listed here is an "
         "error, but for those that Kubernetes sets for a Service (one called `ropewalk` brings a "
         "`ROPEWALK_PORT`: `enableServiceLinks: false` keeps it away). Lists in variables are "
         "separated by commas. Numbers of tokens may be written `8k`, amounts of memory `512M` or "
         "`1GiB`.",
+        "The file is TOML. Its keys are the names of `serve`'s flags, with dashes or underscores: "
+        '`port = 9000`, `max-model-len = "8k"`, `models = ["chat=smollm2"]`, '
+        "`prefix-sharing = false`. `chat` and `health` read the same file and variables for where "
+        "the server listens.",
+        "With `--ssl-certfile` the server speaks https. A certificate that no public authority "
+        "has issued is trusted by `chat` and `health` when they are given the same flag or "
+        "variable, and by them, by curl and by Python's clients when the variable `SSL_CERT_FILE` "
+        "names it. With `--uds` it listens on a Unix socket: `ropewalk chat --url unix:PATH`, "
+        "`curl --unix-socket PATH http://localhost/v1/models`. Behind a proxy that publishes it "
+        "below a path, `--root-path` is that path.",
+        "`ropewalk completion bash`, `zsh` or `fish` prints a script that completes commands and "
+        "flags; its `--help` says where the shell looks for it.",
         "`serve` does not start with a variable `ROPEWALK_API_KEY`, which is what a client sends, "
         "unless it has keys of its own; with fewer `--max-step-tokens` than `--max-seqs`; or with "
         "float16 for T5, whose numbers do not fit. `CXX` names the compiler of the CPU kernels, "
         "`CC` that of Triton.",
-        "`ROPEWALK_HOME` is where models and compiled kernels are kept: by default `ropewalk` in "
+        "`ROPEWALK_HOME` is where models, compiled kernels and the history of `chat` are kept: by "
+        "default `ropewalk` in "
         "`XDG_CACHE_HOME`, or in the user's cache directory. Models of the Hugging Face hub are in "
         "that library's own cache.",
     ]

@@ -64,32 +64,39 @@ class ChatTemplate:
             ) from None
 
 
-def chat_template_from_directory(path: Path) -> ChatTemplate | None:
+def chat_template_from_directory(path: Path, other: Path | None = None) -> ChatTemplate | None:
     """From chat_template.jinja, tokenizer_config.json or chat_template.json; None without one.
 
-    Raises ChatTemplateError, and TokenizerError when a file cannot be read.
+    `other` is a file to read instead. Raises ChatTemplateError, and TokenizerError when a
+    file cannot be read.
     """
     config = read_tokenizer_config(path)
-    beside = path / "chat_template.jinja"
+    beside = other or path / "chat_template.jinja"
     if beside.is_file():
-        try:
-            source: object = beside.read_text(encoding="utf-8")
-        except ValueError as error:
-            raise ChatTemplateError(
-                f"{beside.name} is not valid UTF-8 ({error}): fetch it again."
-            ) from None
+        source: object = _read(beside)
     else:
-        other = read_object(path / "chat_template.json") or {}
-        source = config.chat_template or other.get("chat_template")
+        fields = read_object(path / "chat_template.json") or {}
+        source = config.chat_template or fields.get("chat_template")
     return _from_source(source, config.special_tokens)
 
 
-def chat_template_from_gguf(metadata: Mapping[str, object]) -> ChatTemplate | None:
-    """From `tokenizer.chat_template`; None without one. Raises as for a directory."""
-    source = metadata.get("tokenizer.chat_template")
+def chat_template_from_gguf(
+    metadata: Mapping[str, object], other: Path | None = None
+) -> ChatTemplate | None:
+    """From `tokenizer.chat_template`; None without one. `other` and errors as for a directory."""
+    source = metadata.get("tokenizer.chat_template") if other is None else _read(other)
     if source is None:
         return None
     return _from_source(source, TokenizerFields(metadata).special_tokens())
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise ChatTemplateError(
+            f"{file.name} is not valid UTF-8 ({error}): fetch it again."
+        ) from None
 
 
 def _from_source(source: object, special_tokens: SpecialTokens) -> ChatTemplate | None:

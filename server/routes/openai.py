@@ -77,12 +77,16 @@ def openai_routes(serving: Serving) -> APIRouter:
 
     @router.get("/v1/models", response_model=None)
     async def models() -> Response:
-        data = [_described(served) for served in serving.models]
+        data = [
+            _described(served, name)
+            for served in serving.models
+            for name in (served.name, *served.aliases)
+        ]
         return JSONResponse({"object": "list", "data": data})
 
     @router.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str) -> Response:
-        return JSONResponse(_described(serving.models.get(name)))
+        return JSONResponse(_described(serving.models.get(name), name))
 
     return router
 
@@ -91,10 +95,11 @@ def _id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def _described(served: Served) -> dict[str, object]:
+def _described(served: Served, name: str) -> dict[str, object]:
+    """The model under one of its names; `root` is the first of them."""
     return {
         **served.details,
-        "id": served.name,
+        "id": name,
         "object": "model",
         "created": served.created,
         "owned_by": "ropewalk",

@@ -79,6 +79,16 @@ def test_a_directory(pristine):
     assert checkpoint.tokenizer.encode("th!", bos=False) == [257, TOKENS.index("!")]
 
 
+def test_a_chat_template_of_the_users_own(pristine, gguf_path, tmp_path):
+    own = tmp_path / "own.jinja"
+    own.write_text("own {{ messages }}")
+    for path in (pristine, gguf_path):
+        template = open_checkpoint(path, template=own).chat_template
+        assert template.render([], add_generation_prompt=True) == "own []"
+    own.write_text("{{")
+    refusals.refused("chat template cannot be compiled", open_checkpoint, pristine, template=own)
+
+
 def test_a_gguf_file_gives_the_same(pristine, gguf_path):
     ours, theirs = open_checkpoint(gguf_path), open_checkpoint(pristine)
     norm_eps = pytest.approx(theirs.config.norm_eps, rel=1e-6)  # float32 in the file

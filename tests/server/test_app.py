@@ -479,6 +479,34 @@ def test_models():
     assert error_of(ask(app, "GET", "/v1/models/a"), 404)["code"] == "model_not_found"
 
 
+def test_every_served_name_is_answered_with_the_first():
+    app = toy_app(served=[toy("toy", aliases=("gpt-4", "org/toy"))])
+    listed = ask(app, "GET", "/v1/models").json()["data"]
+    assert [(one["id"], one["root"]) for one in listed] == [
+        ("toy", "toy"),
+        ("gpt-4", "toy"),
+        ("org/toy", "toy"),
+    ]
+    assert ask(app, "GET", "/v1/models/org/toy").json() == listed[2]
+    for name in ("toy", "gpt-4", "org/toy", None):
+        assert complete(app, model=name).json()["model"] == "toy"
+    assert error_of(complete(app, model="gpt-5"), 404)["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("prefix", ["/llm", "/a/b"])
+def test_a_proxys_prefix_is_no_part_of_the_path(prefix):
+    app = toy_app(root_path=prefix, api_keys=frozenset({"sesame"}))
+    key = {"authorization": "Bearer sesame"}
+    for path in ("/v1/models", "/metrics"):
+        for where in (path, prefix + path):
+            assert ask(app, "GET", where, headers=key).status_code == 200
+            error_of(ask(app, "GET", where), 401)
+        for where in (f"{prefix}x{path}", f"/other{path}", prefix + prefix + path):
+            assert ask(app, "GET", where, headers=key).status_code == 404
+    assert ask(app, "GET", prefix + "/health").status_code == 200  # open there, too
+    assert ask(app, "GET", prefix, headers=key).status_code == 404
+
+
 @pytest.mark.parametrize(
     "name", ["", "TOY", "toy/", "../toy", "http://x/toy", "x" * 10_000, "toy\0"]
 )

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shlex
+from pathlib import Path
 
 from server.banner import ModelFacts, banner, readable_bytes
 
@@ -24,8 +25,8 @@ FACTS = ModelFacts(
 URL = "http://127.0.0.1:8000"
 
 
-def printed(*facts: ModelFacts, open_to_all: bool = True) -> str:
-    return banner(facts, url=URL, open_to_all=open_to_all, version="1.2.3")
+def printed(*facts: ModelFacts, url: str = URL, open_to_all: bool = True, **more: Path) -> str:
+    return banner(facts, url=url, open_to_all=open_to_all, version="1.2.3", **more)
 
 
 def test_everything_is_said() -> None:
@@ -99,6 +100,17 @@ def test_curl_line_leaves_room_for_the_key() -> None:
     said = printed(FACTS, open_to_all=False)
     assert "API key required" in said and "no API key" not in said
     assert 'Authorization: Bearer $KEY"' in said
+
+
+def test_curl_line_over_a_unix_socket_and_https() -> None:
+    said = printed(
+        FACTS, url=URL.replace("http", "https"), uds=Path("/run/a b"), certificate=Path("c.pem")
+    )
+    words, _ = curl(said)
+    assert words[2] == "https://localhost/v1/chat/completions"
+    assert words[3:7] == ["--unix-socket", "/run/a b", "--cacert", "c.pem"]
+    assert "│ socket" in said and "/run/a b" in said
+    assert "socket" not in printed(FACTS)
 
 
 def test_readable_bytes() -> None:

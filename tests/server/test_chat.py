@@ -3,8 +3,12 @@
 import io
 import json
 import socket
+import stat
 
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
 from server.chat import (
     HELP,
@@ -13,18 +17,19 @@ from server.chat import (
     ChatOptions,
     Client,
     Refused,
+    ask,
     converse,
-    printable,
     stats_line,
-    terminal_lines,
+    typed_lines,
 )
-from server.errors import CommandError, UsageError
+from server.connect import address
+from server.errors import CommandError
 from tests.server.fake_server import events, serving
 
 
 def options(url: str, **changes: object) -> ChatOptions:
     plain = {
-        "url": url,
+        "server": address(url),
         "model": None,
         "api_key": None,
         "system": None,
@@ -53,7 +58,7 @@ def talkative(path, body):
 def test_one_question_is_streamed_and_ends_with_a_newline() -> None:
     out = io.StringIO()
     with serving(talkative) as seen:
-        assert converse(options(seen.url), "hello", iter(()), out) == 0
+        assert ask(options(seen.url), "hello", out) == 0
     assert out.getvalue() == "I heard 1\n"
     assert seen.paths == ["/v1/models", "/v1/chat/completions"]
     assert seen.bodies[1] == {
@@ -70,7 +75,7 @@ def test_conversation_is_remembered_reset_and_instructed() -> None:
     lines = ["one\n", "two\n", "\n", "/reset\n", "three\n", "/system be brief\n", "four\n"]
     with serving(talkative) as seen:
         settings = options(seen.url, model="second", api_key="secret")
-        assert converse(settings, None, iter([*lines, "/quit\n", "never\n"]), out) == 0
+        assert converse(settings, iter([*lines, "/quit\n", "never\n"]), out, greet=False) == 0
     assert "/v1/models" not in seen.paths
     assert {headers["authorization"] for headers in seen.headers} == {"Bearer secret"}
     conversations = [[m["content"] for m in body["messages"]] for body in seen.bodies]
@@ -84,12 +89,41 @@ def test_conversation_is_remembered_reset_and_instructed() -> None:
     assert "never" not in str(seen.bodies)
 
 
-def test_unknown_command_shows_the_help() -> None:
+def commands(*lines: str) -> list[str]:
+    """What the commands print, which ask the server nothing."""
     out = io.StringIO()
     with serving(talkative) as seen:
-        converse(options(seen.url, model="m"), None, iter(["/what\n", "/system\n"]), out)
-    assert out.getvalue() == f"{HELP}\n{HELP}\n"
+        assert converse(options(seen.url, model="m"), iter(lines), out, greet=False) == 0
     assert seen.paths == []
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/sytem be brief", "/sytem is not a command; did you mean /system?"),
+        ("/rest", "/rest is not a command; did you mean /reset?"),
+        ("/usr/bin", "/usr/bin is not a command; /help lists the commands."),
+        ("/\x1b[2J", "/[2J is not a command; /help lists the commands."),
+        ("/system", "Write the system message after it: /system TEXT"),
+    ],
+)
+def test_unknown_command_is_said_to_be_one(line: str, said: str) -> None:
+    assert commands(line) == [said]
+
+
+def test_help_names_every_command() -> None:
+    assert "\n".join(commands("/help")) == HELP
+    assert all(name in HELP for name in ("/reset", "/system", "/help", "/quit", "Ctrl-C"))
+
+
+@pytest.mark.parametrize("model", ["second", None])
+def test_greeting_names_the_model_and_the_help(model: str | None) -> None:
+    out = io.StringIO()
+    with serving(talkative) as seen:
+        converse(options(seen.url, model=model), iter(()), out, greet=True)
+    greeting = f"{model or 'first'} at {seen.url}; /help lists commands, Ctrl-D leaves\n"
+    assert out.getvalue() == greeting
 
 
 def refusing(path, body):
@@ -100,14 +134,14 @@ def refusing(path, body):
 def test_refused_question_is_forgotten_and_the_conversation_goes_on() -> None:
     out = io.StringIO()
     with serving(refusing) as seen:
-        assert converse(options(seen.url, model="m"), None, iter(["a", "b"]), out) == 1
+        assert converse(options(seen.url, model="m"), iter(["a", "b"]), out, greet=False) == 1
     assert [len(body["messages"]) for body in seen.bodies] == [1, 1]
     assert out.getvalue().count("400: the prompt has 9 tokens and the context 8\n") == 2
 
 
 def test_refused_single_question_is_an_error() -> None:
     with serving(refusing) as seen, pytest.raises(Refused, match="9 tokens"):
-        converse(options(seen.url, model="m"), "a", iter(()), io.StringIO())
+        ask(options(seen.url, model="m"), "a", io.StringIO())
 
 
 def test_missing_key_names_the_flag() -> None:
@@ -125,7 +159,7 @@ def test_error_in_the_stream_keeps_what_came_before_on_the_screen() -> None:
         return 200, events(delta(content="half"), {"error": {"message": "engine died"}}, done=False)
 
     with serving(failing) as seen, pytest.raises(Refused, match="engine died"):
-        converse(options(seen.url, model="m"), "a", iter(()), out)
+        ask(options(seen.url, model="m"), "a", out)
     assert out.getvalue() == "half\n"
 
 
@@ -139,7 +173,7 @@ def test_error_in_the_stream_keeps_what_came_before_on_the_screen() -> None:
 )
 def test_odd_servers_are_told_apart(reply, words) -> None:
     with serving(lambda path, body: reply) as seen, pytest.raises(CommandError, match=words):
-        converse(options(seen.url, model="m"), "a", iter(()), io.StringIO())
+        ask(options(seen.url, model="m"), "a", io.StringIO())
 
 
 def test_no_models() -> None:
@@ -147,7 +181,7 @@ def test_no_models() -> None:
         serving(lambda path, body: (200, b'{"data": []}')) as seen,
         pytest.raises(CommandError, match="lists no model"),
     ):
-        converse(options(seen.url), "a", iter(()), io.StringIO())
+        ask(options(seen.url), "a", io.StringIO())
 
 
 def test_no_server_names_the_next_step() -> None:
@@ -156,15 +190,6 @@ def test_no_server_names_the_next_step() -> None:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         with pytest.raises(CommandError, match=f"no answer from {url}.*ropewalk serve"):
             Client(options(url)).models()
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["localhost:8000", "ftp://x", "http://", "", "http://x:8O00", "http://x:99999", "http://[::1"],
-)
-def test_odd_addresses_are_refused(url: str) -> None:
-    with pytest.raises(UsageError, match="is not an http or https URL"):
-        Client(options(url))
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
@@ -194,7 +219,7 @@ def test_interrupt_keeps_the_half_answer_and_ends_the_request() -> None:
 def test_stats() -> None:
     out = io.StringIO()
     with serving(talkative) as seen:
-        converse(options(seen.url, stats=True), "hello", iter(()), out)
+        ask(options(seen.url, stats=True), "hello", out)
     assert out.getvalue().splitlines()[1].startswith("(3 tokens, first after ")
     timed = Answer(text="x", finish="stop", tokens=11, first_s=0.25, total_s=2.25)
     assert stats_line(timed) == "11 tokens, first after 250 ms, 5.0 tokens/s"
@@ -203,20 +228,43 @@ def test_stats() -> None:
     assert stats_line(stopped) == "interrupted, first after 250 ms"
 
 
-def test_model_cannot_command_the_terminal() -> None:
-    assert printable("a\x1b[2Jb\x07\r\x9b\u202ec\n\té語") == "a[2Jbc\n\té語"
+@pytest.fixture
+def keyboard():
+    """Keys as a terminal sends them."""
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        yield keys
 
 
-def test_terminal_lines_end_quietly(monkeypatch, capsys) -> None:
-    answers = iter(["hi"])
+def test_ctrl_c_clears_a_line_and_leaves_from_an_empty_one(keyboard, tmp_path) -> None:
+    keyboard.send_text("half typed\x03whole\r\x03never\r")
+    assert list(typed_lines(tmp_path / "history")) == ["whole"]
 
-    def typed(prompt: str) -> str:
-        assert prompt == "> "
-        try:
-            return next(answers)
-        except StopIteration:
-            raise EOFError from None
 
-    monkeypatch.setattr("builtins.input", typed)
-    assert list(terminal_lines()) == ["hi"]
-    assert capsys.readouterr().out == "\n"
+def test_ctrl_d_leaves(keyboard, tmp_path) -> None:
+    keyboard.send_text("one\rtwo\r\x04never\r")
+    assert list(typed_lines(tmp_path / "history")) == ["one", "two"]
+
+
+def test_pasted_lines_are_one_question(keyboard, tmp_path) -> None:
+    keyboard.send_text("\x1b[200~first\r\nsecond\nthird\x1b[201~\r\x04")
+    assert list(typed_lines(tmp_path / "history")) == ["first\nsecond\nthird"]
+
+
+def test_history_lasts_and_is_private(keyboard, tmp_path) -> None:
+    file = tmp_path / "new" / "history"
+    keyboard.send_text("une question\u00a0?\r\x04")
+    list(typed_lines(file))
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    file.chmod(0o644)
+    keyboard.send_text("\x1b[A\r\x04")  # the line above
+    assert list(typed_lines(file)) == ["une question\u00a0?"]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_conversation_needs_no_history(keyboard, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    lines = typed_lines(tmp_path / "file" / "history")
+    keyboard.send_text("one\r")
+    assert next(lines) == "one"
+    keyboard.send_text("\x1b[A!\r")
+    assert next(lines) == "one!"

@@ -1,5 +1,6 @@
 """The command: what reaches which function, exit codes, and one sentence when it gives up."""
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from server.client_options import CHAT_OPTIONS, HEALTH_OPTIONS
 from server.config import ModelSource
 from server.errors import CommandError
 from server.serve_options import SERVE_OPTIONS
-from tests.server.fake_server import serving
+from tests.server.fake_server import events, serving
 from tests.server.sockets import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -89,8 +90,20 @@ def test_taken_port_is_said_before_anything_is_loaded(built, capsys) -> None:
     ("arguments", "words"),
     [
         (["serv"], "invalid choice: 'serv'"),
-        (["serve", "--prt", "1"], "unrecognized arguments: --prt; see ropewalk --help"),
-        (["serve", "--por", "1"], "unrecognized arguments: --por; see rope"),
+        (
+            ["serve", "--prt", "1"],
+            "arguments: --prt; did you mean --port? See ropewalk serve --help",
+        ),
+        (["serve", "--por", "1"], "arguments: --por; did you mean --port? See ropewalk serve --he"),
+        (["serve", "--max-model-length=4k"], "did you mean --max-model-len? See ropewalk serve --"),
+        (["serve", "--no-prefix-sharin"], "did you mean --no-prefix-sharing?"),
+        (["serve", "--gpu-memory-utilization", "1"], "--gpu-memory-utilization; see ropewalk ser"),
+        (["chat", "--modle", "x"], "--modle; did you mean --model? See ropewalk chat --help"),
+        (["audit", "--step", "3"], "--step; did you mean --steps? See ropewalk audit --help"),
+        (["family", "train", "--token", "3"], "did you mean --tokens? See ropewalk family train"),
+        (["--verison"], "did you mean --version? See ropewalk --help"),
+        (["serve", "-p", "1"], "unrecognized arguments: -p; see ropewalk serve --help"),
+        (["completion", "csh"], "invalid choice: 'csh'"),
         (["serve", "--port"], "--port: expected one argument; see ropewalk serve --help"),
         (["serve", "--port", "x"], "--port: 'x' is not a whole number"),
         (["chat", "--seed", "-1.5"], "--seed: '-1.5' is not a whole number"),
@@ -143,10 +156,16 @@ def test_pull_prints_the_path_alone(capsys, monkeypatch) -> None:
 def test_chat_reads_its_options(monkeypatch, capsys) -> None:
     calls = []
 
-    def converse(options, question, lines, out) -> int:
+    def ask(options, question, out) -> int:
         calls.append((options, question))
         return 0
 
+    def converse(options, lines, out, *, greet) -> int:
+        calls.append((options, None))
+        assert not greet  # standard input is no terminal
+        return 0
+
+    monkeypatch.setattr(cli.chat, "ask", ask)
     monkeypatch.setattr(cli.chat, "converse", converse)
     monkeypatch.setenv("ROPEWALK_PORT", "9000")
     monkeypatch.setenv("ROPEWALK_HOST", "0.0.0.0")
@@ -155,11 +174,21 @@ def test_chat_reads_its_options(monkeypatch, capsys) -> None:
     assert cli.main(["chat", "--url", "http://there"]) == 0
     (first, question), (second, nothing) = calls
     assert (question, nothing) == ("why?", None)
-    assert first.url == "http://127.0.0.1:9000"
+    assert first.server.url == "http://127.0.0.1:9000"
     assert first.sampling == {"max_tokens": 512, "temperature": 0.0}
     assert first.stats and not second.stats
-    assert second.url == "http://there"
+    assert second.server.url == "http://there"
     assert (first.api_key, "secret" in repr(first)) == ("secret", False)
+
+
+def test_a_terminal_that_lacks_a_letter_gets_a_question_mark() -> None:
+    def answer(path, body):
+        return 200, events({"choices": [{"delta": {"content": "caf\u00e9\u00a0\u6771"}}]})
+
+    with serving(answer) as seen:
+        arguments = ["chat", "?", "--url", seen.url, "--model", "m"]
+        assert run(*arguments, PYTHONIOENCODING="ascii").stdout == "caf???\n"
+        assert run(*arguments, PYTHONIOENCODING="utf-8").stdout == "caf\u00e9\u00a0\u6771\n"
 
 
 @pytest.mark.parametrize("status", [200, 503])
@@ -195,6 +224,51 @@ def test_bench_gets_its_arguments_untouched(name, arguments, monkeypatch) -> Non
     monkeypatch.setitem(sys.modules, f"load_tests.{name}", module)
     assert cli.main(["bench", *arguments]) == 3
     assert seen == [arguments]
+
+
+def test_a_socket_file_is_not_left_where_a_server_did_not_start(built, tmp_path) -> None:
+    assert cli.main(["serve", "--uds", str(tmp_path / "s")]) == 0
+    assert built[0].uds == tmp_path / "s"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_in_a_file_reach_the_server(built, tmp_path, monkeypatch) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(f"port = {free_port()}\nmax-queue = 5\n")
+    monkeypatch.setenv("ROPEWALK_CONFIG", str(file))
+    assert cli.main(["serve", "--max-seqs", "7"]) == 0
+    assert (built[0].limits.max_queue, built[0].limits.max_seqs) == (5, 7)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_a_script_of_that_shell(shell, capsys, tmp_path) -> None:
+    assert cli.main(["completion", shell]) == 0
+    script = tmp_path / "script"
+    script.write_text(capsys.readouterr().out)
+    for word in ("serve", "explain", "evaluate", "max-model-len", "no-prefix-sharing"):
+        assert word in script.read_text()
+    if shutil.which(shell):
+        subprocess.run([shell, "-n", str(script)], check=True)
+
+
+def test_bash_completes_commands_and_flags(tmp_path) -> None:
+    script = tmp_path / "script"
+    script.write_text(run("completion", "bash").stdout)
+    complete = f"""
+        source {script}
+        COMP_WORDS=($1) COMP_CWORD=$(( $(wc -w <<< "$1") - 1 ))
+        _shtab_ropewalk
+        echo "${{COMPREPLY[@]}}"
+    """
+
+    def offered(words: str) -> str:
+        command = ["bash", "-c", complete, "bash", words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert offered("ropewalk fam") == "family"
+    assert offered("ropewalk serve --max-mo") == "--max-model-len"
+    assert offered("ropewalk family tr") == "train"
+    assert offered("ropewalk completion f") == "fish"
 
 
 def test_no_command_shows_the_help(capsys) -> None:

@@ -15,6 +15,7 @@ from server.config import (
     model_source,
     server_config,
 )
+from server.config_file import read_all
 from server.errors import UsageError
 from server.options import (
     add_options,
@@ -22,7 +23,6 @@ from server.options import (
     choice,
     count,
     number,
-    read_options,
     refuse_unknown,
     seconds,
     size,
@@ -36,7 +36,7 @@ ALL = (*SERVE_OPTIONS, *CHAT_OPTIONS, *HEALTH_OPTIONS)
 def config(*flags: str, **environ: str) -> ServerConfig:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_options(parser, SERVE_OPTIONS)
-    return server_config(read_options(SERVE_OPTIONS, parser.parse_args(flags), environ))
+    return server_config(read_all(SERVE_OPTIONS, parser.parse_args(flags), environ))
 
 
 def test_defaults() -> None:
@@ -55,7 +55,9 @@ def test_defaults() -> None:
     assert (plain.log_level, plain.log_format, plain.http.access_log) == ("info", "text", True)
 
 
-def test_every_flag_reaches_the_config() -> None:
+def test_every_flag_reaches_the_config(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("k3")
     given = config(
         "a=x.gguf",
         "b=y",
@@ -71,30 +73,35 @@ def test_every_flag_reaches_the_config() -> None:
         *("--share-prefixes", "--max-body", "2M"),
         *("--request-timeout", "5s", "--drain-timeout", "0.5", "--log-level", "debug"),
         *("--metrics-compat", "vllm", "--log-format", "json", "--no-access-log"),
+        *("--api-key-file", str(file), "--uds", "/run/s"),
+        *("--ssl-certfile", str(file), "--ssl-keyfile", str(file), "--root-path", "llm/"),
+        *("--chat-template", str(file)),
     )
     assert given.models == (ModelSource("a", "x.gguf"), ModelSource("b", "y"))
     assert dataclasses.astuple(given.loading) == (
         *("float32", "int8", "cpu", "nope", ("my.own:Rope", "other:Rope")),
-        *("table", "block", "sdpa", 8192, 2),
+        *("table", "block", "sdpa", 8192, 2, file),
     )
     assert dataclasses.astuple(given.cache) == (1 << 30, "int8", 32, False, "full", 9)
     assert dataclasses.astuple(given.limits) == (3, 7, 1)
     assert (given.host, given.port, given.drain_timeout_s) == ("::1", 9, 0.5)
     assert given.http == HttpOptions(
-        api_keys=frozenset({"k1", "k2"}),
-        allowed_hosts=frozenset({"a.example", "localhost", "127.0.0.1", "[::1]"}),
+        api_keys=frozenset({"k1", "k2", "k3"}),
+        allowed_hosts=frozenset({"a.example"}),  # no web page reaches a Unix socket
         allowed_origins=frozenset({"https://a.example:8443"}),
         share_prefixes=True,
         access_log=False,
         max_body_bytes=2 << 20,
         request_timeout_s=5.0,
+        root_path="/llm",
     )
+    assert (given.uds, given.ssl_certfile, given.ssl_keyfile) == (Path("/run/s"), file, file)
     assert (given.log_level, given.log_format) == ("debug", "json")
     assert given.metrics_compat == "vllm"
 
 
 @pytest.mark.parametrize("option", SERVE_OPTIONS, ids=lambda option: option.name)
-def test_variable_equals_flag(option) -> None:
+def test_variable_equals_flag(option, tmp_path: Path) -> None:
     samples = {
         "models": "one=a.gguf",
         "dtype": "bfloat16",
@@ -115,13 +122,20 @@ def test_variable_equals_flag(option) -> None:
         "max_step_tokens": "99",
     }
     text = samples.get(option.name, "77")
+    base = {}
+    if option.metavar == "FILE":
+        file = tmp_path / "file"
+        file.write_text("port=77")  # a file of settings, and an API key
+        text = str(file)
+    if option.name == "ssl_keyfile":
+        base = {"ROPEWALK_SSL_CERTFILE": text}
     if option.switch:
         text = "off" if option.default else "on"
         flags = [f"--no-{option.flag[2:]}" if option.default else option.flag]
     else:
         flags = [option.flag, text] if option.flag.startswith("--") else [text]
-    assert config(**{option.variable: text}) == config(*flags)
-    assert config(*flags) != config()
+    assert config(**base, **{option.variable: text}) == config(*flags, **base)
+    assert config(*flags, **base) != config(**base)
 
 
 def test_flag_beats_variable_beats_default() -> None:
@@ -190,6 +204,15 @@ def test_keys_are_not_in_the_printed_config() -> None:
         ([], {"ROPEWALK_PREFIX_SHARING": "maybe"}, "'maybe' is neither on nor off"),
         ([], {"ROPEWALK_API_KEYS": ","}, "ROPEWALK_API_KEYS=, lists no value"),
         ([], {"ROPEWALK_MODELS": " , "}, "lists no value; unset it or add one"),
+        (["--served-model-name", "a b"], {}, "--served-model-name: 'a b' is not a name"),
+        (["--served-model-name", "a", "x", "y"], {}, "but 2 are served; name each of them with"),
+        (["--served-model-name", "a", "family"], {}, "names one model, but 6 are served"),
+        (["--ssl-keyfile", __file__], {}, "name the certificate with --ssl-certfile"),
+        (["--ssl-certfile", "no/where"], {}, "--ssl-certfile: there is no file no/where"),
+        (["--chat-template", "no/where"], {}, "--chat-template: there is no file no/where"),
+        (["--config", "no/where"], {}, "--config: there is no file no/where"),
+        ([], {"ROPEWALK_CONFIG": "no/where"}, "ROPEWALK_CONFIG: there is no file no/where"),
+        (["--root-path", "http://x?"], {}, "--root-path: 'http://x?' is not a path"),
         (["mine=family"], {}, "mine=family gives one name to six models"),
     ],
 )
@@ -202,6 +225,140 @@ def test_refusals_name_the_place_and_the_reason(flags, environ, words) -> None:
 
 def test_equal_bounds_of_step_and_sequences_pass() -> None:
     assert config("--max-step-tokens", "64").limits.max_step_tokens == 64
+
+
+def test_served_model_names_replace_the_one_after_the_file() -> None:
+    given = config("./x/Qwen2.gguf", "--served-model-name", "a", "--served-model-name", "b")
+    assert given.models == (ModelSource("a", "./x/Qwen2.gguf", ("b",)),)
+    again = config("n=x.gguf", ROPEWALK_SERVED_MODEL_NAMES="a,a")
+    assert again.models == (ModelSource("a", "x.gguf"),)
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [("/llm", "/llm"), ("llm/a/", "/llm/a"), ("/", ""), ("//a", "/a"), ("/é", "/é")],
+)
+def test_root_paths(value: str, path: str) -> None:
+    assert config("--root-path", value).http.root_path == path
+
+
+KEY_FILES = {
+    b"one\ntwo\n": {"one", "two"},
+    b"# who\n\n  one  \r\n\t# two\r\n": {"one"},
+    "\ufeffschlüssel".encode(): {"schlüssel"},
+}
+
+
+@pytest.mark.parametrize("content", KEY_FILES)
+def test_keys_in_a_file(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(content)
+    assert config("--api-key-file", str(file)).http.api_keys == KEY_FILES[content]
+    both = config("--api-key-file", str(file), ROPEWALK_API_KEYS="k").http.api_keys
+    assert both == KEY_FILES[content] | {"k"}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "holds no key; write one a line"),
+        (b"# none yet\n\n", "holds no key"),
+        (b"two words\n", "must not be empty or contain spaces"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+        (None, "cannot be read (No such file or directory); check the path"),
+    ],
+)
+def test_a_file_without_keys_does_not_leave_the_server_open(content, words, tmp_path) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UsageError) as refused:
+        config("--api-key-file", str(file))
+    assert words in str(refused.value)
+    assert "two words" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, 0), (0o640, 0), (0o644, 1)])
+def test_keys_that_everybody_can_read_are_warned_of(mode, warned, tmp_path, caplog) -> None:
+    file = tmp_path / "keys"
+    file.write_text("secret")
+    file.chmod(mode)
+    config("--api-key-file", str(file))
+    assert len(caplog.records) == warned
+    assert "secret" not in caplog.text
+
+
+def settings(folder: Path, text: str, *flags: str, **environ: str) -> ServerConfig:
+    file = folder / "settings.toml"
+    file.write_text(text, encoding="utf-8")
+    return config("--config", str(file), *flags, **environ)
+
+
+def test_a_file_sets_what_flags_set(tmp_path: Path) -> None:
+    text = """
+        models = ["a=x.gguf", "b=y"]
+        port = 9
+        max-model-len = "8k"
+        max_seqs = 3
+        drain-timeout = 0.5
+        prefix-sharing = false
+        share-prefixes = true
+        api-key = ["k,1", "k2"]
+        allowed-host = "a.example"
+        metrics-compat = "vllm"
+    """
+    same = config(
+        *("a=x.gguf", "b=y", "--port", "9", "--max-model-len", "8k", "--max-seqs", "3"),
+        *("--drain-timeout", "0.5", "--no-prefix-sharing", "--share-prefixes", "--api-key", "k,1"),
+        *("--api-key", "k2", "--allowed-host", "a.example", "--metrics-compat", "vllm"),
+    )
+    assert settings(tmp_path, text) == same
+    assert settings(tmp_path, "") == settings(tmp_path, "# nothing") == config()
+
+
+def test_flag_beats_variable_beats_file(tmp_path: Path) -> None:
+    text = "port = 9\napi-key = 'file'"
+    assert settings(tmp_path, text).port == 9
+    assert settings(tmp_path, text, ROPEWALK_PORT="10").port == 10
+    assert settings(tmp_path, text, ROPEWALK_PORT=" ").port == 9
+    assert settings(tmp_path, text, "--port", "11", ROPEWALK_PORT="10").port == 11
+    assert settings(tmp_path, text, "--api-key", "flag").http.api_keys == {"flag"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max-model-length = 3", ": max-model-length is not a setting of ropewalk serve; did you"),
+        ("max_model_length = 3", "did you mean max-model-len?"),
+        ("model = 'x'", "did you mean models?"),
+        ("[serve]\nport = 1", ": serve is not a setting"),
+        ("config = 'x'", ": config is not a setting"),
+        ("port = 'x'", ": port: 'x' is not a whole number; write for example 64 or 8k"),
+        ("port = 1.5", ": port: '1.5' is not a whole number"),
+        ("port = true", ": port: 'on' is not a whole number"),
+        ("port = [1]", ": port is a list; write text, a number, true or false"),
+        ("port = 1979-05-27", ": port is a date; write"),
+        ("api-key = [['a']]", ": api-key is a list; write"),
+        ("api-key = []", ": api-key lists no value; leave it out or add one"),
+        ("models = []", ": models lists no value"),
+        ("max-seqs = 3\nmax_seqs = 4", ": max_seqs is set twice; leave one out"),
+        ("port = 1\nport = 2", " is not TOML: "),
+        ("port", " is not TOML: "),
+        ("prefix-sharing = 'maybe'", ": prefix-sharing: 'maybe' is neither on nor off"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(text, words, tmp_path) -> None:
+    with pytest.raises(UsageError) as refused:
+        settings(tmp_path, text)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_settings_file_in_another_encoding_is_refused(tmp_path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_bytes(b"models = '\xff'")
+    with pytest.raises(UsageError, match="is not TOML"):
+        config("--config", str(file))
 
 
 def test_model_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,10 +432,11 @@ def test_variables_of_a_kubernetes_service_are_no_mistake() -> None:
 
 
 def test_a_variable_means_one_thing() -> None:
-    """Only host and port are shared between the server and its clients."""
+    """Only what says where a server listens is shared between it and its clients."""
     serve = {option.variable for option in SERVE_OPTIONS}
     client = {option.variable for option in (*CHAT_OPTIONS, *HEALTH_OPTIONS)}
-    assert serve & client == {"ROPEWALK_HOST", "ROPEWALK_PORT"}
+    names = ("HOST", "PORT", "UDS", "SSL_CERTFILE", "CONFIG")
+    assert serve & client == {f"ROPEWALK_{name}" for name in names}
     for options in (SERVE_OPTIONS, CHAT_OPTIONS, HEALTH_OPTIONS):
         variables = [option.variable for option in options]
         assert len(variables) == len(set(variables))

@@ -188,7 +188,7 @@ def test_no_line_has_a_text(path, body, caplog):
     ],
 )
 def test_nor_has_one_that_a_chat_template_refuses(template, caplog):
-    app = toy_app(served=[toy(chat_template=ChatTemplate(template, bos="", eos=""))])
+    app = toy_app(served=[toy(chat_template=ChatTemplate(template, {}))])
     response = chat(app, messages=TALK)
     assert response.status_code == 400
     (line,) = lines(caplog)

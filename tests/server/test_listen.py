@@ -1,6 +1,9 @@
 """The socket is bound early, and a refusal says what to do."""
 
+import errno
+import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +62,57 @@ def test_odd_hosts(host: str, reason: str) -> None:
 )
 def test_address_for_programs_on_this_machine(host: str, url: str) -> None:
     assert listen.local_url(host, 80) == url
+    assert listen.local_url(host, 80, tls=True) == url.replace("http", "https")
+
+
+def test_a_unix_socket_is_there_as_long_as_it_is_bound(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with listen.bound("ignored", 0, path) as bound:
+        bound.listen()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+    assert not path.exists()
+
+
+def test_a_socket_in_use_is_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with listen.bound("", 0, path) as first:
+        first.listen()
+        with pytest.raises(CommandError, match=r"/s: another program is using this socket"):
+            listen.bind_unix(path)
+        assert path.is_socket()
+
+
+def test_the_socket_of_a_server_that_is_gone_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    listen.bind_unix(path).close()
+    assert path.is_socket()
+    with listen.bound("", 0, path) as second:
+        second.listen()
+
+
+def test_a_server_leaves_the_socket_that_replaced_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with listen.bound("", 0, path):
+        os.rename(path, tmp_path / "kept")  # else the next one may get its inode
+        listen.bind_unix(path).close()
+    assert path.is_socket()
+    with listen.bound("", 0, path):
+        path.unlink()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("file", "it is not a socket; choose another --uds"),
+        ("", "it is not a socket"),
+        ("no/where", os.strerror(errno.ENOENT)),
+        ("x" * 120, "AF_UNIX path too long; a shorter path is needed"),
+    ],
+)
+def test_odd_paths(name: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CommandError, match=reason):
+        listen.bind_unix(tmp_path / name)
+    assert (tmp_path / "file").read_text() == "mine"

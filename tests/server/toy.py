@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import httpx
 
 from model.tokenizers.chat import ChatTemplate
+from server import listen
 from server.app import create_app
 from server.config import HttpOptions
 from server.metrics import Metrics
@@ -199,21 +199,27 @@ def chat(app, **body) -> httpx.Response:
 
 
 @contextlib.contextmanager
-def running(app, *, drain_seconds: float = 5.0, http=None) -> Iterator[tuple[str, Server]]:
+def running(
+    app, *, drain_seconds: float = 5.0, http=None, tls=None, path=None
+) -> Iterator[tuple[str, Server]]:
     """The application behind a real socket, in a thread: (base URL, server)."""
-    config = uvicorn_config(app, host="127.0.0.1", port=0, log_config=None, access_log=False)
+    config = uvicorn_config(
+        app, host="127.0.0.1", port=0, tls=tls, log_config=None, access_log=False
+    )
     if http is not None:
         config.http = http
     server = Server(config, app.state.drain, drain_seconds)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    with listen.bound("127.0.0.1", 0, path) as listener:
         listener.listen(256)
-        port = listener.getsockname()[1]
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
             wait_for(lambda: server.started)
-            yield f"http://127.0.0.1:{port}", server
+            if path is not None:
+                yield f"unix:{path}", server
+            else:
+                port = listener.getsockname()[1]
+                yield listen.local_url("127.0.0.1", port, tls=tls is not None), server
         finally:
             server.should_exit = True
             thread.join(20)

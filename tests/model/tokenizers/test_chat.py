@@ -142,6 +142,29 @@ def test_where_a_directory_keeps_its_template(tmp_path):
     assert rendered(directory(tmp_path, chat_template__jinja="a{{ eos_token }}")) == "a</s>"
 
 
+def test_a_template_of_the_users_own_replaces_the_checkpoints(tmp_path):
+    own = tmp_path / "own.jinja"
+    own.write_text("own {{ bos_token }}é", encoding="utf-8")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"chat_template": "b", "bos_token": "<s>"}
+    directory(folder, config, chat_template__jinja="a")
+    assert rendered(chat_template_from_directory(folder, own)) == "own <s>é"
+    fields = {
+        "tokenizer.chat_template": "b",
+        "tokenizer.ggml.tokens": ["<s>"],
+        "tokenizer.ggml.bos_token_id": 0,
+    }
+    for metadata in (fields, {**fields, "tokenizer.chat_template": None}):
+        assert rendered(chat_template_from_gguf(metadata, own)) == "own <s>é"
+    own.write_text("{% if")
+    with pytest.raises(ChatTemplateError, match="cannot be compiled"):
+        chat_template_from_directory(folder, own)
+    own.write_bytes(b"\xff")
+    with pytest.raises(ChatTemplateError, match=r"own\.jinja is not valid UTF-8"):
+        chat_template_from_gguf(fields, own)
+
+
 def test_named_templates(tmp_path):
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     assert rendered(directory(tmp_path, {"chat_template": named})) == "d"
