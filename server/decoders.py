@@ -18,8 +18,9 @@ from model.config import EncoderDecoderConfig, EncodingSpec
 from model.encoder_decoder import EncoderDecoder
 from model.encodings.base import PositionalEncoding, create, find
 from model.hooks import check_hooks
-from model.kernels.build import SUFFIXES, Kernels, NoKernels
+from model.kernels.build import SUFFIXES, Kernels
 from model.kernels.build import load as load_kernels
+from model.kernels.library import NoKernels
 from model.kernels.substitutes import substitute, substitute_on_gpu
 from model.linear import Int4Linear, Int8Linear, quantize
 from model.loading import Checkpoint, CheckpointError, load_decoder, open_checkpoint

@@ -1,18 +1,6 @@
-"""Compiles the C++ kernels on first use, keeps the library, and calls its C functions.
-
-The library is built for the local processor (-march=native) and named after a hash of source,
-compiler and processor, so that a copied cache folder never provides a wrong one.
-"""
+"""Calls the C functions of the compiled kernels."""
 
 import ctypes
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 
@@ -20,34 +8,14 @@ import torch
 from torch import Tensor
 
 from cache.huge_pages import HugePages
+from model.kernels.library import NoKernels, library
 from model.linear import Groups
 from model.sampling import SamplingParams
 
-SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
-HEADERS = sorted(Path(__file__).parent.glob("*.hpp"))
-FLAGS = [
-    "-std=c++17",
-    "-O3",
-    "-march=native",
-    # What vectorising sums and divisions requires. Not -ffast-math, which would also make every
-    # thread of the process that loads the library flush denormals to zero.
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fno-signed-zeros",
-    "-fassociative-math",
-    "-freciprocal-math",
-    *(["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "i686") else []),
-    "-fopenmp",
-    "-fPIC",
-]
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 PACKED_SUFFIXES = SUFFIXES | {torch.int8: "i8"}
 HALF = 16  # half of weights.hpp's kStrip, the outputs stored side by side
 ATTENTION_SUFFIXES = SUFFIXES | {torch.float64: "f64"}
-
-
-class NoKernels(RuntimeError):
-    """The C++ kernels cannot be built here; the message says why in one sentence."""
 
 
 class AttendArguments(ctypes.Structure):
@@ -302,77 +270,9 @@ def _as_c(argument: Tensor | int | float | None) -> c_void_p | c_int64 | c_float
 
 
 def load(folder: Path) -> Kernels:
-    """The kernels of this machine, compiled into `folder` when not there yet (some 15 seconds).
-
-    Raises NoKernels when there is no compiler or it fails.
-    """
+    """The kernels of this machine, compiled into `folder` when not there. Raises NoKernels."""
+    path = library(folder)
     try:
-        compiler = shlex.split(os.environ.get("CXX", ""))  # may have arguments, as in "ccache g++"
-    except ValueError as error:
-        raise NoKernels(f"CXX is not a command: {error}") from error
-    if not compiler:
-        found = shutil.which("g++") or shutil.which("c++")
-        if found is None:
-            raise NoKernels("no C++ compiler was found; install g++ or set CXX")
-        compiler = [found]
-    library = folder / f"cpu-{_fingerprint(compiler)}.so"
-    if not library.exists():
-        _compile(compiler, library)
-    try:
-        return Kernels(library)
+        return Kernels(path)
     except OSError as error:
-        raise NoKernels(f"{library.name} cannot be loaded: {error}; delete it") from error
-
-
-def _compile(compiler: list[str], library: Path) -> None:
-    try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-            objects = [str(Path(scratch) / f"{source.stem}.o") for source in SOURCES]
-            with ThreadPoolExecutor() as pool:  # in sequence it would take twice as long
-                compiled = [
-                    pool.submit(_run, compiler, "-c", "-o", to, str(source))
-                    for source, to in zip(SOURCES, objects, strict=True)
-                ]
-            for each in compiled:
-                each.result()
-            built = Path(scratch) / library.name
-            _run(compiler, "-shared", "-o", str(built), *objects)
-            built.replace(library)  # atomic: two servers may start at once
-    except OSError as error:
-        raise NoKernels(f"the kernels cannot be built in {library.parent}: {error}") from error
-
-
-def _run(compiler: list[str], *arguments: str) -> None:
-    command = [*compiler, *FLAGS, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise NoKernels(f"{shlex.join(compiler)} failed: {last}")
-
-
-def _fingerprint(compiler: list[str]) -> str:
-    try:
-        version = subprocess.run(
-            [*compiler, "--version"], capture_output=True, text=True, check=False
-        ).stdout
-    except OSError as error:
-        raise NoKernels(f"{shlex.join(compiler)} cannot be run: {error}") from error
-    parts = (
-        *(each.read_text(encoding="utf-8") for each in (*SOURCES, *HEADERS)),
-        version,
-        *compiler[1:],
-        " ".join(FLAGS),
-        _processor(),
-    )
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model", "model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.split("\t")[0] in wanted))
+        raise NoKernels(f"{path.name} cannot be loaded: {error}; delete it") from error

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from model.encodings.rope import RoPE
-from model.kernels.build import Kernels, NoKernels
+from model.kernels.build import Kernels
+from model.kernels.library import NoKernels
 from model.transformer import Decoder
 from server import build, decoders, placement
 from server.build import load_models

@@ -2,12 +2,14 @@
 
 import os
 import stat
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from model.kernels.build import SOURCES, NoKernels, load
+from model.kernels.build import load
+from model.kernels.library import SOURCES, UNUSED_S, NoKernels, library
 
 RUNS = len(SOURCES) + 1  # of the compiler: each source, and all together
 
@@ -28,6 +30,10 @@ def copying(tmp_path, kernels, monkeypatch):
     monkeypatch.setenv("CXX", compiler(tmp_path, f'{script}cp {built} "$2"'))
 
 
+def kept(folder):
+    return list(folder.glob("*.so"))
+
+
 def test_it_is_compiled_once(tmp_path, copying):
     weight = torch.randn(5, 4)
     for _ in range(2):
@@ -41,15 +47,15 @@ def test_a_compiler_with_arguments(tmp_path, copying, monkeypatch):
     for first in ("NOTHING", "OTHERS"):
         monkeypatch.setenv("CXX", f"env -u {first} {compiler}")
         assert load(tmp_path / "kernels").pack(torch.ones(1, 1)).any()
-    assert len(list((tmp_path / "kernels").iterdir())) == 2  # what they say may be heard
+    assert len(kept(tmp_path / "kernels")) == 2  # what they say may be heard
 
 
 def test_two_servers_may_start_at_once(tmp_path, copying):
     with ThreadPoolExecutor(2) as pool:
         for kernels in pool.map(lambda _: load(tmp_path / "kernels"), range(2)):
             assert kernels.pack(torch.ones(1, 1)).any()
-    assert (tmp_path / "ran").read_text() == "ran\n" * 2 * RUNS
-    assert len(list((tmp_path / "kernels").iterdir())) == 1
+    assert (tmp_path / "ran").read_text() == "ran\n" * RUNS
+    assert len(kept(tmp_path / "kernels")) == 1
 
 
 def test_without_a_compiler(tmp_path, monkeypatch):
@@ -64,7 +70,7 @@ def test_a_compiler_that_fails(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", compiler(tmp_path, script))
     with pytest.raises(NoKernels, match="failed: error: no such flag"):
         load(tmp_path / "kernels")
-    assert list((tmp_path / "kernels").iterdir()) == []
+    assert kept(tmp_path / "kernels") == []
 
 
 def test_a_compiler_that_is_not_there(tmp_path, monkeypatch):
@@ -85,14 +91,85 @@ def test_a_folder_that_is_a_file(tmp_path):
         load(tmp_path / "kernels")
 
 
-def test_a_library_that_is_broken(tmp_path, copying):
-    load(tmp_path / "good")
-    (good,) = (tmp_path / "good").iterdir()
-    broken = tmp_path / "broken" / good.name
-    broken.parent.mkdir()
-    broken.write_bytes(bytes(1000))
-    with pytest.raises(NoKernels, match="cannot be loaded"):
-        load(broken.parent)
+DAMAGE = {
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "overwritten": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "one bit": lambda path: path.write_bytes(_flipped(path.read_bytes())),
+}
+
+
+def _flipped(content):
+    place = len(content) // 2
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_library_is_compiled_again(damage, tmp_path, copying):
+    """Loading it would end the process, at every start."""
+    folder = tmp_path / "kernels"
+    whole = library(folder)  # compiled, but not loaded: damage would end this process too
+    damage(whole)
+    assert load(folder).pack(torch.ones(1, 1)).any()
+    assert kept(folder) == [whole]
+    assert (tmp_path / "ran").read_text() == "ran\n" * 2 * RUNS
+
+
+def test_what_is_left_over_is_swept_away(tmp_path, copying):
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    (folder / "compiling-1234").mkdir()
+    (folder / "compiling-1234" / "float32.o").write_text("half of it")
+    old, recent, other = folder / "cpu-old.so", folder / "cpu-recent.so", folder / "notes.txt"
+    for path in (old, recent, other):
+        path.write_text("")
+    os.utime(old, (0, time.time() - UNUSED_S - 60))
+    load(folder)
+    assert other.exists()
+    left = kept(folder)
+    assert recent in left and len(left) == 2
+    assert not (folder / "compiling-1234").exists()
+
+
+def test_a_library_in_use_counts_as_used(tmp_path, copying):
+    folder = tmp_path / "kernels"
+    load(folder)
+    (used,) = kept(folder)
+    os.utime(used, (0, 0))
+    load(folder)
+    assert time.time() - used.stat().st_mtime < 60
+
+
+def test_a_compiler_that_is_killed(tmp_path, copying, monkeypatch):
+    """It says so, and the next start compiles."""
+    folder = tmp_path / "kernels"
+    good = os.environ["CXX"]
+    (tmp_path / "bad").mkdir()
+    script = '[ "$1" = --version ] || kill -9 $$'
+    monkeypatch.setenv("CXX", compiler(tmp_path / "bad", script))
+    with pytest.raises(NoKernels, match=r"was ended by SIGKILL; is there enough memory\?"):
+        load(folder)
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+    monkeypatch.setenv("CXX", good)
+    assert load(folder).pack(torch.ones(1, 1)).any()
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    script = (
+        '[ "$1" = --version ] && exit\n'
+        'echo "fatal error: error writing to /a/b.s: No space left on device" >&2\n'
+        'echo "compilation terminated." >&2; exit 1'
+    )
+    monkeypatch.setenv("CXX", compiler(tmp_path, script))
+    with pytest.raises(NoKernels, match="kernels: no space is left there; free some"):
+        load(tmp_path / "kernels")
+
+
+def test_a_compilers_own_files_are_swept_too(tmp_path, monkeypatch):
+    script = '[ "$1" = --version ] && exit\necho "error: $TMPDIR" >&2; exit 1'
+    monkeypatch.setenv("CXX", compiler(tmp_path, script))
+    with pytest.raises(NoKernels, match="kernels/compiling-"):
+        load(tmp_path / "kernels")
 
 
 def test_loading_leaves_small_numbers_alone(kernels):
