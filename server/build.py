@@ -219,7 +219,7 @@ def _complete(
         max_context=context,
         speed=speed,
     )
-    served = _served(name, model.checkpoint, facts)
+    served = _served(name, model.checkpoint, facts, limits)
     return Loaded(served, made.engine, facts, model.place, planner, defect)
 
 
@@ -315,7 +315,7 @@ def _require_same_frequencies(model: Prepared, context: int, device: torch.devic
         )
 
 
-def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:
+def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts, limits: Limits) -> Served:
     shape = checkpoint.config
     vocab_size = min(checkpoint.tokenizer.vocab_size, shape.vocab_size)
     return Served(
@@ -332,6 +332,7 @@ def _served(name: str, checkpoint: Checkpoint, facts: ModelFacts) -> Served:
             if isinstance(shape, EncoderDecoderConfig)
             else None
         ),
+        max_at_once=limits.max_seqs + limits.max_queue,
         details={
             "architecture": facts.architecture,
             "vocab_size": vocab_size,

@@ -1,0 +1,81 @@
+"""Which characters of a text each of its tokens stands for. Knows neither scores nor formats."""
+
+import codecs
+import re
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from model.tokenizers.base import Tokenizer
+
+_SPACES = re.compile(r"\s{0,256}")
+# The most characters of a text that a tokenizer may have changed to one.
+_CHANGED = 4
+_FAR = 1000  # characters of pieces not found in the text, to search on after
+
+
+class Characters:
+    """The characters that each of a text's tokens completes; `first`: the tokens start the text.
+
+    Of the tokens that make up one character, the last completes it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, first: bool) -> None:
+        self._tokenizer = tokenizer
+        self._first = first
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int, *, last: bool = False) -> str:
+        """With `last`, bytes of an unfinished character become U+FFFD."""
+        data = self._tokenizer.token_bytes(token, first=self._first)
+        if self._first:
+            self._first = not self._tokenizer.token_bytes(token, first=False)
+        return self._decoder.decode(data, final=last)
+
+
+def spelled(tokenizer: Tokenizer, token: int, *, first: bool = False) -> str:
+    """One token as text: a special one by its name; bytes that are no character as U+FFFD."""
+    data = tokenizer.token_bytes(token, first=first)
+    return data.decode(errors="replace") if data else special(tokenizer, token)
+
+
+def special(tokenizer: Tokenizer, token: int) -> str:
+    """The name of a special token; empty for any other."""
+    return "" if tokenizer.token_bytes(token, first=False) else tokenizer.name(token)
+
+
+def spell_prompt(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    """What each token adds to the text of a prompt, in which special tokens have their names."""
+    characters = Characters(tokenizer, first=True)
+    pieces = []
+    for place, token in enumerate(tokens, start=1):
+        name = special(tokenizer, token)
+        pieces.append(characters.push(token, last=place == len(tokens) or bool(name)) + name)
+    return pieces
+
+
+def parts_of(text: str, tokenizer: Tokenizer, tokens: Sequence[int]) -> Iterator[str]:
+    """The part of `text` that each of its tokens stands for; they join to `text`."""
+    yield from _divide(text, spell_prompt(tokenizer, tokens))
+
+
+def _divide(text: str, pieces: Sequence[str]) -> list[str]:
+    """`text` in as many parts as there are pieces, each equal to its piece where that is possible.
+
+    A tokenizer may add a token before a text, drop white space, or compose letters. So a piece
+    that does not follow the one before it is looked for a little further on.
+    """
+    starts: list[int] = []
+    at = missed = 0
+    for piece in pieces:
+        bare = piece if text.startswith(piece, at) else piece.strip()
+        spaces = _SPACES.match(text, at)
+        reach = (spaces.end() if spaces else at) + _CHANGED * missed + len(bare)
+        found = text.find(bare, at, reach) if bare or not piece else -1
+        if found < 0:
+            starts.append(at)
+            missed = min(missed + len(piece), _FAR)
+        else:
+            starts.append(found)
+            at, missed = found + len(bare), 0
+    starts = [0, *starts[1:], len(text)]
+    return [text[start:end] for start, end in pairwise(starts)]
