@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from itertools import chain, islice
 
 from cache.block_pool import InvariantError
 from cache.manager import CacheManager
@@ -95,7 +96,8 @@ class Scheduler:
         if request.id in self._running or request.id in self._waiting:
             raise ValueError(f"request id {request.id!r} is in use")
         if len(self._waiting) >= self._limits.max_queue + self._seats():
-            after = self._pace.retry_after(self._clock())
+            ahead = [*islice(chain(self.running, self.waiting), self._limits.max_seqs)]
+            after = self._pace.retry_after(self._clock(), ahead)
             raise QueueFull(
                 f"All {self._limits.max_queue} places in the queue (--max-queue) are taken; retry "
                 f"in {after} s, or send fewer at once.",
@@ -439,7 +441,7 @@ class Scheduler:
             del self._running[request.id]
             self._release(request, forget=forget)
         if request.admitted is not None:
-            self._pace.end(now)
+            self._pace.end(now, request.num_generated)
         self._no_room = False  # another request may be first in the queue now
         self._recompute.pop(request.id, None)
         summary = RequestSummary(

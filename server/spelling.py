@@ -67,15 +67,15 @@ def _divide(text: str, pieces: Sequence[str]) -> list[str]:
     starts: list[int] = []
     at = missed = 0
     for piece in pieces:
-        bare = piece if text.startswith(piece, at) else piece.strip()
+        if not text.startswith(piece, at):
+            piece = piece.strip() or piece
         spaces = _SPACES.match(text, at)
-        reach = (spaces.end() if spaces else at) + _CHANGED * missed + len(bare)
-        found = text.find(bare, at, reach) if bare or not piece else -1
+        reach = (spaces.end() if spaces else at) + _CHANGED * missed + len(piece)
+        found = text.find(piece, at, reach) if piece else at
+        starts.append(max(found, at))
         if found < 0:
-            starts.append(at)
             missed = min(missed + len(piece), _FAR)
-        else:
-            starts.append(found)
-            at, missed = found + len(bare), 0
+        elif piece:
+            at, missed = found + len(piece), 0
     starts = [0, *starts[1:], len(text)]
     return [text[start:end] for start, end in pairwise(starts)]
