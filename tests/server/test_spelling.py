@@ -3,33 +3,15 @@
 import time
 
 import pytest
-import tokenizers
 from hypothesis import given, settings
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import normalizers
 
 from model.tokenizers.base import AddedToken
-from model.tokenizers.bytes import BYTE_OF
-from model.tokenizers.hf import HfTokenizer
 from model.tokenizers.numbers import NumberTokenizer
 from model.tokenizers.spm import SpmModel, SpmTokenizer
 from server.spelling import parts_of, special, spell_prompt, spelled
-from tests.model.tokenizers.samples import SPM_KINDS, TRICKY, texts, train_spm
+from tests.model.tokenizers.samples import MARKERS, SPM_KINDS, TRICKY, byte_level, texts, train_spm
 from tests.server.toy import BEGIN, END, ByteTokenizer
-
-MARKERS = ["<|im_start|>", "<|im_end|>"]
-
-
-def byte_level(*, rstrip: bool = False, normalizer=None) -> HfTokenizer:
-    """A token per byte, and two markers."""
-    made = tokenizers.Tokenizer(models.BPE({letter: id for id, letter in enumerate(BYTE_OF)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    if normalizer is not None:
-        made.normalizer = normalizer
-    made.add_special_tokens(
-        [tokenizers.AddedToken(marker, rstrip=rstrip, normalized=False) for marker in MARKERS]
-    )
-    return HfTokenizer(made)
 
 
 @pytest.fixture(scope="module")
