@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from model.tokenizers.base import Detokenizer, Tokenizer
 from server.request import FinishReason, Request, TokenEvent, TokenLogprob
-from server.spelling import Characters, parts_of, special
+from server.spelling import parts_of, special
 
 # A token and its score; the first token of a prompt has none.
 Scored = tuple[int, TokenLogprob | None]
@@ -69,7 +69,7 @@ class Choice:
         self._echo = echo
         # State of `spell`: the echoed tokens still to come, and what has been spelled so far.
         self._echoed: Iterator[str] = iter(())
-        self._characters = Characters(tokenizer, first=alone)
+        self._characters = Detokenizer(tokenizer, first=alone)
         self._spelled = 0
 
     def take(self, events: Sequence[TokenEvent]) -> Piece:
@@ -101,7 +101,7 @@ class Choice:
         if name:
             return name, begin
         # An echoed prompt is decoded separately: no character spans prompt and answer.
-        text = self._characters.push(token, last=last)
+        text = self._characters.push(token) + (self._characters.finish() if last else "")
         self._spelled += len(text)
         return text, begin
 

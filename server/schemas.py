@@ -211,16 +211,18 @@ class Message(_Strict):
         return {"role": role, "content": content, **more}
 
 
-# What a chat template is given by the server, and its special tokens: bos_token and the like.
-_TAKEN = re.compile(r"messages|tools|documents|add_generation_prompt|.*_tokens?", re.DOTALL)
+# What the server gives a chat template, and what it does not let it have.
+_TAKEN = (
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+    *(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")),
+    "additional_special_tokens",
+)
 
 
 def _free_names(value: dict[str, Any]) -> dict[str, Any]:
-    if any(_TAKEN.fullmatch(name) for name in value):
-        raise ValueError(
-            "should not set what the server sets: messages, tools, documents, "
-            "add_generation_prompt and special tokens"
-        )
+    for name in _TAKEN:
+        if name in value:
+            raise ValueError(f"should not have {name}, which is the server's to set")
     return value
 
 

@@ -1,35 +1,15 @@
 """Which characters of a text each of its tokens stands for. Knows neither scores nor formats."""
 
-import codecs
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from model.tokenizers.base import Tokenizer
+from model.tokenizers.base import Detokenizer, Tokenizer
 
 _SPACES = re.compile(r"\s{0,256}")
 # The most characters of a text that a tokenizer may have changed to one.
 _CHANGED = 4
 _FAR = 1000  # characters of pieces not found in the text, to search on after
-
-
-class Characters:
-    """The characters that each of a text's tokens completes; `first`: the tokens start the text.
-
-    Of the tokens that make up one character, the last completes it.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, first: bool) -> None:
-        self._tokenizer = tokenizer
-        self._first = first
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: int, *, last: bool = False) -> str:
-        """With `last`, bytes of an unfinished character become U+FFFD."""
-        data = self._tokenizer.token_bytes(token, first=self._first)
-        if self._first:
-            self._first = not self._tokenizer.token_bytes(token, first=False)
-        return self._decoder.decode(data, final=last)
 
 
 def spelled(tokenizer: Tokenizer, token: int, *, first: bool = False) -> str:
@@ -44,12 +24,17 @@ def special(tokenizer: Tokenizer, token: int) -> str:
 
 
 def spell_prompt(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """What each token adds to the text of a prompt, in which special tokens have their names."""
-    characters = Characters(tokenizer, first=True)
+    """What each token adds to the text of a prompt, in which special tokens have their names.
+
+    Of the tokens that make up a character, the last adds it; none spans a special token.
+    """
+    characters = Detokenizer(tokenizer, first=True)
     pieces = []
     for place, token in enumerate(tokens, start=1):
-        name = special(tokenizer, token)
-        pieces.append(characters.push(token, last=place == len(tokens) or bool(name)) + name)
+        piece, name = characters.push(token), special(tokenizer, token)
+        if name or place == len(tokens):
+            piece += characters.finish()
+        pieces.append(piece + name)
     return pieces
 
 

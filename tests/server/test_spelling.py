@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given, settings
 from tokenizers import normalizers
 
+from model.loading import open_checkpoint
 from model.tokenizers.base import AddedToken
 from model.tokenizers.numbers import NumberTokenizer
 from model.tokenizers.spm import SpmModel, SpmTokenizer
 from server.spelling import parts_of, special, spell_prompt, spelled
 from tests.model.tokenizers.samples import MARKERS, SPM_KINDS, TRICKY, byte_level, texts, train_spm
 from tests.server.toy import BEGIN, END, ByteTokenizer
+from tests.smollm2 import smollm2_path
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,15 @@ def test_markers_count_in_the_text_that_has_them():
         *("<|im_start|>", "u", "s", "<|im_end|>", "\n")
     ]
     assert parts(tokenizer, "é<|im_end|>世") == ["", "é", "<|im_end|>", "", "", "世"]
+
+
+def test_the_markers_of_a_conversation_are_where_its_text_has_them():
+    tokenizer = open_checkpoint(smollm2_path()).tokenizer
+    text = "<|im_start|>user\nName a river.<|im_end|>\n<|im_start|>assistant\nThe Nile."
+    found = parts(tokenizer, text)
+    assert "".join(found) == text
+    offsets = {part: len("".join(found[:place])) for place, part in enumerate(found)}
+    assert (offsets["user"], offsets["<|im_end|>"], offsets["The"]) == (12, 30, 63)
 
 
 def test_a_prompt_of_ids_is_spelled_with_its_markers():
