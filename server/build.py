@@ -225,7 +225,7 @@ def _complete(
         max_context=context,
         speed=speed,
     )
-    served = _served(name, model.aliases, model.checkpoint, facts)
+    served = _served(name, model.aliases, model.checkpoint, facts, limits)
     return Loaded(served, made.engine, facts, model.place, planner, defect)
 
 
@@ -322,7 +322,11 @@ def _require_same_frequencies(model: Prepared, context: int, device: torch.devic
 
 
 def _served(
-    name: str, aliases: tuple[str, ...], checkpoint: Checkpoint, facts: ModelFacts
+    name: str,
+    aliases: tuple[str, ...],
+    checkpoint: Checkpoint,
+    facts: ModelFacts,
+    limits: Limits,
 ) -> Served:
     shape = checkpoint.config
     vocab_size = min(checkpoint.tokenizer.vocab_size, shape.vocab_size)
@@ -341,6 +345,7 @@ def _served(
             if isinstance(shape, EncoderDecoderConfig)
             else None
         ),
+        max_at_once=limits.max_seqs + limits.max_queue,
         details={
             "architecture": facts.architecture,
             "vocab_size": vocab_size,

@@ -3,12 +3,12 @@
 Knows tokens and text, but neither HTTP nor the wire format.
 """
 
-import codecs
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from model.tokenizers.base import Detokenizer, Tokenizer
 from server.request import FinishReason, Request, TokenEvent, TokenLogprob
+from server.spelling import parts_of, special
 
 # A token and its score; the first token of a prompt has none.
 Scored = tuple[int, TokenLogprob | None]
@@ -22,9 +22,11 @@ _ON_THE_WIRE = {
 
 @dataclass(slots=True)
 class Piece:
-    """What one wake-up adds to a choice. `finish` is set on the last piece."""
+    """What one wake-up adds to a choice. `first` is set on the first, `finish` on the last one."""
 
+    first: bool = False
     text: str = ""
+    tokens: list[int] = field(default_factory=list)  # generated
     scored: list[Scored] = field(default_factory=list)
     finish: str | None = None
     stop_reason: int | str | None = None
@@ -64,12 +66,11 @@ class Choice:
         self._stop_token_ids = stop_token_ids
         self._prompt_alone = prompt_alone
         self._scores = request.params.logprobs is not None
-        self._echo, self._echoed_characters = echo, len(echo)
-        # State of `spell`: echoed tokens still to come, and what has been spelled so far.
-        self._echoed = len(self.prompt) if request.params.prompt_logprobs is not None else 0
-        self._first = alone or self._echoed > 0
-        self._characters = 0
-        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
+        self._echo = echo
+        # State of `spell`: the echoed tokens still to come, and what has been spelled so far.
+        self._echoed: Iterator[str] = iter(())
+        self._characters = Detokenizer(tokenizer, first=alone)
+        self._spelled = 0
 
     def take(self, events: Sequence[TokenEvent]) -> Piece:
         """The piece that these events add. Raises the ServeError that an event carries."""
@@ -84,31 +85,33 @@ class Choice:
                 break
         return piece
 
-    def spell(self, token: int) -> tuple[str, int]:
+    def spell(self, token: int, *, last: bool = False) -> tuple[str, int]:
         """A scored token as text, and the character of the choice's text at which it begins.
 
-        Call it once per scored token, in order. Tokens that are part of one character all begin
-        where that character does.
+        Call it once per scored token, in order, with `last` for the very last. The tokens join to
+        the text, but for those that end it and special ones that the model generates: they are not
+        part of it, and the special ones show their names.
         """
-        data = self.tokenizer.token_bytes(token, first=self._first)
-        begin = self._characters
+        begin = self._spelled
+        text = next(self._echoed, None)
+        if text is not None:
+            self._spelled += len(text)
+            return text, begin
+        name = special(self.tokenizer, token)
+        if name:
+            return name, begin
         # An echoed prompt is decoded separately: no character spans prompt and answer.
-        self._characters += len(self._bytes.decode(data, final=self._echoed == 1))
-        if self._first:
-            self._first = not self.tokenizer.token_bytes(token, first=False)
-        if self._echoed:
-            self._echoed -= 1
-            self._first = self._first and self._echoed > 0
-            if self._echoed == 0:  # a prompt's tokens need not spell all of it, such as markers
-                self._characters = self._echoed_characters
-        return data.decode(errors="replace"), begin
+        text = self._characters.push(token) + (self._characters.finish() if last else "")
+        self._spelled += len(text)
+        return text, begin
 
     def _open(self, piece: Piece, event: TokenEvent) -> None:
         self.cached = event.cached_tokens
+        piece.first = True
         piece.text += self._echo
-        self._echo = ""
         if event.prompt_logprobs is not None:
             piece.scored += zip(self.prompt, event.prompt_logprobs, strict=True)
+            self._echoed = parts_of(self._echo, self.tokenizer, self.prompt)
 
     def _add(self, piece: Piece, event: TokenEvent) -> None:
         if self._prompt_alone:
@@ -116,6 +119,7 @@ class Choice:
             return
         if event.token is not None:
             self.tokens += 1
+            piece.tokens.append(event.token)
             if self._scores:
                 piece.scored.append((event.token, event.logprob))
             if event.finish is FinishReason.STOP:

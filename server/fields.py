@@ -11,8 +11,6 @@ from typing import Any
 from server.http_errors import UnknownField, quoted
 from server.request import InvalidField, UnsupportedField
 
-MAX_LABEL = 256
-
 
 def _one_of(*values: object) -> Callable[[Any], bool]:
     def neutral(value: Any) -> bool:
@@ -42,7 +40,6 @@ UNSUPPORTED: Mapping[str, Callable[[Any], bool]] = {
     "audio": _never,
     "bad_words": _empty,
     "chat_template": _never,
-    "chat_template_kwargs": _empty,
     "continue_final_message": _one_of(False),
     "documents": _empty,
     "early_stopping": _one_of(False),
@@ -68,11 +65,8 @@ UNSUPPORTED: Mapping[str, Callable[[Any], bool]] = {
     "priority": _number(0),
     "prompt_embeds": _never,
     "prompt_logprobs": _never,
-    "reasoning_effort": _one_of("none"),
     "regex": _never,
     "response_format": _one_of({"type": "text"}),
-    "return_token_ids": _one_of(False),
-    "return_tokens_as_token_ids": _one_of(False),
     "skip_special_tokens": _one_of(True),
     "structured_outputs": _never,
     "suffix": _empty,
@@ -80,39 +74,43 @@ UNSUPPORTED: Mapping[str, Callable[[Any], bool]] = {
     "tools": _empty,
     "truncate_prompt_tokens": _never,
     "use_beam_search": _one_of(False),
-    "verbosity": _one_of("medium"),
     "web_search_options": _never,
 }
 
 
-def _label(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= MAX_LABEL
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _labels(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and len(value) <= 16
-        and all(len(key) <= MAX_LABEL and _label(item) for key, item in value.items())
-    )
+def _object(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
-# Accepted and without effect on the answer; only their form is checked.
+def _texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+
+
+# Accepted and without effect on the answer; only their form is checked. Variables of a chat
+# template are here for where there is none: ChatBody has them as fields of its own.
 HARMLESS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "chat_template_kwargs": (_object, "a JSON object"),
+    "enable_thinking": (_flag, "true or false"),
     "include_reasoning": (_flag, "true or false"),
-    "metadata": (_labels, f"at most 16 strings of at most {MAX_LABEL} characters"),
+    "metadata": (_texts, "a JSON object of strings"),
     "parallel_tool_calls": (_flag, "true or false"),
-    "prompt_cache_key": (_label, f"a string of at most {MAX_LABEL} characters"),
-    "request_id": (_label, f"a string of at most {MAX_LABEL} characters"),
-    "safety_identifier": (_label, f"a string of at most {MAX_LABEL} characters"),
-    "service_tier": (_label, f"a string of at most {MAX_LABEL} characters"),
+    "prompt_cache_key": (_text, "a string"),
+    "reasoning_effort": (_text, "a string"),
+    "request_id": (_text, "a string"),
+    "safety_identifier": (_text, "a string"),
+    "service_tier": (_text, "a string"),
     "spaces_between_special_tokens": (_flag, "true or false"),
-    "store": (_one_of(False), "false: nothing is stored"),
-    "user": (_label, f"a string of at most {MAX_LABEL} characters"),
+    "store": (_flag, "true or false"),
+    "user": (_text, "a string"),
+    "verbosity": (_text, "a string"),
 }
 
 
@@ -148,7 +146,7 @@ def supported_fields(body: Mapping[str, Any], known: Collection[str]) -> dict[st
 
 def _check_best_of(best_of: Any, n: Any) -> None:
     n = 1 if n is None else n
-    if best_of is not None and not (type(best_of) is int and best_of == n):
+    if best_of is not None and not (type(best_of) in (int, float) and best_of == n):
         raise UnsupportedField(
             "best_of is not supported with a value other than n; leave it out", "best_of"
         )

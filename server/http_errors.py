@@ -8,7 +8,14 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from server.request import CacheChanged, InvalidField, ModelNotFound, RequestFailed, ServeError
+from server.request import (
+    RESTART_SECONDS,
+    CacheChanged,
+    InvalidField,
+    ModelNotFound,
+    RequestFailed,
+    ServeError,
+)
 
 MAX_MESSAGE = 500
 MAX_QUOTED = 64
@@ -109,6 +116,7 @@ class InternalError(RequestFailed):
 class NotReady(ServeError):
     status = 503
     code = "not_ready"
+    retry_after = RESTART_SECONDS
 
 
 def quoted(value: object) -> str:
@@ -152,8 +160,8 @@ def error_headers(error: ServeError, length: int) -> Headers:
         headers.append((b"www-authenticate", b"Bearer"))
     if isinstance(error, MethodNotAllowed):
         headers.append((b"allow", error.allow.encode()))
-    if error.status in (429, 503):
-        headers.append((b"retry-after", b"1"))
+    if error.retry_after is not None:
+        headers.append((b"retry-after", str(error.retry_after).encode()))
     if error.status in (408, 413, 431, 503) or isinstance(error, BadRequest):
         headers.append((b"connection", b"close"))
     if error.status == 500 and not isinstance(error, CacheChanged):

@@ -1,14 +1,18 @@
 """Stops a request's work before it is done, when it must; and the drain that requests share.
 
-Knows ASGI's receive and the clock; neither the engine nor what is being sent.
+Knows ASGI's receive, the clock and one refusal; neither the engine nor what is being sent.
 """
 
 import asyncio
+import time
 from enum import Enum, auto
+from math import ceil
 from types import TracebackType
 from typing import Self
 
 from starlette.types import Receive
+
+from server.request import MAX_RETRY_AFTER, ShuttingDown
 
 
 class End(Enum):
@@ -88,11 +92,19 @@ class Drain:
     def __init__(self) -> None:
         self.draining = False
         self.over = False
+        self.cut_at = 0.0  # monotonic; when the drain's limit is reached
         self.in_flight = 0
         self.lifelines: set[Lifeline] = set()
 
-    def begin(self) -> None:
+    def begin(self, seconds: float) -> None:
+        """From now on new requests are refused; running ones have this long to end."""
         self.draining = True
+        self.cut_at = time.monotonic() + seconds
+
+    def refusal(self) -> ShuttingDown:
+        """What new requests get, with the longest that the server may still take to be gone."""
+        left = ceil(self.cut_at - time.monotonic())
+        return ShuttingDown(retry_after=min(max(left, 1), MAX_RETRY_AFTER))
 
     def cut(self) -> None:
         """End every request with an error, including those whose body has not arrived yet."""

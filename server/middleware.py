@@ -252,7 +252,7 @@ class InFlight:
         if scope["type"] != "http" or scope["path"] in _PROBES:
             return await self._app(scope, receive, send)
         if self._drain.draining:
-            raise ShuttingDown()
+            raise self._drain.refusal()
         self._drain.in_flight += 1
         try:
             await self._app(scope, receive, send)

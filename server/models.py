@@ -41,6 +41,7 @@ class Served:
     details: Mapping[str, object]
     encoder_decoder: EncoderDecoderTokens | None = None  # None: decoder only
     aliases: tuple[str, ...] = ()  # further names that requests may give
+    max_at_once: int | None = None  # answers that an idle engine takes; None: any number
 
     def room(self, num_prompt: int) -> int:
         """The most tokens that an answer to a prompt of that length can have."""

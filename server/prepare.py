@@ -8,17 +8,18 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from model.sampling import SamplingParams
-from model.tokenizers.base import InvalidText, decode
+from model.tokenizers.base import InvalidText
 from model.tokenizers.chat import ChatTemplateError
 from server.completion import Choice
 from server.models import Served
 from server.request import InvalidField, Overflow, PromptTooLong, Request, UnsupportedField
-from server.schemas import ChatBody, CompletionBody, GenerationBody, Message
+from server.schemas import AS_MANY_AS_FIT, ChatBody, CompletionBody, GenerationBody, Message
+from server.spelling import spell_prompt
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_BYTES_PER_TOKEN = 16
@@ -53,7 +54,8 @@ async def completion_prompts(body: CompletionBody, served: Served) -> list[Promp
             text: str | None = source
         else:
             check_ids(source, served, "prompt")
-            tokens, text = source, decode(served.tokenizer, source) if body.echo else None
+            tokens = source
+            text = "".join(spell_prompt(served.tokenizer, source)) if body.echo else None
         _check_prompt(tokens, served, "prompt")
         prompts.append(Prompt(tokens, text if body.echo else None))
     return prompts
@@ -65,6 +67,7 @@ async def chat_prompt(body: ChatBody, served: Served) -> Prompt:
         body.messages,
         served,
         add_generation_prompt=body.add_generation_prompt,
+        variables=body.variables,
         bos=body.add_special_tokens,
     )
     _check_prompt(tokens, served, "messages")
@@ -72,7 +75,12 @@ async def chat_prompt(body: ChatBody, served: Served) -> Prompt:
 
 
 async def encode_chat(
-    messages: Sequence[Message], served: Served, *, add_generation_prompt: bool, bos: bool
+    messages: Sequence[Message],
+    served: Served,
+    *,
+    add_generation_prompt: bool,
+    variables: Mapping[str, object],
+    bos: bool,
 ) -> list[int]:
     template = served.chat_template
     if template is None:
@@ -84,10 +92,12 @@ async def encode_chat(
     _check_bytes(size, served, "messages")
 
     def render() -> str:
-        return template.render(plain, add_generation_prompt=add_generation_prompt)
+        return template.render(
+            plain, add_generation_prompt=add_generation_prompt, variables=variables
+        )
 
     try:
-        text = await _off_loop(render, size)
+        text = await _off_loop(render, len(str(plain)) + len(str(variables)))
     except ChatTemplateError as error:
         message = f"messages do not fit the chat template: {error}"
         raise InvalidField(message, "messages", quotes=True) from None
@@ -179,8 +189,8 @@ def sampling_params(
     return SamplingParams(
         max_tokens=max(1, _max_tokens(body, served, num_prompt)),
         min_tokens=body.min_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
+        temperature=body.temperature if body.top_p else 0.0,  # a share of 0 holds one token
+        top_p=body.top_p or 1.0,
         top_k=max(body.top_k, 0),
         min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
@@ -197,12 +207,13 @@ def sampling_params(
 def _max_tokens(body: GenerationBody, served: Served, num_prompt: int) -> int:
     room = served.room(num_prompt)
     wanted = body.wanted_tokens
-    if wanted is None:
-        wanted = min(room, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionBody) else room
+    if wanted is None or wanted == AS_MANY_AS_FIT:
+        short = wanted is None and isinstance(body, CompletionBody)
+        wanted = min(room, DEFAULT_COMPLETION_TOKENS) if short else room
         if body.min_tokens > wanted:
             raise InvalidField(
-                f"min_tokens ({body.min_tokens}) exceeds the default max_tokens ({wanted}); send "
-                "max_tokens as well",
+                f"min_tokens ({body.min_tokens}) exceeds the {wanted} tokens that an answer gets "
+                "here without a max_tokens; request fewer, or send max_tokens as well",
                 "min_tokens",
             )
     if wanted > room and body.overflow == "refuse":
@@ -221,6 +232,7 @@ def choices_for(
     body: CompletionBody | ChatBody, prompts: Sequence[Prompt], served: Served, salt: str
 ) -> list[Choice]:
     """`n` choices per prompt, each with its own request and random numbers."""
+    _check_count(body, prompts, served)
     _check_scores(body, prompts)
     arrival = time.monotonic()
     choices: list[Choice] = []
@@ -260,6 +272,21 @@ def choices_for(
                 )
             )
     return choices
+
+
+def _check_count(
+    body: CompletionBody | ChatBody, prompts: Sequence[Prompt], served: Served
+) -> None:
+    """Refuses what would find the queue full however often it is sent."""
+    count = len(prompts) * body.n
+    if served.max_at_once is not None and count > served.max_at_once:
+        name = "n" if len(prompts) == 1 else "prompt"
+        raise InvalidField(
+            f"{name} asks for {count} answers, but {served.name} takes at most "
+            f"{served.max_at_once} at once (--max-seqs and --max-queue together); request fewer, "
+            "or start the server with a larger --max-queue",
+            name,
+        )
 
 
 def _check_scores(body: CompletionBody | ChatBody, prompts: Sequence[Prompt]) -> None:

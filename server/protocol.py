@@ -301,7 +301,6 @@ class Server(uvicorn.Server):
         self._drain = drain
         self._drain_seconds = drain_seconds
         self._signals = 0
-        self._cut_at = 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Runs in a signal handler, so it only counts. Unlike in uvicorn the signal is not raised
@@ -311,14 +310,13 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """uvicorn's heartbeat, ten times a second."""
         if self._signals:
-            self._progress(time.monotonic())
+            self._progress()
         return await super().on_tick(counter)
 
-    def _progress(self, now: float) -> None:
+    def _progress(self) -> None:
         if not self._drain.draining:
-            self._drain.begin()
-            self._cut_at = now + self._drain_seconds
-        if self._signals > 1 or now >= self._cut_at:
+            self._drain.begin(self._drain_seconds)
+        if self._signals > 1 or time.monotonic() >= self._drain.cut_at:
             self._drain.cut()
             self.should_exit = True
         elif self._drain.in_flight == 0:

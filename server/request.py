@@ -21,6 +21,10 @@ from cache.terms import OpReport
 from model.positional_work import NO_WORK, PositionalWork
 from model.sampling import SamplingParams
 
+MAX_RETRY_AFTER = 60  # seconds; the openai package disregards longer advice
+# How long a supervisor may take to start the server again: most of it goes into loading.
+RESTART_SECONDS = 5
+
 
 class ServeError(Exception):
     """An answer other than 200: status, OpenAI error code, and the field at fault.
@@ -30,6 +34,7 @@ class ServeError(Exception):
 
     status = 500
     code = "internal_error"
+    retry_after: int | None = None  # whole seconds until another try may succeed
 
     def __init__(self, message: str, param: str | None = None, *, quotes: bool = False) -> None:
         super().__init__(message)
@@ -60,6 +65,10 @@ class QueueFull(ServeError):
     status = 429
     code = "queue_full"
 
+    def __init__(self, message: str, *, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
 
 class RequestFailed(ServeError):
     """This request alone failed inside the engine."""
@@ -79,8 +88,9 @@ class ShuttingDown(ServeError):
     status = 503
     code = "shutting_down"
 
-    def __init__(self, why: str | None = None) -> None:
+    def __init__(self, why: str | None = None, *, retry_after: int = RESTART_SECONDS) -> None:
         super().__init__(why or "the server is shutting down; send the request to another one")
+        self.retry_after = retry_after
 
 
 class FinishReason(StrEnum):

@@ -8,11 +8,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from itertools import chain, islice
 
 from cache.block_pool import InvariantError
 from cache.manager import CacheManager
 from cache.terms import Fork, NoRoom, OpReport
 from server.overflow import CacheOperations, ContextShifter
+from server.pace import Pace
 from server.plan import Limits, Plan, Sampled, Work
 from server.request import (
     CacheChanged,
@@ -57,6 +59,7 @@ class Scheduler:
         self._limits = limits
         self._longest = min(limits.max_context - 1, cache.capacity)  # the last token is not stored
         self._clock = clock
+        self._pace = Pace(limits.max_queue + limits.max_seqs)
         # Ordered dictionaries: an abort finds its request at once in a queue of any length.
         self._running: OrderedDict[str, Request] = OrderedDict()
         self._waiting: OrderedDict[str, Request] = OrderedDict()
@@ -93,10 +96,15 @@ class Scheduler:
         if request.id in self._running or request.id in self._waiting:
             raise ValueError(f"request id {request.id!r} is in use")
         if len(self._waiting) >= self._limits.max_queue + self._seats():
+            ahead = [*islice(chain(self.running, self.waiting), self._limits.max_seqs)]
+            after = self._pace.retry_after(self._clock(), ahead)
             raise QueueFull(
                 f"All {self._limits.max_queue} places in the queue (--max-queue) are taken; retry "
-                "later, or send fewer at once."
+                f"in {after} s, or send fewer at once.",
+                retry_after=after,
             )
+        if not (self._running or self._waiting):
+            self._pace.begin(request.arrival)
         self._waiting[request.id] = request
 
     def _seats(self) -> int:
@@ -432,6 +440,8 @@ class Scheduler:
         if self._waiting.pop(request.id, None) is None:
             del self._running[request.id]
             self._release(request, forget=forget)
+        if request.admitted is not None:
+            self._pace.end(now, request.num_generated)
         self._no_room = False  # another request may be first in the queue now
         self._recompute.pop(request.id, None)
         summary = RequestSummary(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -30,12 +31,23 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_BIASES = 300
 MAX_LOGPROBS = 20
+AS_MANY_AS_FIT = -1  # tokens of an answer, as llama.cpp writes it
+
+
+def _whole(value: Any) -> Any:
+    """16.0 as 16: languages with one type of number write either."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
 
 _FAIL_FAST = Field(fail_fast=True)
+_WHOLE = BeforeValidator(_whole)
 # Below 2**31 here; below the vocabulary once the model is known.
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1), _FAIL_FAST]
-Count = Annotated[int, Field(ge=1, lt=2**31)]
+Count = Annotated[int, Field(ge=1, lt=2**31), _WHOLE]
+CountFromZero = Annotated[int, Field(ge=0, lt=2**31), _WHOLE]
+MaxTokens = Annotated[int, Field(ge=AS_MANY_AS_FIT, lt=2**31), _WHOLE]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), _WHOLE]
 
 
 def _prompt_form(value: Any) -> str | None:
@@ -62,7 +74,13 @@ Prompt = Annotated[
 def _stop_list(value: Any) -> Any:
     if not isinstance(value, str | list):
         raise ValueError("should be a string or a list of strings")
-    return [value] if isinstance(value, str) else value
+    # An empty string, which some clients always send, would end every answer at once.
+    return [stop for stop in ([value] if isinstance(value, str) else value) if stop != ""]
+
+
+def _seed(value: int) -> int | None:
+    """-1 means none, as in other servers."""
+    return None if value == -1 else value
 
 
 def _bias_keys(value: Any) -> Any:
@@ -78,7 +96,7 @@ def _bias_keys(value: Any) -> Any:
 
 
 Stops = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
+    list[Annotated[str, Field(max_length=MAX_STOP_LENGTH)]],
     Field(max_length=MAX_STOPS),
     _FAIL_FAST,
     BeforeValidator(_stop_list),
@@ -102,12 +120,12 @@ class GenerationBody(_Strict):
     """What completions and chat share."""
 
     model: str | None = None
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    min_tokens: CountFromZero = 0
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0  # 0: the most likely token
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), _WHOLE] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -116,24 +134,26 @@ class GenerationBody(_Strict):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), _FAIL_FAST] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), _WHOLE, AfterValidator(_seed)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), _WHOLE] = 1
     logit_bias: Biases = {}
     stream: bool = False
     stream_options: StreamOptions | None = None
     overflow: Literal["refuse", "shift", "slide"] = "refuse"
     cache_salt: Annotated[str, Field(pattern=r"\A[A-Za-z0-9._-]{1,128}\z")] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
 
     @property
     def wanted_tokens(self) -> int | None:
+        """None: the endpoint's default; AS_MANY_AS_FIT; 0: the prompt's scores alone."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
 
 class CompletionBody(GenerationBody):
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None  # 0: the prompt's scores alone
     echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Logprobs | None = None
     add_special_tokens: bool = True
 
     @property
@@ -151,6 +171,7 @@ class CompletionBody(GenerationBody):
 class TextPart(_Strict):
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = None  # prefixes are cached without being marked
 
 
 def _content_form(value: Any) -> str | None:
@@ -171,6 +192,10 @@ class Message(_Strict):
     content: Content
     type: Literal["text"] = "text"  # lm-eval adds it to every message
     name: Annotated[str, Field(max_length=64)] | None = None
+    id: str | None = None
+    cache_control: dict[str, Any] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
     def plain(self) -> dict[str, object]:
         """As a chat template reads it, with OpenAI's newer role "developer" as "system"."""
@@ -180,16 +205,47 @@ class Message(_Strict):
             else "".join(part.text for part in self.content)
         )
         role = "system" if self.role == "developer" else self.role
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": content, **named}
+        more = self.model_dump(
+            include={"name", "reasoning", "reasoning_content"}, exclude_none=True
+        )
+        return {"role": role, "content": content, **more}
 
 
-class ChatBody(GenerationBody):
+# What the server gives a chat template, and what it does not let it have.
+_TAKEN = (
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+    *(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")),
+    "additional_special_tokens",
+)
+
+
+def _free_names(value: dict[str, Any]) -> dict[str, Any]:
+    for name in _TAKEN:
+        if name in value:
+            raise ValueError(f"should not have {name}, which is the server's to set")
+    return value
+
+
+class TemplateBody(_Strict):
+    """Variables for the chat template. One that the template does not read changes nothing."""
+
+    add_generation_prompt: bool = True
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_free_names)] = {}
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+    @property
+    def variables(self) -> Mapping[str, object]:
+        own = {"enable_thinking", "reasoning_effort", "verbosity"}
+        return {**self.chat_template_kwargs, **self.model_dump(include=own, exclude_none=True)}
+
+
+class ChatBody(TemplateBody, GenerationBody):
     messages: Annotated[list[Message], Field(min_length=1), _FAIL_FAST]
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Logprobs | None = None
     echo: Literal[False] = False
-    add_generation_prompt: bool = True
     add_special_tokens: bool = False
 
     @property
@@ -197,7 +253,7 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeBody(_Strict):
+class TokenizeBody(TemplateBody):
     """One of `prompt`, `text` and `messages`."""
 
     model: str | None = None
@@ -205,7 +261,6 @@ class TokenizeBody(_Strict):
     text: str | None = None
     messages: Annotated[list[Message], Field(min_length=1), _FAIL_FAST] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
     return_token_strs: bool = False
 
 
@@ -220,7 +275,7 @@ class CachePlanBody(_Strict):
     model: str | None = None
     operation: Literal["append", "fork", "truncate", "evict_keep", "evict_renumber", "move_span"]
     tokens: Count
-    first: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    first: CountFromZero | None = None
     count: Count | None = None
     offset: Count | None = None
 
@@ -255,6 +310,8 @@ def read_body(schema: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)
         raise refusal(details[0]) from None
+    if isinstance(value, TemplateBody):
+        _check_variables(value)
     if isinstance(value, GenerationBody):
         _check_together(value)
     return value
@@ -270,6 +327,14 @@ def _without_empty_fields(message: Any) -> Any:
     }
 
 
+def _check_variables(body: TemplateBody) -> None:
+    for name, value in body.chat_template_kwargs.items():
+        if name in body.variables and body.variables[name] != value:
+            raise InvalidField(
+                f"{name} and chat_template_kwargs.{name} differ; send one of them", name
+            )
+
+
 def _check_together(body: GenerationBody) -> None:
     both = (body.max_tokens, body.max_completion_tokens)
     if None not in both and both[0] != both[1]:
@@ -277,10 +342,10 @@ def _check_together(body: GenerationBody) -> None:
             "max_tokens and max_completion_tokens differ; send one of them",
             "max_completion_tokens",
         )
-    if body.wanted_tokens is not None and body.min_tokens > body.wanted_tokens:
+    wanted = body.wanted_tokens
+    if wanted is not None and AS_MANY_AS_FIT < wanted < body.min_tokens:
         raise InvalidField(
-            f"min_tokens ({body.min_tokens}) should be at most max_tokens ({body.wanted_tokens})",
-            "min_tokens",
+            f"min_tokens ({body.min_tokens}) should be at most max_tokens ({wanted})", "min_tokens"
         )
     if body.stream_options is not None and not body.stream:
         raise InvalidField("stream_options needs stream to be true", "stream_options")
@@ -288,12 +353,13 @@ def _check_together(body: GenerationBody) -> None:
         raise InvalidField("top_logprobs needs logprobs to be true", "top_logprobs")
     if isinstance(body, CompletionBody):
         _check_fan_out(body)
-        if body.max_tokens == 0 and not body.echo:
-            raise InvalidField(
-                "max_tokens should be greater than or equal to 1; 0 is possible only with echo, to "
-                "score a prompt",
-                "max_tokens",
-            )
+    if wanted == 0 and not (isinstance(body, CompletionBody) and body.echo):
+        name = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
+        raise InvalidField(
+            f"{name} should be greater than or equal to 1; 0 is possible only with echo, to score "
+            "a prompt",
+            name,
+        )
 
 
 def _check_fan_out(body: CompletionBody) -> None:

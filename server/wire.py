@@ -4,11 +4,12 @@ The constant part of a chunk is built once per answer, because it is written for
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from json import dumps
 from typing import Any, Protocol
 
-from model.tokenizers.base import Tokenizer
 from server.completion import Choice, Piece, Scored, Usage
+from server.spelling import special, spelled
 
 # Stands for minus infinity, which JSON lacks; float32 softmax gives no finite value this low.
 LOWEST_LOGPROB = -9999.0
@@ -24,10 +25,22 @@ class Wire(Protocol):
     def whole(self, done: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """Where an answer has token ids, with vLLM's names for them."""
+
+    beside_text: bool = False  # as prompt_token_ids and token_ids
+    for_scored: bool = False  # "token_id:17" instead of the texts of tokens that have scores
+
+
+NO_IDS = TokenIds()
+
+
 class _Frame:
     """What every chunk of an answer repeats."""
 
-    def __init__(self, id_: str, kind: str, model: str, created: int) -> None:
+    def __init__(self, id_: str, kind: str, model: str, created: int, ids: TokenIds) -> None:
+        self.ids = ids
         self.common = {"id": id_, "created": created, "model": model}
         head = (
             f'data: {{"id":{dumps(id_)},"object":{dumps(kind)},"created":{created},'
@@ -41,17 +54,21 @@ class _Frame:
 
 
 class CompletionWire(_Frame):
-    def __init__(self, id_: str, model: str, created: int) -> None:
-        super().__init__(id_, "text_completion", model, created)
+    def __init__(self, id_: str, model: str, created: int, ids: TokenIds = NO_IDS) -> None:
+        super().__init__(id_, "text_completion", model, created, ids)
 
     def opening(self, choices: Sequence[Choice], usage: str) -> str:
         return ""
 
     def chunk(self, choice: Choice, piece: Piece, usage: str) -> str:
-        scores = dumps(_completion_scores(choice, piece.scored)) if piece.scored else "null"
+        scores = dumps(self._scores(choice, piece)) if piece.scored else "null"
+        ids = ""
+        if self.ids.beside_text:
+            prompt = dumps(choice.prompt) if piece.first else "null"
+            ids = f',"prompt_token_ids":{prompt},"token_ids":{dumps(piece.tokens)}'
         return (
             f'{self.choice_head}{choice.index},"text":{dumps(piece.text)},"logprobs":{scores},'
-            f"{_ending(piece)}}}]{usage}}}\n\n"
+            f"{_ending(piece)}{ids}}}]{usage}}}\n\n"
         )
 
     def whole(self, done: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
@@ -59,9 +76,10 @@ class CompletionWire(_Frame):
             {
                 "index": choice.index,
                 "text": piece.text,
-                "logprobs": _completion_scores(choice, piece.scored) if piece.scored else None,
+                "logprobs": self._scores(choice, piece) if piece.scored else None,
                 "finish_reason": piece.finish,
                 "stop_reason": piece.stop_reason,
+                **self._ids_of(choice, piece),
             }
             for choice, piece in done
         ]
@@ -72,23 +90,35 @@ class CompletionWire(_Frame):
             "usage": usage.plain(),
         }
 
+    def _ids_of(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        if not self.ids.beside_text:
+            return {}
+        return {"prompt_token_ids": choice.prompt, "token_ids": piece.tokens}
+
+    def _scores(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        return _completion_scores(choice, piece, as_ids=self.ids.for_scored)
+
 
 class ChatWire(_Frame):
-    def __init__(self, id_: str, model: str, created: int) -> None:
-        super().__init__(id_, "chat.completion.chunk", model, created)
+    def __init__(self, id_: str, model: str, created: int, ids: TokenIds = NO_IDS) -> None:
+        super().__init__(id_, "chat.completion.chunk", model, created, ids)
 
     def opening(self, choices: Sequence[Choice], usage: str) -> str:
+        prompt = ""
+        if self.ids.beside_text:
+            prompt = f',"prompt_token_ids":{dumps(choices[0].prompt)}'
         return "".join(
             f'{self.choice_head}{choice.index},"delta":{{"role":"assistant","content":""}},'
-            f'"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'
+            f'"logprobs":null,"finish_reason":null}}]{prompt}{usage}}}\n\n'
             for choice in choices
         )
 
     def chunk(self, choice: Choice, piece: Piece, usage: str) -> str:
-        scores = dumps(_chat_scores(choice.tokenizer, piece.scored)) if piece.scored else "null"
+        scores = dumps(self._scores(choice, piece)) if piece.scored else "null"
+        ids = f',"token_ids":{dumps(piece.tokens)}' if self.ids.beside_text else ""
         return (
             f'{self.choice_head}{choice.index},"delta":{{"content":{dumps(piece.text)}}},'
-            f'"logprobs":{scores},{_ending(piece)}}}]{usage}}}\n\n'
+            f'"logprobs":{scores},{_ending(piece)}{ids}}}]{usage}}}\n\n'
         )
 
     def whole(self, done: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
@@ -96,18 +126,24 @@ class ChatWire(_Frame):
             {
                 "index": choice.index,
                 "message": {"role": "assistant", "content": piece.text},
-                "logprobs": _chat_scores(choice.tokenizer, piece.scored) if piece.scored else None,
+                "logprobs": self._scores(choice, piece) if piece.scored else None,
                 "finish_reason": piece.finish,
                 "stop_reason": piece.stop_reason,
+                **({"token_ids": piece.tokens} if self.ids.beside_text else {}),
             }
             for choice, piece in done
         ]
+        prompt = {"prompt_token_ids": done[0][0].prompt} if self.ids.beside_text else {}
         return {
             **self.common,
             "object": "chat.completion",
             "choices": choices,
             "usage": usage.plain(),
+            **prompt,
         }
+
+    def _scores(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        return _chat_scores(choice, piece.scored, as_ids=self.ids.for_scored)
 
 
 def _ending(piece: Piece) -> str:
@@ -116,25 +152,22 @@ def _ending(piece: Piece) -> str:
     return f'"finish_reason":"{piece.finish}","stop_reason":{dumps(piece.stop_reason)}'
 
 
-def spelled(tokenizer: Tokenizer, token: int, *, first: bool = False) -> str:
-    """One token as text; bytes that are no character by themselves become U+FFFD."""
-    return tokenizer.token_bytes(token, first=first).decode(errors="replace")
-
-
 def _finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-def _completion_scores(choice: Choice, scored: Sequence[Scored]) -> dict[str, Any]:
+def _completion_scores(choice: Choice, piece: Piece, *, as_ids: bool) -> dict[str, Any]:
     """Four lists with one entry per token. Offsets count characters of the choice's text."""
-    tokenizer = choice.tokenizer
     tokens: list[str] = []
     offsets: list[int] = []
     logprobs: list[float | None] = []
     tops: list[dict[str, float] | None] = []
-    for token, score in scored:
-        text, offset = choice.spell(token)
-        tokens.append(text)
+    left = len(piece.scored)
+    for token, score in piece.scored:
+        left -= 1
+        text, offset = choice.spell(token, last=piece.finish is not None and left == 0)
+        shown = f"token_id:{token}" if as_ids else text
+        tokens.append(shown)
         offsets.append(offset)
         if score is None:
             logprobs.append(None)
@@ -144,8 +177,9 @@ def _completion_scores(choice: Choice, scored: Sequence[Scored]) -> dict[str, An
         top: dict[str, float] = {}
         for other, logprob in score.top:
             # Best first: of two tokens with the same spelling the likelier one stays.
-            top.setdefault(spelled(tokenizer, other), _finite(logprob))
-        top.setdefault(text, _finite(score.logprob))
+            label = shown if other == token else _label(choice, other, as_ids)
+            top.setdefault(label, _finite(logprob))
+        top.setdefault(shown, _finite(score.logprob))
         tops.append(top)
     return {
         "text_offset": offsets,
@@ -155,13 +189,14 @@ def _completion_scores(choice: Choice, scored: Sequence[Scored]) -> dict[str, An
     }
 
 
-def _chat_scores(tokenizer: Tokenizer, scored: Sequence[Scored]) -> dict[str, Any]:
+def _chat_scores(choice: Choice, scored: Sequence[Scored], *, as_ids: bool) -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        data = tokenizer.token_bytes(token, first=False)
+        # Joined, the bytes are those of the text, to which a special token adds none.
+        data = choice.tokenizer.token_bytes(token, first=False)
         return {
-            "token": data.decode(errors="replace"),
+            "token": _label(choice, token, as_ids),
             "logprob": _finite(logprob),
-            "bytes": list(data),
+            "bytes": None if special(choice.tokenizer, token) else list(data),
         }
 
     return {
@@ -174,3 +209,7 @@ def _chat_scores(tokenizer: Tokenizer, scored: Sequence[Scored]) -> dict[str, An
             if score is not None
         ]
     }
+
+
+def _label(choice: Choice, token: int, as_ids: bool) -> str:
+    return f"token_id:{token}" if as_ids else spelled(choice.tokenizer, token)

@@ -52,6 +52,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def name(self, token: int) -> str:
+        """What a token without bytes is called, such as <|im_end|>; empty for ids without one."""
+        ...
+
 
 def require_unicode(text: str) -> None:
     """Raises InvalidText when the text cannot be written as UTF-8."""

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -43,10 +44,18 @@ class ChatTemplate:
         self._special_tokens = special_tokens
 
     def render(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, object] = MappingProxyType({}),
     ) -> str:
-        """The prompt. Raises ChatTemplateError, with the template's own message if it has one."""
+        """The prompt. Raises ChatTemplateError, with the template's own message if it has one.
+
+        `variables` are whatever else the template may read; they replace none of its own.
+        """
         values = {
+            **variables,
             **self._special_tokens,
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,

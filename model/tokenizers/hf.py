@@ -52,6 +52,9 @@ class HfTokenizer:
     def token_bytes(self, token: int, *, first: bool) -> bytes:
         return self._table.get(token, first=first)
 
+    def name(self, token: int) -> str:
+        return self._tokenizer.id_to_token(token) or ""
+
 
 def read_tokenizer_json(text: str) -> tokenizers.Tokenizer:
     """Raises TokenizerError."""

@@ -26,6 +26,9 @@ class NumberTokenizer:
         """The number preceded by a space, at the start of a text too."""
         return f" {token}".encode() if 0 <= token < self.vocab_size else b""
 
+    def name(self, token: int) -> str:
+        return ""
+
     def _token(self, word: str) -> int:
         # Only canonical decimal numbers: "007" and "٧" are words like any other.
         if word.isascii() and word.isdecimal() and len(word) <= len(str(self.vocab_size)):

@@ -96,6 +96,7 @@ class SpmTokenizer:
         self.eos: frozenset[int] = ends - {-1}
         self._start = [self.bos] if add_bos and self.bos is not None else []
         self._ids = {token.text: token.id for token in tokens.values()}
+        self._names = {token.id: token.text for token in tokens.values()}
         self._pattern = _pattern(tokens.values())
 
     def encode(self, text: str, *, bos: bool) -> list[int]:
@@ -120,6 +121,12 @@ class SpmTokenizer:
 
     def token_bytes(self, token: int, *, first: bool) -> bytes:
         return self._table.get(token, first=first)
+
+    def name(self, token: int) -> str:
+        if token in self._names:
+            return self._names[token]
+        known = token < self._starting.get_piece_size()
+        return str(self._starting.id_to_piece(token)) if known else ""
 
 
 def _processor(data: bytes) -> sentencepiece.SentencePieceProcessor:

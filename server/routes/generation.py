@@ -183,7 +183,9 @@ def _usage(choice: Choice) -> str:
 def _joined(pieces: Sequence[Piece]) -> Piece:
     last = pieces[-1]
     return Piece(
+        first=True,
         text="".join(piece.text for piece in pieces),
+        tokens=[token for piece in pieces for token in piece.tokens],
         scored=[scored for piece in pieces for scored in piece.scored],
         finish=last.finish,
         stop_reason=last.stop_reason,

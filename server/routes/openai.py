@@ -18,7 +18,7 @@ from server.prepare import Prompt, chat_prompt, choices_for, combined_salt, comp
 from server.routes.bodies import body_of
 from server.routes.generation import Answer, Generation
 from server.schemas import ChatBody, CompletionBody, StreamOptions
-from server.wire import ChatWire, CompletionWire, Wire
+from server.wire import ChatWire, CompletionWire, TokenIds, Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def openai_routes(serving: Serving) -> APIRouter:
         body = await body_of(request, CompletionBody)
         served = serving.find(request, body.model)
         prompts = await completion_prompts(body, served)
-        wire = CompletionWire(_id("cmpl"), served.name, int(time.time()))
+        wire = CompletionWire(_id("cmpl"), served.name, int(time.time()), _token_ids(body))
         return serving.answer(request, body, served, prompts, wire)
 
     @router.post("/v1/chat/completions", response_model=None)
@@ -72,7 +72,7 @@ def openai_routes(serving: Serving) -> APIRouter:
         body = await body_of(request, ChatBody)
         served = serving.find(request, body.model)
         prompt = await chat_prompt(body, served)
-        wire = ChatWire(_id("chatcmpl"), served.name, int(time.time()))
+        wire = ChatWire(_id("chatcmpl"), served.name, int(time.time()), _token_ids(body))
         return serving.answer(request, body, served, [prompt], wire)
 
     @router.get("/v1/models", response_model=None)
@@ -93,6 +93,10 @@ def openai_routes(serving: Serving) -> APIRouter:
 
 def _id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def _token_ids(body: CompletionBody | ChatBody) -> TokenIds:
+    return TokenIds(beside_text=body.return_token_ids, for_scored=body.return_tokens_as_token_ids)
 
 
 def _described(served: Served, name: str) -> dict[str, object]:

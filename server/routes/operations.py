@@ -9,7 +9,6 @@ from fastapi.responses import JSONResponse
 
 from server.http_errors import NotReady
 from server.metrics import CONTENT_TYPES
-from server.request import ShuttingDown
 from server.routes.openai import Serving
 
 # Pause between two families of metrics: without one every stream would stall for 10 ms per model.
@@ -33,7 +32,7 @@ def operation_routes(serving: Serving, version: str) -> APIRouter:
         if serving.engine.unsound is not None:
             raise NotReady(serving.engine.unsound)
         if serving.drain.draining:
-            raise ShuttingDown()
+            raise serving.drain.refusal()
         return JSONResponse({"status": "ready"})
 
     router.add_api_route("/health/ready", ready, response_model=None)

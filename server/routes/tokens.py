@@ -11,7 +11,7 @@ from server.request import InvalidField
 from server.routes.bodies import body_of
 from server.routes.openai import Serving
 from server.schemas import DetokenizeBody, TokenizeBody
-from server.wire import spelled
+from server.spelling import spelled
 
 
 def token_routes(serving: Serving) -> APIRouter:
@@ -56,6 +56,7 @@ async def _tokens(body: TokenizeBody, served: Served) -> list[int]:
             body.messages,
             served,
             add_generation_prompt=body.add_generation_prompt,
+            variables=body.variables,
             bos=bool(body.add_special_tokens),
         )
     text = body.prompt if body.prompt is not None else body.text

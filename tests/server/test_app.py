@@ -254,7 +254,7 @@ def test_a_model_token_ends_the_text_and_counts_as_usage():
     (choice,) = body["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ab", "stop", None)
     assert body["usage"]["completion_tokens"] == 3
-    assert choice["logprobs"]["tokens"] == ["a", "b", ""]
+    assert choice["logprobs"]["tokens"] == ["a", "b", "<end>"]
 
 
 def test_a_stop_token_of_the_client_is_named():
@@ -363,7 +363,7 @@ def test_an_echoed_prompt_is_spelled_without_the_space_its_tokenizer_adds():
     (choice,) = complete(
         toy_app(served=[toy(tokenizer=Spacing())]), prompt="ab", echo=True, max_tokens=1, logprobs=1
     ).json()["choices"]
-    assert choice["logprobs"]["tokens"] == ["", "a", " b", " H"]
+    assert choice["logprobs"]["tokens"] == ["", "a", "b", " H"]
     # The first answer's space is its own, the prompt's were not in its text.
     assert choice["text"] == "ab H"
     assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
@@ -861,7 +861,7 @@ def test_health_and_version():
     for path in ("/health", "/health/live", "/health/ready"):
         assert ask(app, "GET", path).status_code == 200
     assert ask(app, "GET", "/version").json()["version"]
-    app.state.drain.begin()
+    app.state.drain.begin(30)
     assert ask(app, "GET", "/health/live").status_code == 200
     for path in ("/health", "/health/ready"):
         assert error_of(ask(app, "GET", path), 503)["code"] == "shutting_down"
@@ -872,7 +872,7 @@ def test_health_and_version():
 
 def test_new_requests_are_refused_while_draining():
     app = toy_app()
-    app.state.drain.begin()
+    app.state.drain.begin(30)
     asked = [ask(app, "GET", path) for path in ("/v1/models", "/v1/models/", "/metrics/x")]
     for response in (complete(app), complete(app, stream=True), *asked):
         assert error_of(response, 503)["code"] == "shutting_down"

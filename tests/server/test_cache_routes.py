@@ -435,7 +435,7 @@ def test_encodings_that_such_a_model_cannot_have_are_left_out() -> None:
         ({}, "operation", "is missing"),
         ({"operation": "append"}, "tokens", "is missing"),
         ({"operation": "shuffle", "tokens": 9}, "operation", "append"),
-        ({**SHIFT, "tokens": 38.0}, "tokens", "integer"),
+        ({**SHIFT, "tokens": 38.5}, "tokens", "integer"),
         ({**SHIFT, "tokens": 0}, "tokens", "greater"),
         ({**SHIFT, "first": -4}, "first", "greater"),
         ({**SHIFT, "count": True}, "count", "integer"),

@@ -5,12 +5,18 @@ that client takes, and nothing else.
 """
 
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
+from server.async_engine import AsyncEngine
+from server.metrics import Metrics
 from server.request import QueueFull, RequestFailed
-from tests.server.toy import ScriptedEngine, running, toy_app
+from tests.server.fake_engine import VOCAB, counting, make_engine
+from tests.server.toy import ScriptedEngine, running, toy, toy_app
 
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
@@ -329,3 +335,27 @@ def test_openai_keys(openai):
                 else:
                     with pytest.raises(openai.AuthenticationError):
                         client.models.list()
+
+
+def test_openai_clients_that_find_the_queue_full_come_back_when_there_is_room(openai):
+    def slow(batch, kv):
+        time.sleep(0.15)
+        return counting(batch, kv)
+
+    real, _ = make_engine(slow, max_seqs=1, max_queue=1)
+    metrics = Metrics()
+    engine = AsyncEngine({"toy": real}, metrics.observe_step)
+    served = toy(vocab_size=VOCAB, max_context=100, max_at_once=2, stop_ids=frozenset())
+    together = threading.Barrier(5)
+
+    def ask(index: int) -> int:
+        with openai.OpenAI(base_url=url + "/v1", api_key="unused") as client:
+            together.wait()
+            answer = client.completions.create(model="toy", prompt=[index + 1], max_tokens=8)
+            return answer.usage.completion_tokens
+
+    with (
+        running(toy_app(engine, [served], metrics)) as (url, _),
+        ThreadPoolExecutor(5) as clients,
+    ):
+        assert list(clients.map(ask, range(5))) == [8] * 5

@@ -7,7 +7,8 @@ import pytest
 from model.sampling import SamplingParams
 from server.completion import Choice, Usage, choice_usage, total_usage
 from server.request import FinishReason, Request, RequestFailed, TokenEvent
-from server.wire import LOWEST_LOGPROB, CompletionWire, spelled
+from server.spelling import spelled
+from server.wire import LOWEST_LOGPROB, CompletionWire
 from tests.server.toy import END, ByteTokenizer, score
 
 

@@ -51,7 +51,7 @@ def test_running_streams_finish_and_new_requests_are_refused():
         start = time.monotonic()
         status, headers, _ = response(exchange(url, completion()))
         assert (status, headers["connection"]) == (503, "close")
-        assert int(headers["retry-after"]) >= 1
+        assert 1 <= int(headers["retry-after"]) <= 5  # the drain's own limit
         assert time.monotonic() - start < 1
         assert response(exchange(url, get("/health/ready")))[0] == 503
         assert response(exchange(url, get("/health/live")))[0] == 200

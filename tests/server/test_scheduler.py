@@ -705,3 +705,19 @@ def test_work_says_whether_it_samples():
     assert not Work(a, 0, 4).samples
     assert Work(a, 0, 5).samples
     assert Work(a, 4, 1).samples
+
+
+def test_a_full_queue_says_when_to_come_back():
+    s = scheduler(seqs=1, waiting=1)
+    for name in "ab":
+        made = request(name, max_tokens=16)
+        made.arrival = Clock.now
+        s.add(made)
+    advice = []
+    for name in "cde":
+        with pytest.raises(QueueFull) as refused:
+            add(s, name, [1])
+        assert f"retry in {refused.value.retry_after} s" in refused.value.message
+        advice.append(refused.value.retry_after)
+    # Each gets a time of its own.
+    assert 1 <= advice[0] < advice[1] < advice[2] <= 60

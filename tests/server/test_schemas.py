@@ -7,7 +7,14 @@ import pytest
 from server.fields import HARMLESS, UNSUPPORTED
 from server.http_errors import MissingField, UnknownField
 from server.request import InvalidField, UnsupportedField
-from server.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from server.schemas import (
+    CachePlanBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    read_body,
+)
 
 HUGE = 10**30
 
@@ -81,7 +88,7 @@ def test_a_large_wrong_logit_bias_is_refused_fast():
 IN_RANGE = [
     ("temperature", 0, 2),
     ("temperature", 0.0, 2.0),
-    ("top_p", 1e-9, 1),
+    ("top_p", 0, 1),
     ("top_k", -1, 0),
     ("top_k", 1, 2**31 - 1),
     ("min_p", 0, 1),
@@ -92,6 +99,8 @@ IN_RANGE = [
     ("n", 1, 16),
     ("logprobs", 0, 5),
     ("max_tokens", 1, 2**31 - 1),
+    ("max_completion_tokens", -1, 1),
+    ("min_tokens", 0, 5),
     ("stop", "x", ["a", "b", "c", "d"]),
     ("stop", [], "y" * 256),
     ("stop_token_ids", [], [0, 5]),
@@ -113,19 +122,19 @@ def test_the_ends_of_every_range_are_inside(name, low, high):
 
 OUT_OF_RANGE = [
     *(("temperature", bad) for bad in (-0.1, 2.1, "1", True, float("nan"), float("inf"), HUGE)),
-    *(("top_p", bad) for bad in (0, -0.0, 1.01, "1")),
-    *(("top_k", bad) for bad in (-2, 1.0, "5", True, 2**31)),
+    *(("top_p", bad) for bad in (-0.1, 1.01, "1")),
+    *(("top_k", bad) for bad in (-2, 1.5, "5", True, 2**31)),
     *(("min_p", bad) for bad in (-0.1, 1.1)),
     *(("repetition_penalty", bad) for bad in (0, -1, 2.1)),
     *(("presence_penalty", bad) for bad in (-2.1, 2.1)),
     *(("frequency_penalty", bad) for bad in (-2.1, 1e300)),
     *(("seed", bad) for bad in (2**63, -(2**63) - 1, 1.5, "1", True)),
-    *(("n", bad) for bad in (0, -1, 17, 10**9, 1.0, "2", True)),
-    *(("logprobs", bad) for bad in (-1, 21, 10**9, True, 1.0)),
-    *(("max_tokens", bad) for bad in (0, -1, 2**31, 1.0, "16", True)),
-    *(("max_completion_tokens", bad) for bad in (0, 1.5)),
+    *(("n", bad) for bad in (0, -1, 17, 10**9, 1.5, 17.0, 1e300, "2", True)),
+    *(("logprobs", bad) for bad in (-1, 21, 10**9, True, 1.5)),
+    *(("max_tokens", bad) for bad in (0, -2, 2**31, 1.5, float("inf"), "16", True)),
+    *(("max_completion_tokens", bad) for bad in (0, 0.0, -2, 1.5)),
     *(("min_tokens", bad) for bad in (-1, 0.5, True)),
-    *(("stop", bad) for bad in ("", [""], ["a"] * 17, [1], 1, "x" * 257, {"a": 1})),
+    *(("stop", bad) for bad in (["a"] * 17, [1], 1, "x" * 257, {"a": 1})),
     *(("stop_token_ids", bad) for bad in ([-1], [2**31], [True], ["1"], 1, [1] * 129)),
     ("logit_bias", []),
     *(
@@ -165,11 +174,23 @@ def test_null_means_not_given():
         ("use_beam_search", False),
         ("skip_special_tokens", True),
         ("best_of", 1),
+        ("best_of", 1.0),
+        ("stop", ""),
+        ("stop", [""]),
+        ("seed", -1),
+        ("seed", -1.0),
         ("length_penalty", 1.0),
         ("modalities", ["text"]),
-        ("user", "u" * 256),
-        ("metadata", {"a": "b"}),
+        ("user", "u" * 100_000),
+        ("safety_identifier", ""),
+        ("prompt_cache_key", "k" * 1000),
+        ("metadata", {str(index): "v" * 512 for index in range(20)}),
         ("store", False),
+        ("store", True),
+        ("chat_template_kwargs", {"enable_thinking": False}),
+        ("enable_thinking", True),
+        ("reasoning_effort", "high"),
+        ("verbosity", "low"),
         ("service_tier", "auto"),
         ("parallel_tool_calls", True),
     ],
@@ -209,7 +230,15 @@ def test_best_of_may_equal_n():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("user", "u" * 257), ("user", 5), ("metadata", {"a": 1}), ("store", True)],
+    [
+        ("user", 5),
+        ("metadata", {"a": 1}),
+        ("metadata", []),
+        ("store", "yes"),
+        ("reasoning_effort", 3),
+        ("chat_template_kwargs", "x"),
+        ("enable_thinking", "no"),
+    ],
 )
 def test_harmless_fields_must_be_well_formed(name, value):
     with pytest.raises(InvalidField) as refused:
@@ -268,6 +297,76 @@ def test_stream_options():
         completion(stream=True, stream_options={"include_obfuscation": True})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 16),
+        ("max_tokens", -1),
+        ("max_completion_tokens", 3),
+        ("min_tokens", 0),
+        ("top_k", -1),
+        ("top_k", 40),
+        ("seed", 2**40),
+        ("n", 2),
+        ("logprobs", 0),
+    ],
+)
+def test_integers_may_be_written_as_floats(name, value):
+    got = getattr(completion(**{name: float(value)}), name)
+    assert got == value and type(got) is int
+
+
+def test_integers_of_chats_and_plans_may_be_written_as_floats():
+    assert chat(logprobs=True, top_logprobs=2.0, max_tokens=16.0).wanted_logprobs == 2
+    plan = read_body(CachePlanBody, {"operation": "truncate", "tokens": 8.0, "count": 2.0})
+    assert (plan.tokens, plan.count) == (8, 2)
+
+
+def test_empty_stop_strings_are_left_out():
+    assert completion(stop=["", "a", ""]).stop == ["a"]
+    assert completion(stop="").stop == []
+
+
+def test_as_many_tokens_as_fit_can_be_asked_for_with_a_least_number():
+    assert completion(max_tokens=-1, min_tokens=9).wanted_tokens == -1
+    assert chat(max_completion_tokens=-1).wanted_tokens == -1
+    for ask in (completion, chat):
+        with pytest.raises(InvalidField) as refused:
+            ask(max_tokens=0)
+        assert refused.value.param == "max_tokens"
+
+
+def test_variables_of_the_chat_template():
+    body = chat(
+        chat_template_kwargs={"enable_thinking": False, "x": [None]},
+        reasoning_effort="high",
+        verbosity="low",
+    )
+    assert body.variables == {
+        "enable_thinking": False,
+        "x": [None],
+        "reasoning_effort": "high",
+        "verbosity": "low",
+    }
+    assert chat().variables == {}
+    assert chat(enable_thinking=True, chat_template_kwargs={"enable_thinking": True}).variables
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "documents", "add_generation_prompt", "bos_token", "pad_token"]
+)
+def test_variables_that_the_server_sets_are_refused(name):
+    with pytest.raises(InvalidField, match=f"{name}, which is the server's") as refused:
+        chat(chat_template_kwargs={name: None})
+    assert refused.value.param == "chat_template_kwargs"
+
+
+def test_a_variable_given_twice_must_be_the_same():
+    with pytest.raises(InvalidField, match="differ") as refused:
+        chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"})
+    assert refused.value.param == "reasoning_effort"
+
+
 def test_logprobs_of_chat():
     assert chat().wanted_logprobs is None
     assert chat(logprobs=True).wanted_logprobs == 0
@@ -288,6 +387,16 @@ def test_messages():
             },
             {"role": "assistant", "content": "c", "tool_calls": [], "refusal": None},
             {"role": "user", "content": "d", "name": "eve"},
+            {
+                "role": "user",
+                "id": "msg_1",
+                "cache_control": {"type": "ephemeral"},
+                "content": [
+                    {"type": "text", "text": "e", "cache_control": {"type": "ephemeral"}},
+                    {"type": "text", "text": "f", "cache_control": None},
+                ],
+            },
+            {"role": "assistant", "content": "g", "reasoning_content": "why", "reasoning": ""},
         ]
     )
     assert [message.plain() for message in body.messages] == [
@@ -295,6 +404,8 @@ def test_messages():
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "c"},
         {"role": "user", "content": "d", "name": "eve"},
+        {"role": "user", "content": "ef"},
+        {"role": "assistant", "content": "g", "reasoning_content": "why", "reasoning": ""},
     ]
 
 
@@ -318,6 +429,15 @@ def test_messages():
             [{"role": "user", "content": "a"}, {"role": "user", "content": "a", "zz": 1}],
             "messages[1].zz",
         ),
+        (
+            [{"role": "assistant", "content": "a", "reasoning_content": 5}],
+            "messages[0].reasoning_content",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": 1}]}],
+            "messages[0].content[0].cache_control",
+        ),
+        ([{"role": "user", "content": "a", "id": 5}], "messages[0].id"),
         (
             [{"role": "assistant", "content": "a", "tool_calls": [{}]}],
             "messages[0].tool_calls",

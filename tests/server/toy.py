@@ -1,6 +1,7 @@
 """A toy model's HTTP surroundings: a byte tokenizer, a scripted engine, applications, clients."""
 
 import asyncio
+import codecs
 import contextlib
 import threading
 import time
@@ -35,7 +36,7 @@ TEMPLATE = (
 
 
 class ByteTokenizer:
-    """Ids 0..255 are bytes; the others have none."""
+    """Ids 0..255 are bytes; the others have none, and two of them have names."""
 
     vocab_size = VOCABULARY
     bos = BEGIN
@@ -46,6 +47,9 @@ class ByteTokenizer:
 
     def token_bytes(self, token: int, *, first: bool) -> bytes:
         return bytes([token]) if token < 256 else b""
+
+    def name(self, token: int) -> str:
+        return {END: "<end>", BEGIN: "<begin>"}.get(token, "")
 
 
 class ScriptedEngine:
@@ -142,6 +146,23 @@ def score(token: int, top: int) -> TokenLogprob:
     """The log-probability of a token that is the most likely one."""
     ranked = [(token, -0.5), *(((token + step) % 256, -1.0 - step) for step in range(1, top))]
     return TokenLogprob(token, -0.5, tuple(ranked[:top]))
+
+
+def spelled_apart(tokenizer, tokens) -> list[str]:
+    """An answer's tokens as its scores show them: what each adds to the text, or its name."""
+    pieces, data = [], b""
+    for token in tokens:
+        own = tokenizer.token_bytes(token, first=False)
+        before, data = data, data + own
+        last = len(pieces) == len(tokens) - 1
+        pieces.append(
+            _decoded(data, last)[len(_decoded(before)) :] if own else tokenizer.name(token)
+        )
+    return pieces
+
+
+def _decoded(data: bytes, final: bool = False) -> str:
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(data, final)
 
 
 def toy(name: str = "toy", **changes) -> Served:

@@ -3,7 +3,12 @@
 import io
 
 import sentencepiece
+import tokenizers
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from model.tokenizers.bytes import BYTE_OF
+from model.tokenizers.hf import HfTokenizer
 
 SENTENCES = [
     "The rope runs over the walk and back again, strand by strand.",
@@ -80,6 +85,22 @@ def train_spm(kind):
         **SPM_KINDS[kind],
     )
     return model.getvalue()
+
+
+MARKERS = ["<|im_start|>", "<|im_end|>"]
+
+
+def byte_level(*, rstrip: bool = False, normalizer=None) -> HfTokenizer:
+    """A token per byte, and two markers."""
+    made = tokenizers.Tokenizer(models.BPE({letter: id for id, letter in enumerate(BYTE_OF)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        made.normalizer = normalizer
+    made.add_special_tokens(
+        [tokenizers.AddedToken(marker, rstrip=rstrip, normalized=False) for marker in MARKERS]
+    )
+    return HfTokenizer(made)
 
 
 class BytesTokenizer:

@@ -1,0 +1,116 @@
+"""When clients that find the queue full are told to come back, and whether that is enough."""
+
+import heapq
+import itertools
+import random
+
+import pytest
+
+from model.sampling import SamplingParams
+from server.pace import Pace
+from server.request import MAX_RETRY_AFTER, Request
+
+TRIES = 3  # the openai package's: one, and two more
+
+
+def request(max_tokens: int, generated: int = 0) -> Request:
+    tokens = [0] * (1 + generated)
+    params = SamplingParams(max_tokens=max_tokens)
+    return Request("a", tokens, 1, params, 0.0, random.Random(0))
+
+
+def answered(clients, *, seats, queue, max_tokens, tokens, per_token, before=0, usual=None):
+    """How many clients, who come at once and heed the advice, are answered.
+
+    Each answer has `tokens` tokens of `per_token` seconds. Before them, `before` answers of
+    `usual` tokens had ended.
+    """
+    pace, clock = Pace(seats + queue), 0.0
+    for _ in range(before):
+        pace.begin(clock)
+        clock += (usual or tokens) * per_token
+        pace.end(clock, usual or tokens)
+    order = itertools.count()
+    events = [(clock + 0.01 * each, next(order), "try", 1) for each in range(clients)]
+    waiting, running, done = [], [], 0
+    while events:
+        now, _, what, tried = heapq.heappop(events)
+        if what == "end":
+            running.remove(tried)
+            pace.end(now, tokens)
+            done += 1
+        elif len(waiting) + len(running) < seats + queue:
+            if not (waiting or running):
+                pace.begin(now)
+            waiting.append(now)
+        elif tried < TRIES:
+            generated = [int((now - began) / per_token) for began in running]
+            ahead = [request(max_tokens, made) for made in generated] or [request(max_tokens)]
+            after = pace.retry_after(now, ahead)
+            heapq.heappush(events, (now + after, next(order), "try", tried + 1))
+        while waiting and len(running) < seats:
+            running.append(now)
+            waiting.pop(0)
+            heapq.heappush(events, (now + tokens * per_token, next(order), "end", now))
+    return done
+
+
+@pytest.mark.parametrize("before", [0, 8])
+@pytest.mark.parametrize("per_token", [0.003, 0.03, 0.08])
+@pytest.mark.parametrize(
+    ("max_tokens", "tokens"), [(16, 16), (64, 64), (200, 200), (8000, 8), (8000, 100)]
+)
+def test_five_clients_are_answered_one_by_one(max_tokens, tokens, per_token, before):
+    assert (
+        answered(
+            5,
+            seats=1,
+            queue=1,
+            max_tokens=max_tokens,
+            tokens=tokens,
+            per_token=per_token,
+            before=before,
+        )
+        == 5
+    )
+
+
+def test_longer_answers_than_before_are_waited_for():
+    shape = {"seats": 1, "queue": 1, "max_tokens": 300, "tokens": 300, "per_token": 0.03}
+    assert answered(5, before=8, usual=16, **shape) == 5
+
+
+def test_a_larger_server_answers_more_clients():
+    shape = {"max_tokens": 64, "tokens": 64, "per_token": 0.02}
+    assert answered(24, seats=4, queue=4, **shape) == 24
+
+
+def test_advice_is_in_whole_seconds_up_to_a_minute():
+    pace = Pace(2)
+    pace.begin(0.0)
+    advice = [pace.retry_after(0.5, [request(64)]) for _ in range(100)]
+    assert all(type(each) is int for each in advice)
+    assert advice == sorted(advice)
+    assert (min(advice) >= 1, max(advice)) == (True, MAX_RETRY_AFTER)
+
+
+def test_a_fast_server_says_a_second():
+    pace = Pace(1000)
+    pace.begin(0.0)
+    for end in range(1, 40):
+        pace.end(end / 100, 16)
+    assert [pace.retry_after(0.4, [request(16)]) for _ in range(20)] == [1] * 20
+
+
+def test_pauses_do_not_count():
+    paces = []
+    for pause in (0.0, 1000.0):
+        pace, now = Pace(2), 0.0
+        for _ in range(40):
+            pace.begin(now)
+            now += 1.0
+            pace.end(now, 16)
+            now += pause
+        pace.begin(now)
+        paces.append(pace.retry_after(now, [request(16)]))
+    assert paces[0] == paces[1] <= 3
