@@ -23,9 +23,10 @@ FROM base AS build
 ARG BASE
 ARG TORCH_BACKEND=""
 ARG PIP_EXTRA_INDEX_URL=""
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 UV_NO_CACHE=1
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 UV_NO_CACHE=1 UV_HTTP_CONNECT_TIMEOUT=5
 # uv knows PyTorch's indexes. It is needed here alone, so it has an environment of its own.
-RUN python3 -m venv /opt/ropewalk && python3 -m venv /opt/uv && /opt/uv/bin/pip install "uv>=0.9"
+RUN python3 -m venv /opt/ropewalk && python3 -m venv /opt/uv \
+    && { /opt/uv/bin/pip install "uv>=0.9" || echo "uv cannot be had here; pip installs"; }
 WORKDIR /src
 COPY pyproject.toml ./
 # torch by itself: the largest layer stays cached while the code changes.

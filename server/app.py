@@ -97,7 +97,7 @@ def create_app(
     for route in routes:
         metrics.add_route(route.path_format, route.methods or ())
     paths = Paths(routes)
-    _add_error_handlers(app, paths)
+    _add_error_handlers(app, paths, options.root_path)
     _add_middleware(app, models, options, drain, log, paths)
     return app
 
@@ -106,10 +106,11 @@ def own_version() -> str:
     return installed("ropewalk")
 
 
-def _add_error_handlers(app: FastAPI, paths: Paths) -> None:
+def _add_error_handlers(app: FastAPI, paths: Paths, root_path: str) -> None:
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
-            error = _framework_error(error, paths.meant(request.scope["path"]))
+            meant = paths.meant(request.scope["path"])
+            error = _framework_error(error, None if meant is None else root_path + meant)
         assert isinstance(error, ServeError)  # the only types registered below
         state_of(request.scope)["refusal"] = error
         body = error_bytes(error)
@@ -158,7 +159,7 @@ def _add_middleware(
     app.add_middleware(RequestId)
     app.add_middleware(TrailingSlash)
     if options.root_path:
-        app.add_middleware(RootPath, prefix=options.root_path)
+        app.add_middleware(RootPath, prefix=options.root_path, known=paths.template)
 
 
 def _body_limit(models: Models, options: HttpOptions) -> int:

@@ -8,7 +8,9 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from server.listen import is_loopback
 from server.terminal import counted
 
 
@@ -51,7 +53,9 @@ def banner(
     if uds is not None:
         url = f"{url.partition(':')[0]}://localhost"
         flags = f" --unix-socket {shlex.quote(str(uds))}"
-    if certificate is not None:
+    if certificate is not None and (uds is not None or is_loopback(urlsplit(url).hostname or "")):
+        flags += " --insecure"  # it need not bear the name of an address on this machine
+    elif certificate is not None:
         flags += f" --cacert {shlex.quote(str(certificate))}"
     rows: list[tuple[str, str] | None] = []
     for model in models:

@@ -64,16 +64,11 @@ class Loaded:
     defect: str | None  # why it should not answer although it computes
 
 
-def run(config: ServerConfig) -> int:
-    """Load every model and serve until stopped; returns the exit status. Raises CommandError."""
-    tls = None
-    if config.ssl_certfile is not None:
-        tls = listen.tls_context(config.ssl_certfile, config.ssl_keyfile)
-    with listen.bound(config.host, config.port, config.uds) as listener:
-        return _run_on(listener, tls, config)
+def run(config: ServerConfig, listener: socket.socket, tls: ssl.SSLContext | None) -> int:
+    """Load every model and serve until stopped; returns the exit status. Raises CommandError.
 
-
-def _run_on(listener: socket.socket, tls: ssl.SSLContext | None, config: ServerConfig) -> int:
+    listener: a bound socket. tls: None for plain HTTP.
+    """
     threads = placement.pick_threads(config.loading.threads)
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)

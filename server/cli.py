@@ -5,11 +5,11 @@ Imports no torch before a command needs it, so that --help and version answer at
 
 import argparse
 import gc
-import importlib.metadata
 import io
 import logging
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
@@ -33,6 +33,7 @@ from server.family_options import HELP as FAMILY_HELP
 from server.family_options import add_family_commands
 from server.options import add_options, nearest, refuse_unknown
 from server.serve_options import DEFAULT_MODEL, SERVE_OPTIONS
+from server.versions import installed
 
 EXAMPLES = """\
 examples:
@@ -94,31 +95,38 @@ class Parser(argparse.ArgumentParser):
         self.error(said)
 
     def error(self, message: str) -> NoReturn:
+        if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)' \(", message):
+            message = f"there is no command {wrong[1]!r}"
+            known = next(each.choices for each in self._actions if each.metavar == "COMMAND")
+            if close := nearest(wrong[1], known or ()):
+                message += f"; did you mean {close}?"
         join = " See" if message.endswith("?") else "; see"
         raise UsageError(f"{message}{join} {self.prog} --help")
 
 
 def serve(flags: argparse.Namespace) -> int:
     """Returns when the server has stopped."""
-    config = server_config(read_all(SERVE_OPTIONS, flags, os.environ))
+    values = _as_told(read_all(SERVE_OPTIONS, flags, os.environ), flags)
+    config = server_config(values)
     if os.environ.get(CLIENT_KEY) and not config.http.api_keys:
         raise UsageError(
             f"{CLIENT_KEY} is the key that a client sends and does not protect the server; set "
             f"ROPEWALK_API_KEYS to require a key, or unset {CLIENT_KEY}"
         )
     # Before torch and the weights are loaded: a taken port should be reported at once.
-    with listen.bound(config.host, config.port, config.uds):
-        pass
-    if config.ssl_certfile is not None:
-        listen.tls_context(config.ssl_certfile, config.ssl_keyfile)
-    logs.configure(config.log_level, config.log_format)
-    wait_briefly(os.environ)
-    # Until all is loaded: it stays, and looking for garbage in it would take a third of a second.
-    gc.disable()
-    # Imported late, as only in this file: it loads torch, which takes seconds.
-    from server import build
+    with listen.bound(config.host, config.port, config.uds) as listener:
+        tls = None
+        if config.ssl_certfile is not None:
+            tls = listen.tls_context(config.ssl_certfile, config.ssl_keyfile)
+        logs.configure(config.log_level, config.log_format)
+        wait_briefly(os.environ)
+        # Until all is loaded: it stays, and looking for garbage in it would take a third of a
+        # second.
+        gc.disable()
+        # Imported late, as only in this file: it loads torch, which takes seconds.
+        from server import build
 
-    return build.run(config)
+        return build.run(config, listener, tls)
 
 
 def wait_briefly(environ: MutableMapping[str, str]) -> None:
@@ -136,7 +144,7 @@ def talk(flags: argparse.Namespace) -> int:
     values = read_all(CHAT_OPTIONS, flags, os.environ)
     fields = ("max_tokens", "temperature", "top_p", "seed")
     options = chat.ChatOptions(
-        server=_server_at(values),
+        server=_server_at(values, flags),
         model=values["model"],
         api_key=values["api_key"],
         system=values["system"],
@@ -154,9 +162,21 @@ def talk(flags: argparse.Namespace) -> int:
     return chat.converse(options, lines, sys.stdout, greet=True)
 
 
-def _server_at(values: Mapping[str, Any]) -> Address:
+def _as_told(values: Mapping[str, Any], flags: argparse.Namespace) -> Mapping[str, Any]:
+    """Without the addresses in variables and files where flags name one."""
+    places = ("url", "uds", "host", "port")
+    given = {name for name in places if getattr(flags, name, None) is not None}
+    if not given:
+        return values
+    return {**values, **{name: None for name in ("url", "uds") if name not in given}}
+
+
+def _server_at(values: Mapping[str, Any], flags: argparse.Namespace) -> Address:
     """The running server that chat's or health's options name."""
+    values = _as_told(values, flags)
     certificate = values["ssl_certfile"]
+    if values["url"] and flags.ssl_certfile is None:
+        certificate = None  # the variable's and the file's is of the server on this machine
     local = listen.local_url(values["host"], values["port"], tls=certificate is not None)
     if values["uds"] is not None:
         local = f"unix:{values['uds']}"
@@ -207,15 +227,15 @@ def family(flags: argparse.Namespace) -> int:
 
 def version(_: argparse.Namespace) -> int:
     """The versions that a bug report should name."""
-    print(f"ropewalk {_installed('ropewalk')}")
-    print(f"Python {platform.python_version()}, torch {_installed('torch')}")
+    print(f"ropewalk {installed('ropewalk')}")
+    print(f"Python {platform.python_version()}, torch {installed('torch')}")
     return 0
 
 
 def health(flags: argparse.Namespace) -> int:
     """For container health checks: exit code 0 when the server answers 200, else 1."""
     values = read_all(HEALTH_OPTIONS, flags, os.environ)
-    server = _server_at(values)
+    server = _server_at(values, flags)
     path = "/health/ready" if values["ready"] else "/health/live"
     with connected(server, values["timeout"]) as connection:
         connection.request("GET", server.prefix + path)
@@ -376,10 +396,3 @@ def _dispatch(arguments: Sequence[str]) -> int:
     refuse_unknown(os.environ, [*OTHER_VARIABLES, *(option.variable for option in options)])
     result: int = flags.run(flags)
     return result
-
-
-def _installed(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

@@ -3,19 +3,17 @@
 Opens no file but that of the API keys, loads no model, imports no torch.
 """
 
-import logging
 import re
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from server import pull
 from server.errors import UsageError
 from server.listen import is_loopback
-
-log = logging.getLogger(__name__)
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _NAMED = re.compile(r"([\w.:-]+)=(.+)")
@@ -127,14 +125,14 @@ def model_name(value: str) -> str:
 
 
 def existing_file(value: str) -> Path:
-    if not Path(value).is_file():
+    if not Path(value).exists() or Path(value).is_dir():  # a pipe is as good as a file
         raise ValueError(f"there is no file {value}; check the path")
     return Path(value)
 
 
 def root_path(value: str) -> str:
     """Begins with a slash and does not end with one; empty for the root itself."""
-    path = value.strip("/")
+    path = unquote(value).strip("/")
     if not re.fullmatch(r"[^?#\s]*", path):
         raise ValueError(f"{value!r} is not a path; write for example /llm")
     return path and f"/{path}"
@@ -149,10 +147,7 @@ def api_key(value: str) -> str:
 def key_file(value: str) -> tuple[str, ...]:
     """The keys in a file, one a line."""
     try:
-        file = Path(value)
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
-        if file.stat().st_mode & stat.S_IROTH:
-            log.warning("every user of this machine can read the API keys in %s; chmod o-r", file)
+        lines = Path(value).read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise ValueError(f"{value} cannot be read ({error.strerror}); check the path") from error
     except UnicodeDecodeError as error:
@@ -203,7 +198,7 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
         cache=_of(CacheOptions, values),
         limits=_of(LimitOptions, values),
         http=HttpOptions(
-            api_keys=frozenset((*values["api_key"], *values["api_key_file"])),
+            api_keys=frozenset(chain(values["api_key"], *values["api_key_file"])),
             allowed_hosts=_allowed_hosts(
                 None if values["uds"] else values["host"], values["allowed_host"]
             ),

@@ -44,7 +44,7 @@ def settings(file: Path) -> dict[str, Set]:
 
 def _table(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UsageError(f"--config: {file} cannot be read ({error.strerror})") from error
     except ValueError as error:  # not UTF-8, or not TOML
@@ -66,6 +66,6 @@ def _word(file: Path, key: str, value: object) -> str:
         return "on" if value else "off"
     if isinstance(value, str | int | float):
         return str(value)
-    raise UsageError(
-        f"{file}: {key} is a {type(value).__name__}; write text, a number, true or false"
-    )
+    kinds: dict[type, str] = {list: "a list", dict: "a table"}
+    kind = kinds.get(type(value), "a date")
+    raise UsageError(f"{file}: {key} is {kind}; write text, a number, true or false")

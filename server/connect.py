@@ -12,6 +12,8 @@ from pathlib import Path
 from server.errors import CommandError, UsageError
 from server.listen import is_loopback
 
+_OTHER_NAMES = (62, 64)  # OpenSSL's codes for a certificate of another host, or address
+
 
 @dataclass(frozen=True, slots=True)
 class Address:
@@ -59,10 +61,15 @@ def connected(where: Address, timeout_s: float) -> Iterator[http.client.HTTPConn
     try:
         yield connection
     except ssl.SSLCertVerificationError as error:
+        advice = "name it, or its issuer's, with --ssl-certfile"
+        if error.verify_code in _OTHER_NAMES:
+            advice = "give a name that the certificate bears, with --url https://NAME"
         raise CommandError(
-            f"the certificate of {where.url} is not trusted ({error.verify_message}); name it, or "
-            "its issuer's, with --ssl-certfile"
+            f"the certificate of {where.url} is not trusted ({error.verify_message}); {advice}"
         ) from error
+    except http.client.RemoteDisconnected as error:
+        hint = "" if where.tls or where.path else "; if it speaks https, say so with --url https://"
+        raise CommandError(f"{where.url} closed the connection without an answer{hint}") from error
     except (OSError, http.client.HTTPException) as error:
         raise CommandError(
             f"no answer from {where.url} ({error or type(error).__name__}); start the server with "

@@ -4,8 +4,10 @@ Also TLS for it, and the address at which a program on the same machine reaches 
 """
 
 import errno
+import fcntl
 import ipaddress
 import os
+import re
 import socket
 import ssl
 from collections.abc import Iterator
@@ -28,13 +30,41 @@ def bound(host: str, port: int, path: Path | None) -> Iterator[socket.socket]:
         with bind(host, port) as listener:
             yield listener
         return
-    with bind_unix(path) as listener:
+    with _held(path), bind_unix(path) as listener:
         made = path.stat().st_ino
         try:
             yield listener
         finally:
-            if path.exists() and path.stat().st_ino == made:  # no other server has replaced it
+            if path.exists() and path.stat().st_ino == made:  # nobody has replaced it
                 path.unlink()
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """Locks a file beside the socket: while models load, nothing answers at the socket itself."""
+    beside = path.with_name(f"{path.name}.lock")
+    try:
+        lock = beside.open("w")
+    except OSError as error:
+        raise CommandError(
+            f"cannot listen on {path}: {error.strerror}; choose another --uds"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise _in_use(path) from error
+        try:
+            yield
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def _in_use(path: Path) -> CommandError:
+    return CommandError(
+        f"cannot listen on {path}: another program is using this socket; stop it or choose "
+        "another --uds"
+    )
 
 
 def bind_unix(path: Path) -> socket.socket:
@@ -49,7 +79,7 @@ def bind_unix(path: Path) -> socket.socket:
     except OSError as error:
         listener.close()
         # A path that is too long has no number, only a message.
-        reason = error.strerror or f"{error}; a shorter path is needed"
+        reason = error.strerror or "the path is too long for a socket"
         raise CommandError(f"cannot listen on {path}: {reason}; choose another --uds") from error
     except CommandError:
         listener.close()
@@ -68,10 +98,7 @@ def _remove_stale(path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink()
             return
-    raise CommandError(
-        f"cannot listen on {path}: another program is using this socket; stop it or choose "
-        "another --uds"
-    )
+    raise _in_use(path)
 
 
 def tls_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
@@ -88,7 +115,8 @@ def tls_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
         context.load_cert_chain(certificate, key, no_password)
     except OSError as error:
         names = f"{certificate} and {key}" if key else f"{certificate}"
-        reason = getattr(error, "reason", None) or error.strerror or str(error)
+        reason = getattr(error, "reason", None) or error.strerror or "not PEM"
+        reason = re.sub(r"\s*\(_?ssl.c:\d+\)", "", reason)
         raise CommandError(
             f"TLS is not possible with {names} ({reason.replace('_', ' ').lower()}); name a "
             "certificate and its private key as PEM files"

@@ -191,15 +191,20 @@ class Origins(CORSMiddleware):
 
 
 class RootPath:
-    """Takes a proxy's prefix off the path, so that nothing else needs to know it."""
+    """Takes a proxy's prefix off the path, so that nothing else needs to know it.
 
-    def __init__(self, app: ASGIApp, prefix: str) -> None:
+    A path that is `known` has none: the prefix may be /v1.
+    """
+
+    def __init__(self, app: ASGIApp, prefix: str, known: Callable[[str], object]) -> None:
         self._app = app
         self._prefix = prefix
+        self._known = known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
-            scope = {**scope, "path": scope["path"].removeprefix(self._prefix)}
+        path = scope.get("path", "")
+        if path.startswith(f"{self._prefix}/") and not self._known(path.rstrip("/")):
+            scope = {**scope, "path": path.removeprefix(self._prefix)}
         return await self._app(scope, receive, send)
 
 

@@ -300,11 +300,13 @@ SERVE_OPTIONS = (
         "--api-key-file",
         "http",
         "file of further keys, one a line, read once at the start; lines that begin with # are "
-        "comments",
+        "comments; repeatable",
         key_file,
         (),
         "none",
         "FILE",
+        env="ROPEWALK_API_KEY_FILES",
+        many=True,
     ),
     Option(
         "--allowed-host",

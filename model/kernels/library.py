@@ -19,9 +19,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from logging import getLogger
 from pathlib import Path
 
 from model import digests
+
+log = getLogger(__name__)
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.hpp"))
@@ -96,7 +99,11 @@ def _named(file: Path, stem: str) -> Path:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("another process is compiling the kernels; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

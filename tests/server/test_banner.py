@@ -108,9 +108,20 @@ def test_curl_line_over_a_unix_socket_and_https() -> None:
     )
     words, _ = curl(said)
     assert words[2] == "https://localhost/v1/chat/completions"
-    assert words[3:7] == ["--unix-socket", "/run/a b", "--cacert", "c.pem"]
+    assert words[3:7] == ["--unix-socket", "/run/a b", "--insecure", "-H"]
     assert "│ socket" in said and "/run/a b" in said
     assert "socket" not in printed(FACTS)
+
+
+def test_curl_line_over_https_trusts_the_certificate_from_afar_alone() -> None:
+    """On this machine it need not bear the name of the address."""
+    for url, flags in [
+        ("https://127.0.0.1:8000", ["--insecure"]),
+        ("https://[::1]:8000", ["--insecure"]),
+        ("https://example.org:8000", ["--cacert", "c.pem"]),
+    ]:
+        words, _ = curl(printed(FACTS, url=url, certificate=Path("c.pem")))
+        assert words[3 : 3 + len(flags)] == flags
 
 
 def test_readable_bytes() -> None:

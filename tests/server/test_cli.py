@@ -34,7 +34,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list:
     """The configurations that `serve` hands over, instead of servers."""
     configs: list = []
 
-    def run(config) -> int:
+    def run(config, listener, tls) -> int:
         configs.append(config)
         return 0
 
@@ -72,7 +72,7 @@ def test_serve_hands_the_configuration_over(built, monkeypatch) -> None:
 
 
 def test_exit_code_of_the_server_is_the_commands(built, monkeypatch) -> None:
-    monkeypatch.setattr(sys.modules["server.build"], "run", lambda config: 1)
+    monkeypatch.setattr(sys.modules["server.build"], "run", lambda *_: 1)
     assert cli.main(["serve", "--port", str(free_port())]) == 1
 
 
@@ -89,7 +89,7 @@ def test_taken_port_is_said_before_anything_is_loaded(built, capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["serv"], "invalid choice: 'serv'"),
+        (["serv"], "there is no command 'serv'; did you mean serve?"),
         (
             ["serve", "--prt", "1"],
             "arguments: --prt; did you mean --port? See ropewalk serve --help",

@@ -278,16 +278,6 @@ def test_a_file_without_keys_does_not_leave_the_server_open(content, words, tmp_
     assert "two words" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("mode", "warned"), [(0o600, 0), (0o640, 0), (0o644, 1)])
-def test_keys_that_everybody_can_read_are_warned_of(mode, warned, tmp_path, caplog) -> None:
-    file = tmp_path / "keys"
-    file.write_text("secret")
-    file.chmod(mode)
-    config("--api-key-file", str(file))
-    assert len(caplog.records) == warned
-    assert "secret" not in caplog.text
-
-
 def settings(folder: Path, text: str, *flags: str, **environ: str) -> ServerConfig:
     file = folder / "settings.toml"
     file.write_text(text, encoding="utf-8")

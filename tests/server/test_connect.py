@@ -138,7 +138,7 @@ def test_elsewhere_the_name_must_be_the_certificates(certificate) -> None:
 
 
 def test_http_and_https_are_not_mixed_up(secure) -> None:
-    with pytest.raises(CommandError, match="no answer from http://"):
+    with pytest.raises(CommandError, match="without an answer; if it speaks https, say so"):
         ask(secure.replace("https", "http"))
     with running(toy_app()) as (url, _), pytest.raises(CommandError, match="no answer from https:"):
         ask(url.replace("http", "https"))

@@ -242,10 +242,9 @@ def test_a_lost_device_ends_the_process_with_status_70(monkeypatch, capsys, capl
         return [build.Loaded(served, engine, facts, place, make_planner(), None)]
 
     monkeypatch.setattr(build, "load_models", load_models)
-    monkeypatch.setattr(listen, "bind", lambda host, port: listener)
     status = []
     thread = threading.Thread(
-        target=lambda: status.append(build.run(configured("any"))), daemon=True
+        target=lambda: status.append(build.run(configured("any"), listener, None)), daemon=True
     )
     gc.disable()  # as `serve` does until all is loaded
     thread.start()

@@ -83,6 +83,19 @@ def test_a_socket_in_use_is_refused_and_kept(tmp_path: Path) -> None:
         assert path.is_socket()
 
 
+def test_a_server_that_still_loads_keeps_its_socket(tmp_path: Path) -> None:
+    """Nothing answers at the socket yet, as at one whose server is gone."""
+    path = tmp_path / "s"
+    with (
+        listen.bound("", 0, path),
+        pytest.raises(CommandError, match=r"/s: another program is using this socket"),
+        listen.bound("", 0, path),
+    ):
+        pass
+    with listen.bound("", 0, path):
+        assert path.is_socket()
+
+
 def test_the_socket_of_a_server_that_is_gone_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "s"
     listen.bind_unix(path).close()
@@ -108,7 +121,7 @@ def test_a_server_leaves_the_socket_that_replaced_its_own(tmp_path: Path) -> Non
         ("file", "it is not a socket; choose another --uds"),
         ("", "it is not a socket"),
         ("no/where", os.strerror(errno.ENOENT)),
-        ("x" * 120, "AF_UNIX path too long; a shorter path is needed"),
+        ("x" * 120, "the path is too long for a socket; choose another --uds"),
     ],
 )
 def test_odd_paths(name: str, reason: str, tmp_path: Path) -> None:
