@@ -507,6 +507,26 @@ def test_a_proxys_prefix_is_no_part_of_the_path(prefix):
     assert ask(app, "GET", prefix, headers=key).status_code == 404
 
 
+def test_a_proxys_prefix_may_be_how_paths_begin():
+    app = toy_app(root_path="/v1")
+    for path in (
+        "/v1/models",
+        "/v1/v1/models",
+        "/v1/models/",
+        "/health",
+        "/v1/health",
+        "/v1/metrics",
+    ):
+        assert ask(app, "GET", path).status_code == 200
+    assert complete(app).status_code == 200
+    assert ask(app, "GET", "/v1/v1/v1/models").status_code == 404
+
+
+def test_the_path_that_was_meant_is_one_behind_the_proxy():
+    said = error_of(ask(toy_app(root_path="/llm"), "GET", "/llm/models"), 404)["message"]
+    assert "did you mean '/llm/v1/models'?" in said
+
+
 @pytest.mark.parametrize(
     "name", ["", "TOY", "toy/", "../toy", "http://x/toy", "x" * 10_000, "toy\0"]
 )

@@ -240,6 +240,22 @@ def test_settings_in_a_file_reach_the_server(built, tmp_path, monkeypatch) -> No
     assert (built[0].limits.max_queue, built[0].limits.max_seqs) == (5, 7)
 
 
+def test_flags_beat_the_address_in_a_file_or_variable(built, tmp_path, monkeypatch, capsys) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(f'uds = "{tmp_path / "s"}"\n')
+    monkeypatch.setenv("ROPEWALK_CONFIG", str(file))
+    monkeypatch.setenv("ROPEWALK_HEALTH_URL", "http://127.0.0.1:1/elsewhere")
+    port = free_port()
+    assert cli.main(["serve", "--port", str(port)]) == 0
+    assert (built[0].uds, built[0].port) == (None, port)
+    assert cli.main(["health", "--port", str(port)]) == 1
+    assert f"no answer from http://127.0.0.1:{port} " in sentence(capsys)
+    assert cli.main(["health", "--uds", str(tmp_path / "other")]) == 1
+    assert f"no answer from unix:{tmp_path / 'other'} " in sentence(capsys)
+    assert cli.main(["health"]) == 1
+    assert "no answer from http://127.0.0.1:1/elsewhere " in sentence(capsys)
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_a_script_of_that_shell(shell, capsys, tmp_path) -> None:
     assert cli.main(["completion", shell]) == 0
