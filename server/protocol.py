@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn, cast
 
@@ -346,7 +346,8 @@ class Protocol(H11Protocol):
             for event in (response, *data, h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         if self.transport.can_write_eof():  # TLS has no half-closed connections
-            self.transport.write_eof()
+            with suppress(OSError):  # the client has left
+                self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(self.linger_seconds, self.transport.close)
         self._leave()
@@ -367,6 +368,7 @@ class Protocol(H11Protocol):
         """Wake the application, if it still waits for this request, with a disconnect."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
+            self.cycle.waiting_for_100_continue = False  # the answer is on its way instead
             self.cycle.message_event.set()
 
     def _abort(self) -> None:

@@ -146,6 +146,12 @@ def test_a_refused_body_is_never_asked_for(url):
     assert refusal(exchange(url, data), 413)
 
 
+def test_a_malformed_body_that_came_unasked_is_400_and_no_failure(url, caplog):
+    head = CHUNKED.replace(b"host:", b"expect: 100-continue\r\nhost:")
+    assert refusal(exchange(url, head + b"x\r\n"), 400)["code"] == "bad_request"
+    assert "failed unexpectedly" not in caplog.text
+
+
 def test_an_accepted_body_is_asked_for(url):
     request = post("/v1/completions", {"prompt": "a", "max_tokens": 1}, expect="100-continue")
     head, _, body = request.partition(b"\r\n\r\n")
