@@ -12,7 +12,6 @@ import hashlib
 import logging
 import shutil
 import subprocess
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -123,7 +122,9 @@ class Recorder:
         )
         body = b"{}"
         length = (b"content-length", b"%d" % len(body))
-        await send({"type": "http.response.start", "status": 200, "headers": [length]})
+        # A 2xx to CONNECT would end HTTP on this connection.
+        status = 404 if scope["method"] == "CONNECT" else 200
+        await send({"type": "http.response.start", "status": status, "headers": [length]})
         await send({"type": "http.response.body", "body": body})
 
 
@@ -137,7 +138,6 @@ class Pair:
         self._proxied = ("127.0.0.1", port)
         self._folder = folder
         self._read = 0  # bytes of nginx's log
-        self._lock = threading.Lock()
 
     def draw(self, draw: Random) -> Stream:
         count = draw.choice((1, 1, 2, 3))

@@ -7,6 +7,8 @@ from random import Random
 from tests.fuzz.streams import Ending, Stream
 
 BODY = b'{"model":"ropewalk-rope","prompt":"a","max_tokens":1}'
+# Would be a request of its own if the one that it is the body of ended early.
+INNER = b"GET /inner HTTP/1.1\r\nhost: localhost\r\n\r\n"
 TARGETS = (
     b"/v1/completions", b"/v1/completions", b"/v1/models", b"/version", b"/health", b"/tokenize",
     b"/v1/cache", b"/nowhere", b"/v1/completions?a=b", b"//v1/models", b"/%76%31/models", b"/",
@@ -92,16 +94,17 @@ def draw_request(draw: Random, *, odd: float = 0.12) -> bytes:
     target = b"/v1/completions" if method == b"POST" else draw.choice((b"/version", b"/health"))
     line = b" ".join((pick(method, METHODS), pick(target, TARGETS), pick(b"HTTP/1.1", VERSIONS)))
     headers = [pick(b"host: localhost", (b"", b"host: a\r\nhost: b", b"Host:", b"host: \0"), 0.5)]
+    content = draw.choice((BODY, BODY, INNER))
     body = b""
     if method == b"POST":
         headers.append(pick(b"content-type: application/json", (b"content-type: text/plain",), 0.3))
         chunked = draw.random() < 0.5
         if chunked:
             headers.append(pick(CODINGS[0], CODINGS, 1.5))
-            body = _chunked(draw, pick)
+            body = _chunked(draw, content, pick)
         if not chunked or draw.random() < 0.06:
-            headers.append(_filled(pick(LENGTHS[0], LENGTHS, 1.5), len(body or BODY)))
-            body = body or BODY
+            headers.append(_filled(pick(LENGTHS[0], LENGTHS, 1.5), len(body or content)))
+            body = body or content
     headers += [draw.choice(HEADERS) for _ in range(draw.choice((0, 0, 1, 2)))]
     draw.shuffle(headers)
     end = pick(b"\r\n", (b"\n", b"\r", b"\r\r\n", b"\n\r\n"), 0.3)
@@ -112,9 +115,9 @@ def _filled(line: bytes, value: int) -> bytes:
     return line.replace(b"%d", b"%d" % value)
 
 
-def _chunked(draw: Random, pick: Callable[..., bytes]) -> bytes:
-    at = draw.choice((0, draw.randrange(1, len(BODY))))
-    chunks = [part for part in (BODY[:at], BODY[at:]) if part]
+def _chunked(draw: Random, content: bytes, pick: Callable[..., bytes]) -> bytes:
+    at = draw.choice((0, draw.randrange(1, len(content))))
+    chunks = [part for part in (content[:at], content[at:]) if part]
     body = b""
     for chunk in (*chunks, b""):
         spelling = pick(b"%x", SIZES, 0.5) % (len(chunk) if draw.random() > ODD_SIZE else 3)

@@ -51,9 +51,9 @@ class Target:
     def address(self) -> tuple[str, int]:
         return "127.0.0.1", self.port
 
-    def leaks(self, files: int) -> list[str]:
-        """What is still held although nothing is asked; `files` were open at the start."""
-        end = time.monotonic() + 20
+    def leaks(self, files: int, seconds: float = 20) -> list[str]:
+        """What is still held `seconds` after the last request; `files` were open at the start."""
+        end = time.monotonic() + seconds
         while found := self._held(files):
             if time.monotonic() > end:
                 return found
