@@ -145,7 +145,10 @@ def test_leaks_and_failures_are_findings(running):
 @contextmanager
 def holding_blocks(running):
     """A stream that is not read yet."""
-    body = b'{"prompt": "a", "max_tokens": 500, "ignore_eos": true, "stream": true}'
+    body = (
+        b'{"model": "ropewalk-rope", "prompt": "a", "max_tokens": 400, "ignore_eos": true, '
+        b'"stream": true}'
+    )
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with socket.create_connection(running.address) as client:
         client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
