@@ -5,7 +5,7 @@ ends lines of trailers at a bare LF.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn, Protocol
 
 import h11
@@ -34,51 +34,59 @@ class Buffer(Protocol):
 
 
 class ChunkedReader:
-    """Takes a body's events out of h11's buffer; `refuse` is called with the first fault."""
+    """Takes a body's events out of h11's buffer; `refuse` is called with the first fault.
+
+    All chunks that have arrived make one event, since an event costs more than a short chunk.
+    """
 
     def __init__(self, refuse: Callable[[ServeError], NoReturn]) -> None:
         self._refuse = refuse
         self._left = 0  # bytes of the chunk that are still to come
         self._unread = 0  # bytes of extensions and trailers
+        self._ended = False
         self._read_line = self._read_size  # for what the next line must be
 
     def __call__(self, buffer: Buffer) -> h11.Data | h11.EndOfMessage | None:
-        while not self._left:
-            line = buffer.maybe_extract_next_line()
-            if line is None:
-                if b"\n" in bytes(buffer):  # without CR, and so no end of a line
-                    self._refuse_malformed()
-                return None
-            if self._read_line(bytes(line)):
-                return h11.EndOfMessage()
-        data = buffer.maybe_extract_at_most(self._left)
-        if data is None:
-            return None
-        self._left -= len(data)
-        return h11.Data(data=bytes(data))
+        data = b"".join(self._read_chunks(buffer))
+        if data:
+            return h11.Data(data=data)
+        return h11.EndOfMessage() if self._ended else None
 
-    def _read_size(self, line: bytes) -> bool:
+    def _read_chunks(self, buffer: Buffer) -> Iterator[bytearray]:
+        while not self._ended:
+            if self._left:
+                data = buffer.maybe_extract_at_most(self._left)
+                if data is None:
+                    return
+                self._left -= len(data)
+                yield data
+            else:
+                line = buffer.maybe_extract_next_line()
+                if line is None:
+                    if b"\n" in bytes(buffer):  # without CR, and so no end of a line
+                        self._refuse_malformed()
+                    return
+                self._read_line(bytes(line))
+
+    def _read_size(self, line: bytes) -> None:
         match = _SIZE.fullmatch(line)
         if match is None:
             self._refuse_malformed()
         self._count(match[2])
         self._left = int(match[1], 16)
         self._read_line = self._read_end if self._left else self._read_trailer
-        return False
 
-    def _read_end(self, line: bytes) -> bool:
+    def _read_end(self, line: bytes) -> None:
         if line != b"\r\n":
             self._refuse_malformed()
         self._read_line = self._read_size
-        return False
 
-    def _read_trailer(self, line: bytes) -> bool:
+    def _read_trailer(self, line: bytes) -> None:
         if line == b"\r\n":
-            return True
-        if not _TRAILER.fullmatch(line):
+            self._ended = True
+        elif not _TRAILER.fullmatch(line):
             self._refuse_malformed()
         self._count(line)
-        return False
 
     def _count(self, unread: bytes) -> None:
         self._unread += len(unread)

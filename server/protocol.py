@@ -385,8 +385,8 @@ def has_left(descriptor: int) -> bool:
 class Server(uvicorn.Server):
     """Drains on the first SIGTERM or SIGINT and exits 0; the second one cuts what is left.
 
-    SIGHUP drains too, since it comes when a terminal closes, but it may come twice then. Under
-    nohup it stays ignored.
+    SIGHUP, which comes when a terminal closes, drains too, and cuts nothing when it comes again.
+    Under nohup it stays ignored.
 
     While draining the listener stays open: /health/ready and every new request answer 503, and
     requests accepted earlier, queued ones included, run to their end. Those still running after
@@ -398,6 +398,7 @@ class Server(uvicorn.Server):
         self._drain = drain
         self._drain_seconds = drain_seconds
         self._signals = 0
+        self._hung_up = False
         self._cut_at = 0.0
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
@@ -425,6 +426,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for task in self._accepting:
             task.cancel()
+        await asyncio.wait(self._accepting)
         await super().shutdown(sockets=self._listeners)
 
     @contextmanager
@@ -441,16 +443,19 @@ class Server(uvicorn.Server):
                 signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # Runs in a signal handler, so it only counts. Unlike in uvicorn the signal is not raised
-        # again at the end, because a drained server has exited normally.
-        self._signals = max(self._signals, 1) if sig == signal.SIGHUP else self._signals + 1
+        # Runs in a signal handler, so it only takes note. Unlike in uvicorn the signal is not
+        # raised again at the end, because a drained server has exited normally.
+        if sig == signal.SIGHUP:
+            self._hung_up = True
+        else:
+            self._signals += 1
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn's heartbeat, ten times a second."""
         for task in self._accepting:
             if task.done():
                 task.result()  # raises what ended it: better no server than a deaf one
-        if self._signals:
+        if self._signals or self._hung_up:
             self._progress(time.monotonic())
         return await super().on_tick(counter)
 

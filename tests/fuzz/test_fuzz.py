@@ -52,8 +52,7 @@ class Short(chunked.ChunkedReader):
 
     def _read_size(self, line):
         super()._read_size(line)
-        self._left = 0
-        return True
+        self._left, self._ended = 0, True
 
 
 @needs_nginx

@@ -152,7 +152,7 @@ def started(*before: str):
         pytest.param([signal.SIGTERM], marks=pytest.mark.full),
         pytest.param([signal.SIGINT], marks=pytest.mark.full),
         pytest.param([signal.SIGHUP], marks=pytest.mark.full),
-        [signal.SIGHUP, signal.SIGHUP],  # as when a terminal closes
+        [signal.SIGHUP, signal.SIGHUP, signal.SIGTERM],  # as when a terminal closes
     ],
 )
 def test_a_signal_ends_the_process_with_0_after_its_last_stream(signals):
