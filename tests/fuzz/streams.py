@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-# Longer than any deadline of the server that is attacked, on a busy machine.
-HANG_SECONDS = 15.0
+# Longer than any answer takes, on a busy machine.
+HANG_SECONDS = 60.0
 
 
 class Ending(StrEnum):
