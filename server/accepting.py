@@ -18,6 +18,7 @@ MOST_CONNECTIONS = 8192
 # Descriptors kept for everything else: files, pipes to children, the engine.
 RESERVED = 128
 ROOM_SECONDS = 0.05  # between looks for room
+BURST = 64  # connections that are accepted before others have their turn
 LOG_SECONDS = 1.0
 # One in so many is closed at a time, so that the search for the longest idle ones is rare.
 _SHARE = 32
@@ -92,6 +93,8 @@ class Acceptor:
             task = self._loop.create_task(self._start(connection))
             self._starting.add(task)
             task.add_done_callback(self._starting.discard)
+            if len(self._starting) >= BURST:
+                await asyncio.sleep(0)
 
     async def _start(self, connection: socket.socket) -> None:
         try:

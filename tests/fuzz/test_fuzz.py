@@ -1,8 +1,10 @@
 """A short campaign of every kind finds nothing, and what there is to find would be found."""
 
 import json
+import re
 import socket
 from contextlib import contextmanager
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -167,6 +169,8 @@ def test_every_post_route_is_asked(running):
     kind = bodies_kind(running)
     asked = {kind.draw(Random(number)).data.split(b" ")[1].decode() for number in range(300)}
     assert asked == set(ROUTES)
+    page = (Path(__file__).parents[2] / "docs/http.md").read_text()
+    assert asked == set(re.findall(r"`POST (/\S*)`", page))
 
 
 class Fake:
