@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import socket
+import ssl
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,8 @@ import time
 
 import pytest
 
-from server import accepting, protocol
+from server import accepting, listen, protocol
+from tests.server.certificates import self_signed
 from tests.server.sockets import completion, connect, free_port, read_all, read_until
 from tests.server.toy import ScriptedEngine, running, toy_app, wait_for
 
@@ -93,6 +95,23 @@ def test_an_answer_that_is_still_being_sent_is_no_idleness(few):
         connection.transport.get_write_buffer_size = lambda: 1
         assert connection.idle_since is None
         assert served(client)
+
+
+def test_tls_handshakes_that_do_not_come_keep_nobody_out_for_long(
+    few, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
+    certificate, key = self_signed(tmp_path, "DNS:localhost")
+    trusting = ssl.create_default_context(cafile=certificate)
+    tls = listen.tls_context(certificate, key)
+    with running(toy_app(), tls=tls) as (url, _), contextlib.ExitStack() as stack:
+        for number in range(2 * LIMIT):
+            silent = stack.enter_context(connect(url))
+            if number % 2:
+                silent.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with trusting.wrap_socket(connect(url), server_hostname="localhost") as client:
+            assert served(client)
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
 
 
 PROGRAM = """
