@@ -65,6 +65,23 @@ def test_a_server_that_counts_differently_from_nginx_is_found(monkeypatch, tmp_p
     assert went.found["read differently"] > 1
 
 
+def test_what_nginx_never_sent_or_what_never_came_is_found(tmp_path):
+    recorder = proxy.Recorder()
+    log = tmp_path / "access.log"
+    log.write_text("a 127.0.0.1:1 200 GET /\nb 127.0.0.1:1 200 GET /\nc - 400 GET /\n")
+    pair = proxy.Pair("proxy", recorder, 1, 2, tmp_path)
+    what = ("GET", "/?", "")
+    recorder.asked += [
+        proxy.Asked(port=3, nginx="a", what=what, whole=True),
+        proxy.Asked(port=3, nginx="a", what=what, whole=True),
+        proxy.Asked(port=4, nginx="c", what=what, whole=True),
+        proxy.Asked(port=5, nginx=None, what=what, whole=True),
+    ]
+    found = sorted(pair.settle())
+    assert [each.partition(":")[0] for each in found] == ["lost", *["smuggled"] * 3]
+    assert pair.settle() == []
+
+
 JSON = b"HTTP/1.1 %d Some Words\r\ncontent-type: application/json\r\nx-request-id: a\r\n"
 EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-request-id: a\r\n"
 REFUSAL = json.dumps(
