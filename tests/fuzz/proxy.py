@@ -16,6 +16,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from ipaddress import IPv4Address
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,7 +26,7 @@ from server.in_thread import in_thread
 from server.lifeline import Drain
 from server.protocol import Server, uvicorn_config
 from tests.fuzz import raw
-from tests.fuzz.streams import Ending, Exchange, Stream, exchange
+from tests.fuzz.streams import Ending, Stream, exchange
 from tests.fuzz.target import Hasty
 from tests.server.sockets import free_port
 from tests.server.toy import wait_for
@@ -61,7 +63,7 @@ http {{
             proxy_set_header Host localhost;
             proxy_set_header Connection "";
             proxy_set_header X-Nginx $request_id;
-            proxy_set_header X-Port $remote_port;
+            proxy_set_header X-Client $remote_addr;
             proxy_request_buffering {buffering};
             proxy_next_upstream off;
             proxy_read_timeout 5s;
@@ -71,11 +73,14 @@ http {{
 """
 
 
+_FIRST = IPv4Address("127.1.0.0")  # of the 16 million addresses of the loopback interface
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request as the server saw it. `port` is that of the client that sent the stream."""
+    """A request as the server saw it. `client` is the address that the stream was sent from."""
 
-    port: int
+    client: str
     nginx: str | None  # nginx's id of the request
     what: tuple[str, str, str]  # method, target, digest of the body
     whole: bool
@@ -113,7 +118,7 @@ class Recorder:
         nginx = headers.get(b"x-nginx")
         self.asked.append(
             Asked(
-                port=int(headers[b"x-port"]) if nginx else scope["client"][1],
+                client=headers[b"x-client"].decode() if nginx else scope["client"][0],
                 nginx=None if nginx is None else nginx.decode("latin-1"),
                 what=(scope["method"], target, digest.hexdigest()),
                 whole=not more,
@@ -137,11 +142,13 @@ class Pair:
         self._proxied = ("127.0.0.1", port)
         self._folder = folder
         self._read = 0  # bytes of nginx's log
-        self._clients: set[int] = set()  # ports of those that nginx was not asked by
+        # Every stream comes from an address of its own, as ports are soon used again.
+        self._sources = (str(_FIRST + number) for number in count(1))
+        self._clients: set[str] = set()  # those that nginx was not asked by
 
     def draw(self, draw: Random) -> Stream:
-        count = draw.choice((1, 1, 2, 3))
-        data = b"".join(raw.draw_request(draw, odd=0.06) for _ in range(count))
+        requests = draw.choice((1, 1, 2, 3))
+        data = b"".join(raw.draw_request(draw, odd=0.06) for _ in range(requests))
         for _ in range(draw.choice((0, 0, 1))):
             data = raw.spoilt(draw, data)
         return Stream(raw.parts(draw, data), draw.choice((Ending.WAIT, Ending.HALF)))
@@ -149,25 +156,26 @@ class Pair:
     async def attempt(self, stream: Stream) -> tuple[str | None, bytes, float]:
         # A half-closed client is gone for nginx, and only its next stream would be compared.
         waiting = Stream(stream.parts)
-        proxied, direct = await asyncio.gather(
-            exchange(self._proxied, waiting), exchange(self._direct, stream)
+        near, far = next(self._sources), next(self._sources)
+        self._clients.add(near)
+        direct, proxied = await asyncio.gather(
+            exchange(self._direct, stream, near), exchange(self._proxied, waiting, far)
         )
         for _ in range(100):  # what nginx sent on may still be under way
             if not self._recorder.running:
                 break
             await asyncio.sleep(0.005)
-        self._clients.add(direct.port)
         hung = proxied.hung or direct.hung
-        what = "hang" if hung else self._compared(proxied, direct)
+        what = "hang" if hung else self._compared(near, far)
         shown = b"by nginx:\n" + proxied.raw + b"\ndirectly:\n" + direct.raw
         return what, shown, max(proxied.seconds, direct.seconds)
 
-    def _compared(self, proxied: Exchange, direct: Exchange) -> str | None:
-        seen: dict[bool, list[tuple[str, str, str]]] = defaultdict(list)
+    def _compared(self, near: str, far: str) -> str | None:
+        seen: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
         for asked in self._recorder.asked:
-            if asked.whole and asked.port == (proxied.port if asked.nginx else direct.port):
-                seen[asked.nginx is not None].append(asked.what)
-        ours, theirs = seen[False], seen[True]
+            if asked.whole:
+                seen[asked.client].append(asked.what)
+        ours, theirs = seen[near], seen[far]
         both = min(len(ours), len(theirs))
         if ours[:both] != theirs[:both]:
             return f"read differently: directly {ours}, behind nginx {theirs}"
@@ -179,7 +187,7 @@ class Pair:
         found = [
             f"smuggled: {each} has no id of nginx"
             for each in self._recorder.asked
-            if each.nginx is None and each.port not in self._clients
+            if each.nginx is None and each.client not in self._clients
         ]
         self._recorder.asked.clear()
         self._clients.clear()

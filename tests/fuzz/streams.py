@@ -49,13 +49,13 @@ class Exchange:
     raw: bytes
     whole: bool
     hung: bool
-    port: int  # the client's
     seconds: float
 
 
-async def exchange(address: tuple[str, int], stream: Stream) -> Exchange:
-    reader, writer = await asyncio.open_connection(*address)
-    port = writer.get_extra_info("sockname")[1]
+async def exchange(address: tuple[str, int], stream: Stream, source: str | None = None) -> Exchange:
+    """`source` is the address to come from; None: any."""
+    local = None if source is None else (source, 0)
+    reader, writer = await asyncio.open_connection(*address, local_addr=local)
     began = time.monotonic()
     raw, whole, hung = bytearray(), False, False
     try:
@@ -72,7 +72,7 @@ async def exchange(address: tuple[str, int], stream: Stream) -> Exchange:
         hung = True
     finally:
         writer.transport.abort() if hung else writer.close()
-    return Exchange(bytes(raw), whole, hung, port, time.monotonic() - began)
+    return Exchange(bytes(raw), whole, hung, time.monotonic() - began)
 
 
 async def _send(writer: asyncio.StreamWriter, stream: Stream) -> None:

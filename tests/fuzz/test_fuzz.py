@@ -72,10 +72,10 @@ def test_what_nginx_never_sent_or_what_never_came_is_found(tmp_path):
     pair = proxy.Pair("proxy", recorder, 1, 2, tmp_path)
     what = ("GET", "/?", "")
     recorder.asked += [
-        proxy.Asked(port=3, nginx="a", what=what, whole=True),
-        proxy.Asked(port=3, nginx="a", what=what, whole=True),
-        proxy.Asked(port=4, nginx="c", what=what, whole=True),
-        proxy.Asked(port=5, nginx=None, what=what, whole=True),
+        proxy.Asked(client="127.1.0.2", nginx="a", what=what, whole=True),
+        proxy.Asked(client="127.1.0.2", nginx="a", what=what, whole=True),
+        proxy.Asked(client="127.1.0.4", nginx="c", what=what, whole=True),
+        proxy.Asked(client="127.0.0.1", nginx=None, what=what, whole=True),
     ]
     found = sorted(pair.settle())
     assert [each.partition(":")[0] for each in found] == ["lost", *["smuggled"] * 3]
@@ -140,7 +140,7 @@ SENT = Stream(((0.0, b"x"),), Ending.WAIT)
 
 
 def got(raw: bytes, *, hung: bool = False) -> Exchange:
-    return Exchange(raw, whole=True, hung=hung, port=1, seconds=0.0)
+    return Exchange(raw, whole=True, hung=hung, seconds=0.0)
 
 
 def test_a_hang_is_a_finding():
