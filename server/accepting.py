@@ -80,7 +80,6 @@ class Acceptor:
         """Accept until cancelled."""
         listener.setblocking(False)
         while True:
-            await self._make_room()
             try:
                 connection, _ = await self._loop.sock_accept(listener)
             except ConnectionAbortedError:
@@ -90,6 +89,11 @@ class Acceptor:
                 self._warn(f"no connection can be accepted ({error.strerror}); new ones wait")
                 await asyncio.sleep(LOG_SECONDS)
                 continue
+            try:
+                await self._make_room()
+            except asyncio.CancelledError:
+                connection.close()
+                raise
             task = self._loop.create_task(self._start(connection))
             self._starting.add(task)
             task.add_done_callback(self._starting.discard)

@@ -38,15 +38,16 @@ def closed(client: socket.socket) -> bool:
 
 def test_the_longest_idle_connection_is_closed_for_a_new_one(few, caplog):
     with running(toy_app()) as (url, server), contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(connect(url)) for _ in range(LIMIT - 1)]
+        clients = [stack.enter_context(connect(url)) for _ in range(LIMIT)]
         assert all(served(client) for client in clients)
+        assert not messages(caplog)  # as long as nobody waits
         assert served(clients[0])  # now the second has been idle for longest
         for number in range(1, 4):
             clients.append(stack.enter_context(connect(url)))
             assert served(clients[-1])
             assert closed(clients[number])
         assert served(clients[0])
-        assert len(server.server_state.connections) < LIMIT
+        assert len(server.server_state.connections) == LIMIT
     assert len(messages(caplog)) == 1  # of the same second
 
 
