@@ -1,22 +1,32 @@
 """HTTP on the socket: bounded, strict, and stoppable. Builds on internals of uvicorn (pinned).
 
 A connection must deliver a request by an absolute deadline. Input that h11 accepts but that two
-parsers could read differently is refused, as JSON like all refusals. `Server` keeps listening
-while it drains.
+parsers could read differently is refused, as JSON like all refusals. A client that has closed its
+side after a whole request is answered, unless it has left. `Server` keeps listening while it
+drains.
 """
 
 import asyncio
 import re
+import select
+import signal
+import socket
 import ssl
+import threading
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from server import listen
+from server.accepting import Acceptor, max_connections
+from server.chunked import ChunkedReader
 from server.http_errors import (
     BadRequest,
     HeadersTooLarge,
@@ -38,6 +48,8 @@ LINGER_SECONDS = 1.0
 # How long a client may read nothing of the data that waits for it. Longer than a stream's own
 # limit, so that a stream ends, and is counted, first.
 UNREAD_SECONDS = 60.0
+# How often a client that sends nothing more is looked at: has it left?
+LEFT_SECONDS = 0.05
 # How long the server waits for connections to close once everything is answered or cut.
 CLOSING_SECONDS = 2
 
@@ -49,11 +61,16 @@ _ABSOLUTE = re.compile(
 )
 
 
+# Every answer begins with this, whatever its status will be.
+_VERSION = b"HTTP/1.1 "
+
+
 class StrictConnection(h11.Connection):
     """h11 without its lenience. `refusal` says why an event was refused."""
 
     refusal: ServeError | None = None
     answer_has_body = True  # as far as is known of the request
+    _begun = False  # `begin_answer` was called, and no answer sent since
 
     def next_event(self) -> Any:
         """Like h11's; on a refusal, sets `refusal` and raises h11.RemoteProtocolError."""
@@ -69,9 +86,23 @@ class StrictConnection(h11.Connection):
         if isinstance(event, h11.Request):
             self.answer_has_body = event.method != b"HEAD"
             self._check_request(event)
+            if any(name == b"transfer-encoding" for name, _ in event.headers):
+                self._reader = ChunkedReader(self._refuse)
             if not event.target.startswith(b"/"):
                 return self._with_path(event)
         return event
+
+    def begin_answer(self) -> bytes:
+        """The first bytes of the next answer, which `send` then leaves out."""
+        self._begun = True
+        return _VERSION
+
+    def send(self, event: Any) -> bytes | None:  # type: ignore[override]
+        data: bytes | None = super().send(event)
+        if data and self._begun:
+            self._begun = False
+            return data.removeprefix(_VERSION)
+        return data
 
     def _check_head(self, data: bytes) -> None:
         end = data.find(b"\r\n\r\n")
@@ -95,6 +126,8 @@ class StrictConnection(h11.Connection):
                     "Content-Length and Transfer-Encoding are mutually exclusive; send one of them"
                 )
             )
+        if b"transfer-encoding" in names and event.http_version == b"1.0":
+            self._refuse(BadRequest("HTTP/1.0 has no Transfer-Encoding; use HTTP/1.1"))
 
     def _with_path(self, event: h11.Request) -> h11.Request:
         """The same request with a path as its target and the target's host as its Host header.
@@ -141,8 +174,11 @@ class Protocol(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._armed_at = 0.0
+        self._waiting_since = self.loop.time()
         self._receiving: object = None  # the cycle whose body is awaited
         self._refused = False  # further input is ignored
+        self._ended = False  # the client has closed its side
+        self._left: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -154,6 +190,8 @@ class Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         self._stop_watching()
+        if self._left is not None:
+            self._left.cancel()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -184,6 +222,53 @@ class Protocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if not self._refused:
             super().data_received(data)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Stay open for a client that may be waiting for its answer.
+
+        One that has left looks the same until something is sent to it: its system then says so.
+        """
+        first, self._ended = not self._ended, True
+        if not self._answering() or self.scheme == "https":  # TLS has no half-closed connections
+            return False
+        if first:
+            if not self.cycle.response_started:
+                assert isinstance(self.conn, StrictConnection)
+                self.transport.write(self.conn.begin_answer())
+            self._look_if_left()
+        return True
+
+    def _answering(self) -> bool:
+        """Whether a request has arrived whole and awaits its answer."""
+        return (
+            self.cycle is not None
+            and not self.cycle.response_complete
+            and self.conn.their_state not in (h11.SEND_BODY, h11.ERROR)
+        )
+
+    def _look_if_left(self) -> None:
+        if has_left(self.transport.get_extra_info("socket").fileno()):
+            self.transport.abort()
+        else:
+            self._left = self.loop.call_later(LEFT_SECONDS, self._look_if_left)
+
+    def on_response_complete(self) -> None:
+        self._waiting_since = self.loop.time()
+        super().on_response_complete()
+        if self._ended and not self._answering():
+            self.transport.close()
+
+    @property
+    def idle_since(self) -> float | None:
+        """When it began to wait for a request; None while there is one, or a part of one."""
+        if (
+            (self.cycle is None or self.cycle.response_complete)
+            and self.conn.their_state is h11.IDLE
+            and not self.conn.trailing_data[0]
+            and not self.transport.get_write_buffer_size()
+        ):
+            return self._waiting_since
+        return None
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -261,7 +346,8 @@ class Protocol(H11Protocol):
             for event in (response, *data, h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         if self.transport.can_write_eof():  # TLS has no half-closed connections
-            self.transport.write_eof()
+            with suppress(OSError):  # the client has left
+                self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(self.linger_seconds, self.transport.close)
         self._leave()
@@ -282,14 +368,25 @@ class Protocol(H11Protocol):
         """Wake the application, if it still waits for this request, with a disconnect."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
+            self.cycle.waiting_for_100_continue = False  # the answer is on its way instead
             self.cycle.message_event.set()
 
     def _abort(self) -> None:
         self.transport.abort()
 
 
+def has_left(descriptor: int) -> bool:
+    """Whether the peer has dropped the connection, rather than only closed its own side."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # hang-ups and errors are always told
+    return bool(poll.poll(0))
+
+
 class Server(uvicorn.Server):
     """Drains on the first SIGTERM or SIGINT and exits 0; the second one cuts what is left.
+
+    SIGHUP, which comes when a terminal closes, drains too, and cuts nothing when it comes again.
+    Under nohup it stays ignored.
 
     While draining the listener stays open: /health/ready and every new request answer 503, and
     requests accepted earlier, queued ones included, run to their end. Those still running after
@@ -301,15 +398,63 @@ class Server(uvicorn.Server):
         self._drain = drain
         self._drain_seconds = drain_seconds
         self._signals = 0
+        self._hung_up = False
+        self._listeners: list[socket.socket] = []
+        self._accepting: list[asyncio.Task[None]] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._listeners = sockets or [listen.bind(self.config.host, self.config.port)]
+        for listener in self._listeners:
+            listener.listen(self.config.backlog)
+        await super().startup(sockets=[])  # the application's; uvicorn would accept without limit
+        acceptor = Acceptor(
+            self._connection,
+            cast(set[Protocol], self.server_state.connections),
+            max_connections(),
+            tls=self.config.ssl,
+            handshake_seconds=HEAD_SECONDS,
+        )
+        self._accepting = [
+            asyncio.create_task(acceptor.accept(listener)) for listener in self._listeners
+        ]
+
+    def _connection(self) -> asyncio.Protocol:
+        kind = cast(type[Protocol], self.config.http_protocol_class)
+        return kind(self.config, self.server_state, self.lifespan.state)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.wait(self._accepting)
+        await super().shutdown(sockets=self._listeners)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            in_main = threading.current_thread() is threading.main_thread()
+            if not in_main or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+                yield
+                return
+            before = signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # Runs in a signal handler, so it only counts. Unlike in uvicorn the signal is not raised
-        # again at the end, because a drained server has exited normally.
-        self._signals += 1
+        # Runs in a signal handler, so it only takes note. Unlike in uvicorn the signal is not
+        # raised again at the end, because a drained server has exited normally.
+        if sig == signal.SIGHUP:
+            self._hung_up = True
+        else:
+            self._signals += 1
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn's heartbeat, ten times a second."""
-        if self._signals:
+        for task in self._accepting:
+            if task.done():
+                task.result()  # raises what ended it: better no server than a deaf one
+        if self._signals or self._hung_up:
             self._progress()
         return await super().on_tick(counter)
 

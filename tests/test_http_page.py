@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from server import http_errors, middleware, protocol
+from server import accepting, chunked, http_errors, middleware, protocol
 from server.config import HttpOptions
 from server.request import ServeError
 from tests.server.toy import toy_app
@@ -42,6 +42,9 @@ def test_limits_are_those_of_the_code() -> None:
         f"more than {protocol.REQUEST_SECONDS:.0f} s|",
         f"{protocol.MAX_HEAD >> 10} KiB, {protocol.MAX_HEADERS} headers",
         f"{protocol.MAX_TARGET >> 10} KiB of path",
+        f"may have {chunked.MAX_UNREAD >> 10} KiB together",
+        f"At most {accepting.MOST_CONNECTIONS:,} connections",
+        f"when {accepting.RESERVED} are kept",
         f"after {options.ping_s:.0f} s without a token",
         f"reads nothing for {options.stalled_write_s:.0f} s",
     ):

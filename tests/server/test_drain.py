@@ -1,5 +1,6 @@
 """Stopping: the listener stays open, streams end as if nothing happened, and the exit is clean."""
 
+import contextlib
 import json
 import os
 import signal
@@ -123,13 +124,14 @@ PROGRAM = """
 """
 
 
-@pytest.mark.full  # test_end_to_end.py shows it of a server with a model
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_process_with_0_after_its_last_stream(number):
+@contextlib.contextmanager
+def started(*before: str):
+    """A server in a process of its own, started by the command `before`, if any: (URL, process)."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(port)],
+        [*before, sys.executable, "-c", textwrap.dedent(PROGRAM), str(port)],
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -137,17 +139,44 @@ def test_a_signal_ends_the_process_with_0_after_its_last_stream(number):
     )
     try:
         wait_for(lambda: answers(url), seconds=60)
+        yield url, process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+# test_end_to_end.py shows it of a server with a model.
+@pytest.mark.parametrize(
+    "signals",
+    [
+        pytest.param([signal.SIGTERM], marks=pytest.mark.full),
+        pytest.param([signal.SIGINT], marks=pytest.mark.full),
+        pytest.param([signal.SIGHUP], marks=pytest.mark.full),
+        [signal.SIGHUP, signal.SIGHUP, signal.SIGTERM],  # as when a terminal closes
+    ],
+)
+def test_a_signal_ends_the_process_with_0_after_its_last_stream(signals):
+    with started() as (url, process):
         with connect(url) as client:
             client.sendall(completion(stream=True, max_tokens=30))
             read_until(client, b"data: ")
-            process.send_signal(number)
+            for number in signals:
+                process.send_signal(number)
+                time.sleep(0.05)
             assert b"[DONE]" in read_until(client, b"[DONE]")
         output, _ = process.communicate(timeout=20)
-    finally:
-        process.kill()
-        process.wait()
     assert process.returncode == 0, output
     assert "stopped cleanly" in output and "Traceback" not in output
+
+
+def test_a_server_under_nohup_does_not_mind_a_hangup():
+    with started("nohup") as (url, process):
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        assert answers(url)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=20)
+    assert process.returncode == 0, output
 
 
 def answers(url: str) -> bool:

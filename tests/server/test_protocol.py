@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import socket
 import time
 
 import pytest
 
+from server.chunked import MAX_UNREAD
 from server.protocol import MAX_HEAD, MAX_HEADERS, Protocol
 from tests.server.sockets import (
     completion,
@@ -144,6 +146,12 @@ def test_a_refused_body_is_never_asked_for(url):
     assert refusal(exchange(url, data), 413)
 
 
+def test_a_malformed_body_that_came_unasked_is_400_and_no_failure(url, caplog):
+    head = CHUNKED.replace(b"host:", b"expect: 100-continue\r\nhost:")
+    assert refusal(exchange(url, head + b"x\r\n"), 400)["code"] == "bad_request"
+    assert "failed unexpectedly" not in caplog.text
+
+
 def test_an_accepted_body_is_asked_for(url):
     request = post("/v1/completions", {"prompt": "a", "max_tokens": 1}, expect="100-continue")
     head, _, body = request.partition(b"\r\n\r\n")
@@ -152,6 +160,97 @@ def test_an_accepted_body_is_asked_for(url):
         assert b"100 " in read_until(client, b"\r\n\r\n")
         client.sendall(body)
         assert b"200 OK" in read_until(client, b"}}")
+
+
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+BODY = b'{"model": "toy", "prompt": "abc", "max_tokens": 1}'
+SIZE = b"%x" % len(BODY)
+WHOLE = SIZE + b"\r\n" + BODY + b"\r\n"
+SECOND = b"GET /version HTTP/1.1\r\nhost: toy\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        WHOLE + b"0\r\nX: y\n\n",
+        WHOLE + b"0\r\nX: y\n\r\n",
+        WHOLE + b"0\r\nX: y\r\n\n",
+        WHOLE + b"0\r\n\n",
+        WHOLE + b"0\n\r\n",
+        WHOLE + b"0\n\n",
+        WHOLE + b"0\r\nX : y\r\n\r\n",
+        WHOLE + b"0\r\nX: y\r\n z\r\n\r\n",
+        WHOLE + b"0\r\nno name\r\n\r\n",
+        WHOLE + b"0\r\nX: a\0b\r\n\r\n",
+        WHOLE + b"0\r\nX: a\rb\r\n\r\n",
+        WHOLE + b"0;a=\0\r\n\r\n",
+        WHOLE + b"0;a\x0b\r\n\r\n",
+        WHOLE + b"0;a\rb\r\n\r\n",
+        WHOLE + b"0;a\nb\r\n\r\n",
+        WHOLE + b'0;a="\r\n"\r\n\r\n',
+        WHOLE + b'0;a="b\r\n\r\n',
+        WHOLE + b"0;\r\n\r\n",
+        WHOLE + b"0 ;a\r\n\r\n",
+        WHOLE + b"0 \r\n\r\n",
+        WHOLE + b" 0\r\n\r\n",
+        WHOLE + b"0x0\r\n\r\n",
+        WHOLE + b"-0\r\n\r\n",
+        WHOLE + b"+0\r\n\r\n",
+        WHOLE + b"0_0\r\n\r\n",
+        WHOLE + b"\r\n0\r\n\r\n",
+        WHOLE + b"00000000000000000\r\n\r\n",
+        SIZE + b"\n" + BODY + b"\r\n0\r\n\r\n",
+        SIZE + b"\r\n" + BODY + b"\n0\r\n\r\n",
+        SIZE + b"\r\n" + BODY + b"0\r\n\r\n",
+        SIZE + b"\r\n" + BODY + b" \r\n0\r\n\r\n",
+        SIZE + b"\r\n" + BODY[:-1] + b"\r\n0\r\n\r\n",
+    ],
+)
+def test_a_chunked_body_that_could_be_read_differently_is_400(url, body):
+    """And what follows it is no request, wherever another parser may see its end."""
+    raw = exchange(url, CHUNKED + body + SECOND)
+    assert refusal(raw, 400)["code"] == "bad_request"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        WHOLE + b"0;" + b"a" * MAX_UNREAD + b"\r\n\r\n",
+        (b"1;" + b"a" * 500 + b"\r\n \r\n") * 40 + WHOLE + b"0\r\n\r\n",
+        WHOLE + b"0\r\n" + b"x: y\r\n" * 4000 + b"\r\n",
+    ],
+    ids=["one extension", "many extensions", "many trailers"],
+)
+def test_what_nobody_reads_of_a_chunked_body_is_bounded(url, body):
+    assert refusal(exchange(url, CHUNKED + body), 400)["code"] == "bad_request"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        WHOLE + b"0\r\n\r\n",
+        WHOLE + b"0000\r\nX: y\r\nx-sum: \xe4 b \r\n\r\n",
+        SIZE.upper() + b';a;b=c;d="e; \\" f"\r\n' + BODY + b"\r\n0;a=b\r\n\r\n",
+        b"".join(b"1\r\n%c\r\n" % byte for byte in BODY) + b"0\r\n\r\n",
+    ],
+    ids=["plain", "trailers", "extensions", "single bytes"],
+)
+@pytest.mark.parametrize("pause", [False, True])
+def test_a_chunked_body_is_read_to_its_end(url, body, pause):
+    data = CHUNKED + body
+    step = 7 if pause else len(data)
+    with connect(url) as client:
+        for at in range(0, len(data), step):
+            client.sendall(data[at : at + step])
+            time.sleep(0.001 * pause)
+        assert b"200 OK" in read_until(client, b"}}")
+        client.sendall(SECOND)
+        assert b"version" in read_until(client, b"}")
+
+
+def test_http_1_0_has_no_chunked_bodies(url):
+    data = CHUNKED.replace(b"HTTP/1.1", b"HTTP/1.0") + WHOLE + b"0\r\n\r\n"
+    assert "HTTP/1.0" in refusal(exchange(url, data), 400)["message"]
 
 
 def test_pipelined_requests_are_answered_in_order(url):
@@ -358,6 +457,86 @@ def test_a_client_that_sent_more_and_leaves_is_noticed(more, stream):
             time.sleep(0.05)
         wait_for(lambda: engine.live == 0, 2)
     assert len(engine.aborted) == 1 and len(engine.requests) == 1
+
+
+def half_closed(url, data: bytes) -> bytes:
+    """What a client gets that sends `data` and closes its side."""
+    with connect(url) as client:
+        client.sendall(data)
+        client.shutdown(socket.SHUT_WR)
+        return read_all(client)
+
+
+@pytest.mark.parametrize("pause", [0, 0.02])
+def test_a_half_closed_client_gets_its_answer(pause):
+    engine = ScriptedEngine()
+    engine.pause = pause
+    with running(toy_app(engine)) as (address, server):
+        raw = half_closed(address, completion(max_tokens=20))
+        assert raw.startswith(b"HTTP/1.1 200 OK\r\n") and raw.count(b"HTTP/1.1") == 1
+        assert json.loads(response(raw)[2])["usage"]["completion_tokens"] == 20
+        assert b"[DONE]" in half_closed(address, completion(max_tokens=20, stream=True))
+        assert refusal_code(half_closed(address, completion(temperature=9))) == "invalid_value"
+        assert half_closed(address, SECOND).endswith(b'"}')
+        expecting = completion(max_tokens=20).replace(b"host: ", b"expect: 100-continue\r\nhost: ")
+        assert b"200 OK" in half_closed(address, expecting)
+        wait_for(lambda: not server.server_state.connections)
+    assert engine.live == 0 and not engine.aborted
+
+
+def refusal_code(raw: bytes) -> str:
+    return json.loads(response(raw)[2])["error"]["code"]
+
+
+def test_a_half_closed_client_gets_all_its_answers_in_order():
+    engine = ScriptedEngine()
+    engine.pause = 0.02
+    both = completion(max_tokens=9) + SECOND + completion(max_tokens=3, stream=True)
+    with running(toy_app(engine)) as (address, _):
+        raw = half_closed(address, both)
+        assert raw.count(b"200 OK") == 3
+        assert raw.index(b"text_completion") < raw.index(b'"version"') < raw.index(b"[DONE]")
+        raw = half_closed(address, both + completion()[:-1])
+        assert raw.count(b"200 OK") == 3 and raw.endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
+        raw = half_closed(address, completion(max_tokens=9) + b"\0garbage\r\n\r\n")
+        assert b"200 OK" in raw and b"400 Bad Request" in raw
+    assert not engine.aborted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("before", ["first token", "answer"])
+def test_a_half_closed_client_that_leaves_is_noticed(stream, before):
+    engine = ScriptedEngine()
+    engine.pause = 60 if before == "first token" else 0.02
+    app = toy_app(engine)
+    with running(app) as (address, server):
+        with connect(address) as client:
+            client.sendall(completion(max_tokens=400, stream=stream))
+            client.shutdown(socket.SHUT_WR)
+            wait_for(lambda: engine.live == 1)
+            time.sleep(0.2)
+            assert engine.live == 1
+        wait_for(lambda: engine.live == 0, 1)
+        wait_for(lambda: not server.server_state.connections, 1)
+    assert len(engine.aborted) == 1
+
+
+def test_a_unix_socket_may_be_half_closed(tmp_path):
+    engine = ScriptedEngine()
+    engine.pause = 0.02
+    path = tmp_path / "s"
+    with running(toy_app(engine), path=path), socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(10)
+        client.connect(str(path))
+        client.sendall(completion(max_tokens=9))
+        client.shutdown(socket.SHUT_WR)
+        assert b"200 OK" in read_all(client)
+        with socket.socket(socket.AF_UNIX) as leaver:
+            leaver.connect(str(path))
+            leaver.sendall(completion(max_tokens=400))
+            wait_for(lambda: engine.live == 1)
+        wait_for(lambda: engine.live == 0, 1)
+    assert len(engine.aborted) == 1
 
 
 class Impatient(Protocol):
