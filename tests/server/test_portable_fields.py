@@ -213,7 +213,7 @@ READING = (
 
 def rendered(path: str = "/tokenize", template: str = READING, **fields) -> str:
     """The prompt that these fields make."""
-    served = toy(chat_template=ChatTemplate(template, bos="", eos=""))
+    served = toy(chat_template=ChatTemplate(template, {}))
     messages = [{"role": "user", "content": "a", "id": "m1"}]
     answer = ask(toy_app(served=[served]), "POST", path, json={"messages": messages} | fields)
     return bytes(answer.json()["tokens"]).decode()
@@ -234,7 +234,7 @@ def test_a_template_that_reads_no_variable_is_not_changed_by_one():
 
 def test_a_chat_hands_variables_and_reasoning_to_the_template():
     engine = ScriptedEngine()
-    served = toy(chat_template=ChatTemplate(READING, bos="", eos=""))
+    served = toy(chat_template=ChatTemplate(READING, {}))
     messages = [
         {"role": "assistant", "content": "b", "reasoning_content": "why", "reasoning": None},
         {"role": "assistant", "content": "c", "reasoning": "how"},
@@ -256,7 +256,7 @@ def test_a_variable_cannot_replace_the_messages():
         error = error_of(chat(toy_app(), chat_template_kwargs={name: []}), 400)
         assert error["param"] == "chat_template_kwargs"
     # Nor does the template let it, whoever renders.
-    template = ChatTemplate("{{ messages[0].content }}{{ bos_token }}", bos="<s>", eos="")
+    template = ChatTemplate("{{ messages[0].content }}{{ bos_token }}", {"bos_token": "<s>"})
     taken = {"messages": [], "bos_token": "!"}
     messages = [{"role": "user", "content": "a"}]
     assert template.render(messages, add_generation_prompt=True, variables=taken) == "a<s>"
@@ -264,6 +264,6 @@ def test_a_variable_cannot_replace_the_messages():
 
 def test_a_variable_that_breaks_the_template_is_the_client_s_fault():
     template = "{{ x + 1 }}{{ messages[0].content }}"
-    served = toy(chat_template=ChatTemplate(template, bos="", eos=""))
+    served = toy(chat_template=ChatTemplate(template, {}))
     error = error_of(chat(toy_app(served=[served]), chat_template_kwargs={"x": {}}), 400)
     assert error["code"] == "invalid_value"
