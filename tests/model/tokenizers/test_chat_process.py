@@ -49,7 +49,7 @@ def ended(pid, seconds=5.0):
         DOUBLE,
         "{{ 'a' | center(6000000000) }}",
         "{{ '%999999999d' | format(1) }}",
-        "{{ (['x' | center(9999999)] * 99) | join }}",
+        "{{ ([messages[0].content | center(9999999)] * 99) | join }}",
         "{{ ('x' * 9999999).replace('x', 'y' * 9999) }}",
         "{{ ((range(99999) | list) * 9999) | map('string') | join }}",
         "{{ (messages | length + 6) ** 999999999 % 10 }}",
