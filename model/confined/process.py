@@ -19,6 +19,7 @@ from model.confined.inside import HEAD, OUT_OF_MEMORY
 
 ROOT = Path(__file__).parents[2]
 MAX_REPLY = 128 << 20  # bytes
+WAIT = 10.0  # seconds by the clock for what takes a fraction of one, except on a busy machine
 KEPT = ("TZ", "LD_LIBRARY_PATH")  # of the environment: the local time, and where libpython may be
 
 
@@ -50,7 +51,7 @@ class Confined:
                 "PYTHONPATH": os.pathsep.join(paths),
                 # Each arena of malloc, and each thread, would take from the limit on memory.
                 "MALLOC_ARENA_MAX": "1",
-                "RAYON_NUM_THREADS": "1",
+                "TOKENIZERS_PARALLELISM": "false",
             },
             cwd="/",
             start_new_session=True,
@@ -116,6 +117,18 @@ class Confined:
         if status in (OUT_OF_MEMORY, -signal.SIGABRT):
             return f"it needed more than {self._memory >> 20} MiB of memory"
         return f"its process ended with status {status}"
+
+
+def attempt(
+    module: str, packages: Sequence[str], work: bytes, *, memory: int, seconds: float
+) -> bytes:
+    """The result of a single piece of work. Raises Stopped."""
+    process = Confined(module, packages, memory)
+    try:
+        process.tell(work, seconds=seconds, wait=WAIT)
+        return process.hear(wait=WAIT + seconds)
+    finally:
+        process.end()
 
 
 class _Deadline:

@@ -41,8 +41,8 @@ class ChatTemplate:
         """Tokens that are not declared are undefined in the template. Raises ChatTemplateError."""
         if len(source) > MAX_SOURCE:
             raise ChatTemplateError(
-                f"The chat template has {len(source)} characters, more than the {MAX_SOURCE} "
-                "allowed: correct chat_template or serve completions only."
+                f"The chat template has more than the {MAX_SOURCE} characters allowed: "
+                "correct chat_template or serve completions only."
             )
         self._source = source
         self._special_tokens = special_tokens
@@ -192,7 +192,8 @@ def chat_template_from_gguf(
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        with file.open(encoding="utf-8") as text:
+            return text.read(MAX_SOURCE + 1)
     except ValueError as error:
         raise ChatTemplateError(
             f"{file.name} is not valid UTF-8 ({error}): fetch it again."

@@ -60,5 +60,10 @@ def test_waiting_for_others_has_an_end(monkeypatch):
     answer = chat(app)
     error = error_of(answer, 429)
     assert error["code"] == "queue_full" and int(answer.headers["retry-after"]) > 0
-    counted = {"model": "toy", "encoding": "rope", "reason": "queue_full", "code": "queue_full"}
+    counted = {
+        "model_name": "toy",
+        "encoding": "rope",
+        "reason": "queue_full",
+        "code": "queue_full",
+    }
     assert sample(app.state.metrics, "request_rejections_total", **counted) == 1
