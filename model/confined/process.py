@@ -112,7 +112,7 @@ class Confined:
 
     def _reason(self, status: int) -> str:
         if status == -signal.SIGPROF:
-            return f"it used more than {self._seconds:g} s of processor time"
+            return f"it used more than {self._seconds:.2g} s of processor time"
         # The libraries of C++ and Rust abort where they get no memory.
         if status in (OUT_OF_MEMORY, -signal.SIGABRT):
             return f"it needed more than {self._memory >> 20} MiB of memory"

@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from model.confined.inside import answer
 
 MAX_PROMPT = 16 * 1024 * 1024  # characters a template may write
-MAX_ERROR = 2000  # characters
+MAX_ERROR = 500  # characters
 # What Python and jinja2 import only when a template needs it, when no file can be opened any more.
 LATER = ("jinja2.debug", "textwrap", "unicodedata")
 CODECS = ("ascii", "latin-1", "unicode_escape")

@@ -6,13 +6,16 @@ The library bounds neither its time nor its memory on a hostile file, and may ab
 import tokenizers
 
 from model.confined.inside import answer
+from model.tokenizers.base import refuse_ids
 from model.tokenizers.trial import PROBE
 
 
 def tried(file: bytes) -> bytes:
     """Nothing, or what is wrong."""
     try:
-        tokenizers.Tokenizer.from_buffer(file).encode(PROBE)
+        tokenizer = tokenizers.Tokenizer.from_buffer(file)
+        refuse_ids(tokenizer.get_vocab_size() - 1)
+        tokenizer.encode(PROBE)
     except MemoryError:
         raise
     except BaseException as error:  # a panic of the library is no Exception

@@ -1,4 +1,4 @@
-"""A chat template that does not end or takes all memory: one error for its chat, nobody else."""
+"""Templates that do not end and tokenizers that panic: one error for the chat, nobody else."""
 
 import threading
 import time
@@ -7,11 +7,14 @@ import httpx
 import pytest
 
 from model.tokenizers.chat import ChatTemplate
+from model.tokenizers.hf import HfTokenizer, read_tokenizer_json
 from server import prepare
 from tests.model.tokenizers.test_chat_process import DOUBLE, EITHER, LOOP
+from tests.model.tokenizers.test_foreign_files import PANICS
 from tests.server.test_app import error_of
 from tests.server.toy import ask, chat, running, sample, toy, toy_app
 
+PANICKING = "a" * 39 + "!"
 TALK = [{"role": "user", "content": "loop"}]
 
 
@@ -67,3 +70,23 @@ def test_waiting_for_others_has_an_end(monkeypatch):
         "code": "queue_full",
     }
     assert sample(app.state.metrics, "request_rejections_total", **counted) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": PANICKING}),
+        ("/v1/completions", {"prompt": ["a", PANICKING * 200]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PANICKING}]}),
+        ("/tokenize", {"prompt": PANICKING}),
+    ],
+)
+def test_a_tokenizer_s_panic_is_one_counted_error(path, body, capfd):
+    tokenizer = HfTokenizer(read_tokenizer_json(PANICS))
+    app = toy_app(served=[toy(tokenizer=tokenizer, vocab_size=256, max_context=4096)])
+    error = error_of(ask(app, "POST", path, json=body), 400)
+    assert error["code"] == "invalid_value" and "fails on this text" in error["message"]
+    labels = {"model_name": "toy", "encoding": "rope", "reason": "invalid_request"}
+    counted = sample(app.state.metrics, "request_rejections_total", code="invalid_value", **labels)
+    assert counted == 1
+    capfd.readouterr()  # the library writes a trace of its own
