@@ -240,7 +240,7 @@ def need_table(encoding: str, rows: int, columns: int) -> None:
 
 def chunks(positions: int) -> Iterator[Tensor]:
     """Positions 0 .. positions - 1, some at a time: what is computed from them may be large."""
-    return iter(torch.arange(positions).split(CHUNK))
+    return iter(torch.split(torch.arange(positions), CHUNK))
 
 
 def need_scale(encoding: str, scale: object) -> None:
