@@ -5,10 +5,14 @@ take too long or too much memory. Knows no tokenizer.
 """
 
 import json
-from collections import deque
+import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from types import MappingProxyType
 from typing import Any
 
@@ -44,13 +48,14 @@ class ChatTemplate:
                 f"The chat template has more than the {MAX_SOURCE} characters allowed: "
                 "correct chat_template or serve completions only."
             )
-        self._source = source
-        self._special_tokens = special_tokens
-        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="chat template")
         first = _Renderer(source)
         first.await_compiled()
-        # Never more than there are threads: each takes one for a chat, and returns one.
-        self._idle = deque([first])
+        self._special_tokens = special_tokens
+        self._chats: SimpleQueue[_Chat | None] = SimpleQueue()
+        for renderer in (first, *(_Renderer(source) for _ in range(AT_ONCE - 1))):
+            arguments = (self._chats, source, renderer)
+            Thread(target=_render_all, args=arguments, name="chat template", daemon=True).start()
+        weakref.finalize(self, _end, self._chats)
 
     def render(
         self,
@@ -83,21 +88,41 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
         }
-        return self._threads.submit(self._render, values)
+        chat = _Chat(values, Future())
+        self._chats.put(chat)
+        return chat.text
 
-    def _render(self, values: Mapping[str, object]) -> str:
-        renderer = self._living(self._idle.pop() if self._idle else None)
-        try:
-            return renderer.render(values)
-        finally:
-            # A new one compiles the template while nobody waits for it.
-            self._idle.append(self._living(renderer))
 
-    def _living(self, renderer: "_Renderer | None") -> "_Renderer":
-        """The same one, or another where it has ended."""
-        if renderer is None or renderer.ended:
-            return _Renderer(self._source)
-        return renderer
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """What a template may read, and what it makes of that."""
+
+    values: Mapping[str, object]
+    text: Future[str]
+
+
+def _render_all(chats: "SimpleQueue[_Chat | None]", source: str, renderer: "_Renderer") -> None:
+    """What each thread does: one chat after the other, with a process of its own."""
+    while (chat := chats.get()) is not None:
+        if chat.text.set_running_or_notify_cancel():
+            try:
+                renderer = _living(renderer, source)
+                chat.text.set_result(renderer.render(chat.values))
+            except Exception as error:
+                chat.text.set_exception(error)
+        del chat
+        with suppress(OSError, Stopped):  # a new process compiles while nobody waits for it
+            renderer = _living(renderer, source)
+
+
+def _living(renderer: "_Renderer", source: str) -> "_Renderer":
+    """The same one, or another where it has ended."""
+    return _Renderer(source) if renderer.ended else renderer
+
+
+def _end(chats: "SimpleQueue[_Chat | None]") -> None:
+    for _ in range(AT_ONCE):
+        chats.put(None)
 
 
 class _Renderer:

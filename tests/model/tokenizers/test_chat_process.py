@@ -1,9 +1,11 @@
 """A template's processes: whatever a template does, it ends soon, alone, and is replaced."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ DOUBLE = (
     "{% for i in range(29) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s | length }}"
 )
 EITHER = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}{{ messages[0].content }}"
+NAMES = (b"PYTHONPATH", b"MALLOC_ARENA_MAX", b"TOKENIZERS_PARALLELISM", b"TZ", b"LD_LIBRARY_PATH")
 needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="reads /proc")
 
 
@@ -28,8 +31,22 @@ def render(template, content="hi"):
     return template.render(says(content), add_generation_prompt=False)
 
 
-def processes(template):
-    return [renderer._process._process for renderer in template._idle]
+def processes():
+    """Ids of the processes for templates that are this one's."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid() and b"chat_process" in (entry / "cmdline").read_bytes():
+                found.add(int(entry.name))
+    return found
+
+
+def made(source):
+    """A template, and the ids of its processes."""
+    before = processes()
+    template = ChatTemplate(source, {})
+    return template, processes() - before
 
 
 def ended(pid, seconds=5.0):
@@ -93,25 +110,29 @@ def test_a_stuck_chat_delays_no_other():
     with pytest.raises(ChatTemplateError, match=r"it used more than 0\.5 s of processor time"):
         stuck.result()
     assert render(template) == "hi"
-    assert len(processes(template)) == 2
 
 
-def test_there_are_never_more_than_two():
-    template = ChatTemplate(EITHER, {})
+@needs_proc
+def test_there_are_always_two():
+    before = processes()
+    template, own = made(EITHER)
+    assert len(own) == 2
     begun = [
         template.begin(says(text), add_generation_prompt=False)
         for text in ("loop", "a", "loop", "b", "c")
     ]
     assert [each.exception() is None for each in begun] == [False, True, False, True, True]
-    assert len(processes(template)) == 2
+    assert render(template) == render(template) == "hi"
+    assert len(processes() - before) == 2
 
 
+@needs_proc
 def test_a_process_that_was_killed_is_replaced():
-    template = ChatTemplate(EITHER, {})
-    for process in processes(template):
-        process.kill()
-        process.wait()
-    assert render(template) == "hi"
+    template, own = made(EITHER)
+    for process in own:
+        os.kill(process, signal.SIGKILL)
+    time.sleep(0.1)
+    assert render(template) == render(template) == "hi"
 
 
 @pytest.mark.parametrize("text", ["\ud800", "é\u2028\x00\U0001f600", '"\\', "x" * 1_000_000])
@@ -131,28 +152,22 @@ def test_what_is_seldom_used_works_too():
 def test_a_process_has_nothing_of_the_server_s():
     with open(os.devnull) as file:
         os.set_inheritable(file.fileno(), True)
-        template = ChatTemplate("x", {})
-        (process,) = processes(template)
-        assert sorted(os.listdir(f"/proc/{process.pid}/fd")) == ["0", "1", "2"]
-    environment = Path(f"/proc/{process.pid}/environ").read_bytes()
-    names = {line.split(b"=")[0] for line in environment.split(b"\0") if line}
-    allowed = {
-        b"PYTHONPATH",
-        b"MALLOC_ARENA_MAX",
-        b"TOKENIZERS_PARALLELISM",
-        b"TZ",
-        b"LD_LIBRARY_PATH",
-    }
-    assert names <= allowed
-    assert os.getsid(process.pid) == process.pid
+        template, own = made("x")
+        for process in own:
+            assert sorted(os.listdir(f"/proc/{process}/fd")) == ["0", "1", "2"]
+            environment = Path(f"/proc/{process}/environ").read_bytes()
+            names = {line.split(b"=")[0] for line in environment.split(b"\0") if line}
+            assert names <= set(NAMES)
+            assert os.getsid(process) == process
+    assert render(template) == "x"
 
 
 @needs_proc
 def test_the_processes_end_with_their_template():
-    template = ChatTemplate("x", {})
-    (process,) = processes(template)
+    template, own = made("x")
+    assert len(own) == 2
     del template
-    assert ended(process.pid)
+    assert all(map(ended, own))
 
 
 @needs_proc
@@ -160,13 +175,12 @@ def test_the_processes_end_with_their_template():
 def test_the_processes_end_with_a_server_that_is_killed(content):
     program = (
         "import sys, time\n"
-        "from model.tokenizers.chat import ChatTemplate\n"
-        "template = ChatTemplate(sys.argv[1], {})\n"
-        "process = template._idle[0]._process._process\n"
+        "from tests.model.tokenizers.test_chat_process import made\n"
+        "template, own = made(sys.argv[1])\n"
         "messages = [{'role': 'user', 'content': sys.argv[2]}]\n"
-        "template.begin(messages, add_generation_prompt=False)\n"
+        "begun = [template.begin(messages, add_generation_prompt=False) for _ in own]\n"
         "time.sleep(0.1)\n"
-        "print(process.pid, flush=True)\n"
+        "print(*own, flush=True)\n"
         "time.sleep(60)\n"
     )
     with subprocess.Popen(
@@ -174,9 +188,9 @@ def test_the_processes_end_with_a_server_that_is_killed(content):
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as server:
-        pid = int(server.stdout.readline())
+        own = [int(pid) for pid in server.stdout.readline().split()]
         server.kill()
-    assert ended(pid)
+    assert len(own) == 2 and all(map(ended, own))
 
 
 def test_what_a_process_imports():
