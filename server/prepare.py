@@ -71,7 +71,7 @@ async def completion_prompts(body: CompletionBody, served: Served) -> list[Promp
 
 
 async def chat_prompt(body: ChatBody, served: Served) -> Prompt:
-    """The messages in the model's chat template. Raises what `completion_prompts` does."""
+    """The messages in the model's chat template. Raises QueueFull besides, where it is busy."""
     tokens = await encode_chat(
         body.messages,
         served,

@@ -144,12 +144,15 @@ class _Renderer:
             return
         try:
             self._result(COMPILE_WAIT)
+            self._compiled = True
         except Stopped as error:
             raise ChatTemplateError(
                 f"The chat template cannot be compiled ({error}): "
                 "correct chat_template or serve completions only."
             ) from None
-        self._compiled = True
+        finally:
+            if not self._compiled:
+                self._process.end()
 
     def render(self, values: Mapping[str, object]) -> str:
         """Raises ChatTemplateError."""
