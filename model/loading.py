@@ -16,7 +16,7 @@ from model.architectures.fields import Fields
 from model.architectures.stored import Parameters, Stored
 from model.config import EncoderDecoderConfig, ModelConfig
 from model.encodings.base import PositionalEncoding, freeze_all
-from model.tokenizers.base import Tokenizer, TokenizerError
+from model.tokenizers.base import MAX_FILE, Tokenizer, TokenizerError
 from model.tokenizers.chat import (
     ChatTemplate,
     ChatTemplateError,
@@ -31,6 +31,7 @@ from model.weights.files import (
     advise_conversion,
     open_regular,
     read_json,
+    refuse_large,
     refuse_mistaken,
 )
 from model.weights.gguf_file import MAGIC, GGUFFile
@@ -46,6 +47,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "chat_template.jinja",
 )
+MAX_MORE = 8 << 20  # bytes of each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +179,9 @@ def _open_directory(folder: Path, trusted: Collection[str], template: Path | Non
         stop_ids |= defaults.token_ids("eos_token_id")
         config = _started_with(config, defaults)
     vocabulary = "tokenizer.json" if (folder / "tokenizer.json").exists() else "tokenizer.model"
-    for name in (vocabulary, *TOKENIZER_FILES):
+    for name, limit in {vocabulary: MAX_FILE, **dict.fromkeys(TOKENIZER_FILES, MAX_MORE)}.items():
         refuse_mistaken(folder / name)
+        refuse_large(folder / name, limit)
     tokenizer = tokenizer_from_directory(folder)
     return Checkpoint(
         path=folder,

@@ -17,7 +17,14 @@ from model.tokenizers.base import InvalidText
 from model.tokenizers.chat import ChatTemplateError
 from server.completion import Choice
 from server.models import Served
-from server.request import InvalidField, Overflow, PromptTooLong, Request, UnsupportedField
+from server.request import (
+    InvalidField,
+    Overflow,
+    PromptTooLong,
+    QueueFull,
+    Request,
+    UnsupportedField,
+)
 from server.schemas import AS_MANY_AS_FIT, ChatBody, CompletionBody, GenerationBody, Message
 from server.spelling import spell_prompt
 
@@ -26,6 +33,8 @@ MAX_BYTES_PER_TOKEN = 16
 MAX_SCORES = 1 << 21  # log-probabilities of prompts in one answer, some 100 bytes each
 # Shorter texts are tokenised on the event loop: that costs less than changing threads.
 LONG_TEXT = 4096
+
+RENDER_SECONDS = 4.0  # until a chat must be rendered, the wait for others included
 
 _Result = TypeVar("_Result")
 
@@ -62,7 +71,7 @@ async def completion_prompts(body: CompletionBody, served: Served) -> list[Promp
 
 
 async def chat_prompt(body: ChatBody, served: Served) -> Prompt:
-    """The messages in the model's chat template. Raises what `completion_prompts` does."""
+    """The messages in the model's chat template. Raises QueueFull besides, where it is busy."""
     tokens = await encode_chat(
         body.messages,
         served,
@@ -91,13 +100,15 @@ async def encode_chat(
     size = sum(len(str(message["content"])) for message in plain)
     _check_bytes(size, served, "messages")
 
-    def render() -> str:
-        return template.render(
-            plain, add_generation_prompt=add_generation_prompt, variables=variables
-        )
-
+    rendered = template.begin(
+        plain, add_generation_prompt=add_generation_prompt, variables=variables
+    )
     try:
-        text = await _off_loop(render, len(str(plain)) + len(str(variables)))
+        text = await asyncio.wait_for(asyncio.wrap_future(rendered), RENDER_SECONDS)
+    except TimeoutError:
+        raise QueueFull(
+            f"other chats keep the chat template of {served.name} busy; send this one again later"
+        ) from None
     except ChatTemplateError as error:
         message = f"messages do not fit the chat template: {error}"
         raise InvalidField(message, "messages", quotes=True) from None

@@ -39,8 +39,13 @@ NO_TORCH = (
     "cache/prefix.py",
     "cache/manager.py",
     "model/config.py",
+    "model/confined/inside.py",
+    "model/confined/process.py",
     "model/digests.py",
     "model/sampling.py",
+    "model/tokenizers/chat_process.py",
+    "model/tokenizers/hf_process.py",
+    "model/tokenizers/spm_process.py",
     "server/__main__.py",
     "server/banner.py",
     "server/cache_view.py",
@@ -69,7 +74,12 @@ ONLY_IN = {  # third-party package: the files that may know it
     "fastapi": ("server/app.py", "server/routes/"),
     "matplotlib": ("model/explain/", "model/family/evaluation/pictures.py"),
     "gguf": ("model/weights/gguf_file.py",),
-    "sentencepiece": ("model/tokenizers/spm.py", "model/family/tokenizer.py"),
+    "jinja2": ("model/tokenizers/chat_process.py",),  # never in the server's own process
+    "sentencepiece": (
+        "model/tokenizers/spm.py",
+        "model/tokenizers/spm_process.py",
+        "model/family/tokenizer.py",
+    ),
 }
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load"}
@@ -219,6 +229,7 @@ def test_package_inits_are_empty() -> None:
         ("server/engine.py", "import fastapi", "imports fastapi"),
         ("model/loading.py", "import gguf", "imports gguf"),
         ("model/tokenizers/hf.py", "import sentencepiece", "imports sentencepiece"),
+        ("model/tokenizers/chat.py", "import jinja2", "imports jinja2"),
         ("server/app.py", "from matplotlib.figure import Figure", "imports matplotlib"),
     ],
 )

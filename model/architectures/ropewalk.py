@@ -84,7 +84,8 @@ def without_weights(config: ModelConfig) -> Decoder:
     try:
         encoding = create(spec, config, 1, META)
     except MISFITS as error:
-        reason = str(error).partition("\n")[0].removesuffix(".")  # torch adds lines of its own
+        # torch adds lines of its own, and what options hold may be long.
+        reason = str(error).partition("\n")[0].removesuffix(".")[:200]
         raise CheckpointError(
             f"Encoding {shown(spec.name)} cannot be made with the options "
             f"{shown(str(spec.options))}: {reason}."

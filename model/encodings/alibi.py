@@ -10,7 +10,13 @@ from typing import Any, ClassVar, Self
 import torch
 
 from model.config import ModelConfig
-from model.encodings.base import EncodingError, KeyBias, LinearBias, PositionalEncoding
+from model.encodings.base import (
+    EncodingError,
+    KeyBias,
+    LinearBias,
+    PositionalEncoding,
+    need_table,
+)
 from model.positional_work import PositionalWork
 
 
@@ -83,6 +89,8 @@ class ALiBi(PositionalEncoding):
         bias_max = options.get("bias_max", 8)
         if not bias_max > 0:
             raise EncodingError(f"alibi needs a bias_max above 0, but got {bias_max}.")
+        if options.get("hf_exact", False):
+            need_table("alibi", config.heads, context)
         scaled = options.get("scaled", False)
         return cls(
             heads=config.heads,

@@ -8,7 +8,7 @@ import importlib
 import inspect
 import math
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -20,6 +20,10 @@ from cache.terms import Capability, KeyFrame, Op
 from model.config import EncodingSpec, ModelConfig
 from model.positional_work import NO_WORK, PositionalWork
 from model.rotation import Rotation
+
+MAX_TABLE = 1 << 26  # numbers: a million positions in heads of 128
+MAX_POSITIONS = 1 << 22
+CHUNK = 1 << 14
 
 
 class EncodingError(ValueError):
@@ -215,6 +219,28 @@ def inherits(hook: Callable[..., object], encoding: PositionalEncoding, function
 def rotates(encoding: PositionalEncoding) -> bool:
     """Whether the encoding changes queries or keys before keys are stored."""
     return not inherits(encoding.rotate, encoding, PositionalEncoding.rotate)
+
+
+def need_integer(encoding: str, name: str, value: object, least: int, most: int) -> None:
+    """Raises EncodingError unless `value` is an integer within these bounds."""
+    if type(value) is not int or not least <= value <= most:
+        raise EncodingError(
+            f"{encoding}'s {name} must be an integer from {least} to {most}, but is {value!r}."
+        )
+
+
+def need_table(encoding: str, rows: int, columns: int) -> None:
+    """Raises EncodingError where a table for all served positions would be too large."""
+    if rows * columns > MAX_TABLE:
+        raise EncodingError(
+            f"{encoding} would need a table of {rows} by {columns} numbers, more than the "
+            f"{MAX_TABLE} allowed; serve a shorter context with --max-model-len."
+        )
+
+
+def chunks(positions: int) -> Iterator[Tensor]:
+    """Positions 0 .. positions - 1, some at a time: what is computed from them may be large."""
+    return iter(torch.split(torch.arange(positions), CHUNK))
 
 
 def need_scale(encoding: str, scale: object) -> None:

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.encodings.base import EncodingError, PositionalEncoding, need_scale
+from model.encodings.base import (
+    MAX_POSITIONS,
+    EncodingError,
+    PositionalEncoding,
+    need_integer,
+    need_scale,
+)
 from model.positional_work import PositionalWork
 
 
@@ -53,11 +59,10 @@ class Learned(PositionalEncoding):
             )
         positions, offset = options["positions"], options["offset"]
         scale = options.get("scale", 1.0)
-        if positions < 1 or offset < 0:
-            raise EncodingError(
-                f"learned needs 1 position or more and an offset of 0 or more, but got {positions} "
-                f"positions and an offset of {offset}."
-            )
+        need_integer("learned", "positions", positions, 0, MAX_POSITIONS)
+        need_integer("learned", "offset", offset, 0, MAX_POSITIONS)
+        if positions < 1:
+            raise EncodingError("learned needs 1 position or more, but got 0.")
         need_scale("learned", scale)
         return cls(
             positions=positions, offset=offset, scale=scale, width=config.width, device=device

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cache.terms import Capability, KeyFrame, Op
 from model.config import ModelConfig
-from model.encodings.base import EncodingError, PositionalEncoding
+from model.encodings.base import EncodingError, PositionalEncoding, chunks, need_table
 from model.positional_work import PositionalWork
 from model.rope_scaling import Scaling, frequencies, scaling_from
 from model.rotation import Layout, Rotation, turn
@@ -102,6 +102,7 @@ class RoPE(PositionalEncoding):
                 f"and frame, but got {sorted(options)}."
             )
         base, width, layout = options["base"], options["width"], options["layout"]
+        need_table("rope", context, width // 2)
         if not base > 0:
             raise EncodingError(f"rope needs a base above 0, but got {base}.")
         if width % 2 or not 0 < width <= config.head_dim:
@@ -154,8 +155,11 @@ class RoPE(PositionalEncoding):
         frame: there two angles add up, and their rounded sum is not the sum of rounded angles.
         """
         exact = torch.float64 if self.key_frame is KeyFrame.BLOCK else torch.float32
-        angles = torch.arange(context, dtype=exact)[:, None] * self.frequencies
-        return angles.cos().float(), angles.sin().float()
+        cos, sin = (torch.empty(context, self.width // 2) for _ in range(2))
+        for rows in chunks(context):
+            angles = rows.to(exact)[:, None] * self.frequencies
+            cos[rows], sin[rows] = angles.cos().float(), angles.sin().float()
+        return cos, sin
 
     def turns(self, layer: int) -> bool:
         """Whether queries and keys of this layer are rotated."""

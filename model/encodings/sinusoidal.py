@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.encodings.base import EncodingError, PositionalEncoding, need_scale
+from model.encodings.base import (
+    MAX_POSITIONS,
+    EncodingError,
+    PositionalEncoding,
+    chunks,
+    need_integer,
+    need_scale,
+    need_table,
+)
 from model.positional_work import PositionalWork
 
 LAYOUTS = ("interleaved", "split")
@@ -28,12 +36,15 @@ def sinusoids(positions: int, width: int, layout: str, slowest: str) -> Tensor:
     half = width // 2
     steps = half if slowest == "next" else half - 1
     frequencies = 10000.0 ** (torch.arange(half, dtype=torch.float64) / -steps)
-    angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
-    if layout == "split":
-        table = torch.cat((angles.sin(), angles.cos()), dim=1)
-    else:
-        table = torch.stack((angles.sin(), angles.cos()), dim=2).flatten(1)
-    return torch.nn.functional.pad(table, (0, width % 2)).float()
+    table = torch.zeros(positions, width)
+    for rows in chunks(positions):
+        angles = rows.double()[:, None] * frequencies
+        if layout == "split":
+            values = torch.cat((angles.sin(), angles.cos()), dim=1)
+        else:
+            values = torch.stack((angles.sin(), angles.cos()), dim=2).flatten(1)
+        table[rows, : 2 * half] = values.float()
+    return table
 
 
 class Sinusoidal(PositionalEncoding):
@@ -91,11 +102,10 @@ class Sinusoidal(PositionalEncoding):
             raise EncodingError(
                 f"sinusoidal's slowest must be {' or '.join(SLOWEST)}, but is {slowest!r}."
             )
-        if config.width < 4 or offset < 0:
-            raise EncodingError(
-                "sinusoidal needs a width of at least 4 and an offset of at least 0, "
-                f"but got {config.width} and {offset}."
-            )
+        need_integer("sinusoidal", "offset", offset, 0, MAX_POSITIONS)
+        if config.width < 4:
+            raise EncodingError(f"sinusoidal needs a width of at least 4, but got {config.width}.")
+        need_table("sinusoidal", context + offset, config.width)
         need_scale("sinusoidal", scale)
         return cls(
             width=config.width,

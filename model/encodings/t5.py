@@ -12,9 +12,18 @@ import torch
 from torch import nn
 
 from model.config import ModelConfig
-from model.encodings.base import EncodingError, MaterialisedBias, PositionalEncoding, TableBias
+from model.encodings.base import (
+    MAX_POSITIONS,
+    EncodingError,
+    MaterialisedBias,
+    PositionalEncoding,
+    TableBias,
+    need_integer,
+    need_table,
+)
 from model.positional_work import PositionalWork
 
+MAX_BUCKETS = 1024
 REQUIRED = frozenset({"buckets", "max_distance"})
 FORMS = ("window", "table", "materialised")
 
@@ -136,6 +145,8 @@ class T5(PositionalEncoding):
                 "t5 has no window form when bidirectional, because keys before and after the "
                 "query end in different buckets; use the form table."
             )
+        need_integer("t5", "buckets", buckets, 1, MAX_BUCKETS)
+        need_integer("t5", "max_distance", max_distance, 1, MAX_POSITIONS)
         exact = (buckets // 2 if bidirectional else buckets) // 2
         if exact < 1:
             raise EncodingError(
@@ -146,6 +157,8 @@ class T5(PositionalEncoding):
                 f"t5 with {buckets} buckets needs a max_distance above {exact}, "
                 f"but got {max_distance}."
             )
+        tables = config.layers if options.get("per_layer", False) else 1
+        need_table("t5", tables * config.heads, min(max_distance, context))
         return cls(
             heads=config.heads,
             layers=config.layers,
@@ -166,10 +179,10 @@ class T5(PositionalEncoding):
         """Look up the bias of every distance once."""
         if self.layers:
             return  # each layer's encoding is frozen separately
-        table = self.weight[self.bucket].t().double()
+        weight = self.weight.double()
         if self.form == "window":
-            table = table - self.weight[-1].double()[:, None]
-        self.table.copy_(table)
+            weight = weight - weight[-1]
+        self.table.copy_(weight.float()[self.bucket].t())
 
     def score_bias(self) -> TableBias | None:
         """None when every layer has its own: see `for_layer`."""

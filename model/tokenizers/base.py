@@ -11,13 +11,17 @@ from typing import Protocol
 
 from model.tokenizers.stops import StopFinder
 
+MAX_IDS = 1 << 20  # tokens of a vocabulary; the largest published ones have some 900,000
+MAX_FILE = 64 << 20  # bytes of a tokenizer's file; the largest published ones have some 35 MB
+MAX_GROWTH = 64  # how many times longer a tokenizer may make a text before it splits it
+
 
 class TokenizerError(ValueError):
     """A tokenizer that cannot be loaded or served: one sentence with the cause and a next step."""
 
 
 class InvalidText(ValueError):
-    """Text that is not valid Unicode and so has no tokens."""
+    """Text that has no tokens: not valid Unicode, or the tokenizer fails on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class Tokenizer(Protocol):
     eos: frozenset[int]  # ids that end a text
 
     def encode(self, text: str, *, bos: bool) -> list[int]:
-        """Raises InvalidText for a lone surrogate. Text without any token gives an empty list."""
+        """Raises InvalidText. Text without any token gives an empty list."""
         ...
 
     def token_bytes(self, token: int, *, first: bool) -> bytes:
@@ -55,6 +59,15 @@ class Tokenizer(Protocol):
     def name(self, token: int) -> str:
         """What a token without bytes is called, such as <|im_end|>; empty for ids without one."""
         ...
+
+
+def refuse_ids(highest: int) -> None:
+    """Raises TokenizerError for a vocabulary that has no place in memory."""
+    if highest >= MAX_IDS:
+        raise TokenizerError(
+            f"The tokenizer has the id {highest}, but at most {MAX_IDS} tokens are supported: "
+            "correct its ids."
+        )
 
 
 def require_unicode(text: str) -> None:

@@ -1,47 +1,61 @@
 """Chat messages to prompt text, with a checkpoint's own template.
 
-Templates are foreign programs: they run in jinja2's sandbox, with limits on what they may build,
-and whatever they raise becomes a ChatTemplateError. Knows no tokenizer.
+Templates are foreign programs, so they run in processes of their own, which are stopped where they
+take too long or too much memory. Knows no tokenizer.
 """
 
 import json
-import re
+import weakref
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from types import MappingProxyType
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from model.confined.process import Confined, Stopped
 from model.tokenizers.gguf_fields import TokenizerFields
 from model.tokenizers.tokenizer_config import SpecialTokens, read_object, read_tokenizer_config
 
-_WIDE = re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)")  # a padding width of five digits, or a computed one
-MAX_PROMPT = 16 * 1024 * 1024  # characters a template may write
+MAX_SOURCE = 1 << 20  # characters of a template; the longest published ones have some 30,000
+AT_ONCE = 2  # chats of one template: while one is stuck, others are rendered
+MEMORY = 256 << 20  # bytes, besides what the process had before
+# Of the processor, which a template always uses: it has nothing to wait for. The waits, by the
+# clock, are for machines that are out of breath.
+COMPILE_SECONDS = 1.5
+RENDER_SECONDS = 0.5
+COMPILE_WAIT = 10.0
+RENDER_WAIT = 2.0
 
 
-class ChatTemplateError(jinja2.TemplateError):
+class ChatTemplateError(ValueError):
     """A template that is broken, or that refuses these messages."""
 
 
 class ChatTemplate:
-    """A compiled template; rendering is safe from several threads."""
+    """A template that compiles; chats may be rendered from several threads.
+
+    Its processes are its own, so templates neither see nor delay one another. They end with it.
+    """
 
     def __init__(self, source: str, special_tokens: SpecialTokens) -> None:
         """Tokens that are not declared are undefined in the template. Raises ChatTemplateError."""
-        try:
-            self._template = _Environment().from_string(source)
-        except (jinja2.TemplateError, RecursionError, ValueError) as error:
+        if len(source) > MAX_SOURCE:
             raise ChatTemplateError(
-                f"The chat template cannot be compiled ({_one_line(error)}): "
+                f"The chat template has more than the {MAX_SOURCE} characters allowed: "
                 "correct chat_template or serve completions only."
-            ) from None
+            )
+        first = _Renderer(source)
+        first.await_compiled()
         self._special_tokens = special_tokens
+        self._chats: SimpleQueue[_Chat | None] = SimpleQueue()
+        for renderer in (first, *(_Renderer(source) for _ in range(AT_ONCE - 1))):
+            arguments = (self._chats, source, renderer)
+            Thread(target=_render_all, args=arguments, name="chat template", daemon=True).start()
+        weakref.finalize(self, _end, self._chats)
 
     def render(
         self,
@@ -54,6 +68,18 @@ class ChatTemplate:
 
         `variables` are whatever else the template may read; they replace none of its own.
         """
+        return self.begin(
+            messages, add_generation_prompt=add_generation_prompt, variables=variables
+        ).result()
+
+    def begin(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, object] = MappingProxyType({}),
+    ) -> Future[str]:
+        """What `render` gives, later; it may be cancelled while it waits for others."""
         values = {
             **variables,
             **self._special_tokens,
@@ -62,15 +88,108 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
         }
+        chat = _Chat(values, Future())
+        self._chats.put(chat)
+        return chat.text
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """What a template may read, and what it makes of that."""
+
+    values: Mapping[str, object]
+    text: Future[str]
+
+
+def _render_all(chats: "SimpleQueue[_Chat | None]", source: str, renderer: "_Renderer") -> None:
+    """What each thread does: one chat after the other, with a process of its own."""
+    while (chat := chats.get()) is not None:
+        if chat.text.set_running_or_notify_cancel():
+            try:
+                renderer = _living(renderer, source)
+                chat.text.set_result(renderer.render(chat.values))
+            except Exception as error:
+                chat.text.set_exception(error)
+        del chat
+        with suppress(OSError, Stopped):  # a new process compiles while nobody waits for it
+            renderer = _living(renderer, source)
+
+
+def _living(renderer: "_Renderer", source: str) -> "_Renderer":
+    """The same one, or another where it has ended."""
+    return _Renderer(source) if renderer.ended else renderer
+
+
+def _end(chats: "SimpleQueue[_Chat | None]") -> None:
+    for _ in range(AT_ONCE):
+        chats.put(None)
+
+
+class _Renderer:
+    """A process for one template."""
+
+    def __init__(self, source: str) -> None:
+        """Returns while the template is being compiled."""
+        self._process = Confined("model.tokenizers.chat_process", ["jinja2", "markupsafe"], MEMORY)
+        self._compiled = False
+        self._begin({"source": source}, COMPILE_SECONDS, COMPILE_WAIT)
+
+    @property
+    def ended(self) -> bool:
+        return self._process.ended
+
+    def await_compiled(self) -> None:
+        """Raises ChatTemplateError."""
+        if self._compiled:
+            return
         try:
-            return _join(self._template.generate(values))
-        except ChatTemplateError:
-            raise
-        except Exception as error:  # a template can raise anything that Python can
+            self._result(COMPILE_WAIT)
+            self._compiled = True
+        except Stopped as error:
             raise ChatTemplateError(
-                f"The chat template failed on these messages ({_one_line(error)}): "
+                f"The chat template cannot be compiled ({error}): "
+                "correct chat_template or serve completions only."
+            ) from None
+        finally:
+            if not self._compiled:
+                self._process.end()
+
+    def render(self, values: Mapping[str, object]) -> str:
+        """Raises ChatTemplateError."""
+        self.await_compiled()
+        try:
+            self._begin(values, RENDER_SECONDS, RENDER_WAIT)
+            return self._result(RENDER_WAIT)
+        except RecursionError:
+            raise ChatTemplateError(
+                "The chat template failed on these messages (they are nested too deeply): "
                 "check their roles and contents."
             ) from None
+        except Stopped as error:
+            raise ChatTemplateError(
+                f"The chat template was stopped on these messages ({error}): "
+                "send fewer or shorter ones."
+            ) from None
+
+    def _begin(self, work: Mapping[str, object], seconds: float, wait: float) -> None:
+        data = json.dumps(work, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        self._process.tell(data, seconds=seconds, wait=wait)
+
+    def _result(self, wait: float) -> str:
+        # Not to be trusted: a template may have got out of its sandbox.
+        try:
+            result = json.loads(self._process.hear(wait=wait).decode("utf-8", "surrogatepass"))
+        except (ValueError, RecursionError):
+            result = None
+        match result:
+            case {"text": str(text)}:
+                return text
+            case {"error": str(error)}:
+                raise ChatTemplateError(error)
+        self._process.end()
+        raise ChatTemplateError(
+            "The chat template's process gave no result: correct chat_template."
+        )
 
 
 def chat_template_from_directory(path: Path, other: Path | None = None) -> ChatTemplate | None:
@@ -101,7 +220,8 @@ def chat_template_from_gguf(
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        with file.open(encoding="utf-8") as text:
+            return text.read(MAX_SOURCE + 1)
     except ValueError as error:
         raise ChatTemplateError(
             f"{file.name} is not valid UTF-8 ({error}): fetch it again."
@@ -131,97 +251,3 @@ def _default_of(named: list[Any]) -> object:
             "give that name to the one to use."
         )
     return templates["default"]
-
-
-def _join(pieces: Any) -> str:
-    parts: list[str] = []
-    size = 0
-    for piece in pieces:
-        size += len(piece)
-        if size > MAX_PROMPT:
-            raise _too_long()
-        parts.append(piece)
-    return "".join(parts)
-
-
-def _too_long() -> ChatTemplateError:
-    return ChatTemplateError(
-        f"The chat template writes more than {MAX_PROMPT} characters: send shorter messages."
-    )
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The template dialect of the Hugging Face hub, without ways to build huge values."""
-
-    intercepted_binops = frozenset({"*", "**", "%"})
-
-    def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, LoopControlExtension],
-        )
-        self.filters["tojson"] = _to_json
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Refuse repetitions, powers and padding by % that could exhaust the memory."""
-        if operator == "*" and _product_size(left, right) > MAX_PROMPT:
-            raise _too_long()
-        if operator == "**" and not (abs(left) <= 2**16 and abs(right) <= 64):
-            raise ChatTemplateError("The chat template raises to too high a power: correct it.")
-        if operator == "%" and isinstance(left, str) and _WIDE.search(left):
-            raise _too_long()
-        return super().call_binop(context, operator, left, right)
-
-    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuse huge integer arguments: methods take them only as a length to pad text to."""
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, int) and abs(value) > MAX_PROMPT:
-                raise _too_long()
-        return super().call(context, function, *args, **kwargs)
-
-
-def _product_size(left: Any, right: Any) -> int:
-    """The length of a repeated sequence; 0 for a product of numbers."""
-    if isinstance(right, str | list | tuple):
-        left, right = right, left
-    if isinstance(left, str | list | tuple) and isinstance(right, int):
-        return len(left) * right
-    return 0
-
-
-class _Generation(Extension):
-    """{% generation %} marks the assistant's text for training; here its body is ordinary text."""
-
-    tags: frozenset[str] = frozenset({"generation"})  # type: ignore[assignment]  # a set upstream
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike jinja2's own filter, escapes nothing for HTML: models were trained without that."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: object) -> str:
-    raise ChatTemplateError(f"The chat template refuses these messages: {message}")
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

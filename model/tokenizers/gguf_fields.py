@@ -1,9 +1,10 @@
 """Typed reading of GGUF's `tokenizer.ggml.*` metadata; knows no tokenizer library."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from model.tokenizers.base import TokenizerError
+from model.tokenizers.base import TokenizerError, refuse_ids
 from model.tokenizers.spm_proto import PieceType
 
 _PREFIX = "tokenizer.ggml."
@@ -102,8 +103,9 @@ class TokenizerFields:
 
     def tokens(self) -> list[str]:
         tokens = self.texts("tokens")
+        refuse_ids(len(tokens) - 1)
         if len(set(tokens)) != len(tokens):
-            twice = next(token for token in tokens if tokens.count(token) > 1)
+            (twice, _), *_ = Counter(tokens).most_common(1)
             raise TokenizerError(
                 f"The GGUF file names the token {twice!r} twice: convert the model again."
             )

@@ -13,7 +13,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from model.tokenizers.base import AddedToken, Tokenizer, TokenizerError
 from model.tokenizers.gguf_fields import TokenizerFields
 from model.tokenizers.hf import HfTokenizer
-from model.tokenizers.spm import SpmModel, SpmTokenizer
+from model.tokenizers.spm import SpmTokenizer, read_model
 from model.tokenizers.spm_proto import ModelType, Piece, PieceType, Settings, write_model
 
 _SPLIT_LLAMA3 = (
@@ -137,7 +137,7 @@ def _sentencepiece(fields: TokenizerFields, kind: ModelType, *, add_bos: bool) -
         if piece.type is PieceType.CONTROL
     ]
     return SpmTokenizer(
-        SpmModel(write_model(kind, pieces, settings)),
+        read_model(write_model(kind, pieces, settings)),
         bos=fields.bos(),
         eos=fields.eos(),
         add_bos=fields.flag("add_bos_token", add_bos),

@@ -5,13 +5,23 @@ its bytes, and a file whose decoder is not such a rule is refused.
 """
 
 import json
+from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
 
-from model.tokenizers.base import AddedToken, TokenizerError, require_unicode
+from model.tokenizers.base import (
+    MAX_GROWTH,
+    AddedToken,
+    InvalidText,
+    TokenizerError,
+    refuse_ids,
+    require_unicode,
+)
 from model.tokenizers.bytes import TokenTable, byte_of_fallback, from_byte_level
+from model.tokenizers.spm_proto import longest_replacement
+from model.tokenizers.trial import try_file
 
 # A piece of the vocabulary → its usual bytes, and its bytes where it is the first with any.
 Rule = Callable[[str], tuple[bytes, bytes]]
@@ -46,7 +56,14 @@ class HfTokenizer:
 
     def encode(self, text: str, *, bos: bool) -> list[int]:
         require_unicode(text)
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            if not _of_library(error):
+                raise
+            raise InvalidText(
+                f"The tokenizer fails on this text ({_one_line(error)}): send another one."
+            ) from None
         return [*self._start, *ids] if bos else ids
 
     def token_bytes(self, token: int, *, first: bool) -> bytes:
@@ -58,12 +75,51 @@ class HfTokenizer:
 
 def read_tokenizer_json(text: str) -> tokenizers.Tokenizer:
     """Raises TokenizerError."""
-    try:
-        return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises nothing more specific
+    file = text.encode()
+    try_file("tokenizer.json", "tokenizers", "model.tokenizers.hf_process", file)
+    tokenizer = tokenizers.Tokenizer.from_buffer(file)
+    _refuse_growth(tokenizer)
+    return tokenizer
+
+
+def _of_library(error: BaseException) -> bool:
+    """Whether it is a plain Exception, or a panic, which is no Exception to Python."""
+    return type(error) is Exception or type(error).__module__ == "pyo3_runtime"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _refuse_growth(tokenizer: tokenizers.Tokenizer) -> None:
+    """What makes texts longer is multiplied, by each step and by each character."""
+    steps = _steps(_described(tokenizer)["normalizer"], "normalizers")
+    ends = (
+        getattr(tokenizer.model, "continuing_subword_prefix", None),
+        getattr(tokenizer.model, "end_of_word_suffix", None),
+    )
+    growth = max(_growth(steps), *(len(end or "") for end in ends))
+    if growth > MAX_GROWTH:
         raise TokenizerError(
-            f"tokenizer.json cannot be read ({error}): fetch it again or update `tokenizers`."
-        ) from None
+            f"tokenizer.json makes texts {growth:.0f} times as long, more than the {MAX_GROWTH} "
+            "allowed: correct its normalizer or its affixes."
+        )
+
+
+def _growth(steps: Iterable[Mapping[str, Any]]) -> float:
+    """How many times longer a text may become, in bytes."""
+    growth = 1.0
+    for step in steps:
+        if step["type"] == "Prepend":
+            growth *= 1 + len(step["prepend"].encode())
+        if step["type"] == "Replace":
+            new, old = len(step["content"].encode()), step["pattern"].get("String")
+            # An expression may match nothing, between any two characters.
+            growth *= 1 + new if old is None else max(1, new / max(1, len(old.encode())))
+        if step["type"] == "Precompiled":
+            table = b64decode(step["precompiled_charsmap"])
+            growth = max(growth, longest_replacement(table))
+    return growth
 
 
 def add_tokens(tokenizer: tokenizers.Tokenizer, tokens: Iterable[AddedToken]) -> None:
@@ -107,12 +163,13 @@ def _prefix(tokenizer: tokenizers.Tokenizer) -> list[int]:
 
 
 def _entries(tokenizer: tokenizers.Tokenizer) -> Iterator[tuple[bytes, bytes]]:
-    decoder = _decoder(tokenizer)
+    decoder = _described(tokenizer)["decoder"]
     rule = byte_rule(decoder)
     literal = decoder["type"] == "ByteLevel"  # added tokens do not use the byte alphabet
     added = tokenizer.get_added_tokens_decoder()
-    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-    for token in range(size):
+    highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    refuse_ids(highest)
+    for token in range(highest + 1):
         piece = tokenizer.id_to_token(token)
         if piece is None or (token in added and added[token].special):
             yield b"", b""
@@ -123,17 +180,19 @@ def _entries(tokenizer: tokenizers.Tokenizer) -> Iterator[tuple[bytes, bytes]]:
             yield rule(piece)
 
 
-def _decoder(tokenizer: tokenizers.Tokenizer) -> Any:
-    """The decoder's JSON, without the vocabulary, whose JSON takes long to parse."""
+def _described(tokenizer: tokenizers.Tokenizer) -> Any:
+    """Its JSON, without the vocabulary, which takes long to parse."""
     bare = tokenizers.Tokenizer(tokenizers.models.BPE())
+    if tokenizer.normalizer is not None:
+        bare.normalizer = tokenizer.normalizer
     if tokenizer.decoder is not None:
         bare.decoder = tokenizer.decoder
-    return json.loads(bare.to_str())["decoder"]
+    return json.loads(bare.to_str())
 
 
 def byte_rule(decoder: Mapping[str, Any] | None) -> Rule:
     """A tokenizer.json's decoder as a rule per token. Raises TokenizerError if it is not one."""
-    steps = list(_flatten(decoder))
+    steps = list(_steps(decoder, "decoders"))
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
         return _byte_level
@@ -149,14 +208,15 @@ def byte_rule(decoder: Mapping[str, Any] | None) -> Rule:
     return rule
 
 
-def _flatten(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    if decoder is None:
+def _steps(described: Mapping[str, Any] | None, key: str) -> Iterator[Mapping[str, Any]]:
+    """One after the other; `key` is where a sequence has its steps, which may be sequences."""
+    if described is None:
         return
-    if decoder.get("type") != "Sequence":
-        yield decoder
+    if described.get("type") != "Sequence":
+        yield described
         return
-    for step in decoder["decoders"]:
-        yield from _flatten(step)
+    for step in described[key]:
+        yield from _steps(step, key)
 
 
 def _byte_level(piece: str) -> tuple[bytes, bytes]:
@@ -187,7 +247,7 @@ def _pieces_rule(steps: Sequence[Mapping[str, Any]]) -> Rule | None:
     fuse = _take(rest, "Fuse")
     # Only after Fuse does Strip apply to the start of the text rather than of each token.
     strips = fuse and bool(rest) and _drops_one_space(rest[0])
-    if not steps or len(rest) != int(strips):
+    if not steps or len(rest) != int(strips) or _growth(steps) > MAX_GROWTH:
         return None
 
     def rule(piece: str) -> tuple[bytes, bytes]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from model.tokenizers.base import AddedToken, Tokenizer, TokenizerError
 from model.tokenizers.gguf_vocab import tokenizer_from_gguf
 from model.tokenizers.hf import HfTokenizer, add_tokens, read_tokenizer_json
-from model.tokenizers.spm import SpmModel, SpmTokenizer
+from model.tokenizers.spm import SpmTokenizer, read_model
 from model.tokenizers.tokenizer_config import TokenizerConfig, read_tokenizer_config
 
 __all__ = ["tokenizer_from_directory", "tokenizer_from_gguf"]
@@ -49,7 +49,7 @@ def _from_json(path: Path, config: TokenizerConfig) -> HfTokenizer:
 
 
 def _from_sentencepiece(path: Path, config: TokenizerConfig) -> SpmTokenizer:
-    model = SpmModel(path.read_bytes())
+    model = read_model(path.read_bytes())
     ids = {token.text: token.id for token in config.all_added}
 
     def find(text: str) -> int | None:

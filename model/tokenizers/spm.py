@@ -9,9 +9,16 @@ from collections.abc import Iterable, Iterator
 
 import sentencepiece
 
-from model.tokenizers.base import AddedToken, TokenizerError, require_unicode
+from model.tokenizers.base import (
+    MAX_GROWTH,
+    AddedToken,
+    TokenizerError,
+    refuse_ids,
+    require_unicode,
+)
 from model.tokenizers.bytes import TokenTable
-from model.tokenizers.spm_proto import read_settings, without_prefix
+from model.tokenizers.spm_proto import longest_replacement, read_settings, without_prefix
+from model.tokenizers.trial import try_file
 
 _SPACE = "▁"
 
@@ -25,7 +32,12 @@ class SpmModel:
         self.size: int = self.processor.get_piece_size()
         if self.size == 0:
             raise TokenizerError("The SentencePiece model is empty: fetch it again.")
-        self.settings = read_settings(self.processor.serialized_model_proto())
+        try:
+            self.settings = read_settings(self.processor.serialized_model_proto())
+        except (ValueError, IndexError) as error:
+            raise TokenizerError(
+                f"The SentencePiece model has fields that cannot be read ({error}): fetch it again."
+            ) from None
         if self.settings.denormalizes:
             raise TokenizerError(
                 "The SentencePiece model rewrites text after decoding, so its tokens have no bytes "
@@ -58,6 +70,18 @@ class SpmModel:
         text = piece.replace(_SPACE, " ").encode()
         drops = self.settings.add_dummy_prefix or self.settings.remove_extra_whitespaces
         return text, text[1:] if drops and piece.startswith(_SPACE) else text
+
+
+def read_model(data: bytes) -> SpmModel:
+    """A model that came with a checkpoint. Raises TokenizerError."""
+    try_file("The SentencePiece model", "sentencepiece", "model.tokenizers.spm_process", data)
+    model = SpmModel(data)
+    if (growth := longest_replacement(model.settings.charsmap)) > MAX_GROWTH:
+        raise TokenizerError(
+            f"The SentencePiece model replaces a text by {growth} bytes, more than the "
+            f"{MAX_GROWTH} allowed: use one with other normalisation rules."
+        )
+    return model
 
 
 class SpmTokenizer:
@@ -140,7 +164,9 @@ def _processor(data: bytes) -> sentencepiece.SentencePieceProcessor:
 
 
 def _entries(model: SpmModel, added: dict[int, AddedToken]) -> Iterator[tuple[bytes, bytes]]:
-    for token in range(max(model.size, max(added, default=-1) + 1)):
+    size = max(model.size, max(added, default=-1) + 1)
+    refuse_ids(size - 1)
+    for token in range(size):
         if token in added:
             text = b"" if added[token].special else added[token].text.encode()
             yield text, text

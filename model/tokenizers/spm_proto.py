@@ -73,6 +73,13 @@ def read_settings(model: bytes) -> Settings:
     )
 
 
+def longest_replacement(charsmap: bytes) -> int:
+    """Bytes of the longest text by which compiled normalisation rules replace another."""
+    # The size of an index, the index, and texts that each end in a null character.
+    index = int.from_bytes(charsmap[:4], "little")
+    return max(map(len, charsmap[4 + index :].split(b"\0")))
+
+
 def write_model(kind: ModelType, pieces: Sequence[Piece], settings: Settings) -> bytes:
     """A model file; the sentencepiece library still validates it on loading."""
     fallback = any(piece.type is PieceType.BYTE for piece in pieces)

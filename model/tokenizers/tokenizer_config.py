@@ -5,6 +5,7 @@ omits. Knows no tokenizer library.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from model.tokenizers.base import AddedToken, TokenizerError
 SpecialTokens = Mapping[str, str | list[str]]  # their texts, by the names that templates use
 
 _NAMED = frozenset(f"{name}_token" for name in ["bos", "eos", "unk", "sep", "pad", "cls", "mask"])
+_ID = re.compile("[0-9]{1,9}")
 _MORE = ("additional_special_tokens", "extra_special_tokens")  # the older and the newer name
 
 
@@ -131,7 +133,7 @@ def _flag(values: Mapping[str, Any], key: str) -> bool | None:
 
 def _added_by_text(tokens: Mapping[str, object]) -> Iterator[AddedToken]:
     for text, number in tokens.items():
-        if not isinstance(number, int) or not text:
+        if type(number) is not int or number < 0 or not text:
             raise TokenizerError("added_tokens.json must map texts to ids; correct the file.")
         yield AddedToken(number, text, special=False, normalized=True)
 
@@ -140,7 +142,7 @@ def _added(tokens: object) -> Iterator[AddedToken]:
     if not isinstance(tokens, dict):
         raise _wrong("added_tokens_decoder", "an object")
     for number, token in tokens.items():
-        if not number.isdecimal() or not isinstance(token, dict):
+        if not _ID.fullmatch(number) or not isinstance(token, dict):
             raise _wrong("added_tokens_decoder", "an object of tokens by id")
         text = token.get("content")
         if not isinstance(text, str) or not text:

@@ -89,13 +89,18 @@ def read_range(path: Path, offset: int, size: int) -> bytearray:
     return data
 
 
+def refuse_large(path: Path, limit: int) -> None:
+    """Raises CheckpointError for a file of more than `limit` bytes, unless there is none."""
+    if path.is_file() and (size := path.stat().st_size) > limit:
+        raise CheckpointError(f"{path} has {size} bytes, more than the {limit} allowed.")
+
+
 def read_json(path: Path, limit: int) -> dict[str, object]:
     """A JSON object of at most `limit` bytes. Raises CheckpointError."""
     refuse_mistaken(path)
+    refuse_large(path, limit)
     with open_regular(path) as file:
         size = size_of(file)
-    if size > limit:
-        raise CheckpointError(f"{path} has {size} bytes, more than the {limit} allowed.")
     return parse_json(bytes(read_range(path, 0, size)), str(path))
 
 

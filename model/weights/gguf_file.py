@@ -22,7 +22,7 @@ from model.weights.files import open_regular, read_range, size_of
 MAGIC = b"GGUF"
 MAX_HEADER = 64 << 20  # bytes; a vocabulary of 256,000 takes about 15 MB
 MAX_ENTRIES = 10_000  # metadata keys, and tensors
-MAX_ARRAY = 1 << 22
+MAX_ITEMS = 1 << 22  # of all arrays together; a vocabulary of 256,000 has some 1,300,000
 MAX_DIMENSIONS = 4
 
 # struct's format characters; all values are little-endian.
@@ -126,6 +126,7 @@ class _Cursor:
         self.path = path
         self.data = data
         self.position = 0
+        self.items = 0  # of arrays, so far
 
     def broken(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self.path} is a broken GGUF file: {reason}; download it again.")
@@ -170,7 +171,8 @@ class _Cursor:
         if kind is not GGUFValueType.ARRAY:
             return self.scalar(SCALARS[kind])
         item = self.value_type()
-        count = self.size("Q", MAX_ARRAY, "array items")
+        count = self.size("Q", MAX_ITEMS - self.items, "array items")
+        self.items += count
         if item is GGUFValueType.STRING:
             return [self.text() for _ in range(count)]
         if item is GGUFValueType.ARRAY:

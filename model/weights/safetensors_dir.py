@@ -26,7 +26,7 @@ from model.weights.files import (
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MAX_HEADER = 16 << 20  # bytes; 10,000 tensors take about 2 MB
+MAX_HEADER = 8 << 20  # bytes; 10,000 tensors take about 2 MB
 MAX_TENSORS = 10_000
 MAX_DIMENSIONS = 8
 # An I8 tensor NAME may have NAME.row_scale [rows], by which each row is multiplied.

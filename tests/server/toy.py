@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 import httpx
 
@@ -165,12 +166,18 @@ def _decoded(data: bytes, final: bool = False) -> str:
     return codecs.getincrementaldecoder("utf-8")("replace").decode(data, final)
 
 
+@cache
+def chat_template() -> ChatTemplate:
+    """One for all toys: each has a process."""
+    return ChatTemplate(TEMPLATE, {})
+
+
 def toy(name: str = "toy", **changes) -> Served:
     values = {
         "name": name,
         "encoding": "rope",
         "tokenizer": ByteTokenizer(),
-        "chat_template": ChatTemplate(TEMPLATE, {}),
+        "chat_template": chat_template(),
         "stop_ids": frozenset({END}),
         "vocab_size": VOCABULARY,
         "max_context": CONTEXT,

@@ -87,7 +87,7 @@ def test_a_template_s_own_refusal_is_passed_on():
         ("{{ 10 ** 9 * 'x' }}", "more than"),
         ("{{ [1] * 10 ** 9 }}", "more than"),
         ("{{ 'x' * 10 ** 7 }}{{ 'x' * 10 ** 7 }}", "more than"),
-        ("{{ 9 ** 9 ** 9 }}", "too high a power"),
+        ("{{ 9 ** 999999999 }}", "more than"),
         ("{{ '%999999999d' % 1 }}", "more than"),
         ("{{ '%*d' % (999999999, 1) }}", "more than"),
         ("{{ 'x'.ljust(10 ** 9) }}", "more than"),
