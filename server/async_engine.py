@@ -72,8 +72,10 @@ class AsyncEngine:
 
     `observe` is called on the engine thread after every step of a model. The engine is unsound
     when more than `max_mutated_blocks` cached blocks, over all models, were found changed, when
-    fewer leave no room for a whole context, and from the start if there are `defects`, each of
-    which is a sentence.
+    fewer leave no room for a whole context, when weights were found changed, and from the start if
+    there are `defects`, each of which is a sentence.
+
+    Idle engines are stepped every `idle_s` seconds, so that changes in memory are found then, too.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class AsyncEngine:
         on_failure: Callable[[], None] = lambda: None,
         max_mutated_blocks: int = 3,
         defects: Sequence[str] = (),
+        idle_s: float | None = None,
     ) -> None:
         self.failure: str | None = None
         self._engines = engines
@@ -91,11 +94,13 @@ class AsyncEngine:
         self._on_failure = on_failure
         self._max_mutated_blocks = max_mutated_blocks
         self._defects = defects
+        self._idle_s = idle_s
         self._streams: dict[str, _Stream] = {}
         self._asked: set[asyncio.Future[Any]] = set()
         self._inbox: list[_Submit | _Abort | _Look | _Flush] = []
         self._inbox_changed = threading.Condition()
         self._stopping = False
+        self._stepped = dict.fromkeys(engines, time.monotonic())  # when each began its last step
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -132,6 +137,12 @@ class AsyncEngine:
         """Why clients should use another server although this one is alive; None when sound."""
         if self._defects:
             return self._defects[0]
+        for name, engine in self._engines.items():
+            if engine.weights_changed:
+                return (
+                    f"the weights of {name} changed in memory; restart the server, on another "
+                    "machine if it happens again"
+                )
         mutated = sum(engine.mutated_blocks for engine in self._engines.values())
         if mutated > self._max_mutated_blocks:
             return (
@@ -243,8 +254,7 @@ class AsyncEngine:
     def _turn(self) -> bool:
         """Apply the commands that arrived and step every engine once; False when stopping."""
         with self._inbox_changed:
-            while not (self._inbox or self._stopping or self._busy()):
-                self._inbox_changed.wait()
+            self._inbox_changed.wait_for(self._due, self._idle_s)
             if self._stopping:
                 return False
             commands, self._inbox = self._inbox, []
@@ -257,7 +267,8 @@ class AsyncEngine:
         if refused:
             self._call(self._dispatch, refused)
         for model, engine in self._engines.items():
-            if engine.busy or model in touched:
+            if engine.busy or model in touched or self._is_neglected(model):
+                self._stepped[model] = time.monotonic()
                 step = engine.step()
                 if step.events:
                     self._call(self._dispatch, step.events)
@@ -270,8 +281,13 @@ class AsyncEngine:
         self._step_began = None
         return True
 
-    def _busy(self) -> bool:
-        return any(engine.busy for engine in self._engines.values())
+    def _due(self) -> bool:
+        busy = any(engine.busy for engine in self._engines.values())
+        return bool(self._inbox) or self._stopping or busy
+
+    def _is_neglected(self, model: str) -> bool:
+        """Whether it is time to look at the memory of a model that nobody asks."""
+        return self._idle_s is not None and time.monotonic() - self._stepped[model] >= self._idle_s
 
     def _apply(self, command: _Submit | _Abort) -> TokenEvent | None:
         engine = self._engines[command.model]
