@@ -5,20 +5,22 @@ The weights are divided into portions; `verify` looks at some of them in turn.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import compress, cycle, islice
 
 import torch
 from torch import Tensor
 
 from cache.ledger import FoldSums, fold_sums, multipliers
 
-PORTIONS = 1024  # at most: so many steps until every byte has been verified
+STEPS = 1024  # at most, of one portion each, until a change anywhere has been found
 # Bytes that share a checksum. Elsewhere than on a CPU few launches count more than a small table.
 CHUNK, CHUNK_ELSEWHERE = 64 << 10, 1 << 20
 # Starting a check takes as long as summing so many bytes, so a tensor counts as so many more.
 START = 64 << 10
-# Portions verified at once: off the CPU the result has to be waited for.
-TOGETHER, TOGETHER_ELSEWHERE = 1, 64
+# Portions verified at once: after a step, torch's code has left the CPU's caches and takes a while,
+# and off the CPU the result has to be waited for.
+TOGETHER, TOGETHER_ELSEWHERE = 4, 64
+PORTIONS = STEPS - TOGETHER_ELSEWHERE  # at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,7 @@ class _Stretch:
     stored: Tensor  # uint8 [1, chunks, bytes]
     index: Tensor  # of the chunks
     multipliers: Tensor
-    sums: Tensor
-
-    def changed(self, sums: FoldSums) -> Tensor:
-        """[chunks] bool."""
-        return (sums(self.stored, self.index, self.multipliers) != self.sums)[:, 0]
+    seals: Tensor  # [chunks, 1]
 
 
 class Seals:
@@ -74,22 +72,24 @@ class Seals:
     def verify(self, count: int = 1) -> tuple[int, tuple[Changed, ...]]:
         """Look at the next `count` portions: how many bytes that were, and what has changed.
 
-        Off the CPU nothing is done until several portions are due.
+        Nothing is done until several portions are due.
         """
         self._owed += min(count, self.portions)
         if self._owed < min(self._together, self.portions):
             return 0, ()
         due = [each for portion in islice(self._next, self._owed) for each in portion]
         self._owed = 0
-        found = [each.changed(self._sums).to(self._device) for each in due]
+        if not due:
+            return 0, ()
+        seals = torch.cat([each.seals for each in due])
+        sums = torch.cat(
+            [self._sums(each.stored, each.index, each.multipliers).to(self._device) for each in due]
+        )
         faults: list[Changed] = []
-        # Only one bool is copied to the host, unless something is wrong.
-        if found and torch.cat(found).any():
-            faults += (
-                _fault(each, chunk)
-                for each, changed in zip(due, found, strict=True)
-                for chunk in changed.nonzero()[:, 0].tolist()
-            )
+        if not torch.equal(sums, seals):
+            changed = (sums != seals)[:, 0].tolist()
+            chunks = [(each, chunk) for each in due for chunk in range(len(each.seals))]
+            faults += (_fault(*found) for found in compress(chunks, changed))
         return sum(each.stored.numel() for each in due), tuple(faults)
 
     def _divided(self, tensors: Mapping[str, Tensor]) -> Iterator[list[_Stretch]]:
@@ -117,7 +117,8 @@ class Seals:
         chunks = stored[first : first + count * chunk].view(1, count, chunk)
         index = torch.arange(count, device=stored.device)
         factors = self._multipliers[stored.device][: -(-chunk // 8)]
-        return _Stretch(name, first, chunks, index, factors, self._sums(chunks, index, factors))
+        seals = self._sums(chunks, index, factors).to(self._device)
+        return _Stretch(name, first, chunks, index, factors, seals)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

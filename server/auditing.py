@@ -21,7 +21,7 @@ from server.scheduler import Scheduler
 log = getLogger(__name__)
 
 _NOTHING = LedgerCounts()
-# Portions of the weights verified in each step: all of them in 1,024 steps, or in 16.
+# Portions of the weights to be verified in each step: all of them in 1,024 steps, or in 16.
 PORTIONS = {Audit.OFF: 0, Audit.SAMPLE: 1, Audit.FULL: 64}
 
 

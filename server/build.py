@@ -51,7 +51,7 @@ from server.wiring import sums_by, wired
 log = getLogger(__name__)
 
 ENGINE_FAILED = 70  # exit status, at which a supervisor should start a fresh process
-# Between two looks at memory while nobody asks: at all weights, in 1,024 portions, in 9 minutes.
+# Between two looks at memory while nobody asks: at all weights within 1,024 of these, in 9 minutes.
 IDLE_S = 0.5
 LONE_FACTOR = 2  # 4 made a prompt of 2,000 tokens no faster on a CPU
 

@@ -19,7 +19,7 @@ from model.fixed import fixed_tensors
 from model.kernels.substitutes import substitute
 from model.linear import Int8Linear, quantize
 from model.loading import open_checkpoint
-from model.seals import CHUNK, PORTIONS, Changed, Seals
+from model.seals import CHUNK, PORTIONS, STEPS, Changed, Seals
 from server.plan import Limits
 from server.position_meter import PositionMeter
 from server.request import Overflow
@@ -36,9 +36,9 @@ def flip(tensor, byte=0, bit=0):
     ctypes.c_uint8.from_address(tensor.data_ptr() + byte).value ^= 1 << bit
 
 
-def found(sealed, steps=PORTIONS):
-    """What turns up in so many steps."""
-    return [fault for _ in range(steps) for fault in sealed.verify()[1]]
+def found(sealed):
+    """What turns up when each portion is looked at once."""
+    return list(sealed.verify(sealed.portions)[1])
 
 
 def on_kernels(encoding, kernels, bits, dtype=torch.float32):
@@ -76,7 +76,7 @@ def test_the_first_the_last_and_any_byte(size, sums, kernels):
     assert found(sealed) == []
     for byte in {0, size // 2, size - 1}:
         tensor[byte] ^= 1 << 7
-        (fault,) = found(sealed, sealed.portions)
+        (fault,) = found(sealed)
         assert fault.tensor == "it"
         assert fault.first <= byte <= fault.last < size
         assert fault.last - fault.first < CHUNK
@@ -90,9 +90,10 @@ def test_large_weights_take_no_more_steps(monkeypatch):
     sizes = [1 << 20, 7, 200_000, 64, 1, 333_333] + [100] * 50
     sealed = Seals({str(n): torch.zeros(size, dtype=torch.int8) for n, size in enumerate(sizes)})
     assert PORTIONS // 2 < sealed.portions <= PORTIONS
-    looked = [sealed.verify()[0] for _ in range(sealed.portions)]
-    assert sum(looked) == sum(sizes)
-    assert max(looked) <= 2 * sum(sizes) / sealed.portions
+    looked = [sealed.verify()[0] for _ in range(4 * sealed.portions)]
+    assert sum(looked) == 4 * sum(sizes)
+    assert max(looked) <= 4 * 2 * sum(sizes) / sealed.portions
+    assert STEPS - PORTIONS >= seals.TOGETHER
 
 
 def test_nothing_and_empty_tensors_are_sound():
@@ -108,7 +109,7 @@ def test_a_tensor_is_sealed_where_it_lies(of):
     view = of(base)
     sealed = Seals({"view": view})
     flip(view, byte=2)
-    assert [fault.tensor for fault in found(sealed, sealed.portions)] == ["view"]
+    assert [fault.tensor for fault in found(sealed)] == ["view"]
 
 
 def test_other_devices_are_looked_at_less_often_and_more_at_once(monkeypatch):
@@ -229,7 +230,7 @@ def test_a_flipped_bit_of_what_kernels_read_is_seen(place, kernels):
     tensors = fixed_tensors(on_kernels(encoding, kernels, bits))
     sealed = Seals(tensors, kernels.fold_sums)
     flip(tensors[name], byte=tensors[name].nbytes // 2, bit=3)
-    (fault,) = found(sealed, sealed.portions)
+    (fault,) = found(sealed)
     assert fault == Changed(name, 0, min(tensors[name].nbytes, CHUNK) - 1)
 
 
@@ -251,7 +252,7 @@ def test_a_flipped_bit_of_either_side_of_an_encoder_decoder_is_seen(name, t5_fol
     (held,) = [each for each in tensors if each.startswith(name)]
     sealed = Seals(tensors, kernels.fold_sums)
     flip(tensors[held], byte=9)
-    assert [fault.tensor for fault in found(sealed, sealed.portions)] == [held]
+    assert [fault.tensor for fault in found(sealed)] == [held]
 
 
 # ---------------------------------------------------------------------------- no false alarm
