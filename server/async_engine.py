@@ -31,6 +31,7 @@ log = getLogger(__name__)
 T = TypeVar("T")
 
 STALL_SECONDS = 120.0
+WATCH_SECONDS = 5.0
 STOP_SECONDS = 30.0
 
 
@@ -104,11 +105,13 @@ class AsyncEngine:
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Call from the event loop that will call `generate`."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+        self._watching = self._loop.create_task(self._watch())
 
     async def stop(self) -> None:
         """End the thread after its current step; open streams end with an error.
@@ -118,10 +121,12 @@ class AsyncEngine:
         with self._inbox_changed:
             self._stopping = True
             self._inbox_changed.notify()
+        if self._watching is not None:
+            self._watching.cancel()
         if self._thread.ident is not None:
-            await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+            await asyncio.to_thread(self._thread.join, STOP_SECONDS if self.failure is None else 0)
             if self._thread.is_alive():
-                self.failure = "The engine did not stop; the server must be restarted."
+                self.failure = self.failure or "The engine did not stop; restart the server."
                 log.error("the engine is stuck in a step; shutting down without waiting for it")
         self._end_streams(ShuttingDown())
 
@@ -233,6 +238,18 @@ class AsyncEngine:
             stream.pending.append(event)
             stream.wake.set()
 
+    async def _watch(self) -> None:
+        """Fail when a step does not end. Of a process that was stopped for long, it soon does."""
+        stalled: float | None = None
+        while self.failure is None:
+            await asyncio.sleep(WATCH_SECONDS)
+            began = self._step_began
+            if began is not None and began == stalled:
+                log.error("the engine is stuck in a step, for more than %d s", STALL_SECONDS)
+                self._fail("The engine is stuck; the server must be restarted.")
+            late = began is not None and time.monotonic() - began > STALL_SECONDS
+            stalled = began if late else None
+
     def _end_streams(self, error: ServeError) -> None:
         self._dispatch([_ended(request_id, error) for request_id in self._streams])
         for answer in self._asked:
@@ -245,11 +262,15 @@ class AsyncEngine:
         try:
             while self._turn():
                 pass
-        except Exception:  # the thread's last resort: say so, end every stream, never hang
+        except BaseException:  # the thread's last resort: say so, end every stream, never hang
             log.exception("the engine failed")
-            self.failure = "The engine failed; the server must be restarted."
-            self._call(self._end_streams, ShuttingDown(self.failure))
-            self._on_failure()
+            self._fail("The engine failed; the server must be restarted.")
+
+    def _fail(self, failure: str) -> None:
+        """End the server. May be called from any thread."""
+        self.failure = failure
+        self._call(self._end_streams, ShuttingDown(failure))
+        self._on_failure()
 
     def _turn(self) -> bool:
         """Apply the commands that arrived and step every engine once; False when stopping."""

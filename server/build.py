@@ -44,6 +44,7 @@ from server.pass_timer import TimedDecoder
 from server.plan import Limits
 from server.position_meter import PositionMeter, no_cost
 from server.protocol import Server, uvicorn_config
+from server.terminal import discard_output
 from server.threads import end_idle_threads
 from server.warm_up import warm_up
 from server.wiring import sums_by, wired
@@ -377,7 +378,11 @@ def _announce(config: ServerConfig, models: Sequence[ModelFacts], url: str) -> N
         uds=config.uds,
         certificate=config.ssl_certfile,
     )
-    print(text, flush=True)
+    try:
+        print(text, flush=True)
+    except OSError as error:  # the disk is full, or whoever read it has left
+        log.warning("standard output cannot be written: %s", error.strerror)
+        discard_output()
 
 
 async def _serve(server: Server, listener: socket.socket, announce: Callable[[], None]) -> None:
