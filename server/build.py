@@ -31,7 +31,7 @@ from server.app import create_app, own_version
 from server.async_engine import AsyncEngine
 from server.banner import ModelFacts, banner
 from server.cache_plan import CachePlanner
-from server.config import ServerConfig
+from server.config import ModelOptions, ModelSource, ServerConfig
 from server.decoders import Prepared, find_kernels, prepare
 from server.engine import Engine
 from server.errors import CommandError
@@ -131,16 +131,29 @@ def load_models(config: ServerConfig, metrics: Metrics) -> list[Loaded]:
     """Every configured model, loaded and warmed up. Raises CommandError, with one sentence."""
     device = placement.pick_device(config.loading.device)
     kernels = find_kernels(device)
-    try:
-        prepared = [prepare(config.loading, source, device, kernels) for source in config.models]
-    except (CheckpointError, EncodingError, NoBackend) as error:
-        raise CommandError(str(error)) from error
+    prepared = [_prepared(config.loading, source, device, kernels) for source in config.models]
     placement.return_freed_memory()
     # Only now is it known how much memory the weights of all models leave.
     free = placement.free_memory(device)
     loaded = [_complete(config, model, device, free, metrics, kernels) for model in prepared]
     end_idle_threads()  # from here on only the engine's thread computes
     return loaded
+
+
+def _prepared(
+    loading: ModelOptions, source: ModelSource, device: torch.device, kernels: Kernels | str
+) -> Prepared:
+    try:
+        return prepare(loading, source, device, kernels)
+    except (CheckpointError, EncodingError, NoBackend) as error:
+        raise CommandError(str(error)) from error
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not placement.is_out_of_memory(error):
+            raise
+        raise CommandError(
+            f"the {device.type} does not have enough memory for the weights of {source.name}; free "
+            "some, or serve it with --dtype bfloat16 or a smaller model"
+        ) from error
 
 
 def _complete(
@@ -261,7 +274,7 @@ def _allocate(
 ) -> KVCache:
     try:
         return KVCache(shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
-    except RuntimeError as error:  # torch raises it when out of memory, on every device
+    except (OSError, RuntimeError) as error:  # out of memory: torch's error, on every device
         size = blocks * block_size * bytes_per_token(shape, dtype)
         raise CommandError(
             f"the {device.type} does not have enough memory for a cache of {size:,} bytes; lower "
