@@ -187,7 +187,7 @@ def test_standard_output_that_takes_nothing(model, tmp_path, disk):
         process.stderr.close()
 
 
-@pytest.mark.parametrize("fault", ["error", "exit", "stuck"])
+@pytest.mark.parametrize("fault", ["error", "stuck", pytest.param("exit", marks=pytest.mark.full)])
 def test_without_its_engine_a_server_tells_everybody_and_ends(fault, model, tmp_path, capsys):
     told = tmp_path / "fault"
     server = Served(model, tmp_path, *FLAGS, program="tests.server.serve_faulty", FAULT=str(told))
