@@ -29,7 +29,7 @@ def fixed_of(**parts: object) -> dict[str, Tensor]:
 
 def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
     """By name, each piece of memory once: call when the model is ready to compute."""
-    found = dict(model.named_parameters())
+    found: dict[str, Tensor] = dict(model.named_parameters())
     for path, module in model.named_modules():
         if isinstance(module, HoldsFixed):
             own = module.fixed_tensors()

@@ -5,7 +5,7 @@ kernels, which read memory by address, would silently compute wrong results.
 """
 
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -100,7 +100,7 @@ class _Hooks:
             self._ask("work", PositionalWork, self._config, context, BLOCK_SIZE)
 
     def _check_fixed(self) -> None:
-        for name, fixed in self._ask("fixed_tensors", Mapping).items():
+        for name, fixed in self._ask("fixed_tensors", dict).items():
             self._need_kind(f"fixed_tensors, for {name!r},", fixed, Tensor)
 
     def _check_rows(self, hook: str, call: Callable[[slice], Tensor]) -> None:

@@ -364,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno != errno.ENOSPC:
             raise
         discard_output()
-        print(f"ropewalk: {error.strerror.lower()}; free some and try again", file=sys.stderr)
+        print("ropewalk: no space is left on a disk; free some and try again", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

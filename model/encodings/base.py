@@ -139,7 +139,7 @@ class PositionalEncoding(nn.Module):
     def freeze(self) -> None:
         """Called once after the parameters are loaded, to compute what depends on them."""
 
-    def fixed_tensors(self) -> Mapping[str, Tensor]:
+    def fixed_tensors(self) -> dict[str, Tensor]:
         """Tensors besides parameters that hooks read and nothing changes after `freeze`.
 
         The server checks from time to time that their bytes, and those of parameters, are the same.

@@ -187,6 +187,15 @@ def test_standard_output_that_takes_nothing(model, tmp_path, disk):
         process.stderr.close()
 
 
+def test_a_command_whose_output_takes_nothing():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "server", "--version"], stdout=full, stderr=subprocess.PIPE
+        )
+    assert done.returncode == 1
+    assert done.stderr == b"ropewalk: no space is left on a disk; free some and try again\n"
+
+
 @pytest.mark.parametrize("fault", ["error", "stuck", pytest.param("exit", marks=pytest.mark.full)])
 def test_without_its_engine_a_server_tells_everybody_and_ends(fault, model, tmp_path, capsys):
     told = tmp_path / "fault"
