@@ -96,6 +96,14 @@ def _sums_of_some(stored: Tensor, blocks: Tensor, multipliers: Tensor) -> Tensor
     return words.sum(-1).T
 
 
+def multipliers(count: int, device: torch.device) -> Tensor:
+    """[count] int64: odd, otherwise random, and always the same."""
+    generator = torch.Generator().manual_seed(0)
+    limits = torch.iinfo(torch.int64)
+    random = torch.randint(limits.min, limits.max, (count,), generator=generator)
+    return (random | 1).to(device)
+
+
 class Checksums:
     """64 bits for each block, layer and part: sum of multiplier[i] · fold(word[i]) modulo 2^64.
 
@@ -116,10 +124,7 @@ class Checksums:
         self._sums = sums
         self._device = kv.device
         words = [-(-each.shape[2] * each.element_size() // 8) for each in self._parts[0]]
-        generator = torch.Generator().manual_seed(0)
-        limits = torch.iinfo(torch.int64)
-        random = torch.randint(limits.min, limits.max, (sum(words),), generator=generator)
-        self._multipliers = torch.split((random | 1).to(kv.device), words)
+        self._multipliers = torch.split(multipliers(sum(words), kv.device), words)
 
     def of(self, blocks: Sequence[int]) -> Tensor:
         """[blocks, parts, layers] int64, in the order of a PagedKV's parts."""

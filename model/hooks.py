@@ -77,6 +77,7 @@ class _Hooks:
         self._rotated(slice(None), dtype=HALF)
         self._check_bias()
         self._check_rotation()
+        self._check_fixed()
         for op in Op:
             self._capability(op)
         if self._movable(Capability.FREE, Capability.REWRITE):
@@ -94,8 +95,13 @@ class _Hooks:
                 "embed puts positions into keys and values, which then cannot be moved: set "
                 "WHY_FIXED to a sentence that says so"
             )
+        self._check_fixed()
         for context in (1, self._context):
             self._ask("work", PositionalWork, self._config, context, BLOCK_SIZE)
+
+    def _check_fixed(self) -> None:
+        for name, fixed in self._ask("fixed_tensors", dict).items():
+            self._need_kind(f"fixed_tensors, for {name!r},", fixed, Tensor)
 
     def _check_rows(self, hook: str, call: Callable[[slice], Tensor]) -> None:
         """Tokens come in chunks, packed with others': a row may depend on its own position only."""

@@ -56,6 +56,10 @@ class Int8Linear(nn.Module):
         self.rest = 2 * self.scale.frexp().mantissa
         self.power = self.scale / self.rest
 
+    def fixed_tensors(self) -> dict[str, Tensor]:
+        """Besides parameters: see model/fixed.py."""
+        return {name: getattr(self, name) for name in ("rounded", "scale", "rest", "power")}
+
     def forward(self, x: Tensor) -> Tensor:
         weight = self.rounded * self.power.to(x.dtype)[:, None]
         y = F.linear(x, weight).float() * self.rest
@@ -88,6 +92,10 @@ class Int4Linear(nn.Module):
         super().__init__()
         self.groups = groups
         self.bias = bias
+
+    def fixed_tensors(self) -> dict[str, Tensor]:
+        """Besides parameters: see model/fixed.py."""
+        return {name: getattr(self.groups, name) for name in ("numbers", "scales", "leasts")}
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.groups.widened().to(x.dtype), self.bias)

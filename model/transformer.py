@@ -16,6 +16,7 @@ from model.attention.bias import StepBias, step_biases
 from model.batch import ForwardBatch
 from model.config import Activation, BlockKind, ModelConfig
 from model.encodings.base import EncodingError, PositionalEncoding
+from model.fixed import fixed_of
 from model.linear import Linear
 
 
@@ -129,6 +130,10 @@ class Attention(nn.Module):
         self.attend = backend(
             spec_for(config, dtype, device, window=config.windows[layer], causal=causal)
         )
+
+    def fixed_tensors(self) -> dict[str, Tensor]:
+        """Those of the faster equivalents, which are no modules: see model/fixed.py."""
+        return fixed_of(kernel_rotate=self.kernel_rotate, kernel_store=self.kernel_store)
 
     def parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """[T, outputs of `qkv`] → q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
@@ -394,6 +399,10 @@ class Decoder(nn.Module):
             self.embed.weight = self.head.weight
         # A faster equivalent of `by_parts`, in a single call. Set after loading.
         self.one_call: Callable[[Decoder, ForwardBatch, KVCache], Tensor] | None = None
+
+    def fixed_tensors(self) -> dict[str, Tensor]:
+        """Those of the faster equivalent, which is no module: see model/fixed.py."""
+        return fixed_of(one_call=self.one_call)
 
     def bind_encoding(self) -> None:
         """Ask `for_layer` again: once its weights are loaded, it may return other encodings."""

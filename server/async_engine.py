@@ -31,6 +31,7 @@ log = getLogger(__name__)
 T = TypeVar("T")
 
 STALL_SECONDS = 120.0
+WATCH_SECONDS = 5.0
 STOP_SECONDS = 30.0
 
 
@@ -72,8 +73,10 @@ class AsyncEngine:
 
     `observe` is called on the engine thread after every step of a model. The engine is unsound
     when more than `max_mutated_blocks` cached blocks, over all models, were found changed, when
-    fewer leave no room for a whole context, and from the start if there are `defects`, each of
-    which is a sentence.
+    fewer leave no room for a whole context, when weights were found changed, and from the start if
+    there are `defects`, each of which is a sentence.
+
+    Idle engines are stepped every `idle_s` seconds, so that changes in memory are found then, too.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class AsyncEngine:
         on_failure: Callable[[], None] = lambda: None,
         max_mutated_blocks: int = 3,
         defects: Sequence[str] = (),
+        idle_s: float | None = None,
     ) -> None:
         self.failure: str | None = None
         self._engines = engines
@@ -91,19 +95,23 @@ class AsyncEngine:
         self._on_failure = on_failure
         self._max_mutated_blocks = max_mutated_blocks
         self._defects = defects
+        self._idle_s = idle_s
         self._streams: dict[str, _Stream] = {}
         self._asked: set[asyncio.Future[Any]] = set()
         self._inbox: list[_Submit | _Abort | _Look | _Flush] = []
         self._inbox_changed = threading.Condition()
         self._stopping = False
+        self._stepped = dict.fromkeys(engines, time.monotonic())  # when each began its last step
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Call from the event loop that will call `generate`."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+        self._watching = self._loop.create_task(self._watch())
 
     async def stop(self) -> None:
         """End the thread after its current step; open streams end with an error.
@@ -113,10 +121,12 @@ class AsyncEngine:
         with self._inbox_changed:
             self._stopping = True
             self._inbox_changed.notify()
+        if self._watching is not None:
+            self._watching.cancel()
         if self._thread.ident is not None:
-            await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+            await asyncio.to_thread(self._thread.join, STOP_SECONDS if self.failure is None else 0)
             if self._thread.is_alive():
-                self.failure = "The engine did not stop; the server must be restarted."
+                self.failure = self.failure or "The engine did not stop; restart the server."
                 log.error("the engine is stuck in a step; shutting down without waiting for it")
         self._end_streams(ShuttingDown())
 
@@ -132,6 +142,12 @@ class AsyncEngine:
         """Why clients should use another server although this one is alive; None when sound."""
         if self._defects:
             return self._defects[0]
+        for name, engine in self._engines.items():
+            if engine.weights_changed:
+                return (
+                    f"the weights of {name} changed in memory; restart the server, on another "
+                    "machine if it happens again"
+                )
         mutated = sum(engine.mutated_blocks for engine in self._engines.values())
         if mutated > self._max_mutated_blocks:
             return (
@@ -222,6 +238,18 @@ class AsyncEngine:
             stream.pending.append(event)
             stream.wake.set()
 
+    async def _watch(self) -> None:
+        """Fail when a step does not end. Of a process that was stopped for long, it soon does."""
+        stalled: float | None = None
+        while self.failure is None:
+            await asyncio.sleep(WATCH_SECONDS)
+            began = self._step_began
+            if began is not None and began == stalled:
+                log.error("the engine is stuck in a step, for more than %d s", STALL_SECONDS)
+                self._fail("The engine is stuck; the server must be restarted.")
+            late = began is not None and time.monotonic() - began > STALL_SECONDS
+            stalled = began if late else None
+
     def _end_streams(self, error: ServeError) -> None:
         self._dispatch([_ended(request_id, error) for request_id in self._streams])
         for answer in self._asked:
@@ -234,17 +262,20 @@ class AsyncEngine:
         try:
             while self._turn():
                 pass
-        except Exception:  # the thread's last resort: say so, end every stream, never hang
+        except BaseException:  # the thread's last resort: say so, end every stream, never hang
             log.exception("the engine failed")
-            self.failure = "The engine failed; the server must be restarted."
-            self._call(self._end_streams, ShuttingDown(self.failure))
-            self._on_failure()
+            self._fail("The engine failed; the server must be restarted.")
+
+    def _fail(self, failure: str) -> None:
+        """End the server. May be called from any thread."""
+        self.failure = failure
+        self._call(self._end_streams, ShuttingDown(failure))
+        self._on_failure()
 
     def _turn(self) -> bool:
         """Apply the commands that arrived and step every engine once; False when stopping."""
         with self._inbox_changed:
-            while not (self._inbox or self._stopping or self._busy()):
-                self._inbox_changed.wait()
+            self._inbox_changed.wait_for(self._due, self._idle_s)
             if self._stopping:
                 return False
             commands, self._inbox = self._inbox, []
@@ -257,7 +288,8 @@ class AsyncEngine:
         if refused:
             self._call(self._dispatch, refused)
         for model, engine in self._engines.items():
-            if engine.busy or model in touched:
+            if engine.busy or model in touched or self._is_neglected(model):
+                self._stepped[model] = time.monotonic()
                 step = engine.step()
                 if step.events:
                     self._call(self._dispatch, step.events)
@@ -270,8 +302,13 @@ class AsyncEngine:
         self._step_began = None
         return True
 
-    def _busy(self) -> bool:
-        return any(engine.busy for engine in self._engines.values())
+    def _due(self) -> bool:
+        busy = any(engine.busy for engine in self._engines.values())
+        return bool(self._inbox) or self._stopping or busy
+
+    def _is_neglected(self, model: str) -> bool:
+        """Whether it is time to look at the memory of a model that nobody asks."""
+        return self._idle_s is not None and time.monotonic() - self._stepped[model] >= self._idle_s
 
     def _apply(self, command: _Submit | _Abort) -> TokenEvent | None:
         engine = self._engines[command.model]

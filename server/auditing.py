@@ -1,31 +1,58 @@
-"""Passes block events to the ledger, and ends the requests that a changed block affects."""
+"""Has the cache and the weights verified, and ends the requests that a change affects."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from logging import getLogger
 
 from cache.ledger import Fault, Ledger, LedgerCounts
 from cache.manager import CacheManager
+from cache.terms import Audit
+from model.seals import Seals
 from server.cache_view import AuditView
-from server.request import CacheChanged, TokenEvent, owner
+from server.request import (
+    CacheChanged,
+    ModelWithdrawn,
+    ServeError,
+    TokenEvent,
+    WeightsChanged,
+    owner,
+)
 from server.scheduler import Scheduler
 
 log = getLogger(__name__)
 
 _NOTHING = LedgerCounts()
+# Portions of the weights to be verified in each step: all of them in 1,024 steps, or in 16.
+PORTIONS = {Audit.OFF: 0, Audit.SAMPLE: 1, Audit.FULL: 64}
+
+
+@dataclass(frozen=True, slots=True)
+class AuditCounts:
+    """What was done and found since the last `drain`."""
+
+    blocks: LedgerCounts = _NOTHING
+    verified_weights: int = 0  # bytes
+    changed_weights: int = 0  # chunks, of which one is enough
 
 
 class Auditor:
     """Called between two writes to one model's cache. `model` is its name in the log."""
 
     def __init__(
-        self, model: str, ledger: Ledger, manager: CacheManager, scheduler: Scheduler
+        self,
+        model: str,
+        ledger: Ledger,
+        manager: CacheManager,
+        scheduler: Scheduler,
+        weights: Seals | None = None,
     ) -> None:
         self.mutated_blocks = 0  # since the start
+        self.weights_changed = False
         self._model = model
         self._ledger = ledger
         self._manager = manager
         self._scheduler = scheduler
-        self._counts = _NOTHING
+        self._weights = Seals({}) if weights is None else weights
+        self._counts = AuditCounts()
         self._ever = _NOTHING
 
     def view(self) -> AuditView:
@@ -46,14 +73,51 @@ class Auditor:
         return ends
 
     def sample(self) -> list[TokenEvent]:
-        """Also verify blocks that were longest unverified; returns ends of failed requests."""
-        self._ledger.sample()
-        return self.look()
+        """Also verify blocks that were longest unverified, and some of the weights.
 
-    def drain(self) -> LedgerCounts:
+        Returns ends of failed requests.
+        """
+        self._ledger.sample()
+        return self.look() + self._weigh()
+
+    def refusal(self) -> ServeError | None:
+        """Why the model must not begin another answer."""
+        if not self.weights_changed:
+            return None
+        return ModelWithdrawn(
+            f"The weights of {self._model} changed in memory, so it answers nothing until the "
+            "server is restarted; send the request to another server."
+        )
+
+    def drain(self) -> AuditCounts:
         """What was done and found since the last call."""
-        counts, self._counts = self._counts, _NOTHING
+        counts, self._counts = self._counts, AuditCounts()
         return counts
+
+    def _weigh(self) -> list[TokenEvent]:
+        if self.weights_changed:  # to look for more would find the same again
+            return []
+        verified, changed = self._weights.verify(PORTIONS[self._ledger.mode])
+        if verified:
+            self._counts = replace(
+                self._counts,
+                verified_weights=self._counts.verified_weights + verified,
+                changed_weights=self._counts.changed_weights + len(changed),
+            )
+        if not changed:
+            return []
+        self.weights_changed = True
+        log.error(
+            "the weights of %s changed in memory: %s; it answers nothing until the server is "
+            "restarted",
+            self._model,
+            ", ".join(f"{each.tensor} bytes {each.first} to {each.last}" for each in changed),
+        )
+        error = WeightsChanged(
+            f"The weights of {self._model} changed in memory, so this answer may be wrong; send "
+            "the request to another server."
+        )
+        return self._scheduler.fail_all(error) + self.look()
 
     def _observe(self) -> tuple[Fault, ...]:
         events = self._manager.drain_events()
@@ -61,7 +125,7 @@ class Auditor:
             self._ledger.observe(events)
         counts = self._ledger.drain()
         if counts.sealed or counts.verified:  # in most steps neither
-            self._counts += counts
+            self._counts = replace(self._counts, blocks=self._counts.blocks + counts)
             self._ever += replace(counts, faults=())
         return counts.faults
 

@@ -21,15 +21,17 @@ from model.config import EncoderDecoderConfig, ModelConfig
 from model.encoder_decoder import EncoderDecoder
 from model.encodings.base import EncodingError, create
 from model.encodings.rope import RoPE
+from model.fixed import fixed_tensors
 from model.kernels.build import Kernels
 from model.loading import Checkpoint, CheckpointError
 from model.positional_work import PositionalWork
+from model.seals import Seals
 from server import listen, placement
 from server.app import create_app, own_version
 from server.async_engine import AsyncEngine
 from server.banner import ModelFacts, banner
 from server.cache_plan import CachePlanner
-from server.config import ServerConfig
+from server.config import ModelOptions, ModelSource, ServerConfig
 from server.decoders import Prepared, find_kernels, prepare
 from server.engine import Engine
 from server.errors import CommandError
@@ -42,13 +44,16 @@ from server.pass_timer import TimedDecoder
 from server.plan import Limits
 from server.position_meter import PositionMeter, no_cost
 from server.protocol import Server, uvicorn_config
+from server.terminal import discard_output
 from server.threads import end_idle_threads
 from server.warm_up import warm_up
-from server.wiring import wired
+from server.wiring import sums_by, wired
 
 log = getLogger(__name__)
 
 ENGINE_FAILED = 70  # exit status, at which a supervisor should start a fresh process
+# Between two looks at memory while nobody asks: at all weights within 1,024 of these, in 9 minutes.
+IDLE_S = 0.5
 LONE_FACTOR = 2  # 4 made a prompt of 2,000 tokens no faster on a CPU
 
 
@@ -112,6 +117,7 @@ def engine_of(
         metrics.observe_step,
         on_failure=on_failure,
         max_mutated_blocks=config.cache.max_mutated_blocks,
+        idle_s=None if config.cache.audit == "off" else IDLE_S,
         defects=[model.defect for model in loaded if model.defect is not None],
     )
 
@@ -120,16 +126,29 @@ def load_models(config: ServerConfig, metrics: Metrics) -> list[Loaded]:
     """Every configured model, loaded and warmed up. Raises CommandError, with one sentence."""
     device = placement.pick_device(config.loading.device)
     kernels = find_kernels(device)
-    try:
-        prepared = [prepare(config.loading, source, device, kernels) for source in config.models]
-    except (CheckpointError, EncodingError, NoBackend) as error:
-        raise CommandError(str(error)) from error
+    prepared = [_prepared(config.loading, source, device, kernels) for source in config.models]
     placement.return_freed_memory()
     # Only now is it known how much memory the weights of all models leave.
     free = placement.free_memory(device)
     loaded = [_complete(config, model, device, free, metrics, kernels) for model in prepared]
     end_idle_threads()  # from here on only the engine's thread computes
     return loaded
+
+
+def _prepared(
+    loading: ModelOptions, source: ModelSource, device: torch.device, kernels: Kernels | str
+) -> Prepared:
+    try:
+        return prepare(loading, source, device, kernels)
+    except (CheckpointError, EncodingError, NoBackend) as error:
+        raise CommandError(str(error)) from error
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not placement.is_out_of_memory(error):
+            raise
+        raise CommandError(
+            f"the {device.type} does not have enough memory for the weights of {source.name}; free "
+            "some, or serve it with --dtype bfloat16 or a smaller model"
+        ) from error
 
 
 def _complete(
@@ -142,6 +161,9 @@ def _complete(
 ) -> Loaded:
     """Give the model its share of the memory and an engine."""
     shape, name, block_size = model.checkpoint.config, model.name, config.cache.block_size
+    audit = Audit(config.cache.audit)
+    # Before anything is computed with them.
+    weights = Seals({} if audit is Audit.OFF else fixed_tensors(model.decoder), sums_by(kernels))
     budget, sharers = config.cache.kv_memory, len(config.models)
     # An encoder-decoder keeps prompt and answer apart, each in blocks of its own.
     sides = 2 if isinstance(shape, EncoderDecoderConfig) else 1
@@ -184,7 +206,8 @@ def _complete(
         limits,
         _meter(model, context, block_size),
         kernels,
-        audit=Audit(config.cache.audit),
+        audit=audit,
+        weights=weights,
         drain_times=decoder.drain,
         ahead=device.type == "cuda",
     )
@@ -246,7 +269,7 @@ def _allocate(
 ) -> KVCache:
     try:
         return KVCache(shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
-    except RuntimeError as error:  # torch raises it when out of memory, on every device
+    except (OSError, RuntimeError) as error:  # out of memory: torch's error, on every device
         size = blocks * block_size * bytes_per_token(shape, dtype)
         raise CommandError(
             f"the {device.type} does not have enough memory for a cache of {size:,} bytes; lower "
@@ -363,7 +386,11 @@ def _announce(config: ServerConfig, models: Sequence[ModelFacts], url: str) -> N
         uds=config.uds,
         certificate=config.ssl_certfile,
     )
-    print(text, flush=True)
+    try:
+        print(text, flush=True)
+    except OSError as error:  # the disk is full, or whoever read it has left
+        log.warning("standard output cannot be written: %s", error.strerror)
+        discard_output()
 
 
 async def _serve(server: Server, listener: socket.socket, announce: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -209,7 +209,14 @@ def typed_lines(history: Path) -> Iterator[str]:
         else:
             event.app.exit(exception=EOFError)
 
-    kept: History = FileHistory(history) if _made_private(history) else InMemoryHistory()
+    class Lossy(FileHistory):
+        """On a full disk the line counts and the file lacks it."""
+
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):
+                super().store_string(string)
+
+    kept: History = Lossy(str(history)) if _made_private(history) else InMemoryHistory()
     session: PromptSession[str] = PromptSession(history=kept, key_bindings=keys)
     while True:
         try:

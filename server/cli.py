@@ -4,6 +4,7 @@ Imports no torch before a command needs it, so that --help and version answer at
 """
 
 import argparse
+import errno
 import gc
 import io
 import logging
@@ -33,6 +34,7 @@ from server.family_options import HELP as FAMILY_HELP
 from server.family_options import add_family_commands
 from server.options import add_options, nearest, refuse_unknown
 from server.serve_options import DEFAULT_MODEL, SERVE_OPTIONS
+from server.terminal import discard_output
 from server.versions import installed
 
 EXAMPLES = """\
@@ -376,7 +378,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ropewalk: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # the reader, such as head, has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
+        return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        discard_output()
+        print("ropewalk: no space is left on a disk; free some and try again", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -103,6 +103,11 @@ class Engine:
         """
         return self._scheduler.holds_context
 
+    @property
+    def weights_changed(self) -> bool:
+        """Whether the model answers nothing any more. May be read from any thread."""
+        return self._auditor.weights_changed
+
     def view(self) -> CacheView:
         """A snapshot of the cache and of who holds its blocks, between two steps."""
         return view(self._manager, self._scheduler, self._auditor.view())
@@ -115,6 +120,9 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Raises ServeError when the request is refused."""
+        refusal = self._auditor.refusal()
+        if refusal is not None:
+            raise refusal
         self._scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -238,9 +246,11 @@ class Engine:
             evicted_blocks=evicted_after - evicted,
             flushed_blocks=flushed,
             blocks=self._manager.counts(),
-            sealed_blocks=audit.sealed,
-            verified_blocks=audit.verified,
-            mutated_entries=audit.mutated,
+            sealed_blocks=audit.blocks.sealed,
+            verified_blocks=audit.blocks.verified,
+            mutated_entries=audit.blocks.mutated,
+            verified_weights=audit.verified_weights,
+            changed_weights=audit.changed_weights,
             shifts=plan.shifts,
             forks=plan.forks,
             prefill_work=now.spent[0],

@@ -153,6 +153,14 @@ class Families:
             "together because a checksum does not show which of them changed; always 0 unless the "
             "memory or this program is faulty.",
         )
+        self.weights_verified = self._counter(
+            "weights_verified_bytes", "Bytes of weights compared with their checksum."
+        )
+        self.weights_changed = self._counter(
+            "weights_changed",
+            "Pieces of weights whose checksum no longer matched; after the first the model answers "
+            "nothing. Always 0 unless the memory or this program is faulty.",
+        )
         self.stale = self._counter(
             "kv_stale_entries",
             "Keys and values that an operation should have changed but did not; always 0 unless "

@@ -57,6 +57,8 @@ class ModelMetrics:
         self._sealed = child(families.sealed)
         self._verified = child(families.verified)
         self._mutated = child(families.mutated)
+        self._weights_verified = child(families.weights_verified)
+        self._weights_changed = child(families.weights_changed)
         self._stale = child(families.stale)
         self._shifts = {outcome: child(families.shifts, outcome) for outcome in OUTCOMES}
         self._shift_seconds = child(families.shift_seconds)
@@ -111,6 +113,8 @@ class ModelMetrics:
             (self._sealed, stats.sealed_blocks),
             (self._verified, stats.verified_blocks),
             (self._mutated, stats.mutated_entries),
+            (self._weights_verified, stats.verified_weights),
+            (self._weights_changed, stats.changed_weights),
             (self._extrapolated, stats.extrapolated_tokens),
         ):
             if amount:

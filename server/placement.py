@@ -4,6 +4,7 @@ Decides from the configuration and the hardware; loads nothing.
 """
 
 import ctypes
+import errno
 import os
 from contextlib import suppress
 from logging import getLogger
@@ -129,6 +130,14 @@ def free_memory(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
     machine = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(min([machine, *_left_to_container()]) * CPU_SHARE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, the system or torch says that memory ran out."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    torch_says = "DefaultCPUAllocator" in str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or torch_says
 
 
 def _cores_of_container() -> list[int]:

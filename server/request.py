@@ -8,7 +8,9 @@ ServeError
 ├── QueueFull            429
 ├── RequestFailed        500
 │   ├── NumericalError   500
-│   └── CacheChanged     500
+│   ├── CacheChanged     500
+│   └── WeightsChanged   503
+├── ModelWithdrawn       503
 └── ShuttingDown         503
 """
 
@@ -82,6 +84,22 @@ class CacheChanged(RequestFailed):
     """Cached entries that the answer depends on changed in memory; a retry starts afresh."""
 
     code = "cache_changed"
+
+
+class WeightsChanged(RequestFailed):
+    """The model's weights changed in memory while it computed the answer."""
+
+    status = 503
+    code = "weights_changed"
+    retry_after = RESTART_SECONDS
+
+
+class ModelWithdrawn(ServeError):
+    """The model answers nothing any more: its weights have changed in memory."""
+
+    status = 503
+    code = "model_withdrawn"
+    retry_after = RESTART_SECONDS
 
 
 class ShuttingDown(ServeError):
@@ -287,6 +305,8 @@ class StepStats:
     sealed_blocks: int = 0
     verified_blocks: int = 0
     mutated_entries: int = 0  # of the layers and parts of blocks that changed
+    verified_weights: int = 0  # bytes
+    changed_weights: int = 0  # pieces of weights whose checksum no longer matched
     shifts: tuple[ContextShift, ...] = ()
     forks: tuple[OpReport, ...] = ()
     prefill_work: PositionalWork = NO_WORK  # before a request's first token

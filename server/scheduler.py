@@ -140,6 +140,12 @@ class Scheduler:
                 )
         return None
 
+    def fail_all(self, error: ServeError) -> list[TokenEvent]:
+        """`fail` for every request there is, those included that finished in this very step."""
+        ids = [*self._running, *self._waiting, *(ended for ended, _ in self._ended)]
+        ends = [self.fail(request_id, error) for request_id in dict.fromkeys(ids)]
+        return [end for end in ends if end is not None]
+
     def runs(self, request: Request) -> bool:
         """Whether it holds blocks; another request may have its id."""
         return self._running.get(request.id) is request

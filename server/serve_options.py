@@ -223,8 +223,9 @@ SERVE_OPTIONS = (
     Option(
         "--audit",
         "cache",
-        "verify by checksum that cached blocks do not change: off; sample: each block when it is "
-        "shared or released, and one more per step; full: all blocks in every step, which is slow",
+        "verify by checksum that cached blocks and weights do not change: off; sample: each block "
+        "when it is shared or released, and in every step one more and 1/1024 of the weights; "
+        "full: in every step all blocks and 1/16 of the weights, which is slow",
         choice("off", "sample", "full"),
         "sample",
         metavar="HOW",

@@ -1,5 +1,6 @@
 """Terminal output: messages and bars for slow work, counted nouns, aligned columns, line width."""
 
+import os
 import shutil
 import sys
 import threading
@@ -49,6 +50,11 @@ def bar_if_long(text: str, total: int, unit: str) -> "tqdm[None]":
         disable=None,  # unless standard error is a terminal
         file=sys.stderr,
     )
+
+
+def discard_output() -> None:
+    """Drop whatever standard output holds or gets: at its end, Python tries again to write it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def counted(count: int, noun: str) -> str:

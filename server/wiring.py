@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cache.kv import KVCache
-from cache.ledger import Ledger, fold_sums
+from cache.ledger import FoldSums, Ledger, fold_sums
 from cache.manager import CacheManager
 from cache.operations import Operations
 from cache.terms import Audit
@@ -13,6 +13,7 @@ from model.kernels.build import Kernels
 from model.kernels.sampler import KernelSampler
 from model.replay import Forward
 from model.sampler import Sampler
+from model.seals import Seals
 from server.auditing import Auditor
 from server.engine import Engine
 from server.plan import Limits
@@ -34,6 +35,11 @@ class Wired:
     meter: PositionMeter
 
 
+def sums_by(kernels: Kernels | str) -> FoldSums:
+    """The fastest way to compute checksums."""
+    return kernels.fold_sums if isinstance(kernels, Kernels) else fold_sums
+
+
 def wired(
     name: str,
     forward: Forward,
@@ -45,20 +51,20 @@ def wired(
     kernels: Kernels | str,
     *,
     audit: Audit = Audit.SAMPLE,
+    weights: Seals | None = None,
     drain_times: Callable[[], tuple[PassTimes, ...]] = tuple,
     ahead: bool = False,
 ) -> Wired:
     """An engine that uses all of `kv`, whose blocks `manager` allocates.
 
     name: the model's. rules: each layer's encoding. kernels: the CPU kernels, or why there are
-    none. ahead: whether a step is launched before the previous one's tokens are waited for.
+    none. weights: their checksums, which are verified as `audit` says. ahead: whether a step is
+    launched before the previous one's tokens are waited for.
     """
-    sums, sampler = fold_sums, Sampler()
-    if isinstance(kernels, Kernels):
-        sums, sampler = kernels.fold_sums, KernelSampler(kernels)
-    ledger = Ledger(kv, audit, sums)
+    sampler = KernelSampler(kernels) if isinstance(kernels, Kernels) else Sampler()
+    ledger = Ledger(kv, audit, sums_by(kernels))
     scheduler = Scheduler(manager, limits, Operations(manager, kv, rules, ledger))
-    auditor = Auditor(name, ledger, manager, scheduler)
+    auditor = Auditor(name, ledger, manager, scheduler, weights)
     runner = Runner(forward, kv, manager, sampler)
     launch = runner.launch if ahead else None
     engine = Engine(

@@ -101,6 +101,10 @@ class ALiBi(PositionalEncoding):
             device=device,
         )
 
+    def fixed_tensors(self) -> dict[str, torch.Tensor]:
+        tensors = {"slopes": self.slopes}
+        return tensors if self.by_key is None else tensors | {"by_key": self.by_key}
+
     def score_bias(self) -> LinearBias | KeyBias:
         return LinearBias(self.slopes) if self.by_key is None else KeyBias(self.by_key)
 

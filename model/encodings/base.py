@@ -143,6 +143,13 @@ class PositionalEncoding(nn.Module):
     def freeze(self) -> None:
         """Called once after the parameters are loaded, to compute what depends on them."""
 
+    def fixed_tensors(self) -> dict[str, Tensor]:
+        """Tensors besides parameters that hooks read and nothing changes after `freeze`.
+
+        The server checks from time to time that their bytes, and those of parameters, are the same.
+        """
+        return {}
+
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: token embeddings [T, width]."""
         return x

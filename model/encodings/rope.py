@@ -137,6 +137,12 @@ class RoPE(PositionalEncoding):
     def usual_options(cls, config: ModelConfig) -> dict[str, Any]:
         return {"base": 10000.0, "width": config.head_dim, "layout": "half"}
 
+    def fixed_tensors(self) -> dict[str, Tensor]:
+        tensors = {"cos": self.cos, "sin": self.sin, "frequencies": self.frequencies}
+        if self.left is not None:
+            tensors |= {"left.cos": self.left.cos, "left.sin": self.left.sin}
+        return tensors
+
     def frequencies_at(self, length: int) -> Tensor:
         """[width / 2] radians per position that the published model uses at this length.
 

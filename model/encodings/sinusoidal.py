@@ -121,6 +121,9 @@ class Sinusoidal(PositionalEncoding):
     def usual_options(cls, config: ModelConfig) -> dict[str, Any]:
         return {"layout": "interleaved"}
 
+    def fixed_tensors(self) -> dict[str, Tensor]:
+        return {"table": self.table}
+
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         return (x + self.table[positions]).to(x.dtype)
 

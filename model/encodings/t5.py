@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.encodings.base import (
@@ -183,6 +183,9 @@ class T5(PositionalEncoding):
         if self.form == "window":
             weight = weight - weight[-1]
         self.table.copy_(weight.float()[self.bucket].t())
+
+    def fixed_tensors(self) -> dict[str, Tensor]:
+        return {} if self.layers else {"table": self.table}
 
     def score_bias(self) -> TableBias | None:
         """None when every layer has its own: see `for_layer`."""

@@ -40,6 +40,10 @@ class TritonStore:
         # Imported by name, and only here: machines without a GPU have no Triton.
         self.kernels = import_module("model.kernels.triton_store")
 
+    def fixed_tensors(self) -> dict[str, Tensor]:
+        """See model/fixed.py."""
+        return {} if self.tables is None else self.tables.fixed_tensors()
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         tables = self.tables
         rows, kv_heads, head_dim = k.shape

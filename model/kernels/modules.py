@@ -61,6 +61,11 @@ class PanelLinear(nn.Module):
         self.outputs, self.inputs = weight.shape
         self.bias = None if linear.bias is None else order(linear.bias.float())
 
+    def fixed_tensors(self) -> dict[str, Tensor]:
+        """See model/fixed.py."""
+        held = {"panels": self.panels, "scale": self.scale, "bias": self.bias}
+        return {name: tensor for name, tensor in held.items() if tensor is not None}
+
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.linear(self.arguments(), x)
 
@@ -114,6 +119,10 @@ class RotationTables:
         self.key_frame = rope.key_frame
         self.cos, self.sin = rope.cos.contiguous(), rope.sin.contiguous()
         self.interleaved = rope.layout == "interleaved"
+
+    def fixed_tensors(self) -> dict[str, Tensor]:
+        """See model/fixed.py."""
+        return {"cos": self.cos, "sin": self.sin}
 
     @staticmethod
     def can_stand_for(encoding: PositionalEncoding, head_dim: int) -> TypeGuard[RoPE]:

@@ -64,6 +64,10 @@ class OneCall:
         self._embeds = (adds_nothing or vectors is not None) and decoder.embed_norm is None
         self._told: _Told | None = None
 
+    def fixed_tensors(self) -> dict[str, Tensor]:
+        """See model/fixed.py; the layers, the norm and the head tell of their own."""
+        return {"embedding": self._embedding}
+
     def __call__(self, decoder: Decoder, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Raises IndexError for a token that is not in the vocabulary."""
         if batch.coming is not None:

@@ -16,6 +16,7 @@ SCENARIOS = {
         {
             "kv_mutated_entries_total": "0x30",
             "kv_stale_entries_total": "0x30",
+            "weights_changed_total": "0x30",
             "kv_blocks{state='quarantined'}": "0x30",
             "kv_rewritten_entries_total{cause='context_shift'}": "0x30",
             "cache_parity_max_abs_error": "0.00007x30",
@@ -24,6 +25,7 @@ SCENARIOS = {
         },
     ),
     "mutated": (["RopewalkEntriesMutated"], {"kv_mutated_entries_total": "0x12 64x20"}),
+    "weights changed": (["RopewalkWeightsChanged"], {"weights_changed_total": "0x12 1x20"}),
     "stale": (["RopewalkStaleEntries"], {"kv_stale_entries_total": "0x12 64x20"}),
     "rewritten": (
         ["RopewalkRewrittenInPlainDecoding"],

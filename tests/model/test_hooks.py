@@ -159,6 +159,16 @@ def test_work_and_capability():
     assert "capability returns str" in said(with_hooks(capability=lambda self, *given: "free"))
 
 
+@pytest.mark.parametrize("whose", ["own", "of a layer"])
+def test_fixed_tensors(whose):
+    wrong = with_hooks(fixed_tensors=lambda self: {"table": [1.0]})
+    if whose == "of a layer":
+        layer = wrong
+        wrong = with_hooks(for_layer=lambda self, index: layer if index == 2 else self)
+    assert "fixed_tensors, for 'table', returns list, not Tensor" in said(wrong)
+    assert "fixed_tensors returns list" in said(with_hooks(fixed_tensors=lambda self: []))
+
+
 def test_layers_of_their_own_are_looked_at():
     wrong = rotates(lambda q, k, at: (q, k[:1]))
     own = with_hooks(for_layer=lambda self, layer: wrong if layer == 2 else self)

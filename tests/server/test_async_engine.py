@@ -164,11 +164,12 @@ async def test_a_thread_that_is_stuck_does_not_keep_the_process(monkeypatch, cap
     await asyncio.to_thread(running._thread.join)
 
 
-async def test_a_failing_thread_tells_everybody(caplog):
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, SystemExit, KeyboardInterrupt])
+async def test_a_failing_thread_tells_everybody(kind, caplog):
     engine, _ = make_engine(slowly)
 
     def broken():
-        raise RuntimeError("state is lost")
+        raise kind("state is lost")
 
     told = threading.Event()
     running, _ = started(engine, on_failure=told.set)
@@ -204,6 +205,59 @@ async def test_a_step_that_never_ends_is_not_alive(monkeypatch):
     await task
     await asyncio.sleep(0.01)
     assert running.alive  # idle is no stall
+    await running.stop()
+
+
+async def test_a_step_that_never_ends_is_the_end(monkeypatch, caplog):
+    monkeypatch.setattr(async_engine, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(async_engine, "WATCH_SECONDS", 0.05)
+    release, told = threading.Event(), threading.Event()
+
+    def stuck(batch, kv):
+        release.wait(5)
+        return counting(batch, kv)
+
+    engine, _ = make_engine(stuck)
+    running, _ = started(engine, on_failure=told.set)
+    await asyncio.sleep(0.3)
+    assert running.failure is None  # idle is no stall
+    with pytest.raises(ShuttingDown, match="stuck"):
+        await collect(running, make_request("a", [1]))
+    assert told.is_set() and "stuck in a step" in caplog.text
+    with pytest.raises(ShuttingDown, match="stuck"):
+        await collect(running, make_request("b", [1]))
+    began = time.monotonic()
+    await running.stop()  # does not wait for it again
+    assert time.monotonic() - began < 1
+    release.set()
+    await asyncio.to_thread(running._thread.join)
+    assert running.failure == "The engine is stuck; the server must be restarted."
+
+
+async def test_steps_that_are_slow_but_end_are_no_stall(monkeypatch):
+    """As after the whole process was stopped for a while: the step that lasted ends then."""
+    monkeypatch.setattr(async_engine, "STALL_SECONDS", 0.01)
+    monkeypatch.setattr(async_engine, "WATCH_SECONDS", 0.3)
+
+    def slow(batch, kv):
+        time.sleep(0.15)
+        return counting(batch, kv)
+
+    engine, _ = make_engine(slow)
+    running, _ = started(engine)
+    events = await collect(running, make_request("a", [1], max_tokens=6))
+    assert [event.token for event in events] == [2, 3, 4, 5, 6, 7]
+    assert running.failure is None
+    await running.stop()
+
+
+async def test_idle_engines_are_stepped_now_and_then():
+    engine, _ = make_engine()
+    running, seen = started(engine, idle_s=0.01)
+    while len(seen) < 5:
+        await asyncio.sleep(0.005)
+    events = await collect(running, make_request("a", [1]))
+    assert [event.token for event in events] == [2, 3, 4, 5, 6]
     await running.stop()
 
 

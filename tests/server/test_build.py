@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from cache.huge_pages import HugePages
 from model.encodings.rope import RoPE
 from model.kernels.build import Kernels
 from model.kernels.library import NoKernels
@@ -67,6 +68,35 @@ def test_a_tokenizer_larger_than_the_embedding(folder, tmp_path):
     while loaded.engine.busy:
         loaded.engine.step()
     assert request.tokens[3:] == [259] * 8
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        lambda: bytearray(1 << 60),
+        lambda: torch.empty(1 << 50),
+        lambda: HugePages().empty(1 << 50, dtype=torch.uint8),
+    ],
+)
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [("load_decoder", "for the weights of m"), ("substitute", "for the weights of m")],
+)
+def test_memory_that_runs_out_while_loading_is_one_sentence(
+    where, what, taken, folder, monkeypatch
+):
+    monkeypatch.setattr(decoders, where, lambda *given: taken())
+    with pytest.raises(CommandError, match=f"not have enough memory {what}; free some"):
+        load(f"m={folder}", *SMALL)
+
+
+def test_other_failures_while_loading_are_no_lack_of_memory(folder, monkeypatch):
+    def failing(*given):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(decoders, "load_decoder", failing)
+    with pytest.raises(RuntimeError, match="a bug"):
+        load(f"m={folder}", *SMALL)
 
 
 def test_backends_and_dtypes_agree(folder):

@@ -1,12 +1,15 @@
 """The terminal client: streams, remembers, survives refusals, and tells what it cannot do."""
 
+import errno
 import io
 import json
+import os
 import socket
 import stat
 
 import pytest
 from prompt_toolkit.application import create_app_session
+from prompt_toolkit.history import FileHistory
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
@@ -259,6 +262,15 @@ def test_history_lasts_and_is_private(keyboard, tmp_path) -> None:
     keyboard.send_text("\x1b[A\r\x04")  # the line above
     assert list(typed_lines(file)) == ["une question\u00a0?"]
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_history_on_a_full_disk_loses_lines_and_nothing_else(keyboard, tmp_path, monkeypatch):
+    def full(history, string):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(FileHistory, "store_string", full)
+    keyboard.send_text("one\rtwo\r\x04")
+    assert list(typed_lines(tmp_path / "history")) == ["one", "two"]
 
 
 def test_a_conversation_needs_no_history(keyboard, tmp_path) -> None:

@@ -34,11 +34,13 @@ READY_SECONDS = 90
 class Served:
     """`ropewalk serve` on a free port; its log is kept in a file."""
 
-    def __init__(self, model: Path, folder: Path, *flags: str) -> None:
+    def __init__(
+        self, model: Path, folder: Path, *flags: str, program: str = "server", **environ: str
+    ) -> None:
         self.log = folder / "server.log"
-        command = [sys.executable, "-m", "server", "serve", f"m={model}", "--port", "0", *flags]
+        command = [sys.executable, "-m", program, "serve", f"m={model}", "--port", "0", *flags]
         # What it imports and how OpenMP waits is logged, too.
-        env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1", "OMP_DISPLAY_ENV": "verbose"}
+        env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1", "OMP_DISPLAY_ENV": "verbose"} | environ
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
         self.port = self._wait()

@@ -70,7 +70,7 @@ def test_every_family_of_the_reference_is_there():
         "extrapolated_tokens", "context_shifts", "context_shift_seconds", "context_shift_tokens",
         "decode_step_seconds", "timed_steps", "forward_seconds", "attention_seconds",
         "position_seconds", "cache_parity_max_abs_error", "cache_parity_tolerance", "build_info",
-        "http_requests",
+        "http_requests", "weights_verified_bytes", "weights_changed",
     }  # fmt: skip
     own = {name for name in families(metrics_of_toy()) if not name.startswith("process_")}
     assert own == {f"ropewalk_{name}" for name in names}

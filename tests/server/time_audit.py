@@ -43,8 +43,9 @@ class Timed(Auditor):
     def sample(self):
         began = time.process_time()
         self._ledger.sample()  # what `look` takes is counted there
+        ends = self._weigh()
         self.seconds += time.process_time() - began
-        return self.look()
+        return ends + self.look()
 
 
 class Arm:
@@ -55,7 +56,8 @@ class Arm:
         (loaded,) = load_models(configured("smollm2", *flags), Metrics())
         self.engine: Engine = loaded.engine
         old = self.engine._auditor
-        self.auditor = Timed(old._model, old._ledger, old._manager, old._scheduler)
+        parts = (old._model, old._ledger, old._manager, old._scheduler, old._weights)
+        self.auditor = Timed(*parts)
         self.engine._auditor = self.auditor
         self.random = random.Random(0)
         self.submitted = self.tokens = self.verified = 0

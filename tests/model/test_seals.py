@@ -1,0 +1,324 @@
+"""Checksums of weights: what they cover, that any change is seen, and that nothing else is."""
+
+import ctypes
+import random
+from dataclasses import fields, is_dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from cache.ledger import fold_sums
+from cache.manager import CacheManager
+from cache.terms import Audit
+from model import seals
+from model.attention.cpu import CpuBackend
+from model.attention.sdpa import SdpaAttention
+from model.encodings.t5 import T5
+from model.fixed import fixed_tensors
+from model.kernels.substitutes import substitute
+from model.linear import Int8Linear, quantize
+from model.loading import open_checkpoint
+from model.seals import CHUNK, PORTIONS, STEPS, Changed, Seals
+from server.plan import Limits
+from server.position_meter import PositionMeter
+from server.request import Overflow
+from server.wiring import wired
+from tests.model.checkpoints import save
+from tests.model.encoder_decoders import loaded, random_model, t5
+from tests.model.running import new_cache
+from tests.model.tiny import ENCODINGS, tiny
+from tests.server.fake_engine import make_request
+
+
+def flip(tensor, byte=0, bit=0):
+    """One bit of the memory that the tensor occupies, wherever its strides lead."""
+    ctypes.c_uint8.from_address(tensor.data_ptr() + byte).value ^= 1 << bit
+
+
+def found(sealed):
+    """What turns up when each portion is looked at once."""
+    return list(sealed.verify(sealed.portions)[1])
+
+
+def on_kernels(encoding, kernels, bits, dtype=torch.float32):
+    """A tiny decoder as the server computes it on a CPU, with weights of so many bits."""
+    decoder = tiny(encoding, CpuBackend(kernels), dtype)
+    if bits < 16:
+        quantize(decoder, bits)
+    substitute(decoder, kernels, dtype)
+    return decoder
+
+
+@pytest.fixture(scope="module")
+def t5_folder(tmp_path_factory):
+    return save(random_model(t5()), tmp_path_factory.mktemp("t5"))
+
+
+def encoder_decoder(folder, kernels=None):
+    checkpoint = open_checkpoint(folder)
+    if kernels is None:
+        return loaded(checkpoint)
+    decoder = loaded(checkpoint, backend=CpuBackend(kernels))
+    substitute(decoder, kernels, torch.float32)
+    return decoder
+
+
+# ----------------------------------------------------------------- any change of any tensor
+
+
+@pytest.mark.parametrize("sums", ["defined", "compiled"])
+@pytest.mark.parametrize("size", [1, 7, 8, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 3])
+def test_the_first_the_last_and_any_byte(size, sums, kernels):
+    tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    held = {"other": torch.zeros(3), "it": tensor}
+    sealed = Seals(held, kernels.fold_sums if sums == "compiled" else fold_sums)
+    assert found(sealed) == []
+    for byte in {0, size // 2, size - 1}:
+        tensor[byte] ^= 1 << 7
+        (fault,) = found(sealed)
+        assert fault.tensor == "it"
+        assert fault.first <= byte <= fault.last < size
+        assert fault.last - fault.first < CHUNK
+        tensor[byte] ^= 1 << 7
+    assert found(sealed) == []
+
+
+def test_large_weights_take_no_more_steps(monkeypatch):
+    monkeypatch.setattr(seals, "CHUNK", 64)
+    monkeypatch.setattr(seals, "START", 64)
+    sizes = [1 << 20, 7, 200_000, 64, 1, 333_333] + [100] * 50
+    sealed = Seals({str(n): torch.zeros(size, dtype=torch.int8) for n, size in enumerate(sizes)})
+    assert PORTIONS // 2 < sealed.portions <= PORTIONS
+    looked = [sealed.verify()[0] for _ in range(4 * sealed.portions)]
+    assert sum(looked) == 4 * sum(sizes)
+    assert max(looked) <= 4 * 2 * sum(sizes) / sealed.portions
+    assert STEPS - PORTIONS >= seals.TOGETHER
+
+
+def test_nothing_and_empty_tensors_are_sound():
+    assert Seals({}).verify() == (0, ())
+    assert Seals({"empty": torch.empty(0, 4)}).verify(64) == (0, ())
+
+
+@pytest.mark.parametrize(
+    "of", [lambda x: x.t(), lambda x: x[:, 1:3], lambda x: x[3:], lambda x: x[0].expand(5, 8)]
+)
+def test_a_tensor_is_sealed_where_it_lies(of):
+    base = torch.randn(8, 8)
+    view = of(base)
+    sealed = Seals({"view": view})
+    flip(view, byte=2)
+    assert [fault.tensor for fault in found(sealed)] == ["view"]
+
+
+def test_other_devices_are_looked_at_less_often_and_more_at_once(monkeypatch):
+    monkeypatch.setattr(seals, "TOGETHER", seals.TOGETHER_ELSEWHERE)
+    monkeypatch.setattr(seals, "START", 8)
+    tensors = {str(n): torch.zeros(16) for n in range(500)}
+    sealed = Seals(tensors)
+    together = seals.TOGETHER_ELSEWHERE
+    assert sealed.portions > 2 * together
+    flip(tensors["499"])
+    looked = [sealed.verify() for _ in range(sealed.portions + together)]
+    assert [bool(bytes_) for bytes_, _ in looked[: 2 * together]] == (
+        [False] * (together - 1) + [True]
+    ) * 2
+    assert {fault.tensor for _, faults in looked for fault in faults} == {"499"}
+
+
+# ------------------------------------------------------------------------ what a model holds
+
+UNREAD = {(T5, "bucket")}  # by any pass: `freeze` reads it, once
+
+
+def tensors_in(holder, path="", seen=None):
+    """Every tensor that can be reached from an object, with what holds it: (path, tensor)."""
+    seen = set() if seen is None else seen
+    if id(holder) in seen or isinstance(holder, str | bytes | type):
+        return
+    seen.add(id(holder))
+    if isinstance(holder, torch.Tensor):
+        yield path, holder
+    elif isinstance(holder, dict):
+        for key, value in holder.items():
+            yield from tensors_in(value, f"{path}.{key}", seen)
+    elif isinstance(holder, list | tuple | set | frozenset):
+        for index, value in enumerate(holder):
+            yield from tensors_in(value, f"{path}.{index}", seen)
+    else:
+        parts = dict(getattr(holder, "__dict__", {}))
+        if is_dataclass(holder):
+            parts |= {field.name: getattr(holder, field.name) for field in fields(holder)}
+        for name, value in parts.items():
+            if name in ("kernels", "_kernels"):  # not the model's: a library's
+                continue
+            if any(isinstance(holder, kind) and name == own for kind, own in UNREAD):
+                continue
+            yield from tensors_in(value, f"{path}.{name}", seen)
+
+
+def unsealed(model):
+    """Tensors that the model holds outside the memory of the fixed ones."""
+    fixed = fixed_tensors(model).values()
+    ranges = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in fixed]
+    return [
+        path
+        for path, tensor in tensors_in(model)
+        if tensor.numel() and not any(first <= tensor.data_ptr() < last for first, last in ranges)
+    ]
+
+
+def test_the_search_for_tensors_finds_one_that_is_not_sealed():
+    decoder = tiny("rope")
+    decoder.layers[1].attention.scratch = [{"deep": torch.zeros(3)}]
+    assert unsealed(decoder) == ["._modules.layers._modules.1._modules.attention.scratch.0.deep"]
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("encoding", sorted(set(ENCODINGS) - {"table", "fire"}))  # foreign ones
+def test_whatever_a_decoder_on_kernels_holds_is_sealed(encoding, bits, kernels):
+    assert unsealed(on_kernels(encoding, kernels, bits)) == []
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_whatever_a_decoder_without_kernels_holds_is_sealed(bits):
+    decoder = tiny("rope-block", SdpaAttention, torch.float32)
+    if bits < 16:
+        quantize(decoder, bits)
+    assert unsealed(decoder) == []
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_whatever_an_encoder_decoder_holds_is_sealed(compiled, t5_folder, kernels):
+    model = encoder_decoder(t5_folder, kernels if compiled else None)
+    assert unsealed(model) == []
+    names = fixed_tensors(model)
+    assert "encoding.table" in names and "encoder.encoding.table" in names
+
+
+def test_tied_weights_are_sealed_once():
+    decoder = tiny("nope", tied_embeddings=True)
+    names = fixed_tensors(decoder)
+    assert "embed.weight" in names and "head.weight" not in names
+
+
+PLACES = {
+    "embedding": ("rope", 16, "embed.weight"),
+    "packed weights": ("rope", 16, "layers.1.attention.qkv.panels"),
+    "packed gate": ("alibi", 16, "layers.2.mlp.gate_up.panels"),
+    "8 bits": ("rope", 8, "layers.0.mlp.down.panels"),
+    "scales": ("rope", 8, "head.scale"),
+    "4 bits": ("rope", 4, "layers.0.attention.out.panels"),
+    "norm": ("rope", 16, "layers.2.mlp_norm.weight"),
+    "last norm": ("nope", 16, "norm.weight"),
+    "cosines": ("rope", 16, "encoding.cos"),
+    "sines": ("rope-scaled", 16, "encoding.sin"),
+    "left to attention": ("rope-block-scaled", 16, "encoding.left.sin"),
+    "slopes": ("alibi", 16, "encoding.slopes"),
+    "rounded slopes": ("alibi-rounded", 16, "encoding.by_key"),
+    "relative biases": ("t5", 16, "encoding.table"),
+    "of a layer": ("t5-per-layer", 16, "encoding.layers.1.table"),
+    "positions": ("learned", 16, "encoding.table"),
+    "sinusoids": ("sinusoidal", 16, "encoding.table"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_flipped_bit_of_what_kernels_read_is_seen(place, kernels):
+    encoding, bits, name = PLACES[place]
+    tensors = fixed_tensors(on_kernels(encoding, kernels, bits))
+    sealed = Seals(tensors, kernels.fold_sums)
+    flip(tensors[name], byte=tensors[name].nbytes // 2, bit=3)
+    (fault,) = found(sealed)
+    assert fault == Changed(name, 0, min(tensors[name].nbytes, CHUNK) - 1)
+
+
+def test_a_flipped_bit_of_8_bit_weights_that_no_kernel_packed_is_seen():
+    decoder = tiny("rope", SdpaAttention, torch.float32)
+    quantize(decoder)
+    sealed = Seals(fixed_tensors(decoder))
+    linear = decoder.layers[1].mlp.down
+    assert isinstance(linear, Int8Linear)
+    for part in ("rounded", "scale", "rest", "power"):
+        flip(getattr(linear, part), byte=5)
+        assert [fault.tensor for fault in found(sealed)][:1] == [f"layers.1.mlp.down.{part}"]
+        flip(getattr(linear, part), byte=5)
+
+
+@pytest.mark.parametrize("name", ["encoder.encoding.table", "encoding.table", "layers.0.cross.kv"])
+def test_a_flipped_bit_of_either_side_of_an_encoder_decoder_is_seen(name, t5_folder, kernels):
+    tensors = fixed_tensors(encoder_decoder(t5_folder, kernels))
+    (held,) = [each for each in tensors if each.startswith(name)]
+    sealed = Seals(tensors, kernels.fold_sums)
+    flip(tensors[held], byte=9)
+    assert [fault.tensor for fault in found(sealed)] == [held]
+
+
+# ---------------------------------------------------------------------------- no false alarm
+
+
+class Twice(nn.Module):
+    """Computes with scratch of its own, as a foreign part of a model may."""
+
+    def __init__(self):
+        super().__init__()
+        self.scratch = torch.zeros(4)
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, x):
+        self.scratch += 1
+        self.last += 1
+        return 2 * x
+
+
+def test_scratch_and_buffers_are_not_sealed():
+    assert fixed_tensors(Twice()) == {}
+
+
+@pytest.mark.parametrize(
+    ("encoding", "bits"),
+    [
+        *((encoding, 16) for encoding in ENCODINGS),
+        *((encoding, bits) for encoding in ("rope", "t5", "learned") for bits in (8, 4)),
+    ],
+)
+def test_hundreds_of_steps_with_shifts_change_no_weight(encoding, bits, kernels, one_thread):
+    """Everything is verified in every few steps, on the path that the server takes."""
+    decoder = on_kernels(encoding, kernels, bits)
+    engine = an_engine(decoder, kernels)
+    shifts = changed = verified = 0
+    draw = random.Random(0)
+    for number in range(8):
+        request = make_request(str(number), draw.choices(range(61), k=20), max_tokens=60)
+        request.overflow = Overflow.SHIFT if moves(decoder) else Overflow.REFUSE
+        engine.submit(request)
+        for _ in range(25):
+            stats = engine.step().stats
+            shifts += len(stats.shifts)
+            changed += stats.changed_weights
+            verified += stats.verified_weights
+    assert changed == 0 and not engine.weights_changed
+    assert verified > 20 * sum(each.nbytes for each in fixed_tensors(decoder).values())
+    assert bool(shifts) == moves(decoder)
+
+
+def moves(decoder):
+    return not decoder.encoding.WHY_FIXED
+
+
+def an_engine(decoder, kernels, context=48):
+    kv = new_cache(decoder, 40, 4)
+    made = wired(
+        "tiny",
+        decoder,
+        kv,
+        CacheManager(40, 4),
+        [decoder.encoding.for_layer(layer) for layer in range(decoder.config.layers)],
+        Limits(max_seqs=3, max_step_tokens=64, max_context=context, max_queue=50),
+        PositionMeter(),
+        kernels,
+        audit=Audit.FULL,
+        weights=Seals(fixed_tensors(decoder), kernels.fold_sums),
+    )
+    return made.engine
