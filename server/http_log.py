@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from server.http_errors import error_bytes
 from server.metrics import Metrics
 from server.request import ServeError
 
@@ -65,10 +66,20 @@ class HttpLog:
                 why["reason"] = error.message
             self._write(logging.INFO, exchange, why)
 
-    def unread(self, error: ServeError, request_id: str, client: tuple[str, int] | None) -> None:
-        """Bytes that were refused before they made a request."""
+    def unread(
+        self,
+        error: ServeError,
+        request_id: str,
+        client: tuple[str, int] | None,
+        method: str,
+        path: str,
+    ) -> None:
+        """Bytes that were refused before they made a request. `method`, `path`: - if unknown."""
         where = client[0] if client else "-"
-        self.refused(Exchange(request_id, where, "-", "-", None, error.status, 0.0, 0), error)
+        size = len(error_bytes(error))
+        self.refused(
+            Exchange(request_id, where, method, path, None, error.status, 0.0, size), error
+        )
 
     def close(self) -> None:
         """Sum up the refusals that were not shown. The log goes on with the next second."""

@@ -69,14 +69,17 @@ class StrictConnection(h11.Connection):
     """h11 without its lenience. `refusal` says why an event was refused."""
 
     refusal: ServeError | None = None
-    answer_has_body = True  # as far as is known of the request
+    # Of the request, as far as they are known.
+    asked: tuple[str, str] = ("-", "-")  # method and target
+    answer_has_body = True
     _begun = False  # `begin_answer` was called, and no answer sent since
 
     def next_event(self) -> Any:
         """Like h11's; on a refusal, sets `refusal` and raises h11.RemoteProtocolError."""
         if self.refusal is None and self.their_state is h11.IDLE:
-            self.answer_has_body = True
-            self._check_head(self.trailing_data[0])
+            head = self.trailing_data[0]
+            self.asked, self.answer_has_body = ("-", "-"), not head.startswith(b"HEAD ")
+            self._check_head(head)
         try:
             event = super().next_event()
         except h11.RemoteProtocolError as error:
@@ -84,7 +87,7 @@ class StrictConnection(h11.Connection):
                 self.refusal = _head_too_large()
             raise
         if isinstance(event, h11.Request):
-            self.answer_has_body = event.method != b"HEAD"
+            self.asked = event.method.decode(), event.target.decode()
             self._check_request(event)
             if any(name == b"transfer-encoding" for name, _ in event.headers):
                 self._reader = ChunkedReader(self._refuse)
@@ -361,7 +364,8 @@ class Protocol(H11Protocol):
             return str(state.setdefault("id", request_id))
         unasked = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
         if not unasked and "unread" in self.app_state:
-            self.app_state["unread"](error, request_id, self.client)
+            assert isinstance(self.conn, StrictConnection)
+            self.app_state["unread"](error, request_id, self.client, *self.conn.asked)
         return request_id
 
     def _leave(self) -> None:

@@ -148,6 +148,10 @@ def _scaling(
     """The scaling of one section. Its `finish` later refuses parameters that were not read."""
     match kind:
         case "linear":
+            if original != context:
+                section.assume(
+                    f"a linear scaling does not use the original {original} (transformers)"
+                )
             return {"type": "linear", "factor": section.number("factor")}
         case "proportional":
             factor = section.optional_number("factor")

@@ -569,3 +569,18 @@ def test_a_client_that_reads_an_answer_slowly_gets_all_of_it():
             if time.monotonic() - start < 1.5:
                 time.sleep(0.1)
     assert read > 20_000_000
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"host: a\r\nhost: b\r\n\r\n",  # h11 refuses it
+        b"host: toy\nx: y\r\n\r\n",
+        b"x: " + b"y" * MAX_HEAD + b"\r\n\r\n",
+    ],
+)
+def test_a_head_request_that_is_refused_has_no_body_either(rest):
+    with running(toy_app()) as (url, _):
+        answer = exchange(url, b"HEAD /version HTTP/1.1\r\n" + rest)
+    assert answer.startswith(b"HTTP/1.1 4")
+    assert answer.endswith(b"\r\n\r\n")
