@@ -14,6 +14,7 @@ from model.catalogue import Place
 from server.async_engine import AsyncEngine
 from server.cache_plan import CachePlanner
 from server.config import HttpOptions
+from server.door import Door
 from server.http_errors import (
     MethodNotAllowed,
     RouteNotFound,
@@ -33,6 +34,7 @@ from server.middleware import (
     InFlight,
     Logged,
     Origins,
+    Queued,
     RequestId,
     RootPath,
     TrailingSlash,
@@ -84,6 +86,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.drain = drain
+    door = Door((served.name for served in models), engine.outlook)
     serving = Serving(models, engine, metrics, drain, options)
     routers = [openai_routes(serving), token_routes(serving)]
     if place is not None:
@@ -98,7 +101,7 @@ def create_app(
         metrics.add_route(route.path_format, route.methods or ())
     paths = Paths(routes)
     _add_error_handlers(app, paths)
-    _add_middleware(app, models, options, drain, log, paths)
+    _add_middleware(app, models, options, drain, door, log, paths)
     return app
 
 
@@ -139,12 +142,14 @@ def _add_middleware(
     models: Models,
     options: HttpOptions,
     drain: Drain,
+    door: Door,
     log: HttpLog,
     paths: Paths,
 ) -> None:
     """Innermost first."""
     app.add_middleware(Head)
     app.add_middleware(BodyLimit, limit=_body_limit(models, options))
+    app.add_middleware(Queued, door=door)
     app.add_middleware(InFlight, drain=drain)
     if options.api_keys:
         app.add_middleware(Auth, keys=options.api_keys, shared_prefixes=options.share_prefixes)

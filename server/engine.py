@@ -19,6 +19,7 @@ from server.cache_view import CacheView, view
 from server.plan import Plan, Sampled, Work
 from server.position_meter import PositionMeter
 from server.request import (
+    Outlook,
     PassTimes,
     Phase,
     Request,
@@ -103,6 +104,10 @@ class Engine:
         """
         return self._scheduler.holds_context
 
+    def outlook(self) -> Outlook:
+        """What a new request has to expect now. Later, each step's statistics say it."""
+        return self._scheduler.outlook()
+
     def view(self) -> CacheView:
         """A snapshot of the cache and of who holds its blocks, between two steps."""
         return view(self._manager, self._scheduler, self._auditor.view())
@@ -130,6 +135,7 @@ class Engine:
         now, self._ahead = self._launched(now)
         events = self._scheduler.record(now.plan, self._sampled(now))
         self._ends += self._auditor.look() + self._auditor.sample()
+        self._ends += self._scheduler.end_late()
         ends, self._ends = self._ends, []
         events = _ending(events, ends)
         if not self._scheduler.running:
@@ -252,6 +258,7 @@ class Engine:
                 work for work in plan.work if work.request.id in generated
             ),
             inter_token_seconds=gaps,
+            outlook=self._scheduler.outlook(),
             ended=tuple(self._scheduler.drain_ended()),
         )
 

@@ -229,13 +229,18 @@ def _max_tokens(body: GenerationBody, served: Served, num_prompt: int) -> int:
 
 
 def choices_for(
-    body: CompletionBody | ChatBody, prompts: Sequence[Prompt], served: Served, salt: str
+    body: CompletionBody | ChatBody,
+    prompts: Sequence[Prompt],
+    served: Served,
+    salt: str,
+    client: str = "",
 ) -> list[Choice]:
     """`n` choices per prompt, each with its own request and random numbers."""
     _check_count(body, prompts, served)
     _check_scores(body, prompts)
     arrival = time.monotonic()
     choices: list[Choice] = []
+    group = uuid.uuid4().hex if len(prompts) * body.n > 1 else ""
     for prompt in prompts:
         params = sampling_params(body, served, len(prompt.tokens))
         first: str | None = None  # the prompt's first request, from which the others fork
@@ -254,6 +259,9 @@ def choices_for(
                 arrival=arrival,
                 rng=choice_rng(body.seed, index),
                 salt=salt,
+                client=client,
+                group=group,
+                priority=body.priority,
                 overflow=Overflow(body.overflow),
                 sibling=first,
             )

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from server.async_engine import AsyncEngine
 from server.completion import Choice, Piece, choice_usage, total_usage
 from server.config import HttpOptions
+from server.door import Visit
 from server.http_errors import DeadlineExceeded, InternalError, error_bytes
 from server.lifeline import Drain, End, Ended, Lifeline
 from server.metrics import Metrics
@@ -71,7 +72,7 @@ class Generation(Response):
         out = EventStream(send, lifeline, ping_s=options.ping_s, stalled_s=stalled_s)
         try:
             async with lifeline:
-                await self._run(out, lifeline, send)
+                await self._run(out, lifeline, send, state_of(scope).get("visit"))
             return
         except Ended as ended:
             if ended.why in (End.DISCONNECTED, End.STALLED):
@@ -98,10 +99,13 @@ class Generation(Response):
         except TimeoutError:
             _abort_connection(scope)
 
-    async def _run(self, out: EventStream, lifeline: Lifeline, send: Send) -> None:
+    async def _run(
+        self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
+    ) -> None:
         answer = self._answer
         streams = read_together(
-            [self._engine.generate(answer.model, choice.request) for choice in answer.choices]
+            [self._engine.generate(answer.model, choice.request) for choice in answer.choices],
+            visit.begin if visit else lambda: None,
         )
         try:
             if answer.stream is None:

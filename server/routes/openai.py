@@ -34,7 +34,10 @@ class Serving:
     def find(self, request: Request, name: str | None) -> Served:
         """The model of that name; from here on, refusals are counted for it."""
         served = self.models.get(name)
-        state_of(request.scope)["model"] = served.name
+        state = state_of(request.scope)
+        state["model"] = served.name
+        if "visit" in state:
+            state["visit"].choose(served.name)
         return served
 
     def answer(
@@ -45,10 +48,11 @@ class Serving:
         prompts: Sequence[Prompt],
         wire: Wire,
     ) -> Generation:
-        salt = combined_salt(state_of(request.scope).get("salt", ""), body.cache_salt)
+        state = state_of(request.scope)
+        salt = combined_salt(state.get("salt", ""), body.cache_salt)
         answer = Answer(
             model=served.name,
-            choices=choices_for(body, prompts, served, salt),
+            choices=choices_for(body, prompts, served, salt, state.get("client", "")),
             n=body.n,
             wire=wire,
             stream=(body.stream_options or StreamOptions()) if body.stream else None,
