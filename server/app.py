@@ -24,6 +24,7 @@ from server.http_errors import (
 )
 from server.http_log import HttpLog
 from server.lifeline import Drain
+from server.long_work import share_interpreter
 from server.metrics import Metrics
 from server.middleware import (
     AllowedHosts,
@@ -70,6 +71,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, object]]:
         engine.start()
+        share_interpreter()
         try:
             yield {"unread": log.unread}  # called by server/protocol.py
         finally:

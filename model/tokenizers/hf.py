@@ -46,7 +46,8 @@ class HfTokenizer:
 
     def encode(self, text: str, *, bos: bool) -> list[int]:
         require_unicode(text)
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # The library's `encode` would keep the interpreter from other threads.
+        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return [*self._start, *ids] if bos else ids
 
     def token_bytes(self, token: int, *, first: bool) -> bytes:
