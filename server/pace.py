@@ -1,7 +1,7 @@
 """How fast requests finish, and so when to come back to a queue that is full."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import floor
 from statistics import fmean
@@ -45,18 +45,24 @@ class Pace:
     def gap(self, now: float, ahead: Sequence[Request]) -> float:
         """Seconds between two ends, at the pace of recent requests and of those ahead.
 
-        ahead: running requests, or the first to run. Many answers end before `max_tokens`, so none
-        is expected to be more than twice as long as the recent ones, or as it already is.
+        ahead: running requests, or the first to run.
         """
-        return self._gap(now, ahead, self._ends)
+        made = sum(request.num_generated for request in ahead)
+        return self._gap(now, ahead, self._ends, made)
 
     def measured_gap(self, now: float, ahead: Sequence[Request]) -> float | None:
-        """The same from real ends alone; None until there are some."""
+        """The same from ends alone; None until there are some."""
         ends = [end for end in self._ends if end is not _GUESS]
-        return self._gap(now, ahead, ends) if len(ends) >= RECENT // 2 and ahead else None
+        return self._gap(now, ahead, ends, 0) if len(ends) >= RECENT // 2 and ahead else None
 
-    def _gap(self, now: float, ahead: Sequence[Request], ends: Sequence[_End]) -> float:
-        made = sum(request.num_generated for request in ahead)
+    def _gap(
+        self, now: float, ahead: Sequence[Request], ends: Collection[_End], made: int
+    ) -> float:
+        """A request's tokens at the pace of `ends` and of `made` tokens besides.
+
+        Many answers end before `max_tokens`, so none is expected to be more than twice as long as
+        the recent ones, or as it already is.
+        """
         seconds = sum(end.seconds for end in ends) + now - self._since
         ended = sum(end.tokens for end in ends)
         usual = ended / len(ends)
