@@ -207,6 +207,7 @@ def _spent(stat: str) -> float:
 def _command(args: argparse.Namespace, server: Server) -> list[str]:
     words = [*PROGRAM, args.model, "--host", server.host, "--port", str(server.port)]
     words += ["--max-seqs", str(args.max_seqs), "--max-queue-time", str(args.max_queue_time)]
+    words += ["--threads", str(max((os.cpu_count() or 1) - 1, 1))]  # the client needs a core, too
     return [*words, "--no-access-log", "--log-level", "warning"]
 
 

@@ -18,7 +18,7 @@ LONG_LIST = 1024  # entries
 WORKERS = 2
 # How long a thread that computes may keep the interpreter when others want it; Python's own 5 ms
 # add up, because the event loop asks for it several times in each request.
-SWITCH_SECONDS = 0.001
+SWITCH_SECONDS = 0.002
 PIECE = 4096  # entries of lists that are written in one call: a millisecond or two
 
 T = TypeVar("T")
