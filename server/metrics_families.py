@@ -59,7 +59,7 @@ class Families:
         )
         self.queue_wait = self._gauge(
             "queue_wait_seconds",
-            "Estimate of how long a request that came now would wait for its first step.",
+            "Estimate of how long it takes until all requests that wait now run.",
         )
         self.usage = self._gauge(
             "kv_cache_usage_ratio", "Share of the cache blocks held by requests, 0 to 1."

@@ -95,7 +95,7 @@ class ModelMetrics:
     def observe_step(self, stats: StepStats) -> None:
         self._running.set(stats.running)
         self._waiting.set(stats.waiting)
-        self._queue_wait.set(stats.outlook.wait(stats.waiting))
+        self._queue_wait.set(stats.outlook.wait(stats.waiting - 1))
         for state, gauge in self._blocks.items():
             gauge.set(getattr(stats.blocks, state))
         self._usage.set(stats.blocks.active / self._num_blocks)

@@ -406,7 +406,7 @@ class Scheduler:
             if request is None:
                 break
             if self._will_fork(request):
-                if not request.group:
+                if request.admitted is not None or not request.group:
                     break
                 forking.add(request.group)
                 continue

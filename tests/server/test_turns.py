@@ -232,6 +232,20 @@ def test_another_answer_that_waits_for_its_prompt_delays_nobody():
     assert names(s.running) == ["a1", "b"]
 
 
+def test_a_preempted_answer_that_waits_for_its_prompt_ends_the_search_for_others():
+    s = scheduler(seqs=16, tokens=8)
+    add(s, "a1", 40, group="both")
+    second = request("a2", 40, group="both")
+    second.sibling = "a1"
+    s.add(second)
+    step(s)
+    s._turns.remove(second)  # as if it had run, and had been preempted before its first token
+    second.admitted = 1.0
+    add(s, "b", 2)
+    step(s)
+    assert names(s.running) == ["a1"]
+
+
 def test_several_clients_share_places_and_queue():
     s = scheduler(seqs=16, max_queue=16, several_clients=True)
     for i in range(30):
