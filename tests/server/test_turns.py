@@ -315,3 +315,42 @@ def test_the_outlook_comes_from_the_pace_of_real_ends():
     assert (outlook.seats, outlook.waiting) == (2, 6)
     assert 0.4 < outlook.gap_s < 0.6
     assert 3.5 < outlook.wait(9) < 4.5
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_all_finish_whoever_sends_what_under_pressure(seed):
+    """SC1, SC3, SC4 with lists, several answers, clients, priorities, preemption and aborts."""
+    pick = random.Random(seed)
+    manager = CacheManager(24, 4)
+    limits = Limits(8, 16, 64, 500, several_clients=seed % 2 == 0)
+    s = Scheduler(manager, limits, Bookkeeping(manager), clock=Clock())
+    live, preempted, number = set(), 0, 0
+    for _ in range(3000):
+        if number < 150 and pick.random() < 0.5:
+            group = pick.choice(["", "", f"list{number}"])
+            client, priority = pick.choice("xyz"), pick.choice([0, 0, 1, -1])
+            length, sibling = pick.randrange(1, 30), None
+            for _ in range(pick.randrange(1, 9) if group else 1):
+                made = request(
+                    f"r{number}", length, client=client, group=group, priority=priority,
+                    max_tokens=pick.randrange(1, 20),
+                )  # fmt: skip
+                made.sibling = sibling
+                sibling = made.id if pick.random() < 0.5 else None
+                s.add(made)
+                live.add(made.id)
+                number += 1
+        if live and pick.random() < 0.03:
+            gone = pick.choice(sorted(live))
+            s.abort(gone)
+            live.remove(gone)
+        returning = [each.id for each in s.waiting if each.preemptions]
+        plan, events = step(s)
+        preempted += plan.preempted
+        assert not plan.admitted or not (set(returning) & {each.id for each in s.waiting})
+        live -= {event.request_id for event in events if event.finish}
+        if number >= 150 and not live:
+            break
+    assert not live and not s.running and not s.waiting
+    assert preempted > 5
+    assert manager.counts().active == 0
