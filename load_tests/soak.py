@@ -41,6 +41,7 @@ _FLAGS = (
 )
 _WARM_UP = 0.25  # of the time
 _WORKERS = 24  # clients at once while the rate is found
+_PATIENCE_S = 330.0  # longer than a request may take
 _SETTLE_S = 30.0  # until everything must be over
 _TELL_S = 60.0
 # What a client may be answered, besides 200: 429, and these if its request is wrong.
@@ -145,7 +146,7 @@ def _request(
         body["prompt"] = " ".join(WORDS[:64]) + " " + _words(source, 8)
     extras: list[dict[str, object]] = [
         {"n": source.randint(2, 4)},
-        {"prompt": [_words(source, length) for _ in range(source.randint(2, 24))]},
+        {"prompt": [_words(source, length) for _ in range(source.randint(2, 12))]},
         {"logprobs": 5},
         {"logprobs": 2, "echo": True},
         {"stop": ["e", "\n\n"]},
@@ -167,7 +168,7 @@ class _Visit(Answer):
     """Reads as its client does. `finished` is the status and what was wrong, or "left"."""
 
     def __init__(self, content: bytes, client: Client) -> None:
-        super().__init__(content, 120.0)
+        super().__init__(content, _PATIENCE_S)
         self._client = client
         self._timers: list[asyncio.TimerHandle] = []
 
@@ -200,7 +201,7 @@ class _Visit(Answer):
 async def _send(server: Server, client: Client, tally: Tally) -> None:
     keyed = replace(server, api_key=client.key)
     visit = _Visit(encode_request(keyed, "POST", client.path, client.body), client)
-    error = await exchange(server.host, server.port, visit, 300.0)
+    error = await exchange(server.host, server.port, visit, _PATIENCE_S)
     if error is None:
         tally.ends["200"] += 1
     elif error == "left" or error.isdigit():

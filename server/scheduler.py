@@ -67,7 +67,8 @@ class Scheduler:
         # Ordered dictionaries: an abort finds its request at once in a queue of any length.
         self._running: OrderedDict[str, Request] = OrderedDict()
         self._waiting: OrderedDict[str, Request] = OrderedDict()
-        self._turns = Turns()  # of the waiting requests that never ran
+        # Of the waiting requests that never ran.
+        self._turns = Turns(max(limits.max_seqs - limits.most_seqs, 1))
         # The next request, when it did not fit and since then no block was freed or became shared.
         self._no_room: str | None = None
         self._all_fit = cache.capacity  # with this capacity every waiting request fits

@@ -59,8 +59,8 @@ def order(turns: Turns, barred=()) -> list[str]:
     return admitted
 
 
-def turns_of(*requests: Request) -> Turns:
-    made = Turns()
+def turns_of(*requests: Request, most=1) -> Turns:
+    made = Turns(most)
     for one in requests:
         made.add(one)
     return made
@@ -75,6 +75,13 @@ def test_lists_of_prompts_take_turns_with_other_requests():
     few = [request(f"f{i}", group="few") for i in range(2)]
     found = order(turns_of(*many, request("a"), *few, request("b")))
     assert found == ["m0", "a", "f0", "b", "m1", "f1", "m2", "m3"]
+
+
+def test_a_turn_may_be_several_prompts_of_a_list():
+    many = [request(f"m{i}", group="many") for i in range(7)]
+    few = [request(f"f{i}", group="few") for i in range(2)]
+    turns = turns_of(*many, request("a"), *few, request("b"), most=3)
+    assert order(turns) == ["m0", "m1", "m2", "a", "f0", "f1", "b", "m3", "m4", "m5", "m6"]
 
 
 def test_who_comes_later_waits_for_one_prompt_of_each_before_it():
