@@ -14,6 +14,7 @@ from model.catalogue import Place
 from server.async_engine import AsyncEngine
 from server.cache_plan import CachePlanner
 from server.config import HttpOptions
+from server.door import Door
 from server.http_errors import (
     MethodNotAllowed,
     RouteNotFound,
@@ -23,6 +24,7 @@ from server.http_errors import (
 )
 from server.http_log import HttpLog
 from server.lifeline import Drain
+from server.long_work import share_interpreter
 from server.metrics import Metrics
 from server.middleware import (
     AllowedHosts,
@@ -33,6 +35,7 @@ from server.middleware import (
     InFlight,
     Logged,
     Origins,
+    Queued,
     RequestId,
     RootPath,
     TrailingSlash,
@@ -68,6 +71,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, object]]:
         engine.start()
+        share_interpreter()
         try:
             yield {"unread": log.unread}  # called by server/protocol.py
         finally:
@@ -84,6 +88,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.drain = drain
+    door = Door((served.name for served in models), engine.outlook)
     serving = Serving(models, engine, metrics, drain, options)
     routers = [openai_routes(serving), token_routes(serving)]
     if place is not None:
@@ -98,7 +103,7 @@ def create_app(
         metrics.add_route(route.path_format, route.methods or ())
     paths = Paths(routes)
     _add_error_handlers(app, paths, options.root_path)
-    _add_middleware(app, models, options, drain, log, paths)
+    _add_middleware(app, models, options, drain, door, log, paths)
     return app
 
 
@@ -140,12 +145,14 @@ def _add_middleware(
     models: Models,
     options: HttpOptions,
     drain: Drain,
+    door: Door,
     log: HttpLog,
     paths: Paths,
 ) -> None:
     """Innermost first."""
     app.add_middleware(Head)
     app.add_middleware(BodyLimit, limit=_body_limit(models, options))
+    app.add_middleware(Queued, door=door)
     app.add_middleware(InFlight, drain=drain)
     if options.api_keys:
         app.add_middleware(Auth, keys=options.api_keys, shared_prefixes=options.share_prefixes)

@@ -17,6 +17,7 @@ from server.cache_view import CacheView
 from server.engine import Engine
 from server.request import (
     FinishReason,
+    Outlook,
     Request,
     RequestFailed,
     ServeError,
@@ -96,6 +97,7 @@ class AsyncEngine:
         self._max_mutated_blocks = max_mutated_blocks
         self._defects = defects
         self._idle_s = idle_s
+        self._outlooks = {name: engine.outlook() for name, engine in engines.items()}
         self._streams: dict[str, _Stream] = {}
         self._asked: set[asyncio.Future[Any]] = set()
         self._inbox: list[_Submit | _Abort | _Look | _Flush] = []
@@ -167,6 +169,10 @@ class AsyncEngine:
     def active(self) -> int:
         """How many requests have a caller of `generate` waiting."""
         return len(self._streams)
+
+    def outlook(self, model: str) -> Outlook:
+        """What a new request for that model has to expect, as of its last step."""
+        return self._outlooks[model]
 
     async def generate(
         self, model: str, request: Request
@@ -293,6 +299,7 @@ class AsyncEngine:
                 step = engine.step()
                 if step.events:
                     self._call(self._dispatch, step.events)
+                self._outlooks[model] = step.stats.outlook
                 self._observe(model, step.stats)
         for flush, count in zip(flushes, flushed, strict=True):
             self._call(_settle, flush.answer, count)

@@ -6,6 +6,7 @@ keys, NaN and numbers beyond float, lone surrogates, deep nesting. Knows no fiel
 
 import json
 from collections.abc import Mapping
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any, NoReturn, cast
 
 from server.http_errors import DuplicateKey, InvalidBody, quoted
@@ -20,7 +21,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise InvalidBody("the body is not valid UTF-8; send JSON encoded as UTF-8") from None
     try:
-        value = _DECODER.decode(text)
+        value = _decoder(text).decode(text)
     except RecursionError:
         raise _too_deep() from None
     except json.JSONDecodeError as error:
@@ -64,6 +65,30 @@ def _constant(text: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_constant)
+
+# The decoder is C, which keeps the interpreter from other threads until it is done, or calls into
+# Python: so a long body's integers are read by Python. One that has very many other parts, as few
+# honest ones do, is left to the decoder that is all Python.
+LONG = 1 << 16  # characters, which take up to some milliseconds
+_MANY = 1 << 14  # texts, lists and objects
+
+
+def _integer(text: str) -> int:
+    return int(text)
+
+
+_PATIENT = json.JSONDecoder(
+    object_pairs_hook=_object, parse_float=_float, parse_constant=_constant, parse_int=_integer
+)
+_SLOW = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_constant)
+_SLOW.scan_once = py_make_scanner(_SLOW)  # type: ignore[attr-defined]
+
+
+def _decoder(text: str) -> json.JSONDecoder:
+    if len(text) <= LONG:
+        return _DECODER
+    parts = text.count("[") + text.count("{") + text.count('"') // 2
+    return _PATIENT if parts <= _MANY else _SLOW
 
 
 def _check_depth(value: Mapping[str, Any]) -> None:

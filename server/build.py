@@ -194,6 +194,8 @@ def _complete(
         # Larger steps are faster, and a lone request delays no other; but several models take
         # turns step by step.
         lone_factor=LONE_FACTOR if len(config.models) == 1 else 1,
+        max_queue_s=config.limits.max_queue_time,
+        several_clients=len(config.http.api_keys) > 1,
     )
     rules = [model.decoder.encoding.for_layer(layer) for layer in range(shape.layers)]
     decoder = TimedDecoder(model.decoder, device)
@@ -363,7 +365,7 @@ def _served(
             if isinstance(shape, EncoderDecoderConfig)
             else None
         ),
-        max_at_once=limits.max_seqs + limits.max_queue,
+        max_at_once=limits.max_seqs + limits.most_queue,
         details={
             "architecture": facts.architecture,
             "vocab_size": vocab_size,

@@ -67,6 +67,7 @@ class LimitOptions:
     max_seqs: int
     max_step_tokens: int
     max_queue: int
+    max_queue_time: float  # seconds
 
 
 @dataclass(frozen=True, slots=True)

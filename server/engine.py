@@ -19,6 +19,7 @@ from server.cache_view import CacheView, view
 from server.plan import Plan, Sampled, Work
 from server.position_meter import PositionMeter
 from server.request import (
+    Outlook,
     PassTimes,
     Phase,
     Request,
@@ -108,6 +109,10 @@ class Engine:
         """Whether the model answers nothing any more. May be read from any thread."""
         return self._auditor.weights_changed
 
+    def outlook(self) -> Outlook:
+        """What a new request has to expect now. Later, each step's statistics say it."""
+        return self._scheduler.outlook()
+
     def view(self) -> CacheView:
         """A snapshot of the cache and of who holds its blocks, between two steps."""
         return view(self._manager, self._scheduler, self._auditor.view())
@@ -138,6 +143,7 @@ class Engine:
         now, self._ahead = self._launched(now)
         events = self._scheduler.record(now.plan, self._sampled(now))
         self._ends += self._auditor.look() + self._auditor.sample()
+        self._ends += self._scheduler.end_late()
         ends, self._ends = self._ends, []
         events = _ending(events, ends)
         if not self._scheduler.running:
@@ -262,6 +268,7 @@ class Engine:
                 work for work in plan.work if work.request.id in generated
             ),
             inter_token_seconds=gaps,
+            outlook=self._scheduler.outlook(),
             ended=tuple(self._scheduler.drain_ended()),
         )
 

@@ -62,7 +62,6 @@ UNSUPPORTED: Mapping[str, Callable[[Any], bool]] = {
     "lora_request": _never,
     "modalities": _one_of(["text"]),
     "prediction": _never,
-    "priority": _number(0),
     "prompt_embeds": _never,
     "prompt_logprobs": _never,
     "regex": _never,

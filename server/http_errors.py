@@ -180,6 +180,7 @@ _REASONS: Mapping[type[ServeError], str] = {
 _REASONS_BY_CODE = {
     "context_length_exceeded": "context_length",
     "queue_full": "queue_full",
+    "queue_time": "queue_full",
     "shutting_down": "shutting_down",
 }
 

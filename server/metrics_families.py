@@ -57,6 +57,10 @@ class Families:
         self.waiting = self._gauge(
             "requests_waiting", "Requests waiting for a place in a step or for cache blocks."
         )
+        self.queue_wait = self._gauge(
+            "queue_wait_seconds",
+            "Estimate of how long it takes until all requests that wait now run.",
+        )
         self.usage = self._gauge(
             "kv_cache_usage_ratio", "Share of the cache blocks held by requests, 0 to 1."
         )

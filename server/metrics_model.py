@@ -32,6 +32,7 @@ class ModelMetrics:
         self._num_blocks = blocks
         self._running = child(families.running)
         self._waiting = child(families.waiting)
+        self._queue_wait = child(families.queue_wait)
         self._usage = child(families.usage)
         self._requests = {reason: child(families.requests, reason.value) for reason in FinishReason}
         self._computed = child(families.prompt_tokens, "computed")
@@ -96,6 +97,7 @@ class ModelMetrics:
     def observe_step(self, stats: StepStats) -> None:
         self._running.set(stats.running)
         self._waiting.set(stats.waiting)
+        self._queue_wait.set(stats.outlook.wait(stats.waiting - 1))
         for state, gauge in self._blocks.items():
             gauge.set(getattr(stats.blocks, state))
         self._usage.set(stats.blocks.active / self._num_blocks)

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.door import Door
 from server.http_errors import (
     BodyTooLarge,
     InternalError,
@@ -38,6 +39,7 @@ from server.request import ServeError, ShuttingDown
 
 # Reachable without a key, and while draining: for load balancers and supervisors.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
+ANSWERED = frozenset({"/v1/completions", "/v1/chat/completions"})  # by the engine
 _PROBES = OPEN_PATHS | {"/metrics"}  # asked for every few seconds; also answered while draining
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
@@ -63,9 +65,9 @@ async def send_error(send: Send, error: ServeError) -> None:
 
 
 def state_of(scope: Scope) -> MutableMapping[str, Any]:
-    """Shared by all that handle a request: `id`, `salt`, `model`, `abort` from the protocol.
+    """Shared by all that handle a request: `id`, `client`, `salt`, `model`, `visit`.
 
-    `refusal` is the error that it was answered with.
+    `abort` is the protocol's; `refusal` is the error that it was answered with.
     """
     state: MutableMapping[str, Any] = scope.setdefault("state", {})
     return state
@@ -265,6 +267,27 @@ class InFlight:
             self._drain.in_flight -= 1
 
 
+class Queued:
+    """Refuses requests for answers that would wait too long; puts the Visit of others in the state.
+
+    Outside of BodyLimit and of the routes: nothing of a refused body is read.
+    """
+
+    def __init__(self, app: ASGIApp, door: Door) -> None:
+        self._app = app
+        self._door = door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in ANSWERED or scope["method"] != "POST":
+            return await self._app(scope, receive, send)
+        state = state_of(scope)
+        state["visit"] = visit = self._door.enter(state.get("client", ""))
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            visit.begin()
+
+
 class AllowedHosts:
     """Refuses requests for other host names: a web page may aim such at a loopback port."""
 
@@ -300,7 +323,9 @@ class Auth:
         # The path that the router sees, never a URL built from headers.
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             digest = self._match(header(scope, b"authorization"))
-            state_of(scope)["salt"] = "" if self._shared else digest.hex()
+            state = state_of(scope)
+            state["client"] = digest.hex()
+            state["salt"] = "" if self._shared else digest.hex()
         return await self._app(scope, receive, send)
 
     def _match(self, authorization: bytes | None) -> bytes:

@@ -1,9 +1,12 @@
 """What a step computes: a plan of work within limits, and what was sampled from it."""
 
 from dataclasses import dataclass
+from math import inf
 
 from cache.terms import OpReport
 from server.request import ContextShift, Request, ServeError, TokenLogprob
+
+KEPT = 8  # one place in so many is kept for others than whoever has all the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,11 +16,24 @@ class Limits:
     max_context: int  # tokens of one request that the model sees, prompt and generated
     max_queue: int  # waiting requests beyond those that the next step may admit
     lone_factor: int = 1  # multiplies max_step_tokens while there is only one request
+    max_queue_s: float = inf  # that a request may wait before the first of its prompts runs
+    several_clients: bool = False  # there are several API keys
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; use 1 or more")
+            value = getattr(self, name)
+            if type(value) is int and value < 1:
+                raise ValueError(f"{name} is {value}; use 1 or more")
+
+    @property
+    def most_seqs(self) -> int:
+        """Places in a step that one client or one HTTP request may have: some are for others."""
+        return self.max_seqs - self.max_seqs // KEPT
+
+    @property
+    def most_queue(self) -> int:
+        """Places in the queue that one client may have."""
+        return self.max_queue - self.max_queue // KEPT * self.several_clients
 
 
 @dataclass(frozen=True, slots=True)

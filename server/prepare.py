@@ -8,14 +8,14 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from model.sampling import SamplingParams
 from model.tokenizers.base import InvalidText
 from model.tokenizers.chat import ChatTemplateError
 from server.completion import Choice
+from server.long_work import off_loop
 from server.models import Served
 from server.request import (
     InvalidField,
@@ -31,12 +31,7 @@ from server.spelling import spell_prompt
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_BYTES_PER_TOKEN = 16
 MAX_SCORES = 1 << 21  # log-probabilities of prompts in one answer, some 100 bytes each
-# Shorter texts are tokenised on the event loop: that costs less than changing threads.
-LONG_TEXT = 4096
-
 RENDER_SECONDS = 4.0  # until a chat must be rendered, the wait for others included
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +50,24 @@ async def completion_prompts(body: CompletionBody, served: Served) -> list[Promp
             "leave it out",
             "echo",
         )
-    prompts = []
-    for source in body.prompts:
-        await asyncio.sleep(0)  # let other tasks run: there may be a thousand prompts
-        if isinstance(source, str):
-            tokens = await encode(source, served, bos=body.add_special_tokens)
-            text: str | None = source
-        else:
-            check_ids(source, served, "prompt")
-            tokens = source
-            text = "".join(spell_prompt(served.tokenizer, source)) if body.echo else None
+
+    def prepare() -> list[Prompt]:
+        return [_prompt(source, body, served) for source in body.prompts]
+
+    return await off_loop(prepare, sum(map(len, body.prompts)))
+
+
+def _prompt(source: str | list[int], body: CompletionBody, served: Served) -> Prompt:
+    if isinstance(source, str):
+        text: str | None = source
+        tokens = _encode(source, served, bos=body.add_special_tokens, param="prompt")
         _check_prompt(tokens, served, "prompt")
-        prompts.append(Prompt(tokens, text if body.echo else None))
-    return prompts
+    else:
+        tokens = source
+        check_ids(tokens, served, "prompt")
+        _check_prompt(tokens, served, "prompt")
+        text = "".join(spell_prompt(served.tokenizer, tokens)) if body.echo else None
+    return Prompt(tokens, text if body.echo else None)
 
 
 async def chat_prompt(body: ChatBody, served: Served) -> Prompt:
@@ -115,25 +115,20 @@ async def encode_chat(
     return await encode(text, served, bos=bos, param="messages")
 
 
-async def encode(text: str, served: Served, *, bos: bool, param: str = "prompt") -> list[int]:
+async def encode(text: str, served: Served, *, bos: bool, param: str) -> list[int]:
     """Tokens of a text. Raises PromptTooLong, before tokenising, on hopelessly long ones."""
-    size = len(text.encode())
-    _check_bytes(size, served, param)
+    return await off_loop(lambda: _encode(text, served, bos=bos, param=param), len(text))
 
-    def tokenise() -> list[int]:
-        tokens = served.tokenizer.encode(text, bos=bos)
-        if bos and tokens and served.encoder_decoder is not None:
-            tokens.append(served.encoder_decoder.end)
-        return tokens
 
+def _encode(text: str, served: Served, *, bos: bool, param: str) -> list[int]:
+    _check_bytes(len(text.encode()), served, param)
     try:
-        return await _off_loop(tokenise, size)
+        tokens = served.tokenizer.encode(text, bos=bos)
     except InvalidText as error:
         raise InvalidField(str(error), param) from None
-
-
-async def _off_loop(work: Callable[[], _Result], size: int) -> _Result:
-    return await asyncio.to_thread(work) if size > LONG_TEXT else work()
+    if bos and tokens and served.encoder_decoder is not None:
+        tokens.append(served.encoder_decoder.end)
+    return tokens
 
 
 def _check_bytes(size: int, served: Served, param: str) -> None:
@@ -240,13 +235,18 @@ def _max_tokens(body: GenerationBody, served: Served, num_prompt: int) -> int:
 
 
 def choices_for(
-    body: CompletionBody | ChatBody, prompts: Sequence[Prompt], served: Served, salt: str
+    body: CompletionBody | ChatBody,
+    prompts: Sequence[Prompt],
+    served: Served,
+    salt: str,
+    client: str = "",
 ) -> list[Choice]:
     """`n` choices per prompt, each with its own request and random numbers."""
     _check_count(body, prompts, served)
     _check_scores(body, prompts)
     arrival = time.monotonic()
     choices: list[Choice] = []
+    group = uuid.uuid4().hex if len(prompts) * body.n > 1 else ""
     for prompt in prompts:
         params = sampling_params(body, served, len(prompt.tokens))
         first: str | None = None  # the prompt's first request, from which the others fork
@@ -265,6 +265,9 @@ def choices_for(
                 arrival=arrival,
                 rng=choice_rng(body.seed, index),
                 salt=salt,
+                client=client,
+                group=group,
+                priority=body.priority,
                 overflow=Overflow(body.overflow),
                 sibling=first,
             )

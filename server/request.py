@@ -6,6 +6,7 @@ ServeError
 │   └── UnsupportedField 400
 ├── ModelNotFound        404
 ├── QueueFull            429
+│   └── QueueTime        429
 ├── RequestFailed        500
 │   ├── NumericalError   500
 │   ├── CacheChanged     500
@@ -17,6 +18,7 @@ ServeError
 import random
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
 from cache.manager import BlockCounts
 from cache.terms import OpReport
@@ -70,6 +72,12 @@ class QueueFull(ServeError):
     def __init__(self, message: str, *, retry_after: int = 1) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class QueueTime(QueueFull):
+    """The request would wait, or has waited, for longer than it may."""
+
+    code = "queue_time"
 
 
 class RequestFailed(ServeError):
@@ -151,6 +159,9 @@ class Request:
     rng: random.Random
     source: tuple[int, ...] = ()  # what an encoder reads; `tokens` then begin with a start token
     salt: str = ""  # prefixes are shared only between equal salts
+    client: str = ""  # who sent it, as far as API keys tell
+    group: str = ""  # of the prompts that one HTTP request asks for; empty: this is the only one
+    priority: int = 0  # within its client; lower is earlier
     overflow: Overflow = Overflow.REFUSE
     sibling: str | None = None  # id of another request with the same prompt, to fork from
     front: int = 0  # tokens at the beginning that stay when others are dropped
@@ -164,6 +175,11 @@ class Request:
     abort_as: FinishReason = FinishReason.ABORT  # STOP once a stop string has ended the text
     # By position; nothing predicts the first token of a prompt.
     prompt_logprobs: list["TokenLogprob | None"] = field(default_factory=lambda: [None])
+
+    @property
+    def turn(self) -> str:
+        """What takes turns with others of its client: an HTTP request, of one prompt or many."""
+        return self.group or self.id
 
     @property
     def context_length(self) -> int:
@@ -281,6 +297,22 @@ class ContextShift:
         return "rerotated" if self.report.rewritten else "reindexed"
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a new request has to expect, as of the last step."""
+
+    seats: int = 1  # waiting requests that the next step may admit
+    waiting: int = 0
+    places: int = 1 << 30  # those that may wait besides
+    # Between two ends of requests, each of which lets one of those that wait run; None: not known.
+    gap_s: float | None = None
+    most_s: float = inf  # that a request may wait
+
+    def wait(self, ahead: int) -> float:
+        """Seconds that a request waits when so many are to run before it; 0 if not known."""
+        return max(0, ahead + 1 - self.seats) * (self.gap_s or 0.0)
+
+
 NO_BLOCKS = BlockCounts(free=0, active=0, cached=0)
 
 
@@ -317,4 +349,5 @@ class StepStats:
     timed: tuple[PassTimes, ...] = ()  # of those of its passes that were timed; mostly none
     extrapolated_tokens: int = 0  # generated at positions past the trained context
     inter_token_seconds: tuple[float, ...] = ()
+    outlook: Outlook = Outlook()
     ended: tuple[RequestSummary, ...] = ()

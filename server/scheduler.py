@@ -1,12 +1,13 @@
 """Which requests run in a step, from which token, and how many. No torch, no HTTP, no metrics.
 
 There are no prefill and decode phases: a request has known and computed tokens, and in each step
-the computed ones catch up with the known ones, oldest request first, within a budget.
+the computed ones catch up with the known ones, oldest request first, within a budget. Who is
+admitted next is decided by turns (server/turns.py).
 """
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import replace
 from itertools import chain, islice
 
@@ -14,22 +15,24 @@ from cache.block_pool import InvariantError
 from cache.manager import CacheManager
 from cache.terms import Fork, NoRoom, OpReport
 from server.overflow import CacheOperations, ContextShifter
-from server.pace import Pace
+from server.pace import Appointments, Pace, no_place, no_time
 from server.plan import Limits, Plan, Sampled, Work
 from server.request import (
     CacheChanged,
     FinishReason,
     InvalidField,
+    Outlook,
     Overflow,
     PromptTooLong,
-    QueueFull,
     Request,
     RequestSummary,
     ServeError,
     TokenEvent,
 )
+from server.turns import Turns
 
 ANSWERED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CONTEXT)
+QUICK = 4  # a prompt of up to one in so many of a step's tokens is short
 SHRUNK = (
     "The cache is smaller because blocks that changed in memory were taken out of use, and this "
     "request no longer fits; send a shorter one, or restart the server."
@@ -39,9 +42,9 @@ SHRUNK = (
 class Scheduler:
     """Each step, computed tokens catch up with known tokens, oldest request first.
 
-    Running then waiting requests are always in the order in which they were added: admission
-    moves the first waiting one to the end of running, preemption moves the last running one to
-    the front of waiting. So the oldest is preempted last and always progresses.
+    Running requests are in the order in which they were admitted. Preemption moves the last of
+    them to the front of waiting, and preempted ones are admitted again before all others. So the
+    oldest is preempted last and always progresses.
     """
 
     def __init__(
@@ -59,13 +62,17 @@ class Scheduler:
         self._limits = limits
         self._longest = min(limits.max_context - 1, cache.capacity)  # the last token is not stored
         self._clock = clock
-        self._pace = Pace(limits.max_queue + limits.max_seqs)
+        self._pace = Pace(2 * limits.max_seqs)
+        self._appointments = Appointments(limits.max_queue + limits.max_seqs)
         # Ordered dictionaries: an abort finds its request at once in a queue of any length.
         self._running: OrderedDict[str, Request] = OrderedDict()
         self._waiting: OrderedDict[str, Request] = OrderedDict()
-        # The first waiting request did not fit, and since then no block was freed or became shared.
-        self._no_room = False
+        # Of the waiting requests that never ran.
+        self._turns = Turns(max(limits.max_seqs - limits.most_seqs, 1))
+        # The next request, when it did not fit and since then no block was freed or became shared.
+        self._no_room: str | None = None
         self._all_fit = cache.capacity  # with this capacity every waiting request fits
+        self._late_from = 0.0  # when to look for requests that have waited too long
         self._recompute: dict[str, int] = {}  # preempted: prompt tokens computed once before
         self._forks: list[OpReport] = []
         self._ended: list[tuple[str, RequestSummary]] = []  # request ids and how they ended
@@ -77,7 +84,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> Collection[Request]:
-        """Next to be admitted first; none holds blocks."""
+        """Preempted ones first, then in order of arrival; none holds blocks."""
         return self._waiting.values()
 
     @property
@@ -95,21 +102,54 @@ class Scheduler:
         self._shifter.require_possible(request)
         if request.id in self._running or request.id in self._waiting:
             raise ValueError(f"request id {request.id!r} is in use")
-        if len(self._waiting) >= self._limits.max_queue + self._seats():
-            ahead = [*islice(chain(self.running, self.waiting), self._limits.max_seqs)]
-            after = self._pace.retry_after(self._clock(), ahead)
-            raise QueueFull(
-                f"All {self._limits.max_queue} places in the queue (--max-queue) are taken; retry "
-                f"in {after} s, or send fewer at once.",
-                retry_after=after,
-            )
+        seats, limits = self._seats(), self._limits
+        if (
+            len(self._waiting) >= limits.max_queue + seats
+            or self._turns.count(request.client) >= limits.most_queue + seats
+        ):
+            now = self._clock()
+            gap = self._pace.gap(now, self._ahead())
+            raise no_place(limits.max_queue, self._appointments.give(now, gap))
         if not (self._running or self._waiting):
             self._pace.begin(request.arrival)
         self._waiting[request.id] = request
+        self._turns.add(request)
+
+    def _ahead(self) -> list[Request]:
+        return [*islice(chain(self.running, self.waiting), self._limits.max_seqs)]
+
+    def outlook(self) -> Outlook:
+        seats, limits, gap = self._seats(), self._limits, None
+        if self._waiting or not seats:
+            gap = self._pace.measured_gap(self._clock(), self._ahead())
+        return Outlook(seats, len(self._waiting), limits.max_queue, gap, limits.max_queue_s)
 
     def _seats(self) -> int:
         """Waiting requests that the next step may admit; they do not count as queued."""
         return 0 if self._no_room else self._limits.max_seqs - len(self._running)
+
+    def _next(self, barred: Container[str] = ()) -> Request | None:
+        """The next one to be admitted, without those whose client or turn is `barred`."""
+        first = next(iter(self._waiting.values()), None)
+        if first is not None and first.admitted is not None:  # it was preempted
+            return first
+        return self._turns.next(barred)
+
+    def _may_admit(self) -> bool:
+        if not self._waiting or len(self._running) >= self._limits.max_seqs:
+            return False
+        request = self._next(self._barred())
+        return request is not None and request.id != self._no_room
+
+    def _barred(self) -> set[str]:
+        """Clients and turns that have all places but those that are kept for others."""
+        most = self._limits.most_seqs
+        if len(self._running) < most or most == self._limits.max_seqs:
+            return set()
+        holders = Counter(request.turn for request in self._running.values())
+        if self._limits.several_clients:
+            holders.update(request.client for request in self._running.values())
+        return {holder for holder, count in holders.items() if count >= most}
 
     def abort(self, request_id: str) -> Request | None:
         """End a request and free its blocks at once; None when unknown or already ended."""
@@ -162,12 +202,32 @@ class Scheduler:
                 ends.append(_failure(request, CacheChanged(SHRUNK)))
         return ends
 
+    def end_late(self) -> list[TokenEvent]:
+        """End requests that wait for longer than the limit, without any of their prompts run."""
+        now, limit = self._clock(), self._limits.max_queue_s
+        if now < self._late_from:
+            return []  # called every step, and the queue may be long
+        self._late_from = now + min(limit / 16, 1.0)
+        ends = []
+        for request in tuple(self._waiting.values()):
+            if request.admitted is not None or self._turns.begun(request):
+                continue
+            if now - request.arrival <= limit:
+                break  # the others came later
+            self._end(request, FinishReason.ABORT, now)
+            after = self._appointments.give(now, self._pace.gap(now, self._ahead()))
+            ends.append(_failure(request, no_time(now - request.arrival, limit, after)))
+        return ends
+
     def plan(self) -> Plan:
         """The next step's work; empty when idle. If it preempts, it admits no request."""
         budget = self._budget()
         work: list[Work] = []
         preempted = 0
-        for request in tuple(self._running.values()):
+        running = tuple(self._running.values())
+        quick = self._quick(budget)
+        kept = len(running) - 1 + (quick.context_length if quick else 0)  # tokens for others
+        for request in running:
             if budget <= 0 or request.id not in self._running:
                 break
             while not self._grow(request):
@@ -175,9 +235,10 @@ class Scheduler:
                 if self._preempt_newest() is request:
                     break
             else:
-                work.append(_work(request, budget))
+                work.append(_work(request, max(budget - kept, 1)))
                 budget -= work[-1].rows
-        admitted = [] if preempted else self._admit(work, budget)
+            kept -= 1
+        admitted = [] if preempted else self._admit(work, budget, quick)
         return Plan(
             tuple(work),
             preempted,
@@ -200,7 +261,7 @@ class Scheduler:
         when the result is None.
         """
         going = [work for work in plan.work if self.runs(work.request)]
-        if (self._waiting and self._seats()) or len(going) < len(self._running):
+        if self._may_admit() or len(going) < len(self._running):
             return None
         following = []
         for work in going:
@@ -261,6 +322,9 @@ class Scheduler:
                 raise InvariantError(f"{request.id} has counts that cannot be")
         if any(request.computed for request in self._waiting.values()):
             raise InvariantError("a waiting request has computed tokens")
+        never_ran = {each.id for each in self._waiting.values() if each.admitted is None}
+        if never_ran != {request.id for request in self._turns}:
+            raise InvariantError("those who take turns are not those who wait")
         if not self._recompute.keys() <= self._running.keys() | self._waiting.keys():
             raise InvariantError("something is remembered of a request that ended")
 
@@ -301,7 +365,7 @@ class Scheduler:
         if self._shifter.full(request):
             if not self._shifter.shorten(request):
                 return False
-            self._no_room = False
+            self._no_room = None
         known = _known(request)
         return self._cache.reserve(request.id, known, len(known)) is not None
 
@@ -319,25 +383,52 @@ class Scheduler:
         self._release(request)
         return request
 
-    def _admit(self, work: list[Work], budget: int) -> list[Request]:
-        """Admit waiting requests in order while places, tokens and blocks last.
+    def _quick(self, budget: int) -> Request | None:
+        """A short prompt that does not wait until a long one of another is computed.
+
+        Short: it takes a small part of a step. Another: a list of prompts, or another client.
+        """
+        if not self._waiting or self._no_room or len(self._running) >= self._limits.max_seqs:
+            return None
+        most = budget - len(self._running)
+        for long in reversed(self._running.values()):
+            if long.context_length - long.computed > most:
+                break
+        else:
+            return None
+        quick = self._next({*self._barred(), long.group or long.client})
+        if quick is None or quick.admitted is not None or self._will_fork(quick):
+            return None
+        return quick if quick.context_length + len(quick.source) <= budget // QUICK else None
+
+    def _admit(self, work: list[Work], budget: int, quick: Request | None) -> list[Request]:
+        """Admit waiting requests by turns while places, tokens and blocks last; `quick` first.
 
         A source is always encoded whole, so the last request admitted may exceed the budget.
         """
         first_time = []
+        forking: set[str] = set()
         while self._waiting and budget > 0 and len(self._running) < self._limits.max_seqs:
-            request = next(iter(self._waiting.values()))
+            request = quick or self._next(forking | self._barred())
+            if request is None:
+                break
             if self._will_fork(request):
+                if request.admitted is not None or not request.group:
+                    break
+                forking.add(request.group)
+                continue
+            if self._no_room == request.id or not self._open(request):
+                self._no_room = request.id
                 break
-            if self._no_room or not self._open(request):
-                self._no_room = True
-                break
+            quick = None
             del self._waiting[request.id]
             self._running[request.id] = request
             if request.admitted is None:
                 request.admitted = self._clock()
                 request.cached = request.computed
                 first_time.append(request)
+                self._turns.take(request)
+                self._turns.charge(request.client, request.prompt_length - request.cached)
             work.append(_work(request, budget))
             budget -= work[-1].rows
         return first_time
@@ -410,10 +501,11 @@ class Scheduler:
             self._cache.commit(request.encoded, request.source, len(request.source))
         self._cache.commit(request.id, _known(request), request.computed)
         if work.start < request.num_prompt <= request.computed:
-            self._no_room = False  # a waiting request with the same prompt now needs fewer blocks
+            self._no_room = None  # a waiting request with the same prompt now needs fewer blocks
 
     def _append(self, request: Request, result: Sampled, now: float) -> TokenEvent:
         request.tokens.append(result.token)
+        self._turns.charge(request.client, 1)
         first = request.first_token is None
         if first:
             request.first_token = now
@@ -446,9 +538,11 @@ class Scheduler:
         if self._waiting.pop(request.id, None) is None:
             del self._running[request.id]
             self._release(request, forget=forget)
+        else:
+            self._turns.remove(request)
         if request.admitted is not None:
             self._pace.end(now, request.num_generated)
-        self._no_room = False  # another request may be first in the queue now
+        self._no_room = None  # another request may be first in the queue now
         self._recompute.pop(request.id, None)
         summary = RequestSummary(
             finish=finish,
@@ -466,7 +560,7 @@ class Scheduler:
         self._cache.release(request.id, forget=forget)
         if request.source:
             self._cache.release(request.encoded, forget=forget)
-        self._no_room = False
+        self._no_room = None
 
 
 def _known(request: Request) -> list[int]:

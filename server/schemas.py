@@ -139,6 +139,7 @@ class GenerationBody(_Strict):
     logit_bias: Biases = {}
     stream: bool = False
     stream_options: StreamOptions | None = None
+    priority: Annotated[int, Field(ge=-(2**63), lt=2**63), _WHOLE] = 0
     overflow: Literal["refuse", "shift", "slide"] = "refuse"
     cache_salt: Annotated[str, Field(pattern=r"\A[A-Za-z0-9._-]{1,128}\z")] | None = None
     return_token_ids: bool = False

@@ -263,6 +263,16 @@ SERVE_OPTIONS = (
         1024,
         metavar="COUNT",
     ),
+    Option(
+        "--max-queue-time",
+        "limits",
+        "longest time that a request may wait before the first of its prompts is computed; one "
+        "that would wait longer is refused with 429 and told when to come back",
+        seconds(0.1, 86400),
+        30.0,
+        "30",
+        "SECONDS",
+    ),
     HOST,
     PORT,
     UDS,

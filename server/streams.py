@@ -4,7 +4,7 @@ Knows asynchronous generators of event lists, but not the events.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from server.request import TokenEvent
@@ -29,19 +29,25 @@ class Streams(Protocol):
         ...
 
 
-def read_together(generators: Sequence[Events]) -> Streams:
-    return _One(generators[0]) if len(generators) == 1 else _Many(generators)
+def read_together(
+    generators: Sequence[Events], begun: Callable[[], None] = lambda: None
+) -> Streams:
+    """`begun` is called whenever there are events, so at the first of them."""
+    return _One(generators[0], begun) if len(generators) == 1 else _Many(generators, begun)
 
 
 class _One:
     """The usual case: no task between the engine and the response."""
 
-    def __init__(self, generator: Events) -> None:
+    def __init__(self, generator: Events, begun: Callable[[], None]) -> None:
         self._generator = generator
+        self._begun = begun
 
     async def next(self) -> list[tuple[int, list[TokenEvent]]]:
         try:
-            return [(0, await anext(self._generator))]
+            events = await anext(self._generator)
+            self._begun()
+            return [(0, events)]
         except StopAsyncIteration:
             return []
 
@@ -53,7 +59,8 @@ class _One:
 
 
 class _Many:
-    def __init__(self, generators: Sequence[Events]) -> None:
+    def __init__(self, generators: Sequence[Events], begun: Callable[[], None]) -> None:
+        self._begun = begun
         self._pending: dict[int, list[TokenEvent]] = {}
         self._wake = asyncio.Event()
         self._error: Exception | None = None
@@ -84,6 +91,7 @@ class _Many:
     async def _pump(self, index: int, generator: Events) -> None:
         try:
             async for events in generator:
+                self._begun()
                 self._pending.setdefault(index, []).extend(events)
                 self._wake.set()
         except Exception as error:

@@ -9,6 +9,7 @@ from json import dumps
 from typing import Any, Protocol
 
 from server.completion import Choice, Piece, Scored, Usage
+from server.long_work import json_text
 from server.spelling import special, spelled
 
 # Stands for minus infinity, which JSON lacks; float32 softmax gives no finite value this low.
@@ -61,7 +62,7 @@ class CompletionWire(_Frame):
         return ""
 
     def chunk(self, choice: Choice, piece: Piece, usage: str) -> str:
-        scores = dumps(self._scores(choice, piece)) if piece.scored else "null"
+        scores = json_text(self._scores(choice, piece)) if piece.scored else "null"
         ids = ""
         if self.ids.beside_text:
             prompt = dumps(choice.prompt) if piece.first else "null"
@@ -114,7 +115,7 @@ class ChatWire(_Frame):
         )
 
     def chunk(self, choice: Choice, piece: Piece, usage: str) -> str:
-        scores = dumps(self._scores(choice, piece)) if piece.scored else "null"
+        scores = json_text(self._scores(choice, piece)) if piece.scored else "null"
         ids = f',"token_ids":{dumps(piece.tokens)}' if self.ids.beside_text else ""
         return (
             f'{self.choice_head}{choice.index},"delta":{{"content":{dumps(piece.text)}}},'

@@ -57,7 +57,8 @@ class HfTokenizer:
     def encode(self, text: str, *, bos: bool) -> list[int]:
         require_unicode(text)
         try:
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            # The library's `encode` would keep the interpreter from other threads.
+            ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except BaseException as error:
             if not _of_library(error):
                 raise

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from json import dumps
 
 from starlette.responses import Response
@@ -15,8 +16,10 @@ from starlette.types import Receive, Scope, Send
 from server.async_engine import AsyncEngine
 from server.completion import Choice, Piece, choice_usage, total_usage
 from server.config import HttpOptions
+from server.door import Visit
 from server.http_errors import DeadlineExceeded, InternalError, error_bytes
 from server.lifeline import Drain, End, Ended, Lifeline
+from server.long_work import json_bytes, off_loop
 from server.metrics import Metrics
 from server.middleware import state_of
 from server.request import (
@@ -30,7 +33,7 @@ from server.sse import DONE, EventStream
 from server.streams import Streams, read_together
 from server.wire import Wire
 
-MANY = 1024  # scored tokens, which take milliseconds to serialise
+MANY = 1024  # tokens, which take milliseconds to serialise where they have scores
 
 _log = logging.getLogger("server.http")
 
@@ -71,7 +74,7 @@ class Generation(Response):
         out = EventStream(send, lifeline, ping_s=options.ping_s, stalled_s=stalled_s)
         try:
             async with lifeline:
-                await self._run(out, lifeline, send)
+                await self._run(out, lifeline, send, state_of(scope).get("visit"))
             return
         except Ended as ended:
             if ended.why in (End.DISCONNECTED, End.STALLED):
@@ -98,10 +101,13 @@ class Generation(Response):
         except TimeoutError:
             _abort_connection(scope)
 
-    async def _run(self, out: EventStream, lifeline: Lifeline, send: Send) -> None:
+    async def _run(
+        self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
+    ) -> None:
         answer = self._answer
         streams = read_together(
-            [self._engine.generate(answer.model, choice.request) for choice in answer.choices]
+            [self._engine.generate(answer.model, choice.request) for choice in answer.choices],
+            visit.begin if visit else lambda: None,
         )
         try:
             if answer.stream is None:
@@ -124,7 +130,8 @@ class Generation(Response):
                 if choice.finished:
                     continue
                 piece = choice.take(new)
-                events.append(wire.chunk(choice, piece, _usage(choice) if counted else ""))
+                write = partial(wire.chunk, choice, piece, _usage(choice) if counted else "")
+                events.append(await off_loop(write, len(piece.scored), MANY))
                 if choice.cut:
                     await _cut(streams, choice)
             if all(choice.finished for choice in choices):
@@ -156,10 +163,10 @@ class Generation(Response):
         usage = total_usage(choices, answer.n)
 
         def written() -> bytes:
-            return dumps(answer.wire.whole(done, usage)).encode()
+            return json_bytes(answer.wire.whole(done, usage))
 
-        scored = sum(len(piece.scored) for _, piece in done)
-        body = await asyncio.to_thread(written) if scored > MANY else written()
+        size = sum(1 + len(piece.tokens) + len(piece.scored) for _, piece in done)
+        body = await off_loop(written, size, MANY)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -11,6 +12,7 @@ from fastapi.responses import JSONResponse
 from server.async_engine import AsyncEngine
 from server.config import HttpOptions
 from server.lifeline import Drain
+from server.long_work import off_loop
 from server.metrics import Metrics
 from server.middleware import state_of
 from server.models import Models, Served
@@ -19,6 +21,8 @@ from server.routes.bodies import body_of
 from server.routes.generation import Answer, Generation
 from server.schemas import ChatBody, CompletionBody, StreamOptions
 from server.wire import ChatWire, CompletionWire, TokenIds, Wire
+
+MANY = 64  # requests, which take milliseconds to make
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +38,13 @@ class Serving:
     def find(self, request: Request, name: str | None) -> Served:
         """The model of that name; from here on, refusals are counted for it."""
         served = self.models.get(name)
-        state_of(request.scope)["model"] = served.name
+        state = state_of(request.scope)
+        state["model"] = served.name
+        if "visit" in state:
+            state["visit"].choose(served.name)
         return served
 
-    def answer(
+    async def answer(
         self,
         request: Request,
         body: CompletionBody | ChatBody,
@@ -45,10 +52,12 @@ class Serving:
         prompts: Sequence[Prompt],
         wire: Wire,
     ) -> Generation:
-        salt = combined_salt(state_of(request.scope).get("salt", ""), body.cache_salt)
+        state = state_of(request.scope)
+        salt = combined_salt(state.get("salt", ""), body.cache_salt)
+        make = partial(choices_for, body, prompts, served, salt, state.get("client", ""))
         answer = Answer(
             model=served.name,
-            choices=choices_for(body, prompts, served, salt),
+            choices=await off_loop(make, len(prompts) * body.n, MANY),
             n=body.n,
             wire=wire,
             stream=(body.stream_options or StreamOptions()) if body.stream else None,
@@ -65,7 +74,7 @@ def openai_routes(serving: Serving) -> APIRouter:
         served = serving.find(request, body.model)
         prompts = await completion_prompts(body, served)
         wire = CompletionWire(_id("cmpl"), served.name, int(time.time()), _token_ids(body))
-        return serving.answer(request, body, served, prompts, wire)
+        return await serving.answer(request, body, served, prompts, wire)
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat_completions(request: Request) -> Response:
@@ -73,7 +82,7 @@ def openai_routes(serving: Serving) -> APIRouter:
         served = serving.find(request, body.model)
         prompt = await chat_prompt(body, served)
         wire = ChatWire(_id("chatcmpl"), served.name, int(time.time()), _token_ids(body))
-        return serving.answer(request, body, served, [prompt], wire)
+        return await serving.answer(request, body, served, [prompt], wire)
 
     @router.get("/v1/models", response_model=None)
     async def models() -> Response:

@@ -1,10 +1,10 @@
 """Routes between text and tokens, without running a model."""
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
 from model.tokenizers.base import decode
 from server.http_errors import MissingField
+from server.long_work import LONG_LIST, json_bytes, off_loop
 from server.models import Served
 from server.prepare import check_ids, encode, encode_chat
 from server.request import InvalidField
@@ -22,17 +22,24 @@ def token_routes(serving: Serving) -> APIRouter:
         body = await body_of(request, TokenizeBody)
         served = serving.find(request, body.model)
         tokens = await _tokens(body, served)
-        strings = [
-            spelled(served.tokenizer, token, first=index == 0) for index, token in enumerate(tokens)
-        ]
-        return JSONResponse(
-            {
-                "tokens": tokens,
-                "count": len(tokens),
-                "max_model_len": served.max_context,
-                "token_strs": strings if body.return_token_strs else None,
-            }
-        )
+
+        def answer() -> bytes:
+            strings = None
+            if body.return_token_strs:
+                strings = [
+                    spelled(served.tokenizer, token, first=index == 0)
+                    for index, token in enumerate(tokens)
+                ]
+            return json_bytes(
+                {
+                    "tokens": tokens,
+                    "count": len(tokens),
+                    "max_model_len": served.max_context,
+                    "token_strs": strings,
+                }
+            )
+
+        return _json(await off_loop(answer, len(tokens), LONG_LIST))
 
     @router.post("/detokenize", response_model=None)
     async def detokenize(request: Request) -> Response:
@@ -40,9 +47,17 @@ def token_routes(serving: Serving) -> APIRouter:
         served = serving.find(request, body.model)
         # Ids that the model does not embed have a text too.
         check_ids(body.tokens, served, "tokens", vocab_size=served.tokenizer.vocab_size)
-        return JSONResponse({"prompt": decode(served.tokenizer, body.tokens)})
+
+        def answer() -> bytes:
+            return json_bytes({"prompt": decode(served.tokenizer, body.tokens)})
+
+        return _json(await off_loop(answer, len(body.tokens), LONG_LIST))
 
     return router
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
 
 
 async def _tokens(body: TokenizeBody, served: Served) -> list[int]:

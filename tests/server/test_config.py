@@ -68,6 +68,7 @@ def test_every_flag_reaches_the_config(tmp_path: Path) -> None:
         *("--max-mutated-blocks", "9"),
         *("--max-model-len", "8k", "--threads", "2", "--kv-memory", "1GiB", "--block-size", "32"),
         *("--no-prefix-sharing", "--max-seqs", "3", "--max-step-tokens", "7", "--max-queue", "1"),
+        *("--max-queue-time", "2.5"),
         *("--host", "::1", "--port", "9", "--api-key", "k1", "--api-key", "k2"),
         *("--allowed-host", "a.example", "--allowed-origin", "https://A.example:8443"),
         *("--share-prefixes", "--max-body", "2M"),
@@ -83,7 +84,7 @@ def test_every_flag_reaches_the_config(tmp_path: Path) -> None:
         *("table", "block", "sdpa", 8192, 2, file),
     )
     assert dataclasses.astuple(given.cache) == (1 << 30, "int8", 32, False, "full", 9)
-    assert dataclasses.astuple(given.limits) == (3, 7, 1)
+    assert dataclasses.astuple(given.limits) == (3, 7, 1, 2.5)
     assert (given.host, given.port, given.drain_timeout_s) == ("::1", 9, 0.5)
     assert given.http == HttpOptions(
         api_keys=frozenset({"k1", "k2", "k3"}),

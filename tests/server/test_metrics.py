@@ -56,7 +56,8 @@ def value(metrics: Metrics, name: str, **labels) -> float:
 
 def test_every_family_of_the_reference_is_there():
     names = {
-        "requests_running", "requests_waiting", "kv_cache_usage_ratio", "cache_info", "requests",
+        "requests_running", "requests_waiting", "queue_wait_seconds",
+        "kv_cache_usage_ratio", "cache_info", "requests",
         "prompt_tokens", "generated_tokens", "time_to_first_token_seconds",
         "inter_token_latency_seconds", "request_time_per_output_token_seconds",
         "request_e2e_seconds", "request_queue_seconds", "request_prefill_seconds",
@@ -317,7 +318,7 @@ def test_reasons_group_codes():
         *("body_too_large", "context_length", "deadline", "failed", "invalid_request"),
         *("model_not_found", "other", "queue_full", "shutting_down", "unauthorized"),
     ]
-    assert by_reason["queue_full"] == {"queue_full"}
+    assert by_reason["queue_full"] == {"queue_full", "queue_time"}
     assert {"invalid_value", "unknown_parameter", "wrong_host"} <= by_reason["invalid_request"]
     assert len({code for _, code in REJECTIONS}) == len(REJECTIONS) - 1  # internal_error has two
 

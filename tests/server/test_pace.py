@@ -7,7 +7,7 @@ import random
 import pytest
 
 from model.sampling import SamplingParams
-from server.pace import Pace
+from server.pace import Appointments, Pace
 from server.request import MAX_RETRY_AFTER, Request
 
 TRIES = 3  # the openai package's: one, and two more
@@ -25,7 +25,7 @@ def answered(clients, *, seats, queue, max_tokens, tokens, per_token, before=0, 
     Each answer has `tokens` tokens of `per_token` seconds. Before them, `before` answers of
     `usual` tokens had ended.
     """
-    pace, clock = Pace(seats + queue), 0.0
+    pace, appointments, clock = Pace(), Appointments(seats + queue), 0.0
     for _ in range(before):
         pace.begin(clock)
         clock += (usual or tokens) * per_token
@@ -46,7 +46,7 @@ def answered(clients, *, seats, queue, max_tokens, tokens, per_token, before=0, 
         elif tried < TRIES:
             generated = [int((now - began) / per_token) for began in running]
             ahead = [request(max_tokens, made) for made in generated] or [request(max_tokens)]
-            after = pace.retry_after(now, ahead)
+            after = appointments.give(now, pace.gap(now, ahead))
             heapq.heappush(events, (now + after, next(order), "try", tried + 1))
         while waiting and len(running) < seats:
             running.append(now)
@@ -86,31 +86,33 @@ def test_a_larger_server_answers_more_clients():
 
 
 def test_advice_is_in_whole_seconds_up_to_a_minute():
-    pace = Pace(2)
+    pace, appointments = Pace(), Appointments(2)
     pace.begin(0.0)
-    advice = [pace.retry_after(0.5, [request(64)]) for _ in range(100)]
+    gap = pace.gap(0.5, [request(64)])
+    advice = [appointments.give(0.5, gap) for _ in range(100)]
     assert all(type(each) is int for each in advice)
     assert advice == sorted(advice)
     assert (min(advice) >= 1, max(advice)) == (True, MAX_RETRY_AFTER)
 
 
 def test_a_fast_server_says_a_second():
-    pace = Pace(1000)
+    pace, appointments = Pace(), Appointments(1000)
     pace.begin(0.0)
     for end in range(1, 40):
         pace.end(end / 100, 16)
-    assert [pace.retry_after(0.4, [request(16)]) for _ in range(20)] == [1] * 20
+    gap = pace.gap(0.4, [request(16)])
+    assert [appointments.give(0.4, gap) for _ in range(20)] == [1] * 20
 
 
 def test_pauses_do_not_count():
     paces = []
     for pause in (0.0, 1000.0):
-        pace, now = Pace(2), 0.0
+        pace, appointments, now = Pace(), Appointments(2), 0.0
         for _ in range(40):
             pace.begin(now)
             now += 1.0
             pace.end(now, 16)
             now += pause
         pace.begin(now)
-        paces.append(pace.retry_after(now, [request(16)]))
+        paces.append(appointments.give(now, pace.gap(now, [request(16)])))
     assert paces[0] == paces[1] <= 3

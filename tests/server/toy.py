@@ -19,6 +19,7 @@ from server.models import Models, Served
 from server.protocol import Server, uvicorn_config
 from server.request import (
     FinishReason,
+    Outlook,
     PromptTooLong,
     Request,
     ServeError,
@@ -74,12 +75,16 @@ class ScriptedEngine:
         self.refuse: ServeError | None = None
         self.failure_at: tuple[int, Exception] | None = None
         self.cached = 0
+        self.ahead = Outlook()
 
     def start(self) -> None:
         self.started = True
 
     async def stop(self) -> None:
         self.started = False
+
+    def outlook(self, model):
+        return self.ahead
 
     async def cache_view(self, model):
         raise NotImplementedError("it has no cache")

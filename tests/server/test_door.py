@@ -1,0 +1,163 @@
+"""Refusals before a request's body is read."""
+
+import asyncio
+import json
+
+import pytest
+
+from server.door import SURE, Door
+from server.request import Outlook, QueueFull, QueueTime
+from tests.server.toy import ScriptedEngine, ask, chat, complete, sample, toy, toy_app
+
+SLOW = Outlook(seats=0, waiting=0, places=100, gap_s=1.0, most_s=5 / SURE)
+
+
+def door(outlook=SLOW, models=("m",)):
+    return Door(models, lambda model: outlook, clock=lambda: 100.0)
+
+
+def test_who_would_wait_too_long_is_refused_and_told_when_to_come_back():
+    d = door()
+    visits = [d.enter("") for _ in range(5)]
+    advice = []
+    for _ in range(3):
+        with pytest.raises(QueueTime) as refused:
+            d.enter("")
+        advice.append(refused.value.retry_after)
+    assert "6.0 s, longer than the limit of 7.14286 s (--max-queue-time)" in refused.value.message
+    assert 2 <= advice[0] < advice[1] < advice[2] <= 60
+    visits[0].begin()
+    visits[0].begin()
+    d.enter("")
+    with pytest.raises(QueueTime):
+        d.enter("")
+
+
+def test_free_places_and_an_unknown_pace_refuse_nobody():
+    for outlook in (Outlook(seats=200, gap_s=1.0, most_s=5.0), Outlook(seats=0, most_s=0.1)):
+        d = door(outlook)
+        for _ in range(150):
+            d.enter("")
+
+
+def test_a_full_queue_is_refused_at_the_door():
+    d = door(Outlook(seats=2, places=3))
+    for _ in range(5):
+        d.enter("")
+    with pytest.raises(QueueFull, match="All 3 places"):
+        d.enter("")
+    with pytest.raises(QueueFull, match="All 3 places"):
+        door(Outlook(seats=0, waiting=3, places=3)).enter("")
+
+
+def test_a_client_that_waits_for_much_does_not_keep_others_out():
+    d = door()
+    for _ in range(5):
+        d.enter("greedy")
+    with pytest.raises(QueueTime):
+        d.enter("greedy")
+    d.enter("modest")  # its turn comes after one of the other's
+    d.enter("modest")
+    with pytest.raises(QueueTime):
+        d.enter("modest")  # five others, and these two
+
+
+def test_with_several_models_the_body_decides():
+    looks = {"slow": SLOW, "quick": Outlook()}
+    d = Door(looks, looks.__getitem__)
+    for _ in range(5):
+        d.enter("").choose("slow")
+    visit = d.enter("")
+    with pytest.raises(QueueTime):
+        visit.choose("slow")
+    visit.choose("quick")
+    visit.begin()
+    looks["quick"] = Outlook(seats=0, waiting=9, places=9)
+    with pytest.raises(QueueFull):
+        d.enter("")
+
+
+def full_app(**more):
+    engine = ScriptedEngine()
+    engine.ahead = Outlook(seats=0, waiting=3, places=3, **more)
+    return toy_app(engine)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/completions/"])
+def test_a_refused_body_is_not_read(path):
+    app = full_app()
+    received = []
+
+    async def run():
+        sent = []
+
+        async def receive():
+            received.append(1)
+            return {"type": "http.request", "body": b"{", "more_body": True}
+
+        async def send(message):
+            sent.append(message)
+
+        headers = [(b"content-type", b"application/json"), (b"host", b"toy")]
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
+        scope |= {"headers": headers, "query_string": b"", "client": None, "state": {}}
+        await app(scope, receive, send)
+        return sent
+
+    start, body = asyncio.run(run())
+    assert received == []
+    assert start["status"] == 429
+    assert json.loads(body["body"])["error"]["code"] == "queue_full"
+    assert int(dict(start["headers"])[b"retry-after"]) >= 1
+    assert (
+        sample(
+            app.state.metrics,
+            "request_rejections_total",
+            reason="queue_full",
+            code="queue_full",
+            model_name="unmatched",
+            encoding="unmatched",
+        )
+        == 1
+    )
+
+
+def test_other_paths_are_open_while_the_queue_is_full():
+    app = full_app()
+    assert complete(app).status_code == 429
+    assert chat(app).status_code == 429
+    assert ask(app, "POST", "/tokenize", json={"prompt": "a"}).status_code == 200
+    assert ask(app, "GET", "/health").status_code == 200
+
+
+def test_whoever_was_admitted_leaves_the_counters():
+    engine = ScriptedEngine()
+    app = toy_app(engine)
+    engine.ahead = Outlook(seats=0, places=1)
+    for _ in range(3):
+        assert complete(app, max_tokens=2).status_code == 200
+        assert complete(app, max_tokens=2, n=2).status_code == 200
+        assert complete(app, temperature="warm").status_code == 400
+        assert complete(app, max_tokens=2, stream=True).status_code == 200
+
+
+def test_priority_and_client_reach_the_engine():
+    engine = ScriptedEngine()
+    app = toy_app(engine, api_keys=frozenset({"k"}))
+    keyed = {"headers": {"authorization": "Bearer k"}}
+    body = {"prompt": ["a", "b"], "max_tokens": 1, "priority": -3}
+    assert ask(app, "POST", "/v1/completions", json=body, **keyed).status_code == 200
+    one, two = engine.requests
+    assert one.priority == two.priority == -3
+    assert one.client == two.client != ""
+    assert one.group == two.group != ""
+    engine.requests.clear()
+    body = {"prompt": "a", "max_tokens": 1}
+    assert ask(app, "POST", "/v1/completions", json=body, **keyed).status_code == 200
+    assert (engine.requests[0].priority, engine.requests[0].group) == (0, "")
+
+
+@pytest.mark.parametrize("priority", [1.5, "1", True, 2**63, [1]])
+def test_a_priority_is_an_integer(priority):
+    answer = complete(toy_app(served=[toy()]), priority=priority)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
