@@ -57,10 +57,7 @@ class Door:
         self._waiting: dict[str | None, Counter[str]] = {
             model: Counter() for model in (None, *self._models)
         }
-        self._appointments = {
-            model: Appointments(outlook(model).places + outlook(model).seats)
-            for model in self._models
-        }
+        self._appointments = {model: Appointments(outlook(model).places) for model in self._models}
 
     def enter(self, client: str) -> Visit:
         """Raises QueueFull when no model would admit another request of this client in time."""
@@ -84,13 +81,16 @@ class Door:
 
     def _refusal(self, client: str, model: str) -> QueueFull | None:
         outlook, waiting = self._outlook(model), self._waiting[model]
-        gap = outlook.gap_s or 0.0
+        if outlook.idle and not waiting:
+            self._appointments[model].forget()
         if max(outlook.waiting, waiting.total()) >= outlook.places + outlook.seats:
-            after = self._appointments[model].give(self._clock(), gap)
+            after = self._appointments[model].give(self._clock(), outlook.apart_s)
             return no_place(outlook.places, after)
         wait = outlook.wait(_ahead(client, waiting))
         if wait > outlook.most_s * SURE:
-            after = self._appointments[model].give(self._clock(), gap, wait - outlook.most_s * SURE)
+            after = self._appointments[model].give(
+                self._clock(), outlook.apart_s, wait - outlook.most_s * SURE
+            )
             return no_time(wait, outlook.most_s, after)
         return None
 

@@ -84,6 +84,10 @@ class Appointments:
         self._places = places
         self._last = 0.0  # the time that was given last
 
+    def forget(self) -> None:
+        """Nobody waits any more, so nobody needs to keep out of another's way."""
+        self._last = 0.0
+
     def give(self, now: float, gap: float, after: float = 0.0) -> int:
         """Whole seconds after which there should be room for one more, and `after` at the least."""
         given = max(now + after, self._last) + max(MARGIN * gap, 1 / self._places)

@@ -302,10 +302,12 @@ class Outlook:
     """What a new request has to expect, as of the last step."""
 
     seats: int = 1  # waiting requests that the next step may admit
+    idle: bool = False  # no request runs or waits
     waiting: int = 0
     places: int = 1 << 30  # those that may wait besides
     # Between two ends of requests, each of which lets one of those that wait run; None: not known.
     gap_s: float | None = None
+    apart_s: float = 0.0  # the same as far as it can be guessed, for those who are refused
     most_s: float = inf  # that a request may wait
 
     def wait(self, ahead: int) -> float:

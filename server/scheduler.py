@@ -63,7 +63,7 @@ class Scheduler:
         self._longest = min(limits.max_context - 1, cache.capacity)  # the last token is not stored
         self._clock = clock
         self._pace = Pace(2 * limits.max_seqs)
-        self._appointments = Appointments(limits.max_queue + limits.max_seqs)
+        self._appointments = Appointments(limits.max_queue)
         # Ordered dictionaries: an abort finds its request at once in a queue of any length.
         self._running: OrderedDict[str, Request] = OrderedDict()
         self._waiting: OrderedDict[str, Request] = OrderedDict()
@@ -112,6 +112,7 @@ class Scheduler:
             raise no_place(limits.max_queue, self._appointments.give(now, gap))
         if not (self._running or self._waiting):
             self._pace.begin(request.arrival)
+            self._appointments.forget()
         self._waiting[request.id] = request
         self._turns.add(request)
 
@@ -119,10 +120,19 @@ class Scheduler:
         return [*islice(chain(self.running, self.waiting), self._limits.max_seqs)]
 
     def outlook(self) -> Outlook:
-        seats, limits, gap = self._seats(), self._limits, None
+        seats, limits, gap, apart = self._seats(), self._limits, None, 0.0
         if self._waiting or not seats:
-            gap = self._pace.measured_gap(self._clock(), self._ahead())
-        return Outlook(seats, len(self._waiting), limits.max_queue, gap, limits.max_queue_s)
+            now, ahead = self._clock(), self._ahead()
+            gap, apart = self._pace.measured_gap(now, ahead), self._pace.gap(now, ahead)
+        return Outlook(
+            seats=seats,
+            idle=not (self._running or self._waiting),
+            waiting=len(self._waiting),
+            places=limits.max_queue,
+            gap_s=gap,
+            apart_s=apart,
+            most_s=limits.max_queue_s,
+        )
 
     def _seats(self) -> int:
         """Waiting requests that the next step may admit; they do not count as queued."""

@@ -9,7 +9,7 @@ from server.door import SURE, Door
 from server.request import Outlook, QueueFull, QueueTime
 from tests.server.toy import ScriptedEngine, ask, chat, complete, sample, toy, toy_app
 
-SLOW = Outlook(seats=0, waiting=0, places=100, gap_s=1.0, most_s=5 / SURE)
+SLOW = Outlook(seats=0, waiting=0, places=100, gap_s=1.0, apart_s=1.0, most_s=5 / SURE)
 
 
 def door(outlook=SLOW, models=("m",)):
@@ -48,6 +48,28 @@ def test_a_full_queue_is_refused_at_the_door():
         d.enter("")
     with pytest.raises(QueueFull, match="All 3 places"):
         door(Outlook(seats=0, waiting=3, places=3)).enter("")
+
+
+def test_appointments_are_forgotten_when_nobody_waits():
+    """Else one client that asks again and again would cost all others a minute."""
+    outlooks = {"m": SLOW}
+    d = Door(["m"], outlooks.__getitem__, clock=lambda: 100.0)
+
+    def advice():
+        with pytest.raises(QueueTime) as refused:
+            d.enter("")
+        return refused.value.retry_after
+
+    visits = [d.enter("") for _ in range(5)]
+    assert [advice() for _ in range(100)][-1] == 60
+    for visit in visits:
+        visit.begin()
+    outlooks["m"] = Outlook(seats=4, idle=True, places=100)
+    d.enter("")
+    outlooks["m"] = SLOW
+    for _ in range(4):
+        d.enter("")
+    assert advice() < 5
 
 
 def test_a_client_that_waits_for_much_does_not_keep_others_out():
