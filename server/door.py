@@ -13,7 +13,7 @@ from server.pace import Appointments, no_place, no_time
 from server.request import Outlook, QueueFull
 
 # Estimates err. Who is admitted and then waits too long has cost more than a refusal at the door.
-SURE = 0.7
+SURE = 0.6
 
 
 class Visit:

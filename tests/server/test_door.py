@@ -24,7 +24,7 @@ def test_who_would_wait_too_long_is_refused_and_told_when_to_come_back():
         with pytest.raises(QueueTime) as refused:
             d.enter("")
         advice.append(refused.value.retry_after)
-    assert "6.0 s, longer than the limit of 7.14286 s (--max-queue-time)" in refused.value.message
+    assert "6.0 s, longer than the limit of 8.33333 s (--max-queue-time)" in refused.value.message
     assert 2 <= advice[0] < advice[1] < advice[2] <= 60
     visits[0].begin()
     visits[0].begin()
