@@ -139,6 +139,11 @@ class Request:
         return len(self.tokens) - self.dropped
 
     @property
+    def context_prompt(self) -> int:
+        """How many of the tokens that the model sees are of the prompt."""
+        return max(self.num_prompt - self.dropped, min(self.num_prompt, self.front))
+
+    @property
     def computed_prompt(self) -> int:
         """Prompt tokens that are computed; dropping begins only when all of them are."""
         return self.num_prompt if self.dropped else min(self.computed, self.num_prompt)
