@@ -16,6 +16,7 @@ import random
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from cache.kept import SpillCounts
 from cache.manager import BlockCounts
 from cache.terms import OpReport
 from model.positional_work import NO_WORK, PositionalWork
@@ -255,6 +256,7 @@ class ContextShift:
 
 
 NO_BLOCKS = BlockCounts(free=0, active=0, cached=0)
+NO_SPILL = SpillCounts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +276,7 @@ class StepStats:
     prefix_queried_tokens: int = 0  # once per request, at first admission
     evicted_blocks: int = 0  # cached content given up to make room
     flushed_blocks: int = 0  # cached content forgotten on demand
+    spill: SpillCounts = NO_SPILL  # moves: in this step
     blocks: BlockCounts = NO_BLOCKS
     sealed_blocks: int = 0
     verified_blocks: int = 0

@@ -3,7 +3,7 @@
 from cache.terms import BLOCK_SIZE
 from server.config import ModelSource, host_address, host_name, model_source, web_origin
 from server.metrics_compat import ALIASES
-from server.options import Option, auto, choice, count, seconds, size, switch
+from server.options import Option, auto, choice, count, seconds, size, size_or_none, switch
 
 DEFAULT_MODEL = "smollm2"
 
@@ -138,6 +138,15 @@ SERVE_OPTIONS = (
         auto(choice("int8")),
         shown="auto, the type the model computes in",
         metavar="TYPE",
+    ),
+    Option(
+        "--kv-spill",
+        "cache",
+        "host memory for what preempted requests had computed, and with the rest of it for cached "
+        "prefixes that make room: 2GiB; 0: none",
+        auto(size_or_none),
+        shown="auto, as much as the caches, at most 4 GiB and an eighth of the memory left free",
+        metavar="BYTES",
     ),
     Option(
         "--block-size",

@@ -34,6 +34,11 @@ class Wired:
     meter: PositionMeter
 
 
+def ledger_of(kv: KVCache, kernels: Kernels | str, audit: Audit = Audit.SAMPLE) -> Ledger:
+    """The ledger of `kv`, which takes checksums with the CPU kernels if there are any."""
+    return Ledger(kv, audit, kernels.fold_sums if isinstance(kernels, Kernels) else fold_sums)
+
+
 def wired(
     name: str,
     forward: Forward,
@@ -44,19 +49,18 @@ def wired(
     meter: PositionMeter,
     kernels: Kernels | str,
     *,
-    audit: Audit = Audit.SAMPLE,
+    ledger: Ledger | None = None,
     drain_times: Callable[[], tuple[PassTimes, ...]] = tuple,
     ahead: bool = False,
 ) -> Wired:
     """An engine that uses all of `kv`, whose blocks `manager` allocates.
 
     name: the model's. rules: each layer's encoding. kernels: the CPU kernels, or why there are
-    none. ahead: whether a step is launched before the previous one's tokens are waited for.
+    none. ledger: `ledger_of` by default. ahead: whether a step is launched before the previous
+    one's tokens are waited for.
     """
-    sums, sampler = fold_sums, Sampler()
-    if isinstance(kernels, Kernels):
-        sums, sampler = kernels.fold_sums, KernelSampler(kernels)
-    ledger = Ledger(kv, audit, sums)
+    sampler = KernelSampler(kernels) if isinstance(kernels, Kernels) else Sampler()
+    ledger = ledger or ledger_of(kv, kernels)
     scheduler = Scheduler(manager, limits, Operations(manager, kv, rules, ledger))
     auditor = Auditor(name, ledger, manager, scheduler)
     runner = Runner(forward, kv, manager, sampler)

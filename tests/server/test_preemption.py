@@ -8,6 +8,7 @@ import model.family
 from cache.manager import Table
 from server.batching import build_batch
 from server.plan import Work
+from server.request import Overflow
 from tests.model import encoder_decoders
 from tests.model.checkpoints import save
 from tests.server.disturbed import load, requests, run
@@ -22,35 +23,44 @@ STORED = {
     "int8": ("--dtype", "float32", "--kv-dtype", "int8"),
 }
 BLOCKS = 40
+PLACES = (0, 7, 200)  # blocks of the second place: none, too few for a request, more than needed
 
 
 def family(encoding):
     return Path(model.family.__file__).parent / "weights" / f"ropewalk-{encoding}"
 
 
-def assert_undisturbed(source, flags, count, *, seeded, encoder=False):
-    """No token and no log-probability depends on whether the cache is large."""
-    ample = load(source, *flags)
-    memory = (BLOCKS + 1) * 16 * ample.facts.kv_bytes_per_token
-    small = load(source, *flags, "--kv-memory", str(memory), "--max-step-tokens", "64")
-    ways = {"seeded": seeded, "encoder": encoder, "vocab": ample.served.vocab_size}
-    undisturbed = run(ample.engine, requests(count, **ways))
-    disturbed = run(small.engine, requests(count, **ways))
+def assert_undisturbed(source, flags, count, places, **ways):
+    """No token and no log-probability depends on whether the cache is large.
+
+    places: sizes in blocks of the second place.
+    """
+    ample = load(source, *flags, "--kv-spill", "0")
+    block = 16 * ample.facts.kv_bytes_per_token
+    small = ("--kv-memory", str((BLOCKS + 1) * block), "--max-step-tokens", "64")
+    ways["vocab"] = ample.served.vocab_size
+    check = count < 100  # which takes longer than the steps
+    undisturbed = run(ample.engine, requests(count, **ways), check=check)
     assert undisturbed.preempted == 0
-    assert disturbed.preempted > count / 5
-    differing = [name for name in disturbed.answers if not same(undisturbed, disturbed, name)]
-    assert not differing
-
-
-def same(one, other, name):
-    return one.answers[name] == other.answers[name]
+    for place in places:
+        loaded = load(source, *flags, *small, "--kv-spill", str(place * block))
+        disturbed = run(loaded.engine, requests(count, **ways), check=check)
+        assert disturbed.preempted > count / 5
+        assert (disturbed.back > 0) == (place > 0)
+        differing = [
+            name
+            for name, answer in disturbed.answers.items()
+            if undisturbed.answers[name] != answer
+        ]
+        assert not differing, place
 
 
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_every_encoding(encoding, stored, kernels):
-    seeded = (ENCODINGS.index(encoding) + list(STORED).index(stored)) % 2 == 0
-    assert_undisturbed(family(encoding), STORED[stored], 30, seeded=seeded)
+    case = ENCODINGS.index(encoding) + list(STORED).index(stored)
+    place = PLACES[case % len(PLACES)]
+    assert_undisturbed(family(encoding), STORED[stored], 30, [place], seeded=case % 2 == 0)
 
 
 @pytest.mark.full
@@ -58,7 +68,7 @@ def test_every_encoding(encoding, stored, kernels):
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_a_thousand_requests(encoding, stored, seeded, kernels):
-    assert_undisturbed(family(encoding), STORED[stored], 1000, seeded=seeded)
+    assert_undisturbed(family(encoding), STORED[stored], 1000, PLACES, seeded=seeded)
 
 
 @pytest.mark.parametrize(
@@ -73,13 +83,37 @@ def test_a_thousand_requests(encoding, stored, seeded, kernels):
     ],
 )
 def test_other_forms(encoding, flags, kernels):
-    assert_undisturbed(family(encoding), flags, 30, seeded=True)
+    assert_undisturbed(family(encoding), flags, 30, [7], seeded=True)
 
 
 @pytest.mark.parametrize("stored", STORED)
 def test_an_encoder_decoder(stored, tmp_path, kernels):
     folder = save(encoder_decoders.random_model(encoder_decoders.t5_v11()), tmp_path)
-    assert_undisturbed(folder, STORED[stored], 30, seeded=True, encoder=True)
+    places = [PLACES[list(STORED).index(stored)]]
+    assert_undisturbed(folder, STORED[stored], 30, places, seeded=True, encoder=True)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "overflow", "flags"),
+    [
+        ("rope", Overflow.SHIFT, ()),
+        ("rope", Overflow.SLIDE, ("--rope-frame", "block", "--kv-dtype", "int8")),
+        ("alibi", Overflow.SLIDE, ()),
+        ("t5", Overflow.SHIFT, ()),
+        ("nope", Overflow.SHIFT, ("--kv-dtype", "int8")),
+    ],
+)
+def test_contexts_that_were_shortened(encoding, overflow, flags, kernels):
+    """While nothing is lost: what depends on dropped tokens cannot be computed again."""
+    flags = ("--dtype", "bfloat16", *flags)
+    ways = {"seeded": True, "overflow": overflow}
+    assert_undisturbed(family(encoding), flags, 30, [400], **ways)
+
+
+def test_shortened_answers_of_an_encoder_decoder(tmp_path, kernels):
+    folder = save(encoder_decoders.random_model(encoder_decoders.t5_v11()), tmp_path)
+    ways = {"seeded": True, "encoder": True, "overflow": Overflow.SHIFT}
+    assert_undisturbed(folder, ("--dtype", "float32"), 20, [400], **ways)
 
 
 def test_tokens_of_an_answer_are_computed_as_if_alone():
