@@ -140,13 +140,17 @@ class Keeper:
 
     def may_fetch(self, count: int) -> int:
         """How many of so many blocks may be brought back in this step."""
-        cost = 2 if self._unsaved else 1  # the block that one comes to may have to be saved
-        return min(count, max(0, self._moves) // cost)
+        most = min(count, max(0, self._moves))
+        unsaved = map(self.at, islice(self._unsaved, most))
+        if any(kept is not None and kept.wanted for kept in unsaved):
+            return -(-most // 2)  # the block that one comes to may have to be saved first
+        return most
 
     def fetch(self, contents: Sequence[Kept], blocks: Sequence[int]) -> None:
-        """Bring contents back into blocks, which were vacated for it. What has changed is lost."""
+        """Bring contents back into blocks taken for it. What has changed meanwhile is lost."""
         assert self._place is not None, "contents without a block are in a place"
         self._moves -= len(blocks)
+        self.vacate(blocks)
         intact = self._place.take([kept.slot for kept in contents], blocks)
         for kept, block, good in zip(contents, blocks, intact, strict=True):
             if not good:

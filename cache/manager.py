@@ -174,7 +174,6 @@ class CacheManager:
             self._keeper.pin(found)
             blocks = self._pool.take(len(coming))
             assert blocks is not None, "there was room for more"
-            self._keeper.vacate(blocks)
             self._keeper.fetch(coming, blocks)
             self._keeper.release(found)
             self._keeper.freed(self._pool.give_back(reversed(blocks)))

@@ -91,6 +91,16 @@ def test_a_step_brings_back_only_so_many_blocks():
     assert come_back(cache, "a", [*tokens, 17]) == (17, 5)
 
 
+def test_one_block_a_step_is_enough_to_come_back():
+    """Also past prefixes that are not saved, and never will be as the place is full."""
+    cache, _ = cache_of(9, slots=3, at_once=1)
+    store(cache, "a", A)
+    cache.park("a")
+    store(cache, "b", range(20, 36))
+    cache.release("b")
+    assert come_back(cache, "a", [*A, 6]) == (5, 3)
+
+
 def test_alone_everything_comes_back_at_once():
     cache, _ = cache_of(20, slots=20, at_once=2)
     tokens = list(range(17))

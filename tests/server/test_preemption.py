@@ -60,7 +60,7 @@ def assert_undisturbed(source, flags, count, places, **ways):
 def test_every_encoding(encoding, stored, kernels):
     case = ENCODINGS.index(encoding) + list(STORED).index(stored)
     place = PLACES[case % len(PLACES)]
-    assert_undisturbed(family(encoding), STORED[stored], 30, [place], seeded=case % 2 == 0)
+    assert_undisturbed(family(encoding), STORED[stored], 20, [place], seeded=case % 2 == 0)
 
 
 @pytest.mark.full
