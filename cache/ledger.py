@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import reduce
-from itertools import islice
+from itertools import compress, islice
 from typing import NamedTuple
 
 import torch
@@ -156,6 +156,7 @@ class Ledger:
         self._sealed: OrderedDict[int, None] = OrderedDict()
         self._checksums = Checksums(kv, sums)
         self._together = SAMPLED_TOGETHER if kv.device.type == "cpu" else SAMPLED_TOGETHER_ELSEWHERE
+        self._device = kv.device
         self._seals = torch.zeros(kv.blocks, 2, kv.layers, dtype=torch.int64, device=kv.device)
         self._counts = _NOTHING
         self._owed = 0  # blocks that `sample` has yet to verify
@@ -205,12 +206,52 @@ class Ledger:
         """
         self._verify(dict.fromkeys(blocks, ()), () if seq is None else (seq,))
 
+    def no_sums(self, count: int) -> Tensor:
+        """Where the sums of so many blocks can be kept outside."""
+        return torch.zeros(count, *self._seals.shape[1:], dtype=torch.int64, device=self._device)
+
+    def leaving(self, blocks: Sequence[int]) -> tuple[Tensor, list[bool], list[bool]]:
+        """Verify blocks that are about to be copied elsewhere, full or not.
+
+        Returns their sums, whether each is sealed, and whether it is still what it was.
+        """
+        sealed = [block in self._sealed for block in blocks]
+        if self.mode is Audit.OFF:
+            return self.no_sums(len(blocks)), sealed, [True] * len(blocks)
+        sums = self._checksums.of(blocks)
+        faulty: set[int] = set()
+        if any(sealed):
+            known = dict.fromkeys(compress(blocks, sealed), ())
+            faulty = self._compare(known, sums[self._where(sealed)])
+        return sums, sealed, [block not in faulty for block in blocks]
+
+    def arrived(self, blocks: Sequence[int], sums: Tensor, full: Sequence[bool]) -> list[bool]:
+        """Verify blocks that were copied back, and seal those that are full and intact.
+
+        sums: those that they left with. Returns which are intact.
+        """
+        self.forget(blocks)
+        if self.mode is Audit.OFF:
+            return [True] * len(blocks)
+        changed = (self._checksums.of(blocks) != sums).flatten(1).any(1).tolist()
+        intact = [not each for each in changed]
+        chosen = [each and whole for each, whole in zip(intact, full, strict=True)]
+        if any(chosen):
+            sealed = list(compress(blocks, chosen))
+            self._seals[tensor_on(self._device, sealed)] = sums[self._where(chosen)]
+            self._seen(sealed)
+        self._counts += LedgerCounts(verified=len(blocks))
+        return intact
+
+    def _where(self, chosen: Sequence[bool]) -> Tensor:
+        return tensor_on(self._device, [at for at, each in enumerate(chosen) if each])
+
     def seal(self, blocks: Iterable[int]) -> None:
         """Take the present bytes of `blocks` as correct, whatever was known of them before."""
         chosen = list(dict.fromkeys(blocks))
         if self.mode is Audit.OFF or not chosen:
             return
-        self._seals[tensor_on(self._seals.device, chosen)] = self._checksums.of(chosen)
+        self._seals[tensor_on(self._device, chosen)] = self._checksums.of(chosen)
         self._seen(chosen)
         self._counts += LedgerCounts(sealed=len(chosen))
 
@@ -229,9 +270,19 @@ class Ledger:
     ) -> None:
         """`touched` maps blocks to the events that call for their verification."""
         blocks = [block for block in touched if block in self._sealed]
-        if not blocks:
-            return
-        changed = self._checksums.of(blocks) != self._seals[tensor_on(self._seals.device, blocks)]
+        if blocks:
+            known = {block: touched[block] for block in blocks}
+            self._compare(known, self._checksums.of(blocks), sequences)
+
+    def _compare(
+        self,
+        touched: Mapping[int, Sequence[BlockEvent]],
+        sums: Tensor,
+        sequences: tuple[str, ...] = (),
+    ) -> set[int]:
+        """Compare the sums of sealed blocks with their seals; returns the blocks that changed."""
+        blocks = list(touched)
+        changed = sums != self._seals[tensor_on(self._device, blocks)]
         self._seen(blocks)
         # Only one bool is copied to the host, unless something is wrong.
         faults = []
@@ -243,6 +294,7 @@ class Ledger:
         self.forget(fault.block for fault in faults)
         mutated = self._entries * sum(len(fault.places) for fault in faults)
         self._counts += LedgerCounts(0, len(blocks), mutated, tuple(faults))
+        return {fault.block for fault in faults}
 
     def _seen(self, blocks: Iterable[int]) -> None:
         for block in blocks:

@@ -2,15 +2,19 @@
 
 A sequence reserves room, has tokens computed into it, commits them, and is released. Blocks
 that are full and committed are published, so later sequences with the same beginning share
-them. A published or shared block is never written again.
+them. A published or shared block is never written again. A sequence that must make room is parked
+instead of released: what it had computed is kept for it, for as long as possible.
 """
 
 from array import array
 from collections.abc import Iterable, KeysView, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import NamedTuple
 
 from cache.block_pool import BlockPool, InvariantError
+from cache.keeper import Keeper
+from cache.kept import Kept, Place, SpillCounts, sound
 from cache.prefix import Digest, Entry, PrefixIndex
 from cache.terms import BlockEvent, EventKind
 
@@ -51,10 +55,18 @@ class _Sequence:
     chained: bool  # False: no further block can be published
 
 
+class _Parked(NamedTuple):
+    """A sequence that gave up its blocks, and what is kept of them."""
+
+    sequence: _Sequence
+    contents: list[Kept]
+
+
 class CacheManager:
     """Reservation, prefix sharing and release over one pool of `num_blocks` blocks.
 
-    `digest` replaces the prefix index's default hash, which uses a random key.
+    `digest` replaces the prefix index's default hash, which uses a random key. `place`: where what
+    is kept goes before its block is overwritten; without one, parking is the same as releasing.
     """
 
     def __init__(
@@ -64,17 +76,19 @@ class CacheManager:
         *,
         prefix_sharing: bool = True,
         digest: Digest | None = None,
+        place: Place | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"a block of {block_size} tokens holds nothing; use 1 or more")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.evicted_blocks = 0
         self._sharing = prefix_sharing
         self._pool = BlockPool(num_blocks)
         self._index = PrefixIndex(block_size, digest)
-        self._cached: set[int] = set()  # published and free
+        self._keeper = Keeper(self._index, place)
+        self._keeps = place is not None
         self._sequences: dict[str, _Sequence] = {}
+        self._parked: dict[str, _Parked] = {}
         self._events: list[BlockEvent] = []
 
     @property
@@ -83,26 +97,110 @@ class CacheManager:
         return self._sequences.keys()
 
     @property
+    def parked(self) -> KeysView[str]:
+        """Names of the sequences that were parked and did not come back yet."""
+        return self._parked.keys()
+
+    @property
+    def evicted_blocks(self) -> int:
+        """Cached blocks whose content was given up to make room."""
+        return self._keeper.evicted
+
+    @property
     def capacity(self) -> int:
         """The most tokens that a single sequence can store; shrinks with each quarantine."""
         return self._pool.num_usable * self.block_size
 
     def reserve(
-        self, seq: str, tokens: Sequence[int], upto: int, *, salt: str = "", share: bool = True
+        self,
+        seq: str,
+        tokens: Sequence[int],
+        upto: int,
+        *,
+        salt: str = "",
+        share: bool = True,
+        own: int | None = None,
     ) -> int | None:
         """Make room for tokens[:upto]; returns how many tokens are already computed.
 
         A new `seq` first takes the longest published prefix of `tokens` with the same salt (if
         `share`), but never all of them: at least one token is left to compute, in a block of its
-        own. A known `seq` grows and ignores `salt` and `share`. Returns None, and changes nothing,
-        when there is no room.
+        own. Nor does it take those from number `own` on, which must be its own computations. A
+        parked `seq` takes what was kept for it instead, unless that is less. A known `seq` grows
+        and ignores `salt` and `share`. Returns None, and changes nothing, when there is no room.
         """
         if not 0 < upto <= len(tokens):
             raise ValueError(f"cannot reserve {upto} of {len(tokens)} tokens")
         sequence = self._sequences.get(seq)
         if sequence is None:
-            return self._open(seq, tokens, upto, salt, share)
+            return self._open(seq, tokens, upto, salt, self._shareable(tokens, share, own))
         return sequence.computed if self.grow(seq, upto) else None
+
+    def begin_step(self, *, alone: bool) -> None:
+        """A step is planned; `alone`: no running sequence waits for blocks that are moved."""
+        self._keeper.begin_step(alone=alone)
+
+    def save_ahead(self) -> None:
+        """Copy some of what would be overwritten next to the second place, if blocks get scarce."""
+        if self._parked or self._pool.num_untouched < self.num_blocks // 2:
+            self._keeper.save_ahead()
+
+    def fetch(
+        self,
+        seq: str,
+        tokens: Sequence[int],
+        upto: int,
+        *,
+        salt: str = "",
+        share: bool = True,
+        own: int | None = None,
+    ) -> bool:
+        """Bring what `reserve` would take back from the second place, as far as a step may.
+
+        Returns whether nothing more is to be waited for; so also when there is no room.
+        """
+        if not self._keeps:
+            return True
+        found, _ = self._found(seq, tokens, salt, self._shareable(tokens, share, own))
+        absent = [kept for kept in found if not kept.block]
+        here = [kept.block for kept in found if kept.block]
+        held = sum(self._pool.refs(block) > 0 for block in here)
+        if not absent or -(-upto // self.block_size) - held > self._pool.num_free:
+            return True
+        # What is here already must not be overwritten to make room for the rest.
+        self._pool.refresh(block for block in reversed(here) if not self._pool.refs(block))
+        coming = absent[: self._keeper.may_fetch(len(absent))]
+        if coming:
+            self._keeper.pin(found)
+            blocks = self._pool.take(len(coming))
+            assert blocks is not None, "there was room for more"
+            self._keeper.fetch(coming, blocks)
+            self._keeper.release(found)
+            self._keeper.freed(self._pool.give_back(reversed(blocks)))
+        return len(coming) == len(absent) and not any(kept.lost for kept in found)
+
+    def park(self, seq: str) -> None:
+        """Give up `seq`'s blocks, but keep what they hold for when it is reserved again."""
+        if not self._keeps:
+            return self.release(seq)
+        sequence = self._sequences.pop(seq)
+        stored = sequence.blocks[: -(-sequence.computed // self.block_size)]
+        retired = self._pool.retired
+        contents = self._keeper.want(list(takewhile(lambda each: each not in retired, stored)))
+        self._parked[seq] = _Parked(sequence, contents)
+        self._give_back(seq, sequence.blocks[len(contents) :], sequence.bases[len(contents) :])
+        # Verified when they leave, or when they are taken up again.
+        self._keeper.freed(self._pool.give_back(reversed(sequence.blocks[: len(contents)])))
+
+    def intact(self, seq: str) -> bool:
+        """Whether everything that a parked `seq` had computed is still kept."""
+        return not any(kept.lost for kept in self._parked[seq].contents)
+
+    def forget(self, seq: str) -> None:
+        """A parked `seq` will not come back; any other is ignored."""
+        parked = self._parked.pop(seq, None)
+        if parked is not None:
+            self._keeper.release(parked.contents)
 
     def grow(self, seq: str, upto: int) -> bool:
         """Make room for `upto` tokens of a known `seq`; False, and unchanged, if there is none."""
@@ -134,7 +232,7 @@ class CacheManager:
         sequence = self._sequences.pop(seq)
         if forget:
             for block in sequence.blocks:
-                self._withdraw(block)
+                self._keeper.withdraw(block)
         self._give_back(seq, sequence.blocks, sequence.bases)
 
     def fork(self, seq: str, child: str, length: int) -> list[Copy] | None:
@@ -261,7 +359,7 @@ class CacheManager:
         The block and all that continue it are withdrawn from the prefix index. Its holders keep
         it until they are released.
         """
-        self._withdraw(block)
+        self._keeper.condemn(block)
         self._pool.retire(block)
 
     def flush(self) -> int:
@@ -270,10 +368,7 @@ class CacheManager:
         Blocks held by sequences stay theirs, but no other sequence can find them, nor the blocks
         that their holders fill after them.
         """
-        forgotten = len(self._cached)
-        for block in self._index.blocks:
-            self._withdraw(block)
-        return forgotten
+        return self._keeper.flush()
 
     def holders(self, block: int) -> list[str]:
         """Sequences whose table has `block`."""
@@ -284,8 +379,12 @@ class CacheManager:
         events, self._events = self._events, []
         return events
 
+    def spilled(self) -> SpillCounts:
+        """What the second place holds, and how often it was used."""
+        return self._keeper.counts()
+
     def counts(self) -> BlockCounts:
-        free, cached = self._pool.num_free, len(self._cached)
+        free, cached = self._pool.num_free, len(self._keeper.cached)
         quarantined = sum(self._pool.refs(block) == 0 for block in self._pool.retired)
         active = self.num_blocks - 1 - free - quarantined
         return BlockCounts(free - cached, active, cached, quarantined)
@@ -293,39 +392,74 @@ class CacheManager:
     def check(self) -> None:
         """Raises InvariantError unless pool, prefix index and tables agree with each other."""
         self._pool.check()
-        self._index.check()
         self._check_tables()
-        idle = {block for block in self._index.blocks if self._pool.refs(block) == 0}
-        if idle != self._cached:
-            raise InvariantError(f"cached blocks {self._cached} are not the idle ones {idle}")
+        free = {block for block in range(1, self.num_blocks) if self._pool.refs(block) == 0}
+        waiting = [parked.contents for parked in self._parked.values()]
+        self._keeper.check(free - self._pool.retired, waiting)
+        if self._sequences.keys() & self._parked.keys():
+            raise InvariantError("a sequence that holds blocks is parked")
         if self._index.blocks & self._pool.retired:
             raise InvariantError("a quarantined block is published")
 
-    def _open(
-        self, seq: str, tokens: Sequence[int], upto: int, salt: str, share: bool
-    ) -> int | None:
-        most = (len(tokens) - 1) // self.block_size
-        found = self._index.match(salt, tokens, most) if share and self._sharing else []
-        hits = [entry.block for entry in found]
+    def _shareable(self, tokens: Sequence[int], share: bool, own: int | None) -> int:
+        """How many leading blocks may be those of other sequences."""
+        if not (share and self._sharing):
+            return 0
+        most = len(tokens) - 1 if own is None else min(own, len(tokens) - 1)
+        return most // self.block_size
+
+    def _found(
+        self, seq: str, tokens: Sequence[int], salt: str, most: int
+    ) -> tuple[list[Kept], _Sequence | None]:
+        """What a new or parked sequence can begin with, and the parked one if it is its own."""
+        parked = self._parked.get(seq)
+        kept = [] if parked is None else sound(parked.contents)
+        if parked is not None and len(kept) == len(parked.contents):
+            return kept, parked.sequence
+        published = self._index.match(salt, tokens, most)
+        if parked is None or len(published) > len(kept):
+            return list(published), None
+        return kept, parked.sequence
+
+    def _open(self, seq: str, tokens: Sequence[int], upto: int, salt: str, most: int) -> int | None:
+        found, parked = self._found(seq, tokens, salt, most)
+        found = list(takewhile(lambda kept: kept.block, found))  # the rest was not fetched
+        hits = [kept.block for kept in found]
         growth = max(0, -(-upto // self.block_size) - len(hits))
         idle = sum(self._pool.refs(block) == 0 for block in hits)
         if growth + idle > self._pool.num_free:
             return None
+        sequence = self._beginning(found, salt) if parked is None else self._resumed(found, parked)
         # Hits first: blocks that are held cannot be evicted to make room for the rest.
         self._share(seq, hits)
+        self.forget(seq)
+        self._extend(sequence, self._take(seq, growth))
+        self._sequences[seq] = sequence
+        return sequence.computed
+
+    def _beginning(self, found: Sequence[Kept], salt: str) -> _Sequence:
+        """A sequence that begins with published blocks."""
         sequence = _Sequence(
             salt=salt,
             blocks=array("q"),
             bases=array("q"),
-            computed=len(hits) * self.block_size,
-            settled=len(hits),
-            tip=found[-1] if found else None,
+            computed=len(found) * self.block_size,
+            settled=len(found),
+            tip=self._index.entry(found[-1].block) if found else None,
             chained=self._sharing,
         )
-        self._extend(sequence, hits)
-        self._extend(sequence, self._take(seq, growth))
-        self._sequences[seq] = sequence
-        return sequence.computed
+        self._extend(sequence, [kept.block for kept in found])
+        return sequence
+
+    def _resumed(self, found: Sequence[Kept], parked: _Sequence) -> _Sequence:
+        """A parked sequence as it was, or as much of it as is still kept."""
+        blocks = array("q", [kept.block for kept in found])
+        computed = min(parked.computed, len(found) * self.block_size)
+        resumed = replace(
+            parked, blocks=blocks, bases=parked.bases[: len(found)], computed=computed
+        )
+        self._rewind(resumed)
+        return resumed
 
     def _extend(self, sequence: _Sequence, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -341,28 +475,21 @@ class CacheManager:
         taken = self._pool.take(count)
         if taken is None:
             raise InvariantError(f"{count} blocks are wanted after room for them was found")
-        for block in taken:
-            lost = self._cached.intersection(self._index.drop(block))
-            self._cached -= lost
-            self.evicted_blocks += len(lost)
+        self._keeper.vacate(taken)
         self._note(EventKind.TAKEN, seq, taken)
         return taken
 
     def _share(self, seq: str, blocks: Sequence[int]) -> None:
         self._pool.share(blocks)
-        self._cached.difference_update(blocks)
-        self._note(EventKind.REUSED, seq, blocks)
+        unverified = [block for block in blocks if block not in self._keeper.arrived]
+        self._keeper.held(blocks)
+        self._note(EventKind.REUSED, seq, unverified)
 
     def _give_back(self, seq: str, blocks: Sequence[int], bases: Sequence[int]) -> None:
         for block, base in zip(blocks, bases, strict=True):
             self._events.append(BlockEvent(EventKind.RELEASED, block, seq, base))
         # Tail first, so that the continuation of a prefix is evicted before the prefix itself.
-        for block in self._pool.give_back(reversed(blocks)):
-            if block in self._index:
-                self._cached.add(block)
-
-    def _withdraw(self, block: int) -> None:
-        self._cached.difference_update(self._index.drop(block))
+        self._keeper.freed(self._pool.give_back(reversed(blocks)))
 
     def _drop_blocks(self, seq: str, first: int, count: int) -> None:
         sequence = self._sequences[seq]
@@ -386,7 +513,7 @@ class CacheManager:
         for index in indices:
             block = sequence.blocks[index]
             if self._pool.refs(block) == 1:
-                self._withdraw(block)
+                self._keeper.vacate([block])
                 self._note(EventKind.TAKEN, seq, [block])
                 continue
             copies.append(Copy(block, self._take(seq, 1)[0]))

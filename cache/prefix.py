@@ -10,15 +10,16 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from cache.block_pool import InvariantError
+from cache.kept import Kept
 
 Digest = Callable[[bytes, str, bytes], bytes]  # (parent's digest, salt, packed tokens)
 ROOT = b""  # parent digest of a sequence's first block
 
 
-class Entry:
+class Entry(Kept):
     """One published block: its tokens continue those of `parent`, its predecessor."""
 
-    __slots__ = ("block", "children", "digest", "parent", "salt", "tokens")
+    __slots__ = ("children", "digest", "parent", "salt", "tokens")
 
     def __init__(
         self, digest: bytes, salt: str, tokens: bytes, parent: "Entry | None", block: int
@@ -27,7 +28,7 @@ class Entry:
         self.salt = salt
         self.tokens = tokens
         self.parent = parent
-        self.block = block
+        super().__init__(block)
         self.children: set[Entry] = set()
 
 
@@ -46,13 +47,16 @@ def keyed_digest(key: bytes) -> Digest:
 
 
 class PrefixIndex:
-    """Published blocks by digest and by id. Every entry's ancestors are published too."""
+    """Published blocks by digest and by id. Every entry's ancestors are published too.
+
+    An entry whose content is only in a second place has no block, and is found all the same.
+    """
 
     def __init__(self, block_size: int, digest: Digest | None = None) -> None:
         self._block_size = block_size
         self._digest = digest or keyed_digest(secrets.token_bytes(32))
         self._by_digest: dict[bytes, Entry] = {}
-        self._by_block: dict[int, Entry] = {}
+        self._by_block: dict[int, Entry] = {}  # those in the cache
 
     def __contains__(self, block: int) -> bool:
         return block in self._by_block
@@ -65,9 +69,23 @@ class PrefixIndex:
         """The entry under which `block` is published."""
         return self._by_block.get(block)
 
-    def current(self, entry: Entry) -> bool:
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(self._by_digest.values())
+
+    def current(self, entry: Kept) -> bool:
         """Whether `entry` is still published."""
-        return self._by_block.get(entry.block) is entry
+        return isinstance(entry, Entry) and self._by_digest.get(entry.digest) is entry
+
+    def leave(self, entry: Entry) -> None:
+        """Its block is about to hold something else; it stays published."""
+        del self._by_block[entry.block]
+        entry.block = 0
+
+    def enter(self, entry: Entry, block: int) -> None:
+        """Its content is in the cache again, in `block`."""
+        entry.block = block
+        self._by_block[block] = entry
 
     def match(self, salt: str, tokens: Sequence[int], limit: int) -> list[Entry]:
         """Entries of the longest published prefix of `tokens`, at most `limit` blocks."""
@@ -103,36 +121,43 @@ class PrefixIndex:
             parent.children.add(entry)
         return entry
 
-    def drop(self, block: int) -> list[int]:
+    def drop(self, block: int) -> list[Entry]:
         """Withdraw `block` and all that continue it, which nobody can reach without it.
 
-        Returns the blocks withdrawn, none if `block` was not published.
+        Returns the entries withdrawn, none if `block` was not published.
         """
         entry = self._by_block.get(block)
-        if entry is None:
-            return []
+        return [] if entry is None else self.withdraw(entry)
+
+    def withdraw(self, entry: Entry) -> list[Entry]:
+        """Withdraw a published entry and all that continue it, and return them."""
         if entry.parent is not None:
             entry.parent.children.discard(entry)
         doomed = [entry]
         for each in doomed:
             doomed.extend(each.children)
             each.children = set()
-            del self._by_digest[each.digest], self._by_block[each.block]
-        return [each.block for each in doomed]
+            del self._by_digest[each.digest]
+            self._by_block.pop(each.block, None)
+        return doomed
 
     def check(self) -> None:
         """Raises InvariantError unless both maps agree and every parent is published."""
-        if len(self._by_digest) != len(self._by_block):
+        if sum(entry.block > 0 for entry in self._by_digest.values()) != len(self._by_block):
             raise InvariantError("digests and blocks of the prefix index differ in number")
         for block, entry in self._by_block.items():
             if entry.block != block or self._by_digest.get(entry.digest) is not entry:
                 raise InvariantError(f"block {block} and its prefix entry disagree")
+        for entry in self._by_digest.values():
+            block = entry.block
             if len(entry.tokens) != 8 * self._block_size:
                 raise InvariantError(f"block {block} was published before it was full")
+            if entry.lost:
+                raise InvariantError("a published prefix is lost")
             parent = entry.parent
             if parent is None:
                 continue
-            if self._by_block.get(parent.block) is not parent or entry not in parent.children:
+            if not self.current(parent) or entry not in parent.children:
                 raise InvariantError(f"block {block} continues a withdrawn block")
             if parent.salt != entry.salt:
                 raise InvariantError(f"block {block} continues a block of another salt")

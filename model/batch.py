@@ -32,6 +32,9 @@ class ForwardBatch:
     max_context: int
     cross: "Cross | None" = None  # encoder-decoders only
     coming: Tensor | None = None  # [T]  on the device, replaces `tokens` not yet known to the host
+    # [R]  1 where a request's rows are of its prompt: kernels that round prompts and answers
+    # differently then go by this, not by the number of rows that a step happens to compute.
+    prompts: Tensor | None = None
 
     def to(self, device: torch.device) -> "ForwardBatch":
         """The batch on `device`: itself if already there, else moved in one copy, plus `cross`'s.
@@ -76,6 +79,7 @@ class ForwardBatch:
             output_rows=rows[:0],
             max_query=int(counts.max()),
             max_context=int(contexts.max()),
+            prompts=None if self.prompts is None else self.prompts[requests],
         )
         return own, rows
 

@@ -47,6 +47,7 @@ class _Span:
     tokens: Sequence[int]
     start: int
     table: Table
+    prompt: bool = True
 
     @property
     def count(self) -> int:
@@ -60,31 +61,42 @@ def build_batch(
 ) -> StepBatch:
     """Pack `work` in order. All requests are for one model, so all or none have a source.
 
-    A token that is not known yet is packed as 0.
+    A token that is not known yet is packed as 0. Every token of an answer is packed as if its
+    request computed nothing else, also those that are computed again: so they are rounded as they
+    were the first time, which prompts are not.
     """
-    spans = [_Span(_tokens(item), item.start, table_of(item.request.id)) for item in work]
+    parts = [list(_spans(item, table_of(item.request.id))) for item in work]
+    spans = list(chain.from_iterable(parts))
     starts = [0, *accumulate(item.count for item in work)]
     outputs, samples, prompts = _outputs(work, starts)
     forward = _pack(spans, outputs, block_size)
     if work[0].request.source:
-        cross = _cross(forward, work, table_of, block_size)
+        cross = _cross(forward, work, list(map(len, parts)), table_of, block_size)
         forward = replace(forward, cross=cross)
     return StepBatch(forward, tuple(samples), tuple(prompts))
 
 
-def _tokens(work: Work) -> list[int]:
-    """The tokens to compute; 0 for one that only the device knows yet."""
-    known = work.request.context(work.start, work.start + work.count)
-    return known or [0] * work.count
+def _spans(work: Work, table: Table) -> Iterator[_Span]:
+    """The tokens to compute, 0 for one that only the device knows yet: its prompt's together."""
+    tokens = work.request.context(work.start, work.start + work.count) or [0] * work.count
+    of_prompt = max(0, work.request.context_prompt - work.start)
+    if of_prompt:
+        yield _Span(tokens[:of_prompt], work.start, table)
+    for index in range(of_prompt, work.count):
+        yield _Span(tokens[index : index + 1], work.start + index, table, prompt=False)
 
 
 def _cross(
     forward: ForwardBatch,
     work: tuple[Work, ...],
+    spans: Sequence[int],
     table_of: Callable[[str], Table],
     block_size: int,
 ) -> Cross:
-    """The sources to encode in this step, and the encoded ones that `forward` attends to."""
+    """The sources to encode in this step, and the encoded ones that `forward` attends to.
+
+    spans: how many of `forward`'s each work has.
+    """
     tables = [table_of(item.request.encoded) for item in work]
     sources = [item.request.source for item in work]
     new = [
@@ -92,7 +104,11 @@ def _cross(
         for item, source, table in zip(work, sources, tables, strict=True)
         if item.encodes
     ]
-    done = [_Span((), len(source), table) for source, table in zip(sources, tables, strict=True)]
+    done = [
+        _Span((), len(source), table)
+        for source, table, count in zip(sources, tables, spans, strict=True)
+        for _ in range(count)
+    ]
     whole = _pack(done, [], block_size)
     return Cross(
         new=_pack(new, [], block_size) if new else None,
@@ -112,11 +128,15 @@ def _pack(spans: Sequence[_Span], outputs: Sequence[int], block_size: int) -> Fo
     ends = list(accumulate(counts))
     total, requests = ends[-1], len(spans)
     width = max(len(span.table.blocks) for span in spans)
-    sizes = [total] * 4 + [requests, requests + 1, requests * width, requests * width, len(outputs)]
+    tables = requests * width
+    sizes = [total] * 4 + [requests, requests + 1, tables, tables, len(outputs), requests]
     host = np.zeros(sum(sizes), dtype=np.int64)
-    tokens, positions, offsets, slots, contexts, starts, blocks, bases, wanted = _split(host, sizes)
+    tokens, positions, offsets, slots, contexts, starts, blocks, bases, wanted, prompts = _split(
+        host, sizes
+    )
     starts[1:] = ends
     wanted[:] = outputs
+    prompts[:] = [span.prompt for span in spans]
     for row, span in enumerate(spans):
         here = slice(row * width, row * width + len(span.table.blocks))
         blocks[here] = span.table.blocks
@@ -142,6 +162,7 @@ def _pack(spans: Sequence[_Span], outputs: Sequence[int], block_size: int) -> Fo
         block_tables=parts[6].view(requests, width),
         block_bases=parts[7].view(requests, width),
         output_rows=parts[8],
+        prompts=parts[9],
         max_query=max(counts),
         max_context=int(contexts.max()),
     )

@@ -13,7 +13,9 @@ from logging import getLogger
 import torch
 
 from cache.kv import KVCache, bytes_per_token
+from cache.ledger import Ledger
 from cache.manager import CacheManager
+from cache.spill import HostMemory
 from cache.terms import Audit
 from model.attention.base import NoBackend
 from model.catalogue import Place
@@ -47,7 +49,7 @@ from server.protocol import Server, uvicorn_config
 from server.terminal import discard_output
 from server.threads import end_idle_threads
 from server.warm_up import warm_up
-from server.wiring import sums_by, wired
+from server.wiring import ledger_of, sums_by, wired
 
 log = getLogger(__name__)
 
@@ -180,7 +182,10 @@ def _complete(
     kv = _allocate(shape, kv_dtype, device, blocks, block_size)
     # A decoder's K and V depend on its own encoder's output, so equal prefixes differ in them.
     sharing = config.cache.prefix_sharing and sides == 1
-    manager = CacheManager(blocks, block_size, prefix_sharing=sharing)
+    ledger = ledger_of(kv, kernels, audit)
+    slots = placement.num_slots(config.cache.kv_spill, kv, sharers)
+    place = _place(kv, slots, ledger) if slots else None
+    manager = CacheManager(blocks, block_size, prefix_sharing=sharing, place=place)
     context = _fitting(model.context, _longest(manager, sides, name), name)
     if context < model.context:
         _require_same_frequencies(model, context, device)
@@ -208,7 +213,7 @@ def _complete(
         limits,
         _meter(model, context, block_size),
         kernels,
-        audit=audit,
+        ledger=ledger,
         weights=weights,
         drain_times=decoder.drain,
         ahead=device.type == "cuda",
@@ -276,6 +281,17 @@ def _allocate(
         raise CommandError(
             f"the {device.type} does not have enough memory for a cache of {size:,} bytes; lower "
             "--kv-memory"
+        ) from error
+
+
+def _place(kv: KVCache, slots: int, ledger: Ledger) -> HostMemory:
+    try:
+        return HostMemory(kv, slots, ledger)
+    except RuntimeError as error:  # as above
+        size = slots * kv.block_size * kv.bytes_per_token
+        raise CommandError(
+            f"there is not enough host memory for {size:,} bytes of blocks that make room in the "
+            "cache; lower --kv-spill, or use --kv-spill 0"
         ) from error
 
 

@@ -6,6 +6,7 @@ Made on the engine thread, which owns the cache; the result is a copy. No torch.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cache.kept import SpillCounts
 from cache.manager import BlockCounts, CacheManager
 from cache.terms import Audit
 from server.request import Overflow, Request
@@ -53,6 +54,7 @@ class CacheView:
     waiting: int
     shared: Mapping[int, tuple[str, ...]]
     audit: AuditView
+    spill: SpillCounts  # what the second place holds
 
 
 def view(manager: CacheManager, scheduler: Scheduler, audit: AuditView) -> CacheView:
@@ -63,6 +65,7 @@ def view(manager: CacheManager, scheduler: Scheduler, audit: AuditView) -> Cache
         waiting=len(scheduler.waiting),
         shared=_shared(manager),
         audit=audit,
+        spill=manager.spilled(),
     )
 
 

@@ -54,6 +54,9 @@ class CacheOptions:
 
     kv_memory: int | None  # bytes for all models together
     kv_dtype: str | None  # None: the model's
+    kv_spill: (
+        int | None
+    )  # bytes of host memory for all models together; 0: none; None: by what is free
     block_size: int  # tokens
     prefix_sharing: bool
     audit: str  # off, sample or full

@@ -11,6 +11,7 @@ from logging import getLogger
 
 import torch
 
+from cache.kept import Moves
 from cache.kv import KVCache
 from cache.manager import CacheManager
 from model.positional_work import PositionalWork
@@ -84,6 +85,7 @@ class Engine:
         self._drain_times = drain_times
         self._last_token: dict[str, float] = {}
         self._flushed = 0  # blocks, since the last step
+        self._moves = Moves()  # counted so far
         self._ahead: _Planned | None = None  # launched; to be recorded by the next step
         self._ends: list[TokenEvent] = []  # of requests that the auditor ended in this step
 
@@ -235,6 +237,8 @@ class Engine:
         generated = {event.request_id for event in events if event.token is not None}
         audit = self._auditor.drain()
         flushed, self._flushed = self._flushed, 0
+        spill = self._manager.spilled()
+        moves, self._moves = spill.moves - self._moves, spill.moves
         return StepStats(
             seconds=self._clock() - began,
             running=len(self._scheduler.running),
@@ -251,6 +255,7 @@ class Engine:
             ),
             evicted_blocks=evicted_after - evicted,
             flushed_blocks=flushed,
+            spill=replace(spill, moves=moves),
             blocks=self._manager.counts(),
             sealed_blocks=audit.blocks.sealed,
             verified_blocks=audit.blocks.verified,

@@ -278,6 +278,19 @@ class Families:
             "reason",
         )
 
+        self.spill = self._gauge(
+            "kv_spill_blocks",
+            "Blocks of the second place (--kv-spill) by state: free, waiting for a preempted "
+            "request to come back, or cached, a prefix that may be found again.",
+            "state",
+        )
+        self.spilled = self._counter(
+            "kv_spilled_blocks",
+            "Blocks copied to the second place (out) or brought back from it (back), and those "
+            "that were given up because they had changed there (changed).",
+            "way",
+        )
+
     def _counter(self, name: str, help_: str, *labels: str) -> Counter:
         return Counter(f"ropewalk_{name}", help_, (*MODEL_LABELS, *labels), registry=self._registry)
 

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from dataclasses import fields
 from typing import Any
 
+from cache.kept import Moves
 from cache.manager import BlockCounts
 from cache.terms import OpReport
 from model.positional_work import PositionalWork
@@ -16,6 +17,8 @@ from server.request import ContextShift, FinishReason, PassTimes, Phase, Request
 
 OUTCOMES = ("reindexed", "rerotated", "recomputed")
 BLOCK_STATES = tuple(field.name for field in fields(BlockCounts))
+SPILL_STATES = ("free", "waiting", "cached")
+SPILL_WAYS = tuple(field.name for field in fields(Moves))
 CONTEXT_BOUNDS = (128, 512, 2048, 8192)
 CONTEXTS = (*map(str, CONTEXT_BOUNDS), "+Inf")
 
@@ -93,6 +96,8 @@ class ModelMetrics:
         self._hits = child(families.hits)
         self._evicted = child(families.evicted, "lru")
         self._flushed = child(families.evicted, "flush")
+        self._spill = {state: child(families.spill, state) for state in SPILL_STATES}
+        self._spilled = {way: child(families.spilled, way) for way in SPILL_WAYS}
 
     def observe_step(self, stats: StepStats) -> None:
         self._running.set(stats.running)
@@ -101,6 +106,8 @@ class ModelMetrics:
         for state, gauge in self._blocks.items():
             gauge.set(getattr(stats.blocks, state))
         self._usage.set(stats.blocks.active / self._num_blocks)
+        for state, gauge in self._spill.items():
+            gauge.set(getattr(stats.spill, state))
         for counter, amount in (
             (self._computed, stats.computed_prompt_tokens),
             (self._cached, stats.cached_prompt_tokens),
@@ -118,6 +125,7 @@ class ModelMetrics:
             (self._weights_verified, stats.verified_weights),
             (self._weights_changed, stats.changed_weights),
             (self._extrapolated, stats.extrapolated_tokens),
+            *((self._spilled[way], getattr(stats.spill.moves, way)) for way in SPILL_WAYS),
         ):
             if amount:
                 counter.inc(amount)

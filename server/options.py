@@ -248,6 +248,11 @@ def size(value: str) -> int:
     return number
 
 
+def size_or_none(value: str) -> int:
+    """As `size`, or 0."""
+    return 0 if value.strip() == "0" else size(value)
+
+
 def number(low: float, high: float, unit: str = "") -> Callable[[str], float]:
     """Decimal numbers, both bounds included. `unit` may follow."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from cache.kv import bytes_per_token
+from cache.kv import KVCache, bytes_per_token
 from model.config import ModelConfig
 from model.kernels.substitutes import has_bf16_arithmetic
 from server.errors import CommandError
@@ -29,6 +29,7 @@ DTYPES = {
 # Of the memory that is free once the weights are loaded.
 CPU_SHARE = 0.25
 CUDA_SHARE = 0.85
+SPILL_SHARE, MOST_SPILLED = 0.125, 4 << 30  # of the host's free memory; bytes, as it may be pinned
 # Where Linux reports a container's limits and usage, in cgroup v2 and v1.
 CGROUP = Path("/sys/fs/cgroup")
 QUOTA_FILES = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
@@ -112,6 +113,18 @@ def num_blocks(
     return int(blocks)
 
 
+def num_slots(budget: int | None, kv: KVCache, sharers: int) -> int:
+    """Blocks of `kv` that fit into the second place: into `budget` bytes for all `sharers`.
+
+    Without a budget: as many as the cache has, as far as a share of what is free holds them.
+    """
+    size = kv.block_size * kv.bytes_per_token
+    if budget is None:
+        budget = min(MOST_SPILLED, int(_free_host_memory() * SPILL_SHARE))
+        return min(kv.blocks - 1, budget // sharers // size)
+    return budget // sharers // size
+
+
 def return_freed_memory() -> None:
     """Give memory that loading has freed back to the system.
 
@@ -128,8 +141,12 @@ def free_memory(device: torch.device) -> int:
     """Bytes the caches of all models may take when the user sets no limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+    return int(_free_host_memory() * CPU_SHARE)
+
+
+def _free_host_memory() -> int:
     machine = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(min([machine, *_left_to_container()]) * CPU_SHARE)
+    return min([machine, *_left_to_container()])
 
 
 def is_out_of_memory(error: BaseException) -> bool:

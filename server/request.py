@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 
+from cache.kept import SpillCounts
 from cache.manager import BlockCounts
 from cache.terms import OpReport
 from model.positional_work import NO_WORK, PositionalWork
@@ -187,6 +188,11 @@ class Request:
         return len(self.tokens) - self.dropped
 
     @property
+    def context_prompt(self) -> int:
+        """How many of the tokens that the model sees are of the prompt."""
+        return max(self.num_prompt - self.dropped, min(self.num_prompt, self.front))
+
+    @property
     def computed_prompt(self) -> int:
         """Prompt tokens that are computed; dropping begins only when all of them are."""
         return self.num_prompt if self.dropped else min(self.computed, self.num_prompt)
@@ -316,6 +322,7 @@ class Outlook:
 
 
 NO_BLOCKS = BlockCounts(free=0, active=0, cached=0)
+NO_SPILL = SpillCounts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +342,7 @@ class StepStats:
     prefix_queried_tokens: int = 0  # once per request, at first admission
     evicted_blocks: int = 0  # cached content given up to make room
     flushed_blocks: int = 0  # cached content forgotten on demand
+    spill: SpillCounts = NO_SPILL  # moves: in this step
     blocks: BlockCounts = NO_BLOCKS
     sealed_blocks: int = 0
     verified_blocks: int = 0

@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import replace
 from itertools import chain, islice
+from typing import TypeVar
 
 from cache.block_pool import InvariantError
 from cache.manager import CacheManager
@@ -30,6 +31,8 @@ from server.request import (
     TokenEvent,
 )
 from server.turns import Turns
+
+T = TypeVar("T")
 
 ANSWERED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CONTEXT)
 QUICK = 4  # a prompt of up to one in so many of a step's tokens is short
@@ -230,7 +233,11 @@ class Scheduler:
         return ends
 
     def plan(self) -> Plan:
-        """The next step's work; empty when idle. If it preempts, it admits no request."""
+        """The next step's work. If it preempts, it admits no request.
+
+        Empty when idle, and when all that could run waits for blocks from the second place.
+        """
+        self._cache.begin_step(alone=not self._running)
         budget = self._budget()
         work: list[Work] = []
         preempted = 0
@@ -249,6 +256,7 @@ class Scheduler:
                 budget -= work[-1].rows
             kept -= 1
         admitted = [] if preempted else self._admit(work, budget, quick)
+        self._cache.save_ahead()
         return Plan(
             tuple(work),
             preempted,
@@ -335,6 +343,11 @@ class Scheduler:
         never_ran = {each.id for each in self._waiting.values() if each.admitted is None}
         if never_ran != {request.id for request in self._turns}:
             raise InvariantError("those who take turns are not those who wait")
+
+        if not self._cache.parked <= self._waiting.keys() | {
+            request.encoded for request in self._waiting.values() if request.source
+        }:
+            raise InvariantError("something is kept for a request that does not wait")
         if not self._recompute.keys() <= self._running.keys() | self._waiting.keys():
             raise InvariantError("something is remembered of a request that ended")
 
@@ -380,17 +393,20 @@ class Scheduler:
         return self._cache.reserve(request.id, known, len(known)) is not None
 
     def _preempt_newest(self) -> Request:
-        """Move the newest running request to the front of the queue, to be recomputed in full."""
+        """Move the newest running request to the front of the queue.
+
+        What it has computed is kept for it; what is lost of that will be computed again.
+        """
         _, request = self._running.popitem()
         before = self._recompute.get(request.id, 0)
         self._recompute[request.id] = max(request.computed_prompt, before)
-        request.computed = 0
         request.preemptions += 1
         self._waiting[request.id] = request
         self._waiting.move_to_end(request.id, last=False)
         if self._room_for(request) > self._cache.capacity:
             self._all_fit = -1  # it was admitted before blocks were lost
-        self._release(request)
+        self._park(request)
+        self._no_room = None
         return request
 
     def _quick(self, budget: int) -> Request | None:
@@ -427,7 +443,9 @@ class Scheduler:
                     break
                 forking.add(request.group)
                 continue
-            if self._no_room == request.id or not self._open(request):
+            if self._no_room == request.id or not self._fetched(request):
+                break
+            if not self._open(request):
                 self._no_room = request.id
                 break
             quick = None
@@ -445,26 +463,66 @@ class Scheduler:
 
     def _open(self, request: Request) -> bool:
         """Reserve room for all its known tokens, in both encoder and decoder or in neither."""
-        if self._shifter.full(request):
+        full = self._shifter.full(request)
+        if full and request.id not in self._cache.parked:
             self._shifter.shorten_uncached(request)
-        known, source = _known(request), request.source
+            full = False
         if self._can_fork(request):
             return self._fork(request)
-        if (
-            source
-            and self._cache.reserve(request.encoded, source, len(source), share=False) is None
-        ):
+        reserve = self._cache.reserve
+        if request.source and self._begin(reserve, request, request.encoded) is None:
             return False
-        # Nothing is shared with prompt log-probabilities, which need every row of the prompt
-        # computed, or with a source: a decoder's K and V depend on its own encoder's output.
-        share = request.params.prompt_logprobs is None and not source
-        found = self._cache.reserve(request.id, known, len(known), salt=request.salt, share=share)
+        found = self._begin(reserve, request, request.id)
         if found is None:
-            if source:
-                self._cache.release(request.encoded)
+            if request.source:
+                self._cache.park(request.encoded)
             return False
         request.computed = found
+        if full and not self._grow(request):
+            self._park(request)
+            return False
         return True
+
+    def _park(self, request: Request) -> None:
+        request.computed = 0
+        for name in _sequences(request):
+            self._cache.park(name)
+
+    def _fetched(self, request: Request) -> bool:
+        """Bring back what was kept of it, or what its prompt can share, a little in each step."""
+        if not self._usable(request):
+            for name in _sequences(request):
+                self._cache.forget(name)
+        if self._can_fork(request):
+            return True
+        fetch = self._cache.fetch
+        come = all(self._begin(fetch, request, name) for name in _sequences(request))
+        return come and self._usable(request)  # one may have come in the place of another
+
+    def _usable(self, request: Request) -> bool:
+        """Whether it can go on from what is kept of it.
+
+        Not from a part, if the rest depends on what an encoder returned or on dropped tokens.
+        """
+        names = [name for name in _sequences(request) if name in self._cache.parked]
+        whole = request.source or request.dropped or self._shifter.full(request)
+        return not whole or all(map(self._cache.intact, names))
+
+    def _begin(self, call: Callable[..., T], request: Request, name: str) -> T:
+        """The cache's `reserve` or `fetch` for one of its sequences."""
+        if name == request.encoded:
+            return call(name, request.source, len(request.source), share=False)
+        known = _known(request)
+        return call(
+            name,
+            known,
+            min(len(known), self._limits.max_context - 1),
+            salt=request.salt,
+            # Nothing is shared with prompt log-probabilities, which need every row of the prompt
+            # computed, or with a source: a decoder's K and V depend on its encoder's output.
+            share=request.params.prompt_logprobs is None and not request.source,
+            own=request.context_prompt if request.num_generated else None,
+        )
 
     def _will_fork(self, request: Request) -> bool:
         """Whether its sibling is still computing the prompt that both share."""
@@ -476,8 +534,10 @@ class Scheduler:
         return sibling is not None and not sibling.dropped and request.num_prompt > 1
 
     def _sibling(self, request: Request) -> Request | None:
-        """None for a preempted request that has part of an answer: the sibling's differs."""
-        return None if request.num_generated else self._running.get(request.sibling or "")
+        """None for a request that can go on from what it had computed itself."""
+        if request.num_generated or request.id in self._cache.parked:
+            return None
+        return self._running.get(request.sibling or "")
 
     def _fork(self, request: Request) -> bool:
         """Share the sibling's prompt, whose last token is computed again, for its logits."""
@@ -552,6 +612,8 @@ class Scheduler:
             self._turns.remove(request)
         if request.admitted is not None:
             self._pace.end(now, request.num_generated)
+        for name in _sequences(request):
+            self._cache.forget(name)
         self._no_room = None  # another request may be first in the queue now
         self._recompute.pop(request.id, None)
         summary = RequestSummary(
@@ -567,10 +629,14 @@ class Scheduler:
         self._ended.append((request.id, summary))
 
     def _release(self, request: Request, *, forget: bool = False) -> None:
-        self._cache.release(request.id, forget=forget)
-        if request.source:
-            self._cache.release(request.encoded, forget=forget)
+        for name in _sequences(request):
+            self._cache.release(name, forget=forget)
         self._no_room = None
+
+
+def _sequences(request: Request) -> tuple[str, ...]:
+    """What it stores in the cache."""
+    return (request.id, request.encoded) if request.source else (request.id,)
 
 
 def _known(request: Request) -> list[int]:

@@ -16,7 +16,7 @@ from server.config import (
     web_origin,
 )
 from server.metrics_compat import ALIASES
-from server.options import Option, auto, choice, count, seconds, size, switch
+from server.options import Option, auto, choice, count, seconds, size, size_or_none, switch
 
 DEFAULT_MODEL = "smollm2"
 
@@ -204,6 +204,15 @@ SERVE_OPTIONS = (
         auto(choice("int8")),
         shown="auto, the type the model computes in",
         metavar="TYPE",
+    ),
+    Option(
+        "--kv-spill",
+        "cache",
+        "host memory for what preempted requests had computed, and with the rest of it for cached "
+        "prefixes that make room: 2GiB; 0: none",
+        auto(size_or_none),
+        shown="auto, as much as the caches, at most 4 GiB and an eighth of the memory left free",
+        metavar="BYTES",
     ),
     Option(
         "--block-size",

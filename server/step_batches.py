@@ -24,7 +24,10 @@ class StepBatches:
         if self._decoding is not None and self._decoding.advance(work):
             return self._decoding.batch
         batch = build_batch(work, self._table_of, self._block_size)
-        decoding = all(each.count == 1 and each.samples and not each.encodes for each in work)
+        decoding = all(
+            each.count == 1 and each.samples and each.start >= each.request.context_prompt
+            for each in work
+        )
         self._decoding = None
         if decoding:
             self._decoding = _Decoding(batch, work, self._table_of, self._block_size)

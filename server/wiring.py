@@ -40,6 +40,11 @@ def sums_by(kernels: Kernels | str) -> FoldSums:
     return kernels.fold_sums if isinstance(kernels, Kernels) else fold_sums
 
 
+def ledger_of(kv: KVCache, kernels: Kernels | str, audit: Audit = Audit.SAMPLE) -> Ledger:
+    """The ledger of `kv`, which takes checksums with the CPU kernels if there are any."""
+    return Ledger(kv, audit, sums_by(kernels))
+
+
 def wired(
     name: str,
     forward: Forward,
@@ -50,7 +55,7 @@ def wired(
     meter: PositionMeter,
     kernels: Kernels | str,
     *,
-    audit: Audit = Audit.SAMPLE,
+    ledger: Ledger | None = None,
     weights: Seals | None = None,
     drain_times: Callable[[], tuple[PassTimes, ...]] = tuple,
     ahead: bool = False,
@@ -58,11 +63,12 @@ def wired(
     """An engine that uses all of `kv`, whose blocks `manager` allocates.
 
     name: the model's. rules: each layer's encoding. kernels: the CPU kernels, or why there are
-    none. weights: their checksums, which are verified as `audit` says. ahead: whether a step is
-    launched before the previous one's tokens are waited for.
+    none. ledger: `ledger_of` by default. weights: their checksums, which are verified as the
+    ledger's audit says. ahead: whether a step is launched before the previous one's tokens are
+    waited for.
     """
     sampler = KernelSampler(kernels) if isinstance(kernels, Kernels) else Sampler()
-    ledger = Ledger(kv, audit, sums_by(kernels))
+    ledger = ledger or ledger_of(kv, kernels)
     scheduler = Scheduler(manager, limits, Operations(manager, kv, rules, ledger))
     auditor = Auditor(name, ledger, manager, scheduler, weights)
     runner = Runner(forward, kv, manager, sampler)

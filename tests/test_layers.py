@@ -31,11 +31,14 @@ IN_PROCESS = (  # load tests in one process with what they measure, which they m
     "load_tests/roofline.py",
     "load_tests/scaling.py",
     "load_tests/scaling_parts.py",
+    "load_tests/spill_cost.py",
     "load_tests/step_cost.py",
 )
 NO_TORCH = (
     "cache/terms.py",
     "cache/block_pool.py",
+    "cache/keeper.py",
+    "cache/kept.py",
     "cache/prefix.py",
     "cache/manager.py",
     "model/config.py",

@@ -246,7 +246,7 @@ SERVING = (
     ),
     Panel(
         "Preemptions and evictions",
-        "Preempted requests, which are recomputed later, and cached blocks that were evicted.",
+        "Preempted requests, which go on later, and cached blocks that were evicted.",
         "ops",
         (
             (rate("preemptions_total"), f"{NAMED} · preempted"),

@@ -84,6 +84,8 @@ class CpuAttention:
             causal=int(spec.causal),
             scale=spec.scale,
         )
+        if batch.prompts is not None:
+            arguments.prompts = batch.prompts.data_ptr()
         arguments.keys, arguments.values = kv.keys.data_ptr(), kv.values.data_ptr()
         if isinstance(kv, Int8LayerKV):
             arguments.key_scales = kv.key_scales.data_ptr()

@@ -37,7 +37,8 @@ inline std::vector<Piece> pieces_of(const AttendArguments &a, int64_t threads,
   int64_t pairs = 0;
   for (int64_t r = 0; r < a.requests; ++r) {
     const int64_t queries = (a.query_starts[r + 1] - a.query_starts[r]) * group;
-    const bool few = queries <= kFew && whole_vectors;
+    // A prompt's rows are summed in one order, however few of them a step computes.
+    const bool few = queries <= kFew && whole_vectors && !(a.prompts && a.prompts[r]);
     const bool halves = few && !requests_suffice && a.context_lens[r] > kShort;
     const bool all_heads = few && (requests_suffice || 2 * a.requests >= threads);
     const int64_t heads = all_heads ? a.kv_heads : 1;

@@ -20,6 +20,7 @@ extern "C" struct AttendArguments {
   void *out;
   const int64_t *positions;                                     // [T]
   const int64_t *query_starts, *context_lens, *tables, *bases;  // [R + 1] [R] [R, width] twice
+  const int64_t *prompts;  // [R] whether a request's rows are of its prompt; or null: unknown
   const float *slopes;                                          // [heads] or null
   const float *bias_table;                                      // [heads, bias_span] or null
   const float *dense_bias;  // [heads, T, bias_span] or null: by row and key index

@@ -25,6 +25,7 @@ class AttendArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("q", "keys", "values", "key_scales", "value_scales")),
         *((name, c_void_p) for name in ("out", "positions")),
         *((name, c_void_p) for name in ("query_starts", "context_lens", "tables", "bases")),
+        ("prompts", c_void_p),
         *((name, c_void_p) for name in ("slopes", "bias_table", "dense_bias")),
         *((name, c_int64) for name in ("bias_span", "bias_zero", "bias_by_key", "requests")),
         *((name, c_int64) for name in ("table_width", "heads", "kv_heads", "head_dim")),

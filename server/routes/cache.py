@@ -8,6 +8,7 @@ from dataclasses import asdict
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from cache.kept import SpillCounts
 from server.cache_plan import CachePlanner
 from server.cache_view import CacheView, RequestView, SequenceView
 from server.http_errors import DeadlineExceeded
@@ -82,11 +83,22 @@ def _described(served: Served, planner: CachePlanner, view: CacheView) -> dict[s
         "max_context": served.max_context,
         "blocks": asdict(view.blocks),
         "audit": asdict(view.audit),
+        "spill": _spill(view.spill),
         "waiting": view.waiting,
         "requests": [_request(request) for request in view.running],
         "shared": [
             {"block": block, "holders": list(names)} for block, names in view.shared.items()
         ],
+    }
+
+
+def _spill(spill: SpillCounts) -> dict[str, int]:
+    return {
+        "blocks": spill.free + spill.waiting + spill.cached,
+        "free": spill.free,
+        "waiting": spill.waiting,
+        "cached": spill.cached,
+        **asdict(spill.moves),
     }
 
 

@@ -279,8 +279,8 @@ def test_a_pool_sized_buffer_is_not_enough_for_shared_tables():
         lambda cache: setattr(cache._sequences["a"], "computed", 99),
         lambda cache: setattr(cache._sequences["a"], "computed", 1),
         lambda cache: cache._pool.share([3]),
-        lambda cache: cache._cached.add(5),
-        lambda cache: cache._cached.clear(),
+        lambda cache: cache._keeper.cached.add(5),
+        lambda cache: cache._keeper.cached.clear(),
         lambda cache: cache._sequences.pop("a"),
     ],
 )

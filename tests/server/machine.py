@@ -28,13 +28,17 @@ class ProvenanceMachine(RuleBasedStateMachine):
         context=st.sampled_from([24, 24, 24, 24, 12, 6, 2]),
         waiting=st.sampled_from([8, 4, 1]),
         collide=st.booleans(),
+        spill=st.sampled_from([0, 0, 20, 4, 2, 1]),
+        at_once=st.sampled_from([1, 2, 9]),
         drain=st.booleans(),
         crowd=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 31)), min_size=1, max_size=5),
     )
-    def start(self, blocks, size, seqs, budget, context, waiting, collide, drain, crowd):
+    def start(
+        self, blocks, size, seqs, budget, context, waiting, collide, spill, at_once, drain, crowd
+    ):
         limits = Limits(seqs, budget, context, waiting, lone_factor=2)
         options = {"digest": colliding_digest if collide else keyed_digest(b"fixed")}
-        self.world = World(blocks, size, limits, **options)
+        self.world = World(blocks, size, limits, spill=(spill, at_once), **options)
         self.drain_at_end = drain
         self.oddities = 0
         for family, length in crowd:
@@ -137,7 +141,7 @@ class ProvenanceMachine(RuleBasedStateMachine):
             self.world.check()
 
     @rule(
-        kind=st.sampled_from(["abort", "poison", "preempt", "poison", "crash", "flush"]),
+        kind=st.sampled_from(["abort", "poison", "preempt", "poison", "crash", "flush", "spoil"]),
         victim=st.integers(0, 40),
     )
     def disturb(self, kind, victim):
@@ -149,6 +153,8 @@ class ProvenanceMachine(RuleBasedStateMachine):
             world.crash()
         elif kind == "flush":
             world.cache.flush()
+        elif kind == "spoil":  # what is on the shelf; slots that were changed are never used again
+            world.shelf.changed.update(sorted(world.shelf.kept)[victim % 8 : victim % 8 + 1])
         elif kind == "preempt" and world.scheduler.running:  # at any moment, pressure or none
             world.scheduler._preempt_newest()
         elif kind == "poison" and world.live:

@@ -12,6 +12,7 @@ import random
 import zlib
 from collections.abc import Iterable, Sequence
 
+from cache.kept import Moves
 from cache.manager import CacheManager, Copy
 from model.sampling import SamplingParams
 from server.plan import Limits, Plan, Sampled, Work
@@ -53,18 +54,66 @@ def own(request: Request, index: int) -> Content:
     return f"{request.salt}/{request.id}", tuple(request.tokens[: index + 1 + request.dropped])
 
 
-class World:
-    """Cache manager, scheduler and fake model, checked after every operation."""
+class Shelf:
+    """A second place for the blocks of a world; what is on it may change."""
 
-    def __init__(self, num_blocks: int, block_size: int, limits: Limits, **options) -> None:
+    def __init__(self, world: "World", slots: int, at_once: int) -> None:
+        self.world = world
+        self.slots = slots
+        self.at_once = at_once
+        self.moves = Moves()
+        self.kept: dict[int, list[Content | None]] = {}
+        self.moved = False  # in this step
+        self.changed: set[int] = set()  # slots
+
+    def put(self, blocks: Sequence[int], slots: Sequence[int]) -> list[bool]:
+        for block, slot in zip(blocks, slots, strict=True):
+            assert 0 < slot <= self.slots
+            self.kept[slot] = self.world.slots[self.span(block)]
+            self.changed.discard(slot)
+        self.moves += Moves(out=len(blocks))
+        return [True] * len(blocks)
+
+    def take(self, slots: Sequence[int], blocks: Sequence[int]) -> list[bool]:
+        self.moved = True
+        intact = [slot not in self.changed for slot in slots]
+        for block, slot, good in zip(blocks, slots, intact, strict=True):
+            held = self.kept[slot] if good else [None] * self.world.cache.block_size
+            self.world.slots[self.span(block)] = held
+        self.moves += Moves(back=intact.count(True), changed=intact.count(False))
+        return intact
+
+    def span(self, block: int) -> slice:
+        size = self.world.cache.block_size
+        return slice(block * size, (block + 1) * size)
+
+
+class World:
+    """Cache manager, scheduler and fake model, checked after every operation.
+
+    spill: slots of a second place, and how many blocks a step may move.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        limits: Limits,
+        *,
+        spill: tuple[int, int] = (0, 0),
+        **options,
+    ) -> None:
         self.limits = limits
         self.now = 0.0
+        self.shelf = Shelf(self, *spill)
+        options["place"] = self.shelf if self.shelf.slots else None
         self.cache = CacheManager(num_blocks, block_size, **options)
         operations = Bookkeeping(self.cache, copied=self.copy)
         self.scheduler = Scheduler(self.cache, limits, operations, clock=self.tick)
         self.slots: list[Content | None] = [None] * (num_blocks * block_size)
         self.contents: dict[str, list[Content]] = {}  # what each running request must read
         self.shifted: set[str] = set()  # dropped some of what is cached
+        self.dropped: dict[str, int] = {}  # by each, when it was last computed
         self.live: dict[str, Request] = {}  # in the order they were added
         self.prompts: dict[str, list[int]] = {}
         self.finished: dict[str, Request] = {}
@@ -128,6 +177,7 @@ class World:
         ran = list(self.scheduler.running)
         waited = [request for request in self.scheduler.waiting if request.preemptions == 0]
         before = {r.id: (r.preemptions, r.dropped) for r in ran}
+        self.shelf.moved = False
         plan = self.scheduler.plan()
         self.preemptions += plan.preempted
         self.shifts += len(plan.shifts)
@@ -136,7 +186,7 @@ class World:
         assert sum(work.count for work in plan.work) <= most  # SC2
         assert len({work.request.id for work in plan.work}) == len(plan.work)
         assert len(plan.work) <= self.limits.max_seqs
-        if self.live:  # SC5: the oldest request always progresses
+        if self.live and not self.shelf.moved:  # SC5: the oldest request always progresses
             assert plan.work and plan.work[0].request is next(iter(self.live.values()))
         if plan.preempted:
             assert all(any(work.request is each for each in ran) for work in plan.work)
@@ -159,11 +209,21 @@ class World:
         request, name = work.request, work.request.id
         if before is None or before[0] != request.preemptions:  # admitted in this step
             self.shifted.discard(name)
-            self.contents[name] = [plain(request, index) for index in range(work.start)]
+            here = [self.slots[self.slot(name, index)] for index in range(work.start)]
+            anew = [plain(request, index) for index in range(work.start)]
+            left = self.contents.get(name, [])
+            if request.dropped > self.dropped.get(name, 0):
+                gone = request.dropped - self.dropped.get(name, 0)
+                del left[request.front : request.front + gone]
+            if here != anew and here == left[: work.start]:  # it was kept, and had been shifted
+                self.shifted.add(name)
+                anew = here
+            self.contents[name] = anew
         elif request.dropped > before[1]:
             self.shifted.add(name)
             gone = request.dropped - before[1]
             del self.contents[name][request.front : request.front + gone]
+        self.dropped[name] = request.dropped
         made = [
             own(request, index) if name in self.shifted else plain(request, index)
             for index in range(work.start, work.start + work.count)
@@ -208,7 +268,7 @@ class World:
         assert [r.id for r in scheduled] == list(self.live)  # SC1, SC3: still in order of arrival
         for request in self.scheduler.running:
             self.read(request, request.computed)
-        for entry in self.cache._index._by_block.values():  # PC4
+        for entry in self.cache._index.entries:  # PC4
             self.check_entry(entry)
         counts, usable = self.cache.counts(), self.cache.num_blocks - 1
         assert counts.free + counts.active + counts.cached == usable  # BP1
@@ -226,12 +286,23 @@ class World:
         tokens = tuple(token for part in reversed(chain) for token in part)
         for offset in range(size):
             upto = len(tokens) - size + offset + 1
-            content = self.slots[entry.block * size + offset]
-            assert content == (entry.salt, tokens[:upto]), "a published block has changed"
+            for held in self.contents_of(entry):
+                assert held[offset] == (entry.salt, tokens[:upto]), "a published block has changed"
+
+    def contents_of(self, entry) -> Iterable[list[Content | None]]:
+        """What its block holds, and its slot."""
+        if entry.block:
+            yield self.slots[self.shelf.span(entry.block)]
+        if entry.stored and entry.slot not in self.shelf.changed:
+            yield self.shelf.kept[entry.slot]
 
     def drain(self) -> None:
-        """Run until idle. Every step the oldest request gains a token, which bounds the steps."""
+        """Run until idle. Every step the oldest request gains a token, which bounds the steps.
+
+        Or blocks come back for it, which may happen again for every token of another one.
+        """
         bound = sum(r.num_prompt + r.params.max_tokens for r in self.live.values())
+        bound *= 1 + self.cache.num_blocks * (self.shelf.slots > 0)
         for _ in range(bound):
             if not self.live:
                 break
@@ -244,6 +315,6 @@ class World:
         """BP10: nothing is held, nobody is remembered."""
         self.check()
         assert self.cache.counts().active == 0
-        assert not self.cache.sequences
+        assert not self.cache.sequences and not self.cache.parked
         assert not self.scheduler.running and not self.scheduler.waiting
         assert not self.scheduler.plan().work

@@ -8,6 +8,7 @@ import torch
 from cache.ledger import Ledger
 from cache.manager import CacheManager
 from cache.operations import Operations
+from cache.spill import HostMemory
 from cache.terms import Audit
 from model.sampler import Sampler
 from model.sampling import SamplingParams
@@ -48,12 +49,13 @@ def engine(
     ahead=False,
     runner=Runner,
     audit=Audit.FULL,
+    spill=0,
 ):
     """An engine on a cache full of NaN; `ahead`: steps are launched ahead, as on a GPU."""
     kv = full_of_nan(new_cache(decoder, blocks, BLOCK, stored))
-    manager = CacheManager(blocks, BLOCK)
-    rules = [decoder.encoding.for_layer(layer) for layer in range(decoder.config.layers)]
     ledger = Ledger(kv, audit)
+    manager = CacheManager(blocks, BLOCK, place=HostMemory(kv, spill, ledger) if spill else None)
+    rules = [decoder.encoding.for_layer(layer) for layer in range(decoder.config.layers)]
     scheduler = Scheduler(manager, limits, Operations(manager, kv, rules, ledger))
     auditor = auditor_of(kv, manager, scheduler, ledger)
     run = runner(forward, kv, manager, Sampler())
@@ -65,7 +67,7 @@ def engine(
 class Recording:
     """An engine that keeps what it computed: rows of (request, first row, logits)."""
 
-    def __init__(self, decoder, blocks, limits=LIMITS, stored=None, *, ahead=False):
+    def __init__(self, decoder, blocks, limits=LIMITS, stored=None, *, ahead=False, spill=0):
         self.decoder = decoder
         recording = self
 
@@ -79,7 +81,8 @@ class Recording:
                 recording.ahead += after is not None
                 return launched
 
-        made = engine(self._forward, decoder, blocks, limits, stored, ahead=ahead, runner=Building)
+        more = {"ahead": ahead, "spill": spill}
+        made = engine(self._forward, decoder, blocks, limits, stored, runner=Building, **more)
         self.engine, self.manager, self.scheduler = made
         self.rows = []
         self.preempted = self.hits = self.chunks = 0

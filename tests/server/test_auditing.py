@@ -10,6 +10,7 @@ import torch
 
 from cache.ledger import Ledger
 from cache.manager import CacheManager
+from cache.spill import HostMemory
 from cache.terms import Audit
 from model.sampler import Sampler
 from server.app import create_app
@@ -44,17 +45,19 @@ class Watched:
         blocks=40,
         sharing=True,
         ahead=False,
+        spill=0,
         **limits,
     ):
         chosen = {"max_seqs": 16, "max_step_tokens": 64, "max_context": 100, "max_queue": 50}
         self.kv = new_cache(tiny("nope"), blocks, BLOCK)
         for part in self.kv.whole:
             part.normal_()
-        self.manager = CacheManager(blocks, BLOCK, prefix_sharing=sharing)
+        ledger = Ledger(self.kv, mode)
+        self.place = HostMemory(self.kv, spill, ledger) if spill else None
+        self.manager = CacheManager(blocks, BLOCK, prefix_sharing=sharing, place=self.place)
         self.scheduler = Scheduler(
             self.manager, Limits(**chosen | limits), Bookkeeping(self.manager)
         )
-        ledger = Ledger(self.kv, mode)
         auditor = Auditor("fake", ledger, self.manager, self.scheduler)
         self.forwards = 0
 
@@ -222,6 +225,56 @@ def test_a_preempted_request_ends_before_it_is_computed_again():
     world.run()
     assert world.tokens("a") == counted_from(5, 20)
     assert world.tokens("b") == counted_from(15, 1)
+
+
+def parked():
+    """A world of which one request was preempted just now, and the blocks that it had."""
+    world = Watched(Audit.SAMPLE, blocks=11, spill=20)
+    world.engine.submit(make_request("a", range(5), max_tokens=30))
+    world.engine.submit(make_request("b", range(10, 19), max_tokens=20))
+    world.step()
+    while not world.manager.parked:
+        held = world.blocks("b")
+        world.step()
+    assert world.manager.parked == {"b"}
+    return world, held
+
+
+def spoil_in_the_cache(world, held):
+    world.damage(held[0])
+
+
+def spoil_outside(world, held):
+    while world.manager.spilled().moves.out < len(held):
+        world.step()
+    for part in world.place._parts:
+        part[:, 1, 2] += 1
+
+
+@pytest.mark.parametrize("spoil", [None, spoil_in_the_cache, spoil_outside])
+def test_what_changed_while_it_was_parked_is_computed_again(spoil, caplog):
+    world, held = parked()
+    if spoil is not None:
+        spoil(world, held)
+    world.run()
+    assert world.failed() == []
+    assert world.tokens("a") == counted_from(5, 30)
+    assert world.tokens("b") == counted_from(19, 20)
+    spill = world.manager.spilled()
+    assert (spill.moves.changed > 0) == (spoil is spoil_outside)
+    assert (world.engine.mutated_blocks > 0) == (spoil is spoil_in_the_cache)
+    assert bool(caplog.messages) == (spoil is not None)
+    assert spill.moves.back > 0 or spoil is not None
+    assert sum(stats.spill.moves.out for stats in world.stats) == spill.moves.out > 0
+    assert spill.waiting == world.manager.counts().active == 0
+
+
+def test_a_parked_request_can_be_aborted():
+    world, _ = parked()
+    world.engine.abort("b")
+    world.run()
+    assert world.tokens("a") == counted_from(5, 30)
+    assert (world.manager.parked, world.manager.spilled().waiting) == (set(), 0)
 
 
 def test_an_aborted_request_is_told_nothing():

@@ -257,6 +257,18 @@ def test_frequencies_are_those_of_the_context_that_is_served(tmp_path):
     assert load(*flags, "200")[0].served.max_context == 193  # which turns by the same
 
 
+@pytest.mark.parametrize(("flag", "slots"), [("0", 0), ("77K", 10), (None, 135)])
+def test_memory_of_blocks_that_make_room(flag, slots, folder):
+    flags = [] if flag is None else ["--kv-spill", flag]
+    (loaded,) = load(f"a={folder}", "--kv-memory", "1M", "--dtype", "float32", *flags)
+    assert loaded.engine.view().spill.free == slots
+
+
+def test_too_little_memory_for_them_is_one_sentence(folder):
+    with pytest.raises(CommandError, match=r"not enough host memory .* --kv-spill 0"):
+        load(f"a={folder}", "--kv-memory", "1M", "--kv-spill", "1000000T", "--dtype", "float32")
+
+
 def test_two_models_share_the_memory(folder):
     one, two = load(f"a={folder}", f"b={folder}", "--kv-memory", "1M", "--dtype", "float32")
     assert one.facts.blocks == two.facts.blocks == (1 << 19) // (480 * 16) - 1

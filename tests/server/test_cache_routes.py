@@ -37,6 +37,7 @@ ENTRIES = 2 * 3 * 2  # of a token: keys and values of 3 layers of 2 heads
 BYTES = ENTRIES * 8 * 4
 SHIFT = {"operation": "evict_renumber", "tokens": 38, "first": 4, "count": 8}
 MOVE = {"operation": "move_span", "tokens": 38, "first": 4, "count": 8, "offset": 4}
+MOVES = ("out", "back", "changed")
 
 
 class Standing(ScriptedEngine):
@@ -96,6 +97,7 @@ def test_idle_caches_are_shown() -> None:
         "max_context": 512,
         "blocks": {"free": 39, "active": 0, "cached": 0, "quarantined": 0},
         "audit": {"mode": "full", "sealed_now": 0, "sealed": 0, "verified": 0, "mutated": 0},
+        "spill": dict.fromkeys(("blocks", "free", "waiting", "cached", *MOVES), 0),
         "waiting": 0,
         "requests": [],
         "shared": [],

@@ -64,7 +64,7 @@ def test_every_flag_reaches_the_config(tmp_path: Path) -> None:
         *("--dtype", "float32", "--device", "cpu", "--encoding", "nope", "--attention", "sdpa"),
         *("--trust-encoding", "my.own:Rope", "--trust-encoding", "other:Rope"),
         *("--bias-form", "table", "--rope-frame", "block", "--audit", "full"),
-        *("--quantize", "int8", "--kv-dtype", "int8"),
+        *("--quantize", "int8", "--kv-dtype", "int8", "--kv-spill", "2GiB"),
         *("--max-mutated-blocks", "9"),
         *("--max-model-len", "8k", "--threads", "2", "--kv-memory", "1GiB", "--block-size", "32"),
         *("--no-prefix-sharing", "--max-seqs", "3", "--max-step-tokens", "7", "--max-queue", "1"),
@@ -83,7 +83,7 @@ def test_every_flag_reaches_the_config(tmp_path: Path) -> None:
         *("float32", "int8", "cpu", "nope", ("my.own:Rope", "other:Rope")),
         *("table", "block", "sdpa", 8192, 2, file),
     )
-    assert dataclasses.astuple(given.cache) == (1 << 30, "int8", 32, False, "full", 9)
+    assert dataclasses.astuple(given.cache) == (1 << 30, "int8", 2 << 30, 32, False, "full", 9)
     assert dataclasses.astuple(given.limits) == (3, 7, 1, 2.5)
     assert (given.host, given.port, given.drain_timeout_s) == ("::1", 9, 0.5)
     assert given.http == HttpOptions(

@@ -42,7 +42,8 @@ USUAL = ("nope", "rope", "rope-block", "t5", "alibi", "learned")
 )
 def test_every_step_equals_one_uncached_pass(encoding, backend, ahead, caplog):
     rng = random.Random(encoding)
-    recording = Recording(tiny(encoding, backend), blocks=24, ahead=ahead)
+    spill = 40 if rng.random() < 0.5 else 0
+    recording = Recording(tiny(encoding, backend), blocks=24, ahead=ahead, spill=spill)
     requests = [
         request(f"r{i}", prompt, max_tokens=rng.randint(1, 24), seed=i if i % 3 == 0 else None)
         for i, prompt in enumerate(family(rng))
@@ -54,6 +55,7 @@ def test_every_step_equals_one_uncached_pass(encoding, backend, ahead, caplog):
         recording.step()
     assert recording.preempted > 0
     assert recording.hits > 0
+    assert (recording.manager.spilled().moves.back > 0) == (spill > 0)
     assert recording.chunks > 3
     assert recording.ahead > 10 if ahead else recording.ahead == 0
     assert not caplog.messages

@@ -11,6 +11,7 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
+from cache.kept import Moves, SpillCounts
 from cache.manager import BlockCounts
 from cache.terms import Capability, Op, OpReport
 from model.positional_work import PositionalWork
@@ -63,7 +64,8 @@ def test_every_family_of_the_reference_is_there():
         "request_e2e_seconds", "request_queue_seconds", "request_prefill_seconds",
         "request_decode_seconds", "request_prompt_tokens", "request_output_tokens",
         "step_batch_size", "preemptions", "client_disconnects", "request_rejections",
-        "stream_errors", "kv_blocks", "kv_cache_bytes", "kv_written_bytes", "kv_written_entries",
+        "stream_errors", "kv_blocks", "kv_spill_blocks", "kv_spilled_blocks",
+        "kv_cache_bytes", "kv_written_bytes", "kv_written_entries",
         "prefix_cache_queried_tokens", "prefix_cache_hit_tokens", "kv_evicted_blocks",
         "kv_blocks_sealed", "kv_blocks_verified", "kv_mutated_entries", "kv_stale_entries",
         "kv_rewritten_entries", "kv_moved_bytes", "position_rotations", "position_bias_values",
@@ -153,6 +155,7 @@ def test_a_step_is_counted():
         verified_blocks=8,
         mutated_entries=9,
         extrapolated_tokens=3,
+        spill=SpillCounts(free=7, waiting=2, cached=1, moves=Moves(out=5, back=4, changed=1)),
         prefill_work=PositionalWork(1, 2, 3, 4, 5, 6),
         decode_work=PositionalWork(7, 8, 9, 10, 11, 12),
         forks=(OpReport(Op.FORK, Capability.FREE, copied=5, bytes_moved=50),),
@@ -205,6 +208,10 @@ def test_a_step_is_counted():
     assert value(metrics, "prompt_tokens_total", source="computed") == 28
     assert value(metrics, "prompt_tokens_total", source="cached") == 32
     assert value(metrics, "kv_evicted_blocks_total", reason="lru") == 8
+    states = {"free": 7, "waiting": 2, "cached": 1}
+    assert {state: value(metrics, "kv_spill_blocks", state=state) for state in states} == states
+    ways = {"out": 10, "back": 8, "changed": 2}
+    assert {way: value(metrics, "kv_spilled_blocks_total", way=way) for way in ways} == ways
     assert value(metrics, "kv_evicted_blocks_total", reason="flush") == 12
     assert value(metrics, "requests_total", finish_reason="length") == 2
     states = ("free", "active", "cached", "quarantined")

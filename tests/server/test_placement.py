@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from cache.kv import KVCache
 from server import placement
 from server.errors import CommandError
+from tests.cache.shape import Shape
 from tests.model.tiny import CONFIG
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 GIB = 1 << 30
+SPILLED = 2 * 3 * 4 * 2 * 5 * 4  # bytes of a block: layers, tokens, key heads, head_dim, float32
 TOKEN_BYTES = 2 * 3 * 2 * 8 * 4  # keys and values, layers, key heads, head_dim, float32
 
 
@@ -75,6 +78,23 @@ def test_two_blocks_are_the_least():
     assert blocks(budget=2 * 16 * TOKEN_BYTES) == 2
     with pytest.raises(CommandError, match="raise --kv-memory or lower --block-size"):
         blocks(budget=2 * 16 * TOKEN_BYTES - 1)
+
+
+@pytest.mark.parametrize(
+    ("budget", "free", "slots"),
+    [
+        (None, 1 << 40, 20),  # as many blocks as the cache has
+        (None, 8 * 2 * 5 * SPILLED, 5),  # an eighth of what is free, for each of two models
+        (None, 0, 0),
+        (0, 1 << 40, 0),
+        (2 * 33 * SPILLED, 0, 33),
+        (2 * 33 * SPILLED - 1, 0, 32),
+    ],
+)
+def test_blocks_of_the_second_place(monkeypatch, budget, free, slots):
+    kv = KVCache(Shape(3, 2, 5), blocks=21, block_size=4, dtype=torch.float32, device=CPU)
+    monkeypatch.setattr(placement, "_free_host_memory", lambda: free)
+    assert placement.num_slots(budget, kv, sharers=2) == slots
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+import cache.manager
 import cache.prefix
 from cache.block_pool import BlockPool
+from cache.keeper import Keeper
+from cache.kept import Slots
 from cache.manager import CacheManager
 from cache.prefix import PrefixIndex
 from server.overflow import ContextShifter
@@ -19,6 +22,7 @@ from server.plan import Plan, Work
 from server.request import FinishReason
 from server.scheduler import Scheduler
 from tests.server.machine import ProvenanceMachine
+from tests.server.provenance import Shelf
 
 SEARCH = settings(
     max_examples=max(900, int(os.environ.get("STATEFUL_EXAMPLES", "0"))),
@@ -103,18 +107,17 @@ def double_free_on_abort(patch):
 
 
 def reused_block_keeps_its_entry(patch):
-    patch(PrefixIndex, "drop", lambda index, block: [])
+    patch(Keeper, "vacate", lambda keeper, blocks: None)
 
 
 def continuations_outlive_their_prefix(patch):
-    drop = PrefixIndex.drop
+    withdraw = PrefixIndex.withdraw
 
-    def bug(index, block):
-        if block in index:
-            index._by_block[block].children = set()
-        return drop(index, block)
+    def bug(index, entry):
+        entry.children = set()
+        return withdraw(index, entry)
 
-    patch(PrefixIndex, "drop", bug)
+    patch(PrefixIndex, "withdraw", bug)
 
 
 def continue_a_withdrawn_entry(patch):
@@ -163,13 +166,12 @@ def full_hit_computes_nothing(patch):
 def failed_admission_keeps_its_hits(patch):
     open_ = CacheManager._open
 
-    def bug(cache, seq, tokens, upto, salt, share):
-        computed = open_(cache, seq, tokens, upto, salt, share)
-        if computed is None and share:
-            most = (len(tokens) - 1) // cache.block_size
+    def bug(cache, seq, tokens, upto, salt, most):
+        computed = open_(cache, seq, tokens, upto, salt, most)
+        if computed is None:
             hits = [entry.block for entry in cache._index.match(salt, tokens, most)]
             cache._pool.share(hits)
-            cache._cached.difference_update(hits)
+            cache._keeper.held(hits)
         return computed
 
     patch(CacheManager, "_open", bug)
@@ -362,6 +364,51 @@ def shift_drops_other_tokens_than_entries(patch):
     patch(ContextShifter, "_forget", bug)
 
 
+def old_content_stays_in_its_slot(patch):
+    put = Shelf.put
+
+    def bug(shelf, blocks, slots):
+        before = dict(shelf.kept)
+        sound = put(shelf, blocks, slots)
+        shelf.kept |= before
+        return sound
+
+    patch(Shelf, "put", bug)
+
+
+def what_came_back_is_kept_when_it_has_changed(patch):
+    take = Shelf.take
+    patch(Shelf, "take", lambda shelf, slots, blocks: [True] * len(take(shelf, slots, blocks)))
+
+
+def a_wanted_slot_gives_way(patch):
+    patch(Slots, "need", lambda slots, kept: None)
+
+
+def a_resumed_sequence_is_still_waited_for(patch):
+    def bug(cache, seq):
+        cache._parked.pop(seq, None)
+
+    patch(CacheManager, "forget", bug)
+
+
+def a_part_is_taken_for_the_whole(patch):
+    patch(cache.manager, "sound", list)
+
+
+def a_parked_block_is_rewritten(patch):
+    """As if only running sequences mattered."""
+    want = Keeper.want
+
+    def bug(keeper, blocks):
+        contents = want(keeper, blocks)
+        for kept in contents:
+            keeper._own.pop(kept.block, None)
+        return contents
+
+    patch(Keeper, "want", bug)
+
+
 # Fixed, so that each bug takes as many examples today as tomorrow. Others find them all as well.
 SEED = 2
 
@@ -398,6 +445,12 @@ BUGS = [
     publish_after_an_eviction,
     eviction_keeps_the_bases,
     shift_drops_other_tokens_than_entries,
+    old_content_stays_in_its_slot,
+    what_came_back_is_kept_when_it_has_changed,
+    a_wanted_slot_gives_way,
+    a_resumed_sequence_is_still_waited_for,
+    a_part_is_taken_for_the_whole,
+    a_parked_block_is_rewritten,
 ]
 
 

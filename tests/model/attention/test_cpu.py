@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -163,6 +164,29 @@ def test_a_prompts_numbers_do_not_depend_on_those_beside_it(heads, dtype, thread
         assert torch.equal(attend(q[rows], kv, own, None, None), together[rows])
     threads(7)
     assert torch.equal(attend(q, kv, batch, None, None), together)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_a_prompts_numbers_do_not_depend_on_how_it_is_cut(heads, dtype, kernels):
+    """A few rows of a prompt are summed like many, unlike as many rows of an answer."""
+    given = spec(*heads, 64, dtype)
+    q, kv, batch = problem(given, 16, [(0, 300)])
+    attend = CpuBackend(kernels)(given)
+    whole = attend(q, kv, replace(batch, prompts=torch.tensor([1])), None, None)
+    ends = [0, 1, 3, 200, 296, 299, 300]
+    for first, last in pairwise(ends):
+        own = replace(
+            batch,
+            query_starts=torch.tensor([0, last - first]),
+            positions=batch.positions[first:last],
+            context_lens=torch.tensor([last]),
+            prompts=torch.tensor([1]),
+        )
+        assert torch.equal(attend(q[first:last], kv, own, None, None), whole[first:last])
+    answer = attend(q[299:], kv, replace(own, prompts=torch.tensor([0])), None, None)
+    if dtype is torch.float32:  # rounding to bfloat16 can hide it
+        assert not torch.equal(answer, whole[299:])
 
 
 def test_a_key_that_is_not_a_number_shows(kernels):
