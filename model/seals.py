@@ -100,25 +100,40 @@ class Seals:
         room = share
         for name, stored in held.items():
             room -= START
-            first = 0
-            while first < len(stored):
-                chunk = min(self._chunk, len(stored) - first)
-                count = min((len(stored) - first) // chunk, max(1, room // chunk))
-                portion.append(self._sealed(name, stored, first, chunk, count))
-                first += count * chunk
-                room -= count * chunk
-                if room <= 0:
-                    yield portion
-                    portion, room = [], share
+            for first, chunk, seals in self._sealed(stored):
+                done = 0
+                while done < len(seals):
+                    count = min(len(seals) - done, max(1, room // chunk))
+                    start = first + done * chunk
+                    chunks = stored[start : start + count * chunk].view(1, count, chunk)
+                    index = torch.arange(count, device=stored.device)
+                    factors = self._factors(stored.device, chunk)
+                    sealed = seals[done : done + count]
+                    portion.append(_Stretch(name, start, chunks, index, factors, sealed))
+                    done += count
+                    room -= count * chunk
+                    if room <= 0:
+                        yield portion
+                        portion, room = [], share
         if portion:
             yield portion
 
-    def _sealed(self, name: str, stored: Tensor, first: int, chunk: int, count: int) -> _Stretch:
-        chunks = stored[first : first + count * chunk].view(1, count, chunk)
-        index = torch.arange(count, device=stored.device)
-        factors = self._multipliers[stored.device][: -(-chunk // 8)]
-        seals = self._sums(chunks, index, factors).to(self._device)
-        return _Stretch(name, first, chunks, index, factors, seals)
+    def _sealed(self, stored: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """Where a tensor's chunks begin, their size, and all their checksums: at once, since
+        starting takes as long as summing a few of them."""
+        whole = len(stored) // self._chunk
+        for first, chunk, count in (
+            (0, self._chunk, whole),
+            (whole * self._chunk, len(stored) % self._chunk, 1),
+        ):
+            if chunk and count:
+                chunks = stored[first : first + count * chunk].view(1, count, chunk)
+                index = torch.arange(count, device=stored.device)
+                sums = self._sums(chunks, index, self._factors(stored.device, chunk))
+                yield first, chunk, sums.to(self._device)
+
+    def _factors(self, device: torch.device, chunk: int) -> Tensor:
+        return self._multipliers[device][: -(-chunk // 8)]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

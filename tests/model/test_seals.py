@@ -23,7 +23,7 @@ from model.seals import CHUNK, PORTIONS, STEPS, Changed, Seals
 from server.plan import Limits
 from server.position_meter import PositionMeter
 from server.request import Overflow
-from server.wiring import wired
+from server.wiring import ledger_of, wired
 from tests.model.checkpoints import save
 from tests.model.encoder_decoders import loaded, random_model, t5
 from tests.model.running import new_cache
@@ -318,7 +318,7 @@ def an_engine(decoder, kernels, context=48):
         Limits(max_seqs=3, max_step_tokens=64, max_context=context, max_queue=50),
         PositionMeter(),
         kernels,
-        audit=Audit.FULL,
+        ledger=ledger_of(kv, kernels, Audit.FULL),
         weights=Seals(fixed_tensors(decoder), kernels.fold_sums),
     )
     return made.engine
