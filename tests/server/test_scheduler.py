@@ -705,3 +705,13 @@ def test_work_says_whether_it_samples():
     assert not Work(a, 0, 4).samples
     assert Work(a, 0, 5).samples
     assert Work(a, 4, 1).samples
+
+
+def test_a_step_computes_again_as_many_answered_tokens_as_requests():
+    s = scheduler(seqs=3)
+    add(s, "a", range(10), max_tokens=20)
+    for _ in range(9):
+        step(s)
+    s._preempt_newest()
+    works = [shape(step(s)[0]) for _ in range(4)]
+    assert works == [[("a", 8, 5)], [("a", 13, 3)], [("a", 16, 3)], [("a", 19, 1)]]
