@@ -81,7 +81,8 @@ class Bench:
             args.batch,
             random.Random(args.seed),
         )
-        self._answer = 16 * BLOCK_SIZE
+        # Longer than the prefix takes to come back, a block in each step, and to leave.
+        self._answer = self._context // BLOCK_SIZE + 16 * BLOCK_SIZE
         longest = self._context + self._answer
         made = decoders(
             args.shape, ["rope"], context=longest, dtype=dtype, device=device, kernels=kernels

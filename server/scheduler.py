@@ -252,7 +252,7 @@ class Scheduler:
                 if self._preempt_newest() is request:
                     break
             else:
-                work.append(_work(request, max(budget - kept, 1)))
+                work.append(self._work(request, max(budget - kept, 1)))
                 budget -= work[-1].rows
             kept -= 1
         admitted = [] if preempted else self._admit(work, budget, quick)
@@ -384,6 +384,13 @@ class Scheduler:
         stored = min(longest, self._limits.max_context) - 1
         return stored + -(-len(request.source) // size) * size
 
+    def _work(self, request: Request, budget: int) -> Work:
+        """Its next tokens. Those of an answer, if several are to be computed again, are as much
+        work as those of several requests, so that a step computes no more of them."""
+        known, of_prompt = request.context_length, request.context_prompt
+        most = max(of_prompt - request.computed, 0) + self._limits.max_seqs
+        return Work(request, request.computed, min(known - request.computed, budget, most))
+
     def _grow(self, request: Request) -> bool:
         if self._shifter.full(request):
             if not self._shifter.shorten(request):
@@ -457,7 +464,7 @@ class Scheduler:
                 first_time.append(request)
                 self._turns.take(request)
                 self._turns.charge(request.client, request.prompt_length - request.cached)
-            work.append(_work(request, budget))
+            work.append(self._work(request, budget))
             budget -= work[-1].rows
         return first_time
 
@@ -644,10 +651,6 @@ def _known(request: Request) -> list[int]:
     if not request.dropped:
         return request.tokens
     return request.context(0, request.context_length)
-
-
-def _work(request: Request, budget: int) -> Work:
-    return Work(request, request.computed, min(request.context_length - request.computed, budget))
 
 
 def _failure(request: Request, error: ServeError) -> TokenEvent:

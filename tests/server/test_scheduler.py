@@ -721,3 +721,13 @@ def test_a_full_queue_says_when_to_come_back():
         advice.append(refused.value.retry_after)
     # Each gets a time of its own.
     assert 1 <= advice[0] < advice[1] < advice[2] <= 60
+
+
+def test_a_step_computes_again_as_many_answered_tokens_as_requests():
+    s = scheduler(seqs=3)
+    add(s, "a", range(10), max_tokens=20)
+    for _ in range(9):
+        step(s)
+    s._preempt_newest()
+    works = [shape(step(s)[0]) for _ in range(4)]
+    assert works == [[("a", 8, 5)], [("a", 13, 3)], [("a", 16, 3)], [("a", 19, 1)]]
