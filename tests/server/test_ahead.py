@@ -5,6 +5,7 @@ whatever the host does too early reads numbers that mean nothing.
 """
 
 import random
+import time
 from dataclasses import fields, replace
 
 import pytest
@@ -180,7 +181,7 @@ def workload(ways, seed, count=14):
             tokens=prompt,
             num_prompt=len(prompt),
             params=params,
-            arrival=0.0,
+            arrival=time.monotonic(),
             rng=random.Random(i),
             overflow=rng.choice([Overflow.REFUSE, Overflow.SHIFT]) if plain else Overflow.REFUSE,
         )
