@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from model.confined.process import Confined
+from model.tokenizers import chat
 from model.tokenizers.chat import ChatTemplate, ChatTemplateError
 
 ROOT = Path(__file__).parents[3]
@@ -112,22 +114,28 @@ def test_a_stuck_chat_delays_no_other():
     assert render(template) == "hi"
 
 
-@needs_proc
-def test_there_are_always_two():
-    before = processes()
-    template, own = made(EITHER)
-    assert len(own) == 2
+def test_there_are_always_two(monkeypatch):
+    started = []
+
+    class Noted(Confined):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            started.append(self)
+
+    monkeypatch.setattr(chat, "Confined", Noted)
+    template = ChatTemplate(EITHER, {})
+    assert len(started) == 2
     begun = [
         template.begin(says(text), add_generation_prompt=False)
         for text in ("loop", "a", "loop", "b", "c")
     ]
     assert [each.exception() is None for each in begun] == [False, True, False, True, True]
     assert render(template) == render(template) == "hi"
-    deadline = time.monotonic() + 10  # one that was stopped may still be ending
-    while len(processes() - before) > 2:
+    deadline = time.monotonic() + 10  # the second one that was stopped may still be replaced
+    while len(started) < 4:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert len(processes() - before) == 2
+    assert [each.ended for each in started].count(False) == 2
 
 
 @needs_proc
