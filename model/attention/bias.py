@@ -57,3 +57,13 @@ def _dense(bias: MaterialisedBias | PairBias, batch: ForwardBatch, block_size: i
             f"{list(keys.shape)}; it must be [heads, ..., queries, keys]."
         )
     return DenseBias(values[:, :, 0])
+
+
+def step_bias(
+    encoding: PositionalEncoding, batch: ForwardBatch, block_size: int
+) -> StepBias | None:
+    """What an encoding of one layer adds to its scores."""
+    added = encoding.score_bias()
+    if isinstance(added, MaterialisedBias | PairBias):
+        return _dense(added, batch, block_size)
+    return added
