@@ -41,6 +41,7 @@ COPY cache cache
 COPY model model
 COPY server server
 COPY load_tests load_tests
+COPY ropewalk ropewalk
 RUN /opt/ropewalk/bin/pip install ".[hub]"
 
 FROM base AS runtime

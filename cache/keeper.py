@@ -8,9 +8,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from cache.block_pool import InvariantError
-from cache.kept import Kept, Moves, Place, Slots, SpillCounts
-from cache.prefix import Entry, PrefixIndex
+from ropewalk.cache.block_pool import InvariantError
+from ropewalk.cache.kept import Kept, Moves, Place, Slots, SpillCounts
+from ropewalk.cache.prefix import Entry, PrefixIndex
 
 UNLIMITED = 1 << 30
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cache.block_pool import InvariantError
+from ropewalk.cache.block_pool import InvariantError
 
 
 @dataclass(frozen=True, slots=True)

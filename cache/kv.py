@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from cache.rounding import SCALE, restored, rounded
+from ropewalk.cache.rounding import SCALE, restored, rounded
 
 Change = Callable[[Tensor], Tensor]  # entries → entries of the same shape and dtype
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cache.kv import KVCache
-from cache.tensors import tensor_on
-from cache.terms import Audit, BlockEvent, EventKind
+from ropewalk.cache.kv import KVCache
+from ropewalk.cache.tensors import tensor_on
+from ropewalk.cache.types import Audit, BlockEvent, EventKind
 
 # Blocks verified per batch by `sample`: starting a check costs more than checking one block, and
 # off the CPU the result has to be waited for, along with all the work queued on the device.

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from cache.block_pool import BlockPool, InvariantError
-from cache.keeper import Keeper
-from cache.kept import Kept, Place, SpillCounts, sound
-from cache.prefix import Digest, Entry, PrefixIndex
-from cache.terms import BlockEvent, EventKind
+from ropewalk.cache.block_pool import BlockPool, InvariantError
+from ropewalk.cache.keeper import Keeper
+from ropewalk.cache.kept import Kept, Place, SpillCounts, sound
+from ropewalk.cache.prefix import Digest, Entry, PrefixIndex
+from ropewalk.cache.types import BlockEvent, EventKind
 
 
 @dataclass(frozen=True, slots=True)

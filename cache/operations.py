@@ -12,11 +12,11 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from cache.kv import KVCache
-from cache.ledger import Ledger
-from cache.manager import CacheManager, Copy
-from cache.tensors import tensor_on
-from cache.terms import (
+from ropewalk.cache.kv import KVCache
+from ropewalk.cache.ledger import Ledger
+from ropewalk.cache.manager import CacheManager, Copy
+from ropewalk.cache.tensors import tensor_on
+from ropewalk.cache.types import (
     Capability,
     Evict,
     Fork,

@@ -9,8 +9,8 @@ import secrets
 from array import array
 from collections.abc import Callable, Sequence
 
-from cache.block_pool import InvariantError
-from cache.kept import Kept
+from ropewalk.cache.block_pool import InvariantError
+from ropewalk.cache.kept import Kept
 
 Digest = Callable[[bytes, str, bytes], bytes]  # (parent's digest, salt, packed tokens)
 ROOT = b""  # parent digest of a sequence's first block

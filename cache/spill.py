@@ -8,10 +8,10 @@ from logging import getLogger
 
 import torch
 
-from cache.kept import Moves
-from cache.kv import KVCache
-from cache.ledger import Ledger
-from cache.tensors import tensor_on
+from ropewalk.cache.kept import Moves
+from ropewalk.cache.kv import KVCache
+from ropewalk.cache.ledger import Ledger
+from ropewalk.cache.tensors import tensor_on
 
 log = getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Measures running servers from outside, and Ropewalk's parts from inside."""

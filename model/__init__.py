@@ -1,0 +1,1 @@
+"""Decoders with any positional encoding over a paged cache."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache.manager import Table
+from ropewalk.cache.manager import Table
 
 
 @dataclass(frozen=True, slots=True)

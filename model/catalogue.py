@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from cache.terms import BLOCK_SIZE, Capability, KeyFrame, Op
-from model.attention.base import AttentionBackend, spec_for
-from model.config import EncodingSpec, ModelConfig
-from model.encodings.base import (
+from ropewalk.cache.types import BLOCK_SIZE, Capability, KeyFrame, Op
+from ropewalk.model.attention.base import AttentionBackend, spec_for
+from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.dry_run import Cost, TimedTrial, Trial
+from ropewalk.model.encodings.base import (
     EncodingError,
     PositionalEncoding,
     ScoreBias,
@@ -21,9 +22,8 @@ from model.encodings.base import (
     freeze_all,
     names,
 )
-from model.hooks import check_hooks
-from model.positional_work import PositionalWork
-from model.trial import Cost, TimedTrial, Trial
+from ropewalk.model.encodings.common.cost import PositionalWork
+from ropewalk.model.encodings.common.validate import check_hooks
 
 HOOKS = ("embed", "rotate", "rotation", "score_bias", "for_layer")
 LENGTHS = (512, 4096, 32768)  # keys that the new token attends to

@@ -21,9 +21,9 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from model.config import Activation, ModelConfig
-from model.encodings.base import PositionalEncoding
-from model.quantize import Weight
+from ropewalk.model.config import Activation, ModelConfig
+from ropewalk.model.encodings.base import PositionalEncoding
+from ropewalk.model.weights.quantize import Weight
 
 
 class Part(IntEnum):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.config import BlockKind, EncoderDecoderConfig, ModelConfig
-from model.encodings.base import PositionalEncoding
-from model.program import (
+from ropewalk.model.config import BlockKind, EncoderDecoderConfig, ModelConfig
+from ropewalk.model.encodings.base import PositionalEncoding
+from ropewalk.model.program import (
     Activate,
     Add,
     Attend,
@@ -31,7 +31,7 @@ from model.program import (
     keeping,
     shapes_of,
 )
-from model.quantize import Weight
+from ropewalk.model.weights.quantize import Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from cache.tensors import tensor_on
-from model.sampling import SamplingParams
+from ropewalk.cache.tensors import tensor_on
+from ropewalk.model.sampling import SamplingParams
 
 FIRST_CANDIDATES = 64
 WIDER = 8  # factor on candidates when those did not hold all that top_p and min_p keep
@@ -90,7 +90,7 @@ class Picked:
 
 
 class Sampler:
-    """Picks tokens on any device. model/kernels/sampler.py has a faster one for the CPU."""
+    """Picks tokens on any device. model/kernels/cpu/sampler.py has a faster one for the CPU."""
 
     def pick(
         self, rows: Tensor, asks: Sequence[Ask], candidates: int = FIRST_CANDIDATES

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.program import Part
+from ropewalk.model.program import Part
 
 Clock = Callable[[], float]
 

@@ -1,0 +1,1 @@
+"""Serves models over HTTP: requests become steps, steps become streamed tokens."""

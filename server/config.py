@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from server import pull
-from server.errors import UsageError
-from server.listen import is_loopback
+from ropewalk.server import download
+from ropewalk.server.errors import UsageError
+from ropewalk.server.listen import is_loopback
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _NAMED = re.compile(r"([\w.:-]+)=(.+)")
@@ -23,7 +23,8 @@ _NAMED = re.compile(r"([\w.:-]+)=(.+)")
 class ModelSource:
     """`name` is the model name that requests give.
 
-    `source` is a path, "smollm2" or a hub id (server/pull.py), or a shape (model/shapes.py).
+    `source` is a path, "smollm2" or a hub id (server/download.py), or a shape
+    (model/loading/random_weights.py).
     """
 
     name: str
@@ -104,7 +105,7 @@ class ServerConfig:
     ssl_certfile: Path | None  # None: plain HTTP
     ssl_keyfile: Path | None  # None: in `ssl_certfile`
     drain_timeout_s: float
-    metrics_compat: str  # a key of server.metrics_compat.ALIASES
+    metrics_compat: str  # a key of ropewalk.server.metrics.compat.ALIASES
     log_level: str
     log_format: str  # text or json
 
@@ -236,7 +237,7 @@ def _members(source: ModelSource) -> list[ModelSource]:
             f"{source.name}=family gives one name to six models; leave the name out or choose one "
             f"of the models, for example {source.name}=ropewalk-rope"
         )
-    return [ModelSource(folder.name, str(folder)) for folder in pull.family()]
+    return [ModelSource(folder.name, str(folder)) for folder in download.family()]
 
 
 def _named(models: Sequence[ModelSource], names: Sequence[str]) -> tuple[ModelSource, ...]:

@@ -1,6 +1,6 @@
 """Errors of the command line: one sentence with the cause and what to do next.
 
-Knows no command. Errors a client of the server can see are in server/request.py.
+Knows no command. Errors a client of the server can see are in server/scheduling/request.py.
 """
 
 

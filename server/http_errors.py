@@ -1,14 +1,14 @@
 """Errors that exist only on the HTTP side, and how every error looks to a client.
 
-The rest of the hierarchy is in server/request.py. Independent of the framework: the application,
-the middleware and the protocol all write their refusals with these functions.
+The rest of the hierarchy is in server/scheduling/request.py. Independent of the framework: the
+application, the middleware and the protocol all write their refusals with these functions.
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from server.request import (
+from ropewalk.server.scheduling.request import (
     RESTART_SECONDS,
     CacheChanged,
     InvalidField,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from server.errors import CommandError
+from ropewalk.server.errors import CommandError
 
 _REASONS = {
     errno.EADDRINUSE: "another program is using this port; stop it or choose another --port",

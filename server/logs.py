@@ -36,5 +36,5 @@ def configure(level: str, form: str) -> None:
 
 
 def _says_why(record: logging.LogRecord) -> bool:
-    """Not uvicorn's line for bytes that are no HTTP, because server/http_log.py writes a better."""
+    """Not uvicorn's line for bytes that are no HTTP: server/http/access_log.py writes a better."""
     return record.msg != "Invalid HTTP request received."

@@ -40,8 +40,8 @@ def pytest_configure(config):
 @pytest.fixture(scope="session")
 def kernels():
     """The compiled CPU kernels, cached where the server keeps them, to save seconds."""
-    from model.kernels.build import load
-    from server.pull import home
+    from ropewalk.model.kernels.cpu.bindings import load
+    from ropewalk.server.download import home
 
     return load(home() / "kernels")
 

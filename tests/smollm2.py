@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from server.pull import SMOLLM2, stored
+from ropewalk.server.download import SMOLLM2, stored
 
 
 def smollm2_path() -> Path:

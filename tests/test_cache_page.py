@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from cache.terms import BLOCK_SIZE, Evict, Move, Unsupported
-from model.catalogue import LENGTHS, SHAPE, example
-from model.encodings.base import PositionalEncoding, find
-from model.positional_work import PositionalWork
-from model.trial import OTHER, SEQUENCE, Trial
+from ropewalk.cache.types import BLOCK_SIZE, Evict, Move, Unsupported
+from ropewalk.model.catalogue import LENGTHS, SHAPE, example
+from ropewalk.model.dry_run import OTHER, SEQUENCE, Trial
+from ropewalk.model.encodings.base import PositionalEncoding, find
+from ropewalk.model.encodings.common.cost import PositionalWork
 from tests.server.test_metrics import families, metrics_of_toy
 
 ROOT = Path(__file__).parents[1]

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from model.architectures.absent import Absent, Default, Disputed, Like
-from model.architectures.base import Architecture, architectures
+from ropewalk.model.architectures.absent import Absent, Default, Disputed, Like
+from ropewalk.model.architectures.base import Architecture, architectures
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "checkpoints.md").read_text()

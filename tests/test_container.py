@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from server.cli import OTHER_VARIABLES, parser
-from server.client_options import HEALTH_OPTIONS
-from server.serve_options import SERVE_OPTIONS
+from ropewalk.server.cli.main import OTHER_VARIABLES, parser
+from ropewalk.server.cli.options.client import HEALTH_OPTIONS
+from ropewalk.server.cli.options.serve import SERVE_OPTIONS
 
 ROOT = Path(__file__).parents[1]
 

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache.terms import BLOCK_SIZE, Op
-from model.attention.reference import ReferenceAttention
-from model.attention.sdpa import SdpaAttention
-from model.catalogue import LENGTHS, SHAPE, Ability, Place, example, facts
-from model.config import EncodingSpec
-from model.encodings.base import create, find, names
-from model.positional_work import PositionalWork
-from model.rope_scaling import scaling_from
-from server import cli
-from server.build import load_models
-from server.encodings_command import by_frame
-from server.metrics import Metrics
+from ropewalk.cache.types import BLOCK_SIZE, Op
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.catalogue import LENGTHS, SHAPE, Ability, Place, example, facts
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.base import create, find, names
+from ropewalk.model.encodings.common.cost import PositionalWork
+from ropewalk.model.encodings.common.rope_scaling import scaling_from
+from ropewalk.server.cli import main
+from ropewalk.server.cli.encodings_command import by_frame
+from ropewalk.server.launch.build import load_models
+from ropewalk.server.metrics.exporter import Metrics
 from tests.model.checkpoints import llama, random_model, save
 from tests.server.fake_engine import configured, make_request
 
@@ -210,13 +210,13 @@ def commands() -> list[list[str]]:
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_commands_are_understood_and_run(words, kerple, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("server.encodings_command.this_machine", lambda: PLACE)
-    assert cli.parser().parse_args(words).command == words[0]
+    monkeypatch.setattr("ropewalk.server.cli.encodings_command.this_machine", lambda: PLACE)
+    assert main.parser().parse_args(words).command == words[0]
     if words[0] == "serve" or "--model" in words:
         return  # needs weights
     if words[0] == "explain" and kerple not in words:  # drawn in tests of their own
-        monkeypatch.setattr("server.explain_command.pictures", lambda subject: [])
-    assert cli.main(words) == 0
+        monkeypatch.setattr("ropewalk.server.cli.explain_command.pictures", lambda subject: [])
+    assert main.main(words) == 0
     said = capsys.readouterr()
     # On a busy machine a long measurement may say that it is one.
     assert said.out and "Error" not in said.err

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from model.family.evaluation import results
-from model.family.evaluation.findings import shipped, verdict
-from model.family.evaluation.results import Measured
-from model.family.evaluation.words import signed
+from ropewalk.model.family.evaluation import results
+from ropewalk.model.family.evaluation.report.findings import shipped, verdict
+from ropewalk.model.family.evaluation.report.words import signed
+from ropewalk.model.family.evaluation.results import Measured
 from tests.test_readme import options_of
 
 ROOT = Path(__file__).parents[1]

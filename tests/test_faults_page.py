@@ -3,9 +3,15 @@
 import re
 from pathlib import Path
 
-from model.seals import STEPS
-from server import async_engine, auditing, build
-from server.request import CacheChanged, ModelWithdrawn, ShuttingDown, WeightsChanged
+from ropewalk.model.weights.checksums import STEPS
+from ropewalk.server.engine import async_engine, integrity
+from ropewalk.server.launch import build
+from ropewalk.server.scheduling.request import (
+    CacheChanged,
+    ModelWithdrawn,
+    ShuttingDown,
+    WeightsChanged,
+)
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "faults.md").read_text()
@@ -14,14 +20,14 @@ PAGE = (ROOT / "docs" / "faults.md").read_text()
 def test_numbers_are_those_of_the_code():
     for said in (
         f"within {STEPS:,} steps",
-        f"`full` finds it within {STEPS // auditing.PORTIONS['full']} steps",
+        f"`full` finds it within {STEPS // integrity.PORTIONS['full']} steps",
         f"found within {-(-STEPS * build.IDLE_S // 60):.0f} minutes",
         f"after {async_engine.STALL_SECONDS:.0f} s `/health/live`",
         f"at most {2 * async_engine.WATCH_SECONDS:.0f} s later",
         f"status {build.ENGINE_FAILED}",
     ):
         assert said in PAGE, said
-    assert auditing.PORTIONS["sample"] == 1 and auditing.PORTIONS["off"] == 0
+    assert integrity.PORTIONS["sample"] == 1 and integrity.PORTIONS["off"] == 0
     assert build.IDLE_S == 0.5  # "twice a second"
 
 

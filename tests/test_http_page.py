@@ -3,9 +3,10 @@
 import re
 from pathlib import Path
 
-from server import accepting, chunked, http_errors, middleware, protocol
-from server.config import HttpOptions
-from server.request import ServeError
+from ropewalk.server import http_errors
+from ropewalk.server.config import HttpOptions
+from ropewalk.server.http import accepting, chunked, middleware, protocol
+from ropewalk.server.scheduling.request import ServeError
 from tests.server.toy import toy_app
 
 ROOT = Path(__file__).parents[1]

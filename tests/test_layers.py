@@ -4,12 +4,15 @@ Reads syntax trees; imports none of the packages. Each rule is also shown to fai
 """
 
 import ast
+from collections import Counter
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+MAX_FILES = 16  # in a room
 PACKAGES = ("server", "model", "cache", "load_tests")
 
 ALLOWED = {  # what a package may import besides itself
@@ -19,23 +22,23 @@ ALLOWED = {  # what a package may import besides itself
     "load_tests": set(),
 }
 IN_PROCESS = (  # load tests in one process with what they measure, which they may import
-    "load_tests/engines.py",
-    "load_tests/gpu_check.py",
-    "load_tests/gpu_parts.py",
-    "load_tests/gpu_peer.py",
-    "load_tests/in_process.py",
-    "load_tests/measured.py",
-    "load_tests/profile_engine.py",
-    "load_tests/profile_http.py",
-    "load_tests/profile_step.py",
-    "load_tests/roofline.py",
-    "load_tests/scaling.py",
-    "load_tests/scaling_parts.py",
-    "load_tests/spill_cost.py",
-    "load_tests/step_cost.py",
+    "load_tests/micro/engines.py",
+    "load_tests/gpu/check.py",
+    "load_tests/gpu/parts.py",
+    "load_tests/gpu/peer.py",
+    "load_tests/micro/in_process.py",
+    "load_tests/micro/measured.py",
+    "load_tests/micro/profile_engine.py",
+    "load_tests/micro/profile_http.py",
+    "load_tests/micro/profile_step.py",
+    "load_tests/micro/roofline.py",
+    "load_tests/micro/scaling.py",
+    "load_tests/micro/scaling_parts.py",
+    "load_tests/micro/spill_cost.py",
+    "load_tests/micro/step_cost.py",
 )
 NO_TORCH = (
-    "cache/terms.py",
+    "cache/types.py",
     "cache/block_pool.py",
     "cache/keeper.py",
     "cache/kept.py",
@@ -46,42 +49,41 @@ NO_TORCH = (
     "model/confined/process.py",
     "model/digests.py",
     "model/sampling.py",
-    "model/tokenizers/chat_process.py",
+    "model/chat/process.py",
     "model/tokenizers/hf_process.py",
     "model/tokenizers/spm_process.py",
-    "server/__main__.py",
-    "server/banner.py",
-    "server/cache_view.py",
-    "server/chat.py",
-    "server/cli.py",
-    "server/client_options.py",
+    "server/launch/banner.py",
+    "server/engine/cache_view.py",
+    "server/cli/chat.py",
+    "server/cli/main.py",
+    "server/cli/options/client.py",
     "server/config.py",
-    "server/config_file.py",
-    "server/connect.py",
+    "server/cli/config_file.py",
+    "server/cli/connect.py",
     "server/errors.py",
     "server/listen.py",
-    "server/options.py",
-    "server/plan.py",
-    "server/printing.py",
-    "server/pull.py",
-    "server/request.py",
-    "server/scheduler.py",
-    "server/serve_options.py",
+    "server/cli/options/base.py",
+    "server/scheduling/plan.py",
+    "server/cli/printing.py",
+    "server/download.py",
+    "server/scheduling/request.py",
+    "server/scheduling/scheduler.py",
+    "server/cli/options/serve.py",
 )
 ONLY_IN = {  # third-party package: the files that may know it
     "prometheus_client": (
-        "server/metrics.py",
-        "server/metrics_families.py",
-        "load_tests/scrape.py",
+        "server/metrics/exporter.py",
+        "server/metrics/families.py",
+        "load_tests/client/scrape.py",
     ),
-    "fastapi": ("server/app.py", "server/routes/"),
-    "matplotlib": ("model/explain/", "model/family/evaluation/pictures.py"),
+    "fastapi": ("server/app/",),
+    "matplotlib": ("model/inspect/explain/", "model/family/evaluation/report/pictures.py"),
     "gguf": ("model/weights/gguf_file.py",),
-    "jinja2": ("model/tokenizers/chat_process.py",),  # never in the server's own process
+    "jinja2": ("model/chat/process.py",),  # never in the server's own process
     "sentencepiece": (
         "model/tokenizers/spm.py",
         "model/tokenizers/spm_process.py",
-        "model/family/tokenizer.py",
+        "model/family/texts/tokenizer.py",
     ),
 }
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
@@ -129,15 +131,18 @@ def faults(path: str, source: str) -> list[str]:
     package = path.split("/")[0]
     found = []
     for name, late in imports(tree):
-        top = name.split(".")[0]
+        top, *below = name.split(".")
+        layer = below[0] if top == "ropewalk" and below else ""
+        if top in PACKAGES:
+            found.append(f"{name} is ropewalk.{name}")
         if name.startswith("."):
             found.append(f"relative import {name}")
-        late_exception = path == "server/cli.py" and late
+        late_exception = path == "server/cli/main.py" and late
         allowed = set(PACKAGES) if path in IN_PROCESS else ALLOWED[package]
-        if top in PACKAGES and top != package and top not in allowed:
-            if not (late_exception and top == "load_tests"):
+        if layer in PACKAGES and layer != package and layer not in allowed:
+            if not (late_exception and layer == "load_tests"):
                 found.append(f"upward import {name}")
-        elif top in PACKAGES and late and not late_exception:
+        elif layer in PACKAGES and late and not late_exception:
             found.append(f"late import {name}")
         if top == "torch" and path in NO_TORCH:
             found.append("imports torch")
@@ -173,12 +178,31 @@ def reaches_torch(path: str, sources: dict[str, str]) -> list[str]:
                 continue
             if name.split(".")[0] == "torch":
                 return [*chain, "torch"]
-            base = name.replace(".", "/")
+            base = name.removeprefix("ropewalk.").replace(".", "/")
             for target in (f"{base}.py", f"{base}/__init__.py"):
                 if target in sources and target not in seen:
                     seen.add(target)
                     chains.append([*chain, target])
     return []
+
+
+def room_of(path: str) -> str:
+    """The folder; a file right in a layer is a room by itself, but the cache is one room."""
+    folder = path.rpartition("/")[0].removesuffix("/common")
+    return path if folder in PACKAGES and folder != "cache" else folder
+
+
+def rooms(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Each room, and the rooms that its files import when they are imported."""
+    leans: dict[str, set[str]] = {}
+    for path, source in sources.items():
+        found = leans.setdefault(room_of(path), set())
+        for name, late in imports(parsed(source)):
+            target = name.removeprefix("ropewalk.").replace(".", "/") + ".py"
+            if target in sources and not late:
+                found.add(room_of(target))
+        found.discard(room_of(path))
+    return leans
 
 
 SOURCES = modules()
@@ -199,27 +223,83 @@ def test_files_that_must_not_know_torch_are_there() -> None:
     assert set(NO_TORCH) <= set(SOURCES)
 
 
-def test_package_inits_are_empty() -> None:
+def test_each_room_says_in_one_sentence_what_it_is_for() -> None:
     inits = {path: text for path, text in SOURCES.items() if path.endswith("/__init__.py")}
-    assert inits
-    assert {path for path, text in inits.items() if text.strip()} == set()
+    assert {path.rpartition("/")[0] for path in SOURCES} == {
+        path.rpartition("/")[0] for path in inits
+    }
+    for path, text in inits.items():
+        tree = ast.parse(text)
+        assert len(tree.body) == 1 and "\n" not in (ast.get_docstring(tree) or "\n"), path
+
+
+def test_rooms_lean_one_way() -> None:
+    TopologicalSorter(rooms(SOURCES)).prepare()
+
+
+def test_a_planted_circle_of_rooms_is_found() -> None:
+    planted = {
+        "server/http/sse.py": "from ropewalk.server.app import app",
+        "server/app/app.py": "from ropewalk.server.http.sse import ping",
+    }
+    with pytest.raises(CycleError):
+        TopologicalSorter(rooms(planted)).prepare()
+
+
+def test_a_room_holds_no_more_than_one_can_see() -> None:
+    sizes = Counter(str(Path(path).parent) for path in SOURCES)
+    crowded = {room: size for room, size in sizes.items() if size > MAX_FILES}
+    assert crowded.keys() <= {"model/architectures", "model/encodings"}  # there, a file is a thing
 
 
 @pytest.mark.parametrize(
     ("path", "planted", "fault"),
     [
-        ("cache/kv.py", "import model.config", "upward import model.config"),
-        ("cache/kv.py", "from server import request", "upward import server"),
-        ("model/batch.py", "from server.request import Request", "upward import server.request"),
-        ("model/batch.py", "def f():\n    import server.app", "upward import server.app"),
-        ("server/app.py", "import load_tests.bench", "upward import load_tests.bench"),
-        ("server/app.py", "def f():\n    import load_tests", "upward import load_tests"),
-        ("server/cli.py", "import load_tests.bench", "upward import load_tests.bench"),
-        ("load_tests/bench.py", "from cache import kv", "upward import cache"),
-        ("load_tests/rounds.py", "import model.batch", "upward import model.batch"),
-        ("server/app.py", "from .request import Request", "relative import .request"),
-        ("server/app.py", "def f():\n    from cache import kv", "late import cache"),
-        ("server/scheduler.py", "from torch import Tensor", "imports torch"),
+        ("cache/kv.py", "import ropewalk.model.config", "upward import ropewalk.model.config"),
+        ("cache/kv.py", "from ropewalk.server import errors", "upward import ropewalk.server"),
+        (
+            "model/batch.py",
+            "from ropewalk.server.scheduling.request import Request",
+            "upward import ropewalk.server.scheduling.request",
+        ),
+        (
+            "model/batch.py",
+            "def f():\n    import ropewalk.server.app.app",
+            "upward import ropewalk.server.app.app",
+        ),
+        (
+            "server/app/app.py",
+            "import ropewalk.load_tests.run.bench",
+            "upward import ropewalk.load_tests.run.bench",
+        ),
+        (
+            "server/app/app.py",
+            "def f():\n    import ropewalk.load_tests",
+            "upward import ropewalk.load_tests",
+        ),
+        (
+            "server/cli/main.py",
+            "import ropewalk.load_tests.run.bench",
+            "upward import ropewalk.load_tests.run.bench",
+        ),
+        (
+            "load_tests/run/bench.py",
+            "from ropewalk.cache import kv",
+            "upward import ropewalk.cache",
+        ),
+        (
+            "load_tests/common/rounds.py",
+            "import ropewalk.model.batch",
+            "upward import ropewalk.model.batch",
+        ),
+        ("cache/kv.py", "from cache import spill", "cache is ropewalk.cache"),
+        ("server/app/app.py", "from .request import Request", "relative import .request"),
+        (
+            "server/app/app.py",
+            "def f():\n    from ropewalk.cache import kv",
+            "late import ropewalk.cache",
+        ),
+        ("server/scheduling/scheduler.py", "from torch import Tensor", "imports torch"),
         ("cache/manager.py", "import torch.nn as nn", "imports torch"),
         ("model/weights/base.py", "import pickle", "imports pickle"),
         ("model/weights/base.py", "import torch\ntorch.load('x')", "calls torch.load"),
@@ -227,13 +307,17 @@ def test_package_inits_are_empty() -> None:
         ("model/batch.py", "eval('1')", "calls eval"),
         ("model/batch.py", "exec('1')", "calls exec"),
         ("model/batch.py", "import yaml\nyaml.load('1')", "calls yaml.load"),
-        ("server/app.py", "def f():\n    global x\n    x = 1", "global x"),
-        ("server/engine.py", "from prometheus_client import Counter", "imports prometheus_client"),
-        ("server/engine.py", "import fastapi", "imports fastapi"),
-        ("model/loading.py", "import gguf", "imports gguf"),
+        ("server/app/app.py", "def f():\n    global x\n    x = 1", "global x"),
+        (
+            "server/engine/engine.py",
+            "from prometheus_client import Counter",
+            "imports prometheus_client",
+        ),
+        ("server/engine/engine.py", "import fastapi", "imports fastapi"),
+        ("model/loading/checkpoints.py", "import gguf", "imports gguf"),
         ("model/tokenizers/hf.py", "import sentencepiece", "imports sentencepiece"),
-        ("model/tokenizers/chat.py", "import jinja2", "imports jinja2"),
-        ("server/app.py", "from matplotlib.figure import Figure", "imports matplotlib"),
+        ("model/chat/template.py", "import jinja2", "imports jinja2"),
+        ("server/app/app.py", "from matplotlib.figure import Figure", "imports matplotlib"),
     ],
 )
 def test_planted_fault_is_found(path: str, planted: str, fault: str) -> None:
@@ -241,20 +325,29 @@ def test_planted_fault_is_found(path: str, planted: str, fault: str) -> None:
 
 
 def test_what_is_allowed_passes() -> None:
-    assert faults("server/metrics.py", "import prometheus_client") == []
-    assert faults("server/routes/openai.py", "import fastapi") == []
-    assert faults("server/cli.py", "def f():\n    from load_tests.bench import main") == []
-    assert faults("load_tests/step_cost.py", "from model.transformer import Decoder") == []
-    assert faults("server/engine.py", "import torch\nfrom cache.kv import KVCache") == []
+    assert faults("server/metrics/exporter.py", "import prometheus_client") == []
+    assert faults("server/app/openai.py", "import fastapi") == []
+    assert (
+        faults("server/cli/main.py", "def f():\n    from ropewalk.load_tests.run.bench import main")
+        == []
+    )
+    assert (
+        faults("load_tests/micro/step_cost.py", "from ropewalk.model.layers.decoder import Decoder")
+        == []
+    )
+    assert (
+        faults("server/engine/engine.py", "import torch\nfrom ropewalk.cache.kv import KVCache")
+        == []
+    )
 
 
 def test_planted_detour_to_torch_is_found() -> None:
     sources = {
-        "server/request.py": "from model.sampling import SamplingParams",
-        "model/sampling.py": "import model.batch",
+        "server/scheduling/request.py": "from ropewalk.model.sampling import SamplingParams",
+        "model/sampling.py": "import ropewalk.model.batch",
         "model/batch.py": "from torch import Tensor",
     }
-    chain = ["server/request.py", "model/sampling.py", "model/batch.py", "torch"]
-    assert reaches_torch("server/request.py", sources) == chain
-    late = {"server/cli.py": "def serve():\n    import torch"}
-    assert reaches_torch("server/cli.py", late) == []
+    chain = ["server/scheduling/request.py", "model/sampling.py", "model/batch.py", "torch"]
+    assert reaches_torch("server/scheduling/request.py", sources) == chain
+    late = {"server/cli/main.py": "def serve():\n    import torch"}
+    assert reaches_torch("server/cli/main.py", late) == []

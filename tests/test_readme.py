@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from server.cli import parser
-from server.client_options import CHAT_OPTIONS, HEALTH_OPTIONS
-from server.config import HttpOptions
-from server.pull import SMOLLM2, stored
-from server.serve_options import SERVE_OPTIONS
+from ropewalk.server.cli.main import parser
+from ropewalk.server.cli.options.client import CHAT_OPTIONS, HEALTH_OPTIONS
+from ropewalk.server.cli.options.serve import SERVE_OPTIONS
+from ropewalk.server.config import HttpOptions
+from ropewalk.server.download import SMOLLM2, stored
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -51,7 +51,7 @@ OTHERS = [command for command in commands() if not command.startswith("curl ")]
 def options_of(words: list[str]) -> None:
     """Fails when `ropewalk` would not understand the words."""
     if words[0] == "bench":
-        from load_tests import bench
+        from ropewalk.load_tests.run import bench
 
         assert bench.parser().parse_args(words[1:])
     else:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from load_tests import gpu_check
-from load_tests.roofline import kv_bytes, weight_bytes
-from model.shapes import SHAPES
+from ropewalk.load_tests.gpu import check
+from ropewalk.load_tests.micro.roofline import kv_bytes, weight_bytes
+from ropewalk.model.loading.random_weights import SHAPES
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "speed.md").read_text()
@@ -19,7 +19,11 @@ COMMANDS = re.findall(r"^\.venv/bin/python -m .*$|(?<=`)\.venv/bin/python -m [^`
 
 def test_programs_are_there():
     modules = {shlex.split(command)[2] for command in COMMANDS}
-    assert {"load_tests.gpu_check", "load_tests.peers", "tests.model.measure_quantize"} <= modules
+    assert {
+        "ropewalk.load_tests.gpu.check",
+        "ropewalk.load_tests.peers.peers",
+        "tests.model.measure_quantize",
+    } <= modules
     assert [name for name in modules if find_spec(name) is None] == []
 
 
@@ -27,7 +31,7 @@ def test_the_small_form_is_understood():
     small = [words for words in map(shlex.split, COMMANDS) if "--shapes" in words]
     assert small
     for words in small:
-        assert gpu_check.parser().parse_args(words[3:])
+        assert check.parser().parse_args(words[3:])
 
 
 @pytest.mark.parametrize("shape", ["smollm2", "llama-1b"])

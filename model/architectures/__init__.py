@@ -1,0 +1,1 @@
+"""One file for each published architecture: its configuration, and where its weights are."""

@@ -13,11 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
-from model.architectures.absent import Absent, prefixed
-from model.architectures.fields import Fields
-from model.architectures.stored import Parameters
-from model.config import ModelConfig
-from model.weights.base import CheckpointError, WeightFile, shown
+from ropewalk.model.architectures.absent import Absent, prefixed
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.stored import Parameters
+from ropewalk.model.config import ModelConfig
+from ropewalk.model.weights.base import CheckpointError, WeightFile, shown
 
 
 class Architecture(ABC):

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import ClassVar
 
-from model.architectures import stored
-from model.architectures.absent import Absent, by
-from model.architectures.common import (
+from ropewalk.model.architectures import stored
+from ropewalk.model.architectures.absent import Absent, by
+from ropewalk.model.architectures.common import (
     MAX_CONTEXT,
     MAX_HEADS,
     MAX_LAYERS,
@@ -13,9 +13,9 @@ from model.architectures.common import (
     MAX_WIDTH,
     TRANSFORMERS,
 )
-from model.architectures.fields import Fields
-from model.architectures.plain import PlainDecoder, plain_config, tied
-from model.config import EncodingSpec, ModelConfig
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.plain import PlainDecoder, plain_config, tied
+from ropewalk.model.config import EncodingSpec, ModelConfig
 
 BIGSCIENCE = "BigScience"  # of all published models; newer files leave it out
 

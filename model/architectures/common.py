@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from model.architectures.fields import Fields
-from model.config import Activation
-from model.weights.base import WeightFile, shown
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.config import Activation
+from ropewalk.model.weights.base import WeightFile, shown
 
 # Bounds on what a description may claim, far above any model this decoder fits.
 MAX_LAYERS = 1024

@@ -6,8 +6,8 @@ Knows config.json objects and GGUF metadata as plain mappings, no particular mod
 from collections.abc import Callable, Mapping
 from logging import getLogger
 
-from model.architectures.absent import Absent, Default, Disputed, Like
-from model.weights.base import CheckpointError, shown
+from ropewalk.model.architectures.absent import Absent, Default, Disputed, Like
+from ropewalk.model.weights.base import CheckpointError, shown
 
 log = getLogger(__name__)
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from model.architectures import rotation, rotation_gguf, stored
-from model.architectures.absent import Absent, Default, Like
-from model.architectures.base import Architecture
-from model.architectures.common import (
+from ropewalk.model.architectures import rotation, rotation_gguf, stored
+from ropewalk.model.architectures.absent import Absent, Default, Like
+from ropewalk.model.architectures.base import Architecture
+from ropewalk.model.architectures.common import (
     LLAMA_CPP,
     MAX_CONTEXT,
     MAX_FFN_WIDTH,
@@ -26,9 +26,9 @@ from model.architectures.common import (
     refuse_split,
     vocab_size_of_gguf,
 )
-from model.architectures.fields import Fields
-from model.config import EncodingSpec, ModelConfig
-from model.weights.base import WeightFile
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.weights.base import WeightFile
 
 
 class GatedDecoder(Architecture):

@@ -4,9 +4,9 @@ import re
 from dataclasses import replace
 from typing import ClassVar
 
-from model.architectures import stored
-from model.architectures.absent import Absent, Default, by
-from model.architectures.common import (
+from ropewalk.model.architectures import stored
+from ropewalk.model.architectures.absent import Absent, Default, by
+from ropewalk.model.architectures.common import (
     LLAMA_CPP,
     MAX_CONTEXT,
     MAX_FFN_WIDTH,
@@ -18,10 +18,10 @@ from model.architectures.common import (
     TRANSFORMERS,
     activation,
 )
-from model.architectures.fields import Fields
-from model.architectures.plain import PlainDecoder, plain_config, tied
-from model.architectures.rotation import rope_spec
-from model.config import ModelConfig
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.plain import PlainDecoder, plain_config, tied
+from ropewalk.model.architectures.rotation import rope_spec
+from ropewalk.model.config import ModelConfig
 
 
 class GPTJ(PlainDecoder):

@@ -2,11 +2,11 @@
 
 from typing import ClassVar
 
-from model.architectures.absent import Absent, Like, by
-from model.architectures.common import TRANSFORMERS
-from model.architectures.fields import Fields
-from model.architectures.gated import GatedDecoder
-from model.architectures.rotation import ROTATED
+from ropewalk.model.architectures.absent import Absent, Like, by
+from ropewalk.model.architectures.common import TRANSFORMERS
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.gated import GatedDecoder
+from ropewalk.model.architectures.rotation import ROTATED
 
 
 class Llama(GatedDecoder):

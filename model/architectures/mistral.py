@@ -2,11 +2,11 @@
 
 from typing import ClassVar
 
-from model.architectures.absent import Absent, Disputed, by
-from model.architectures.common import MAX_CONTEXT, TRANSFORMERS
-from model.architectures.fields import Fields
-from model.architectures.gated import GatedDecoder
-from model.architectures.rotation import ROTATED
+from ropewalk.model.architectures.absent import Absent, Disputed, by
+from ropewalk.model.architectures.common import MAX_CONTEXT, TRANSFORMERS
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.gated import GatedDecoder
+from ropewalk.model.architectures.rotation import ROTATED
 
 
 class Mistral(GatedDecoder):

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from model.architectures import stored
-from model.architectures.absent import Absent, Disputed, by
-from model.architectures.common import (
+from ropewalk.model.architectures import stored
+from ropewalk.model.architectures.absent import Absent, Disputed, by
+from ropewalk.model.architectures.common import (
     MAX_CONTEXT,
     MAX_HEADS,
     MAX_LAYERS,
@@ -14,9 +14,9 @@ from model.architectures.common import (
     TRANSFORMERS,
     harmless_in_hf,
 )
-from model.architectures.fields import Fields
-from model.architectures.plain import PlainDecoder, plain_config, tied
-from model.config import EncodingSpec, ModelConfig
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.plain import PlainDecoder, plain_config, tied
+from ropewalk.model.config import EncodingSpec, ModelConfig
 
 NO_BIASES: dict[str, Any] = {
     "qkv_bias": False,

@@ -2,10 +2,10 @@
 
 from typing import ClassVar
 
-from model.architectures.absent import Absent, by
-from model.architectures.common import TRANSFORMERS
-from model.architectures.fields import Fields
-from model.architectures.t5 import T5
+from ropewalk.model.architectures.absent import Absent, by
+from ropewalk.model.architectures.common import TRANSFORMERS
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.t5 import T5
 
 
 class MT5(T5):

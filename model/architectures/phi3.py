@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from model.architectures import stored
-from model.architectures.absent import Absent, Like, by
-from model.architectures.common import MAX_CONTEXT, TRANSFORMERS
-from model.architectures.fields import Fields
-from model.architectures.gated import GatedDecoder
-from model.architectures.rotation import ROTATED
-from model.config import ModelConfig
-from model.weights.base import WeightFile
+from ropewalk.model.architectures import stored
+from ropewalk.model.architectures.absent import Absent, Like, by
+from ropewalk.model.architectures.common import MAX_CONTEXT, TRANSFORMERS
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.gated import GatedDecoder
+from ropewalk.model.architectures.rotation import ROTATED
+from ropewalk.model.config import ModelConfig
+from ropewalk.model.weights.base import WeightFile
 
 
 class Phi3(GatedDecoder):

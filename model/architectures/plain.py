@@ -7,9 +7,9 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Any
 
-from model.architectures import stored
-from model.architectures.base import Architecture
-from model.architectures.common import (
+from ropewalk.model.architectures import stored
+from ropewalk.model.architectures.base import Architecture
+from ropewalk.model.architectures.common import (
     MAX_CONTEXT,
     MAX_FFN_WIDTH,
     MAX_HEADS,
@@ -21,9 +21,9 @@ from model.architectures.common import (
     refuse_split,
     vocab_size_of_gguf,
 )
-from model.architectures.fields import Fields
-from model.config import EncodingSpec, ModelConfig
-from model.weights.base import WeightFile
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.weights.base import WeightFile
 
 NOPE = EncodingSpec("nope", {})
 

@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import ClassVar
 
-from model.architectures.absent import Absent, by
-from model.architectures.common import TRANSFORMERS
-from model.architectures.fields import Fields
-from model.architectures.gated import GatedDecoder, windows_by_layer
-from model.architectures.rotation import ROTATED
-from model.config import ModelConfig
-from model.weights.base import WeightFile
+from ropewalk.model.architectures.absent import Absent, by
+from ropewalk.model.architectures.common import TRANSFORMERS
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.gated import GatedDecoder, windows_by_layer
+from ropewalk.model.architectures.rotation import ROTATED
+from ropewalk.model.config import ModelConfig
+from ropewalk.model.weights.base import WeightFile
 
 
 class Qwen2(GatedDecoder):

@@ -2,11 +2,11 @@
 
 from typing import ClassVar
 
-from model.architectures.absent import Absent, by
-from model.architectures.common import MAX_HEAD_DIM, TRANSFORMERS
-from model.architectures.fields import Fields
-from model.architectures.gated import GatedDecoder, windows_by_layer
-from model.architectures.qwen2 import Qwen2
+from ropewalk.model.architectures.absent import Absent, by
+from ropewalk.model.architectures.common import MAX_HEAD_DIM, TRANSFORMERS
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.gated import GatedDecoder, windows_by_layer
+from ropewalk.model.architectures.qwen2 import Qwen2
 
 
 class Qwen3(GatedDecoder):

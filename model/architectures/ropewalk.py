@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 import torch
 
-from model.architectures.base import Architecture
-from model.architectures.common import (
+from ropewalk.model.architectures.base import Architecture
+from ropewalk.model.architectures.common import (
     MAX_CONTEXT,
     MAX_FFN_WIDTH,
     MAX_HEAD_DIM,
@@ -21,13 +21,13 @@ from model.architectures.common import (
     MAX_VOCAB,
     MAX_WIDTH,
 )
-from model.architectures.fields import Fields
-from model.architectures.stored import Parameters, Stored
-from model.attention.reference import ReferenceAttention
-from model.config import Activation, BlockKind, EncodingSpec, ModelConfig, NormKind
-from model.encodings.base import create
-from model.transformer import Decoder
-from model.weights.base import CheckpointError, WeightFile, shown
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.stored import Parameters, Stored
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.config import Activation, BlockKind, EncodingSpec, ModelConfig, NormKind
+from ropewalk.model.encodings.base import create
+from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.weights.base import CheckpointError, WeightFile, shown
 
 META = torch.device("meta")
 ENCODING_NAME = re.compile(r"\w+|\w+(\.\w+)*:\w+")  # a file, or package.module:Class

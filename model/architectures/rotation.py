@@ -8,13 +8,13 @@ ignoring it could change the answers. Knows descriptions, no particular family.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from model.architectures.absent import Like, by
-from model.architectures.common import MAX_CONTEXT, TRANSFORMERS
-from model.architectures.fields import Fields
-from model.config import EncodingSpec
-from model.rope_scaling import longrope_magnitude, yarn_magnitude
-from model.rotation import Layout
-from model.weights.base import shown
+from ropewalk.model.architectures.absent import Like, by
+from ropewalk.model.architectures.common import MAX_CONTEXT, TRANSFORMERS
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.common.rope_scaling import longrope_magnitude, yarn_magnitude
+from ropewalk.model.encodings.common.rotary import Layout
+from ropewalk.model.weights.base import shown
 
 # Names of frequency tables that old checkpoints store beside the weights.
 TABLE = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"

@@ -7,13 +7,13 @@ understood is refused. Knows no particular family.
 from collections.abc import Sequence
 from typing import Any
 
-from model.architectures.absent import Absent, Default
-from model.architectures.common import LLAMA_CPP, MAX_CONTEXT
-from model.architectures.fields import Fields
-from model.architectures.rotation import positive_numbers, rope_spec, stretched
-from model.config import EncodingSpec
-from model.rope_scaling import yarn_magnitude
-from model.weights.base import WeightFile, shown
+from ropewalk.model.architectures.absent import Absent, Default
+from ropewalk.model.architectures.common import LLAMA_CPP, MAX_CONTEXT
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.rotation import positive_numbers, rope_spec, stretched
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.common.rope_scaling import yarn_magnitude
+from ropewalk.model.weights.base import WeightFile, shown
 
 # Tensors that are read as settings, not as weights.
 ROPE_TENSORS = frozenset(

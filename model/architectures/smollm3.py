@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from model.architectures.absent import Absent, by
-from model.architectures.common import MAX_CONTEXT, MAX_LAYERS, TRANSFORMERS
-from model.architectures.fields import Fields
-from model.architectures.gated import GatedDecoder, windows_by_layer
-from model.architectures.rotation import ROTATED
+from ropewalk.model.architectures.absent import Absent, by
+from ropewalk.model.architectures.common import MAX_CONTEXT, MAX_LAYERS, TRANSFORMERS
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.gated import GatedDecoder, windows_by_layer
+from ropewalk.model.architectures.rotation import ROTATED
 
 
 class SmolLM3(GatedDecoder):

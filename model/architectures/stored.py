@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig
+from ropewalk.model.config import ModelConfig
 
 
 class Order(Protocol):

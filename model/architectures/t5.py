@@ -8,9 +8,9 @@ import dataclasses
 import re
 from typing import ClassVar
 
-from model.architectures.absent import Absent, Default, Like, by
-from model.architectures.base import Architecture
-from model.architectures.common import (
+from ropewalk.model.architectures.absent import Absent, Default, Like, by
+from ropewalk.model.architectures.base import Architecture
+from ropewalk.model.architectures.common import (
     ACTIVATIONS,
     LLAMA_CPP,
     MAX_CONTEXT,
@@ -27,11 +27,11 @@ from model.architectures.common import (
     refuse_split,
     vocab_size_of_gguf,
 )
-from model.architectures.fields import Fields
-from model.architectures.stored import Parameters
-from model.architectures.t5_stored import GGUF, HUGGING_FACE, encoder_decoder
-from model.config import Activation, EncoderDecoderConfig, EncodingSpec, ModelConfig
-from model.weights.base import WeightFile, shown
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.stored import Parameters
+from ropewalk.model.architectures.t5_stored import GGUF, HUGGING_FACE, encoder_decoder
+from ropewalk.model.config import Activation, EncoderDecoderConfig, EncodingSpec, ModelConfig
+from ropewalk.model.weights.base import WeightFile, shown
 
 MAX_BUCKETS = 1024
 MAX_DISTANCE = 128  # GGUF has no key for it

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from model.architectures.stored import Parameters, Stored
-from model.config import EncoderDecoderConfig, ModelConfig
+from ropewalk.model.architectures.stored import Parameters, Stored
+from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 from typing import ClassVar
 
-from model.architectures.absent import Absent
-from model.architectures.mt5 import MT5
-from model.architectures.t5 import T5
+from ropewalk.model.architectures.absent import Absent
+from ropewalk.model.architectures.mt5 import MT5
+from ropewalk.model.architectures.t5 import T5
 
 
 class UMT5(T5):

@@ -1,0 +1,1 @@
+"""Attention over the paged cache: the interface to kernels, and its definition in torch."""

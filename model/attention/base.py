@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cache.kv import PagedKV
-from model.attention.bias import StepBias
-from model.batch import ForwardBatch
-from model.config import ModelConfig
-from model.rotation import Rotation
+from ropewalk.cache.kv import PagedKV
+from ropewalk.model.attention.bias import StepBias
+from ropewalk.model.batch import ForwardBatch
+from ropewalk.model.config import ModelConfig
+from ropewalk.model.encodings.common.rotary import Rotation
 
 log = getLogger(__name__)
 

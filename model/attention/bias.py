@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from model.batch import ForwardBatch
-from model.encodings.base import (
+from ropewalk.model.batch import ForwardBatch
+from ropewalk.model.encodings.base import (
     EncodingError,
     KeyBias,
     LinearBias,

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache.kv import PagedKV
-from model.attention.base import AttentionSpec
-from model.attention.bias import DenseBias, StepBias
-from model.batch import ForwardBatch
-from model.rotation import Rotation
+from ropewalk.cache.kv import PagedKV
+from ropewalk.model.attention.base import AttentionSpec
+from ropewalk.model.attention.bias import DenseBias, StepBias
+from ropewalk.model.batch import ForwardBatch
+from ropewalk.model.encodings.common.rotary import Rotation
 
 
 class SdpaAttention:

@@ -1,0 +1,1 @@
+"""Processes for foreign work, with few rights and firm limits."""

@@ -15,9 +15,9 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-from model.confined.inside import HEAD, OUT_OF_MEMORY
+from ropewalk.model.confined.inside import HEAD, OUT_OF_MEMORY
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]  # where `ropewalk` is found
 MAX_REPLY = 128 << 20  # bytes
 WAIT = 10.0  # seconds by the clock for what takes a fraction of one, except on a busy machine
 KEPT = ("TZ", "LD_LIBRARY_PATH")  # of the environment: the local time, and where libpython may be

@@ -1,0 +1,1 @@
+"""One file for each positional encoding; `base` is what all of them implement."""

@@ -9,15 +9,15 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from model.config import ModelConfig
-from model.encodings.base import (
+from ropewalk.model.config import ModelConfig
+from ropewalk.model.encodings.base import (
     EncodingError,
     KeyBias,
     LinearBias,
     PositionalEncoding,
     need_table,
 )
-from model.positional_work import PositionalWork
+from ropewalk.model.encodings.common.cost import PositionalWork
 
 
 def slopes(heads: int, bias_max: float = 8.0) -> torch.Tensor:

@@ -16,10 +16,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from cache.terms import Capability, KeyFrame, Op
-from model.config import EncodingSpec, ModelConfig
-from model.positional_work import NO_WORK, PositionalWork
-from model.rotation import Rotation
+from ropewalk.cache.types import Capability, KeyFrame, Op
+from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
+from ropewalk.model.encodings.common.rotary import Rotation
 
 MAX_TABLE = 1 << 26  # numbers: a million positions in heads of 128
 MAX_POSITIONS = 1 << 22
@@ -218,7 +218,7 @@ def names() -> list[str]:
     return sorted(
         module.name
         for module in pkgutil.iter_modules([str(Path(__file__).parent)])
-        if module.name != "base"
+        if module.name != "base" and not module.ispkg
     )
 
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from model.config import ModelConfig
-from model.encodings.base import (
+from ropewalk.model.config import ModelConfig
+from ropewalk.model.encodings.base import (
     MAX_POSITIONS,
     EncodingError,
     PositionalEncoding,
@@ -19,7 +19,7 @@ from model.encodings.base import (
     need_integer,
     need_scale,
 )
-from model.positional_work import PositionalWork
+from ropewalk.model.encodings.common.cost import PositionalWork
 
 
 class Learned(PositionalEncoding):

@@ -1,6 +1,6 @@
 """No positional encoding, the control: order reaches the model through the causal mask alone."""
 
-from model.encodings.base import PositionalEncoding
+from ropewalk.model.encodings.base import PositionalEncoding
 
 
 class NoPE(PositionalEncoding):

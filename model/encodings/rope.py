@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Self, get_args
 import torch
 from torch import Tensor
 
-from cache.terms import Capability, KeyFrame, Op
-from model.config import ModelConfig
-from model.encodings.base import EncodingError, PositionalEncoding, chunks, need_table
-from model.positional_work import PositionalWork
-from model.rope_scaling import Scaling, frequencies, scaling_from
-from model.rotation import Layout, Rotation, turn
+from ropewalk.cache.types import Capability, KeyFrame, Op
+from ropewalk.model.config import ModelConfig
+from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, chunks, need_table
+from ropewalk.model.encodings.common.cost import PositionalWork
+from ropewalk.model.encodings.common.rope_scaling import Scaling, frequencies, scaling_from
+from ropewalk.model.encodings.common.rotary import Layout, Rotation, turn
 
 REQUIRED = frozenset({"base", "width", "layout"})
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig
-from model.encodings.base import (
+from ropewalk.model.config import ModelConfig
+from ropewalk.model.encodings.base import (
     MAX_POSITIONS,
     EncodingError,
     PositionalEncoding,
@@ -21,7 +21,7 @@ from model.encodings.base import (
     need_scale,
     need_table,
 )
-from model.positional_work import PositionalWork
+from ropewalk.model.encodings.common.cost import PositionalWork
 
 LAYOUTS = ("interleaved", "split")
 SLOWEST = ("next", "last")

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from model.config import ModelConfig
-from model.encodings.base import (
+from ropewalk.model.config import ModelConfig
+from ropewalk.model.encodings.base import (
     MAX_POSITIONS,
     EncodingError,
     MaterialisedBias,
@@ -21,7 +21,7 @@ from model.encodings.base import (
     need_integer,
     need_table,
 )
-from model.positional_work import PositionalWork
+from ropewalk.model.encodings.common.cost import PositionalWork
 
 MAX_BUCKETS = 1024
 REQUIRED = frozenset({"buckets", "max_distance"})

@@ -1,0 +1,1 @@
+"""The bundled models, from their texts to a model card."""

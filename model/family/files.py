@@ -9,8 +9,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from model.family.errors import FamilyError
-from model.saving import flush
+from ropewalk.model.family.errors import FamilyError
+from ropewalk.model.loading.save import flush
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Fast equivalents of the layers, and which of them run here."""

@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from model.encodings.base import PositionalEncoding, inherits
-from model.encodings.rope import RoPE
+from ropewalk.model.encodings.base import PositionalEncoding, inherits
+from ropewalk.model.encodings.rope import RoPE
 
 
 def tables_of(encoding: PositionalEncoding, head_dim: int) -> RoPE | None:

@@ -5,22 +5,21 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from model.attention.triton import TritonAttention
-from model.encodings.base import outside_encodings, rotates
-from model.kernels.build import SUFFIXES, Kernels
-from model.kernels.gpu_layers import TritonLayers
-from model.kernels.gpu_modules import TritonGate, TritonLinear, TritonStore
-from model.kernels.layers import KernelLayers, parts_of
-from model.kernels.modules import (
+from ropewalk.model.encodings.base import outside_encodings, rotates
+from ropewalk.model.kernels.cpu.bindings import SUFFIXES, Kernels
+from ropewalk.model.kernels.cpu.layers import KernelLayers, parts_of
+from ropewalk.model.kernels.cpu.modules import (
     GatedPanelLinear,
     KernelNorm,
     KernelRotate,
     PanelLinear,
     RotationTables,
 )
-from model.kernels.one_call import one_call
-from model.linear import AnyLinear, Int4Linear, Int8Linear, Linear
-from model.transformer import (
+from ropewalk.model.kernels.cpu.one_call import one_call
+from ropewalk.model.kernels.triton.attention import TritonAttention
+from ropewalk.model.kernels.triton.layers import TritonLayers
+from ropewalk.model.kernels.triton.modules import TritonGate, TritonLinear, TritonStore
+from ropewalk.model.layers.decoder import (
     Activate,
     Attention,
     Decoder,
@@ -31,6 +30,7 @@ from model.transformer import (
     PlainMLP,
     RMSNorm,
 )
+from ropewalk.model.layers.linear import AnyLinear, Int4Linear, Int8Linear, Linear
 
 
 def substitute(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:

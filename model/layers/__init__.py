@@ -1,0 +1,1 @@
+"""What a decoder is made of, in torch: the definition."""

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache.kv import KVCache, PagedKV
-from model.attention.base import Attend as AttendPaged
-from model.attention.base import AttentionBackend, AttentionSpec
-from model.attention.bias import StepBias, step_bias
-from model.batch import ForwardBatch
-from model.config import Activation
-from model.encodings.base import EncodingError, PositionalEncoding
-from model.program import (
+from ropewalk.cache.kv import KVCache, PagedKV
+from ropewalk.model.attention.base import Attend as AttendPaged
+from ropewalk.model.attention.base import AttentionBackend, AttentionSpec
+from ropewalk.model.attention.bias import StepBias, step_bias
+from ropewalk.model.batch import ForwardBatch
+from ropewalk.model.config import Activation
+from ropewalk.model.encodings.base import EncodingError, PositionalEncoding
+from ropewalk.model.program import (
     Activate,
     Add,
     Attend,
@@ -34,8 +34,8 @@ from model.program import (
     live_after,
     part_of,
 )
-from model.quantize import Int4, Int8, Weight
-from model.watch import Watch
+from ropewalk.model.weights.quantize import Int4, Int8, Weight
+from ropewalk.model.watch import Watch
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from model.tokenizers.stops import StopFinder
+from ropewalk.model.tokenizers.stops import StopFinder
 
 MAX_IDS = 1 << 20  # tokens of a vocabulary; the largest published ones have some 900,000
 MAX_FILE = 64 << 20  # bytes of a tokenizer's file; the largest published ones have some 35 MB

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from model.tokenizers.base import TokenizerError, refuse_ids
-from model.tokenizers.spm_proto import PieceType
+from ropewalk.model.tokenizers.base import TokenizerError, refuse_ids
+from ropewalk.model.tokenizers.spm_proto import PieceType
 
 _PREFIX = "tokenizer.ggml."
 _T = TypeVar("_T")

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-from model.tokenizers.base import AddedToken, Tokenizer, TokenizerError
-from model.tokenizers.gguf_fields import TokenizerFields
-from model.tokenizers.hf import HfTokenizer
-from model.tokenizers.spm import SpmTokenizer, read_model
-from model.tokenizers.spm_proto import ModelType, Piece, PieceType, Settings, write_model
+from ropewalk.model.tokenizers.base import AddedToken, Tokenizer, TokenizerError
+from ropewalk.model.tokenizers.gguf_fields import TokenizerFields
+from ropewalk.model.tokenizers.hf import HfTokenizer
+from ropewalk.model.tokenizers.spm import SpmTokenizer, read_model
+from ropewalk.model.tokenizers.spm_proto import ModelType, Piece, PieceType, Settings, write_model
 
 _SPLIT_LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

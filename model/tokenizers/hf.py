@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from model.tokenizers.base import (
+from ropewalk.model.tokenizers.base import (
     MAX_GROWTH,
     AddedToken,
     InvalidText,
@@ -19,9 +19,9 @@ from model.tokenizers.base import (
     refuse_ids,
     require_unicode,
 )
-from model.tokenizers.bytes import TokenTable, byte_of_fallback, from_byte_level
-from model.tokenizers.spm_proto import longest_replacement
-from model.tokenizers.trial import try_file
+from ropewalk.model.tokenizers.bytes import TokenTable, byte_of_fallback, from_byte_level
+from ropewalk.model.tokenizers.spm_proto import longest_replacement
+from ropewalk.model.tokenizers.trial import try_file
 
 # A piece of the vocabulary → its usual bytes, and its bytes where it is the first with any.
 Rule = Callable[[str], tuple[bytes, bytes]]
@@ -77,7 +77,7 @@ class HfTokenizer:
 def read_tokenizer_json(text: str) -> tokenizers.Tokenizer:
     """Raises TokenizerError."""
     file = text.encode()
-    try_file("tokenizer.json", "tokenizers", "model.tokenizers.hf_process", file)
+    try_file("tokenizer.json", "tokenizers", "ropewalk.model.tokenizers.hf_process", file)
     tokenizer = tokenizers.Tokenizer.from_buffer(file)
     _refuse_growth(tokenizer)
     return tokenizer

@@ -5,9 +5,9 @@ The library bounds neither its time nor its memory on a hostile file, and may ab
 
 import tokenizers
 
-from model.confined.inside import answer
-from model.tokenizers.base import refuse_ids
-from model.tokenizers.trial import PROBE
+from ropewalk.model.confined.inside import answer
+from ropewalk.model.tokenizers.base import refuse_ids
+from ropewalk.model.tokenizers.trial import PROBE
 
 
 def tried(file: bytes) -> bytes:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from model.tokenizers.base import AddedToken, Tokenizer, TokenizerError
-from model.tokenizers.gguf_vocab import tokenizer_from_gguf
-from model.tokenizers.hf import HfTokenizer, add_tokens, read_tokenizer_json
-from model.tokenizers.spm import SpmTokenizer, read_model
-from model.tokenizers.tokenizer_config import TokenizerConfig, read_tokenizer_config
+from ropewalk.model.tokenizers.base import AddedToken, Tokenizer, TokenizerError
+from ropewalk.model.tokenizers.gguf_vocab import tokenizer_from_gguf
+from ropewalk.model.tokenizers.hf import HfTokenizer, add_tokens, read_tokenizer_json
+from ropewalk.model.tokenizers.spm import SpmTokenizer, read_model
+from ropewalk.model.tokenizers.tokenizer_config import TokenizerConfig, read_tokenizer_config
 
 __all__ = ["tokenizer_from_directory", "tokenizer_from_gguf"]
 

@@ -2,7 +2,7 @@
 
 import zlib
 
-from model.tokenizers.base import require_unicode
+from ropewalk.model.tokenizers.base import require_unicode
 
 
 class NumberTokenizer:

@@ -9,16 +9,16 @@ from collections.abc import Iterable, Iterator
 
 import sentencepiece
 
-from model.tokenizers.base import (
+from ropewalk.model.tokenizers.base import (
     MAX_GROWTH,
     AddedToken,
     TokenizerError,
     refuse_ids,
     require_unicode,
 )
-from model.tokenizers.bytes import TokenTable
-from model.tokenizers.spm_proto import longest_replacement, read_settings, without_prefix
-from model.tokenizers.trial import try_file
+from ropewalk.model.tokenizers.bytes import TokenTable
+from ropewalk.model.tokenizers.spm_proto import longest_replacement, read_settings, without_prefix
+from ropewalk.model.tokenizers.trial import try_file
 
 _SPACE = "▁"
 
@@ -74,7 +74,9 @@ class SpmModel:
 
 def read_model(data: bytes) -> SpmModel:
     """A model that came with a checkpoint. Raises TokenizerError."""
-    try_file("The SentencePiece model", "sentencepiece", "model.tokenizers.spm_process", data)
+    try_file(
+        "The SentencePiece model", "sentencepiece", "ropewalk.model.tokenizers.spm_process", data
+    )
     model = SpmModel(data)
     if (growth := longest_replacement(model.settings.charsmap)) > MAX_GROWTH:
         raise TokenizerError(

@@ -5,8 +5,8 @@ The library trusts the tables in a model, and may abort.
 
 import sentencepiece
 
-from model.confined.inside import answer
-from model.tokenizers.trial import PROBE
+from ropewalk.model.confined.inside import answer
+from ropewalk.model.tokenizers.trial import PROBE
 
 
 def tried(file: bytes) -> bytes:

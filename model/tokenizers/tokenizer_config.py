@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.tokenizers.base import AddedToken, TokenizerError
+from ropewalk.model.tokenizers.base import AddedToken, TokenizerError
 
 SpecialTokens = Mapping[str, str | list[str]]  # their texts, by the names that templates use
 

@@ -1,7 +1,7 @@
 """Tries a tokenizer's file where it can do no harm, before the server itself reads it."""
 
-from model.confined.process import Stopped, attempt
-from model.tokenizers.base import TokenizerError
+from ropewalk.model.confined.process import Stopped, attempt
+from ropewalk.model.tokenizers.base import TokenizerError
 
 PROBE = "a The 3 ropes: naïve, 日本語 — 😀\n\tx = f(1.5)"
 MEMORY = 768 << 20  # bytes; a file of 35 MB with 260,000 tokens takes 350 MiB

@@ -1,0 +1,1 @@
+"""Weight files, and checksums of the weights in memory."""

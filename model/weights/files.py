@@ -10,7 +10,7 @@ import stat
 from io import FileIO
 from pathlib import Path
 
-from model.weights.base import CheckpointError, shown
+from ropewalk.model.weights.base import CheckpointError, shown
 
 MAX_DEPTH = 32
 MAX_CONFIG = 1 << 20  # bytes

@@ -16,8 +16,8 @@ import torch
 from gguf import GGMLQuantizationType, GGUFValueType
 from torch import Tensor
 
-from model.weights.base import CheckpointError, shown
-from model.weights.files import open_regular, read_range, size_of
+from ropewalk.model.weights.base import CheckpointError, shown
+from ropewalk.model.weights.files import open_regular, read_range, size_of
 
 MAGIC = b"GGUF"
 MAX_HEADER = 64 << 20  # bytes; a vocabulary of 256,000 takes about 15 MB

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.weights.base import PICKLE_SUFFIXES, CheckpointError, shown
-from model.weights.files import (
+from ropewalk.model.weights.base import PICKLE_SUFFIXES, CheckpointError, shown
+from ropewalk.model.weights.files import (
     advise_conversion,
     open_regular,
     parse_json,

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from cache.manager import CacheManager, Copy
-from cache.terms import Capability, Evict, Fork, NoRoom, Op, OpReport
+from ropewalk.cache.manager import CacheManager, Copy
+from ropewalk.cache.types import Capability, Evict, Fork, NoRoom, Op, OpReport
 
 
 def store(cache: CacheManager, seq: str, tokens, **options) -> int | None:

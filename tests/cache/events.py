@@ -1,6 +1,6 @@
 """Short constructors of block events."""
 
-from cache.terms import BlockEvent, EventKind
+from ropewalk.cache.types import BlockEvent, EventKind
 
 
 def filled(block: int, seq: str) -> BlockEvent:

@@ -1,6 +1,6 @@
 import pytest
 
-from cache.block_pool import BlockPool, InvariantError
+from ropewalk.cache.block_pool import BlockPool, InvariantError
 
 
 def test_block_0_is_never_handed_out():

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache import huge_pages
-from cache.huge_pages import HugePages
+from ropewalk.cache import huge_pages
+from ropewalk.cache.huge_pages import HugePages
 
 PAGE = 2 << 20
 

@@ -3,11 +3,19 @@
 import pytest
 import torch
 
-from cache import ledger as ledgers
-from cache.kv import KVCache
-from cache.ledger import SAMPLED_TOGETHER, Checksums, Fault, Ledger, LedgerCounts, Part, Place
-from cache.manager import CacheManager
-from cache.terms import Audit
+from ropewalk.cache import ledger as ledgers
+from ropewalk.cache.kv import KVCache
+from ropewalk.cache.ledger import (
+    SAMPLED_TOGETHER,
+    Checksums,
+    Fault,
+    Ledger,
+    LedgerCounts,
+    Part,
+    Place,
+)
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.types import Audit
 from tests.cache.events import filled, released, reused, taken
 from tests.cache.shape import Shape
 
@@ -208,7 +216,7 @@ def test_a_fault_is_told_once_and_forgotten_blocks_never():
 
 
 def test_sampling_goes_round(monkeypatch):
-    monkeypatch.setattr("cache.ledger.SAMPLED_TOGETHER", 4)
+    monkeypatch.setattr("ropewalk.cache.ledger.SAMPLED_TOGETHER", 4)
     kv = cache()
     ledger = Ledger(kv, Audit.SAMPLE)
     ledger.seal(range(1, BLOCKS))
@@ -229,7 +237,7 @@ def test_sampling_goes_round(monkeypatch):
 
 
 def test_the_longest_unseen_are_sampled_first(monkeypatch):
-    monkeypatch.setattr("cache.ledger.SAMPLED_TOGETHER", 2)
+    monkeypatch.setattr("ropewalk.cache.ledger.SAMPLED_TOGETHER", 2)
     kv = cache()
     ledger = Ledger(kv, Audit.SAMPLE)
     ledger.seal([1, 2, 3, 4, 5])

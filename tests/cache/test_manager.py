@@ -1,7 +1,7 @@
 import pytest
 
-from cache.block_pool import InvariantError
-from cache.manager import BlockCounts, CacheManager
+from ropewalk.cache.block_pool import InvariantError
+from ropewalk.cache.manager import BlockCounts, CacheManager
 from tests.cache.bookkeeping import store
 
 LONG = list(range(100, 120))

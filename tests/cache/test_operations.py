@@ -3,11 +3,21 @@
 import pytest
 import torch
 
-from cache.kv import KVCache
-from cache.ledger import Ledger
-from cache.manager import CacheManager
-from cache.operations import Operations
-from cache.terms import Audit, Capability, Evict, Fork, Move, NoRoom, Op, Truncate, Unsupported
+from ropewalk.cache.kv import KVCache
+from ropewalk.cache.ledger import Ledger
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.operations import Operations
+from ropewalk.cache.types import (
+    Audit,
+    Capability,
+    Evict,
+    Fork,
+    Move,
+    NoRoom,
+    Op,
+    Truncate,
+    Unsupported,
+)
 from tests.cache.shape import Shape
 
 BLOCK, BLOCKS, HEADS = 4, 16, 3
@@ -163,7 +173,9 @@ def test_renumbering_rewrites_the_keys_that_carry_their_position():
 def test_keys_that_a_broken_operation_leaves_are_stale(monkeypatch):
     world = World(REWRITE, REWRITE)
     world.store("a", 14)
-    monkeypatch.setattr("cache.operations._batched", lambda some: [some[:1]] if some else [])
+    monkeypatch.setattr(
+        "ropewalk.cache.operations._batched", lambda some: [some[:1]] if some else []
+    )
     report = world.operations.apply(Evict("a", 1, 1, renumber=True))
     assert (report.should_change, report.rewritten) == (2 * 6 * HEADS, 2 * BLOCK * HEADS)
     assert report.stale == 2 * 2 * HEADS  # the last block's two slots, in both layers
@@ -261,7 +273,7 @@ def test_a_span_with_a_gap_inside_is_moved_by_two_distances():
 
 
 def test_many_blocks_are_moved_in_batches(monkeypatch):
-    monkeypatch.setattr("cache.operations.BLOCKS_AT_ONCE", 3)
+    monkeypatch.setattr("ropewalk.cache.operations.BLOCKS_AT_ONCE", 3)
     world = World(REWRITE, REWRITE, blocks=30)
     world.store("a", 46)
     keys, _ = world.read("a")

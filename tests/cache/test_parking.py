@@ -2,8 +2,8 @@
 
 import pytest
 
-from cache.kept import Moves, SpillCounts
-from cache.manager import CacheManager
+from ropewalk.cache.kept import Moves, SpillCounts
+from ropewalk.cache.manager import CacheManager
 from tests.cache.bookkeeping import store
 
 

@@ -2,8 +2,8 @@ import hashlib
 
 import pytest
 
-from cache.block_pool import InvariantError
-from cache.prefix import PrefixIndex, keyed_digest
+from ropewalk.cache.block_pool import InvariantError
+from ropewalk.cache.prefix import PrefixIndex, keyed_digest
 
 TOKENS = [1, 2, 3, 4, 5, 6, 7]
 

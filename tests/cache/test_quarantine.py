@@ -2,8 +2,8 @@
 
 import pytest
 
-from cache.block_pool import BlockPool, InvariantError
-from cache.manager import BlockCounts, CacheManager
+from ropewalk.cache.block_pool import BlockPool, InvariantError
+from ropewalk.cache.manager import BlockCounts, CacheManager
 from tests.cache.bookkeeping import store
 from tests.cache.events import filled, released, reused, taken
 

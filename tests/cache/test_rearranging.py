@@ -2,8 +2,8 @@
 
 import pytest
 
-from cache.manager import BlockCounts, CacheManager, Copy
-from cache.terms import EventKind
+from ropewalk.cache.manager import BlockCounts, CacheManager, Copy
+from ropewalk.cache.types import EventKind
 from tests.cache.test_manager import LONG, blocks, store, table
 
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from cache.kept import Moves
-from cache.kv import KVCache
-from cache.ledger import Ledger
-from cache.spill import HostMemory
-from cache.terms import Audit
+from ropewalk.cache.kept import Moves
+from ropewalk.cache.kv import KVCache
+from ropewalk.cache.ledger import Ledger
+from ropewalk.cache.spill import HostMemory
+from ropewalk.cache.types import Audit
 from tests.cache.shape import Shape
 
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ def test_a_block_loses_the_seal_of_what_it_held():
 def test_a_step_moves_little(monkeypatch):
     _, _, place = place_of()
     assert place.at_once > 1000
-    monkeypatch.setattr("cache.spill.BYTES_AT_ONCE", 3 * 960)
+    monkeypatch.setattr("ropewalk.cache.spill.BYTES_AT_ONCE", 3 * 960)
     assert place_of()[2].at_once == 3
-    monkeypatch.setattr("cache.spill.BYTES_AT_ONCE", 1)
+    monkeypatch.setattr("ropewalk.cache.spill.BYTES_AT_ONCE", 1)
     assert place_of()[2].at_once == 1

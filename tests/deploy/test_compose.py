@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from server.cli import parser
+from ropewalk.server.cli.main import parser
 from tests.deploy.files import DEPLOY, PROMETHEUS, read
 
 COMPOSE = read(DEPLOY / "compose.yaml")

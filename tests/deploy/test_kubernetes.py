@@ -9,7 +9,7 @@ import json
 import pytest
 import yaml
 
-from server.cli import parser
+from ropewalk.server.cli.main import parser
 from tests.deploy.files import DEPLOY, PROMETHEUS, read
 from tests.server.test_metrics import families, metrics_of_toy
 from tests.server.toy import ask, toy_app

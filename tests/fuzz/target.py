@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from server import cli, protocol
+from ropewalk.server.cli import main
+from ropewalk.server.http import protocol
 from tests.server.sockets import free_port
 from tests.server.toy import wait_for
 
@@ -122,4 +123,4 @@ def _ready(target: Target) -> bool:
 
 if __name__ == "__main__":
     protocol.Protocol = Hasty  # type: ignore[misc]
-    sys.exit(cli.main(sys.argv[1:]))
+    sys.exit(main.main(sys.argv[1:]))

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from server import chunked, protocol
+from ropewalk.server.http import chunked, protocol
 from tests.fuzz import campaign, proxy, target
 from tests.fuzz.__main__ import main
 from tests.fuzz.answers import fault
@@ -151,7 +151,7 @@ def test_leaks_and_failures_are_findings(running):
     kind = raw_kind(running)
     assert kind.settle() == []
     with running.log.open("a") as log:
-        log.write("2026-01-01 ERROR server.engine: a step failed\n")
+        log.write("2026-01-01 ERROR ropewalk.server.engine.engine: a step failed\n")
     assert [each[:6] for each in kind.settle()] == ["logged"]
     assert kind.settle() == []
     assert running.leaks(running.open_files(), seconds=0) == []

@@ -86,13 +86,13 @@ def opened(path: Path) -> str:
     # Imported by whoever forks, too, so that this costs nothing here.
     import torch
 
-    from model.encodings.base import EncodingError
-    from model.loading import CheckpointError
-    from model.tokenizers.base import InvalidText
-    from model.tokenizers.chat import ChatTemplateError
-    from server.config import ModelOptions, ModelSource
-    from server.decoders import prepare
-    from server.errors import CommandError
+    from ropewalk.model.chat.template import ChatTemplateError
+    from ropewalk.model.encodings.base import EncodingError
+    from ropewalk.model.loading.checkpoints import CheckpointError
+    from ropewalk.model.tokenizers.base import InvalidText
+    from ropewalk.server.config import ModelOptions, ModelSource
+    from ropewalk.server.errors import CommandError
+    from ropewalk.server.launch.load_model import prepare
 
     options = ModelOptions(
         dtype=None,
@@ -131,7 +131,7 @@ def opened(path: Path) -> str:
 
 def judged(names: Sequence[str] | None, seed: int) -> Iterator[Verdict]:
     """In this process, which should have no threads."""
-    import server.decoders  # noqa: F401  # so that forked processes have it
+    import ropewalk.server.launch.load_model  # noqa: F401  # so that forked processes have it
     from tests.hostile.corpus import cases
 
     for case in cases(seed):

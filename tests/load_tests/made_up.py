@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from load_tests.terms import Outcome, Point, Profile, Result, Run, ServerView
+from ropewalk.load_tests.common.types import Outcome, Point, Profile, Result, Run, ServerView
 
 SYNC = Profile("sync")
 TOKENS = 8  # of an answer

@@ -7,11 +7,19 @@ from itertools import pairwise
 
 import pytest
 
-from load_tests import agreement, result
-from load_tests.agreement import Failed, Load, Reading, our_reading, table, their_reading
-from load_tests.client import DIALECTS, Server, complete
-from load_tests.prompt_file import read_prompts
-from load_tests.terms import Outcome, Point, Request, Result, Run
+from ropewalk.load_tests.client.client import DIALECTS, Server, complete
+from ropewalk.load_tests.common.types import Outcome, Point, Request, Result, Run
+from ropewalk.load_tests.peers import agreement
+from ropewalk.load_tests.peers.agreement import (
+    Failed,
+    Load,
+    Reading,
+    our_reading,
+    table,
+    their_reading,
+)
+from ropewalk.load_tests.report import result
+from ropewalk.load_tests.workload.prompt_file import read_prompts
 from tests.load_tests import paced_server
 
 LOAD = Load("http://127.0.0.1:8000", "m", 2, 5, prompt_tokens=7, output_tokens=3)
@@ -30,7 +38,7 @@ def test_both_get_the_same_prompts(tmp_path):
 def test_the_two_commands_ask_for_the_same(tmp_path):
     LOAD.write(tmp_path, "s")
     ours = LOAD.our_command(tmp_path)
-    assert ours[:3] == [sys.executable, "-m", "load_tests.bench"]
+    assert ours[:3] == [sys.executable, "-m", "ropewalk.load_tests.run.bench"]
     asked = dict(pairwise(ours))
     assert (asked["--profile"], asked["--models"], asked["--runs"]) == ("closed:2", "m", "1")
     assert asked["--workload"] == f"file:{tmp_path / 'ours.jsonl'}"

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from load_tests.arrivals import Driven, arrival_offsets, drive
-from load_tests.terms import Outcome, Plan, Profile, Request
+from ropewalk.load_tests.common.types import Outcome, Plan, Profile, Request
+from ropewalk.load_tests.workload.arrivals import Driven, arrival_offsets, drive
 
 POISSON = Profile("poisson", rate=200.0)
 

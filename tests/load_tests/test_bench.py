@@ -5,12 +5,12 @@ import socket
 
 import pytest
 
-from load_tests import bench
-from load_tests.bench import main, sizes_within
-from load_tests.facts import Facts
-from load_tests.options import parser
-from load_tests.result import read
-from load_tests.workloads import Sizes
+from ropewalk.load_tests.client.facts import Facts
+from ropewalk.load_tests.report.result import read
+from ropewalk.load_tests.run import bench
+from ropewalk.load_tests.run.bench import main, sizes_within
+from ropewalk.load_tests.run.options import parser
+from ropewalk.load_tests.workload.workloads import Sizes
 from tests.load_tests.sse_server import good, serving, whole
 
 SMALL = ["--prompt-tokens", "4", "--output-tokens", "3", "--runs", "2", "--prompt-form", "ids"]

@@ -1,7 +1,7 @@
 from dataclasses import replace
 
-from load_tests.cells import cells
-from load_tests.terms import Point, Profile
+from ropewalk.load_tests.common.types import Point, Profile
+from ropewalk.load_tests.report.cells import cells
 from tests.load_tests.made_up import failed, longctx, result
 
 CHAT = Point("chat", "chat")

@@ -4,8 +4,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from load_tests.charts import Mark, Row, Series, Span, bars, dots, lines, standalone, timeline
-from load_tests.svg import LINE, WIDTH, looks, wide
+from ropewalk.load_tests.report.charts import (
+    Mark,
+    Row,
+    Series,
+    Span,
+    bars,
+    dots,
+    lines,
+    standalone,
+    timeline,
+)
+from ropewalk.load_tests.report.svg import LINE, WIDTH, looks, wide
 
 ARMS = ["nope", "rope", 'a<b & "c"', "t5:materialised"]
 LOOKS = looks(ARMS, "nope")

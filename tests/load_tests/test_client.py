@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from load_tests.client import (
+from ropewalk.load_tests.client.client import (
     DIALECTS,
     Server,
     Unreachable,
@@ -14,7 +14,7 @@ from load_tests.client import (
     get_json,
     split_base_url,
 )
-from load_tests.terms import Outcome, Request
+from ropewalk.load_tests.common.types import Outcome, Request
 from tests.load_tests.sse_server import (
     HEAD,
     chunk,

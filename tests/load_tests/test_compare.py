@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from load_tests.compare import main, parse_condition
-from load_tests.differences import Difference
-from load_tests.result import write
+from ropewalk.load_tests.report.compare import main, parse_condition
+from ropewalk.load_tests.report.differences import Difference
+from ropewalk.load_tests.report.result import write
 from tests.load_tests.made_up import failed, longctx, result
 
 FACTORS = {"nope": 1.0, "rope": 1.05, "t5": 1.3}

@@ -3,15 +3,15 @@ import math
 import numpy as np
 import pytest
 
-from load_tests.differences import (
+from ropewalk.load_tests.common.statistics import figures
+from ropewalk.load_tests.common.types import Outcome, Point, Profile, Run
+from ropewalk.load_tests.report.differences import (
     Difference,
     corrected,
     difference,
     paired,
     unknown,
 )
-from load_tests.statistics import figures
-from load_tests.terms import Outcome, Point, Profile, Run
 
 POINT = Point("longctx", "512", 512)
 SYNC = Profile("sync")

@@ -1,7 +1,7 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from model.loading import open_checkpoint
+from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.model import checkpoints
 
 
@@ -14,7 +14,7 @@ from tests.model import checkpoints
     ],
 )
 def test_each_family_is_served_as_what_it_is(tmp_path, capsys, family, encoding, block):
-    from load_tests.drawn_hf import main  # which imports much of transformers
+    from ropewalk.load_tests.peers.drawn_hf import main  # which imports much of transformers
 
     tiny = checkpoints.tiny_tokenizer()
     words = PreTrainedTokenizerFast(tokenizer_object=tiny, eos_token=checkpoints.END)

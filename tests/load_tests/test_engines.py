@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from cache.terms import BLOCK_SIZE
-from load_tests.engines import decoding
-from load_tests.in_process import decoders
+from ropewalk.cache.types import BLOCK_SIZE
+from ropewalk.load_tests.micro.engines import decoding
+from ropewalk.load_tests.micro.in_process import decoders
 
 STEPS = 4
 

@@ -1,8 +1,8 @@
 import asyncio
 import platform
 
-from load_tests.client import DIALECTS, Server
-from load_tests.environment import environment
+from ropewalk.load_tests.client.client import DIALECTS, Server
+from ropewalk.load_tests.client.environment import environment
 from tests.load_tests.sse_server import good, serving, whole
 
 

@@ -2,7 +2,9 @@ import json
 
 
 def test_the_copy_never_ends_a_text_by_itself(tmp_path):
-    from load_tests.export_hf import without_eos  # which imports much of transformers
+    from ropewalk.load_tests.peers.export_hf import (
+        without_eos,  # which imports much of transformers
+    )
 
     model = tmp_path / "model"
     model.mkdir()

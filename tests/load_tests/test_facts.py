@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
-from load_tests.client import DIALECTS, Arm, Server, Unreachable
-from load_tests.facts import Facts, arms_of, facts_of, least
+from ropewalk.load_tests.client.client import DIALECTS, Arm, Server, Unreachable
+from ropewalk.load_tests.client.facts import Facts, arms_of, facts_of, least
 from tests.load_tests.sse_server import good, serving, whole
 
 CARDS = {

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from load_tests import gpu_check, gpu_parts, gpu_peer, in_process, roofline
-from load_tests.gpu_check import main
-from load_tests.roofline import weight_bytes
-from load_tests.step_cost import AGAIN, ARMS
-from model.shapes import SHAPES
-from server import placement
+from ropewalk.load_tests.gpu import check, parts, peer
+from ropewalk.load_tests.gpu.check import main
+from ropewalk.load_tests.micro import in_process, roofline
+from ropewalk.load_tests.micro.roofline import weight_bytes
+from ropewalk.load_tests.micro.step_cost import AGAIN, ARMS
+from ropewalk.model.loading.random_weights import SHAPES
+from ropewalk.server import hardware
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--device", "cpu", "--shapes", "tiny", "--batches", "1,2", "--contexts", "64"]
@@ -26,13 +27,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
 def small(monkeypatch):
     monkeypatch.setattr(roofline, "COPIED", {"cpu": 1 << 20})
     monkeypatch.setattr(roofline, "SIDE", {"cpu": 64})
-    monkeypatch.setattr(gpu_parts, "STEPS", 3)
+    monkeypatch.setattr(parts, "STEPS", 3)
 
 
 @pytest.fixture
 def alone(monkeypatch):
     """Without the other system."""
-    monkeypatch.setattr(gpu_peer, "missing", lambda: True)
+    monkeypatch.setattr(peer, "missing", lambda: True)
 
 
 def found_in(path: Path) -> dict:
@@ -83,7 +84,7 @@ def test_measures_prints_and_writes(tmp_path, capsys):
 def test_what_does_not_fit_is_named(alone, monkeypatch, capsys):
     """With room for the weights and one request."""
     weights = weight_bytes(SHAPES["tiny"], torch.float32)
-    monkeypatch.setattr(placement, "free_memory", lambda device: weights + 100_000)
+    monkeypatch.setattr(hardware, "free_memory", lambda device: weights + 100_000)
     words = [*TINY, "--dtype", "float32", "--batches", "1,8"]
     main(words)
     out = capsys.readouterr().out
@@ -93,7 +94,7 @@ def test_what_does_not_fit_is_named(alone, monkeypatch, capsys):
 
 
 def test_nothing_fits(alone, monkeypatch, capsys):
-    monkeypatch.setattr(placement, "free_memory", lambda device: 0)
+    monkeypatch.setattr(hardware, "free_memory", lambda device: 0)
     assert main(TINY) == 0
     out = capsys.readouterr().out
     assert "|" not in out and "batch 1, context 64" in out
@@ -103,7 +104,7 @@ def test_a_part_that_fails_leaves_the_others(alone, monkeypatch, tmp_path, capsy
     def fails(*_):
         raise RuntimeError("no kernel\nand much more")
 
-    monkeypatch.setattr(gpu_parts, "prefill_of", fails)
+    monkeypatch.setattr(parts, "prefill_of", fails)
     assert main([*TINY, "--out", str(tmp_path / "gpu")]) == 1
     assert "- ropewalk, prompts: tiny: RuntimeError: no kernel\n" in capsys.readouterr().out
     found = found_in(tmp_path / "gpu.json")
@@ -117,7 +118,7 @@ def test_a_system_that_cannot_be_made_leaves_the_other(monkeypatch, tmp_path, ca
     def fails(*_):
         raise ImportError("huggingface-hub is too new")
 
-    monkeypatch.setattr(gpu_peer, "model_of", fails)
+    monkeypatch.setattr(peer, "model_of", fails)
     assert main([*TINY, "--out", str(tmp_path / "gpu")]) == 1
     told = "- transformers, everything: tiny: ImportError: huggingface-hub is too new\n"
     assert told in capsys.readouterr().out
@@ -125,7 +126,7 @@ def test_a_system_that_cannot_be_made_leaves_the_other(monkeypatch, tmp_path, ca
 
 
 @pytest.mark.parametrize(
-    ("where", "before"), [((placement, "return_freed_memory"), 1), ((gpu_parts, "prefill_of"), 0)]
+    ("where", "before"), [((hardware, "return_freed_memory"), 1), ((parts, "prefill_of"), 0)]
 )
 def test_a_device_that_is_lost_ends_the_run_and_leaves_what_it_had(
     where, before, alone, monkeypatch, capsys
@@ -145,7 +146,7 @@ def test_a_run_that_is_cut_short_leaves_what_it_had(alone, monkeypatch, tmp_path
     def cut(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gpu_parts, "encodings_of", cut)
+    monkeypatch.setattr(parts, "encodings_of", cut)
     assert main([*TINY, "--out", str(tmp_path / "gpu")]) == 1
     found = found_in(tmp_path / "gpu.json")
     assert [each["work"] for each in found["figures"]] == ["pass", "pass", "prefill"]
@@ -160,7 +161,7 @@ def test_a_shape_that_is_none(capsys):
 
 def test_the_file_is_named_after_the_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 (x)")
-    assert gpu_check._named(torch.device("cuda")) == "gpu-nvidia-h200-x"
+    assert check._named(torch.device("cuda")) == "gpu-nvidia-h200-x"
 
 
 def test_the_script_says_that_there_is_no_gpu(tmp_path):
@@ -179,15 +180,15 @@ def test_the_script_says_that_there_is_no_gpu(tmp_path):
     assert last.startswith(
         "torch finds no CUDA device here; the small form for a CPU is: .venv/bin"
     )
-    words = last.partition("load_tests.gpu_check ")[2].split()
-    assert words == TINY[:8] and gpu_check.parser().parse_args(words)
+    words = last.partition("ropewalk.load_tests.gpu.check ")[2].split()
+    assert words == TINY[:8] and check.parser().parse_args(words)
 
 
 def test_passes_that_could_not_be_recorded_are_told(alone, monkeypatch, capsys):
     def record(compute):
         raise RuntimeError("no memory")
 
-    for module in (in_process, gpu_parts):
+    for module in (in_process, parts):
         monkeypatch.setattr(module, "recorder", lambda decoder: record)
     assert main(TINY) == 0
     told = "ropewalk, tiny, batch 2, context 64: no CUDA graph could be recorded, as the log says."

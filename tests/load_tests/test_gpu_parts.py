@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from load_tests import gpu_parts, gpu_peer
-from load_tests.gpu_parts import (
+from ropewalk.load_tests.gpu import parts, peer
+from ropewalk.load_tests.gpu.parts import (
     BY_TORCH,
     NO_TIME,
     OWN,
@@ -18,12 +18,12 @@ from load_tests.gpu_parts import (
     passes_of,
     steps_of,
 )
-from load_tests.gpu_peer import steady_steps
-from load_tests.in_process import decoders, new_cache, step
-from load_tests.roofline import Ceiling
-from model.attention.triton import TritonAttention
-from model.kernels.gpu_modules import FEW_ROWS, TritonLinear
-from model.kernels.substitutes import substitute_on_gpu
+from ropewalk.load_tests.gpu.peer import steady_steps
+from ropewalk.load_tests.micro.in_process import decoders, new_cache, step
+from ropewalk.load_tests.micro.roofline import Ceiling
+from ropewalk.model.kernels.substitutes import substitute_on_gpu
+from ropewalk.model.kernels.triton.attention import TritonAttention
+from ropewalk.model.kernels.triton.modules import FEW_ROWS, TritonLinear
 from tests.model.attention.triton_here import DEVICE
 from tests.model.tiny import tiny
 
@@ -80,8 +80,8 @@ def test_few_rows_are_measured_with_linear_layers_by_torch_too(monkeypatch):
     decoder = tiny("rope", TritonAttention, torch.float32, device=DEVICE)
     substitute_on_gpu(decoder, torch.float32)
     # Without graphs, which would hide what is launched.
-    monkeypatch.setattr(gpu_parts, "replayed", lambda decoder, *_: decoder)
-    monkeypatch.setattr(gpu_parts, "recorder", lambda decoder: None)
+    monkeypatch.setattr(parts, "replayed", lambda decoder, *_: decoder)
+    monkeypatch.setattr(parts, "recorder", lambda decoder: None)
     few, launched = TritonLinear.few, []
     monkeypatch.setattr(
         TritonLinear, "few", lambda *of, **more: launched.append(1) or few(*of, **more)
@@ -122,14 +122,14 @@ def test_steps_that_fail_are_no_figures(made, monkeypatch):
 
 
 def test_a_cell_that_fails_leaves_the_others(made, monkeypatch):
-    whole = gpu_parts.replayed
+    whole = parts.replayed
 
     def fails(decoder, kv, requests, context):
         if requests == CELLS[0].batch:
             raise torch.OutOfMemoryError("more than there is\nof memory")
         return whole(decoder, kv, requests, context)
 
-    monkeypatch.setattr(gpu_parts, "replayed", fails)
+    monkeypatch.setattr(parts, "replayed", fails)
     measured, left = passes_of("tiny", made["rope"], CELLS, SETTING, Budget(60))
     assert measured.cell == CELLS[1] and left.cell == CELLS[0] and left.failed
     assert left.reason == "OutOfMemoryError: more than there is"
@@ -139,12 +139,12 @@ def test_a_lost_device_is_no_cells_failure(made, monkeypatch):
     def lost(*_, **__):
         raise torch.AcceleratorError("an illegal memory access")
 
-    monkeypatch.setattr(gpu_parts, "replayed", lost)
+    monkeypatch.setattr(parts, "replayed", lost)
     with pytest.raises(torch.AcceleratorError):
         list(passes_of("tiny", made["rope"], CELLS, SETTING, Budget(60)))
-    monkeypatch.setattr(gpu_peer, "_continuous", lost)
+    monkeypatch.setattr(peer, "_continuous", lost)
     with pytest.raises(torch.AcceleratorError):
-        list(gpu_peer.steps_of("tiny", None, CELLS, SETTING, Budget(60)))
+        list(peer.steps_of("tiny", None, CELLS, SETTING, Budget(60)))
 
 
 def test_prefill_has_half_of_the_time_for_encodings(made, monkeypatch):
@@ -156,7 +156,7 @@ def test_prefill_has_half_of_the_time_for_encodings(made, monkeypatch):
             now[0] += 1
             yield dict.fromkeys(calls, 1.0)
 
-    monkeypatch.setattr(gpu_parts, "rounds", rounds)
+    monkeypatch.setattr(parts, "rounds", rounds)
     found = encodings_of("tiny", made, CELLS, SETTING, Budget(8, lambda: now[0]))
     assert [len(each.samples) for each in found] == [4, 4]
 
@@ -178,8 +178,8 @@ def test_a_cell_that_another_system_cannot_hold_leaves_the_others(error, monkeyp
             raise error("more than there is\nof memory")
         return [[0.0, 1.0, 2.0]] * cell.batch, "sdpa"
 
-    monkeypatch.setattr(gpu_peer, "_continuous", full)
-    left, measured = gpu_peer.steps_of("tiny", None, CELLS, SETTING, Budget(60))
+    monkeypatch.setattr(peer, "_continuous", full)
+    left, measured = peer.steps_of("tiny", None, CELLS, SETTING, Budget(60))
     assert (left.cell, left.reason, left.failed) == (CELLS[1], "more than there is", False)
     assert measured.samples == [1.0, 1.0]
 

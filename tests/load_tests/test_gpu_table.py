@@ -1,7 +1,7 @@
-from load_tests.gpu_parts import Cell, Figure, LeftOut
-from load_tests.gpu_table import as_json, tables
-from load_tests.roofline import Ceiling
-from load_tests.rounds import Interval
+from ropewalk.load_tests.common.rounds import Interval
+from ropewalk.load_tests.gpu.parts import Cell, Figure, LeftOut
+from ropewalk.load_tests.gpu.table import as_json, tables
+from ropewalk.load_tests.micro.roofline import Ceiling
 
 CEILING = Ceiling(4.3e12, 790e12)
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from load_tests.arrivals import drive
-from load_tests.client import DIALECTS, Server, complete, split_base_url
-from load_tests.hits import cached_tokens
-from load_tests.prompts import PromptMaker
-from load_tests.terms import Profile, Request
-from load_tests.workloads import WORKLOADS, Sizes
+from ropewalk.load_tests.client.client import DIALECTS, Server, complete, split_base_url
+from ropewalk.load_tests.common.types import Profile, Request
+from ropewalk.load_tests.workload.arrivals import drive
+from ropewalk.load_tests.workload.hits import cached_tokens
+from ropewalk.load_tests.workload.prompts import PromptMaker
+from ropewalk.load_tests.workload.workloads import WORKLOADS, Sizes
 from tests.model.checkpoints import llama, random_model, save
 from tests.server.fake_engine import loaded_app
 from tests.server.toy import running, sample

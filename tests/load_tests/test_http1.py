@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from load_tests.http1 import BadResponse, EventReader, ResponseReader
+from ropewalk.load_tests.client.http1 import BadResponse, EventReader, ResponseReader
 from tests.load_tests.sse_server import HEAD, chunk, stream
 
 EVENTS = [b"data: one\n\n", b": ping\n\n", b"data: two\ndata: lines\n\n", b"data:three\n\n"]

@@ -3,20 +3,14 @@
 import pytest
 import torch
 
-from cache.terms import BLOCK_SIZE
-from load_tests import in_process
-from load_tests.in_process import (
-    blocks_for,
-    decoders,
-    new_cache,
-    passes,
-    step,
-)
-from load_tests.step_cost import ARMS
-from model.encodings.alibi import ALiBi
-from model.encodings.base import EncodingError, MaterialisedBias, TableBias
-from model.kernels.modules import PanelLinear
-from model.transformer import Decoder
+from ropewalk.cache.types import BLOCK_SIZE
+from ropewalk.load_tests.micro import in_process
+from ropewalk.load_tests.micro.in_process import blocks_for, decoders, new_cache, passes, step
+from ropewalk.load_tests.micro.step_cost import ARMS
+from ropewalk.model.encodings.alibi import ALiBi
+from ropewalk.model.encodings.base import EncodingError, MaterialisedBias, TableBias
+from ropewalk.model.kernels.cpu.modules import PanelLinear
+from ropewalk.model.layers.decoder import Decoder
 
 CPU = torch.device("cpu")
 

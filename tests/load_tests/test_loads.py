@@ -2,9 +2,9 @@ import asyncio
 
 import pytest
 
-from load_tests.loads import LEAST_CONTEXT, needed_context, points, under_profiles
-from load_tests.terms import Profile
-from load_tests.workloads import Sizes, workload_from
+from ropewalk.load_tests.common.types import Profile
+from ropewalk.load_tests.workload.loads import LEAST_CONTEXT, needed_context, points, under_profiles
+from ropewalk.load_tests.workload.workloads import Sizes, workload_from
 
 LONG = workload_from("longctx")
 STREAM = workload_from("stream")

@@ -2,9 +2,9 @@ import argparse
 
 import pytest
 
-from load_tests import measured
-from load_tests.measured import run, save
-from server.errors import CommandError
+from ropewalk.load_tests.micro import measured
+from ropewalk.load_tests.micro.measured import run, save
+from ropewalk.server.errors import CommandError
 
 
 def options() -> argparse.ArgumentParser:

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from load_tests.client import DIALECTS, Server, complete, get_json
-from load_tests.openvino_server import Stream, handler, step_forever
-from load_tests.terms import Request
+from ropewalk.load_tests.client.client import DIALECTS, Server, complete, get_json
+from ropewalk.load_tests.common.types import Request
+from ropewalk.load_tests.peers.openvino_server import Stream, handler, step_forever
 
 
 class Tokenizer:

@@ -1,9 +1,9 @@
 import pytest
 
-from load_tests.options import parser, sizes_from
-from load_tests.profiles import PROFILES
-from load_tests.terms import Profile
-from load_tests.workloads import WORKLOADS, Sizes
+from ropewalk.load_tests.common.types import Profile
+from ropewalk.load_tests.run.options import parser, sizes_from
+from ropewalk.load_tests.workload.profiles import PROFILES
+from ropewalk.load_tests.workload.workloads import WORKLOADS, Sizes
 
 
 def parsed(*words: str):

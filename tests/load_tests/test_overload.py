@@ -2,9 +2,9 @@
 
 import pytest
 
-from load_tests.arrivals import Driven
-from load_tests.overload import Phase, Processor, Round, main, phase_of, sound, summary
-from load_tests.terms import Outcome
+from ropewalk.load_tests.common.types import Outcome
+from ropewalk.load_tests.run.overload import Phase, Processor, Round, main, phase_of, sound, summary
+from ropewalk.load_tests.workload.arrivals import Driven
 
 
 def phase(served=100, refused=0, seconds=10.0, client=0.0, server=5.0, loop=1.0, **more):

@@ -5,10 +5,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from load_tests.page import main, page
-from load_tests.plots import plots
-from load_tests.result import read, write
-from load_tests.terms import Point
+from ropewalk.load_tests.common.types import Point
+from ropewalk.load_tests.report.page import main, page
+from ropewalk.load_tests.report.plots import plots
+from ropewalk.load_tests.report.result import read, write
 from tests.load_tests.made_up import ENCODINGS, counted, failed, longctx, result
 
 THREE = {"nope": 1, "rope": 1.05, "t5": 1.2}

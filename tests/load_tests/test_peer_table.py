@@ -2,7 +2,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from load_tests.peer_table import (
+from ropewalk.load_tests.common.types import Outcome, Result, Run
+from ropewalk.load_tests.peers.peer_table import (
     PROCESSES,
     ROWS,
     WEIGHT_BYTES,
@@ -11,8 +12,7 @@ from load_tests.peer_table import (
     rows_from,
     sizes,
 )
-from load_tests.prompts import PromptMaker
-from load_tests.terms import Outcome, Result, Run
+from ropewalk.load_tests.workload.prompts import PromptMaker
 
 STEP = {"ropewalk:a": 0.010, "quick:a": 0.012, "slow:a": 0.030}
 

@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
-from load_tests import roofline
-from load_tests.peers import main
+from ropewalk.load_tests.micro import roofline
+from ropewalk.load_tests.peers.peers import main
 
 FAKE = f"{sys.executable} -m tests.load_tests.sse_server {{port}}"
 BASE = ["--model", "weights", "--ours", FAKE]

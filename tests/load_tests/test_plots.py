@@ -5,9 +5,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from load_tests.plot import Plot, context_axes, measured, relative, subject
-from load_tests.plots import plots
-from load_tests.terms import Point, Profile, Result
+from ropewalk.load_tests.common.types import Point, Profile, Result
+from ropewalk.load_tests.report.plot import Plot, context_axes, measured, relative, subject
+from ropewalk.load_tests.report.plots import plots
 from tests.load_tests.made_up import counted, failed, longctx, result
 
 CHAT = Point("chat", "chat")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from load_tests.profile_engine import (
+from ropewalk.load_tests.micro.profile_engine import (
     ACTIVATION,
     ATTENTION,
     AUDIT,
@@ -25,16 +25,16 @@ from load_tests.profile_engine import (
     step_times,
     told_by_kernels,
 )
-from model.attention.cpu import CpuBackend
-from model.attention.reference import ReferenceAttention
-from model.attention.triton import TritonAttention
-from model.kernels.substitutes import substitute, substitute_on_gpu
-from server.auditing import Auditor
-from server.engine import Engine
-from server.metrics import Metrics
-from server.position_meter import PositionMeter
-from server.runner import Runner
-from server.scheduler import Scheduler
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.kernels.substitutes import substitute, substitute_on_gpu
+from ropewalk.model.kernels.triton.attention import TritonAttention
+from ropewalk.server.engine.encoding_cost import PositionMeter
+from ropewalk.server.engine.engine import Engine
+from ropewalk.server.engine.integrity import Auditor
+from ropewalk.server.engine.runner import Runner
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.model.attention.triton_here import DEVICE
 from tests.model.tiny import CONFIG, tiny
 

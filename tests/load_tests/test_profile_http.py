@@ -4,12 +4,19 @@ import itertools
 
 import pytest
 
-from load_tests import profile_http
-from load_tests.profile_http import CHUNKS, DETOKENISING, HTTP, PARTS, Steady, http_times
-from server.completion import Choice
-from server.errors import CommandError
-from server.sse import EventStream
-from server.wire import CompletionWire
+from ropewalk.load_tests.micro import profile_http
+from ropewalk.load_tests.micro.profile_http import (
+    CHUNKS,
+    DETOKENISING,
+    HTTP,
+    PARTS,
+    Steady,
+    http_times,
+)
+from ropewalk.server.errors import CommandError
+from ropewalk.server.http.sse import EventStream
+from ropewalk.server.openai.choice import Choice
+from ropewalk.server.openai.responses import CompletionWire
 
 REQUESTS, STEPS = 3, 5
 

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from load_tests import profile_http, profile_step
-from load_tests.profile_engine import ATTENTION, LINEAR, PARTS, REST, StepTimes
-from load_tests.profile_step import Profile, main, table
+from ropewalk.load_tests.micro import profile_http, profile_step
+from ropewalk.load_tests.micro.profile_engine import ATTENTION, LINEAR, PARTS, REST, StepTimes
+from ropewalk.load_tests.micro.profile_step import Profile, main, table
 
 TINY = ["--profile-step", "--serve", "shape:small", "--context", "20", "--steps", "3"]
 

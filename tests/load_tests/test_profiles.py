@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
-from load_tests.profiles import SWEEP_RATES, find_sweep, parse_profile
-from load_tests.terms import Profile
+from ropewalk.load_tests.common.types import Profile
+from ropewalk.load_tests.workload.profiles import SWEEP_RATES, find_sweep, parse_profile
 
 
 @pytest.mark.parametrize("text", ["sync", "closed:8", "poisson:0.5", "gamma:4:0.25"])

@@ -1,6 +1,6 @@
 import io
 
-from load_tests.progress import Progress
+from ropewalk.load_tests.common.progress import Progress
 
 
 class Terminal(io.StringIO):

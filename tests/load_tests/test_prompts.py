@@ -1,6 +1,6 @@
 import pytest
 
-from load_tests.prompts import WORDS, PromptMaker
+from ropewalk.load_tests.workload.prompts import WORDS, PromptMaker
 
 
 def test_ids_have_the_length_and_stay_inside_the_vocabulary():

@@ -2,9 +2,9 @@ import asyncio
 
 import pytest
 
-from load_tests.client import DIALECTS, Server
-from load_tests.refusals import why_not
-from load_tests.terms import Plan, Request
+from ropewalk.load_tests.client.client import DIALECTS, Server
+from ropewalk.load_tests.client.refusals import why_not
+from ropewalk.load_tests.common.types import Plan, Request
 from tests.load_tests.sse_server import good, serving, whole
 
 SHIFT = {"overflow": "shift"}

@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from load_tests.result import BadResult, as_json, from_json, read, write
-from load_tests.statistics import figures
-from load_tests.terms import Outcome, Point, Profile, Result, Run, ServerView
+from ropewalk.load_tests.common.statistics import figures
+from ropewalk.load_tests.common.types import Outcome, Point, Profile, Result, Run, ServerView
+from ropewalk.load_tests.report.result import BadResult, as_json, from_json, read, write
 
 START = 1234.5  # of the clock: a file begins at 0
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from load_tests import roofline
-from load_tests.roofline import Ceiling, ceiling, kv_bytes, read_rates, weight_bytes
-from model.shapes import SHAPES
+from ropewalk.load_tests.micro import roofline
+from ropewalk.load_tests.micro.roofline import Ceiling, ceiling, kv_bytes, read_rates, weight_bytes
+from ropewalk.model.loading.random_weights import SHAPES
 
 SLOW = Ceiling(bytes_per_s=1e9, operations_per_s=1e12)
 BF16 = torch.bfloat16

@@ -4,7 +4,7 @@ from math import inf
 import pytest
 import torch
 
-from load_tests.rounds import Interval, clock_of, median_of, ratios, rounds, seconds
+from ropewalk.load_tests.common.rounds import Interval, clock_of, median_of, ratios, rounds, seconds
 
 
 def test_every_call_runs_once_in_a_round_and_the_first_round_is_not_told():

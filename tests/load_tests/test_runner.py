@@ -4,14 +4,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from load_tests import runner
-from load_tests.client import DIALECTS, Arm, Server, Unreachable
-from load_tests.loads import Load
-from load_tests.progress import Progress
-from load_tests.prompts import PromptMaker
-from load_tests.runner import NoSuccess, Runner
-from load_tests.terms import Profile, Run
-from load_tests.workloads import Sizes, workload_from
+from ropewalk.load_tests.client.client import DIALECTS, Arm, Server, Unreachable
+from ropewalk.load_tests.common.progress import Progress
+from ropewalk.load_tests.common.types import Profile, Run
+from ropewalk.load_tests.run import runner
+from ropewalk.load_tests.run.runner import NoSuccess, Runner
+from ropewalk.load_tests.workload.loads import Load
+from ropewalk.load_tests.workload.prompts import PromptMaker
+from ropewalk.load_tests.workload.workloads import Sizes, workload_from
 from tests.load_tests.sse_server import (
     event,
     good,

@@ -5,9 +5,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from load_tests import scaling
-from load_tests.scaling import Growth, growth_of, main
-from load_tests.scaling_parts import SIZES, Part
+from ropewalk.load_tests.micro import scaling
+from ropewalk.load_tests.micro.scaling import Growth, growth_of, main
+from ropewalk.load_tests.micro.scaling_parts import SIZES, Part
 
 TINY = ["--device", "cpu", "--batch", "1,2", "--context", "16,32", "--pool", "200,400"]
 TINY += ["--queue", "2,4", "--prompt", "40,80", "--answer", "5,10"]

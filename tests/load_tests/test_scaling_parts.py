@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
-from load_tests.in_process import decoders
-from load_tests.scaling_parts import SIZES, bookkeeping, parts
+from ropewalk.load_tests.micro.in_process import decoders
+from ropewalk.load_tests.micro.scaling_parts import SIZES, bookkeeping, parts
 
 CALLS = 16  # of a step: one block of each request, so that both sizes begin as many
 SMALL_AND_LARGE = {

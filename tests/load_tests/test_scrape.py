@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from load_tests.client import DIALECTS, Server, Unreachable, complete
-from load_tests.scrape import settled, snapshot, view
-from load_tests.terms import Outcome, Request
+from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, complete
+from ropewalk.load_tests.client.scrape import settled, snapshot, view
+from ropewalk.load_tests.common.types import Outcome, Request
 from tests.load_tests.sse_server import serving, whole
 from tests.model import checkpoints
 from tests.server.fake_engine import loaded_app

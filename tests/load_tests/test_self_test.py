@@ -1,6 +1,6 @@
 import asyncio
 
-from load_tests.self_test import Speed, Stub, measure
+from ropewalk.load_tests.run.self_test import Speed, Stub, measure
 
 
 def test_every_stream_of_the_stub_is_served_and_counted():

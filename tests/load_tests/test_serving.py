@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from load_tests import process, serving
-from load_tests.client import complete
-from load_tests.process import StartFailed
-from load_tests.serving import flush, model_of, parse_serve, parse_setting
-from load_tests.terms import Request
-from server.config import server_config
-from server.options import add_options, read_options
-from server.serve_options import SERVE_OPTIONS
+from ropewalk.load_tests.client import process
+from ropewalk.load_tests.client.client import complete
+from ropewalk.load_tests.client.process import StartFailed
+from ropewalk.load_tests.common.types import Request
+from ropewalk.load_tests.run import serving
+from ropewalk.load_tests.run.serving import flush, model_of, parse_serve, parse_setting
+from ropewalk.server.cli.options.base import add_options, read_options
+from ropewalk.server.cli.options.serve import SERVE_OPTIONS
+from ropewalk.server.config import server_config
 
 ROOT = Path(__file__).parents[2]
 SMALL = "shape:small"

@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from load_tests.soak import State, draw, growth_mib, left_behind, main, too_much
+from ropewalk.load_tests.run.soak import State, draw, growth_mib, left_behind, main, too_much
 
 MODELS = {
     "a": {"max_model_len": 128, "vocab_size": 500, "encoding": "rope"},

@@ -1,7 +1,15 @@
 import json
 
-from load_tests.rounds import Interval
-from load_tests.spill_cost import BESIDE, COMING, COMPUTED, LEAVING, RESTORED, main, table
+from ropewalk.load_tests.common.rounds import Interval
+from ropewalk.load_tests.micro.spill_cost import (
+    BESIDE,
+    COMING,
+    COMPUTED,
+    LEAVING,
+    RESTORED,
+    main,
+    table,
+)
 
 
 def test_measures_prints_and_writes(tmp_path, capsys):

@@ -2,8 +2,16 @@ from dataclasses import replace
 
 import pytest
 
-from load_tests.statistics import METRICS, RATES, figures, goodput, parse_slo, percentile, samples
-from load_tests.terms import Outcome, Point, Profile, Run
+from ropewalk.load_tests.common.statistics import (
+    METRICS,
+    RATES,
+    figures,
+    goodput,
+    parse_slo,
+    percentile,
+    samples,
+)
+from ropewalk.load_tests.common.types import Outcome, Point, Profile, Run
 
 POINT = Point("chat", "64", 64)
 SYNC = Profile("sync")

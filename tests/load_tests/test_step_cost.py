@@ -3,9 +3,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from load_tests import step_cost
-from load_tests.rounds import Interval
-from load_tests.step_cost import AGAIN, costs_of, main, verdict
+from ropewalk.load_tests.common.rounds import Interval
+from ropewalk.load_tests.micro import step_cost
+from ropewalk.load_tests.micro.step_cost import AGAIN, costs_of, main, verdict
 
 TINY = ["--context", "32", "--batch", "2", "--chunk", "8", "--device", "cpu"]
 
@@ -25,7 +25,7 @@ def test_measures_prints_and_writes(tmp_path, capsys):
 
     found = json.loads((tmp_path / "costs.json").read_text())
     assert found["schema"] == 1 and found["kind"] == "ropewalk step cost"
-    assert found["command"].startswith("python -m load_tests.step_cost --context 32")
+    assert found["command"].startswith("python -m ropewalk.load_tests.micro.step_cost --context 32")
     assert found["environment"]["clock"] == "processor" and found["environment"]["torch"]
     assert [list(each) for each in found["samples"]["decode"]] == [arms] * 6
     assert len(found["samples"]["prefill"]) == 2

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from load_tests.stopwatch import Stopwatch
+from ropewalk.load_tests.micro.stopwatch import Stopwatch
 
 
 def ticking():

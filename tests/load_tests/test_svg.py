@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 
-from load_tests.svg import (
+from ropewalk.load_tests.report.svg import (
     DARK,
     LIGHT,
     LINE,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from load_tests.client import DIALECTS, get_json
-from load_tests.footprint import session_processes
-from load_tests.process import StartFailed
-from load_tests.systems import OURS, PEERS, System, peer_from, running, system_from
+from ropewalk.load_tests.client.client import DIALECTS, get_json
+from ropewalk.load_tests.client.footprint import session_processes
+from ropewalk.load_tests.client.process import StartFailed
+from ropewalk.load_tests.peers.systems import OURS, PEERS, System, peer_from, running, system_from
 
 PROGRAMS = {name: Path(f"/p/{name}/bin/program") for name in PEERS}
 FAKE = f"{sys.executable} -m tests.load_tests.sse_server {{port}}"
@@ -25,7 +25,7 @@ def made(spec: str, **programs) -> System:
 
 def test_commands():
     ours, peer = made("ropewalk:float32"), made("transformers:bfloat16")
-    assert ours.command.startswith(f"{sys.executable} -m server serve /m/bf16 ")
+    assert ours.command.startswith(f"{sys.executable} -m ropewalk serve /m/bf16 ")
     assert ours.command.endswith("--port {port} --dtype float32")
     assert peer.command.startswith(
         "/p/transformers/bin/program -m transformers.cli.transformers serve /m/bf16-noeos "

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from load_tests.table import aligned, tables
-from load_tests.terms import Point
+from ropewalk.load_tests.common.types import Point
+from ropewalk.load_tests.report.table import aligned, tables
 from tests.load_tests.made_up import counted, failed, longctx, result
 
 THREE = {"nope": 1, "rope": 1.0, "t5": 1.2}

@@ -1,8 +1,8 @@
 import pytest
 
-from load_tests.differences import Difference, unknown
-from load_tests.statistics import METRICS
-from load_tests.words import (
+from ropewalk.load_tests.common.statistics import METRICS
+from ropewalk.load_tests.report.differences import Difference, unknown
+from ropewalk.load_tests.report.formatting import (
     column,
     compared,
     defined,

@@ -2,9 +2,15 @@ import json
 
 import pytest
 
-from load_tests.prompts import PromptMaker
-from load_tests.terms import Point, Profile
-from load_tests.workloads import EXTRAPOLATION, TURNS, WORKLOADS, Sizes, workload_from
+from ropewalk.load_tests.common.types import Point, Profile
+from ropewalk.load_tests.workload.prompts import PromptMaker
+from ropewalk.load_tests.workload.workloads import (
+    EXTRAPOLATION,
+    TURNS,
+    WORKLOADS,
+    Sizes,
+    workload_from,
+)
 
 SYNC = Profile("sync")
 CLOSED = Profile("closed", concurrency=6)

@@ -9,10 +9,10 @@ import torch
 import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
-from model.attention.sdpa import SdpaAttention
-from model.encodings.base import create
-from model.loading import load_decoder
-from model.transformer import Decoder
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.encodings.base import create
+from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.loading.checkpoints import load_decoder
 
 CPU = torch.device("cpu")
 END = "<|end|>"

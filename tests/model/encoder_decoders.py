@@ -7,12 +7,12 @@ import numpy as np
 import torch
 import transformers
 
-from cache.kv import KVCache
-from model.attention.sdpa import SdpaAttention
-from model.batch import Cross
-from model.encoder_decoder import EncoderDecoder
-from model.encodings.base import create
-from model.loading import load_decoder
+from ropewalk.cache.kv import KVCache
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.batch import Cross
+from ropewalk.model.encodings.base import create
+from ropewalk.model.layers.encoder_decoder import EncoderDecoder
+from ropewalk.model.loading.checkpoints import load_decoder
 from tests.model.checkpoints import CPU, END, TOKENS, finish
 from tests.model.running import Running, make_batch
 

@@ -3,8 +3,15 @@
 import pytest
 from torch import nn
 
-from model.kernels.build import Kernels
-from model.linear import AnyLinear, Int4Linear, Int8Linear, Linear, quantize, rounded_groups
+from ropewalk.model.kernels.cpu.bindings import Kernels
+from ropewalk.model.layers.linear import (
+    AnyLinear,
+    Int4Linear,
+    Int8Linear,
+    Linear,
+    quantize,
+    rounded_groups,
+)
 
 BITS = [16, 8, 4]  # 16: as they are
 

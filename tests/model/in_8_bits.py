@@ -6,8 +6,8 @@ Rounded values are kept in float64, so the float reference attends to exactly th
 import numpy as np
 import torch
 
-from cache.kv import Int8LayerKV, KVCache, LayerKV
-from cache.rounding import rounded
+from ropewalk.cache.kv import Int8LayerKV, KVCache, LayerKV
+from ropewalk.cache.rounding import rounded
 from tests.model.running import CPU
 
 

@@ -10,8 +10,8 @@ from statistics import mean, stdev
 
 import torch
 
-from model.kernels.build import load
-from server.pull import home
+from ropewalk.model.kernels.cpu.bindings import load
+from ropewalk.server.download import home
 from tests.model.measure_quantize import LENGTH, decoders, losses, windows
 
 COUNT = 8  # texts

@@ -16,16 +16,16 @@ import sentencepiece
 import torch
 import torch.nn.functional as F
 
-from model.attention.cpu import CpuBackend
-from model.encodings.base import create
-from model.family import corpus
-from model.family.prepare import SHIPPED_TOKENIZER
-from model.kernels.build import Kernels, load
-from model.kernels.substitutes import substitute
-from model.linear import quantize
-from model.loading import load_decoder, open_checkpoint
-from model.transformer import Decoder
-from server.pull import home
+from ropewalk.model.encodings.base import create
+from ropewalk.model.family.texts import corpus
+from ropewalk.model.family.texts.prepare import SHIPPED_TOKENIZER
+from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.kernels.cpu.bindings import Kernels, load
+from ropewalk.model.kernels.substitutes import substitute
+from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.layers.linear import quantize
+from ropewalk.model.loading.checkpoints import load_decoder, open_checkpoint
+from ropewalk.server.download import home
 from tests.model.running import CPU, Running, make_batch, new_cache, run_uncached
 from tests.smollm2 import smollm2_path
 

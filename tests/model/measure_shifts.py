@@ -13,22 +13,22 @@ from statistics import mean
 
 import torch
 
-from cache.kv import KVCache
-from cache.ledger import Ledger
-from cache.manager import CacheManager
-from cache.operations import Operations
-from cache.rounding import restored, rounded
-from cache.terms import Audit, Evict
-from model.attention.cpu import CpuBackend
-from model.batch import ForwardBatch
-from model.config import EncodingSpec
-from model.encodings.base import create
-from model.encodings.rope import RoPE
-from model.kernels.build import load
-from model.kernels.substitutes import substitute
-from model.loading import Checkpoint, load_decoder, open_checkpoint
-from model.transformer import Decoder
-from server.pull import home
+from ropewalk.cache.kv import KVCache
+from ropewalk.cache.ledger import Ledger
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.operations import Operations
+from ropewalk.cache.rounding import restored, rounded
+from ropewalk.cache.types import Audit, Evict
+from ropewalk.model.batch import ForwardBatch
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.base import create
+from ropewalk.model.encodings.rope import RoPE
+from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.kernels.cpu.bindings import load
+from ropewalk.model.kernels.substitutes import substitute
+from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.loading.checkpoints import Checkpoint, load_decoder, open_checkpoint
+from ropewalk.server.download import home
 from tests.model.running import CPU, new_cache
 from tests.smollm2 import smollm2_path
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from model.weights.base import CheckpointError
+from ropewalk.model.weights.base import CheckpointError
 
 
 def refused(saying, read, *args, **options):

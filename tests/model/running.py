@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cache.kv import KVCache
-from model.batch import ForwardBatch
-from model.transformer import Decoder
+from ropewalk.cache.kv import KVCache
+from ropewalk.model.batch import ForwardBatch
+from ropewalk.model.layers.decoder import Decoder
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from cache.terms import KeyFrame
-from model.batch import ForwardBatch
-from model.encodings.rope import RoPE
-from model.transformer import Decoder
+from ropewalk.cache.types import KeyFrame
+from ropewalk.model.batch import ForwardBatch
+from ropewalk.model.encodings.rope import RoPE
+from ropewalk.model.layers.decoder import Decoder
 from tests.model.running import new_cache
 
 

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from model import audit_arms
-from model.audit import Arm, Audit, Entry, Touched, Watch, audit, entries
-from model.encodings.base import EncodingError, names
+from ropewalk.model.encodings.base import EncodingError, names
+from ropewalk.model.inspect import audit_arms
+from ropewalk.model.inspect.audit import Arm, Audit, Entry, Touched, Watch, audit, entries
 from tests.model.tiny import CONFIG, ENCODINGS, tiny
 
 STEPS = 4

@@ -7,10 +7,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from model import audit_arms
-from model.audit import Audit, AuditStep, Entry, Touched, audit
-from model.audit_page import panel, to_html
-from model.audit_report import HEADLINE, Report, as_json, summary
+from ropewalk.model.inspect import audit_arms
+from ropewalk.model.inspect.audit import Audit, AuditStep, Entry, Touched, audit
+from ropewalk.model.inspect.audit_page import panel, to_html
+from ropewalk.model.inspect.audit_report import HEADLINE, Report, as_json, summary
 
 VOID = {"meta", "rect", "line"}  # of those on the page; in SVG they close themselves
 NAMES = ("rope", "rope:dynamic", "rope:dynamic-rewrite", "t5", "nope")

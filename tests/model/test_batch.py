@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from model.batch import Cross, in_one_copy
+from ropewalk.model.batch import Cross, in_one_copy
 from tests.model.running import CPU, Running, make_batch
 
 META = torch.device("meta")

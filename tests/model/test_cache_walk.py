@@ -23,12 +23,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cache.ledger import Ledger
-from cache.manager import CacheManager
-from cache.operations import Operations
-from cache.prefix import keyed_digest
-from cache.terms import Audit, Evict, Fork, Move, NoRoom, Op, Truncate, Unsupported
-from model.batch import ForwardBatch
+from ropewalk.cache.ledger import Ledger
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.operations import Operations
+from ropewalk.cache.prefix import keyed_digest
+from ropewalk.cache.types import Audit, Evict, Fork, Move, NoRoom, Op, Truncate, Unsupported
+from ropewalk.model.batch import ForwardBatch
 from tests.model.running import new_cache, run_uncached
 from tests.model.shadow import Shadow, compute, moved, stored
 from tests.model.tiny import CONTEXT, tiny

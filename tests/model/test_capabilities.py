@@ -12,10 +12,20 @@ from functools import cache
 import pytest
 import torch
 
-from cache.ledger import Ledger
-from cache.manager import CacheManager
-from cache.operations import Operations
-from cache.terms import Audit, Capability, Evict, Fork, KeyFrame, Move, Op, Truncate, Unsupported
+from ropewalk.cache.ledger import Ledger
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.operations import Operations
+from ropewalk.cache.types import (
+    Audit,
+    Capability,
+    Evict,
+    Fork,
+    KeyFrame,
+    Move,
+    Op,
+    Truncate,
+    Unsupported,
+)
 from tests.model.running import Running, make_batch, new_cache
 from tests.model.tiny import ABSOLUTE, ENCODINGS, tiny
 from tests.products import combined

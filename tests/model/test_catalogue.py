@@ -7,10 +7,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from cache.terms import Capability, KeyFrame, Op
-from model import catalogue as module
-from model.attention.backends import all_backends
-from model.catalogue import (
+from ropewalk.cache.types import Capability, KeyFrame, Op
+from ropewalk.model import catalogue as module
+from ropewalk.model.catalogue import (
     HOOKS,
     LENGTHS,
     SHAPE,
@@ -23,8 +22,9 @@ from model.catalogue import (
     measured,
     timed_trial,
 )
-from model.encodings.base import EncodingError, LinearBias, PositionalEncoding, find, names
-from model.positional_work import PositionalWork
+from ropewalk.model.encodings.base import EncodingError, LinearBias, PositionalEncoding, find, names
+from ropewalk.model.encodings.common.cost import PositionalWork
+from ropewalk.model.kernels.backends import all_backends
 
 PLACE = Place(all_backends("no compiler"), torch.float32, torch.device("cpu"))
 
@@ -173,7 +173,7 @@ def test_operations_are_listed_for_every_frame_that_keys_can_have() -> None:
 
 
 def test_operations_are_really_run_to_be_measured(monkeypatch) -> None:
-    monkeypatch.setattr("model.trial.MEASURED", 3)
+    monkeypatch.setattr("ropewalk.model.dry_run.MEASURED", 3)
     small = replace(SHAPE, layers=2, heads=3, kv_heads=3, head_dim=8)
     monkeypatch.setattr(module, "SHAPE", small)
     trial = timed_trial(PLACE)

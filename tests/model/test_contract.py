@@ -10,10 +10,10 @@ from functools import cache, partial
 import pytest
 import torch
 
-from model.attention.cpu import CpuBackend
-from model.attention.reference import ReferenceAttention
-from model.attention.sdpa import SdpaAttention
-from model.kernels.substitutes import substitute
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.kernels.substitutes import substitute
 from tests.model import oracle
 from tests.model.attention.triton_here import TritonHere
 from tests.model.in_8_bits import cache_by_hand

@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-from cache.terms import KeyFrame
-from model.attention.cpu import CpuBackend
-from model.attention.reference import ReferenceAttention
-from model.attention.sdpa import SdpaAttention
-from model.kernels.substitutes import substitute
+from ropewalk.cache.types import KeyFrame
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.kernels.substitutes import substitute
 from tests.model.paths import BLOCK, PATHS
 from tests.model.running import Running, make_batch, new_cache, run_uncached
 from tests.model.tiny import ENCODINGS, ROPE, WIDE_ROPE, YARN, tiny

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cache.terms import Capability, KeyFrame
-from model.encodings.base import (
+from ropewalk.cache.types import Capability, KeyFrame
+from ropewalk.model.encodings.base import (
     EncodingError,
     KeyBias,
     LinearBias,
@@ -12,9 +12,9 @@ from model.encodings.base import (
     PositionalEncoding,
     TableBias,
 )
-from model.encodings.rope import RoPE
-from model.hooks import check_hooks
-from model.rotation import Rotation
+from ropewalk.model.encodings.common.rotary import Rotation
+from ropewalk.model.encodings.common.validate import check_hooks
+from ropewalk.model.encodings.rope import RoPE
 from tests.model.tiny import CONFIG, CONTEXT, CPU, ENCODINGS, tiny
 
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from model.attention.reference import ReferenceAttention
-from model.linear import (
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.layers.linear import (
     GROUP,
     ROUNDED_AT_ONCE,
     Int4Linear,

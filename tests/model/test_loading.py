@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.architectures.stored import Pairs
-from model.attention.sdpa import SdpaAttention
-from model.encodings.base import create
-from model.loading import CheckpointError, load_decoder, open_checkpoint
-from model.transformer import Decoder
+from ropewalk.model.architectures.stored import Pairs
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.encodings.base import create
+from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.loading.checkpoints import CheckpointError, load_decoder, open_checkpoint
 from tests.model import checkpoints, refusals
 from tests.model.checkpoints import CPU, END, TOKENS, llama, loaded
 

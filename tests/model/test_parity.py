@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers
 
-from model.attention.cpu import CpuBackend
-from model.kernels.layers import KernelLayers
-from model.kernels.substitutes import substitute
-from model.loading import open_checkpoint
+from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.kernels.cpu.layers import KernelLayers
+from ropewalk.model.kernels.substitutes import substitute
+from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.model import checkpoints
 from tests.model.checkpoints import llama, loaded, mistral, qwen2, qwen3
 from tests.model.running import Running, make_batch, new_cache

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from model.attention.cpu import CpuBackend
-from model.config import EncodingSpec
-from model.loading import CheckpointError, open_checkpoint
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.loading.checkpoints import CheckpointError, open_checkpoint
 from tests.model import checkpoints, plain
 from tests.model.test_parity import check_greedy, difference, prompts
 

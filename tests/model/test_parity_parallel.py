@@ -9,8 +9,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from model.attention.cpu import CpuBackend
-from model.loading import CheckpointError, open_checkpoint
+from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.loading.checkpoints import CheckpointError, open_checkpoint
 from tests.model import checkpoints, plain
 from tests.model.test_parity import check_greedy, difference, prompts
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.attention.cpu import CpuBackend
-from model.attention.reference import ReferenceAttention
-from model.kernels.substitutes import substitute
-from model.loading import CheckpointError, open_checkpoint
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.kernels.substitutes import substitute
+from ropewalk.model.loading.checkpoints import CheckpointError, open_checkpoint
 from tests.model import checkpoints, plain
 from tests.model.plain import bloom, falcon, gpt2, gpt_neox, gptj, mpt, opt, xglm
 from tests.model.test_parity import check_greedy, difference, prompts

@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 
-from model.attention.cpu import CpuBackend
-from model.config import EncodingSpec
-from model.encodings.rope import RoPE
-from model.kernels.modules import KernelRotate
-from model.kernels.substitutes import substitute
-from model.loading import open_checkpoint
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.rope import RoPE
+from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.kernels.cpu.modules import KernelRotate
+from ropewalk.model.kernels.substitutes import substitute
+from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.model import checkpoints, test_parity
 from tests.model.checkpoints import COMMON, llama, loaded, mistral, qwen2, qwen3
 from tests.model.test_parity import greedy, prompts, ragged_logits, reference_greedy

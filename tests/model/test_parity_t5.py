@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, EncoderDecoderCache
 
-from model.attention.cpu import CpuBackend
-from model.config import EncodingSpec
-from model.kernels.layers import KernelLayers
-from model.kernels.modules import PanelLinear
-from model.kernels.substitutes import substitute
-from model.loading import open_checkpoint
-from model.transformer import Layers
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.kernels.cpu.layers import KernelLayers
+from ropewalk.model.kernels.cpu.modules import PanelLinear
+from ropewalk.model.kernels.substitutes import substitute
+from ropewalk.model.layers.decoder import Layers
+from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.model import encoder_decoders as tiny
 from tests.model.checkpoints import save
 from tests.model.encoder_decoders import START, Answering, mt5, t5, t5_v11, umt5

@@ -11,11 +11,11 @@ from functools import cache
 import pytest
 import torch
 
-from cache.terms import KeyFrame
-from model.attention.bias import DenseBias
-from model.attention.reference import ReferenceAttention
-from model.encodings.base import KeyBias, LinearBias, PositionalEncoding, TableBias
-from model.transformer import Decoder
+from ropewalk.cache.types import KeyFrame
+from ropewalk.model.attention.bias import DenseBias
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.encodings.base import KeyBias, LinearBias, PositionalEncoding, TableBias
+from ropewalk.model.layers.decoder import Decoder
 from tests.model import oracle
 from tests.model.paths import BLOCK
 from tests.model.test_contract import (

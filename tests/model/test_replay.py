@@ -7,20 +7,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cache.kv import KVCache
-from model.attention import triton
-from model.attention.reference import ReferenceAttention
-from model.attention.sdpa import SdpaAttention
-from model.attention.triton import TritonAttention
-from model.batch import Cross
-from model.cuda_graph import CudaGraphs
-from model.encoder_decoder import EncoderDecoder
-from model.encodings.base import create
-from model.kernels import gpu_layers, gpu_modules
-from model.kernels.substitutes import substitute_on_gpu
-from model.loading import open_checkpoint
-from model.replay import SHORTEST, Bucket, ReplayedDecoder, buckets
-from model.transformer import Decoder
+from ropewalk.cache.kv import KVCache
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.batch import Cross
+from ropewalk.model.encodings.base import create
+from ropewalk.model.kernels.graphs.cuda_graph import CudaGraphs
+from ropewalk.model.kernels.graphs.replay import SHORTEST, Bucket, ReplayedDecoder, buckets
+from ropewalk.model.kernels.substitutes import substitute_on_gpu
+from ropewalk.model.kernels.triton import attention, layers, modules
+from ropewalk.model.kernels.triton.attention import TritonAttention
+from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.layers.encoder_decoder import EncoderDecoder
+from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.cache.shape import Shape
 from tests.model import encoder_decoders
 from tests.model.attention.triton_here import TritonHere
@@ -181,7 +180,7 @@ def test_steps_of_an_encoder_decoder(backend, tmp_path):
 )
 def test_programs_for_splits_that_nobody_has_end(encoding, monkeypatch):
     """A grid is its bucket's: here for four splits of keys, of which requests have up to three."""
-    monkeypatch.setattr(triton, "SPLIT", 32)
+    monkeypatch.setattr(attention, "SPLIT", 32)
     decoder, prefill = (
         tiny(encoding, backend, torch.float32, windows=WINDOWS, heads=3, kv_heads=1)
         for backend in (TritonHere, SdpaAttention)
@@ -347,7 +346,7 @@ def replayed_without_values(encoding, backend, stored=torch.float32):
 def test_a_replayed_step_asks_the_device_for_nothing(encoding, backend, stored, monkeypatch):
     names = ("attend", "merge", "store", "add_norm", "gate", "linear")
     none = SimpleNamespace(**dict.fromkeys(names, NoKernel()))
-    for using in (triton, gpu_modules, gpu_layers):
+    for using in (attention, modules, layers):
         monkeypatch.setattr(using, "import_module", lambda name: none)
     assert replayed_without_values(encoding, backend, stored).shape == (2, VOCABULARY)
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import sampler
-from model.kernels.sampler import KernelSampler
-from model.sampler import FIRST_CANDIDATES, Ask, Sampler, adjusted, ranked, token_scores
-from model.sampling import SamplingParams
+from ropewalk.model import sampler
+from ropewalk.model.kernels.cpu.sampler import KernelSampler
+from ropewalk.model.sampler import FIRST_CANDIDATES, Ask, Sampler, adjusted, ranked, token_scores
+from ropewalk.model.sampling import SamplingParams
 from tests.products import combined
 
 

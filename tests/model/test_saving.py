@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from model.attention.sdpa import SdpaAttention
-from model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
-from model.encodings.base import PositionalEncoding, TableBias, create, find, names
-from model.loading import open_checkpoint
-from model.saving import save_checkpoint
-from model.transformer import Decoder
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
+from ropewalk.model.encodings.base import PositionalEncoding, TableBias, create, find, names
+from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.loading.checkpoints import open_checkpoint
+from ropewalk.model.loading.save import save_checkpoint
 from tests.model import checkpoints, tiny
 from tests.model.architectures.test_configs import ABSENT
 from tests.model.checkpoints import CPU
@@ -364,7 +364,7 @@ def test_interrupted_writing_leaves_nothing(save, tmp_path, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("model.saving.save_file", interrupted)
+    monkeypatch.setattr("ropewalk.model.loading.save.save_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(decoder_of(CONFIG))
     assert [path.name for path in tmp_path.iterdir()] == ["of"]
@@ -475,7 +475,7 @@ def test_a_checkpoint_decides_not_what_code_runs(trusted, folder, tmp_path, monk
 
 def test_what_is_trusted_may_run(folder, tmp_path, monkeypatch):
     (folder / "trusted_rope.py").write_text(
-        "from model.encodings.rope import RoPE\nclass Own(RoPE):\n    pass\n"
+        "from ropewalk.model.encodings.rope import RoPE\nclass Own(RoPE):\n    pass\n"
     )
     monkeypatch.syspath_prepend(str(folder))
     own = encoding("trusted_rope:Own", **ROPE)

@@ -8,22 +8,22 @@ import pytest
 import torch
 from torch import nn
 
-from cache.ledger import fold_sums
-from cache.manager import CacheManager
-from cache.terms import Audit
-from model import seals
-from model.attention.cpu import CpuBackend
-from model.attention.sdpa import SdpaAttention
-from model.encodings.t5 import T5
-from model.fixed import fixed_tensors
-from model.kernels.substitutes import substitute
-from model.linear import Int8Linear, quantize
-from model.loading import open_checkpoint
-from model.seals import CHUNK, PORTIONS, STEPS, Changed, Seals
-from server.plan import Limits
-from server.position_meter import PositionMeter
-from server.request import Overflow
-from server.wiring import ledger_of, wired
+from ropewalk.cache.ledger import fold_sums
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.types import Audit
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.encodings.t5 import T5
+from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.kernels.substitutes import substitute
+from ropewalk.model.layers.linear import Int8Linear, quantize
+from ropewalk.model.loading.checkpoints import open_checkpoint
+from ropewalk.model.weights import checksums
+from ropewalk.model.weights.checksums import CHUNK, PORTIONS, STEPS, Changed, Seals
+from ropewalk.model.weights.fixed import fixed_tensors
+from ropewalk.server.engine.assemble import ledger_of, wired
+from ropewalk.server.engine.encoding_cost import PositionMeter
+from ropewalk.server.scheduling.plan import Limits
+from ropewalk.server.scheduling.request import Overflow
 from tests.model.checkpoints import save
 from tests.model.encoder_decoders import loaded, random_model, t5
 from tests.model.running import new_cache
@@ -85,15 +85,15 @@ def test_the_first_the_last_and_any_byte(size, sums, kernels):
 
 
 def test_large_weights_take_no_more_steps(monkeypatch):
-    monkeypatch.setattr(seals, "CHUNK", 64)
-    monkeypatch.setattr(seals, "START", 64)
+    monkeypatch.setattr(checksums, "CHUNK", 64)
+    monkeypatch.setattr(checksums, "START", 64)
     sizes = [1 << 20, 7, 200_000, 64, 1, 333_333] + [100] * 50
     sealed = Seals({str(n): torch.zeros(size, dtype=torch.int8) for n, size in enumerate(sizes)})
     assert PORTIONS // 2 < sealed.portions <= PORTIONS
     looked = [sealed.verify()[0] for _ in range(4 * sealed.portions)]
     assert sum(looked) == 4 * sum(sizes)
     assert max(looked) <= 4 * 2 * sum(sizes) / sealed.portions
-    assert STEPS - PORTIONS >= seals.TOGETHER
+    assert STEPS - PORTIONS >= checksums.TOGETHER
 
 
 def test_nothing_and_empty_tensors_are_sound():
@@ -113,11 +113,11 @@ def test_a_tensor_is_sealed_where_it_lies(of):
 
 
 def test_other_devices_are_looked_at_less_often_and_more_at_once(monkeypatch):
-    monkeypatch.setattr(seals, "TOGETHER", seals.TOGETHER_ELSEWHERE)
-    monkeypatch.setattr(seals, "START", 8)
+    monkeypatch.setattr(checksums, "TOGETHER", checksums.TOGETHER_ELSEWHERE)
+    monkeypatch.setattr(checksums, "START", 8)
     tensors = {str(n): torch.zeros(16) for n in range(500)}
     sealed = Seals(tensors)
-    together = seals.TOGETHER_ELSEWHERE
+    together = checksums.TOGETHER_ELSEWHERE
     assert sealed.portions > 2 * together
     flip(tensors["499"])
     looked = [sealed.verify() for _ in range(sealed.portions + together)]

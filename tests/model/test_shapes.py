@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from model.attention.reference import ReferenceAttention
-from model.encodings.base import EncodingError, create, names
-from model.loading import CheckpointError, load_decoder
-from model.shapes import CONTEXT, SHAPES, RandomWeights, random_checkpoint
-from model.transformer import Decoder
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.encodings.base import EncodingError, create, names
+from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.loading.checkpoints import CheckpointError, load_decoder
+from ropewalk.model.loading.random_weights import CONTEXT, SHAPES, RandomWeights, random_checkpoint
 from tests.model.encoder_decoders import t5
 from tests.model.running import CPU, run_uncached
 

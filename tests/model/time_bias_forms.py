@@ -14,14 +14,14 @@ from statistics import median, quantiles
 
 import torch
 
-from cache.kv import KVCache
-from model.attention.cpu import CpuBackend
-from model.batch import ForwardBatch
-from model.config import EncodingSpec
-from model.encodings.base import create
-from model.kernels.build import Kernels, load
-from model.kernels.substitutes import substitute
-from model.transformer import Decoder
+from ropewalk.cache.kv import KVCache
+from ropewalk.model.batch import ForwardBatch
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.base import create
+from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.kernels.cpu.bindings import Kernels, load
+from ropewalk.model.kernels.substitutes import substitute
+from ropewalk.model.layers.decoder import Decoder
 from tests.model.running import CPU, Running, make_batch, new_cache
 from tests.model.tiny import CONFIG, T5, freeze
 

@@ -6,12 +6,18 @@ from typing import Any
 
 import torch
 
-from model.attention.base import AttentionBackend
-from model.attention.reference import ReferenceAttention
-from model.config import EncodingSpec, ModelConfig
-from model.encodings.base import LinearBias, PairBias, PositionalEncoding, TableBias, create
-from model.encodings.rope import RoPE
-from model.transformer import Decoder
+from ropewalk.model.attention.base import AttentionBackend
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.encodings.base import (
+    LinearBias,
+    PairBias,
+    PositionalEncoding,
+    TableBias,
+    create,
+)
+from ropewalk.model.encodings.rope import RoPE
+from ropewalk.model.layers.decoder import Decoder
 
 CPU = torch.device("cpu")
 CONTEXT = 256

@@ -4,10 +4,10 @@ import random
 import time
 from dataclasses import dataclass
 
-from model.sampling import SamplingParams
-from server.build import load_models
-from server.metrics import Metrics
-from server.request import Overflow, Request
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.launch.build import load_models
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.scheduling.request import Overflow, Request
 from tests.server.fake_engine import configured
 
 CONTEXT = 160

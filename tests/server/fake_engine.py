@@ -6,32 +6,32 @@ from dataclasses import replace
 
 import torch
 
-from cache.kv import KVCache
-from cache.ledger import Ledger
-from cache.manager import CacheManager
-from cache.terms import Audit
-from model.catalogue import in_each_frame
-from model.config import EncodingSpec
-from model.encodings.base import find
-from model.sampler import Sampler
-from model.sampling import SamplingParams
-from server.app import create_app
-from server.async_engine import AsyncEngine
-from server.auditing import Auditor
-from server.build import load_models
-from server.cache_plan import CachePlanner
-from server.config import HttpOptions, server_config
-from server.engine import Engine
-from server.metrics import Metrics
-from server.models import Models
-from server.options import add_options, read_options
-from server.plan import Limits
-from server.position_meter import PositionMeter
-from server.request import Request
-from server.runner import Runner
-from server.scheduler import Scheduler
-from server.serve_options import SERVE_OPTIONS
-from server.warm_up import Speed
+from ropewalk.cache.kv import KVCache
+from ropewalk.cache.ledger import Ledger
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.types import Audit
+from ropewalk.model.catalogue import in_each_frame
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.base import find
+from ropewalk.model.sampler import Sampler
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.app.app import create_app
+from ropewalk.server.app.cache_plan import CachePlanner
+from ropewalk.server.cli.options.base import add_options, read_options
+from ropewalk.server.cli.options.serve import SERVE_OPTIONS
+from ropewalk.server.config import HttpOptions, server_config
+from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.engine.encoding_cost import PositionMeter
+from ropewalk.server.engine.engine import Engine
+from ropewalk.server.engine.integrity import Auditor
+from ropewalk.server.engine.runner import Runner
+from ropewalk.server.engine.warm_up import Speed
+from ropewalk.server.launch.build import load_models
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.openai.served_models import Models
+from ropewalk.server.scheduling.plan import Limits
+from ropewalk.server.scheduling.request import Request
+from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.cache.shape import Shape
 from tests.model.tiny import CONFIG

@@ -5,10 +5,10 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cache.prefix import keyed_digest
-from model.sampling import SamplingParams
-from server.plan import Limits
-from server.request import InvalidField, Overflow, PromptTooLong, QueueFull
+from ropewalk.cache.prefix import keyed_digest
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.scheduling.plan import Limits
+from ropewalk.server.scheduling.request import InvalidField, Overflow, PromptTooLong, QueueFull
 from tests.server.provenance import STOP, World, colliding_digest
 
 SALTS = ("", "", "a", "b")

@@ -12,12 +12,18 @@ import random
 import zlib
 from collections.abc import Iterable, Sequence
 
-from cache.kept import Moves
-from cache.manager import CacheManager, Copy
-from model.sampling import SamplingParams
-from server.plan import Limits, Plan, Sampled, Work
-from server.request import FinishReason, Overflow, Request, RequestFailed, TokenEvent
-from server.scheduler import Scheduler
+from ropewalk.cache.kept import Moves
+from ropewalk.cache.manager import CacheManager, Copy
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.scheduling.plan import Limits, Plan, Sampled, Work
+from ropewalk.server.scheduling.request import (
+    FinishReason,
+    Overflow,
+    Request,
+    RequestFailed,
+    TokenEvent,
+)
+from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 
 STOP = 1

@@ -5,19 +5,19 @@ from dataclasses import replace
 
 import torch
 
-from cache.ledger import Ledger
-from cache.manager import CacheManager
-from cache.operations import Operations
-from cache.spill import HostMemory
-from cache.terms import Audit
-from model.sampler import Sampler
-from model.sampling import SamplingParams
-from server.engine import Engine
-from server.plan import Limits
-from server.position_meter import PositionMeter
-from server.request import Request
-from server.runner import Runner
-from server.scheduler import Scheduler
+from ropewalk.cache.ledger import Ledger
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.operations import Operations
+from ropewalk.cache.spill import HostMemory
+from ropewalk.cache.types import Audit
+from ropewalk.model.sampler import Sampler
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.engine.encoding_cost import PositionMeter
+from ropewalk.server.engine.engine import Engine
+from ropewalk.server.engine.runner import Runner
+from ropewalk.server.scheduling.plan import Limits
+from ropewalk.server.scheduling.request import Request
+from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.model.running import full_of_nan, new_cache
 from tests.model.tiny import CONTEXT
 from tests.server.fake_engine import auditor_of

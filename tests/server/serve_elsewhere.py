@@ -18,12 +18,13 @@ from tests.server.another_device import OTHER, Elsewhere  # before all that is t
 import pytest
 import torch
 
-from model.attention import triton
-from model.kernels import gpu_layers, gpu_modules
-from server import build, graphs, placement
-from server.metrics import Metrics
-from server.request import Overflow
-from server.wiring import wired
+from ropewalk.model.kernels.triton import attention as triton
+from ropewalk.model.kernels.triton import layers, modules
+from ropewalk.server import hardware
+from ropewalk.server.engine.assemble import wired
+from ropewalk.server.launch import build, graphs
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.scheduling.request import Overflow
 from tests.server.fake_engine import configured
 from tests.server.test_ahead import LIMITS, WAYS, answers, without_numbers, workload
 
@@ -74,7 +75,7 @@ def record(compute):
 
 
 def interpret():
-    for using in (triton, gpu_modules, gpu_layers):
+    for using in (triton, modules, layers):
         using.import_module = kernels_there
     triton.TritonAttention.why_not = classmethod(
         lambda backend, spec: None if spec.device == OTHER else "it is the CPU"
@@ -85,7 +86,7 @@ def interpret():
 def answered(device, attention, count, ways, flags):
     """The events of each request; steps are launched ahead if the device is not the CPU."""
     build.find_kernels = lambda device: "the other device has none"
-    placement.pick_device = lambda wanted: device
+    hardware.pick_device = lambda wanted: device
     build.wired = lambda *parts, **more: wired(*parts, **more | {"ahead": device == OTHER})
     torch.set_num_threads(1)  # models are so small that another only costs time
     config = configured(*flags, *FLAGS, "--attention", attention)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from server import async_engine, cli
-from server.engine import Engine, Step
-from server.runner import Runner
+from ropewalk.server.cli import main
+from ropewalk.server.engine import async_engine
+from ropewalk.server.engine.engine import Engine, Step
+from ropewalk.server.engine.runner import Runner
 
 TOO_LARGE = 77
 whole_step, run = Engine.step, Runner.__call__
@@ -43,4 +44,4 @@ if __name__ == "__main__":
     Runner.__call__ = run_or_not
     async_engine.STALL_SECONDS = async_engine.WATCH_SECONDS = 0.3
     Engine.step = step
-    raise SystemExit(cli.main())
+    raise SystemExit(main.main())

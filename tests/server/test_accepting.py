@@ -13,7 +13,8 @@ import time
 
 import pytest
 
-from server import accepting, listen, protocol
+from ropewalk.server import listen
+from ropewalk.server.http import accepting, protocol
 from tests.server.certificates import self_signed
 from tests.server.sockets import completion, connect, free_port, read_all, read_until
 from tests.server.toy import ScriptedEngine, running, toy_app, wait_for
@@ -119,7 +120,7 @@ PROGRAM = """
     import resource, sys
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[3])))
     import logging
-    from server.protocol import Server, uvicorn_config
+    from ropewalk.server.http.protocol import Server, uvicorn_config
     from tests.server.toy import ScriptedEngine, toy_app
 
     logging.basicConfig(level="WARNING")

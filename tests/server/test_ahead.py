@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache.terms import Audit
-from model.attention.triton import TritonAttention
-from model.cuda_graph import CudaGraphs
-from model.replay import ReplayedDecoder, buckets
-from model.sampler import Sampler
-from model.sampling import SamplingParams
-from server.plan import Limits
-from server.request import Overflow, Request
-from server.runner import Runner
+from ropewalk.cache.types import Audit
+from ropewalk.model.kernels.graphs.cuda_graph import CudaGraphs
+from ropewalk.model.kernels.graphs.replay import ReplayedDecoder, buckets
+from ropewalk.model.kernels.triton.attention import TritonAttention
+from ropewalk.model.sampler import Sampler
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.engine.runner import Runner
+from ropewalk.server.scheduling.plan import Limits
+from ropewalk.server.scheduling.request import Overflow, Request
 from tests.model.test_contract import WINDOWS
 from tests.model.test_replay import Replaying, on
 from tests.model.tiny import freeze, tiny

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from server import prepare
-from server.request import FinishReason, QueueFull, RequestFailed, ShuttingDown
+from ropewalk.server.openai import requests
+from ropewalk.server.scheduling.request import FinishReason, QueueFull, RequestFailed, ShuttingDown
 from tests.server.toy import (
     BEGIN,
     CONTEXT,
@@ -449,7 +449,7 @@ def test_a_prompt_is_scored_without_an_answer(n, stream):
 
 
 def test_more_scores_than_memory_is_meant_for_are_refused(monkeypatch):
-    monkeypatch.setattr(prepare, "MAX_SCORES", 30)
+    monkeypatch.setattr(requests, "MAX_SCORES", 30)
     asked = {"echo": True, "logprobs": 1, "max_tokens": 0}
     assert complete(toy_app(), prompt=["abcd", "abcd"], **asked).status_code == 200
     refused = complete(toy_app(), prompt=["abcd", "abcd"], n=2, **asked)

@@ -6,9 +6,14 @@ import time
 
 import pytest
 
-from server import async_engine
-from server.async_engine import AsyncEngine
-from server.request import FinishReason, PromptTooLong, RequestFailed, ShuttingDown
+from ropewalk.server.engine import async_engine
+from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.scheduling.request import (
+    FinishReason,
+    PromptTooLong,
+    RequestFailed,
+    ShuttingDown,
+)
 from tests.server.fake_engine import counting, make_engine, make_request
 
 pytestmark = pytest.mark.anyio

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from model import audit_arms
-from model.audit import Watch
-from model.audit_report import COLUMNS, HEADLINE
-from server import audit_command, cli
+from ropewalk.model.inspect import audit_arms
+from ropewalk.model.inspect.audit import Watch
+from ropewalk.model.inspect.audit_report import COLUMNS, HEADLINE
+from ropewalk.server.cli import audit_command, main
 from tests.model import encoder_decoders
 from tests.model.checkpoints import llama, random_model, save
 from tests.server.test_cli import sentence
@@ -36,7 +36,7 @@ def checkpoint(here, capsys):
 
 
 def audit(capsys, *arguments) -> str:
-    assert cli.main(["audit", *arguments]) == 0
+    assert main.main(["audit", *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -115,8 +115,8 @@ def test_a_corrupted_entry_is_named_and_fails(capsys, monkeypatch) -> None:
                 self.kv.layer(1).keys[0, 2, 1] += 1
             return super().step(tokens)
 
-    monkeypatch.setattr("model.audit.Watch", Corrupting)
-    assert cli.main(["audit", *SHORT, "--encodings", "alibi,rope"]) == 1
+    monkeypatch.setattr("ropewalk.model.inspect.audit.Watch", Corrupting)
+    assert main.main(["audit", *SHORT, "--encodings", "alibi,rope"]) == 1
     said = capsys.readouterr()
     assert said.err.splitlines() == [
         f"ropewalk: {name}: stored entries changed although they were correct, which no encoding "
@@ -133,8 +133,8 @@ def test_only_the_first_of_many_are_named(capsys, monkeypatch) -> None:
                 self.kv.layer(0).values[0, :5] += 1
             return super().step(tokens)
 
-    monkeypatch.setattr("model.audit.Watch", Corrupting)
-    assert cli.main(["audit", *SHORT, "--encodings", "nope"]) == 1
+    monkeypatch.setattr("ropewalk.model.inspect.audit.Watch", Corrupting)
+    assert main.main(["audit", *SHORT, "--encodings", "nope"]) == 1
     assert "; and 7 more entries" in capsys.readouterr().err
 
 
@@ -154,7 +154,7 @@ def test_only_the_first_of_many_are_named(capsys, monkeypatch) -> None:
     ],
 )
 def test_refusals_are_one_sentence_and_write_nothing(here, arguments, code, words, capsys) -> None:
-    assert cli.main(["audit", *arguments]) == code
+    assert main.main(["audit", *arguments]) == code
     assert words in sentence(capsys)
     assert not list(here.iterdir())
 
@@ -162,22 +162,22 @@ def test_refusals_are_one_sentence_and_write_nothing(here, arguments, code, word
 def test_a_token_that_the_model_does_not_embed_is_refused(checkpoint, capsys) -> None:
     (checkpoint / "added_tokens.json").write_text('{"<a>": 258, "<b>": 259, "<pad>": 260}')
     flags = (str(checkpoint), "--steps", "1", "--encodings", "nope")
-    assert cli.main(["audit", *flags, "--prompt", "so<b>"]) == 0
+    assert main.main(["audit", *flags, "--prompt", "so<b>"]) == 0
     capsys.readouterr()
-    assert cli.main(["audit", *flags, "--prompt", "so<pad>"]) == 2
+    assert main.main(["audit", *flags, "--prompt", "so<pad>"]) == 2
     assert "--prompt: the text has a token that tiny-llama does not embed" in sentence(capsys)
 
 
 def test_an_encoder_decoder_is_refused(here, capsys) -> None:
     folder = save(encoder_decoders.random_model(encoder_decoders.t5()), here / "tiny-t5")
     capsys.readouterr()
-    assert cli.main(["audit", str(folder)]) == 1
+    assert main.main(["audit", str(folder)]) == 1
     assert "tiny-t5 is an encoder-decoder, but an audit runs only decoders" in sentence(capsys)
 
 
 def test_a_file_that_cannot_be_written_is_said(here, capsys) -> None:
     (here / "a.html").mkdir()
-    assert cli.main(["audit", *SHORT, "--encodings", "nope", "--html", "a.html"]) == 1
+    assert main.main(["audit", *SHORT, "--encodings", "nope", "--html", "a.html"]) == 1
     assert "a.html cannot be written (Is a directory)" in sentence(capsys)
 
 
@@ -190,7 +190,7 @@ def test_threads_are_as_before() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_documented_commands_are_understood(command) -> None:
-    flags = cli.parser().parse_args(shlex.split(command))
+    flags = main.parser().parse_args(shlex.split(command))
     assert flags.command == "audit"
     for name in (flags.encodings or "").split(","):
         assert name in ("", *audit_arms.ALL, *audit_arms.VARIANTS)

@@ -8,23 +8,23 @@ import httpx
 import pytest
 import torch
 
-from cache.ledger import Ledger
-from cache.manager import CacheManager
-from cache.spill import HostMemory
-from cache.terms import Audit
-from model.sampler import Sampler
-from server.app import create_app
-from server.async_engine import AsyncEngine
-from server.auditing import Auditor
-from server.config import HttpOptions
-from server.engine import Engine
-from server.metrics import Metrics
-from server.models import Models
-from server.plan import Limits
-from server.position_meter import PositionMeter
-from server.request import CacheChanged, FinishReason
-from server.runner import Runner
-from server.scheduler import Scheduler
+from ropewalk.cache.ledger import Ledger
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.spill import HostMemory
+from ropewalk.cache.types import Audit
+from ropewalk.model.sampler import Sampler
+from ropewalk.server.app.app import create_app
+from ropewalk.server.config import HttpOptions
+from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.engine.encoding_cost import PositionMeter
+from ropewalk.server.engine.engine import Engine
+from ropewalk.server.engine.integrity import Auditor
+from ropewalk.server.engine.runner import Runner
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.openai.served_models import Models
+from ropewalk.server.scheduling.plan import Limits
+from ropewalk.server.scheduling.request import CacheChanged, FinishReason
+from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model.running import new_cache
 from tests.model.tiny import tiny

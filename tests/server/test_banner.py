@@ -5,7 +5,7 @@ import json
 import shlex
 from pathlib import Path
 
-from server.banner import ModelFacts, banner, readable_bytes
+from ropewalk.server.launch.banner import ModelFacts, banner, readable_bytes
 
 FACTS = ModelFacts(
     name="smollm2",

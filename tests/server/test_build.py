@@ -6,15 +6,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from cache.huge_pages import HugePages
-from model.encodings.rope import RoPE
-from model.kernels.build import Kernels
-from model.kernels.library import NoKernels
-from model.transformer import Decoder
-from server import build, decoders, placement
-from server.build import load_models
-from server.errors import CommandError
-from server.metrics import Metrics
+from ropewalk.cache.huge_pages import HugePages
+from ropewalk.model.encodings.rope import RoPE
+from ropewalk.model.kernels.cpu.bindings import Kernels
+from ropewalk.model.kernels.cpu.library import NoKernels
+from ropewalk.model.layers.decoder import Decoder
+from ropewalk.server import hardware
+from ropewalk.server.errors import CommandError
+from ropewalk.server.launch import build, load_model
+from ropewalk.server.launch.build import load_models
+from ropewalk.server.metrics.exporter import Metrics
 from tests.model.checkpoints import llama, random_model, save, tiny_tokenizer, write_gguf
 from tests.model.test_parity import BLOCKED
 from tests.server.fake_engine import configured, make_request
@@ -85,7 +86,7 @@ def test_a_tokenizer_larger_than_the_embedding(folder, tmp_path):
 def test_memory_that_runs_out_while_loading_is_one_sentence(
     where, what, taken, folder, monkeypatch
 ):
-    monkeypatch.setattr(decoders, where, lambda *given: taken())
+    monkeypatch.setattr(load_model, where, lambda *given: taken())
     with pytest.raises(CommandError, match=f"not have enough memory {what}; free some"):
         load(f"m={folder}", *SMALL)
 
@@ -94,7 +95,7 @@ def test_other_failures_while_loading_are_no_lack_of_memory(folder, monkeypatch)
     def failing(*given):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(decoders, "load_decoder", failing)
+    monkeypatch.setattr(load_model, "load_decoder", failing)
     with pytest.raises(RuntimeError, match="a bug"):
         load(f"m={folder}", *SMALL)
 
@@ -188,7 +189,7 @@ def test_4_bits_are_refused_where_nothing_multiplies_them(folder, monkeypatch) -
     monkeypatch.setattr(Kernels, "multiplies_int4", lambda self: False)
     with pytest.raises(CommandError, match=r"needs a processor that .*\(AVX2\); use int8"):
         load(*flags)
-    monkeypatch.setattr(decoders, "load_kernels", Mock(side_effect=NoKernels("no compiler")))
+    monkeypatch.setattr(load_model, "load_kernels", Mock(side_effect=NoKernels("no compiler")))
     with pytest.raises(CommandError, match="needs the CPU kernels, but no compiler; use int8"):
         load(*flags)
 
@@ -306,10 +307,10 @@ def test_refusals(folder, flags, words):
 def test_memory_is_shared_out_once_all_weights_are_there(folder, monkeypatch):
     """What is free is only known then; before, the weights themselves would be given away."""
     order = []
-    free, loading = placement.free_memory, decoders.load_decoder
-    monkeypatch.setattr(placement, "free_memory", lambda d: order.append("free") or free(d))
+    free, loading = hardware.free_memory, load_model.load_decoder
+    monkeypatch.setattr(hardware, "free_memory", lambda d: order.append("free") or free(d))
     monkeypatch.setattr(
-        decoders, "load_decoder", lambda *more: order.append("weights") or loading(*more)
+        load_model, "load_decoder", lambda *more: order.append("weights") or loading(*more)
     )
     load(f"a={folder}", f"b={folder}")
     assert order == ["weights", "weights", "free"]

@@ -9,15 +9,15 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from cache.terms import Capability
-from model.encodings.base import names
-from server.app import create_app
-from server.async_engine import AsyncEngine
-from server.build import load_models
-from server.config import HttpOptions
-from server.metrics import Metrics
-from server.models import Models
-from server.request import Overflow
+from ropewalk.cache.types import Capability
+from ropewalk.model.encodings.base import names
+from ropewalk.server.app.app import create_app
+from ropewalk.server.config import HttpOptions
+from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.launch.build import load_models
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.openai.served_models import Models
+from ropewalk.server.scheduling.request import Overflow
 from tests.model import encoder_decoders
 from tests.model.checkpoints import llama, random_model, save
 from tests.model.tiny import CONFIG

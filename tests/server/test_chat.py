@@ -13,7 +13,7 @@ from prompt_toolkit.history import FileHistory
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from server.chat import (
+from ropewalk.server.cli.chat import (
     HELP,
     Answer,
     Chat,
@@ -25,8 +25,8 @@ from server.chat import (
     stats_line,
     typed_lines,
 )
-from server.connect import address
-from server.errors import CommandError
+from ropewalk.server.cli.connect import address
+from ropewalk.server.errors import CommandError
 from tests.server.fake_server import events, serving
 
 

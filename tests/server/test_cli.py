@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-import server
-from server import cli, pull
-from server.client_options import CHAT_OPTIONS, HEALTH_OPTIONS
-from server.config import ModelSource
-from server.errors import CommandError
-from server.serve_options import SERVE_OPTIONS
+from ropewalk.server import download, launch
+from ropewalk.server.cli import main as cli
+from ropewalk.server.cli.options.client import CHAT_OPTIONS, HEALTH_OPTIONS
+from ropewalk.server.cli.options.serve import SERVE_OPTIONS
+from ropewalk.server.config import ModelSource
+from ropewalk.server.errors import CommandError
 from tests.server.fake_server import events, serving
 from tests.server.sockets import free_port
 
@@ -38,10 +38,10 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list:
         configs.append(config)
         return 0
 
-    module = types.ModuleType("server.build")
+    module = types.ModuleType("ropewalk.server.launch.build")
     module.run = run
-    monkeypatch.setitem(sys.modules, "server.build", module)
-    monkeypatch.setattr(server, "build", module, raising=False)
+    monkeypatch.setitem(sys.modules, "ropewalk.server.launch.build", module)
+    monkeypatch.setattr(launch, "build", module, raising=False)
     monkeypatch.setattr(cli.logging, "basicConfig", lambda **_: None)
     return configs
 
@@ -72,7 +72,7 @@ def test_serve_hands_the_configuration_over(built, monkeypatch) -> None:
 
 
 def test_exit_code_of_the_server_is_the_commands(built, monkeypatch) -> None:
-    monkeypatch.setattr(sys.modules["server.build"], "run", lambda *_: 1)
+    monkeypatch.setattr(sys.modules["ropewalk.server.launch.build"], "run", lambda *_: 1)
     assert cli.main(["serve", "--port", str(free_port())]) == 1
 
 
@@ -139,15 +139,15 @@ def test_failures_exit_with_1_and_interrupts_with_130(capsys, monkeypatch) -> No
     def interrupt(source: str) -> Path:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pull, "pull", fail)
+    monkeypatch.setattr(download, "pull", fail)
     assert cli.main(["pull"]) == 1
     assert sentence(capsys) == "ropewalk: no; do that\n"
-    monkeypatch.setattr(pull, "pull", interrupt)
+    monkeypatch.setattr(download, "pull", interrupt)
     assert cli.main(["pull"]) == 130
 
 
 def test_pull_prints_the_path_alone(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(pull, "pull", lambda source: Path("/models") / source)
+    monkeypatch.setattr(download, "pull", lambda source: Path("/models") / source)
     assert cli.main(["pull"]) == 0
     assert cli.main(["pull", "owner/name"]) == 0
     assert capsys.readouterr().out == "/models/smollm2\n/models/owner/name\n"
@@ -312,7 +312,10 @@ def test_help_names_every_flag_default_and_variable(command, options, capsys) ->
 
 
 def test_version_and_help_answer_without_torch() -> None:
-    code = "import sys, server.cli as c; c.main(['version']); print('torch' in sys.modules)"
+    code = (
+        "import sys, ropewalk.server.cli.main as c; c.main(['version']); "
+        "print('torch' in sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from server.async_engine import AsyncEngine
-from server.metrics import Metrics
-from server.request import QueueFull, RequestFailed
+from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.scheduling.request import QueueFull, RequestFailed
 from tests.server.fake_engine import VOCAB, counting, make_engine
 from tests.server.toy import ScriptedEngine, running, toy, toy_app
 

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from model.sampling import SamplingParams
-from server.completion import Choice, Usage, choice_usage, total_usage
-from server.request import FinishReason, Request, RequestFailed, TokenEvent
-from server.spelling import spelled
-from server.wire import LOWEST_LOGPROB, CompletionWire
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.openai.choice import Choice, Usage, choice_usage, total_usage
+from ropewalk.server.openai.responses import LOWEST_LOGPROB, CompletionWire
+from ropewalk.server.openai.spelling import spelled
+from ropewalk.server.scheduling.request import FinishReason, Request, RequestFailed, TokenEvent
 from tests.server.toy import END, ByteTokenizer, score
 
 

@@ -6,18 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from server.client_options import CHAT_OPTIONS, HEALTH_OPTIONS
-from server.config import (
-    LOOPBACK_NAMES,
-    HttpOptions,
-    ModelSource,
-    ServerConfig,
-    model_source,
-    server_config,
-)
-from server.config_file import read_all
-from server.errors import UsageError
-from server.options import (
+from ropewalk.server.cli.config_file import read_all
+from ropewalk.server.cli.options.base import (
     add_options,
     auto,
     choice,
@@ -28,7 +18,17 @@ from server.options import (
     size,
     switch,
 )
-from server.serve_options import SERVE_OPTIONS
+from ropewalk.server.cli.options.client import CHAT_OPTIONS, HEALTH_OPTIONS
+from ropewalk.server.cli.options.serve import SERVE_OPTIONS
+from ropewalk.server.config import (
+    LOOPBACK_NAMES,
+    HttpOptions,
+    ModelSource,
+    ServerConfig,
+    model_source,
+    server_config,
+)
+from ropewalk.server.errors import UsageError
 
 ALL = (*SERVE_OPTIONS, *CHAT_OPTIONS, *HEALTH_OPTIONS)
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server import cli, listen
-from server.chat import ChatOptions, Client
-from server.connect import address, connected
-from server.errors import CommandError, UsageError
+from ropewalk.server import listen
+from ropewalk.server.cli import main
+from ropewalk.server.cli.chat import ChatOptions, Client
+from ropewalk.server.cli.connect import address, connected
+from ropewalk.server.errors import CommandError, UsageError
 from tests.server.certificates import issued, self_signed
 from tests.server.sockets import free_port
 from tests.server.test_drain import texts
@@ -71,14 +72,14 @@ def test_a_unix_socket(tmp_path: Path, capsys) -> None:
     try:
         with running(toy_app(), path=path) as (url, _):
             assert ask(url) == ask(f"unix://{path}") == ["toy"]
-            assert cli.main(["health", "--uds", str(path)]) == 0
-            assert cli.main(["health", "--ready", "--url", url]) == 0
+            assert main.main(["health", "--uds", str(path)]) == 0
+            assert main.main(["health", "--ready", "--url", url]) == 0
             assert stat.S_IMODE(path.stat().st_mode) == 0o750
     finally:
         os.umask(before)
     assert f"{url}/health/ready answered 200" in capsys.readouterr().out
     assert not path.exists()
-    assert cli.main(["health", "--uds", str(path)]) == 1
+    assert main.main(["health", "--uds", str(path)]) == 1
     assert f"no answer from {url} ([Errno 2]" in capsys.readouterr().err
 
 
@@ -98,7 +99,7 @@ def test_https_with_a_certificate_that_is_named(secure, certificate, capsys) -> 
     assert secure.startswith("https://127.0.0.1:")
     assert ask(secure, certificate[0]) == ["toy"]
     flags = ["--port", port, "--ssl-certfile", str(certificate[0])]
-    assert cli.main(["health", *flags]) == 0
+    assert main.main(["health", *flags]) == 0
     assert f"{secure}/health/live answered 200" in capsys.readouterr().out
 
 
@@ -112,7 +113,7 @@ def test_https_with_a_certificate_that_the_system_trusts(secure, certificate) ->
 
 
 def test_a_certificate_that_nobody_trusts_is_no_answer(secure, capsys) -> None:
-    assert cli.main(["health", "--url", secure]) == 1
+    assert main.main(["health", "--url", secure]) == 1
     said = capsys.readouterr().err
     assert f"the certificate of {secure} is not trusted (self-signed certificate)" in said
     assert "with --ssl-certfile" in said
@@ -199,7 +200,7 @@ def test_a_client_that_leaves_ends_its_stream(certificate, tmp_path) -> None:
 def test_missing_and_wrong_keys_are_said_before_a_model_is_loaded(tmp_path, capsys) -> None:
     def said(*flags: object) -> str:
         arguments = ["serve", "--port", str(free_port()), "--ssl-certfile", *map(str, flags)]
-        assert cli.main(arguments) in (1, 2)
+        assert main.main(arguments) in (1, 2)
         return capsys.readouterr().err
 
     (tmp_path / "other").mkdir()
@@ -256,11 +257,11 @@ def test_chat_and_health_share_where_the_server_listens(monkeypatch, tmp_path, c
     file.write_text(f'uds = "{path}"\napi-key = "sesame"\nmax-seqs = 3\n')
     with running(toy_app(), path=path):
         monkeypatch.setenv("ROPEWALK_UDS", str(path))
-        assert cli.main(["health"]) == 0
+        assert main.main(["health"]) == 0
         monkeypatch.delenv("ROPEWALK_UDS")
-        assert cli.main(["health", "--config", str(file)]) == 0
+        assert main.main(["health", "--config", str(file)]) == 0
         monkeypatch.setenv("ROPEWALK_CONFIG", str(file))
-        assert cli.main(["health"]) == 0
+        assert main.main(["health"]) == 0
         monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
-        assert cli.main(["chat", "--max-tokens", "3"]) == 0
+        assert main.main(["chat", "--max-tokens", "3"]) == 0
     assert capsys.readouterr().out.count(f"unix:{path}/health/live answered 200") == 3

@@ -112,7 +112,7 @@ def test_bodies_that_come_after_the_cut_or_never_are_answered():
 
 PROGRAM = """
     import sys
-    from server.protocol import Server, uvicorn_config
+    from ropewalk.server.http.protocol import Server, uvicorn_config
     from tests.server.toy import ScriptedEngine, toy_app
 
     engine = ScriptedEngine()

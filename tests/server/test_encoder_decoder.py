@@ -8,24 +8,24 @@ import httpx
 import pytest
 import torch
 
-from cache.manager import CacheManager
-from model.attention.reference import ReferenceAttention
-from model.attention.sdpa import SdpaAttention
-from model.loading import open_checkpoint
-from model.sampler import Sampler
-from model.sampling import SamplingParams
-from model.tokenizers.base import Detokenizer
-from server.build import load_models
-from server.completion import Choice
-from server.decoders import prepare
-from server.engine import Engine
-from server.errors import CommandError
-from server.metrics import Metrics
-from server.plan import Limits, Sampled
-from server.position_meter import PositionMeter
-from server.request import InvalidField, PromptTooLong, Request, TokenEvent
-from server.runner import Runner
-from server.scheduler import Scheduler
+from ropewalk.cache.manager import CacheManager
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.loading.checkpoints import open_checkpoint
+from ropewalk.model.sampler import Sampler
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.model.tokenizers.base import Detokenizer
+from ropewalk.server.engine.encoding_cost import PositionMeter
+from ropewalk.server.engine.engine import Engine
+from ropewalk.server.engine.runner import Runner
+from ropewalk.server.errors import CommandError
+from ropewalk.server.launch.build import load_models
+from ropewalk.server.launch.load_model import prepare
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.openai.choice import Choice
+from ropewalk.server.scheduling.plan import Limits, Sampled
+from ropewalk.server.scheduling.request import InvalidField, PromptTooLong, Request, TokenEvent
+from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model import encoder_decoders as tiny
 from tests.model.checkpoints import save

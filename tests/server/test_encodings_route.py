@@ -7,23 +7,24 @@ import sys
 import pytest
 import torch
 
-from cache.terms import Op
-from model import trial
-from model.attention.backends import all_backends
-from model.catalogue import LENGTHS, Place
-from model.encodings.base import names
-from server import cli, encodings_command, placement
-from server.app import create_app
-from server.config import HttpOptions
-from server.encodings_command import lines
-from server.metrics import Metrics
-from server.models import Models
+from ropewalk.cache.types import Op
+from ropewalk.model import dry_run
+from ropewalk.model.catalogue import LENGTHS, Place
+from ropewalk.model.encodings.base import names
+from ropewalk.model.kernels.backends import all_backends
+from ropewalk.server import hardware
+from ropewalk.server.app.app import create_app
+from ropewalk.server.cli import encodings_command, main
+from ropewalk.server.cli.encodings_command import lines
+from ropewalk.server.config import HttpOptions
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.openai.served_models import Models
 from tests.server.test_cli import sentence
 from tests.server.toy import ScriptedEngine, ask, toy, toy_app
 
 PLACE = Place(all_backends("no compiler here"), torch.bfloat16, torch.device("cpu"))
 OUTSIDE = '''
-from model.encodings.base import PositionalEncoding
+from ropewalk.model.encodings.base import PositionalEncoding
 
 class Outside(PositionalEncoding):
     """Comes from a file of the user's."""
@@ -80,7 +81,7 @@ def test_route_lists_all_with_the_models_that_have_them(outside) -> None:
 def test_list_is_made_once(monkeypatch) -> None:
     app = served("rope")
     body = listed(app)
-    monkeypatch.setattr("server.routes.encodings.catalogue", None)
+    monkeypatch.setattr("ropewalk.server.app.encodings.catalogue", None)
     assert listed(app) == body
 
 
@@ -95,7 +96,7 @@ def test_without_a_place_there_is_no_such_route() -> None:
 
 def test_command_prints_each_with_its_facts(place, outside, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    assert cli.main(["encodings", "--encoding", outside]) == 0
+    assert main.main(["encodings", "--encoding", outside]) == 0
     said = capsys.readouterr()
     assert said.err == ""
     blocks = {block.splitlines()[0]: block for block in said.out.split("\n\n")}
@@ -112,14 +113,14 @@ def test_command_prints_each_with_its_facts(place, outside, capsys, monkeypatch)
 
 
 def test_command_fits_a_narrow_terminal() -> None:
-    from model.catalogue import facts
+    from ropewalk.model.catalogue import facts
 
     for name in names():
         assert max(map(len, lines(facts(name, PLACE), 60))) <= 60
 
 
 def test_command_prints_json_that_the_route_answers_too(place, capsys) -> None:
-    assert cli.main(["encodings", "--json"]) == 0
+    assert main.main(["encodings", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     answered = listed(served("rope"))
     for entry in answered["data"]:
@@ -128,9 +129,9 @@ def test_command_prints_json_that_the_route_answers_too(place, capsys) -> None:
 
 
 def test_command_prints_what_can_be_done_to_a_cache(place, outside, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(trial, "MEASURED", 2)
+    monkeypatch.setattr(dry_run, "MEASURED", 2)
     monkeypatch.setenv("COLUMNS", "100")
-    assert cli.main(["encodings", "--operations", "--encoding", outside]) == 0
+    assert main.main(["encodings", "--operations", "--encoding", outside]) == 0
     said = capsys.readouterr().out
     table, reasons, note = said.split("\n\n")
     heading, *rows = table.splitlines()
@@ -154,8 +155,8 @@ def test_command_prints_what_can_be_done_to_a_cache(place, outside, capsys, monk
 
 
 def test_command_prints_what_operations_cost_as_json(place, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(trial, "MEASURED", 2)
-    assert cli.main(["encodings", "--operations", "--json"]) == 0
+    monkeypatch.setattr(dry_run, "MEASURED", 2)
+    assert main.main(["encodings", "--operations", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     for entry, answered in zip(told["data"], listed(served("rope"))["data"], strict=True):
         for cell, plain in zip(entry["operations"], answered["operations"], strict=True):
@@ -189,14 +190,14 @@ def test_durations(seconds, said) -> None:
     ],
 )
 def test_refusals_are_one_sentence(place, arguments, code, words, capsys) -> None:
-    assert cli.main(["encodings", *arguments]) == code
+    assert main.main(["encodings", *arguments]) == code
     assert words in sentence(capsys)
 
 
 def test_this_machine_is_described_without_a_compiler(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
     monkeypatch.setenv("ROPEWALK_HOME", str(tmp_path))
-    monkeypatch.setattr(placement.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(hardware.torch.cuda, "is_available", lambda: False)
     found = encodings_command.this_machine()
     assert found.device.type == "cpu"
     assert "cannot be run" in found.backends[1].kernels

@@ -18,11 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.attention.reference import ReferenceAttention
-from model.catalogue import Place
-from server import build, listen, protocol
-from server.async_engine import AsyncEngine
-from server.banner import ModelFacts
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.catalogue import Place
+from ropewalk.server import listen
+from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.http import protocol
+from ropewalk.server.launch import build
+from ropewalk.server.launch.banner import ModelFacts
 from tests.model.checkpoints import llama, random_model, save
 from tests.model.tiny import CONFIG
 from tests.server.fake_engine import configured, counting, make_engine, make_planner
@@ -291,7 +293,7 @@ def test_what_only_compiling_needs_is_not_imported(server):
     """Some operations on "meta" have torch import it: seconds of each start, and memory."""
     log = server.log.read_text()
     imported = {line.rpartition(" ")[2] for line in log.splitlines()}
-    assert "server.build" in imported and not imported & {"sympy", "torch._dynamo"}
+    assert "ropewalk.server.launch.build" in imported and not imported & {"sympy", "torch._dynamo"}
 
 
 @pytest.mark.skipif(

@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-from model.sampler import Picking, Sampler
-from server.request import (
+from ropewalk.model.sampler import Picking, Sampler
+from ropewalk.server.scheduling.request import (
     FinishReason,
     NumericalError,
     PassTimes,

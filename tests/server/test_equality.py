@@ -9,8 +9,8 @@ import random
 
 import pytest
 
-from model.attention.reference import ReferenceAttention
-from model.attention.sdpa import SdpaAttention
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.attention.sdpa import SdpaAttention
 from tests.model.running import run_uncached
 from tests.model.tiny import ENCODINGS, tiny
 from tests.products import combined

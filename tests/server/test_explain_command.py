@@ -4,13 +4,13 @@ import sys
 
 import pytest
 
-from server import cli, explain_command
+from ropewalk.server.cli import explain_command, main
 from tests.model import encoder_decoders
 from tests.model.checkpoints import llama, random_model, save
 from tests.server.test_cli import sentence
 
 OUTSIDE = '''
-from model.encodings.base import PositionalEncoding
+from ropewalk.model.encodings.base import PositionalEncoding
 
 class Own(PositionalEncoding):
     """Comes from a file of the user's."""
@@ -25,7 +25,7 @@ def here(tmp_path, monkeypatch):
 
 def explain(capsys, *arguments) -> str:
     """What was printed; nothing else was said."""
-    assert cli.main(["explain", *arguments]) == 0
+    assert main.main(["explain", *arguments]) == 0
     said = capsys.readouterr()
     assert said.err == ""
     return said.out
@@ -106,7 +106,7 @@ def test_a_model_brings_its_trained_biases(here, capsys) -> None:
     ],
 )
 def test_refusals_are_one_sentence_and_write_nothing(here, arguments, code, words, capsys) -> None:
-    assert cli.main(["explain", *arguments]) == code
+    assert main.main(["explain", *arguments]) == code
     assert words in sentence(capsys)
     assert not list(here.iterdir())
 
@@ -114,11 +114,11 @@ def test_refusals_are_one_sentence_and_write_nothing(here, arguments, code, word
 def test_a_layer_that_is_not_there_is_refused(here, capsys) -> None:
     folder = save(random_model(llama()), here / "tiny")
     capsys.readouterr()
-    assert cli.main(["explain", "--model", str(folder), "--layer", "9"]) == 1
+    assert main.main(["explain", "--model", str(folder), "--layer", "9"]) == 1
     assert "has the layers 0 to 2, but not 9" in sentence(capsys)
 
 
 def test_a_file_that_cannot_be_written_is_said(here, capsys) -> None:
     (here / "a.html").mkdir()
-    assert cli.main(["explain", "nope", "--out", "a.html"]) == 1
+    assert main.main(["explain", "nope", "--out", "a.html"]) == 1
     assert "a.html cannot be written (Is a directory)" in sentence(capsys)

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from server.async_engine import AsyncEngine
-from server.metrics import Metrics
+from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.metrics.exporter import Metrics
 from tests.server.fake_engine import VOCAB, counting, make_engine
 from tests.server.toy import ByteTokenizer, running, sample, toy, toy_app, wait_for
 

@@ -8,8 +8,8 @@ import contextlib
 import httpx
 import pytest
 
-from model.architectures.base import architectures
-from model.loading import open_checkpoint
+from ropewalk.model.architectures.base import architectures
+from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.model import checkpoints, plain
 from tests.model.test_parity import reference_greedy
 from tests.model.test_parity_rope import phi3, smollm3

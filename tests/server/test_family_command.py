@@ -9,15 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.family import checkpoints, corpus, fetch
-from model.family.corpus import Corpus, Split
-from model.family.files import alone
-from model.family.prepare import SHIPPED_TOKENIZER
-from model.family.sources import SOURCES
-from model.weights.safetensors_dir import SafetensorsDirectory
-from server import cli, family_command, pull
-from server.build import load_models
-from server.metrics import Metrics
+from ropewalk.model.family.files import alone
+from ropewalk.model.family.texts import corpus, fetch
+from ropewalk.model.family.texts.corpus import Corpus, Split
+from ropewalk.model.family.texts.prepare import SHIPPED_TOKENIZER
+from ropewalk.model.family.texts.sources import SOURCES
+from ropewalk.model.family.training import checkpoints
+from ropewalk.model.weights.safetensors_dir import SafetensorsDirectory
+from ropewalk.server import download as pull
+from ropewalk.server.cli import family_command, main
+from ropewalk.server.launch.build import load_models
+from ropewalk.server.metrics.exporter import Metrics
 from tests.model.family.test_prepare import small  # noqa: F401 - a fixture
 from tests.server.fake_engine import configured
 from tests.server.test_cli import sentence
@@ -35,13 +37,13 @@ def own_home(tmp_path, monkeypatch):
 
 
 def test_family_alone_names_its_commands(capsys) -> None:
-    assert cli.main(["family"]) == 2
+    assert main.main(["family"]) == 2
     assert "ropewalk family --help" in sentence(capsys)
 
 
 def test_help_says_what_prepare_does(capsys) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["family", "prepare", "--help"])
+        main.main(["family", "prepare", "--help"])
     printed = capsys.readouterr().out
     assert printed.startswith("usage: ropewalk family prepare [FLAGS]")
     assert "--own-tokenizer" in printed and "corpus.npz" in printed
@@ -56,7 +58,7 @@ def test_prepare_prints_the_data_card(capsys, monkeypatch, own_home, small) -> N
         return made(folder, shelf, bars, sources=sources, pieces=360)
 
     monkeypatch.setattr(family_command, "prepare_texts", on_a_few)
-    assert cli.main(["family", "prepare", "--own-tokenizer"]) == 0
+    assert main.main(["family", "prepare", "--own-tokenizer"]) == 0
     printed = capsys.readouterr()
     assert printed.out == (own_home / "family" / "data_card.md").read_text()
     assert "reading texts" in printed.err
@@ -65,7 +67,7 @@ def test_prepare_prints_the_data_card(capsys, monkeypatch, own_home, small) -> N
 
 def test_a_missing_client_is_one_sentence(capsys, monkeypatch) -> None:
     monkeypatch.setattr(fetch.shutil, "which", lambda name: None)
-    assert cli.main(["family", "prepare"]) == 1
+    assert main.main(["family", "prepare"]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("ropewalk: apt-get is missing and fetches r-cran-janeaustenr; install")
     assert SOURCES[0].file in said
@@ -77,13 +79,16 @@ def test_a_client_that_fails_is_quoted(capsys, monkeypatch) -> None:
 
     monkeypatch.setattr(fetch.shutil, "which", lambda name: name)
     monkeypatch.setattr(fetch.subprocess, "run", fail)
-    assert cli.main(["family", "prepare"]) == 1
+    assert main.main(["family", "prepare"]) == 1
     assert "1.0.0-1 (E: no such package); check" in capsys.readouterr().err
 
 
 @pytest.fixture
 def corpus_there(own_home, monkeypatch):
-    for where in ("model.family.recipe.CONTEXT", "server.family_command.CONTEXT"):
+    for where in (
+        "ropewalk.model.family.training.recipe.CONTEXT",
+        "ropewalk.server.cli.family_command.CONTEXT",
+    ):
         monkeypatch.setattr(where, 64)  # 512 tokens in a step
     folder = own_home / "family"
     folder.mkdir(parents=True)
@@ -99,7 +104,7 @@ def test_an_encoding_of_ones_own_is_trained_and_served(
     (tmp_path / "kerple.py").write_text(re.search(r"```python\n(.*?)```", PAGE, re.S)[1])
     monkeypatch.syspath_prepend(str(tmp_path))
     train = ["family", "train", "--encoding", "kerple:Kerple", "--tokens", "1024", "--no-compile"]
-    assert cli.main(train) == 0
+    assert main.main(train) == 0
     run = own_home / "family" / "runs" / "ropewalk-kerple"
     folder = run / "model"
     assert capsys.readouterr().out == f"{folder}\n"
@@ -116,7 +121,7 @@ def test_an_encoding_of_ones_own_is_trained_and_served(
 
 
 def test_training_needs_the_corpus(capsys, own_home) -> None:
-    assert cli.main(["family", "train"]) == 1
+    assert main.main(["family", "train"]) == 1
     assert "run ropewalk family prepare" in sentence(capsys)
 
 
@@ -124,20 +129,20 @@ def test_an_encoding_nobody_knows_is_said_before_another_is_trained(
     capsys, corpus_there, own_home
 ) -> None:
     encodings = ["--encoding", "rope", "--encoding", "kerpel"]
-    assert cli.main(["family", "train", "--no-compile", *encodings]) == 1
+    assert main.main(["family", "train", "--no-compile", *encodings]) == 1
     assert "kerpel" in sentence(capsys)
     assert not (own_home / "family" / "runs").exists()
 
 
 def test_without_a_compiler_the_way_out_is_named(capsys, monkeypatch, corpus_there) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert cli.main(["family", "train", "--device", "cpu"]) == 1
+    assert main.main(["family", "train", "--device", "cpu"]) == 1
     assert "no C++ compiler 'no-such-compiler'; install g++, set CXX" in sentence(capsys)
 
 
 def test_two_encodings_of_one_name_are_refused(capsys, corpus_there) -> None:
     encodings = ["--encoding", "a:Own", "--encoding", "b:Own", "--no-compile"]
-    assert cli.main(["family", "train", *encodings]) == 1
+    assert main.main(["family", "train", *encodings]) == 1
     assert "--encoding a:Own: ropewalk-own is given more than once" in sentence(capsys)
 
 
@@ -145,10 +150,10 @@ def test_one_training_at_a_time_works_in_a_run(capsys, corpus_there, own_home) -
     run = own_home / "family" / "runs" / "ropewalk-rope"
     with alone(run):
         train = ["family", "train", "--encoding", "rope", "--tokens", "512", "--no-compile"]
-        assert cli.main(train) == 1
+        assert main.main(train) == 1
     assert f"another process is using {run}; wait" in sentence(capsys)
     with alone(own_home / "family"):
-        assert cli.main(["family", "prepare"]) == 1
+        assert main.main(["family", "prepare"]) == 1
     assert "another process is using" in sentence(capsys)
 
 
@@ -157,13 +162,13 @@ def test_notes_that_cannot_be_read_are_named(capsys, corpus_there, own_home, tmp
     shutil.copyfile(pull.FAMILY.parent / "evaluation.json", result)
     (tmp_path / "notes.md").write_bytes(b"\xff\xfe")
     for name in ("missing.md", "notes.md"):
-        assert cli.main(["family", "report", "--notes", str(tmp_path / name)]) == 1
+        assert main.main(["family", "report", "--notes", str(tmp_path / name)]) == 1
         assert f"the notes {tmp_path / name} cannot be read" in sentence(capsys)
 
 
 @pytest.mark.parametrize("flags", [("--tokens", "0"), ("--seed", "-1"), ("--threads", "x")])
 def test_numbers_that_cannot_be_are_named(capsys, flags) -> None:
-    assert cli.main(["family", "train", *flags]) == 2
+    assert main.main(["family", "train", *flags]) == 2
     assert flags[0] in (said := sentence(capsys)) and flags[1] in said
 
 
@@ -174,29 +179,29 @@ def test_what_cannot_be_written_or_read_is_one_sentence(
     train = ["family", "train", "--encoding", "rope", "--tokens", "512", "--no-compile"]
     runs = own_home / "family" / "runs"
     runs.write_text("a file where a folder should be")
-    assert cli.main(train) == 1
+    assert main.main(train) == 1
     assert str(runs) in sentence(capsys)
     runs.unlink()
-    assert cli.main(train) == 0
+    assert main.main(train) == 0
     capsys.readouterr()
     (runs / "ropewalk-rope" / "model" / "config.json").write_text("{")
     for command in ("pack", "evaluate"):
-        assert cli.main(["family", command]) == 1
+        assert main.main(["family", command]) == 1
         said = capsys.readouterr().err.splitlines()[-1]
         assert said.startswith("ropewalk: ") and "config.json" in said
 
 
 def test_packed_models_are_served_by_name(capsys, monkeypatch, tmp_path, corpus_there) -> None:
     monkeypatch.setattr(pull, "FAMILY", tmp_path / "weights")
-    assert cli.main(["serve", "family"]) == 1
+    assert main.main(["serve", "family"]) == 1
     assert "ropewalk family prepare, train and pack" in sentence(capsys)
-    assert cli.main(["family", "pack"]) == 1
+    assert main.main(["family", "pack"]) == 1
     assert "run ropewalk family train" in sentence(capsys)
     for encoding in ("rope", "learned"):
         flags = ["--encoding", encoding, "--tokens", "512", "--no-compile"]
-        assert cli.main(["family", "train", *flags]) == 0
+        assert main.main(["family", "train", *flags]) == 0
     capsys.readouterr()
-    assert cli.main(["family", "pack"]) == 0
+    assert main.main(["family", "pack"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in table[1:]] == ["ropewalk-learned", "ropewalk-rope"]
     assert all(abs(float(line.split()[3])) < 0.01 for line in table[1:])

@@ -7,11 +7,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from model.family import corpus
-from model.family.evaluation import results, shortened
-from model.family.evaluation.results import Sizes
-from server import cli, family_command, pull
-from server.pull import home as home_of_kernels
+from ropewalk.model.family.evaluation import results, shortened
+from ropewalk.model.family.evaluation.results import Sizes
+from ropewalk.model.family.texts import corpus
+from ropewalk.server import download
+from ropewalk.server.cli import family_command, main
+from ropewalk.server.download import home as home_of_kernels
 from tests.model.family.evaluation import trained
 from tests.model.family.evaluation.made_up import family
 from tests.model.family.evaluation.trained import ENCODINGS, save
@@ -39,14 +40,14 @@ def home(tmp_path, monkeypatch):
     folder.mkdir()
     corpus.save(trained.corpus(length=500), folder / "corpus.npz")
     save(folder / "runs" / "ropewalk-alibi", ENCODINGS["alibi"])
-    own = replace(ENCODINGS["t5"], name="model.encodings.t5:T5")
+    own = replace(ENCODINGS["t5"], name="ropewalk.model.encodings.t5:T5")
     save(folder / "runs" / "ropewalk-mine" / "model", own)
     return folder
 
 
 def test_models_of_any_encoding_are_evaluated(home, capsys) -> None:
-    trusted = ["--trust-encoding", "model.encodings.t5:T5"]
-    assert cli.main(["family", "evaluate", "--quick", "--device", "cpu", *trusted]) == 0
+    trusted = ["--trust-encoding", "ropewalk.model.encodings.t5:T5"]
+    assert main.main(["family", "evaluate", "--quick", "--device", "cpu", *trusted]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{home / 'quick-evaluation.json'}\n"
     assert "ropewalk-mine: over HTTP" in printed.err
@@ -57,7 +58,7 @@ def test_models_of_any_encoding_are_evaluated(home, capsys) -> None:
 
 
 def test_without_models_the_next_step_is_named(home, capsys, tmp_path) -> None:
-    assert cli.main(["family", "evaluate", "--models", str(tmp_path / "none")]) == 1
+    assert main.main(["family", "evaluate", "--models", str(tmp_path / "none")]) == 1
     assert "run ropewalk family train" in sentence(capsys)
 
 
@@ -67,7 +68,7 @@ def test_the_report_is_a_card_and_pictures(home, capsys) -> None:
     (home / "data_card.md").write_text("| source | digest |\n")
     notes = home / "notes.md"
     notes.write_text("Because the texts are short.\n")
-    assert cli.main(["family", "report", "--notes", str(notes)]) == 0
+    assert main.main(["family", "report", "--notes", str(notes)]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == str(home / "report" / "MODEL_CARD.md")
     card = (home / "report" / "MODEL_CARD.md").read_text()
@@ -80,7 +81,7 @@ def test_the_report_is_a_card_and_pictures(home, capsys) -> None:
 
 
 def test_bundled_models_stand_beside_ones_own(home, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(pull, "FAMILY", tmp_path / "package" / "weights")
+    monkeypatch.setattr(download, "FAMILY", tmp_path / "package" / "weights")
     bundled = family()
     results.write(bundled, tmp_path / "package" / "evaluation.json")
     mine = replace(bundled.members[0], name="ropewalk-kerple", label="kerple")
@@ -88,7 +89,7 @@ def test_bundled_models_stand_beside_ones_own(home, monkeypatch, tmp_path) -> No
 
     def models(evaluation) -> list[str]:
         results.write(evaluation, home / "evaluation.json")
-        assert cli.main(["family", "report"]) == 0
+        assert main.main(["family", "report"]) == 0
         card = (home / "report" / "MODEL_CARD.md").read_text()
         rows = card.partition("## Models")[2].partition("\n## ")[0]
         return re.findall(r"^\| (ropewalk-\S+)", rows, re.MULTILINE)
@@ -100,5 +101,5 @@ def test_bundled_models_stand_beside_ones_own(home, monkeypatch, tmp_path) -> No
 
 
 def test_a_report_without_figures_names_the_command(home, capsys) -> None:
-    assert cli.main(["family", "report"]) == 1
+    assert main.main(["family", "report"]) == 1
     assert "evaluation.json is missing; run ropewalk family evaluate" in sentence(capsys)

@@ -6,9 +6,9 @@ import time
 import httpx
 import pytest
 
-from model.tokenizers.chat import ChatTemplate
-from model.tokenizers.hf import HfTokenizer, read_tokenizer_json
-from server import prepare
+from ropewalk.model.chat.template import ChatTemplate
+from ropewalk.model.tokenizers.hf import HfTokenizer, read_tokenizer_json
+from ropewalk.server.openai import requests
 from tests.model.tokenizers.test_chat_process import DOUBLE, EITHER, LOOP
 from tests.model.tokenizers.test_foreign_files import PANICS
 from tests.server.test_app import error_of
@@ -58,7 +58,7 @@ def test_nobody_else_notices():
 
 
 def test_waiting_for_others_has_an_end(monkeypatch):
-    monkeypatch.setattr(prepare, "RENDER_SECONDS", 0.0)
+    monkeypatch.setattr(requests, "RENDER_SECONDS", 0.0)
     app = toy_app(served=[toy(chat_template=ChatTemplate(LOOP, {}))])
     answer = chat(app)
     error = error_of(answer, 429)

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.attention.sdpa import SdpaAttention
-from model.kernels import substitutes
-from model.loading import open_checkpoint
-from model.replay import ReplayedDecoder
-from server import graphs
-from server.plan import Limits
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.kernels import substitutes
+from ropewalk.model.kernels.graphs.replay import ReplayedDecoder
+from ropewalk.model.loading.checkpoints import open_checkpoint
+from ropewalk.server.launch import graphs
+from ropewalk.server.scheduling.plan import Limits
 from tests.model import encoder_decoders
 from tests.model.checkpoints import save
 from tests.model.encoder_decoders import t5

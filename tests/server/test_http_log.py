@@ -5,11 +5,11 @@ import logging
 
 import pytest
 
-from model.tokenizers.chat import ChatTemplate
-from server.http_errors import Unauthorized, WrongHost
-from server.http_log import REFUSALS_PER_SECOND, Exchange, HttpLog
-from server.metrics import Metrics
-from server.request import QueueFull, RequestFailed
+from ropewalk.model.chat.template import ChatTemplate
+from ropewalk.server.http.access_log import REFUSALS_PER_SECOND, Exchange, HttpLog
+from ropewalk.server.http_errors import Unauthorized, WrongHost
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.scheduling.request import QueueFull, RequestFailed
 from tests.server.sockets import completion, connect, exchange, post, read_all
 from tests.server.toy import (
     ScriptedEngine,
@@ -35,7 +35,7 @@ def logged(caplog):
 
 def lines(caplog, level: int = logging.INFO) -> list[str]:
     """What the server said of requests at that level or above."""
-    records = [each for each in caplog.records if each.name == "server.http"]
+    records = [each for each in caplog.records if each.name == "ropewalk.http"]
     return [each.getMessage() for each in records if each.levelno >= level]
 
 
@@ -46,7 +46,7 @@ def test_every_request_has_a_line(caplog):
     assert line.startswith("POST /v1/completions 200, 0.")
     size = len(response.content)
     assert line.endswith(f" s, {size} bytes, 127.0.0.1, {response.headers['x-request-id']}")
-    (record,) = (each for each in caplog.records if each.name == "server.http")
+    (record,) = (each for each in caplog.records if each.name == "ropewalk.http")
     assert record.levelno == logging.INFO
     assert record.fields | {"seconds": 0} == {
         "request_id": response.headers["x-request-id"],
@@ -72,7 +72,7 @@ def test_probes_have_one_only_for_whoever_debugs(caplog):
     for path in paths:
         assert ask(app, "GET", path).status_code == 200
     assert lines(caplog) == []
-    caplog.set_level(logging.DEBUG, "server.http")
+    caplog.set_level(logging.DEBUG, "ropewalk.http")
     for path in paths:
         ask(app, "GET", path)
     assert len(lines(caplog, logging.DEBUG)) == len(paths)
@@ -95,7 +95,7 @@ def test_without_an_access_log_only_refusals_have_one(caplog):
     complete(app, temperature=9)
     (line,) = lines(caplog)
     assert "POST /v1/completions 400" in line
-    caplog.set_level(logging.DEBUG, "server.http")
+    caplog.set_level(logging.DEBUG, "ropewalk.http")
     complete(app)
     assert len(lines(caplog, logging.DEBUG)) == 2
 
@@ -253,7 +253,7 @@ def test_a_body_that_is_no_body_belongs_to_its_request(caplog):
 
 
 def test_a_connection_that_asks_nothing_has_none(caplog, monkeypatch):
-    monkeypatch.setattr("server.protocol.Protocol.head_seconds", 0.1)
+    monkeypatch.setattr("ropewalk.server.http.protocol.Protocol.head_seconds", 0.1)
     app = toy_app()
     with running(app) as (url, _), connect(url) as client:
         assert b"408 " in read_all(client)

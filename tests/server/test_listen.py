@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from server import listen
-from server.errors import CommandError
+from ropewalk.server import listen
+from ropewalk.server.errors import CommandError
 
 
 def test_bound_but_not_listening_yet() -> None:

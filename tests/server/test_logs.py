@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from server.logs import JsonLines
+from ropewalk.server.logs import JsonLines
 from tests.server.sockets import exchange, free_port
 
 SERVE = """
@@ -32,7 +32,7 @@ SERVE = """
         try:
             1 / 0
         except ZeroDivisionError:
-            logging.getLogger("server.engine").exception("a step failed\\nbadly")
+            logging.getLogger("ropewalk.server.engine.engine").exception("a step failed\\nbadly")
         server.handle_exit(15, None)
         await task
 
@@ -70,13 +70,13 @@ def test_every_line_is_an_object(entries):
     for entry in entries:
         assert {"time", "level", "logger", "message"} <= entry.keys()
         assert entry["time"].endswith("+00:00")
-    assert {"uvicorn.error", "server.http", "server.engine", "py.warnings"} <= {
+    assert {"uvicorn.error", "ropewalk.http", "ropewalk.server.engine.engine", "py.warnings"} <= {
         entry["logger"] for entry in entries
     }
 
 
 def test_requests_have_their_facts_beside_the_message(entries):
-    models, nowhere, nonsense = (each for each in entries if each["logger"] == "server.http")
+    models, nowhere, nonsense = (each for each in entries if each["logger"] == "ropewalk.http")
     assert (models["method"], models["path"], models["route"], models["status"]) == (
         *("GET", "/v1/models/", "/v1/models", 200),
     )
@@ -87,7 +87,7 @@ def test_requests_have_their_facts_beside_the_message(entries):
 
 
 def test_a_failure_has_its_trace(entries):
-    (failed,) = (each for each in entries if each["logger"] == "server.engine")
+    (failed,) = (each for each in entries if each["logger"] == "ropewalk.server.engine.engine")
     assert failed["message"] == "a step failed\nbadly" and failed["level"] == "ERROR"
     assert failed["exception"].startswith("Traceback")
     assert failed["exception"].endswith("ZeroDivisionError: division by zero")
@@ -97,7 +97,7 @@ def test_bytes_that_are_no_http_have_one_line():
     said = logged("text")
     assert sum("Invalid HTTP request" in line for line in said) == 0
     assert sum("bad_request" in line for line in said) == 1
-    assert any(" INFO server.http: GET /v1/models/ 200, " in line for line in said)
+    assert any(" INFO ropewalk.http: GET /v1/models/ 200, " in line for line in said)
 
 
 @pytest.mark.parametrize("message", ["a\nb", "\u2028", "\x1b[31m", "\ud800", '"}{'])

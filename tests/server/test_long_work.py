@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server import body, long_work
-from server.body import parse_object
-from server.http_errors import DuplicateKey, InvalidBody
-from server.long_work import PIECE, json_text
+from ropewalk.server import long_work
+from ropewalk.server.http_errors import DuplicateKey, InvalidBody
+from ropewalk.server.long_work import PIECE, json_text
+from ropewalk.server.openai import json_body
+from ropewalk.server.openai.json_body import parse_object
 from tests.server.toy import ByteTokenizer, ScriptedEngine, ask, complete, running, toy, toy_app
 
 NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -123,7 +124,7 @@ NESTED = '{"a": [' + "[], " * 20_000 + "[]]}"
     ids=["ids", "texts", "one text", "objects", "lists"],
 )
 def test_long_bodies_are_read_as_short_ones_are(text):
-    assert len(text) > body.LONG
+    assert len(text) > json_body.LONG
     assert parse_object(text.encode()) == json.loads(text)
 
 
@@ -151,7 +152,7 @@ def test_long_bodies_are_refused_as_short_ones_are(text, error, filler):
 
 @pytest.mark.parametrize("text", ["1, " * 30_000, "[], " * 30_000, '"a", ' * 30_000])
 def test_a_long_body_is_not_read_in_one_call_into_c(text):
-    decoder = body._decoder(text)
-    python = (body._integer, type(test_short_texts_change_no_thread))
+    decoder = json_body._decoder(text)
+    python = (json_body._integer, type(test_short_texts_change_no_thread))
     assert decoder.parse_int is python[0] or isinstance(decoder.scan_once, python[1])
-    assert body._decoder(text[:100]) is body._DECODER
+    assert json_body._decoder(text[:100]) is json_body._DECODER

@@ -11,14 +11,21 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
-from cache.kept import Moves, SpillCounts
-from cache.manager import BlockCounts
-from cache.terms import Capability, Op, OpReport
-from model.positional_work import PositionalWork
-from server.http_errors import REJECTIONS
-from server.metrics import Metrics
-from server.metrics_compat import ALIASES
-from server.request import ContextShift, FinishReason, PassTimes, Phase, RequestSummary, StepStats
+from ropewalk.cache.kept import Moves, SpillCounts
+from ropewalk.cache.manager import BlockCounts
+from ropewalk.cache.types import Capability, Op, OpReport
+from ropewalk.model.encodings.common.cost import PositionalWork
+from ropewalk.server.http_errors import REJECTIONS
+from ropewalk.server.metrics.compat import ALIASES
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.scheduling.request import (
+    ContextShift,
+    FinishReason,
+    PassTimes,
+    Phase,
+    RequestSummary,
+    StepStats,
+)
 from tests.server.toy import ask, chat, complete, sample, toy, toy_app
 
 LABELS = {"model_name": "toy", "encoding": "rope"}

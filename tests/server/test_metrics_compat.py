@@ -5,12 +5,12 @@ import socket
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cache.manager import BlockCounts
-from server import build
-from server.errors import CommandError
-from server.metrics import Metrics
-from server.metrics_compat import ALIASES
-from server.request import StepStats
+from ropewalk.cache.manager import BlockCounts
+from ropewalk.server.errors import CommandError
+from ropewalk.server.launch import build
+from ropewalk.server.metrics.compat import ALIASES
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.scheduling.request import StepStats
 from tests.server.fake_engine import configured
 from tests.server.test_metrics import families, metrics_of_toy, summary
 

@@ -4,12 +4,18 @@ import random
 
 import pytest
 
-from cache.manager import CacheManager
-from cache.terms import Capability
-from model.sampling import SamplingParams
-from server.plan import Limits, Sampled
-from server.request import FinishReason, InvalidField, Overflow, Request, UnsupportedField
-from server.scheduler import Scheduler
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.types import Capability
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.scheduling.plan import Limits, Sampled
+from ropewalk.server.scheduling.request import (
+    FinishReason,
+    InvalidField,
+    Overflow,
+    Request,
+    UnsupportedField,
+)
+from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model.running import run_uncached
 from tests.model.tiny import tiny

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from model.sampling import SamplingParams
-from server.pace import Appointments, Pace
-from server.request import MAX_RETRY_AFTER, Request
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.scheduling.pace import Appointments, Pace
+from ropewalk.server.scheduling.request import MAX_RETRY_AFTER, Request
 
 TRIES = 3  # the openai package's: one, and two more
 

@@ -5,18 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model import encoder_decoder, transformer
-from model.attention.cpu import CpuBackend
-from model.attention.reference import ReferenceAttention
-from model.attention.sdpa import SdpaAttention
-from model.kernels.substitutes import substitute
-from model.loading import open_checkpoint
-from server.app import create_app
-from server.build import engine_of, load_models
-from server.config import HttpOptions
-from server.metrics import Metrics
-from server.models import Models
-from server.parity import check_parity
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.kernels.substitutes import substitute
+from ropewalk.model.layers import decoder as transformer
+from ropewalk.model.layers import encoder_decoder
+from ropewalk.model.loading.checkpoints import open_checkpoint
+from ropewalk.server.app.app import create_app
+from ropewalk.server.config import HttpOptions
+from ropewalk.server.launch.build import engine_of, load_models
+from ropewalk.server.launch.self_check import check_parity
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.openai.served_models import Models
 from tests.model import checkpoints, encoder_decoders, plain
 from tests.model.checkpoints import save
 from tests.model.few_bits import round_weights

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from model.attention.reference import ReferenceAttention
-from model.loading import open_checkpoint
-from server.pass_timer import TimedDecoder
-from server.request import PassTimes
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.loading.checkpoints import open_checkpoint
+from ropewalk.server.engine.forward_timer import TimedDecoder
+from ropewalk.server.scheduling.request import PassTimes
 from tests.model import encoder_decoders
 from tests.model.checkpoints import save
 from tests.model.running import CPU, Running, make_batch, new_cache

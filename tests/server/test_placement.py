@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache.kv import KVCache
-from server import placement
-from server.errors import CommandError
+from ropewalk.cache.kv import KVCache
+from ropewalk.server import hardware
+from ropewalk.server.errors import CommandError
 from tests.cache.shape import Shape
 from tests.model.tiny import CONFIG
 
@@ -22,7 +22,7 @@ TOKEN_BYTES = 2 * 3 * 2 * 8 * 4  # keys and values, layers, key heads, head_dim,
 
 def blocks(**changes):
     chosen = {"budget": None, "free_memory": GIB, "block_size": 16, "max_seqs": 4, "context": 256}
-    return placement.num_blocks(CONFIG, torch.float32, **chosen | changes)
+    return hardware.num_blocks(CONFIG, torch.float32, **chosen | changes)
 
 
 @pytest.mark.parametrize(
@@ -37,30 +37,30 @@ def blocks(**changes):
 )
 def test_cuda_is_used_where_there_is_one(monkeypatch, there, wanted, picked):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    assert placement.pick_device(wanted).type == picked
+    assert hardware.pick_device(wanted).type == picked
 
 
 def test_cuda_asked_for_in_vain(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(CommandError, match="use --device cpu"):
-        placement.pick_device("cuda")
+        hardware.pick_device("cuda")
 
 
 @pytest.mark.parametrize(("has", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_bfloat16_where_the_hardware_multiplies_it(monkeypatch, has, dtype):
-    monkeypatch.setattr(placement, "has_bf16_arithmetic", lambda: has)
+    monkeypatch.setattr(hardware, "has_bf16_arithmetic", lambda: has)
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: has or including_emulation
     )
-    assert placement.pick_dtype(None, CPU) == placement.pick_dtype(None, CUDA) == dtype
-    assert placement.pick_dtype("float32", CPU) == torch.float32
-    assert placement.pick_dtype("float16", CUDA) == torch.float16
+    assert hardware.pick_dtype(None, CPU) == hardware.pick_dtype(None, CUDA) == dtype
+    assert hardware.pick_dtype("float32", CPU) == torch.float32
+    assert hardware.pick_dtype("float16", CUDA) == torch.float16
 
 
 @pytest.mark.parametrize(("threads", "name"), [(1, "cpu, 1 thread"), (3, "cpu, 3 threads")])
 def test_the_device_has_a_name_for_people(monkeypatch, threads, name):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert placement.device_name(CPU) == name
+    assert hardware.device_name(CPU) == name
 
 
 def test_without_a_budget_blocks_stop_at_what_all_sequences_need():
@@ -93,8 +93,8 @@ def test_two_blocks_are_the_least():
 )
 def test_blocks_of_the_second_place(monkeypatch, budget, free, slots):
     kv = KVCache(Shape(3, 2, 5), blocks=21, block_size=4, dtype=torch.float32, device=CPU)
-    monkeypatch.setattr(placement, "_free_host_memory", lambda: free)
-    assert placement.num_slots(budget, kv, sharers=2) == slots
+    monkeypatch.setattr(hardware, "_free_host_memory", lambda: free)
+    assert hardware.num_slots(budget, kv, sharers=2) == slots
 
 
 @pytest.mark.parametrize(
@@ -113,12 +113,12 @@ def test_blocks_of_the_second_place(monkeypatch, budget, free, slots):
 )
 def test_no_more_than_the_container_may_use(monkeypatch, tmp_path, files, free):
     sizes = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
-    monkeypatch.setattr(placement.os, "sysconf", sizes.get)
-    monkeypatch.setattr(placement, "CGROUP", tmp_path)
+    monkeypatch.setattr(hardware.os, "sysconf", sizes.get)
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
     (tmp_path / "memory").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(f"{text}\n")
-    assert placement.free_memory(CPU) == free // 4
+    assert hardware.free_memory(CPU) == free // 4
 
 
 @pytest.mark.parametrize(
@@ -134,13 +134,13 @@ def test_no_more_than_the_container_may_use(monkeypatch, tmp_path, files, free):
     ],
 )
 def test_no_more_threads_than_the_container_has_cores(monkeypatch, tmp_path, files, threads):
-    monkeypatch.setattr(placement, "CGROUP", tmp_path)
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(f"{text}\n")
-    assert placement.pick_threads(None) == threads
-    assert placement.pick_threads(16) == 16
+    assert hardware.pick_threads(None) == threads
+    assert hardware.pick_threads(16) == 16
 
 
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(monkeypatch, tmp_path, caplog):
@@ -150,21 +150,19 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(monkeypatch, 
     for there in (False, True):
         if there:
             (tmp_path / "nvidiactl").touch()
-        monkeypatch.setattr(placement, "NVIDIA", tmp_path / "nvidiactl")
-        assert placement.pick_device(None) == placement.pick_device("cpu") == CPU
+        monkeypatch.setattr(hardware, "NVIDIA", tmp_path / "nvidiactl")
+        assert hardware.pick_device(None) == hardware.pick_device("cpu") == CPU
         assert ("that this build of torch (for CUDA 13.0) cannot use" in caplog.text) is there
     caplog.clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
-    assert placement.pick_device(None) == CPU and not caplog.text
+    assert hardware.pick_device(None) == CPU and not caplog.text
 
 
 def test_the_cache_takes_a_share_of_the_free_memory(monkeypatch):
-    monkeypatch.setattr(
-        placement.os, "sysconf", {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.get
-    )
-    assert placement.free_memory(CPU) == 1000 * 4096 // 4
+    monkeypatch.setattr(hardware.os, "sysconf", {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.get)
+    assert hardware.free_memory(CPU) == 1000 * 4096 // 4
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100_000, 200_000))
-    assert placement.free_memory(CUDA) == 85_000
+    assert hardware.free_memory(CUDA) == 85_000
 
 
 def resident() -> int:
@@ -177,7 +175,7 @@ def test_freed_memory_goes_back_to_the_system():
     pieces = [b"x" * 20_000 for _ in range(3_000)]  # 60 MB, too small to be mapped one by one
     pieces = pieces[::100]  # what lies between is free, and stays with the library
     before = resident()
-    placement.return_freed_memory()
+    hardware.return_freed_memory()
     assert before - resident() > 40_000_000
     assert len(pieces) == 30
 
@@ -188,5 +186,5 @@ def test_a_gpu_gets_freed_memory_back_if_it_is_in_use(monkeypatch, used):
     emptied = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
-    placement.return_freed_memory()
+    hardware.return_freed_memory()
     assert len(emptied) == used

@@ -4,9 +4,9 @@ import httpx
 import pytest
 import torch
 
-from model.tokenizers.chat import ChatTemplate
-from server.async_engine import AsyncEngine
-from server.metrics import Metrics
+from ropewalk.model.chat.template import ChatTemplate
+from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.metrics.exporter import Metrics
 from tests.model.tokenizers.samples import byte_level
 from tests.server.fake_engine import VOCAB, make_engine
 from tests.server.test_app import error_of, events

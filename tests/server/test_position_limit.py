@@ -2,10 +2,10 @@
 
 import pytest
 
-from server.build import load_models
-from server.errors import CommandError
-from server.metrics import Metrics
-from server.request import PromptTooLong
+from ropewalk.server.errors import CommandError
+from ropewalk.server.launch.build import load_models
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.scheduling.request import PromptTooLong
 from tests.model import checkpoints, plain
 from tests.server.fake_engine import configured
 from tests.server.recording import request

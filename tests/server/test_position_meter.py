@@ -6,14 +6,14 @@ import httpx
 import pytest
 import torch
 
-from model.attention.sdpa import SdpaAttention
-from model.config import EncodingSpec
-from model.encodings.base import create, find
-from model.positional_work import PositionalWork
-from model.saving import save_checkpoint
-from model.transformer import Decoder
-from server.plan import Work
-from server.position_meter import PositionMeter
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.base import create, find
+from ropewalk.model.encodings.common.cost import PositionalWork
+from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.loading.save import save_checkpoint
+from ropewalk.server.engine.encoding_cost import PositionMeter
+from ropewalk.server.scheduling.plan import Work
 from tests.model import checkpoints, tiny
 from tests.model.tiny import ROPE, T5
 from tests.server.fake_engine import loaded_app, make_engine, make_request

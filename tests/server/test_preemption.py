@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-import model.family
-from cache.manager import Table
-from server.batching import build_batch
-from server.plan import Work
-from server.request import Overflow
+from ropewalk.cache.manager import Table
+from ropewalk.model import family as bundled
+from ropewalk.server.engine.batch import build_batch
+from ropewalk.server.scheduling.plan import Work
+from ropewalk.server.scheduling.request import Overflow
 from tests.model import encoder_decoders
 from tests.model.checkpoints import save
 from tests.server.disturbed import load, requests, run
@@ -27,7 +27,7 @@ PLACES = (0, 7, 200)  # blocks of the second place: none, too few for a request,
 
 
 def family(encoding):
-    return Path(model.family.__file__).parent / "weights" / f"ropewalk-{encoding}"
+    return Path(bundled.__file__).parent / "weights" / f"ropewalk-{encoding}"
 
 
 def assert_undisturbed(source, flags, count, places, **ways):

@@ -6,8 +6,8 @@ import os
 import pytest
 import wcwidth
 
-from server import printing
-from server.printing import Printed, printable
+from ropewalk.server.cli import printing
+from ropewalk.server.cli.printing import Printed, printable
 
 
 def test_model_cannot_command_the_terminal() -> None:

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from server.chunked import MAX_UNREAD
-from server.protocol import MAX_HEAD, MAX_HEADERS, Protocol
+from ropewalk.server.http.chunked import MAX_UNREAD
+from ropewalk.server.http.protocol import MAX_HEAD, MAX_HEADERS, Protocol
 from tests.server.sockets import (
     completion,
     connect,

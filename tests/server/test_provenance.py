@@ -8,9 +8,9 @@ import random
 
 from hypothesis import HealthCheck, settings
 
-from model.sampling import SamplingParams
-from server.plan import Limits
-from server.request import FinishReason
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.scheduling.plan import Limits
+from ropewalk.server.scheduling.request import FinishReason
 from tests.server.machine import ProvenanceMachine
 from tests.server.provenance import STOP, World, next_token, solo
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from server import pull
-from server.errors import CommandError
+from ropewalk.server import download as pull
+from ropewalk.server.errors import CommandError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 5000
 

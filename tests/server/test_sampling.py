@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-from cache.manager import Table
-from model.sampler import Sampler
-from server.batching import PromptRows, build_batch
-from server.plan import Work
-from server.sampling import sample
+from ropewalk.cache.manager import Table
+from ropewalk.model.sampler import Sampler
+from ropewalk.server.engine.batch import PromptRows, build_batch
+from ropewalk.server.engine.sampling import sample
+from ropewalk.server.scheduling.plan import Work
 from tests.model.running import run_uncached
 from tests.model.tiny import tiny
 from tests.server.fake_engine import make_request

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from cache.block_pool import InvariantError
-from cache.manager import CacheManager
-from model.sampling import SamplingParams
-from server.plan import Limits, Plan, Sampled, Work
-from server.request import (
+from ropewalk.cache.block_pool import InvariantError
+from ropewalk.cache.manager import CacheManager
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.scheduling.plan import Limits, Plan, Sampled, Work
+from ropewalk.server.scheduling.request import (
     FinishReason,
     InvalidField,
     PromptTooLong,
@@ -17,7 +17,7 @@ from server.request import (
     RequestFailed,
     TokenLogprob,
 )
-from server.scheduler import Scheduler
+from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 
 

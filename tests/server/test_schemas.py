@@ -4,10 +4,9 @@ import time
 
 import pytest
 
-from server.fields import HARMLESS, UNSUPPORTED
-from server.http_errors import MissingField, UnknownField
-from server.request import InvalidField, UnsupportedField
-from server.schemas import (
+from ropewalk.server.http_errors import MissingField, UnknownField
+from ropewalk.server.openai.fields import HARMLESS, UNSUPPORTED
+from ropewalk.server.openai.schemas import (
     CachePlanBody,
     ChatBody,
     CompletionBody,
@@ -15,6 +14,7 @@ from server.schemas import (
     TokenizeBody,
     read_body,
 )
+from ropewalk.server.scheduling.request import InvalidField, UnsupportedField
 
 HUGE = 10**30
 

@@ -10,17 +10,16 @@ import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-import cache.manager
-import cache.prefix
-from cache.block_pool import BlockPool
-from cache.keeper import Keeper
-from cache.kept import Slots
-from cache.manager import CacheManager
-from cache.prefix import PrefixIndex
-from server.overflow import ContextShifter
-from server.plan import Plan, Work
-from server.request import FinishReason
-from server.scheduler import Scheduler
+from ropewalk.cache import manager, prefix
+from ropewalk.cache.block_pool import BlockPool
+from ropewalk.cache.keeper import Keeper
+from ropewalk.cache.kept import Slots
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.prefix import PrefixIndex
+from ropewalk.server.scheduling.context_shift import ContextShifter
+from ropewalk.server.scheduling.plan import Plan, Work
+from ropewalk.server.scheduling.request import FinishReason
+from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.server.machine import ProvenanceMachine
 from tests.server.provenance import Shelf
 
@@ -126,7 +125,7 @@ def continue_a_withdrawn_entry(patch):
 
 def salt_left_out(patch):
     patch(
-        cache.prefix,
+        prefix,
         "_same",
         lambda entry, salt, packed, parent: entry.parent is parent and entry.tokens == packed,
     )
@@ -138,7 +137,7 @@ def salt_left_out(patch):
 
 def no_token_check(patch):
     patch(
-        cache.prefix,
+        prefix,
         "_same",
         lambda entry, salt, packed, parent: entry.parent is parent and entry.salt == salt,
     )
@@ -146,7 +145,7 @@ def no_token_check(patch):
 
 def no_parent_check(patch):
     patch(
-        cache.prefix,
+        prefix,
         "_same",
         lambda entry, salt, packed, parent: entry.tokens == packed and entry.salt == salt,
     )
@@ -393,7 +392,7 @@ def a_resumed_sequence_is_still_waited_for(patch):
 
 
 def a_part_is_taken_for_the_whole(patch):
-    patch(cache.manager, "sound", list)
+    patch(manager, "sound", list)
 
 
 def a_parked_block_is_rewritten(patch):

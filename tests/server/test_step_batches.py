@@ -6,12 +6,12 @@ from dataclasses import fields
 import pytest
 import torch
 
-from cache.manager import Table
-from model.batch import Cross
-from server.batching import build_batch
-from server.plan import Work
-from server.runner import Runner
-from server.step_batches import StepBatches
+from ropewalk.cache.manager import Table
+from ropewalk.model.batch import Cross
+from ropewalk.server.engine.batch import build_batch
+from ropewalk.server.engine.runner import Runner
+from ropewalk.server.engine.step_batches import StepBatches
+from ropewalk.server.scheduling.plan import Work
 from tests.model.tiny import tiny
 from tests.server.fake_engine import make_request
 from tests.server.recording import engine

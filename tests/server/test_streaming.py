@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from server.request import FinishReason
+from ropewalk.server.scheduling.request import FinishReason
 from tests.server.sockets import (
     completion,
     connect,

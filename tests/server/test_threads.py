@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from server.threads import aside, end_idle_threads, use_all_threads
+from ropewalk.server.engine.openmp import aside, end_idle_threads, use_all_threads
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="counted in /proc")
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.manager import CacheManager
-from model.sampling import SamplingParams
-from server.plan import Limits
-from server.request import QueueFull, Request
-from server.scheduler import Scheduler
-from server.turns import Turns
+from ropewalk.cache.manager import CacheManager
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.scheduling.plan import Limits
+from ropewalk.server.scheduling.request import QueueFull, Request
+from ropewalk.server.scheduling.scheduler import Scheduler
+from ropewalk.server.scheduling.turns import Turns
 from tests.cache.bookkeeping import Bookkeeping
 from tests.server.test_scheduler import Clock, names, shape, step
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from model.loading import open_checkpoint
-from server import warm_up
-from server.errors import CommandError
+from ropewalk.model.loading.checkpoints import open_checkpoint
+from ropewalk.server.engine import warm_up
+from ropewalk.server.errors import CommandError
 from tests.model import encoder_decoders
 from tests.model.checkpoints import save
 from tests.model.running import CPU, new_cache

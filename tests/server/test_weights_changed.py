@@ -10,17 +10,18 @@ import httpx
 import pytest
 import torch
 
-from cache.ledger import Ledger
-from cache.terms import Audit
-from model.fixed import fixed_tensors
-from model.seals import PORTIONS, STEPS, Seals
-from server import auditing, build
-from server.app import create_app
-from server.auditing import Auditor
-from server.config import HttpOptions
-from server.metrics import Metrics
-from server.models import Models
-from server.request import FinishReason, ModelWithdrawn, WeightsChanged
+from ropewalk.cache.ledger import Ledger
+from ropewalk.cache.types import Audit
+from ropewalk.model.weights.checksums import PORTIONS, STEPS, Seals
+from ropewalk.model.weights.fixed import fixed_tensors
+from ropewalk.server.app.app import create_app
+from ropewalk.server.config import HttpOptions
+from ropewalk.server.engine import integrity
+from ropewalk.server.engine.integrity import Auditor
+from ropewalk.server.launch import build
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.openai.served_models import Models
+from ropewalk.server.scheduling.request import FinishReason, ModelWithdrawn, WeightsChanged
 from tests.model.checkpoints import llama, random_model, save
 from tests.server.fake_engine import configured, make_request
 from tests.server.test_auditing import Watched, counted_from
@@ -90,11 +91,11 @@ def test_with_steps_launched_ahead():
 @pytest.mark.parametrize("mode", [Audit.SAMPLE, Audit.FULL])
 def test_it_is_found_within_the_promised_steps(mode, monkeypatch):
     world = Weighed(mode)
-    monkeypatch.setattr("model.seals.START", 1)
+    monkeypatch.setattr("ropewalk.model.weights.checksums.START", 1)
     weights = {str(n): torch.ones(3) for n in range(3000)}
     world.engine._auditor._weights = seals = Seals(weights)
     assert PORTIONS // 2 < seals.portions <= PORTIONS
-    promised = STEPS // auditing.PORTIONS[mode]
+    promised = STEPS // integrity.PORTIONS[mode]
     for _ in range(promised // 2):
         world.step()
     flip(weights["1234"])  # has just been passed
@@ -181,7 +182,11 @@ def test_over_http_streams_break_off_and_the_model_is_withdrawn(folder, monkeypa
         assert sample(metrics, "kv_blocks", **labels, state="active") == 0
         refusals = {"reason": "other", "code": "model_withdrawn"}
         assert sample(metrics, "request_rejections_total", **labels, **refusals) >= 1
-    logged = [record.message for record in caplog.records if record.name == "server.auditing"]
+    logged = [
+        record.message
+        for record in caplog.records
+        if record.name == "ropewalk.server.engine.integrity"
+    ]
     (line,) = logged
     assert line.startswith(
         "the weights of m changed in memory: layers.1.mlp.down.panels bytes 0 to "

@@ -14,13 +14,13 @@ from statistics import median
 
 import torch
 
-from cache.terms import Audit
-from model.sampling import SamplingParams
-from server.auditing import Auditor
-from server.build import load_models
-from server.engine import Engine, Step
-from server.metrics import Metrics
-from server.request import Request
+from ropewalk.cache.types import Audit
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.engine.engine import Engine, Step
+from ropewalk.server.engine.integrity import Auditor
+from ropewalk.server.launch.build import load_models
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.scheduling.request import Request
 from tests.server.fake_engine import configured
 
 CONCURRENT = 32

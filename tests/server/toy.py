@@ -10,14 +10,14 @@ from functools import cache
 
 import httpx
 
-from model.tokenizers.chat import ChatTemplate
-from server import listen
-from server.app import create_app
-from server.config import HttpOptions
-from server.metrics import Metrics
-from server.models import Models, Served
-from server.protocol import Server, uvicorn_config
-from server.request import (
+from ropewalk.model.chat.template import ChatTemplate
+from ropewalk.server import listen
+from ropewalk.server.app.app import create_app
+from ropewalk.server.config import HttpOptions
+from ropewalk.server.http.protocol import Server, uvicorn_config
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.openai.served_models import Models, Served
+from ropewalk.server.scheduling.request import (
     FinishReason,
     Outlook,
     PromptTooLong,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from model.family.errors import FamilyError
+from ropewalk.model.family.errors import FamilyError
 
 HELD_UP = 2.0  # median step times: longer steps waited for something else
 STEPS = 20  # steps averaged per point: the same for every curve, so that all are equally smooth

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from model.digests import of_parts
-from model.family.corpus import Corpus
-from model.family.errors import FamilyError
-from model.family.evaluation import (
+from ropewalk.model.digests import of_parts
+from ropewalk.model.family.errors import FamilyError
+from ropewalk.model.family.evaluation import (
     curves,
     grammar,
     losses,
@@ -27,15 +26,16 @@ from model.family.evaluation import (
     served,
     shortened,
 )
-from model.family.evaluation.members import Member, digest, find_members, load, opened
-from model.family.evaluation.reading import Reader
-from model.family.evaluation.results import Evaluation, Measured, Packed, Sizes
-from model.family.evaluation.served import Serve
-from model.family.evaluation.texts import Texts, texts_of
-from model.family.losses import windows_of
-from model.family.pack import COST_WINDOWS, is_packed, loss_of
-from model.family.prepare import Bar, Bars
-from model.weights.safetensors_dir import SINGLE
+from ropewalk.model.family.evaluation.members import Member, digest, find_members, load, opened
+from ropewalk.model.family.evaluation.reading import Reader
+from ropewalk.model.family.evaluation.results import Evaluation, Measured, Packed, Sizes
+from ropewalk.model.family.evaluation.served import Serve
+from ropewalk.model.family.evaluation.texts import Texts, texts_of
+from ropewalk.model.family.texts.corpus import Corpus
+from ropewalk.model.family.texts.prepare import Bar, Bars
+from ropewalk.model.family.training.losses import windows_of
+from ropewalk.model.family.training.pack import COST_WINDOWS, is_packed, loss_of
+from ropewalk.model.weights.safetensors_dir import SINGLE
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,17 @@ from pathlib import Path
 
 import torch
 
-from model.attention.sdpa import SdpaAttention
-from model.encodings.base import EncodingError, create
-from model.family.errors import FamilyError
-from model.family.recipe import ENCODINGS, code_digest
-from model.loading import Checkpoint, CheckpointError, load_decoder, open_checkpoint
-from model.transformer import Decoder
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.encodings.base import EncodingError, create
+from ropewalk.model.family.errors import FamilyError
+from ropewalk.model.family.training.recipe import ENCODINGS, code_digest
+from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.loading.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    load_decoder,
+    open_checkpoint,
+)
 
 PREFIX = "ropewalk-"
 LOG = "log.jsonl"

@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cache.kv import KVCache
-from cache.manager import Table
-from cache.terms import BLOCK_SIZE
-from model.batch import in_order, of_one
-from model.transformer import Decoder
+from ropewalk.cache.kv import KVCache
+from ropewalk.cache.manager import Table
+from ropewalk.cache.types import BLOCK_SIZE
+from ropewalk.model.batch import in_order, of_one
+from ropewalk.model.layers.decoder import Decoder
 
 CHUNK = 512  # tokens per pass
 

@@ -1,7 +1,7 @@
 """Recall: whether a model still knows what was stated earlier, by distance and length.
 
-A synthetic text (model/family/recall.py) is put at the end of held-out prose, such that text and
-answer end at a given length. The model is right when its most likely token is the answer's at
+A synthetic text (model/family/texts/recall.py) is put at the end of held-out prose, such that text
+and answer end at a given length. The model is right when its most likely token is the answer's at
 every position of the answer, as in greedy decoding.
 """
 
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, repeat
 
-from model.family.evaluation.estimates import Estimate, wilson
-from model.family.evaluation.reading import Reads
-from model.family.recall import KINDS, recalls
-from model.tokenizers.base import Tokenizer
+from ropewalk.model.family.evaluation.estimates import Estimate, wilson
+from ropewalk.model.family.evaluation.reading import Reads
+from ropewalk.model.family.texts.recall import KINDS, recalls
+from ropewalk.model.tokenizers.base import Tokenizer
 
 SEED = 77  # none of training's seeds
 

@@ -7,15 +7,15 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from model.family.errors import FamilyError
-from model.family.evaluation.curves import Curve
-from model.family.evaluation.grammar import Grammar
-from model.family.evaluation.losses import HeldOut, Losses
-from model.family.evaluation.recalled import Recalls
-from model.family.evaluation.samples import Sample
-from model.family.evaluation.served import ServedLoss
-from model.family.evaluation.shortened import Divergence
-from model.family.files import replacing
+from ropewalk.model.family.errors import FamilyError
+from ropewalk.model.family.evaluation.curves import Curve
+from ropewalk.model.family.evaluation.grammar import Grammar
+from ropewalk.model.family.evaluation.losses import HeldOut, Losses
+from ropewalk.model.family.evaluation.recalled import Recalls
+from ropewalk.model.family.evaluation.samples import Sample
+from ropewalk.model.family.evaluation.served import ServedLoss
+from ropewalk.model.family.evaluation.shortened import Divergence
+from ropewalk.model.family.files import replacing
 
 SCHEMA = 5  # raise it when the meaning of a field changes
 DIGITS = 8  # significant digits of stored numbers

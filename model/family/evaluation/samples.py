@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from model.family.evaluation.reading import Reads
-from model.tokenizers.base import Tokenizer
+from ropewalk.model.family.evaluation.reading import Reads
+from ropewalk.model.tokenizers.base import Tokenizer
 
 PROMPTS = ("The captain looked at the sea and", "My friends, the state of our country")
 TOKENS = 48

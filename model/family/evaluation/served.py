@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.family.evaluation.losses import token_losses
-from model.family.evaluation.reading import Reads
-from model.family.evaluation.texts import Texts
+from ropewalk.model.family.evaluation.losses import token_losses
+from ropewalk.model.family.evaluation.reading import Reads
+from ropewalk.model.family.evaluation.texts import Texts
 
 DTYPES = ("float32", "bfloat16")
 STRETCH = 2  # length of a text in trained lengths, if the encoding has the positions

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.ledger import Ledger
-from cache.manager import CacheManager
-from cache.operations import Operations
-from cache.terms import BLOCK_SIZE, Audit, Evict, Move, Op, Unsupported
-from model.family.evaluation.estimates import Estimate, by_document
-from model.family.evaluation.reading import forward, new_cache
-from model.family.evaluation.texts import Texts
-from model.transformer import Decoder
+from ropewalk.cache.ledger import Ledger
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.operations import Operations
+from ropewalk.cache.types import BLOCK_SIZE, Audit, Evict, Move, Op, Unsupported
+from ropewalk.model.family.evaluation.estimates import Estimate, by_document
+from ropewalk.model.family.evaluation.reading import forward, new_cache
+from ropewalk.model.family.evaluation.texts import Texts
+from ropewalk.model.layers.decoder import Decoder
 
 SEQUENCE, OTHER = "sequence", "other"  # names in the cache
 SLIDES = (1, 32)  # numbers of slides after which it is measured

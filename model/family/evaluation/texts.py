@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.family.corpus import Split
-from model.family.errors import FamilyError
-from model.family.evaluation.estimates import Floats
+from ropewalk.model.family.errors import FamilyError
+from ropewalk.model.family.evaluation.estimates import Floats
+from ropewalk.model.family.texts.corpus import Split
 
 _TRANSLATION = re.compile(r"^bible-\w+/")
 

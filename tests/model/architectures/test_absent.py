@@ -10,11 +10,11 @@ import pytest
 import torch
 import transformers
 
-from model.architectures.absent import Default, Disputed, Like
-from model.architectures.base import architectures, by_model_type
-from model.architectures.common import HARMLESS, TRANSFORMERS
-from model.architectures.fields import Fields
-from model.loading import open_checkpoint
+from ropewalk.model.architectures.absent import Default, Disputed, Like
+from ropewalk.model.architectures.base import architectures, by_model_type
+from ropewalk.model.architectures.common import HARMLESS, TRANSFORMERS
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.model import checkpoints, refusals
 from tests.model.architectures.test_configs import ABSENT, Stored, from_gguf, hf
 from tests.model.checkpoints import loaded

@@ -2,8 +2,8 @@
 
 import pytest
 
-from model.architectures.base import architectures, by_gguf_name, by_model_type
-from model.weights.base import CheckpointError
+from ropewalk.model.architectures.base import architectures, by_gguf_name, by_model_type
+from ropewalk.model.weights.base import CheckpointError
 
 
 def test_the_folder_is_the_list():

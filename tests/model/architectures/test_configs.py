@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 
-from model.architectures.base import by_gguf_name, by_model_type
-from model.architectures.fields import Fields
-from model.config import EncodingSpec, ModelConfig
-from model.weights.base import CheckpointError
+from ropewalk.model.architectures.base import by_gguf_name, by_model_type
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.weights.base import CheckpointError
 from tests.model import refusals
 
 

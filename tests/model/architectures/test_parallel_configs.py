@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from model.architectures.base import by_gguf_name, by_model_type
-from model.architectures.fields import Fields
-from model.config import EncodingSpec, ModelConfig
+from ropewalk.model.architectures.base import by_gguf_name, by_model_type
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.config import EncodingSpec, ModelConfig
 from tests.model.architectures.test_configs import ABSENT, Stored
 from tests.model.refusals import refused
 

@@ -12,10 +12,10 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from model.architectures.base import by_model_type
-from model.architectures.fields import Fields
-from model.encodings.base import create
-from model.loading import open_checkpoint
+from ropewalk.model.architectures.base import by_model_type
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.encodings.base import create
+from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.model import checkpoints
 from tests.model.architectures.test_configs import Stored, from_gguf, hf
 from tests.model.checkpoints import CPU, loaded

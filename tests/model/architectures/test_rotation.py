@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from model.config import EncodingSpec, ModelConfig
-from model.weights.base import CheckpointError
+from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.weights.base import CheckpointError
 from tests.model.architectures.test_configs import ABSENT, EXPECTED, ROPE, from_gguf, hf, refused
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors.torch import load_file, save_file
 
-from model.loading import CheckpointError, open_checkpoint
+from ropewalk.model.loading.checkpoints import CheckpointError, open_checkpoint
 from tests.model import encoder_decoders as tiny
 from tests.model.checkpoints import save
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.attention.bias import DenseBias, step_biases
-from model.attention.cpu import CpuBackend
-from model.attention.reference import ReferenceAttention
-from model.attention.sdpa import SdpaAttention
-from model.encodings.base import TableBias
+from ropewalk.model.attention.bias import DenseBias, step_biases
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.encodings.base import TableBias
+from ropewalk.model.kernels.cpu.attention import CpuBackend
 from tests.model.attention.test_cpu import problem, spec
 from tests.model.paths import BLOCK, four_ragged
 from tests.model.running import make_batch, new_cache

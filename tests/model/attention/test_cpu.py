@@ -7,14 +7,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from cache.kv import LayerKV
-from model.attention.base import AttentionSpec, NoBackend, choose
-from model.attention.bias import DenseBias
-from model.attention.cpu import CpuBackend
-from model.attention.reference import ReferenceAttention
-from model.attention.sdpa import SdpaAttention
-from model.encodings.base import KeyBias, LinearBias, TableBias
-from server.threads import end_idle_threads
+from ropewalk.cache.kv import LayerKV
+from ropewalk.model.attention.base import AttentionSpec, NoBackend, choose
+from ropewalk.model.attention.bias import DenseBias
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.encodings.base import KeyBias, LinearBias, TableBias
+from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.server.engine.openmp import end_idle_threads
 from tests.model.running import CPU, Running, make_batch
 from tests.products import thirds
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cache.kv import LayerKV
-from cache.terms import KeyFrame
-from model.attention.cpu import CpuBackend
-from model.attention.reference import ReferenceAttention
-from model.attention.sdpa import SdpaAttention
+from ropewalk.cache.kv import LayerKV
+from ropewalk.cache.types import KeyFrame
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.kernels.cpu.attention import CpuBackend
 from tests.model.attention.test_cpu import InParts, biases, problem, spec
 from tests.model.attention.test_rotation import LENGTHS, in_order, made, placed, stored
 from tests.model.attention.triton_here import DEVICE, TritonHere

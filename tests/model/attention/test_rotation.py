@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cache.kv import LayerKV
-from cache.terms import KeyFrame
-from model.attention.bias import TableBias
-from model.attention.cpu import CpuBackend
-from model.attention.reference import ReferenceAttention
-from model.attention.sdpa import SdpaAttention
-from model.encodings.rope import RoPE
-from model.rope_scaling import scaling_from
-from model.rotation import Rotation
+from ropewalk.cache.kv import LayerKV
+from ropewalk.cache.types import KeyFrame
+from ropewalk.model.attention.bias import TableBias
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.encodings.common.rope_scaling import scaling_from
+from ropewalk.model.encodings.common.rotary import Rotation
+from ropewalk.model.encodings.rope import RoPE
+from ropewalk.model.kernels.cpu.attention import CpuBackend
 from tests.model.attention.test_cpu import InParts, problem, spec
 from tests.model.running import CPU
 from tests.model.tiny import YARN, WideRoPE

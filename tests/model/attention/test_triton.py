@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache.kv import LayerKV
-from cache.terms import KeyFrame
-from model.attention.backends import all_backends
-from model.attention.base import choose
-from model.attention.reference import ReferenceAttention
-from model.attention.sdpa import SdpaAttention
-from model.attention.triton import SPLIT, TritonAttention
-from model.encodings.base import LinearBias, TableBias
-from model.rope_scaling import scaling_from
+from ropewalk.cache.kv import LayerKV
+from ropewalk.cache.types import KeyFrame
+from ropewalk.model.attention.base import choose
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.encodings.base import LinearBias, TableBias
+from ropewalk.model.encodings.common.rope_scaling import scaling_from
+from ropewalk.model.kernels.backends import all_backends
+from ropewalk.model.kernels.triton.attention import SPLIT, TritonAttention
 from tests.model.attention.test_cpu import biases, problem, spec
 from tests.model.attention.test_rotation import (
     TOLERANCE,
@@ -205,7 +205,7 @@ def on_cuda(head_dim=64, dtype=torch.bfloat16):
 @pytest.fixture
 def complete(monkeypatch):
     """A machine that has all that Triton needs."""
-    monkeypatch.setattr("model.attention.triton.find_spec", lambda name: object())
+    monkeypatch.setattr("ropewalk.model.kernels.triton.attention.find_spec", lambda name: object())
     monkeypatch.setenv("CC", "cc")
     monkeypatch.setattr(Path, "exists", lambda path: True)
 
@@ -216,7 +216,7 @@ def test_it_comes_first_on_a_gpu_and_never_elsewhere(complete, monkeypatch, capl
     assert choose(backends, on_cuda(dtype=torch.float64)) is SdpaAttention
     assert choose(backends, on_cuda(head_dim=512)) is SdpaAttention
     assert choose(backends, spec()) is SdpaAttention
-    monkeypatch.setattr("model.attention.triton.find_spec", lambda name: None)
+    monkeypatch.setattr("ropewalk.model.kernels.triton.attention.find_spec", lambda name: None)
     assert choose(backends, on_cuda()) is SdpaAttention
     assert "Attention on a GPU by sdpa; triton: Triton is not installed" in caplog.text
 
@@ -249,7 +249,7 @@ def test_what_a_machine_lacks(complete, monkeypatch):
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", "")
     assert "install gcc or set CC" in TritonAttention.why_not(on_cuda())
-    monkeypatch.setattr("model.attention.triton.find_spec", lambda name: None)
+    monkeypatch.setattr("ropewalk.model.kernels.triton.attention.find_spec", lambda name: None)
     assert "Triton is not installed" in TritonAttention.why_not(on_cuda())
 
 

@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 import pytest
 import torch
 
-from model.attention.triton import TritonAttention
+from ropewalk.model.kernels.triton.attention import TritonAttention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -8,11 +8,11 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor as mpt_alibi
 
-from model.attention.reference import ReferenceAttention
-from model.attention.sdpa import SdpaAttention
-from model.config import EncodingSpec
-from model.encodings.alibi import slopes
-from model.encodings.base import EncodingError, KeyBias, LinearBias, create
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.alibi import slopes
+from ropewalk.model.encodings.base import EncodingError, KeyBias, LinearBias, create
 from tests.model.running import run_uncached
 from tests.model.tiny import CONFIG, CPU, ENCODINGS, tiny
 

@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
-from model.encodings import base
-from model.encodings.base import EncodingError, EncodingSpec, LinearBias, TableBias, create
-from model.encodings.nope import NoPE
+from ropewalk.model.encodings import base
+from ropewalk.model.encodings.base import EncodingError, EncodingSpec, LinearBias, TableBias, create
+from ropewalk.model.encodings.nope import NoPE
 from tests.model import tiny
 from tests.model.tiny import CONFIG, CPU
 

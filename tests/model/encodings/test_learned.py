@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from model.config import EncodingSpec
-from model.encodings.base import EncodingError, create
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.base import EncodingError, create
 from tests.model.tiny import CONFIG, CPU
 
 WIDTH = CONFIG.width

@@ -9,10 +9,10 @@ from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
-from cache.terms import Capability, KeyFrame, Op
-from model.encodings.base import EncodingError, EncodingSpec, create
-from model.encodings.rope import RoPE
-from model.positional_work import PositionalWork
+from ropewalk.cache.types import Capability, KeyFrame, Op
+from ropewalk.model.encodings.base import EncodingError, EncodingSpec, create
+from ropewalk.model.encodings.common.cost import PositionalWork
+from ropewalk.model.encodings.rope import RoPE
 from tests.model.encodings import rope_properties
 from tests.model.encodings.rope_properties import SPAN, WIDTH
 from tests.model.running import run_uncached

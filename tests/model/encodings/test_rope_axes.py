@@ -10,10 +10,10 @@ from transformers.models.pixtral.configuration_pixtral import PixtralVisionConfi
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 
-from model.encodings.base import EncodingError
-from model.encodings.rope import RoPE
-from model.rope_scaling import Yarn, frequencies
-from model.rotation_axes import axial, dealt, grid_positions, sectioned
+from ropewalk.model.encodings.base import EncodingError
+from ropewalk.model.encodings.common.rope_scaling import Yarn, frequencies
+from ropewalk.model.encodings.common.rotation_axes import axial, dealt, grid_positions, sectioned
+from ropewalk.model.encodings.rope import RoPE
 from tests.model.tiny import CPU
 
 ROWS, COLUMNS = 5, 7

@@ -9,10 +9,10 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from model.architectures.fields import Fields
-from model.architectures.rotation import rope_from_hf
-from model.config import EncodingSpec
-from model.encodings.base import EncodingError, create
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.rotation import rope_from_hf
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.base import EncodingError, create
 from tests.model.tiny import CONFIG, CPU, ROPE
 
 HEAD_DIM = 24

@@ -8,8 +8,8 @@ import torch
 from transformers.models.ctrl.modeling_ctrl import positional_encoding
 from transformers.models.xglm.modeling_xglm import XGLMSinusoidalPositionalEmbedding
 
-from model.config import EncodingSpec
-from model.encodings.base import EncodingError, create
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.base import EncodingError, create
 from tests.model.tiny import CONFIG, CPU
 
 

@@ -8,9 +8,9 @@ from transformers import T5Config, UMT5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
-from model.config import EncodingSpec
-from model.encodings.base import EncodingError, MaterialisedBias, TableBias, create
-from model.encodings.t5 import T5, bucket_starts
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.base import EncodingError, MaterialisedBias, TableBias, create
+from ropewalk.model.encodings.t5 import T5, bucket_starts
 from tests.model.tiny import CONFIG, CPU
 
 DISTANCES = torch.arange(-2000, 2001)

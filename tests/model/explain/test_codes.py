@@ -3,10 +3,15 @@
 import pytest
 import torch
 
-from model.encodings.base import KeyBias, LinearBias, TableBias
-from model.explain.codes import angle_codes, bias_codes, query_positions, vector_codes
-from model.explain.subject import from_name, shape
-from model.explain.turning import turning
+from ropewalk.model.encodings.base import KeyBias, LinearBias, TableBias
+from ropewalk.model.inspect.explain.codes import (
+    angle_codes,
+    bias_codes,
+    query_positions,
+    vector_codes,
+)
+from ropewalk.model.inspect.explain.rotating import turning
+from ropewalk.model.inspect.explain.subject import from_name, shape
 
 CONFIG = shape(heads=4, head_dim=32, context=2048)
 

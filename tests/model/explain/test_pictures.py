@@ -10,13 +10,13 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from model.encodings.base import LinearBias, PositionalEncoding, TableBias, names
-from model.encodings.rope import RoPE
-from model.explain.figure import Omitted, Picture
-from model.explain.page import to_html, to_png
-from model.explain.pictures import pictures
-from model.explain.subject import from_checkpoint, from_name, shape
-from model.loading import open_checkpoint
+from ropewalk.model.encodings.base import LinearBias, PositionalEncoding, TableBias, names
+from ropewalk.model.encodings.rope import RoPE
+from ropewalk.model.inspect.explain.figure import Omitted, Picture
+from ropewalk.model.inspect.explain.page import to_html, to_png
+from ropewalk.model.inspect.explain.pictures import pictures
+from ropewalk.model.inspect.explain.subject import from_checkpoint, from_name, shape
+from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.model.checkpoints import random_model, save
 from tests.test_layers import SOURCES, imports, parsed
 
@@ -262,6 +262,6 @@ def test_no_module_of_the_server_reaches_matplotlib() -> None:
                         todo.append(target)
         return seen
 
-    assert "matplotlib" in reached("server/explain_command.py")
-    for path in ("server/build.py", "server/cli.py", "server/encodings_command.py"):
+    assert "matplotlib" in reached("server/cli/explain_command.py")
+    for path in ("server/launch/build.py", "server/cli/main.py", "server/cli/encodings_command.py"):
         assert "matplotlib" not in reached(path)

@@ -5,16 +5,16 @@ import math
 import pytest
 import torch
 
-from model.encodings.base import PositionalEncoding, find
-from model.encodings.rope import RoPE
-from model.explain.subject import from_name, shape
-from model.explain.turning import (
+from ropewalk.model.encodings.base import PositionalEncoding, find
+from ropewalk.model.encodings.rope import RoPE
+from ropewalk.model.inspect.explain.rotating import (
     bound,
     envelope,
     equal_vectors,
     random_scores,
     turning,
 )
+from ropewalk.model.inspect.explain.subject import from_name, shape
 
 CONFIG = shape(heads=3, head_dim=16, context=600)
 

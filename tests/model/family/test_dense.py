@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from model.attention.reference import ReferenceAttention
-from model.family import dense
-from model.family.dense import DenseAttention, dense_logits, refreeze
-from model.transformer import Decoder
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.family.training import dense
+from ropewalk.model.family.training.dense import DenseAttention, dense_logits, refreeze
+from ropewalk.model.layers.decoder import Decoder
 from tests.model.running import run_uncached
 from tests.model.tiny import ENCODINGS, tiny
 

@@ -8,10 +8,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from model.family.losses import windows_of
-from model.family.pack import is_packed, loss_of, pack
-from model.loading import CheckpointError, open_checkpoint
-from model.weights.safetensors_dir import SINGLE, SafetensorsDirectory
+from ropewalk.model.family.training.losses import windows_of
+from ropewalk.model.family.training.pack import is_packed, loss_of, pack
+from ropewalk.model.loading.checkpoints import CheckpointError, open_checkpoint
+from ropewalk.model.weights.safetensors_dir import SINGLE, SafetensorsDirectory
 from tests.model.family.test_train import CORPUS, short_windows, train  # noqa: F401 - a fixture
 
 
@@ -19,7 +19,7 @@ from tests.model.family.test_train import CORPUS, short_windows, train  # noqa: 
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("packed")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("model.family.recipe.CONTEXT", 32)
+        patch.setattr("ropewalk.model.family.training.recipe.CONTEXT", 32)
         trained = train(folder / "run", "learned").finish()
     pack(trained, folder / "packed")
     return trained, folder / "packed"
@@ -53,7 +53,7 @@ def test_packing_again_takes_the_place_of_the_first(folders, tmp_path, monkeypat
         raise SafetensorError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("model.family.pack.save_file", full)
+        patch.setattr("ropewalk.model.family.training.pack.save_file", full)
         with pytest.raises(OSError, match="No space left"):
             pack(folders[0], target)
     assert is_packed(folders[0], target)  # the first is still there

@@ -15,12 +15,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.family import corpus, prepare, readers, recall, tokenizer
-from model.family.cleaning import clean, strip_gutenberg
-from model.family.errors import FamilyError
-from model.family.fetch import fetch
-from model.family.sources import HELD_OUT, SOURCES, Form, Layout, Registry, Source, held_out
-from model.tokenizers.spm import SpmModel, SpmTokenizer
+from ropewalk.model.family.errors import FamilyError
+from ropewalk.model.family.texts import corpus, prepare, readers, recall, tokenizer
+from ropewalk.model.family.texts.cleaning import clean, strip_gutenberg
+from ropewalk.model.family.texts.fetch import fetch
+from ropewalk.model.family.texts.sources import (
+    HELD_OUT,
+    SOURCES,
+    Form,
+    Layout,
+    Registry,
+    Source,
+    held_out,
+)
+from ropewalk.model.tokenizers.spm import SpmModel, SpmTokenizer
 
 WORDS = ["whale", "ship", "sea", "captain", "harbour", "storm", "letter", "night", "and", "the"]
 

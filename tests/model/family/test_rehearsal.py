@@ -6,14 +6,14 @@ from itertools import count
 import pytest
 import torch
 
-from model.family.errors import FamilyError
-from model.family.recipe import ENCODINGS
-from model.family.rehearsal import rehearse
+from ropewalk.model.family.errors import FamilyError
+from ropewalk.model.family.training.recipe import ENCODINGS
+from ropewalk.model.family.training.rehearsal import rehearse
 
 OWN = """
 import torch
 from torch import nn
-from model.encodings.base import EncodingError, PositionalEncoding, TableBias
+from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, TableBias
 
 
 class {name}(PositionalEncoding):

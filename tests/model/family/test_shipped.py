@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.family.evaluation import results
-from model.family.evaluation.card import CARD
-from model.family.evaluation.findings import about_length, shipped
-from model.family.evaluation.grammar import (
+from ropewalk.model.family.evaluation import results
+from ropewalk.model.family.evaluation.grammar import (
     PARSER,
     PROMPTS,
     TEMPERATURES,
@@ -20,16 +18,18 @@ from model.family.evaluation.grammar import (
     shuffled,
     taken,
 )
-from model.family.evaluation.grammar import TOKENS as GRAMMAR_TOKENS
-from model.family.evaluation.members import load
-from model.family.evaluation.reading import Reader
-from model.family.evaluation.samples import continuation
-from model.family.pack import loss_of
-from model.family.recall import is_made_up
-from model.family.recipe import ENCODINGS, model_name
-from model.loading import open_checkpoint
-from model.weights.safetensors_dir import SINGLE
-from server.pull import FAMILY
+from ropewalk.model.family.evaluation.grammar import TOKENS as GRAMMAR_TOKENS
+from ropewalk.model.family.evaluation.members import load
+from ropewalk.model.family.evaluation.reading import Reader
+from ropewalk.model.family.evaluation.report.card import CARD
+from ropewalk.model.family.evaluation.report.findings import about_length, shipped
+from ropewalk.model.family.evaluation.samples import continuation
+from ropewalk.model.family.texts.recall import is_made_up
+from ropewalk.model.family.training.pack import loss_of
+from ropewalk.model.family.training.recipe import ENCODINGS, model_name
+from ropewalk.model.loading.checkpoints import open_checkpoint
+from ropewalk.model.weights.safetensors_dir import SINGLE
+from ropewalk.server.download import FAMILY
 
 FOLDER = FAMILY.parent
 MOST = 30 * 2**20  # bytes of all six

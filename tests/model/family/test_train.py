@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from model.config import EncodingSpec
-from model.encodings.base import find
-from model.family.corpus import Corpus, Split
-from model.family.errors import FamilyError
-from model.family.losses import pieces, windows_of
-from model.family.prepare import SHIPPED_TOKENIZER
-from model.family.recipe import ENCODINGS, Recipe, model_name, new_decoder, shape
-from model.family.train import Pace, Training
-from model.loading import open_checkpoint
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.base import find
+from ropewalk.model.family.errors import FamilyError
+from ropewalk.model.family.texts.corpus import Corpus, Split
+from ropewalk.model.family.texts.prepare import SHIPPED_TOKENIZER
+from ropewalk.model.family.training.losses import pieces, windows_of
+from ropewalk.model.family.training.recipe import ENCODINGS, Recipe, model_name, new_decoder, shape
+from ropewalk.model.family.training.train import Pace, Training
+from ropewalk.model.loading.checkpoints import open_checkpoint
 
 CPU = Pace(torch.device("cpu"), look_every=25)
 RECIPE = Recipe(tokens=50 * 2 * 32, windows=2, warm_up=5)
@@ -27,7 +27,7 @@ SHORT = replace(RECIPE, tokens=12 * 2 * 32)
 
 @pytest.fixture(autouse=True)
 def short_windows(monkeypatch) -> None:
-    monkeypatch.setattr("model.family.recipe.CONTEXT", 32)
+    monkeypatch.setattr("ropewalk.model.family.training.recipe.CONTEXT", 32)
 
 
 def small(encoding: str):
@@ -166,7 +166,9 @@ def test_a_training_cut_off_before_its_first_checkpoint_keeps_its_log(tmp_path) 
 
 def test_an_own_encodings_changed_code_is_another_one(tmp_path, monkeypatch) -> None:
     train(tmp_path, until=2)
-    monkeypatch.setattr("model.family.train.code_digest", lambda encoding: "changed")
+    monkeypatch.setattr(
+        "ropewalk.model.family.training.train.code_digest", lambda encoding: "changed"
+    )
     with pytest.raises(FamilyError, match="another recipe, encoding"):
         train(tmp_path)
 
@@ -179,7 +181,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch) -> None
         path.write_bytes(b"half")
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr("model.family.checkpoints.save_file", full)
+    monkeypatch.setattr("ropewalk.model.family.training.checkpoints.save_file", full)
     with pytest.raises(OSError, match="No space left"):
         train(tmp_path, until=4)
     assert (tmp_path / "checkpoint.safetensors").read_bytes() == kept

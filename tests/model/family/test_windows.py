@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from model.family.corpus import Split
-from model.family.errors import FamilyError
-from model.family.windows import Windows
+from ropewalk.model.family.errors import FamilyError
+from ropewalk.model.family.texts.corpus import Split
+from ropewalk.model.family.texts.windows import Windows
 
 LENGTH = 20
 

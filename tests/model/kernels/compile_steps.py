@@ -10,9 +10,9 @@ from dataclasses import fields, replace
 
 import torch
 
-from model.attention.triton import TritonAttention
-from model.batch import in_one_copy
-from model.kernels.substitutes import substitute_on_gpu
+from ropewalk.model.batch import in_one_copy
+from ropewalk.model.kernels.substitutes import substitute_on_gpu
+from ropewalk.model.kernels.triton.attention import TritonAttention
 from tests.model.kernels.no_gpu import NoGPU
 from tests.model.running import CPU, Running, make_batch, new_cache
 from tests.model.tiny import tiny

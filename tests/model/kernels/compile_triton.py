@@ -11,15 +11,21 @@ from typing import get_args
 
 import torch
 
-from cache.terms import KeyFrame
-from model.attention.triton import TritonAttention, tile_bytes
-from model.kernels import gpu_modules, triton_attention, triton_layer, triton_linear, triton_store
-from model.kernels.gpu_layers import TritonLayers
-from model.kernels.gpu_modules import TritonGate, TritonLinear, TritonStore
-from model.kernels.modules import RotationTables
-from model.linear import Int8Linear, Linear
-from model.rotation import Layout
-from model.transformer import ACTIVATIONS, Gate, LayerNorm, Layers, RMSNorm
+from ropewalk.cache.types import KeyFrame
+from ropewalk.model.encodings.common.rotary import Layout
+from ropewalk.model.kernels.cpu.modules import RotationTables
+from ropewalk.model.kernels.triton import (
+    attention_kernels,
+    layer_kernels,
+    linear_kernels,
+    modules,
+    store_kernels,
+)
+from ropewalk.model.kernels.triton.attention import TritonAttention, tile_bytes
+from ropewalk.model.kernels.triton.layers import TritonLayers
+from ropewalk.model.kernels.triton.modules import TritonGate, TritonLinear, TritonStore
+from ropewalk.model.layers.decoder import ACTIVATIONS, Gate, LayerNorm, Layers, RMSNorm
+from ropewalk.model.layers.linear import Int8Linear, Linear
 from tests.model.attention.test_cpu import biases, problem, spec
 from tests.model.attention.test_rotation import made
 from tests.model.in_8_bits import in_8_bits as rounded
@@ -34,34 +40,34 @@ def main(capability, shared, dtype, head_dim, bias, frame, stored=""):
     kv = rounded(kv) if in_8_bits else kv
     attend = TritonAttention(given)
     attend.tile_bytes = tile_bytes(int(shared))
-    attend.kernels = on_gpu(triton_attention, "attend", "merge")
+    attend.kernels = on_gpu(attention_kernels, "attend", "merge")
     rope = made(KeyFrame(frame), dtype, width=head_dim)
     attend(q, kv, batch, biases(32, batch)[int(bias)], rope.rotation())
 
     for layout in (*get_args(Layout), None):
         half = layout and made(KeyFrame.ABSOLUTE, dtype, layout=layout, width=head_dim // 2)
         store = TritonStore(RotationTables(half) if half else None)
-        store.kernels = on_gpu(triton_store, "store")
+        store.kernels = on_gpu(store_kernels, "store")
         store(q, q[:, :8], q[:, 8:16], batch, kv)
 
     x = q.flatten(1)
     like = {"dtype": dtype, "device": x.device}
     norm = RMSNorm(x.shape[1], 1e-5, **like)
     layers = TritonLayers(Layers())
-    layers.kernels = on_gpu(triton_layer, "add_norm")
+    layers.kernels = on_gpu(layer_kernels, "add_norm")
     layers.add_norm(x, x, norm)
     layers.add_norm(x, None, LayerNorm(x.shape[1], 1e-5, True, **like))
     for activation in ACTIVATIONS:
         gate = TritonGate(Gate(activation))
-        gate.kernels = on_gpu(triton_layer, "gate")
+        gate.kernels = on_gpu(layer_kernels, "gate")
         gate(x)
 
-    gpu_modules.MANY_PROGRAMS = 1  # so that tiles are as large as they ever are
+    modules.MANY_PROGRAMS = 1  # so that tiles are as large as they ever are
     for more in ({"added": x[:8, :64]}, {"norm": norm}, {"norm": norm, "gated": True}):
         if dtype in TritonLinear.DTYPES:
             linear = Linear(x.shape[1], 128 if "gated" in more else 64, bias=True, **like)
             linear = TritonLinear(Int8Linear(linear) if in_8_bits else linear)
-            linear.kernels = on_gpu(triton_linear, "linear")
+            linear.kernels = on_gpu(linear_kernels, "linear")
             linear.few(x[:8], activation="gelu", **more)
     for name, used in gpu.compiled:
         print(name, used, "bytes shared")

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from server.threads import end_idle_threads
+from ropewalk.server.engine.openmp import end_idle_threads
 
 
 @pytest.fixture(params=[1, 2, 3])

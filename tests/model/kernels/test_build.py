@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from model.kernels.build import load
-from model.kernels.library import SOURCES, UNUSED_S, NoKernels, library
+from ropewalk.model.kernels.cpu.bindings import load
+from ropewalk.model.kernels.cpu.library import SOURCES, UNUSED_S, NoKernels, library
 
 RUNS = len(SOURCES) + 1  # of the compiler: each source, and all together
 

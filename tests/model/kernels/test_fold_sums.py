@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cache.kv import KVCache
-from cache.ledger import Checksums
+from ropewalk.cache.kv import KVCache
+from ropewalk.cache.ledger import Checksums
 from tests.cache.shape import Shape
 
 BLOCKS = 7

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.attention.reference import ReferenceAttention
-from model.attention.triton import TritonAttention
-from model.config import EncodingSpec
-from model.encodings.base import PositionalEncoding
-from model.kernels.gpu_layers import TritonLayers
-from model.kernels.gpu_modules import FEW_ROWS, TritonLinear
-from model.kernels.substitutes import substitute_on_gpu
-from model.linear import quantize
-from model.loading import open_checkpoint
-from model.replay import Bucket
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.base import PositionalEncoding
+from ropewalk.model.kernels.graphs.replay import Bucket
+from ropewalk.model.kernels.substitutes import substitute_on_gpu
+from ropewalk.model.kernels.triton.attention import TritonAttention
+from ropewalk.model.kernels.triton.layers import TritonLayers
+from ropewalk.model.kernels.triton.modules import FEW_ROWS, TritonLinear
+from ropewalk.model.layers.linear import quantize
+from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.model import encoder_decoders
 from tests.model.attention.triton_here import DEVICE
 from tests.model.checkpoints import save

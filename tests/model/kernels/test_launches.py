@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cache.kv import KVCache
-from model.attention import triton
-from model.attention.triton import TritonAttention
-from model.encodings.base import create
-from model.kernels import gpu_layers, gpu_modules
-from model.kernels.gpu_modules import FEW_ROWS
-from model.kernels.substitutes import substitute_on_gpu
-from model.replay import Bucket
-from model.transformer import Decoder
+from ropewalk.cache.kv import KVCache
+from ropewalk.model.encodings.base import create
+from ropewalk.model.kernels.graphs.replay import Bucket
+from ropewalk.model.kernels.substitutes import substitute_on_gpu
+from ropewalk.model.kernels.triton import attention, modules
+from ropewalk.model.kernels.triton import layers as gpu_layers
+from ropewalk.model.kernels.triton.attention import TritonAttention
+from ropewalk.model.kernels.triton.modules import FEW_ROWS
+from ropewalk.model.layers.decoder import Decoder
 from tests.model.tiny import CONFIG, CONTEXT, ENCODINGS, freeze
 
 META = torch.device("meta")
@@ -57,7 +57,7 @@ class Kernel:
 def launches(monkeypatch, encoding, layers, stored, requests):
     """Of a decoding step."""
     counting = Launches()
-    for using in (triton, gpu_modules, gpu_layers):
+    for using in (attention, modules, gpu_layers):
         monkeypatch.setattr(using, "import_module", lambda name: counting.kernels)
     config = replace(CONFIG, encoding=ENCODINGS[encoding], layers=layers, windows=(None,) * layers)
     kv = KVCache(config, blocks=40, block_size=16, dtype=stored, device=META)

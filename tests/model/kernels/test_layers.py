@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from model.attention.bias import step_biases
-from model.attention.cpu import CpuBackend
-from model.attention.sdpa import SdpaAttention
-from model.config import EncodingSpec
-from model.encodings.base import EncodingError, LinearBias, PositionalEncoding
-from model.encodings.rope import RoPE
-from model.kernels.layers import KernelLayers, Part
-from model.kernels.modules import KernelRotate
-from model.kernels.substitutes import substitute
-from model.transformer import Layers
-from server.pass_timer import TimedDecoder
+from ropewalk.model.attention.bias import step_biases
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.base import EncodingError, LinearBias, PositionalEncoding
+from ropewalk.model.encodings.rope import RoPE
+from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.kernels.cpu.layers import KernelLayers, Part
+from ropewalk.model.kernels.cpu.modules import KernelRotate
+from ropewalk.model.kernels.substitutes import substitute
+from ropewalk.model.layers.decoder import Layers
+from ropewalk.server.engine.forward_timer import TimedDecoder
 from tests.model.few_bits import BITS, round_weights
 from tests.model.running import CPU, Running, make_batch, new_cache
 from tests.model.tiny import CONFIG, CONTEXT, ENCODINGS, WIDE_ROPE, tiny

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.config import EncodingSpec
-from model.encodings.learned import Learned
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.learned import Learned
 from tests.model.few_bits import BITS
 from tests.model.kernels.test_layers import BLOCK, GPT2, ragged, substituted
 from tests.model.running import full_of_nan, new_cache

@@ -7,20 +7,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cache.rounding import restored, rounded
-from model.attention.cpu import CpuBackend
-from model.config import EncodingSpec
-from model.encodings.base import PositionalEncoding
-from model.encodings.rope import RoPE
-from model.kernels.modules import (
+from ropewalk.cache.rounding import restored, rounded
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.base import PositionalEncoding
+from ropewalk.model.encodings.rope import RoPE
+from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.kernels.cpu.modules import (
     GatedPanelLinear,
     KernelNorm,
     KernelRotate,
     PanelLinear,
 )
-from model.kernels.substitutes import has_bf16_arithmetic, substitute
-from model.linear import Int4Linear, Int8Linear, Linear, quantize
-from model.transformer import ACTIVATIONS, Activate, Gate, LayerNorm, RMSNorm
+from ropewalk.model.kernels.substitutes import has_bf16_arithmetic, substitute
+from ropewalk.model.layers.decoder import ACTIVATIONS, Activate, Gate, LayerNorm, RMSNorm
+from ropewalk.model.layers.linear import Int4Linear, Int8Linear, Linear, quantize
 from tests.model.few_bits import BITS, in_bits
 from tests.model.running import run_uncached
 from tests.model.tiny import CPU, ENCODINGS, tiny

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from model.kernels import gpu_modules
-from model.kernels.gpu_layers import TritonLayers
-from model.kernels.gpu_modules import TritonGate
-from model.transformer import ACTIVATIONS, Gate, LayerNorm, Layers, RMSNorm
+from ropewalk.model.kernels.triton import modules
+from ropewalk.model.kernels.triton.layers import TritonLayers
+from ropewalk.model.kernels.triton.modules import TritonGate
+from ropewalk.model.layers.decoder import ACTIVATIONS, Gate, LayerNorm, Layers, RMSNorm
 from tests.model.attention.triton_here import DEVICE, drawn
 
 pytestmark = pytest.mark.triton
@@ -65,7 +65,7 @@ def test_a_norm_after_an_addition_or_without(norm, width, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 40])
 def test_a_gate(activation, dtype, width, monkeypatch):
-    monkeypatch.setattr(gpu_modules, "GATES_AT_ONCE", 16)  # so that one row takes several programs
+    monkeypatch.setattr(modules, "GATES_AT_ONCE", 16)  # so that one row takes several programs
     gate = Gate(activation)
     x = drawn(7, 2 * width, dtype=dtype, scale=3)
     found = TritonGate(gate)(x)

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.kernels import gpu_modules
-from model.kernels.gpu_modules import FEW_ROWS, OUTPUTS_AT_ONCE, TritonLinear
-from model.linear import Int8Linear, Linear
-from model.transformer import ACTIVATIONS, RMSNorm
+from ropewalk.model.kernels.triton import modules
+from ropewalk.model.kernels.triton.modules import FEW_ROWS, OUTPUTS_AT_ONCE, TritonLinear
+from ropewalk.model.layers.decoder import ACTIVATIONS, RMSNorm
+from ropewalk.model.layers.linear import Int8Linear, Linear
 from tests.model.attention.triton_here import DEVICE, drawn
 from tests.products import thirds
 
@@ -116,7 +116,7 @@ def test_norms_of_small_and_large_rows(far):
 
 
 def test_tiles_of_twice_as_many_outputs(monkeypatch):
-    monkeypatch.setattr(gpu_modules, "MANY_PROGRAMS", 2)
+    monkeypatch.setattr(modules, "MANY_PROGRAMS", 2)
     check(linear(24, 4 * OUTPUTS_AT_ONCE + 3), drawn(3, 24))
 
 

@@ -5,17 +5,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cache.kv import KVCache
-from cache.terms import KeyFrame
-from model.attention.reference import ReferenceAttention
-from model.attention.triton import TritonAttention
-from model.config import EncodingSpec
-from model.encodings.base import LinearBias
-from model.encodings.rope import RoPE
-from model.kernels.gpu_modules import TritonStore
-from model.kernels.modules import RotationTables
-from model.kernels.substitutes import substitute_on_gpu
-from model.rope_scaling import scaling_from
+from ropewalk.cache.kv import KVCache
+from ropewalk.cache.types import KeyFrame
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.base import LinearBias
+from ropewalk.model.encodings.common.rope_scaling import scaling_from
+from ropewalk.model.encodings.rope import RoPE
+from ropewalk.model.kernels.cpu.modules import RotationTables
+from ropewalk.model.kernels.substitutes import substitute_on_gpu
+from ropewalk.model.kernels.triton.attention import TritonAttention
+from ropewalk.model.kernels.triton.modules import TritonStore
 from tests.cache.shape import Shape
 from tests.model.attention.triton_here import DEVICE
 from tests.model.tiny import CONFIG, ENCODINGS, WIDE_ROPE, YARN, tiny

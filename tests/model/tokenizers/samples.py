@@ -7,8 +7,8 @@ import tokenizers
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from model.tokenizers.bytes import BYTE_OF
-from model.tokenizers.hf import HfTokenizer
+from ropewalk.model.tokenizers.bytes import BYTE_OF
+from ropewalk.model.tokenizers.hf import HfTokenizer
 
 SENTENCES = [
     "The rope runs over the walk and back again, strand by strand.",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from model.tokenizers.base import Detokenizer, InvalidText, decode, require_unicode
+from ropewalk.model.tokenizers.base import Detokenizer, InvalidText, decode, require_unicode
 from tests.model.tokenizers.samples import BytesTokenizer
 
 pieces = st.lists(

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from model.tokenizers.base import TokenizerError
-from model.tokenizers.chat import (
+from ropewalk.model.chat.template import (
     ChatTemplate,
     ChatTemplateError,
     chat_template_from_directory,
     chat_template_from_gguf,
 )
+from ropewalk.model.tokenizers.base import TokenizerError
 
 MESSAGES = [{"role": "user", "content": "Hi <b>é</b>"}, {"role": "assistant", "content": "Yo"}]
 

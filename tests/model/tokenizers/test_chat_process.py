@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from model.confined.process import Confined
-from model.tokenizers import chat
-from model.tokenizers.chat import ChatTemplate, ChatTemplateError
+from ropewalk.model.chat import template as chat
+from ropewalk.model.chat.template import ChatTemplate, ChatTemplateError
+from ropewalk.model.confined.process import Confined
 
 ROOT = Path(__file__).parents[3]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -212,10 +212,10 @@ def test_the_processes_end_with_a_server_that_is_killed(content):
 def test_what_a_process_imports():
     """Little, so that it starts quickly: neither torch nor what else the server is made of."""
     program = (
-        "import sys, model.tokenizers.chat_process\n"
+        "import sys, ropewalk.model.chat.process\n"
         "names = {name.split('.')[0] for name in sys.modules}\n"
         "print(*sorted(names - sys.stdlib_module_names - {'__main__'}))\n"
-        "print(*sorted(name for name in sys.modules if name.startswith('model')))\n"
+        "print(*sorted(name for name in sys.modules if name.startswith('ropewalk')))\n"
     )
     site = str(Path(pytest.__file__).parents[1])
     printed = subprocess.run(
@@ -226,6 +226,7 @@ def test_what_a_process_imports():
         check=True,
     ).stdout
     assert printed.splitlines() == [
-        "jinja2 markupsafe model",
-        "model model.confined model.confined.inside model.tokenizers model.tokenizers.chat_process",
+        "jinja2 markupsafe ropewalk",
+        "ropewalk ropewalk.model ropewalk.model.chat ropewalk.model.chat.process "
+        "ropewalk.model.confined ropewalk.model.confined.inside",
     ]

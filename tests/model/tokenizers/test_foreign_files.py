@@ -7,11 +7,17 @@ from base64 import b64encode
 
 import pytest
 
-from model.tokenizers.base import InvalidText, TokenizerError
-from model.tokenizers.hf import HfTokenizer, read_tokenizer_json
-from model.tokenizers.loading import tokenizer_from_directory
-from model.tokenizers.spm import read_model
-from model.tokenizers.spm_proto import Piece, PieceType, Settings, longest_replacement, write_model
+from ropewalk.model.tokenizers.base import InvalidText, TokenizerError
+from ropewalk.model.tokenizers.hf import HfTokenizer, read_tokenizer_json
+from ropewalk.model.tokenizers.loading import tokenizer_from_directory
+from ropewalk.model.tokenizers.spm import read_model
+from ropewalk.model.tokenizers.spm_proto import (
+    Piece,
+    PieceType,
+    Settings,
+    longest_replacement,
+    write_model,
+)
 from tests.model.tokenizers.samples import byte_level, train_spm
 
 

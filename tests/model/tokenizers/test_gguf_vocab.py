@@ -7,9 +7,9 @@ import sentencepiece
 from hypothesis import given
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
-from model.tokenizers.base import TokenizerError, decode
-from model.tokenizers.gguf_vocab import tokenizer_from_gguf
-from model.tokenizers.spm_proto import PieceType, read_settings
+from ropewalk.model.tokenizers.base import TokenizerError, decode
+from ropewalk.model.tokenizers.gguf_vocab import tokenizer_from_gguf
+from ropewalk.model.tokenizers.spm_proto import PieceType, read_settings
 from tests.model.tokenizers.hf_samples import byte_level
 from tests.model.tokenizers.samples import SPM_KINDS, TRICKY, texts, train_spm
 

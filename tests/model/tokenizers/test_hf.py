@@ -7,8 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
-from model.tokenizers.base import Detokenizer, InvalidText, TokenizerError, decode
-from model.tokenizers.hf import HfTokenizer, byte_rule, read_tokenizer_json
+from ropewalk.model.tokenizers.base import Detokenizer, InvalidText, TokenizerError, decode
+from ropewalk.model.tokenizers.hf import HfTokenizer, byte_rule, read_tokenizer_json
 from tests.model.tokenizers.hf_samples import HF_KINDS, byte_level
 from tests.model.tokenizers.samples import TRICKY, texts
 

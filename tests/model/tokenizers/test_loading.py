@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.tokenizers.base import TokenizerError, decode
-from model.tokenizers.hf import HfTokenizer
-from model.tokenizers.loading import tokenizer_from_directory
-from model.tokenizers.spm import SpmTokenizer
+from ropewalk.model.tokenizers.base import TokenizerError, decode
+from ropewalk.model.tokenizers.hf import HfTokenizer
+from ropewalk.model.tokenizers.loading import tokenizer_from_directory
+from ropewalk.model.tokenizers.spm import SpmTokenizer
 from tests.model.tokenizers.hf_samples import byte_level, llama
 from tests.model.tokenizers.samples import texts, train_spm
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.tokenizers.base import InvalidText, decode
-from model.tokenizers.numbers import NumberTokenizer
+from ropewalk.model.tokenizers.base import InvalidText, decode
+from ropewalk.model.tokenizers.numbers import NumberTokenizer
 
 TOKENIZER = NumberTokenizer(300)
 

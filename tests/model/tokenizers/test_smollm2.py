@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from tokenizers import pre_tokenizers
 
-from model.tokenizers.base import Detokenizer, decode
-from model.tokenizers.chat import chat_template_from_gguf
-from model.tokenizers.loading import tokenizer_from_gguf
+from ropewalk.model.chat.template import chat_template_from_gguf
+from ropewalk.model.tokenizers.base import Detokenizer, decode
+from ropewalk.model.tokenizers.loading import tokenizer_from_gguf
 from tests.model.tokenizers.samples import SENTENCES, TRICKY, texts
 from tests.smollm2 import smollm2_path
 

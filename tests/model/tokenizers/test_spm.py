@@ -7,9 +7,9 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.tokenizers.base import Detokenizer, InvalidText, TokenizerError, decode
-from model.tokenizers.spm import AddedToken, SpmModel, SpmTokenizer
-from model.tokenizers.spm_proto import (
+from ropewalk.model.tokenizers.base import Detokenizer, InvalidText, TokenizerError, decode
+from ropewalk.model.tokenizers.spm import AddedToken, SpmModel, SpmTokenizer
+from ropewalk.model.tokenizers.spm_proto import (
     ModelType,
     Piece,
     PieceType,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from model.tokenizers.spm_proto import (
+from ropewalk.model.tokenizers.spm_proto import (
     ModelType,
     Piece,
     PieceType,

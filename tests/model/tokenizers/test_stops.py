@@ -2,7 +2,7 @@
 
 import pytest
 
-from model.tokenizers.stops import Found, StopFinder
+from ropewalk.model.tokenizers.stops import Found, StopFinder
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import statistics
 import time
 
-from model.tokenizers.chat import ChatTemplate
+from ropewalk.model.chat.template import ChatTemplate
 from tests.model.tokenizers.test_chat import CHATML
 
 

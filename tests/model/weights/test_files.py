@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from model.weights.base import CheckpointError
-from model.weights.files import open_regular, read_json, read_range
+from ropewalk.model.weights.base import CheckpointError
+from ropewalk.model.weights.files import open_regular, read_json, read_range
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from model.weights import gguf_file
-from model.weights.base import CheckpointError
-from model.weights.gguf_file import GGUFFile
+from ropewalk.model.weights import gguf_file
+from ropewalk.model.weights.base import CheckpointError
+from ropewalk.model.weights.gguf_file import GGUFFile
 from tests.model import refusals
 
 VALUES = np.random.default_rng(0).standard_normal((6, 256)).astype(np.float32)

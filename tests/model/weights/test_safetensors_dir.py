@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model.weights import safetensors_dir
-from model.weights.base import CheckpointError
-from model.weights.safetensors_dir import INDEX, SINGLE, SafetensorsDirectory
+from ropewalk.model.weights import safetensors_dir
+from ropewalk.model.weights.base import CheckpointError
+from ropewalk.model.weights.safetensors_dir import INDEX, SINGLE, SafetensorsDirectory
 from tests.model import refusals
 
 ENTRY = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}

@@ -3,15 +3,15 @@
 import math
 from itertools import pairwise
 
-from model.family.evaluation.curves import Curve, Point
-from model.family.evaluation.estimates import Estimate, wilson
-from model.family.evaluation.grammar import Grammar
-from model.family.evaluation.losses import HeldOut, LossBin, Losses, edges
-from model.family.evaluation.recalled import RecallCell, Recalls
-from model.family.evaluation.results import SCHEMA, Evaluation, Measured, Packed, Sizes
-from model.family.evaluation.samples import Sample
-from model.family.evaluation.served import ServedLoss
-from model.family.evaluation.shortened import Divergence
+from ropewalk.model.family.evaluation.curves import Curve, Point
+from ropewalk.model.family.evaluation.estimates import Estimate, wilson
+from ropewalk.model.family.evaluation.grammar import Grammar
+from ropewalk.model.family.evaluation.losses import HeldOut, LossBin, Losses, edges
+from ropewalk.model.family.evaluation.recalled import RecallCell, Recalls
+from ropewalk.model.family.evaluation.results import SCHEMA, Evaluation, Measured, Packed, Sizes
+from ropewalk.model.family.evaluation.samples import Sample
+from ropewalk.model.family.evaluation.served import ServedLoss
+from ropewalk.model.family.evaluation.shortened import Divergence
 
 TRAINED, CONTEXT = 512, 4096
 REFUSAL = "refuses: there is no vector for such a position"

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from model.family.errors import FamilyError
-from model.family.evaluation import curves
-from model.family.evaluation.curves import Point
+from ropewalk.model.family.errors import FamilyError
+from ropewalk.model.family.evaluation import curves
+from ropewalk.model.family.evaluation.curves import Point
 
 
 def written(folder, rows):

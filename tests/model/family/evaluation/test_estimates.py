@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from model.family.evaluation.estimates import by_document, wilson
+from ropewalk.model.family.evaluation.estimates import by_document, wilson
 
 
 @pytest.mark.parametrize(

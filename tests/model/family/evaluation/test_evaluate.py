@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.family.errors import FamilyError
-from model.family.evaluation import evaluate as module
-from model.family.evaluation import results, samples, shortened
-from model.family.evaluation.estimates import Estimate
-from model.family.evaluation.evaluate import Task, evaluate
-from model.family.evaluation.losses import token_losses
-from model.family.evaluation.members import find_members
-from model.family.evaluation.reading import Reader
-from model.family.evaluation.results import Sizes
-from model.family.pack import pack
-from model.family.prepare import SHIPPED_TOKENIZER
-from model.tokenizers.spm import SpmModel, SpmTokenizer
+from ropewalk.model.family.errors import FamilyError
+from ropewalk.model.family.evaluation import evaluate as module
+from ropewalk.model.family.evaluation import results, samples, shortened
+from ropewalk.model.family.evaluation.estimates import Estimate
+from ropewalk.model.family.evaluation.evaluate import Task, evaluate
+from ropewalk.model.family.evaluation.losses import token_losses
+from ropewalk.model.family.evaluation.members import find_members
+from ropewalk.model.family.evaluation.reading import Reader
+from ropewalk.model.family.evaluation.results import Sizes
+from ropewalk.model.family.texts.prepare import SHIPPED_TOKENIZER
+from ropewalk.model.family.training.pack import pack
+from ropewalk.model.tokenizers.spm import SpmModel, SpmTokenizer
 from tests.model.family.evaluation.trained import (
     CPU,
     ENCODINGS,

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from model.family.evaluation.card import text, write
-from model.family.evaluation.curves import Curve, Point
-from model.family.evaluation.estimates import Estimate
-from model.family.evaluation.findings import (
+from ropewalk.model.family.evaluation.curves import Curve, Point
+from ropewalk.model.family.evaluation.estimates import Estimate
+from ropewalk.model.family.evaluation.losses import LossBin
+from ropewalk.model.family.evaluation.report.card import text, write
+from ropewalk.model.family.evaluation.report.findings import (
     Beyond,
     about_length,
     about_speed,
@@ -16,11 +17,10 @@ from model.family.evaluation.findings import (
     leads,
     verdict,
 )
-from model.family.evaluation.losses import LossBin
-from model.family.evaluation.pictures import LOOKS, look, pictures
-from model.family.evaluation.results import Evaluation, Measured
-from model.family.evaluation.tables import seeds, training
-from model.family.recipe import ENCODINGS
+from ropewalk.model.family.evaluation.report.pictures import LOOKS, look, pictures
+from ropewalk.model.family.evaluation.report.tables import seeds, training
+from ropewalk.model.family.evaluation.results import Evaluation, Measured
+from ropewalk.model.family.training.recipe import ENCODINGS
 from tests.model.family.evaluation.made_up import family, losses, measured
 
 

@@ -6,11 +6,10 @@ import shutil
 import pytest
 import torch
 
-from model.family.corpus import Corpus, Split
-from model.family.errors import FamilyError
-from model.family.evaluation import grammar
-from model.family.evaluation.estimates import wilson
-from model.family.evaluation.grammar import (
+from ropewalk.model.family.errors import FamilyError
+from ropewalk.model.family.evaluation import grammar
+from ropewalk.model.family.evaluation.estimates import wilson
+from ropewalk.model.family.evaluation.grammar import (
     PARSER,
     PEOPLE,
     asked,
@@ -20,8 +19,9 @@ from model.family.evaluation.grammar import (
     taken,
     write,
 )
-from model.family.prepare import SHIPPED_TOKENIZER
-from model.tokenizers.spm import SpmModel, SpmTokenizer
+from ropewalk.model.family.texts.corpus import Corpus, Split
+from ropewalk.model.family.texts.prepare import SHIPPED_TOKENIZER
+from ropewalk.model.tokenizers.spm import SpmModel, SpmTokenizer
 
 NEEDS_PARSER = pytest.mark.skipif(
     shutil.which(PARSER) is None, reason=f"{PARSER} is not installed (Debian: link-grammar)"

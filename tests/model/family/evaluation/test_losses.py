@@ -6,16 +6,16 @@ from math import log
 import pytest
 import torch
 
-from model.attention.reference import ReferenceAttention
-from model.encodings.base import create
-from model.family.dense import DenseAttention, dense_logits
-from model.family.errors import FamilyError
-from model.family.evaluation import losses, reading
-from model.family.evaluation.estimates import Estimate
-from model.family.evaluation.losses import HeldOut
-from model.family.evaluation.reading import Reader
-from model.family.evaluation.texts import texts_of
-from model.transformer import Decoder
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.encodings.base import create
+from ropewalk.model.family.errors import FamilyError
+from ropewalk.model.family.evaluation import losses, reading
+from ropewalk.model.family.evaluation.estimates import Estimate
+from ropewalk.model.family.evaluation.losses import HeldOut
+from ropewalk.model.family.evaluation.reading import Reader
+from ropewalk.model.family.evaluation.texts import texts_of
+from ropewalk.model.family.training.dense import DenseAttention, dense_logits
+from ropewalk.model.layers.decoder import Decoder
 from tests.model.family.evaluation.trained import (
     CPU,
     ENCODINGS,

@@ -5,11 +5,11 @@ from collections import defaultdict
 import pytest
 import torch
 
-from model.family.evaluation import recalled
-from model.family.evaluation.reading import Reader
-from model.family.prepare import SHIPPED_TOKENIZER
-from model.family.recall import FACTS
-from model.tokenizers.spm import SpmModel, SpmTokenizer
+from ropewalk.model.family.evaluation import recalled
+from ropewalk.model.family.evaluation.reading import Reader
+from ropewalk.model.family.texts.prepare import SHIPPED_TOKENIZER
+from ropewalk.model.family.texts.recall import FACTS
+from ropewalk.model.tokenizers.spm import SpmModel, SpmTokenizer
 from tests.model.family.evaluation.trained import ENCODINGS, VOCAB, random_decoder
 
 TOKENIZER = SpmTokenizer(SpmModel(SHIPPED_TOKENIZER.read_bytes()))

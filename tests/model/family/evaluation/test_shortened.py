@@ -2,9 +2,9 @@
 
 import pytest
 
-from cache.terms import Capability
-from model.family.evaluation import shortened
-from model.family.evaluation.texts import texts_of
+from ropewalk.cache.types import Capability
+from ropewalk.model.family.evaluation import shortened
+from ropewalk.model.family.evaluation.texts import texts_of
 from tests.model.family.evaluation.trained import ENCODINGS, TRAINED, corpus, random_decoder
 
 TEXTS = texts_of(corpus().held_out, TRAINED + 3 * 16 + 1, 3)

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from model.attention.sdpa import SdpaAttention
-from model.config import EncodingSpec, ModelConfig
-from model.encodings.base import create
-from model.family.corpus import Corpus, Split
-from model.family.prepare import SHIPPED_TOKENIZER
-from model.saving import save_checkpoint
-from model.transformer import Decoder
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.encodings.base import create
+from ropewalk.model.family.texts.corpus import Corpus, Split
+from ropewalk.model.family.texts.prepare import SHIPPED_TOKENIZER
+from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.loading.save import save_checkpoint
 
 CPU = torch.device("cpu")
 VOCAB = 4096

@@ -1,0 +1,82 @@
+"""Asks servers about the models that they serve, before anything is measured."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ropewalk.load_tests.client.client import Arm, Server, Unreachable, get_json
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts about one model; None if the server does not report one."""
+
+    context: int | None = None  # tokens of prompt and answer together
+    trained_context: int | None = None
+    vocab_size: int | None = None
+    block_size: int | None = None
+
+
+async def arms_of(server: Server, models: Sequence[str]) -> list[Arm]:
+    """An arm for each of `models`, or else for the server's first model. Raises Unreachable.
+
+    An arm is labelled with its model; the caller adds the server if there are several.
+    """
+    if not server.dialect.token_ids:  # its /v1/models lists downloads, not what it serves
+        return [Arm(server.model or server.dialect.name, server, "")]
+    cards = await _cards(server)
+    wanted = list(models) or list(cards)[:1]
+    for name in wanted:
+        if name not in cards:
+            there = ", ".join(cards) or "none"
+            raise Unreachable(f"{server.url} has no model {name!r}; its models are: {there}")
+    if not wanted:
+        raise Unreachable(f"{server.url} serves no model")
+    return [
+        Arm(name, replace(server, model=name), str(cards[name].get("encoding") or ""))
+        for name in wanted
+    ]
+
+
+async def facts_of(arm: Arm) -> Facts:
+    """What an arm's server says about its model. Raises Unreachable."""
+    if not arm.server.dialect.token_ids:
+        return Facts()
+    card = (await _cards(arm.server)).get(arm.server.model or "", {})
+    return Facts(
+        context=_number(card, "max_model_len"),
+        trained_context=_number(card, "trained_context"),
+        vocab_size=_number(card, "vocab_size"),
+        block_size=_number(await _cache_card(arm), "block_size"),
+    )
+
+
+def least(values: Iterable[int | None]) -> int | None:
+    """The smallest known value."""
+    return min((value for value in values if value is not None), default=None)
+
+
+async def _cards(server: Server) -> dict[str, Mapping[str, Any]]:
+    return {card["id"]: card for card in await _data(server, "/v1/models") if "id" in card}
+
+
+async def _cache_card(arm: Arm) -> Mapping[str, Any]:
+    """What `/v1/cache` says about the model; nothing on a server without that route."""
+    with suppress(Unreachable):
+        for card in await _data(arm.server, "/v1/cache"):
+            if card.get("model") == arm.server.model:
+                return card
+    return {}
+
+
+async def _data(server: Server, path: str) -> list[Mapping[str, Any]]:
+    """The objects of a listing."""
+    answer = await get_json(server, path)
+    data = answer.get("data") if isinstance(answer, dict) else None
+    return [card for card in data or () if isinstance(card, dict)]
+
+
+def _number(card: Mapping[str, Any], name: str) -> int | None:
+    value = card.get(name)
+    return value if isinstance(value, int) else None

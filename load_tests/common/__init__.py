@@ -1,0 +1,1 @@
+"""What all load tests share. No HTTP."""

@@ -1,0 +1,1 @@
+"""Decoding on a GPU, beside its memory's limit and `transformers`."""

@@ -1,0 +1,1 @@
+"""Costs of a step and its parts, measured in one process."""

@@ -1,0 +1,103 @@
+"""Makes engines wired as in the server, with its default audit, to measure costs without one."""
+
+import random
+
+import torch
+from torch import Tensor
+
+from ropewalk.cache.kv import KVCache
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.types import BLOCK_SIZE
+from ropewalk.load_tests.micro.in_process import blocks_for, new_cache, replayed, request
+from ropewalk.model.batch import ForwardBatch
+from ropewalk.model.config import ModelConfig
+from ropewalk.model.encodings.base import create
+from ropewalk.model.kernels.cpu.bindings import Kernels
+from ropewalk.model.kernels.graphs.replay import Forward
+from ropewalk.model.layers.decoder import Decoder
+from ropewalk.server.engine.assemble import Wired, wired
+from ropewalk.server.engine.encoding_cost import PositionMeter
+from ropewalk.server.engine.engine import Engine
+from ropewalk.server.scheduling.plan import Limits
+
+
+def decoding(
+    decoder: Decoder,
+    requests: int,
+    context: int,
+    steps: int,
+    *,
+    kernels: Kernels | str,
+    forward: Forward | None = None,
+    ahead: bool = False,
+) -> Wired:
+    """An engine whose `requests` are past their prompts, with room for `steps` more steps.
+
+    Their prompts have up to `context` tokens, with different lengths, so that about the same number
+    of requests fill a block in every step. `forward` is by default the `replayed` decoder.
+    `kernels` are the CPU's, for what is outside the decoder, or why there are none. ahead: whether
+    a step is launched before the previous one's tokens are waited for.
+    """
+    config, weight = decoder.config, decoder.embed.weight
+    longest = context + steps + 1
+    kv = new_cache(config, blocks_for(requests, longest), dtype=weight.dtype, device=weight.device)
+    compute = forward or replayed(decoder, kv, requests, longest)
+
+    def past_prompts(batch: ForwardBatch, kv: KVCache) -> Tensor:
+        if batch.max_query > 1:  # prompts need no computation: the cache is full of numbers anyway
+            return weight.new_zeros(len(batch.output_rows), config.vocab_size)
+        logits: Tensor = compute(batch, kv)
+        return logits
+
+    made = wired(
+        "measured",
+        past_prompts,
+        kv,
+        manager_of(kv),
+        [decoder.encoding.for_layer(layer) for layer in range(config.layers)],
+        # All prompts in one step: otherwise the first requests would grow while the last wait.
+        Limits(requests, requests * longest, longest, max_queue=requests),
+        PositionMeter(lambda length: decoder.encoding.work(config, length, BLOCK_SIZE)),
+        kernels,
+        ahead=ahead,
+    )
+    draw = random.Random(0)
+    for index in range(requests):
+        length = max(context - index % BLOCK_SIZE, 1)
+        prompt = draw.choices(range(config.vocab_size), k=length)
+        made.engine.submit(request(str(index), prompt))
+    made.engine.step()
+    return made
+
+
+def engine(
+    config: ModelConfig,
+    kv: KVCache,
+    *,
+    max_seqs: int,
+    max_context: int,
+    max_step_tokens: int = 512,
+    kernels: Kernels | str,
+) -> Engine:
+    """An engine on all of `kv` that computes nothing: the next token is always 0."""
+    encoding = create(config.encoding, config, config.trained_context, kv.device)
+    return wired(
+        "measured",
+        _first_token,
+        kv,
+        manager_of(kv),
+        [encoding] * config.layers,
+        Limits(max_seqs, max_step_tokens, max_context, max_queue=1 << 20),
+        PositionMeter(lambda context: encoding.work(config, context, kv.block_size)),
+        kernels,
+    ).engine
+
+
+def manager_of(kv: KVCache) -> CacheManager:
+    """A manager of all blocks of `kv`."""
+    return CacheManager(kv.blocks, kv.block_size)
+
+
+def _first_token(batch: ForwardBatch, kv: KVCache) -> Tensor:
+    """Logits of a vocabulary of two, the first of which is the likelier."""
+    return torch.tensor([[1.0, 0.0]], device=kv.device).expand(len(batch.output_rows), -1)

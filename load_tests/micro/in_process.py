@@ -1,0 +1,190 @@
+"""Makes decoders, caches and steps as the server does, to measure costs without one."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from logging import getLogger
+
+import torch
+from torch import Tensor
+
+from ropewalk.cache.kv import KVCache
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.types import BLOCK_SIZE
+from ropewalk.load_tests.common.rounds import Call
+from ropewalk.model.attention.base import choose, spec_for
+from ropewalk.model.batch import ForwardBatch
+from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
+from ropewalk.model.encodings.base import EncodingError, create, names
+from ropewalk.model.kernels.backends import all_backends
+from ropewalk.model.kernels.cpu.bindings import Kernels
+from ropewalk.model.kernels.graphs.replay import Bucket, Forward, ReplayedDecoder
+from ropewalk.model.kernels.substitutes import substitute, substitute_on_gpu
+from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.loading.checkpoints import Checkpoint, load_decoder, load_encoding
+from ropewalk.model.loading.random_weights import PREFIX, random_checkpoint
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.engine.batch import build_batch
+from ropewalk.server.launch.graphs import recorder
+from ropewalk.server.scheduling.plan import Work
+from ropewalk.server.scheduling.request import Request
+
+log = getLogger(__name__)
+
+# Encoding → the option that the variant in a name like t5:table sets.
+VARIANTS: Mapping[str, str] = {"t5": "form", "rope": "frame"}
+
+
+class PackedOnce(Kernels):
+    """The same kernels, but a weight is packed once and shared by all decoders."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        vars(self).update(vars(kernels))
+        self._panels: dict[tuple[int, bool], Tensor] = {}
+
+    def pack(self, weight: Tensor, gated: bool = False) -> Tensor:
+        """Keyed by address: a weight lives until the last decoder that shares it is packed."""
+        key = weight.data_ptr(), gated
+        if key not in self._panels:
+            self._panels[key] = super().pack(weight, gated)
+        return self._panels[key]
+
+
+def decoders(
+    shape: str,
+    arms: Sequence[str],
+    *,
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels | str,
+) -> dict[str, Decoder]:
+    """One decoder for each of `arms`, which differ only in their encoding.
+
+    An arm is an encoding, optionally with one of its forms or frames after a colon: t5:table.
+    Weights are random, and all decoders share the same tensors. `kernels`: those of the CPU, or
+    why there are none. Raises CheckpointError and EncodingError.
+    """
+    if isinstance(kernels, Kernels):
+        kernels = PackedOnce(kernels)
+    made: dict[str, Decoder] = {}
+    for arm in arms:
+        checkpoint = _checkpoint(shape, arm, context)
+        decoder = _decoder(checkpoint.config, context, dtype, device, kernels)
+        if made:
+            _share(next(iter(made.values())), decoder)
+            load_encoding(checkpoint, decoder.encoding)
+            decoder.bind_encoding()
+        else:
+            load_decoder(checkpoint, decoder)
+        made[arm] = decoder
+    for decoder in made.values():
+        if isinstance(kernels, Kernels):
+            substitute(decoder, kernels, dtype)
+        substitute_on_gpu(decoder, dtype)
+    return made
+
+
+def new_cache(
+    config: ModelConfig, blocks: int, *, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """A cache full of numbers of a realistic size, so that no kernel meets a special case."""
+    kv = untouched_cache(config, blocks, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    for part in kv.whole:
+        part.normal_(generator=generator)
+    return kv
+
+
+def untouched_cache(
+    config: ModelConfig, blocks: int, *, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """Takes no memory on a CPU until it is written to."""
+    return KVCache(config, blocks=blocks, block_size=BLOCK_SIZE, dtype=dtype, device=device)
+
+
+def blocks_for(requests: int, context: int) -> int:
+    """Blocks of a cache that holds that many requests, including the reserved block."""
+    return 1 + requests * -(-context // BLOCK_SIZE)
+
+
+def step(requests: int, context: int, rows: int, device: torch.device) -> ForwardBatch:
+    """The step that computes the last `rows` tokens of each request's `context`.
+
+    It outputs the logits of each request's last token. The cache must have `blocks_for` them.
+    """
+    manager = CacheManager(blocks_for(requests, context), BLOCK_SIZE, prefix_sharing=False)
+    work = []
+    for index in range(requests):
+        made = request(str(index), [7] * context)
+        manager.reserve(made.id, made.tokens, context)
+        work.append(Work(made, context - rows, rows))
+    return build_batch(tuple(work), manager.table, BLOCK_SIZE).forward.to(device)
+
+
+def passes(
+    made: Mapping[str, Decoder], kv: KVCache, requests: int, context: int, rows: int
+) -> dict[str, Call]:
+    """Each decoder's pass over the same `step`, whose batch is on the host at first."""
+    batch = step(requests, context, rows, torch.device("cpu"))
+    forwards: Mapping[str, Forward] = made
+    if rows == 1:
+        forwards = {arm: replayed(decoder, kv, requests, context) for arm, decoder in made.items()}
+    return {arm: partial(forward, batch, kv) for arm, forward in forwards.items()}
+
+
+def replayed(decoder: Decoder, kv: KVCache, requests: int, context: int) -> Forward:
+    """The decoder, with decode steps of this size recorded if the server would record them."""
+    record = recorder(decoder)
+    if record is None:
+        return decoder
+    try:
+        return ReplayedDecoder(decoder, kv, decoder, [Bucket(requests, context, kv)], record)
+    except torch.AcceleratorError:
+        raise  # the device is lost
+    except RuntimeError as error:  # as in the server: out of memory, or something else
+        log.warning("batch %d, context %d without CUDA graphs: %s", requests, context, error)
+        return decoder
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 1 << 30) -> Request:
+    """A greedy request that ends after `max_tokens`."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return Request(name, prompt, len(prompt), params, 0.0, random.Random(0))
+
+
+def _checkpoint(shape: str, arm: str, context: int) -> Checkpoint:
+    name, _, variant = arm.partition(":")
+    if variant and name not in VARIANTS:
+        if name in names():
+            raise EncodingError(f"{arm}: {name} has no forms or frames; leave out {variant!r}.")
+        name, variant = arm, ""  # package.module:Class
+    checkpoint = random_checkpoint(f"{PREFIX}{shape}", name, context)
+    if not variant:
+        return checkpoint
+    spec = checkpoint.config.encoding
+    spec = EncodingSpec(name, {**spec.options, VARIANTS[name]: variant})
+    return replace(checkpoint, config=replace(checkpoint.config, encoding=spec))
+
+
+def _decoder(
+    config: ModelConfig,
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels | str,
+) -> Decoder:
+    assert not isinstance(config, EncoderDecoderConfig), "a shape is a decoder alone"
+    encoding = create(config.encoding, config, context, device)
+    backend = choose(all_backends(kernels), spec_for(config, dtype, device))
+    return Decoder(config, encoding, backend, dtype=dtype, device=device)
+
+
+def _share(first: Decoder, decoder: Decoder) -> None:
+    """Give `decoder` the same parameter objects as `first`, except those of its encoding."""
+    # Tied parameters under both names: else one name would keep what it was allocated with.
+    for name, _ in list(decoder.named_parameters(remove_duplicate=False)):
+        if "encoding" not in name.split("."):  # the names in layers contain it, too
+            owner, _, leaf = name.rpartition(".")
+            setattr(decoder.get_submodule(owner), leaf, first.get_parameter(name))

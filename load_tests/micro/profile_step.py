@@ -1,0 +1,207 @@
+"""`ropewalk bench --profile-step`: where the time of a step goes. `--help` lists the parts."""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from ropewalk.load_tests.common.progress import Progress
+from ropewalk.load_tests.micro.in_process import decoders
+from ropewalk.load_tests.micro.measured import add_device, markdown, place_of, run, write
+from ropewalk.load_tests.micro.profile_engine import (
+    StepTimes,
+    needed_context,
+    step_times,
+    told_by_kernels,
+)
+from ropewalk.load_tests.micro.profile_http import http_times
+from ropewalk.load_tests.report.formatting import fine_milliseconds, percent
+from ropewalk.load_tests.run.options import checked, count, counts
+from ropewalk.load_tests.run.serving import FAMILY, SHAPE, parse_serve
+from ropewalk.server.launch.load_model import find_kernels
+
+_DESCRIPTION = """\
+Where the time of a decode step goes. A step gives each of --batch requests its next token.
+
+The engine runs in this process, wired as in `ropewalk serve`, with random weights of a shape and a
+cache that already holds --context tokens of every request. Each part of the step is timed; a part
+inside another one is subtracted from it, so nothing counts twice, and the parts, `rest` included,
+add up to the whole step. `position` is rotating queries and keys, and adding position embeddings.
+A bias, or keys that attention itself rotates (rope:raw, rope:block), counts as `attention`; the
+bias that t5:materialised builds for the step counts as `rest of the decoder`. `head` is the linear
+layer over the vocabulary, `metrics` is updating the counters of /metrics.
+
+Where all layers are one call of the CPU kernels, these time themselves, and `kernel call` is the
+time that Python needs to make the call. Otherwise each module is timed from Python, which visibly
+slows the step of a small model; `step, not timed` is measured on as many steps without timers,
+mixed with the others, and shows by how much. Each figure is a mean over the faster half of steps.
+On CUDA the device is synchronised wherever a part ends, so steps take longer than in service.
+
+The rows below the step are what its tokens cost outside the engine, on the event loop's thread,
+while the next step runs: `detokenising` (with the search for stop strings), `chunks as JSON`, and
+`HTTP`, which is all else on that thread: waking streams, ASGI, uvicorn, the socket. They are the
+processor time of the real application on a socket, with an engine that computes nothing in steps
+as long as those above. Its tokens are numbers as text; words of a real vocabulary are longer.
+"""
+
+_EPILOG = """\
+examples:
+  ropewalk bench --profile-step
+  ropewalk bench --profile-step --serve shape:small --encodings nope,t5:table --batch 1,64
+  ropewalk bench --profile-step --dtype bfloat16 --context 4k --out profile
+
+Tables go to standard output, progress to standard error.
+Exit status: 0, or 2 when nothing was measured.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One arm's steps, and seconds by part outside the engine, both by requests in the batch."""
+
+    arm: str
+    told_by_kernels: bool
+    steps: Mapping[int, StepTimes]
+    outside: Mapping[int, Mapping[str, float]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run("ropewalk bench", _parser(), argv, _measure, _report)
+
+
+def _report(measured: list[Profile], words: Sequence[str], args: argparse.Namespace) -> int:
+    print("\n\n".join(table(profile, args.context) for profile in measured))
+    if args.out:
+        content = {"profiles": [asdict(profile) for profile in measured]}
+        write(args.out, "profile step", words, args, content)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        prog="ropewalk bench --profile-step",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_argument("--profile-step", action="store_true", help=argparse.SUPPRESS)
+    options.add_argument(
+        "--serve",
+        type=checked(_shape),
+        default="shape:smollm2",
+        metavar="MODEL",
+        help="shape:NAME or the path of a config.json (default: %(default)s)",
+    )
+    options.add_argument(
+        "--encodings",
+        default="rope",
+        metavar="NAME,...",
+        help="optionally with a form or frame, as t5:table or rope:block; or package.module:Class "
+        "(default: %(default)s)",
+    )
+    options.add_argument(
+        "--batch",
+        type=counts,
+        default=(1, 8, 32),
+        metavar="N,...",
+        help="requests that decode (default: 1,8,32)",
+    )
+    options.add_argument(
+        "--context",
+        type=count,
+        default=512,
+        metavar="N",
+        help="tokens of each request (default: %(default)s)",
+    )
+    options.add_argument(
+        "--steps", type=count, default=48, metavar="N", help="steps timed (default: %(default)s)"
+    )
+    add_device(options)
+    options.add_argument(
+        "--threads",
+        type=count,
+        default=max((os.cpu_count() or 1) - 1, 1),
+        metavar="N",
+        help="threads of the CPU kernels (default: one less than cores, as servers of --serve use)",
+    )
+    options.add_argument("--out", metavar="NAME", help="write NAME.json")
+    options.set_defaults(clock="wall")
+    return options
+
+
+def _shape(text: str) -> str:
+    """The shape as `decoders` takes it. Raises ValueError."""
+    source = parse_serve(text)
+    if source == FAMILY:
+        raise ValueError(f"{FAMILY} cannot be profiled; use {SHAPE}small, which has the same shape")
+    return source.removeprefix(SHAPE)
+
+
+def _measure(args: argparse.Namespace) -> list[Profile]:
+    device, dtype, _ = place_of(args)
+    arms = list(dict.fromkeys(args.encodings.split(",")))
+    progress = Progress(sys.stderr)
+    progress.start(f"{args.serve}: making the decoders")
+    kernels = find_kernels(device)
+    made = decoders(
+        args.serve,
+        arms,
+        context=needed_context(args.context, args.steps),
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+    )
+    measured = []
+    progress.schedule(len(made) * len(args.batch))
+    for arm, decoder in made.items():
+        steps, outside = {}, {}
+        for requests in args.batch:
+            progress.start(f"{arm}, batch {requests}")
+            steps[requests] = step_times(
+                decoder, requests, args.context, args.steps, kernels=kernels
+            )
+            outside[requests] = http_times(requests, steps[requests].unwatched, args.steps)
+            progress.finish()
+        measured.append(Profile(arm, told_by_kernels(decoder), steps, outside))
+    progress.clear()
+    return measured
+
+
+def table(profile: Profile, context: int) -> str:
+    """Milliseconds of each part, and its share of the step, by batch."""
+    steps, outside = profile.steps, profile.outside
+    columns = [[f"batch {requests}, ms", "of the step"] for requests in steps]
+    rows = [["part", *_flat(columns)]]
+
+    found = {
+        requests: {
+            **times.parts,
+            "**step**": times.step,
+            "step, not timed": times.unwatched,
+            **{f"in parallel: {part}": seconds for part, seconds in outside[requests].items()},
+        }
+        for requests, times in steps.items()
+    }
+    for name in next(iter(found.values())):
+        cells = [_cells(found[requests][name], steps[requests].step) for requests in steps]
+        rows.append([name, *_flat(cells)])
+    way = (
+        "layers are timed by their kernels"
+        if profile.told_by_kernels
+        else "layers are timed module by module; `rest of the decoder` includes storing keys and "
+        "values, and the residual"
+    )
+    return f"{profile.arm}, context {context:,}: {way}\n\n{markdown(rows)}"
+
+
+def _cells(seconds: float, step: float) -> list[str]:
+    return [fine_milliseconds(seconds), f"{percent(seconds / step)} %"]
+
+
+def _flat(cells: Sequence[Sequence[str]]) -> list[str]:
+    return [text for each in cells for text in each]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""What the second place for blocks costs and saves: `--help` describes the method."""
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.spill import HostMemory
+from ropewalk.cache.types import BLOCK_SIZE
+from ropewalk.load_tests.common.progress import Progress
+from ropewalk.load_tests.common.rounds import Interval, median_of
+from ropewalk.load_tests.micro.in_process import blocks_for, decoders, request, untouched_cache
+from ropewalk.load_tests.micro.measured import add_options, markdown, place_of, run, write
+from ropewalk.load_tests.report.formatting import milliseconds
+from ropewalk.load_tests.run.options import count
+from ropewalk.server.engine.assemble import ledger_of, wired
+from ropewalk.server.engine.encoding_cost import PositionMeter
+from ropewalk.server.launch.load_model import find_kernels
+from ropewalk.server.scheduling.plan import Limits
+
+LEAST = 5.0  # times faster
+MOST_S = 0.002  # of one step
+COMPUTED, RESTORED, BESIDE = "computed", "restored", "restored beside others"
+COMING, LEAVING = "moved in a step, coming back", "moved in a step, preempted"
+
+_DESCRIPTION = f"""\
+How much faster a prefix comes back from the second place (--kv-spill) than it is computed, and how
+long steps wait for blocks that are moved.
+
+In each round an engine as in `ropewalk serve`, with random weights, computes a prompt of --context
+tokens. Then all that is cached has to make room, and the same prompt comes again: alone, and once
+more beside --batch requests that decode, among which it is preempted at last. Times end with its
+first token. The last two rows are the longest time that copies and checksums took within one step.
+
+Limits, for medians: restored {LEAST:.0f} times faster than computed, alone; {1000 * MOST_S:.0f} ms
+of a step.
+"""
+
+_EPILOG = """\
+examples:
+  python -m ropewalk.load_tests.micro.spill_cost
+  python -m ropewalk.load_tests.micro.spill_cost --shape small --context 1k --out spill-cost
+
+Exit status: 0; 1 when a limit does not hold; 2 when nothing was measured.
+"""
+
+
+class Timed(HostMemory):
+    """Adds up the time that moves take."""
+
+    seconds = 0.0
+
+    def put(self, blocks: Sequence[int], slots: Sequence[int]) -> list[bool]:
+        return self._timed(super().put, blocks, slots)
+
+    def take(self, slots: Sequence[int], blocks: Sequence[int]) -> list[bool]:
+        return self._timed(super().take, slots, blocks)
+
+    def _timed(
+        self,
+        move: Callable[[Sequence[int], Sequence[int]], list[bool]],
+        source: Sequence[int],
+        target: Sequence[int],
+    ) -> list[bool]:
+        began = time.thread_time()
+        result = move(source, target)
+        self.seconds += time.thread_time() - began
+        return result
+
+
+class Bench:
+    """An engine whose cache holds `batch` short requests and one of `context`, and no more."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        device, dtype, _ = place_of(args)
+        kernels = find_kernels(device)
+        self._context, self._batch, self._random = (
+            args.context,
+            args.batch,
+            random.Random(args.seed),
+        )
+        # Longer than the prefix takes to come back, a block in each step, and to leave.
+        self._answer = self._context // BLOCK_SIZE + 16 * BLOCK_SIZE
+        longest = self._context + self._answer
+        made = decoders(
+            args.shape, ["rope"], context=longest, dtype=dtype, device=device, kernels=kernels
+        )
+        (decoder,) = made.values()
+        config = decoder.config
+        blocks = blocks_for(1, longest) + blocks_for(self._batch, BLOCK_SIZE + self._answer)
+        kv = untouched_cache(config, blocks, dtype=dtype, device=device)
+        ledger = ledger_of(kv, kernels)
+        self._place = Timed(kv, 2 * blocks, ledger)
+        self._manager = CacheManager(blocks, BLOCK_SIZE, place=self._place)
+        self._engine = wired(
+            "measured",
+            decoder,
+            kv,
+            self._manager,
+            [decoder.encoding.for_layer(layer) for layer in range(config.layers)],
+            Limits(self._batch + 1, 512, longest, max_queue=100, lone_factor=2),
+            PositionMeter(),
+            kernels,
+            ledger=ledger,
+        ).engine
+        self._vocab = config.vocab_size
+        self._longest = 0.0
+
+    def round(self) -> dict[str, float]:
+        """Seconds of everything that is measured."""
+        prompt = self._tokens(self._context)
+        taken = {COMPUTED: self._first_token(COMPUTED, prompt, 1)}
+        self._make_room()
+        taken[RESTORED] = self._first_token(RESTORED, prompt, 1)
+        self._make_room()
+        for index in range(self._batch):
+            own = request(str(index), self._tokens(BLOCK_SIZE - index % BLOCK_SIZE), self._answer)
+            self._engine.submit(own)
+        self._step()
+        self._longest = 0.0
+        taken[BESIDE] = self._first_token(BESIDE, prompt, self._answer)
+        taken[COMING], self._longest = self._longest, 0.0
+        taken[LEAVING] = self._preempted()
+        for name in (BESIDE, *map(str, range(self._batch))):
+            self._engine.abort(name)
+        self._manager.flush()
+        return taken
+
+    def _tokens(self, length: int) -> list[int]:
+        return self._random.choices(range(self._vocab), k=length)
+
+    def _first_token(self, name: str, prompt: list[int], max_tokens: int) -> float:
+        began = time.perf_counter()
+        self._engine.submit(request(name, list(prompt), max_tokens))
+        while not any(event == name for event in self._step()):
+            pass
+        return time.perf_counter() - began
+
+    def _step(self) -> list[str]:
+        """The requests that got a token."""
+        self._place.seconds = 0.0
+        events = self._engine.step().events
+        self._longest = max(self._longest, self._place.seconds)
+        return [event.request_id for event in events]
+
+    def _make_room(self) -> None:
+        """As other prompts would, but without computing them."""
+        self._manager.begin_step(alone=True)
+        tokens = [0] * self._manager.capacity
+        assert self._manager.reserve("others", tokens, len(tokens), share=False) is not None
+        self._manager.release("others")
+
+    def _preempted(self) -> float:
+        """The longest time within a step of those in which the last prompt's blocks leave."""
+        free = self._manager.counts()
+        held = [0] * (BLOCK_SIZE * (free.free + free.cached))
+        assert self._manager.reserve("held", held, len(held), share=False) is not None
+        self._longest = 0.0
+        blocks = self._context // BLOCK_SIZE  # that the others may write now
+        for _ in range(min(8, blocks // self._batch // 2) * BLOCK_SIZE):
+            self._step()
+        assert self._manager.parked == {BESIDE}
+        self._manager.release("held")
+        return self._longest
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run("spill_cost", _parser(), argv, _measure, _report)
+
+
+def _parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        prog="python -m ropewalk.load_tests.micro.spill_cost",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(options, shape="smollm2")
+    options.add_argument(
+        "--context", type=count, default=4096, help="tokens of the prefix (default: 4k)"
+    )
+    options.add_argument(
+        "--batch", type=count, default=8, help="requests that decode (default: %(default)s)"
+    )
+    options.add_argument("--rounds", type=count, default=6, help="(default: %(default)s)")
+    return options
+
+
+def _measure(args: argparse.Namespace) -> list[dict[str, float]]:
+    """Seconds, round by round, without the first one, which touches memory for the first time."""
+    progress = Progress(sys.stderr)
+    progress.start(f"{args.shape}: {args.rounds} rounds")
+    bench = Bench(args)
+    taken = []
+    for done in range(args.rounds + 1):
+        taken.append(bench.round())
+        progress.note(f"{done} of {args.rounds} rounds")
+    progress.clear()
+    return taken[1:]
+
+
+def _report(taken: list[dict[str, float]], words: Sequence[str], args: argparse.Namespace) -> int:
+    medians = {name: median_of([each[name] for each in taken]) for name in taken[0]}
+    faster = median_of([each[COMPUTED] / each[RESTORED] for each in taken])
+    print(table(medians, faster))
+    if args.out:
+        content = {name: each.as_json() for name, each in medians.items()}
+        write(args.out, "spill cost", words, args, {"seconds": content, "samples": taken}, [])
+    slow = any(medians[name].median > MOST_S for name in (COMING, LEAVING))
+    return int(faster.median < LEAST or slow)
+
+
+def table(medians: dict[str, Interval], faster: Interval) -> str:
+    """Milliseconds of each, and how much faster a prefix is restored."""
+    rows = [("", "ms", "least", "most", "limit")]
+    for name, each in medians.items():
+        limit = milliseconds(MOST_S) if name in (COMING, LEAVING) else ""
+        middle, low, high = map(milliseconds, (each.median, each.low, each.high))
+        rows.append((name, middle, low, high, limit))
+    told = markdown(rows, left=1)
+    return f"{told}\n\nRestored {faster.median:.1f} times faster than computed (limit {LEAST:.0f})."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""The cost of a step under each encoding, compared with none: `--help` describes the method."""
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from ropewalk.load_tests.common.progress import Progress
+from ropewalk.load_tests.common.rounds import MIN_ROUNDS, Interval, median_of, ratios, rounds
+from ropewalk.load_tests.micro.in_process import blocks_for, decoders, new_cache, passes
+from ropewalk.load_tests.micro.measured import add_options, markdown, place_of, run, write
+from ropewalk.load_tests.report.charts import Row, dots
+from ropewalk.load_tests.report.formatting import milliseconds, signed
+from ropewalk.load_tests.report.plot import percent_tick
+from ropewalk.load_tests.report.svg import looks
+from ropewalk.load_tests.run.options import count
+from ropewalk.server.errors import CommandError
+from ropewalk.server.launch.load_model import find_kernels
+
+Verdict = Literal["holds", "does not hold", "undecided"]
+
+ZERO = "nope"
+ARMS = (
+    ZERO,
+    "rope",
+    "alibi",
+    "t5",
+    "learned",
+    "sinusoidal",
+    "t5:table",
+    "t5:materialised",
+    "rope:raw",
+    "rope:block",
+)
+CLAIMED = frozenset({"rope", "alibi", "t5", "learned", "sinusoidal"})  # the limits apply to these
+LIMITS: Mapping[str, float] = {"decode": 1.02, "prefill": 1.04}  # largest ratio to ZERO
+AGAIN = f"{ZERO} again"
+
+_DESCRIPTION = f"""\
+What a decoder step costs under each positional encoding, compared with the same step under none.
+
+Two steps are timed: decode, one token for each of --batch requests that have --context tokens, and
+prefill, the last --chunk tokens of one prompt of --context. Each is one pass of the decoder as
+`ropewalk serve` makes it, with its kernels, batch layout and paged cache; scheduling, sampling and
+HTTP are the same for all encodings, so they are left out, which makes relative differences larger.
+
+All arms share one set of random weights, down to the packed tensors that the kernels read, and
+one cache. Cost does not depend on the values. In every round each arm runs once, in random order,
+and is compared with {ZERO} of the same round; the table has the median of those ratios with a 95 %
+interval from their ranks, which assumes nothing about the noise. `{AGAIN}` is {ZERO} a second
+time: its distance from +0 shows how far the rest of the table can be trusted.
+
+Limits: over {ZERO}, decode {LIMITS["decode"] - 1:.0%} and prefill {LIMITS["prefill"] - 1:.0%}. A
+limit `holds` if the whole interval is below it, `does not hold` if the whole interval is above,
+and is `undecided` otherwise: ask for more rounds. Forms and frames (t5:table, rope:raw) have no
+limit.
+
+By default the processor time of one thread counts, because other programs change it least: it
+excludes the time they run, and they disturb caches and memory for all arms of a round alike. With
+more threads use --clock wall on a machine that does nothing else: processor time then includes
+threads that wait for each other. On CUDA the time is that between events on the device.
+"""
+
+_EPILOG = f"""\
+examples:
+  python -m ropewalk.load_tests.micro.step_cost
+  python -m ropewalk.load_tests.micro.step_cost --shape smollm2 --rounds 60 --out step-cost
+  python -m ropewalk.load_tests.micro.step_cost --arms rope,t5 --batch 1 --prefill-rounds 0
+
+The table goes to standard output, progress to standard error.
+Exit status: 0; 1 when a limit does not hold; 2 when nothing was measured.
+Intervals need {MIN_ROUNDS} rounds or more. With `small` the defaults take some minutes.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The time of one arm's step, and its ratio to ZERO's."""
+
+    arm: str
+    seconds: float
+    ratio: Interval
+    limit: float | None
+    verdict: Verdict | None
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self) | {"ratio": self.ratio.as_json()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run("step_cost", _parser(), argv, _measure, _report)
+
+
+def _report(
+    samples: dict[str, list[dict[str, float]]], words: Sequence[str], args: argparse.Namespace
+) -> int:
+    costs = {work: costs_of(taken, LIMITS[work]) for work, taken in samples.items()}
+    print(table(costs))
+    if args.out:
+        content = {
+            "costs": {work: [cost.as_json() for cost in each] for work, each in costs.items()},
+            "samples": samples,  # seconds, round by round
+        }
+        charts = [_chart(work, each) for work, each in costs.items()]
+        write(args.out, "step cost", words, args, content, charts)
+    verdicts = {cost.verdict for each in costs.values() for cost in each}
+    return int("does not hold" in verdicts)
+
+
+def costs_of(taken: Sequence[Mapping[str, float]], limit: float) -> list[Cost]:
+    """The costs from the seconds of every round. The limit applies to arms in CLAIMED."""
+    found = []
+    for arm in taken[0]:
+        ratio = median_of(ratios(taken, arm, ZERO))
+        seconds = median_of([each[arm] for each in taken]).median
+        own = limit if arm in CLAIMED else None
+        found.append(Cost(arm, seconds, ratio, own, None if own is None else verdict(ratio, own)))
+    return found
+
+
+def verdict(ratio: Interval, limit: float) -> Verdict:
+    if ratio.high <= limit:
+        return "holds"
+    return "does not hold" if ratio.low > limit else "undecided"
+
+
+def _parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        prog="python -m ropewalk.load_tests.micro.step_cost",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(options, shape="small")
+    options.add_argument(
+        "--arms",
+        default=",".join(ARMS[1:]),
+        metavar="A,B",
+        help=f"arms compared with {ZERO} (default: %(default)s)",
+    )
+    options.add_argument(
+        "--context", type=count, default=4096, help="tokens of each request (default: 4k)"
+    )
+    options.add_argument(
+        "--batch", type=count, default=8, help="requests that decode (default: %(default)s)"
+    )
+    options.add_argument(
+        "--chunk", type=count, default=512, help="tokens of a prefill (default: %(default)s)"
+    )
+    options.add_argument(
+        "--rounds", type=int, default=100, help="rounds of decode; 0: none (default: %(default)s)"
+    )
+    options.add_argument(
+        "--prefill-rounds",
+        type=int,
+        default=20,
+        help="rounds of prefill; 0: none (default: %(default)s)",
+    )
+    return options
+
+
+def _measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """Seconds by work, round and arm."""
+    if args.chunk > args.context:
+        raise CommandError(
+            f"--chunk {args.chunk} is more than --context; use {args.context} or less"
+        )
+    device, dtype, clock = place_of(args)
+    arms = [ZERO, *(arm for arm in args.arms.split(",") if arm != ZERO)]
+    progress = Progress(sys.stderr)
+    progress.start(f"{args.shape} under {', '.join(arms)}: making the decoders")
+    made = decoders(
+        args.shape,
+        arms,
+        context=args.context,
+        dtype=dtype,
+        device=device,
+        kernels=find_kernels(device),
+    )
+    made[AGAIN] = made[ZERO]
+    kv = new_cache(
+        made[ZERO].config, blocks_for(args.batch, args.context), dtype=dtype, device=device
+    )
+    steps = {
+        "decode": (args.batch, 1, args.rounds),
+        "prefill": (1, args.chunk, args.prefill_rounds),
+    }
+    samples: dict[str, list[dict[str, float]]] = {}
+    for work, (requests, rows, wanted) in steps.items():
+        if wanted < 1:
+            continue
+        calls = passes(made, kv, requests, args.context, rows)
+        progress.start(f"{work}: {wanted} rounds of {len(calls)} passes")
+        samples[work] = []
+        for taken in rounds(calls, wanted, clock, args.seed):
+            samples[work].append(taken)
+            progress.note(f"{work}: {len(samples[work])} of {wanted} rounds")
+    progress.clear()
+    return samples
+
+
+def table(costs: Mapping[str, Sequence[Cost]]) -> str:
+    """The costs by step and arm."""
+    rows = [("step", "encoding", "ms", f"over {ZERO}, 95 % interval", "limit", "")]
+    for work, each in costs.items():
+        for cost in each:
+            rows.append(
+                (
+                    work,
+                    cost.arm,
+                    milliseconds(cost.seconds),
+                    "" if cost.arm == ZERO else _difference(cost.ratio),
+                    "" if cost.limit is None else f"{signed(cost.limit)} %",
+                    cost.verdict or "",
+                )
+            )
+    return markdown(rows, left=2)
+
+
+def _difference(ratio: Interval) -> str:
+    """+1.2 % (+0.8 to +1.9), without the interval if it is infinite."""
+    middle = f"{signed(ratio.median)} %"
+    if math.isinf(ratio.high):
+        return middle
+    return f"{middle} ({signed(ratio.low)} to {signed(ratio.high)})"
+
+
+def _chart(work: str, costs: Sequence[Cost]) -> str:
+    """Differences in percent; hollow if the interval contains 0."""
+    look = looks([cost.arm for cost in costs], ZERO)
+    rows = []
+    for cost in costs[1:]:
+        ratio = cost.ratio
+        if math.isinf(ratio.high):
+            ratio = Interval(ratio.median, ratio.median, ratio.median)
+        middle, low, high = (100 * (each - 1) for each in (ratio.median, ratio.low, ratio.high))
+        text = f"{signed(ratio.median)} %"
+        rows.append(Row(cost.arm, look[cost.arm], middle, low, high, text, low <= 0 <= high))
+    return dots(f"{work}: time over {ZERO}", {"": rows}, "percent", percent_tick, centred=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

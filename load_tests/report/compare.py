@@ -1,0 +1,262 @@
+"""`ropewalk bench compare`: finds what changed between two results of the same load test."""
+
+import argparse
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ropewalk.load_tests.common.statistics import METRICS, RATES, Figures
+from ropewalk.load_tests.common.types import Result
+from ropewalk.load_tests.report.cells import Cell, Spread, cells
+from ropewalk.load_tests.report.differences import (
+    Difference,
+    Floats,
+    client_late,
+    corrected,
+    difference,
+    log_ratios,
+)
+from ropewalk.load_tests.report.formatting import interval, number
+from ropewalk.load_tests.report.result import BadResult, read
+from ropewalk.load_tests.report.table import aligned
+
+_SHOWN = ("ttft_p50", "tpot_p50", "output_tokens_per_s")
+_SAME = ("processor", "cores")  # of the environment
+_CONDITION = re.compile(r"(?P<metric>\w+)\s*(?P<side>>\s*\+|<\s*-)\s*(?P<number>\d+(\.\d+)?)\s*%")
+
+_DESCRIPTION = """\
+Compare two results of `ropewalk bench`: what changed from the first to the second?
+
+Arms and points are matched by their labels. If both results have the same zero arm, that arm is
+compared by its absolute figures, and every other arm by its ratio to the zero arm of its own
+result: a machine that was slower that day slows both, so only the zero's line shows it. Each
+interval is 95 % on its own; verdicts allow for the number of comparisons. Each result needs at
+least 3 runs of a cell, and 5 or more find smaller changes.
+"""
+_EPILOG = """\
+a condition is METRIC>+N% or METRIC<-N%. It holds where the change is beyond N and its verdict is
+not "no difference". Metrics: ttft, ttft_from_wire, itl, tpot and e2e, each with _p50, _p90 or _p99,
+and output_tokens_per_s, total_tokens_per_s.
+
+examples:
+  ropewalk bench compare before/result.json after/result.json
+  ropewalk bench compare a.json b.json --fail-on 'tpot_p99>+10%' --fail-on 'ttft_p50>+20%'
+  ropewalk bench compare a.json b.json --fail-on 'output_tokens_per_s<-5%' --plain
+
+Exit status: 0 when no condition holds, 1 when one does, 2 when an arm in a
+condition allows no conclusion, or a file cannot be used.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A threshold for a change."""
+
+    text: str
+    metric: str
+    above: bool  # it holds for a change above `change`; else below
+    change: float  # relative: 0.1 is a tenth more, -0.1 a tenth less
+
+    def holds(self, found: Difference) -> bool:
+        """Whether the change is significant and beyond the threshold."""
+        if found.verdict not in ("slower", "faster"):
+            return False
+        change = found.estimate - 1
+        return change > self.change if self.above else change < self.change
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure of one arm in one cell of both results."""
+
+    cell: str
+    arm: str
+    metric: str
+    before: Spread | None  # of the runs; None if nothing was served
+    after: Spread | None
+    over: str | None  # the zero arm, where ratios to it are compared
+    found: Difference
+
+
+def parse_condition(text: str) -> Condition:
+    """`tpot_p99>+10%`. Raises argparse.ArgumentTypeError."""
+    match = _CONDITION.fullmatch(text.strip())
+    if match is None or match["metric"] not in METRICS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no condition; write one such as 'tpot_p99>+10%' (--help lists metrics)"
+        )
+    share = float(match["number"]) / 100
+    above = match["side"][0] == ">"
+    return Condition(text, match["metric"], above, share if above else -share)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    options = argparse.ArgumentParser(
+        prog="ropewalk bench compare",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_argument("before", type=Path, metavar="A.json")
+    options.add_argument("after", type=Path, metavar="B.json")
+    options.add_argument(
+        "--fail-on",
+        type=parse_condition,
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="exit with status 1 if this holds; may be given several times",
+    )
+    options.add_argument(
+        "--plain", action="store_true", help="compare absolute figures, not ratios to the zero arm"
+    )
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns 0: no condition holds; 1: one does; 2: no conclusion."""
+    args = parser().parse_args(argv)
+    try:
+        before, after = read(args.before), read(args.after)
+    except (BadResult, OSError) as error:
+        print(f"ropewalk bench compare: {error}", file=sys.stderr)
+        return 2
+    conditions: Sequence[Condition] = args.fail_on
+    metrics = tuple(dict.fromkeys((*_SHOWN, *(each.metric for each in conditions))))
+    zero = before.zero if before.zero == after.zero and not args.plain else None
+    old, new = _by_label(before), _by_label(after)
+    rows = _compared(old, new, metrics, zero)
+    if not rows:
+        print(
+            "ropewalk bench compare: no arm was measured at the same point in both; "
+            "compare results of the same command",
+            file=sys.stderr,
+        )
+        return 2
+    print(_table(rows))
+    for note in (
+        *_reasons(rows),
+        *_left_out("first", before, after, [label for label in old if label not in new]),
+        *_left_out("second", after, before, [label for label in new if label not in old]),
+        *_machines(before, after),
+    ):
+        print(note)
+    return _conclude(rows, conditions)
+
+
+def _by_label(result: Result) -> dict[str, Cell]:
+    return {f"{cell.point.label} {cell.profile.label}": cell for cell in cells(result)}
+
+
+def _compared(
+    old: Mapping[str, Cell], new: Mapping[str, Cell], metrics: Sequence[str], zero: str | None
+) -> list[Row]:
+    """Every figure that both results have; verdicts are corrected for their number."""
+    rows = [
+        row
+        for label, cell in old.items()
+        if label in new
+        for row in _rows(label, cell, new[label], metrics, zero)
+    ]
+    verdicts = corrected([row.found for row in rows])
+    return [replace(row, found=found) for row, found in zip(rows, verdicts, strict=True)]
+
+
+def _rows(
+    label: str, before: Cell, after: Cell, metrics: Sequence[str], zero: str | None
+) -> Iterator[Row]:
+    for arm in before.runs:
+        if arm not in after.runs:
+            continue
+        over = zero if arm != zero else None
+        for metric in metrics:
+            old, new = before.spread(arm, metric), after.spread(arm, metric)
+            if old is None and new is None:
+                continue
+            found = _change(before, after, arm, over, metric)
+            yield Row(label, arm, metric, old, new, over, found)
+
+
+def _change(before: Cell, after: Cell, arm: str, over: str | None, metric: str) -> Difference:
+    samples: list[Floats] = []
+    for cell in (before, after):
+        mine, its = cell.figures[arm], cell.figures.get(over or "", {})
+        if late := client_late((*mine.values(), *its.values())):
+            return late
+        samples.append(_logs(mine, metric) if over is None else log_ratios(its, mine, metric))
+    return difference(samples, metric)
+
+
+def _logs(found: Mapping[int, Figures], metric: str) -> Floats:
+    values = [one.values.get(metric) for one in found.values()]
+    return np.array([math.log(value) for value in values if value])
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = [["point", "arm", "metric", "before", "after", "change, %", "over"]]
+    for row in rows:
+        shown = [_median(row.before, row.metric), _median(row.after, row.metric)]
+        change = [interval(row.found), row.over or "–"]
+        lines.append([row.cell, row.arm, row.metric, *shown, *change])
+    return aligned(lines, left=3)
+
+
+def _median(found: Spread | None, metric: str) -> str:
+    if found is None:
+        return "–"
+    return number(metric, found.median) + ("" if metric in RATES else " ms")
+
+
+def _reasons(rows: Sequence[Row]) -> Iterator[str]:
+    """The reasons for unknown verdicts, each once."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.found.verdict == "unknown":
+            reasons.setdefault(row.found.reason, []).append(f"{row.cell} {row.arm}")
+    for reason, places in reasons.items():
+        yield f"Unknown for {', '.join(dict.fromkeys(places))}: {reason}."
+
+
+def _left_out(name: str, mine: Result, its: Result, missing: Sequence[str]) -> Iterator[str]:
+    """What was not compared of one result, and what failed in it."""
+    if only := [arm for arm in mine.arms if arm not in its.arms]:
+        yield f"Only in the {name} result: {', '.join(only)}."
+    if missing:
+        yield f"Measured only in the {name} result: {', '.join(missing)}."
+    failed = Counter(run.arm for run in mine.runs for o in run.outcomes if o.error is not None)
+    for arm, count in failed.items():
+        yield f"{count} requests of {arm} failed in the {name} result."
+
+
+def _machines(before: Result, after: Result) -> Iterator[str]:
+    for name in _SAME:
+        old, new = before.environment.get(name), after.environment.get(name)
+        if old != new:
+            yield f"Different {name}: {old} and {new}; the results come from different machines."
+
+
+def _conclude(rows: Sequence[Row], conditions: Sequence[Condition]) -> int:
+    """Prints whether each condition holds; returns the exit status."""
+    status = 0
+    for condition in conditions:
+        mine = [row for row in rows if row.metric == condition.metric]
+        held = [row for row in mine if condition.holds(row.found)]
+        open_ = [row for row in mine if row.found.verdict == "unknown"]
+        for row in held:
+            print(f"{condition.text} holds: {row.cell}, {row.arm}: {interval(row.found)}")
+        if held:
+            status = 1
+        elif open_ or not mine:
+            where = ", ".join(f"{row.cell} {row.arm}" for row in open_) or "any arm"
+            print(f"{condition.text}: nothing can be concluded about {where}")
+            status = status or 2
+        else:
+            print(f"{condition.text} does not hold")
+    return status

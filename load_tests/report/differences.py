@@ -1,0 +1,120 @@
+"""Is one arm slower than another? Ratios with intervals that hold for few runs, and verdicts.
+
+The machine's speed drifts between blocks, so runs are compared within a block. Blocks, not
+requests, are resampled, because the tokens of one run are not independent. For 3 to 10 blocks the
+usual percentile bootstrap is too narrow. This one is studentised, which accounts for the unknown
+variance, and smoothed with a normal kernel of width s/√n, which restores the variance that
+resampling shrinks to (n−1)/n (Hesterberg, "What Teachers Should Know About the Bootstrap", 2015).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ropewalk.load_tests.common.statistics import RATES, Figures
+
+Verdict = Literal["slower", "faster", "no difference", "unknown"]
+Floats = NDArray[np.float64]
+
+MIN_BLOCKS = 3
+LEVEL = 0.05  # significance: intervals are 95 %
+_REPLICATES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The ratio of one arm's figure to another's: 1.1 is a tenth more. `unknown` has no figures."""
+
+    estimate: float
+    low: float
+    high: float
+    p: float  # p-value: the probability of such a ratio if there is no difference
+    verdict: Verdict
+    reason: str = ""  # why the verdict is unknown
+
+
+def paired(zero: Mapping[int, Figures], arm: Mapping[int, Figures], metric: str) -> Difference:
+    """The ratio of `arm` to `zero`, figures of one cell by block; the interval is not corrected."""
+    late = client_late((*zero.values(), *arm.values()))
+    return late or difference([log_ratios(zero, arm, metric)], metric)
+
+
+def difference(samples: Sequence[Floats], metric: str) -> Difference:
+    """The ratio of arm to zero from one sample of log(arm / zero), a number for each block.
+
+    Or, from two samples of logarithms that share no blocks, the ratio of the second to the first.
+    """
+    blocks = min(len(sample) for sample in samples)
+    if blocks < MIN_BLOCKS:
+        need = f"an interval needs {MIN_BLOCKS}: raise --runs"
+        return unknown(f"{blocks} blocks have this figure, but {need}")
+    log = float(samples[-1].mean() - (samples[0].mean() if len(samples) > 1 else 0.0))
+    error = math.sqrt(sum(sample.var(ddof=1) / len(sample) for sample in samples))
+    error = max(error, 1e-9)  # equal values show a clock's resolution, not certainty
+    replicates = np.sort(_studentised(samples))
+    reach = error * float(np.quantile(replicates, 1 - LEVEL))
+    above = _REPLICATES - int(np.searchsorted(replicates, abs(log) / error))
+    verdict: Verdict = "no difference"
+    if abs(log) > reach:
+        verdict = "slower" if (log < 0) == (metric in RATES) else "faster"
+    return Difference(
+        math.exp(log),
+        math.exp(log - reach),
+        math.exp(log + reach),
+        (1 + above) / (1 + _REPLICATES),
+        verdict,
+    )
+
+
+def log_ratios(zero: Mapping[int, Figures], arm: Mapping[int, Figures], metric: str) -> Floats:
+    """log(arm / zero) of each block that has both."""
+    both = [(arm[block].values, zero[block].values) for block in arm.keys() & zero]
+    pairs = [(mine.get(metric), its.get(metric)) for mine, its in both]
+    return np.array([math.log(mine / its) for mine, its in pairs if mine and its])
+
+
+def corrected(differences: Sequence[Difference]) -> list[Difference]:
+    """Verdicts corrected for the number of comparisons; intervals stay uncorrected.
+
+    Of many comparisons some stand out by chance. With Benjamini and Hochberg (1995), at most 5 %
+    of the tables in which nothing differs show a difference, and otherwise at most 5 % of the
+    differences shown are false on average.
+    """
+    known = sorted(d.p for d in differences if d.verdict != "unknown")
+    passing = [p for rank, p in enumerate(known, 1) if p <= LEVEL * rank / len(known)]
+    limit = max(passing, default=-1.0)
+    return [
+        replace(d, verdict="no difference") if d.verdict != "unknown" and d.p > limit else d
+        for d in differences
+    ]
+
+
+def unknown(reason: str) -> Difference:
+    """No conclusion, and why."""
+    return Difference(math.nan, math.nan, math.nan, math.nan, "unknown", reason)
+
+
+def client_late(found: Sequence[Figures]) -> Difference | None:
+    """An unknown difference if the client was too slow for a conclusion; else None."""
+    if not any(one.client_late for one in found):
+        return None
+    return unknown("the client sent late (p99 above 5 % of the TTFT): lower the load")
+
+
+def _studentised(samples: Sequence[Floats]) -> Floats:
+    """|t| of replicates drawn under the null hypothesis, [replicates]."""
+    source = np.random.default_rng(0)
+    mean = np.zeros(_REPLICATES)
+    variance = np.zeros(_REPLICATES)
+    for sample in samples:
+        n = len(sample)
+        kernel = max(sample.std(ddof=1), 1e-9) / math.sqrt(n)
+        drawn = source.choice(sample - sample.mean(), (_REPLICATES, n))
+        drawn = drawn + kernel * source.standard_normal((_REPLICATES, n))
+        mean += drawn.mean(1)
+        variance += drawn.var(1, ddof=1) / n
+    return np.asarray(np.abs(mean) / np.sqrt(variance))

@@ -1,0 +1,111 @@
+"""Plots of goodput: what share of the requests met the objectives of `--slo`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ropewalk.load_tests.common.statistics import Goodput, goodput, parse_slo
+from ropewalk.load_tests.report.cells import Cell, Spread, spread
+from ropewalk.load_tests.report.charts import dots, lines
+from ropewalk.load_tests.report.formatting import digits, listed
+from ropewalk.load_tests.report.plot import (
+    Axis,
+    Plot,
+    Subject,
+    Table,
+    context_axes,
+    load_axes,
+    mark,
+    plain_tick,
+)
+
+_HEAD = "requests that met the objectives, %"
+
+
+def goodput_plots(subject: Subject) -> Iterator[Plot]:
+    """A plot for each workload, if objectives were given."""
+    text = subject.result.arguments.get("slo")
+    if not isinstance(text, str):
+        return
+    objectives = parse_slo(text)
+    for axis in (*context_axes(subject), *load_axes(subject)):
+        found = [(cell, _shares(subject, cell, objectives)) for cell in axis.cells]
+        if not any(shares for _, shares in found):
+            continue
+        yield Plot(
+            key=f"{axis.name}-{axis.by}-goodput",
+            title=f"Goodput by {axis.by}: {axis.name}",
+            findings=tuple(_said(cell, shares) for cell, shares in reversed(found) if shares),
+            charts=(_chart(subject, axis, found),),
+            table=_table(subject, axis.cells, objectives),
+            note=(
+                f"Objectives: {text}. A request is good if it was served and each of its latencies "
+                "met its objective; shares are of the requests that began in the steady window, "
+                "without those whose client left as planned."
+            ),
+        )
+
+
+def _of(cell: Cell, arm: str, objectives: Mapping[str, float]) -> list[Goodput]:
+    found = [goodput(run, objectives) for run in cell.runs.get(arm, ())]
+    return [one for one in found if one is not None]
+
+
+def _shares(subject: Subject, cell: Cell, objectives: Mapping[str, float]) -> dict[str, Spread]:
+    """Each arm's percentage of good requests."""
+    found = {
+        arm: spread([one.share * 100 for one in _of(cell, arm, objectives)]) for arm in subject.arms
+    }
+    return {arm: one for arm, one in found.items() if one is not None}
+
+
+def _chart(subject: Subject, axis: Axis, found: Sequence[tuple[Cell, Mapping[str, Spread]]]) -> str:
+    if len(found) == 1:
+        ((cell, shares),) = found
+        rows = [subject.row(arm, one) for arm, one in shares.items()]
+        return dots(_HEAD, {"": rows}, cell.label, plain_tick)
+    marks = {
+        arm: [
+            mark(axis.x(cell), shares[arm], f"{cell.label}: {digits(shares[arm].median)} %")
+            for cell, shares in found
+            if arm in shares
+        ]
+        for arm in subject.arms
+    }
+    return lines(_HEAD, subject.series(marks), axis.title, plain_tick)
+
+
+def _said(cell: Cell, shares: Mapping[str, Spread]) -> str:
+    """Which arms meet the objectives most and least often."""
+    best, worst = max(one.median for one in shares.values()), min(s.median for s in shares.values())
+    if best == worst:
+        return f"{cell.where}, every arm met the objectives in {digits(best)} % of the requests."
+    ends = {
+        value: [arm for arm, one in shares.items() if one.median == value]
+        for value in (best, worst)
+    }
+    return (
+        f"{cell.where}, {listed(ends[best])} met the objectives in {digits(best)} % of the "
+        f"requests, {listed(ends[worst])} in {digits(worst)} %."
+    )
+
+
+def _table(subject: Subject, cells: Sequence[Cell], objectives: Mapping[str, float]) -> Table:
+    table: list[tuple[str, ...]] = [
+        ("at", "arm", "good, %", "good requests/s", "good output tokens/s")
+    ]
+    for cell in cells:
+        for arm in subject.arms:
+            found = _of(cell, arm, objectives)
+            columns = (
+                [one.share * 100 for one in found],
+                [one.requests_per_s for one in found],
+                [one.tokens_per_s for one in found],
+            )
+            table.append((cell.label, arm, *map(_shown, columns)))
+    return table
+
+
+def _shown(values: Sequence[float]) -> str:
+    found = spread(values)
+    if found is None:
+        return "–"
+    return f"{digits(found.median)} ({digits(found.low)}–{digits(found.high)})"

@@ -1,0 +1,195 @@
+"""Plots of what clients saw: latency by context and by load, bias forms and frames, throughput."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ropewalk.load_tests.report.cells import Cell
+from ropewalk.load_tests.report.charts import Mark, dots, lines
+from ropewalk.load_tests.report.formatting import column, compared, defined, heading, interval
+from ropewalk.load_tests.report.plot import (
+    Axis,
+    Plot,
+    Subject,
+    Table,
+    context_axes,
+    load_axes,
+    mark,
+    measured,
+    percent_tick,
+    plain_tick,
+    quantity,
+    relative,
+    relative_rows,
+    rows,
+    shown,
+)
+
+STEP, FIRST, THROUGHPUT = "itl_p50", "ttft_p50", "output_tokens_per_s"
+LATENCIES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
+_RUNS = "A mark is the median of the runs; its bar reaches from the lowest to the highest."
+_INTERVAL = (
+    "The bar of a difference is its 95 % interval over the blocks; a hollow mark means no "
+    "difference, allowing for the number of arms compared. Large differences compress the axis."
+)
+
+
+def context_plots(subject: Subject) -> Iterator[Plot]:
+    """Latency over the length of the context, for each workload that varies it."""
+    for axis in context_axes(subject):
+        name = axis.name
+        yield _over_context(subject, name, f"Step latency by context: {name}", axis, STEP)
+        key, title = f"{name}-first", f"Time to first token by context: {name}"
+        yield _over_context(subject, key, title, axis, FIRST)
+
+
+def setting_plots(subject: Subject) -> Iterator[Plot]:
+    """Bias forms and RoPE frames of one encoding, against the zero and against each other."""
+    cells = [cell for axis in context_axes(subject) for cell in axis.cells]
+    cells = cells or [cell for cell in subject.cells if not cell.profile.open_loop]
+    for encoding, arms in _settings(subject).items():
+        base = subject.zero or arms[0]
+        charts = []
+        for metric in (STEP, FIRST):
+            groups = {
+                cell.label: relative_rows(subject, cell, base, arms, metric) for cell in cells
+            }
+            if groups := {label: found for label, found in groups.items() if found}:
+                head = f"{encoding}: {heading(metric)}, difference to {base}"
+                charts.append(dots(head, groups, "", percent_tick, centred=True))
+        if charts:
+            said = [_dearest(cells[-1], arms, metric) for metric in (STEP, FIRST)]
+            yield Plot(
+                key=f"{encoding}-settings",
+                title=f"Bias forms and frames: {encoding}",
+                findings=tuple(filter(None, said)),
+                charts=tuple(charts),
+                table=_table(subject, cells, (STEP, FIRST), arms),
+                note=f"{_INTERVAL} {defined((STEP, FIRST))}",
+            )
+
+
+def load_plots(subject: Subject) -> Iterator[Plot]:
+    """Latency under each load, and throughput against it where there are several."""
+    for axis in load_axes(subject):
+        charts = [chart for metric in LATENCIES if (chart := _under_load(subject, axis, metric))]
+        if not charts:
+            continue
+        yield Plot(
+            key=f"{axis.name}-{axis.by}",
+            title=f"Latency by {axis.by}: {axis.name}",
+            findings=_against_zero(subject, axis.cells[-1], (FIRST, "tpot_p50")),
+            charts=tuple(charts),
+            table=_table(subject, axis.cells, LATENCIES, subject.arms),
+            note=f"{_RUNS} {defined(LATENCIES)}",
+        )
+        if len(axis.cells) > 1:
+            yield _throughput(subject, axis)
+
+
+def _settings(subject: Subject) -> Mapping[str, list[str]]:
+    """Encoding → its arms, where it has more than one."""
+    found: dict[str, list[str]] = {}
+    for arm in subject.others:
+        encoding = subject.result.arms[arm].get("encoding", arm)
+        found.setdefault(str(encoding), []).append(arm)
+    return {encoding: arms for encoding, arms in found.items() if len(arms) > 1}
+
+
+def _over_context(subject: Subject, key: str, title: str, axis: Axis, metric: str) -> Plot:
+    charts = []
+    if series := measured(subject, axis, metric):
+        charts.append(lines(column(metric), series, axis.title, plain_tick))
+    if series := relative(subject, axis, metric):
+        head = f"{heading(metric)}, difference to {subject.zero}"
+        charts.append(lines(head, series, axis.title, percent_tick, centred=True))
+    ends = [axis.cells[-1], axis.cells[0]]
+    return Plot(
+        key=key,
+        title=title,
+        findings=tuple(said for cell in ends for said in _against_zero(subject, cell, (metric,))),
+        charts=tuple(charts),
+        table=_table(subject, axis.cells, (metric,), subject.arms),
+        note=f"{_RUNS} {_INTERVAL} {defined([metric])}",
+    )
+
+
+def _under_load(subject: Subject, axis: Axis, metric: str) -> str | None:
+    """A chart, if there is data: lines over the loads, dots for a single load."""
+    if len(axis.cells) > 1:
+        series = measured(subject, axis, metric)
+        return lines(column(metric), series, axis.title, plain_tick) if series else None
+    (cell,) = axis.cells
+    found = rows(subject, cell, metric)
+    return dots(column(metric), {"": found}, cell.label, plain_tick) if found else None
+
+
+def _throughput(subject: Subject, axis: Axis) -> Plot:
+    charts = []
+    for metric in ("ttft_p99", "tpot_p99"):
+        reached = {arm: list(_reached(arm, axis.cells, metric)) for arm in subject.arms}
+        if series := subject.series(reached):
+            head = f"{column(metric)}, by throughput"
+            charts.append(lines(head, series, heading(THROUGHPUT), plain_tick, free=True))
+    return Plot(
+        key=f"{axis.name}-{axis.by}-throughput",
+        title=f"Throughput against latency: {axis.name}, by {axis.by}",
+        findings=_against_zero(subject, axis.cells[-1], (THROUGHPUT,)),
+        charts=tuple(charts),
+        table=_table(subject, axis.cells, (THROUGHPUT,), subject.arms),
+        note=f"A line joins the loads of one arm, lightest first. {defined([THROUGHPUT])}",
+    )
+
+
+def _reached(arm: str, cells: Sequence[Cell], metric: str) -> Iterator[Mark]:
+    for cell in cells:
+        x, y = cell.spread(arm, THROUGHPUT), cell.spread(arm, metric)
+        if x is not None and y is not None:
+            told = f"{cell.label}: {quantity(THROUGHPUT, x)} at {quantity(metric, y)}"
+            yield mark(x.median, y.times(1e3), told)
+
+
+def _against_zero(subject: Subject, cell: Cell, metrics: Sequence[str]) -> tuple[str, ...]:
+    """What the other arms cost compared with the zero; without a zero, what was measured."""
+    sentences: list[str] = []
+    for metric in metrics:
+        found = cell.against(subject.zero, subject.others, metric)
+        if subject.zero is not None and found:
+            sentences.append(compared(f"{cell.where},", subject.zero, found, metric))
+            continue
+        for arm in subject.arms:
+            if (one := cell.spread(arm, metric)) is not None:
+                what = f"{heading(metric)} of {arm} is {quantity(metric, one)}"
+                sentences.append(f"{cell.where}, {what}.")
+    # Metrics that cannot be compared for the same reason give one sentence.
+    return tuple(dict.fromkeys(sentences)) or (f"{cell.where}, nothing was served.",)
+
+
+def _dearest(cell: Cell, arms: Sequence[str], metric: str) -> str:
+    """The slowest of `arms` compared with the fastest."""
+    medians = {arm: one.median for arm in arms if (one := cell.spread(arm, metric)) is not None}
+    if len(medians) < 2:
+        return ""
+    cheapest, dearest = min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)
+    return compared(f"{cell.where},", cheapest, cell.against(cheapest, [dearest], metric), metric)
+
+
+def _table(
+    subject: Subject, cells: Sequence[Cell], metrics: Sequence[str], arms: Sequence[str]
+) -> Table:
+    """One line per cell and arm: each figure, and its difference from the zero."""
+    header = ["at", "arm"]
+    for metric in metrics:
+        header.append(column(metric))
+        if subject.zero is not None:
+            header.append(f"over {subject.zero}")
+    lines_ = [tuple(header)]
+    for cell in cells:
+        against = {metric: cell.against(subject.zero, arms, metric) for metric in metrics}
+        for arm in arms:
+            line = [cell.label, arm]
+            for metric in metrics:
+                line.append(shown(metric, cell.spread(arm, metric)))
+                if subject.zero is not None:
+                    found = against[metric].get(arm)
+                    line.append("–" if found is None else interval(found))
+            lines_.append(tuple(line))
+    return lines_

@@ -1,0 +1,76 @@
+"""A result as text for a terminal: one table per workload, the findings, the warnings."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from ropewalk.load_tests.common.types import Result
+from ropewalk.load_tests.report.cells import Cell
+from ropewalk.load_tests.report.formatting import column, defined, heading, interval, number
+from ropewalk.load_tests.report.plot import Subject, subject
+from ropewalk.load_tests.report.plots import plots
+
+_METRICS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "output_tokens_per_s")
+_MAIN = "tpot_p50"  # compared with the zero
+
+
+def tables(result: Result) -> str:
+    """All text that is printed at the end of a load test."""
+    measured = subject(result)
+    by_workload = groupby(measured.cells, key=lambda cell: cell.point.workload)
+    parts = [_table(measured, list(cells)) for _, cells in by_workload]
+    sentences = [f"- {plot.title}. {plot.findings[0]}" for plot in plots(result) if plot.findings]
+    parts.append("\n".join(sentences) or "Nothing was measured.")
+    if warnings := [f"warning: {sentence}" for sentence in all_warnings(result)]:
+        parts.append("\n".join(warnings))
+    parts.append(f"Medians of the runs. {defined(_METRICS)}")
+    return "\n\n".join(parts)
+
+
+def all_warnings(result: Result) -> Iterator[str]:
+    """The result's warnings, then disagreements of client and server, each once."""
+    yield from result.warnings
+    counts: dict[str, int] = {}
+    for run in result.runs:
+        for sentence in run.server.disagreements if run.server is not None else ():
+            counts[f"{run.arm}: {sentence}"] = counts.get(f"{run.arm}: {sentence}", 0) + 1
+    for sentence, count in counts.items():
+        yield sentence if count == 1 else f"{sentence} ({count} runs)"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Columns as wide as their widest entry, the first `left` left-aligned, with a header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        texts = [
+            text.ljust(width) if column < left else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(texts).rstrip()
+
+    return "\n".join(
+        [line(rows[0]), "  ".join("-" * width for width in widths), *map(line, rows[1:])]
+    )
+
+
+def _table(subject: Subject, cells: Sequence[Cell]) -> str:
+    header = ["", "arm", "ok/sent", *map(column, _METRICS)]
+    if subject.zero is not None:
+        header.append(f"{heading(_MAIN)} over {subject.zero}")
+    rows = [header]
+    for cell in cells:
+        against = cell.against(subject.zero, subject.others, _MAIN)
+        for i, (arm, runs) in enumerate(cell.runs.items()):
+            outcomes = [outcome for run in runs for outcome in run.outcomes]
+            good = sum(outcome.error is None for outcome in outcomes)
+            row = ["" if i else cell.label, arm, f"{good}/{len(outcomes)}"]
+            row += [_median(cell, arm, metric) for metric in _METRICS]
+            if subject.zero is not None:
+                row.append(interval(against[arm]) if arm in against else "–")
+            rows.append(row)
+    return aligned(rows, left=2)
+
+
+def _median(cell: Cell, arm: str, metric: str) -> str:
+    found = cell.spread(arm, metric)
+    return "–" if found is None else number(metric, found.median)

@@ -1,0 +1,213 @@
+"""`ropewalk bench`: load under several arms, tables, result.json and report.html."""
+
+import argparse
+import asyncio
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from ropewalk.load_tests.client.client import DIALECTS, Arm, Unreachable
+from ropewalk.load_tests.client.environment import environment
+from ropewalk.load_tests.client.facts import Facts, facts_of, least
+from ropewalk.load_tests.client.process import StartFailed
+from ropewalk.load_tests.common.progress import Progress
+from ropewalk.load_tests.common.types import Profile, Result, Run
+from ropewalk.load_tests.report import compare, result
+from ropewalk.load_tests.report.page import page
+from ropewalk.load_tests.report.table import tables
+from ropewalk.load_tests.run.arms import arms_from
+from ropewalk.load_tests.run.options import parser, sizes_from
+from ropewalk.load_tests.run.runner import NoSuccess, Runner
+from ropewalk.load_tests.run.serving import terminated_as_interrupted
+from ropewalk.load_tests.workload.loads import needed_context, points, under_profiles
+from ropewalk.load_tests.workload.prompts import Form, PromptMaker
+from ropewalk.load_tests.workload.workloads import Sizes, Workload
+
+_DEFAULT_VOCAB = 32_000
+COULD_NOT = (NoSuccess, StartFailed, Unreachable, ValueError, OSError)
+
+
+@dataclass(slots=True)
+class Measured:
+    """The results so far, which are reported even if the load test is interrupted."""
+
+    arms: list[Arm] = field(default_factory=list)
+    facts: dict[str, Facts] = field(default_factory=dict)
+    environment: dict[str, object] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. 0: all were served; 1: some failed; 2: nothing measured; 130: interrupted."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["compare"]:
+        return compare.main(words[1:])
+    options = parser()
+    args = options.parse_args(words)
+    if complaint := _complaint(args):
+        options.error(complaint)
+    complete_options(args, "bench")
+    command = typed_again(("ropewalk", "bench"), words, args.seed)
+    measured = Measured()
+    progress = Progress(sys.stderr)
+    try:
+        Path(args.out).mkdir(parents=True, exist_ok=True)  # fails before measuring, if at all
+        with terminated_as_interrupted():
+            asyncio.run(_measure(args, measured, progress))
+    except COULD_NOT as error:
+        status, reason = 2, str(error)
+    except KeyboardInterrupt:
+        status, reason = 130, "interrupted"
+    else:
+        status, reason = 0, ""
+    progress.clear()
+    if not measured.runs:
+        print(f"ropewalk bench: nothing was measured: {reason}", file=sys.stderr)
+        return status
+    if reason:
+        measured.warnings.append(f"The load test ended early ({reason}); results are incomplete.")
+    return report(as_result(command, args, measured), Path(args.out)) or status
+
+
+def complete_options(args: argparse.Namespace, kind: str) -> None:
+    """Fill in the seed and the output folder if they were not given."""
+    args.seed = args.seed or secrets.token_hex(4)
+    args.out = args.out or time.strftime(f"{kind}-%Y%m%d-%H%M%S")
+
+
+def report(measured: Result, folder: Path) -> int:
+    """Print the tables, write both files; returns 0 if all were served, 1 if some, 2 if none."""
+    print(tables(measured))
+    folder.mkdir(parents=True, exist_ok=True)
+    result.write(folder / "result.json", measured)
+    (folder / "report.html").write_text(page(measured), encoding="utf-8")
+    print(f"\n{folder / 'report.html'}\n{folder / 'result.json'}")
+    failures = [outcome.error is not None for run in measured.runs for outcome in run.outcomes]
+    if all(failures):
+        return 2
+    return 1 if any(failures) else 0
+
+
+def as_result(command: str, args: argparse.Namespace, measured: Measured) -> Result:
+    """Everything measured, with the first arm as the baseline (zero)."""
+    arms = {arm.label: _about(arm, measured.facts[arm.label]) for arm in measured.arms}
+    return Result(
+        command=command,
+        arguments={name: _plain(value) for name, value in vars(args).items() if name != "api_key"},
+        environment=measured.environment,
+        arms=arms,
+        zero=measured.arms[0].label if len(arms) > 1 else None,
+        runs=tuple(measured.runs),
+        warnings=tuple(measured.warnings),
+    )
+
+
+async def _measure(args: argparse.Namespace, measured: Measured, progress: Progress) -> None:
+    sizes = sizes_from(args)
+    context = args.context or needed_context(args.workload, sizes)
+    if args.serve is not None:
+        progress.start("starting servers")
+    async with arms_from(args, context, progress.note) as arms:
+        facts = {arm.label: await facts_of(arm) for arm in arms}
+        measured.arms, measured.facts = arms, facts
+        servers = {arm.server.url: arm.server for arm in arms}
+        measured.environment = await environment(servers.values())
+        sizes = sizes_within(sizes, facts.values())
+        runner = Runner(prompts_for(args, facts.values()), sizes, args.seed, progress)
+        measured.warnings = runner.warnings
+        await runner.warm_up(arms)
+        contexts = {label: each.context for label, each in facts.items()}
+        able = await runner.ask(arms, contexts, points(args.workload, sizes))
+        if not able:
+            raise ValueError(" ".join(runner.warnings))
+        loads = await under_profiles(able, args.profile or (), partial(runner.throughput, arms))
+        async for run in runner.measure(arms, loads, args.runs):
+            measured.runs.append(run)
+
+
+def sizes_within(sizes: Sizes, facts: Collection[Facts]) -> Sizes:
+    """`sizes` with the servers' own numbers: the largest context, the smallest of the others.
+
+    A load that needs the largest context leaves out arms that hold less, with a warning.
+    """
+    contexts = [each.context for each in facts if each.context is not None]
+    return replace(
+        sizes,
+        context=max(contexts, default=sizes.context),
+        trained_context=least(each.trained_context for each in facts) or sizes.trained_context,
+        block_size=least(each.block_size for each in facts),
+    )
+
+
+def prompts_for(args: argparse.Namespace, facts: Collection[Facts]) -> Callable[[str], PromptMaker]:
+    """Makes, from a seed, prompts that every arm accepts."""
+    form: Form = args.prompt_form or ("ids" if DIALECTS[args.dialect].token_ids else "text")
+    vocabulary = least(each.vocab_size for each in facts) or _DEFAULT_VOCAB
+    return lambda seed: PromptMaker(seed, form, vocabulary)
+
+
+def _complaint(args: argparse.Namespace) -> str | None:
+    """What is wrong with a combination of options that are each valid alone."""
+    if args.serve is not None and (args.base_url or args.models):
+        return "--serve starts servers of its own: drop --base-url and --models, or --serve"
+    if args.serve is not None and (args.dialect != "openai" or not args.ignore_eos):
+        return "--dialect and --no-ignore-eos are for running servers: drop them, or --serve"
+    if args.serve is None and (args.encodings or args.arms or args.context):
+        return "--encodings, --arms and --context need --serve, such as --serve shape:smollm2"
+    random = args.serve is not None and args.serve.startswith("shape:")
+    if random and any(workload.name == "extrapolate" for workload in args.workload):
+        return "extrapolate needs a trained context, which random weights do not have: drop it"
+    if args.prompt_form == "ids" and not DIALECTS[args.dialect].token_ids:
+        return f"the {args.dialect} dialect takes text prompts only: drop --prompt-form ids"
+    return None
+
+
+def typed_again(program: Sequence[str], words: Sequence[str], seed: str) -> str:
+    """The command that repeats this load test: with the seed, without the API key."""
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        if not skip and not word.startswith("--api-key"):
+            kept.append(word)
+        skip = word == "--api-key"
+    if not any(word.startswith("--seed") for word in words):
+        kept += ["--seed", seed]
+    return shlex.join([*program, *kept])
+
+
+def _about(arm: Arm, facts: Facts) -> dict[str, object]:
+    return {
+        "model": arm.server.model,
+        "encoding": arm.encoding,
+        "setting": arm.setting,
+        "url": arm.server.url,
+        "context": facts.context,
+        "trained_context": facts.trained_context,
+        "vocab_size": facts.vocab_size,
+        "block_size": facts.block_size,
+    }
+
+
+def _plain(value: object) -> object:
+    """A value that JSON can hold."""
+    match value:
+        case Workload():
+            return value.name
+        case Profile():
+            return value.label
+        case Path():
+            return str(value)
+        case tuple() | list():
+            return [_plain(each) for each in value]
+        case _:
+            return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

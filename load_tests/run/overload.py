@@ -1,0 +1,237 @@
+"""What a server still does when far more is asked of it than it can: goodput, waits, refusals.
+
+    python -m ropewalk.load_tests.run.overload
+
+Starts a server of one model and measures its capacity, by half as many clients again as it answers
+at once; then requests arrive at random, at a multiple of that rate. Each round measures both,
+because a machine's speed drifts. Where client and server share cores, the client's processor time
+is taken off: rates are per second of what the client left of the machine.
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ropewalk.load_tests.client import process
+from ropewalk.load_tests.client.client import DIALECTS, Server, complete, get_json
+from ropewalk.load_tests.client.process import ServerProcess, StartFailed
+from ropewalk.load_tests.common.statistics import percentile
+from ropewalk.load_tests.common.types import Outcome, Plan, Profile, Request
+from ropewalk.load_tests.run.options import count
+from ropewalk.load_tests.run.serving import PROGRAM, terminated_as_interrupted
+from ropewalk.load_tests.workload.arrivals import Driven, drive
+from ropewalk.load_tests.workload.prompts import PromptMaker
+
+_PROBE = 4  # requests of each worker from which the rate is guessed
+_REFUSED = "status 429"
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """Seconds of processor time since the start: the client's, the server's, its event loop's."""
+
+    client: float
+    server: float
+    loop: float
+
+    def __sub__(self, other: "Processor") -> "Processor":
+        return Processor(
+            self.client - other.client, self.server - other.server, self.loop - other.loop
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One load: counts, and seconds."""
+
+    served: int
+    refused: int
+    failures: Sequence[str]  # any other end
+    seconds: float
+    cpu: Processor
+    first_tokens: Sequence[float]
+
+    @property
+    def rate(self) -> float:
+        """Served per second of what the client left of the machine."""
+        return self.served / (self.seconds - self.cpu.client / (os.cpu_count() or 1))
+
+    @property
+    def p99(self) -> float:
+        return percentile(self.first_tokens, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    capacity: Phase
+    overload: Phase
+
+    @property
+    def goodput(self) -> float:
+        """Of the capacity."""
+        return self.overload.rate / self.capacity.rate
+
+    @property
+    def efficiency(self) -> float:
+        """Served per second of the server's processor time, of that at capacity."""
+        calm, busy = self.capacity, self.overload
+        return (busy.served / busy.cpu.server) / (calm.served / calm.cpu.server)
+
+    @property
+    def refusal_s(self) -> float:
+        """Processor time of the event loop for each refusal: what is not for served requests."""
+        calm, busy = self.capacity, self.overload
+        spent = busy.cpu.loop - calm.cpu.loop / calm.served * busy.served
+        return spent / max(busy.refused, 1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    with terminated_as_interrupted(), tempfile.TemporaryDirectory() as folder:
+        server = Server(process.HOST, process.free_port(), DIALECTS["openai"])
+        started = process.start("the server", _command(args, server), Path(folder, "log"))
+        try:
+            rounds = asyncio.run(_measure(args, server, started))
+        except StartFailed as error:
+            print(error, file=sys.stderr)
+            return 2
+        finally:
+            started.stop()
+    print("\n".join(summary(rounds, args.max_queue_time)))
+    return 0 if all(sound(each) for each in rounds) else 1
+
+
+def sound(one: Round) -> bool:
+    """Whether every request was served or refused as it should be."""
+    return not (one.capacity.failures or one.overload.failures)
+
+
+def summary(rounds: Sequence[Round], limit: float) -> list[str]:
+    """The medians of some rounds, a line each."""
+
+    def median(values: Iterable[float]) -> float:
+        return statistics.median(values)
+
+    failures = [each for one in rounds for each in (*one.capacity.failures, *one.overload.failures)]
+    return [
+        f"capacity: {median(one.capacity.rate for one in rounds):.1f} requests/s, first token "
+        f"after {median(one.capacity.p99 for one in rounds):.2f} s (p99)",
+        f"overload: goodput {median(one.goodput for one in rounds):.2f} of the capacity "
+        f"({', '.join(f'{one.goodput:.2f}' for one in rounds)})",
+        f"  per second of the server's processor time: "
+        f"{median(one.efficiency for one in rounds):.2f}",
+        f"  accepted: first token after {median(one.overload.p99 for one in rounds):.2f} s (p99); "
+        f"the limit in the queue is {limit:g} s",
+        f"  refused: {sum(one.overload.refused for one in rounds)}, each at "
+        f"{median(one.refusal_s for one in rounds) * 1e3:.2f} ms of processor time",
+        f"  failed otherwise: {len(failures)}" + "".join(f"\n    {each}" for each in failures[:5]),
+    ]
+
+
+async def _measure(args: argparse.Namespace, server: Server, started: ServerProcess) -> list[Round]:
+    await started.answers(server)
+    (model,) = (await get_json(server, "/v1/models"))["data"]
+    rounds = []
+    for number in range(args.rounds):
+        prompts = PromptMaker(f"overload/{number}", "ids", model["vocab_size"])
+
+        async def load(requests: int, profile: Profile, prompts: PromptMaker = prompts) -> Phase:
+            plan = [
+                Request(prompts.prompt(args.prompt_tokens), args.prompt_tokens, args.output_tokens)
+                for _ in range(requests)
+            ]
+            return await _phase(server, started.popen.pid, Plan(tuple(plan), None), profile)
+
+        together = Profile("closed", concurrency=args.max_seqs + args.max_seqs // 2)
+        probe = await load(_PROBE * together.concurrency, together)
+        requests = int(probe.rate * args.seconds) + 2 * together.concurrency
+        capacity = await load(requests, together)
+        if not capacity.served:
+            raise StartFailed(f"the server answers nothing: {capacity.failures[:1]}")
+        rate = args.factor * capacity.served / capacity.seconds
+        overload = await load(int(rate * args.seconds), Profile("poisson", rate=rate))
+        rounds.append(Round(capacity, overload))
+        print(f"round {number + 1} of {args.rounds}", *summary(rounds[-1:], args.max_queue_time),
+              sep="\n  ", file=sys.stderr)  # fmt: skip
+    return rounds
+
+
+async def _phase(server: Server, pid: int, plan: Plan, profile: Profile) -> Phase:
+    async def send(request: Request, intended: float) -> Outcome:
+        return await complete(server, request, intended)
+
+    before, began = _processor(pid), time.perf_counter()
+    driven = await drive(plan, profile, "overload", send)
+    spent, ended = _processor(pid) - before, time.perf_counter()
+    return phase_of(driven, spent, ended - began)
+
+
+def phase_of(driven: Driven, spent: Processor, seconds: float) -> Phase:
+    """`spent` in all `seconds`, of which the steady window is a part."""
+    steady = driven.steady_to - driven.steady_from
+    share = steady / seconds
+    served = [each for each in driven.outcomes if each.error is None]
+    errors = [each.error for each in driven.outcomes if each.error is not None]
+    return Phase(
+        served=sum(driven.steady_from <= each.ended <= driven.steady_to for each in served),
+        refused=sum(error.startswith(_REFUSED) for error in errors),
+        failures=[error for error in errors if not error.startswith(_REFUSED)],
+        seconds=steady,
+        cpu=Processor(spent.client * share, spent.server * share, spent.loop * share),
+        first_tokens=[each.chunks[0][0] - each.sent for each in served if each.chunks],
+    )
+
+
+def _processor(pid: int) -> Processor:
+    return Processor(
+        time.process_time(), _spent(f"/proc/{pid}/stat"), _spent(f"/proc/{pid}/task/{pid}/stat")
+    )
+
+
+def _spent(stat: str) -> float:
+    """Processor time in one of Linux's files; 0 elsewhere."""
+    try:
+        fields = Path(stat).read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _command(args: argparse.Namespace, server: Server) -> list[str]:
+    words = [*PROGRAM, args.model, "--host", server.host, "--port", str(server.port)]
+    words += ["--max-seqs", str(args.max_seqs), "--max-queue-time", str(args.max_queue_time)]
+    words += ["--threads", str(max((os.cpu_count() or 1) - 1, 1))]  # the client needs a core, too
+    return [*words, "--no-access-log", "--log-level", "warning"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        prog="python -m ropewalk.load_tests.run.overload",
+        description=__doc__,
+        epilog="Exit status: 0 when every request was served or refused with 429, 1 when not.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def add(flag: str, kind: type | object, default: object, meaning: str) -> None:
+        options.add_argument(flag, type=kind, default=default, help=f"{meaning} (%(default)s)")  # type: ignore[arg-type]
+
+    add("--model", str, "ropewalk-rope", "what to serve, as `ropewalk serve` takes it")
+    add("--seconds", float, 60.0, "of each load")
+    add("--rounds", count, 3, "of both loads; figures are medians")
+    add("--factor", float, 2.0, "of the capacity that is asked for")
+    add("--max-queue-time", float, 1.0, "the server's")
+    add("--max-seqs", count, 16, "the server's")
+    add("--prompt-tokens", count, 64, "of each request")
+    add("--output-tokens", count, 16, "of each request")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""Runs every load under every arm: blocks in random order, each run from an empty prefix cache."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+from ropewalk.load_tests.client import scrape
+from ropewalk.load_tests.client.client import Arm, Server, Unreachable, complete
+from ropewalk.load_tests.client.refusals import why_not
+from ropewalk.load_tests.common.progress import Progress
+from ropewalk.load_tests.common.types import Outcome, Plan, Point, Request, Run, ServerView
+from ropewalk.load_tests.run.serving import flush
+from ropewalk.load_tests.workload.arrivals import drive
+from ropewalk.load_tests.workload.loads import Load
+from ropewalk.load_tests.workload.prompts import PromptMaker
+from ropewalk.load_tests.workload.workloads import Sizes
+
+_WARM_UP_REQUESTS = 4  # at once
+_WARM_UP_PROMPT_TOKENS = 16
+_WARM_UP_OUTPUT_TOKENS = 4
+_SCRAPE_EVERY_S = 1.0
+_PATIENCE_S = 30.0  # for requests beside the load, such as scrapes
+
+
+class NoSuccess(Exception):
+    """An arm answers no request properly; the message says which one and why."""
+
+
+class Runner:
+    """Measures arms whose servers answer. `new_prompts` makes a source of prompts from a seed.
+
+    `warnings` gathers what makes the figures doubtful, one sentence each.
+    """
+
+    def __init__(
+        self,
+        new_prompts: Callable[[str], PromptMaker],
+        sizes: Sizes,
+        seed: str,
+        progress: Progress,
+    ) -> None:
+        self.warnings: list[str] = []
+        self._new_prompts = new_prompts
+        self._sizes = sizes
+        self._seed = seed
+        self._progress = progress
+        self._unflushed: set[str] = set()
+        self._refused: set[tuple[str, Point]] = set()
+
+    async def warm_up(self, arms: Sequence[Arm]) -> None:
+        """Send each arm short requests, so that no run pays for initialisation on first use.
+
+        Raises NoSuccess when an arm answers none of them properly.
+        """
+        prompts = self._new_prompts(f"{self._seed}/warm-up")
+        for arm in arms:
+            self._progress.start(f"warming up {arm.label}")
+            short = [
+                Request(
+                    prompts.prompt(_WARM_UP_PROMPT_TOKENS),
+                    _WARM_UP_PROMPT_TOKENS,
+                    _WARM_UP_OUTPUT_TOKENS,
+                )
+                for _ in range(_WARM_UP_REQUESTS)
+            ]
+            outcomes = await asyncio.gather(*(complete(arm.server, each) for each in short))
+            if all(outcome.error is not None for outcome in outcomes):
+                raise NoSuccess(f"{arm.label} at {arm.server.url}: {outcomes[0].error}")
+            await self._try_to_flush(arm)
+
+    async def ask(
+        self, arms: Sequence[Arm], contexts: Mapping[str, int | None], loads: Sequence[Load]
+    ) -> list[Load]:
+        """The loads that at least one arm can run; remembers which arm cannot run which.
+
+        `contexts` is how many tokens each arm has room for, None if unknown.
+        """
+        prompts = self._new_prompts(f"{self._seed}/asked")
+        able: dict[Load, None] = {}
+        for load in loads:
+            plan = load.plan(prompts, self._sizes)
+            refusals: dict[str, list[str]] = {}
+            for arm in arms:
+                reason = await why_not(arm.server, contexts[arm.label], plan)
+                if reason is None:
+                    able[load] = None
+                else:
+                    self._refused.add((arm.label, load.point))
+                    refusals.setdefault(reason, []).append(arm.label)
+            for reason, labels in refusals.items():
+                self.warn(f"Left out of {load.point.label}: {', '.join(labels)}; {reason}.")
+        return list(able)
+
+    async def measure(
+        self, arms: Sequence[Arm], loads: Sequence[Load], blocks: int
+    ) -> AsyncIterator[Run]:
+        """`blocks` runs of every arm under every load, yielded as they end.
+
+        The orders of loads and arms are random, from the seed, so that drift of the machine
+        affects all arms alike. All arms of a block get the same token ids; each block has its own.
+        """
+        able = sum(self._can(arm, load) for load in loads for arm in arms)
+        self._progress.schedule(blocks * able)
+        for block in range(blocks):
+            async for run in self.block(arms, loads, block, f"block {block + 1} of {blocks}"):
+                yield run
+
+    async def block(
+        self, arms: Sequence[Arm], loads: Sequence[Load], block: int, title: str
+    ) -> AsyncIterator[Run]:
+        """One run of every arm under every load. Seed and number determine prompts and order."""
+        order = random.Random(f"{self._seed}/{block}/order")
+        prompts = self._new_prompts(f"{self._seed}/{block}")
+        planned = [(load, load.plan(prompts, self._sizes)) for load in loads]
+        for load, plan in order.sample(planned, len(planned)):
+            able = [arm for arm in arms if self._can(arm, load)]
+            for arm in order.sample(able, len(able)):
+                self._progress.start(f"{title}, {arm.label}, {load.label}")
+                yield await self.run(arm, load, plan, block)
+                self._progress.finish()
+
+    async def throughput(self, arms: Sequence[Arm], load: Load) -> float:
+        """Requests per second, including ramp and drain, of one run of the first arm that can.
+
+        Raises NoSuccess.
+        """
+        arm = next(arm for arm in arms if self._can(arm, load))
+        self._progress.start(f"finding the rates, {arm.label}, {load.label}")
+        prompts = self._new_prompts(f"{self._seed}/{load.label}")
+        run = await self.run(arm, load, load.plan(prompts, self._sizes), 0)
+        served = sum(outcome.error is None for outcome in run.outcomes)
+        if not served:
+            raise NoSuccess(f"{arm.label} under {load.label}: {run.outcomes[0].error}")
+        return served / (run.ended - run.began)
+
+    async def run(self, arm: Arm, load: Load, plan: Plan, block: int) -> Run:
+        """One run, whether or not its requests succeed."""
+        if arm.label not in self._unflushed:
+            await self._try_to_flush(arm)
+        answered = 0
+
+        async def send(request: Request, intended: float) -> Outcome:
+            nonlocal answered
+            outcome = await complete(arm.server, request, intended)
+            answered += 1
+            self._progress.answered(answered, len(plan.requests), outcome.output_tokens)
+            return outcome
+
+        seed = f"{self._seed}/{block}/{load.label}"
+        async with _watching(_impatient(arm.server)) as watched:
+            driven = await drive(plan, load.profile, seed, send)
+        self._check_hits(f"{arm.label}, {load.label}", plan, driven.outcomes)
+        return Run(
+            arm=arm.label,
+            point=load.point,
+            profile=load.profile,
+            block=block,
+            outcomes=driven.outcomes,
+            steady_from=driven.steady_from,
+            steady_to=driven.steady_to,
+            server=await watched(driven.outcomes),
+        )
+
+    def _can(self, arm: Arm, load: Load) -> bool:
+        return (arm.label, load.point) not in self._refused
+
+    async def _try_to_flush(self, arm: Arm) -> None:
+        try:
+            await flush(_impatient(arm.server))
+        except Unreachable as error:
+            if arm.label not in self._unflushed:
+                reason = str(error).partition(": {")[0]  # without the body
+                self.warn(
+                    f"The prefix cache of {arm.label} was not emptied between runs ({reason}). "
+                    "New prompts miss it all the same, but those of a file are the same in every "
+                    "run."
+                )
+            self._unflushed.add(arm.label)
+
+    def _check_hits(self, where: str, plan: Plan, outcomes: Sequence[Outcome]) -> None:
+        """Warn of unexpected hits, if every request was served and the server reports its hits."""
+        said = [
+            o.cached_tokens for o in outcomes if o.error is None and o.cached_tokens is not None
+        ]
+        if plan.cached_tokens is None or len(said) < len(outcomes):
+            return
+        low, high = plan.cached_tokens
+        if not low <= sum(said) <= high:
+            expected = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+            self.warn(
+                f"{where}: the prefix cache had {sum(said):,} prompt tokens, but {expected} were "
+                "expected; something else used it, or it was too small."
+            )
+
+    def warn(self, sentence: str) -> None:
+        """Keep a warning, once."""
+        if sentence not in self.warnings:
+            self.warnings.append(sentence)
+
+
+View = Callable[[Sequence[Outcome]], Awaitable[ServerView | None]]
+
+
+@asynccontextmanager
+async def _watching(server: Server) -> AsyncIterator[View]:
+    """Reads /metrics before the block and every second within; the yielded function, after it."""
+    before = await _snapshot(server)
+    during: list[str] = []
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(_SCRAPE_EVERY_S)
+            if (seen := await _snapshot(server)) is not None:
+                during.append(seen)
+
+    async def view(outcomes: Sequence[Outcome]) -> ServerView | None:
+        if before is None:
+            return None
+        try:
+            after = await scrape.settled(server, before, outcomes)
+            return scrape.view(before, during, after, server.model or "", outcomes)
+        except (Unreachable, ValueError):  # ValueError: these are no metrics
+            return None
+
+    # A server without metrics is not asked again.
+    watcher = None if before is None else asyncio.create_task(watch())
+    try:
+        yield view
+    finally:
+        if watcher is not None:
+            watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await watcher
+
+
+async def _snapshot(server: Server) -> str | None:
+    """None without metrics or without an answer."""
+    with suppress(Unreachable):
+        return await scrape.snapshot(server)
+    return None
+
+
+def _impatient(server: Server) -> Server:
+    return replace(server, timeout_s=min(server.timeout_s, _PATIENCE_S))

@@ -1,0 +1,1 @@
+"""Which requests are sent, and when."""

@@ -1,0 +1,1 @@
+"""What several encodings share: rotation, its scaling, costs, and checks of hooks."""

@@ -1,0 +1,64 @@
+"""Rotation of pairs of coordinates, and the part that attention applies to stored keys.
+
+Knows no encodings, models, batches or cache.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ropewalk.cache.types import KeyFrame
+
+# Which coordinates of a head form a pair: i with i + width/2, or 2i with 2i + 1.
+Layout = Literal["half", "interleaved"]
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """x [T, heads, head_dim]; cos and sin [T, pairs] → x with 2 · pairs coordinates rotated.
+
+    Products are computed in the wider of both dtypes and rounded once; x itself is unchanged.
+    """
+    width = 2 * cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    turning, rest = x[..., :width], x[..., width:]
+    if layout == "half":
+        a, b = turning.chunk(2, dim=-1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    else:
+        a, b = turning[..., 0::2], turning[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    turned = turned.to(x.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The rotation left to an attention backend: of queries, and of stored keys.
+
+    A query at position m and a key at position base + offset must be scored as if both were
+    rotated by their positions. A raw key is rotated by its position. A key of the block frame was
+    rotated by its offset when it was stored, so its block's base is what is left; or instead the
+    query is rotated, once per block, by m - base: R(m - base)ᵀ R(offset) = R(m)ᵀ R(base + offset).
+    """
+
+    cos: Tensor  # [positions, pairs] float32; in the raw frame times a scaling's magnitude
+    sin: Tensor
+    layout: Layout
+    frame: KeyFrame  # RAW or BLOCK
+    magnitude: float = 1.0  # further factor on the rotated coordinates of queries
+
+    def queries(self, q: Tensor, positions: Tensor) -> Tensor:
+        """q [T, heads, head_dim] rotated by positions [T]."""
+        cos, sin = self.cos[positions] * self.magnitude, self.sin[positions] * self.magnitude
+        return turn(q, cos, sin, self.layout)
+
+    def keys(self, keys: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
+        """Stored keys [T, kv_heads, head_dim], at positions and block offsets [T] → rotated keys.
+
+        Slots that hold no token may have any position: their rotation is meaningless.
+        """
+        lacking = positions if self.frame is KeyFrame.RAW else positions - offsets
+        lacking = lacking.clamp(0, len(self.cos) - 1)
+        return turn(keys, self.cos[lacking], self.sin[lacking], self.layout)

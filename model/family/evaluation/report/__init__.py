@@ -1,0 +1,1 @@
+"""The model card: figures, tables and findings of an evaluation."""

@@ -1,0 +1,200 @@
+"""Findings on common claims: every sentence is derived from the figures alone.
+
+The claims are those of reference texts on extrapolation (arXiv 2108.12409 for all but NoPE) and
+on how fast RoPE is learnt. A finding that contradicts them is marked as such.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import takewhile
+
+from ropewalk.model.family.evaluation.curves import Curve, before_decay
+from ropewalk.model.family.evaluation.losses import LossBin
+from ropewalk.model.family.evaluation.report.words import interval, signed
+from ropewalk.model.family.evaluation.results import Measured
+from ropewalk.model.formatting import listed
+
+HOLDS = 0.05  # nats per token that distance may cost
+BREAKS = 1.0  # nats per token above which a text is no longer understood
+MOSTLY = 0.8  # fraction of points at which a loss must be lower to count as falling faster
+
+
+class Beyond(StrEnum):
+    """What a model does past its trained length."""
+
+    REFUSES = "refuses"
+    HOLDS = "holds"
+    DEGRADES = "degrades"
+    BREAKS = "breaks"
+    OPEN = "is not decided"  # some interval contains HOLDS, and none lies above it
+
+
+PUBLISHED = {  # several where the severity depends on size and training
+    "learned": (Beyond.REFUSES,),
+    "sinusoidal": (Beyond.BREAKS,),
+    "rope": (Beyond.DEGRADES, Beyond.BREAKS),
+    "alibi": (Beyond.HOLDS,),
+    "t5": (Beyond.HOLDS,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`worst`: the bin beyond the trained length in which distance costs most."""
+
+    beyond: Beyond
+    worst: LossBin | None
+    first: LossBin | None  # from here on, all intervals lie above HOLDS
+
+
+def shipped(members: Sequence[Measured]) -> list[Measured]:
+    """The served models, without those of other seeds."""
+    return [one for one in members if one.seed is None]
+
+
+def verdict(measured: Measured) -> Verdict | None:
+    """None where nothing was measured past the trained length."""
+    losses = measured.losses
+    if losses is None:
+        return None
+    if losses.refusal and losses.reach <= losses.trained:
+        return Verdict(Beyond.REFUSES, None, None)
+    far = [one for one in losses.bins if one.change is not None]
+    if not far:
+        return None
+    costs = [one.change for one in far if one.change is not None]
+    if any(cost.low > BREAKS or math.isnan(cost.value) for cost in costs):
+        kind = Beyond.BREAKS
+    elif any(cost.low > HOLDS for cost in costs):
+        kind = Beyond.DEGRADES
+    else:
+        kind = Beyond.HOLDS if all(cost.high <= HOLDS for cost in costs) else Beyond.OPEN
+    bins = list(zip(far, costs, strict=True))
+    worst, _ = max(bins, key=lambda one: math.inf if math.isnan(one[1].value) else one[1].value)
+    certain = list(takewhile(lambda one: one[1].low > HOLDS, reversed(bins)))
+    return Verdict(kind, worst, certain[-1][0] if certain else None)
+
+
+def about_length(measured: Measured) -> str:
+    """One sentence: what happens past the trained length, and whether that is as published."""
+    found = verdict(measured)
+    if found is None:
+        return f"{measured.label}: not measured past the trained length."
+    assert measured.losses is not None
+    said = f"{measured.label} {found.beyond.value}"
+    if found.beyond is Beyond.REFUSES:
+        said += f" past {measured.losses.reach:,} tokens: it has no more positions"
+    elif found.worst is not None and found.worst.change is not None:
+        cost = f"{signed(found.worst.change.value)} nats per token"
+        where = f"positions {found.worst.start:,} to {found.worst.stop:,}"
+        said += f": at worst {cost} ({interval(found.worst.change)}) at {where}"
+        if found.first is not None:
+            said += f", and more than {HOLDS} from position {found.first.start:,} on"
+    return f"{said}. {_compared(measured.label, found.beyond)}".rstrip()
+
+
+def _compared(label: str, beyond: Beyond) -> str:
+    agrees = _agrees(label, beyond)
+    if agrees is None:
+        return ""
+    if agrees:
+        return "That is as published."
+    return f"**This differs from the literature**, by which it {PUBLISHED[label][0].value}."
+
+
+def _agrees(label: str, beyond: Beyond) -> bool | None:
+    """Whether it is as published; None if nothing was published, or it is undecided."""
+    if label not in PUBLISHED or beyond is Beyond.OPEN:
+        return None
+    return beyond in PUBLISHED[label]
+
+
+def differing(members: Sequence[Measured]) -> list[str]:
+    """Labels of models that past the trained length do not behave as published."""
+    found = {one.label: verdict(one) for one in shipped(members)}
+    return [
+        label
+        for label, own in found.items()
+        if own is not None and _agrees(label, own.beyond) is False
+    ]
+
+
+def alike(members: Sequence[Measured]) -> list[tuple[int, list[Measured]]]:
+    """Models with curves, grouped by the tokens of their training, most first.
+
+    Rates, and by default the lengths of pieces, depend on the total number of tokens: step by step,
+    a training is comparable only with others of the same total.
+    """
+    groups: dict[int, list[Measured]] = {}
+    for one in members:
+        if one.curve is not None and one.curve.trained:
+            groups.setdefault(one.curve.tokens, []).append(one)
+    return sorted(groups.items(), reverse=True, key=lambda group: group[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """RoPE's training loss against another encoding's, on the same texts at the same steps."""
+
+    label: str
+    lower: int  # points at which RoPE's loss is lower
+    points: int  # before the rates fell
+    mean: float  # by how much RoPE's is lower, nats
+
+
+def leads(members: Sequence[Measured]) -> list[Lead]:
+    """One for each training comparable with one of RoPE's: with as many tokens and the same seed,
+    which determines the order of the texts."""
+    found = []
+    for _, own in alike(members):
+        for rope in (one for one in own if one.label == "rope"):
+            for other in own:
+                if other.label != "rope" and other.seed == rope.seed:
+                    assert rope.curve is not None and other.curve is not None
+                    found += _lead(other.label, rope.curve, other.curve)
+    return found
+
+
+def _lead(label: str, rope: Curve, other: Curve) -> list[Lead]:
+    """Over the points that both have; empty when the rates fell before the first one."""
+    losses = {point.tokens: point.loss for point in before_decay(rope)}
+    gaps = [
+        point.loss - losses[point.tokens] for point in before_decay(other) if point.tokens in losses
+    ]
+    if not gaps:
+        return []
+    return [Lead(label, sum(gap > 0 for gap in gaps), len(gaps), sum(gaps) / len(gaps))]
+
+
+def about_speed(members: Sequence[Measured]) -> str:
+    """Says whether RoPE converges faster per token: whether its loss is nearly always lower."""
+    found = leads(members)
+    if not found:
+        return "Whether RoPE converges faster: not measured."
+    beside: dict[str, list[Lead]] = {}
+    for lead in found:
+        beside.setdefault(lead.label, []).append(lead)
+    said = [
+        f"Compared with {label}, RoPE's loss was lower at "
+        + listed([f"{one.lower} of {one.points} points" for one in own])
+        + f", on average by {listed([f'{one.mean:.2f}' for one in own])} nats."
+        for label, own in beside.items()
+    ]
+    faster = [
+        label
+        for label, own in beside.items()
+        if all(one.lower >= MOSTLY * one.points for one in own)
+    ]
+    others = [label for label in beside if label not in faster]
+    if faster:
+        said.append(
+            f"So here RoPE converged faster per token than {listed(faster)}: its loss was lower "
+            f"at {MOSTLY:.0%} of the points or more."
+        )
+    if others:
+        said.append(f"It did not clearly converge faster than {listed(others)}.")
+    if all(len(own) == 1 for own in beside.values()):
+        said.append("One seed says little: a second one may change the order.")
+    return " ".join(said)

@@ -1,0 +1,1 @@
+"""Texts that the family is trained on: fetched, cleaned, tokenized, in order."""

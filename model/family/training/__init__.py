@@ -1,0 +1,1 @@
+"""Trains the family, and packs what was trained."""

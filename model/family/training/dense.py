@@ -1,0 +1,145 @@
+"""Whole windows at once, with gradients: keys and values as tensors, attention as two products.
+
+The decoder that is trained is the one that serves. A batch of windows is a paged batch in which
+each request has one block as long as its window; only memory and attention differ.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ropewalk.cache.kv import KVCache, LayerKV, PagedKV
+from ropewalk.model.attention.base import AttentionSpec
+from ropewalk.model.attention.bias import DenseBias, StepBias
+from ropewalk.model.batch import ForwardBatch
+from ropewalk.model.config import ModelConfig
+from ropewalk.model.encodings.base import PositionalEncoding
+from ropewalk.model.encodings.common.rotary import Rotation
+from ropewalk.model.layers.decoder import Decoder
+
+QUERIES = 128  # of a window, whose scores are computed as one product
+
+
+class DenseKV(KVCache):
+    """New memory for every layer of every pass, so that gradients find what was written."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        windows: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """dtype: that of projected keys; bfloat16 under such an autocast."""
+        super().__init__(
+            replace(config, layers=0), blocks=windows, block_size=length, dtype=dtype, device=device
+        )
+
+    def layer(self, index: int) -> LayerKV:
+        shape = self._keys.shape[1:]
+        return LayerKV(
+            torch.empty(shape, dtype=self.dtype, device=self.device),
+            torch.empty(shape, dtype=self.dtype, device=self.device),
+        )
+
+
+class DenseAttention:
+    """For every window: scores as a product, softmax, product with the values.
+
+    Under torch.compile, scale, bias, mask and softmax fuse into one loop. Processes some queries at
+    a time, so that little is computed of what the mask hides.
+    """
+
+    name = "dense"
+
+    @classmethod
+    def why_not(cls, spec: AttentionSpec) -> str | None:
+        return None
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        batch: ForwardBatch,
+        bias: StepBias | None,
+        rotation: Rotation | None,
+    ) -> Tensor:
+        """As in `Attend`, only for batches of `dense_batch`."""
+        windows, length = kv.keys.shape[:2]
+        keys, values = kv.keys, kv.values  # [windows, length, kv_heads, head_dim]
+        if rotation is not None:
+            q = rotation.queries(q, batch.positions)
+            turned = rotation.keys(keys.flatten(0, 1), batch.positions, batch.offsets)
+            keys = turned.view(keys.shape)
+        repeat = self.spec.heads // self.spec.kv_heads
+        if repeat > 1:
+            keys, values = (x.repeat_interleave(repeat, dim=2) for x in (keys, values))
+        queries = q.view(windows, length, *q.shape[1:]).transpose(1, 2)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [windows, heads, L, head_dim]
+        pieces = []
+        for first in range(0, length, QUERIES):
+            last = min(first + QUERIES, length)
+            end = last if self.spec.causal else length  # no query attends to a key after its own
+            scores = queries[:, :, first:last] @ keys[:, :, :end].mT * self.spec.scale
+            rows, columns = batch.positions[first:last], batch.positions[:end]
+            if isinstance(bias, DenseBias):
+                dense = bias.values.view(-1, windows, length, length)
+                scores = scores + dense[:, :, first:last, :end].transpose(0, 1)
+            elif bias is not None:
+                scores = scores + bias.between(rows, columns)
+            weights = scores.masked_fill(self._hidden(rows, columns), -torch.inf).softmax(dim=-1)
+            pieces.append(weights.to(values.dtype) @ values[:, :, :end])
+        return torch.cat(pieces, dim=2).transpose(1, 2).flatten(0, 1)
+
+    def _hidden(self, rows: Tensor, columns: Tensor) -> Tensor:
+        gap = rows[:, None] - columns
+        hidden = gap < 0 if self.spec.causal else torch.zeros_like(gap, dtype=torch.bool)
+        return hidden if self.spec.window is None else hidden | (gap >= self.spec.window)
+
+
+def dense_batch(tokens: Tensor) -> ForwardBatch:
+    """tokens [windows, length], each window at positions 0 .. length - 1; all rows are output."""
+    windows, length = tokens.shape
+    device = tokens.device
+    rows = torch.arange(windows * length, device=device)
+    each = torch.arange(windows, device=device)
+    return ForwardBatch(
+        tokens=tokens.flatten(),
+        positions=rows % length,
+        offsets=rows % length,
+        slots=rows,
+        query_starts=torch.arange(windows + 1, device=device) * length,
+        context_lens=torch.full_like(each, length),
+        block_tables=each[:, None],
+        block_bases=torch.zeros_like(each)[:, None],
+        output_rows=rows,
+        max_query=length,
+        max_context=length,
+    )
+
+
+def dense_logits(decoder: Decoder, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """[windows, length] → [windows · length, vocab], with gradients. dtype: as in DenseKV."""
+    windows, length = tokens.shape
+    kv = DenseKV(decoder.config, windows=windows, length=length, dtype=dtype, device=tokens.device)
+    return decoder.compute(dense_batch(tokens), kv)
+
+
+def refreeze(decoder: Decoder) -> None:
+    """Recompute what the encoding derives from its parameters, so that gradients reach these.
+
+    Tensors left by the previous pass belong to its graph: they are detached first, so that
+    `freeze` may write into them.
+    """
+    for module in decoder.modules():
+        if isinstance(module, PositionalEncoding):
+            for name, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
+                if isinstance(value, Tensor):
+                    setattr(module, name, value.detach())
+            module.freeze()

@@ -1,0 +1,1 @@
+"""Studies of an encoding: what it does to the cache, byte by byte."""

@@ -1,0 +1,223 @@
+"""The arms of an audit: one decoder under several encodings, including length-dependent RoPE.
+
+All arms share the decoder's weights and differ in the encoding alone. They compute in float64, so
+that rounding is never mistaken for a change.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ropewalk.cache.kv import KVCache
+from ropewalk.cache.types import BLOCK_SIZE
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.catalogue import example
+from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.encodings.base import (
+    EncodingError,
+    PositionalEncoding,
+    create,
+    find,
+    freeze_all,
+    names,
+)
+from ropewalk.model.encodings.common.rotary import turn
+from ropewalk.model.encodings.rope import RoPE
+from ropewalk.model.inspect.audit import Arm
+from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.loading.checkpoints import Checkpoint, load_decoder
+
+Encoding = TypeVar("Encoding", bound=PositionalEncoding)
+
+CPU = torch.device("cpu")
+DTYPE = torch.float64
+FACTOR = 2.0  # scaling of the dynamic arms, as in published models
+SEED = 0
+TINY = ModelConfig(
+    vocab_size=256,
+    width=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ffn_width=48,
+    norm_eps=1e-5,
+    trained_context=256,
+    encoding=EncodingSpec("nope", {}),
+    windows=(None, None),
+)
+DYNAMIC, REWRITTEN = "rope:dynamic", "rope:dynamic-rewrite"
+# name: (encoding, options in which it differs from the plain one)
+VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "rope:raw": ("rope", {"frame": "raw"}),
+    "rope:block": ("rope", {"frame": "block"}),
+    "t5:table": ("t5", {"form": "table"}),
+    "t5:materialised": ("t5", {"form": "materialised"}),
+}
+NOTES = {
+    DYNAMIC: "stored keys are left unchanged",
+    REWRITTEN: "stored keys are rotated again whenever the frequencies change, which repairs only "
+    "those of layer 0",
+    "rope:raw": "keys are stored unrotated, and rotated in every step",
+    "rope:block": f"keys are rotated by their offset in the block, and the query once for each "
+    f"block of {BLOCK_SIZE}",
+    "t5:materialised": "the bias of every key is looked up and stored before it is added",
+}
+ALL = (
+    "rope",
+    DYNAMIC,
+    REWRITTEN,
+    "rope:raw",
+    "rope:block",
+    "t5",
+    "t5:materialised",
+    "alibi",
+    "learned",
+    "sinusoidal",
+    "nope",
+)
+
+
+class FollowingRoPE(RoPE):
+    """RoPE as in published models with `dynamic` scaling: frequencies depend on the length.
+
+    Not for serving: a key that was stored at one length is wrong at the next.
+    """
+
+    def rotate(
+        self, q: Tensor, k: Tensor, positions: Tensor, offsets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate by the frequencies for the length that these positions reach."""
+        speeds = self.frequencies_at(int(positions.max()) + 1).double()
+        angles = positions[:, None] * speeds
+        cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
+        return turn(q, cos, sin, self.layout), turn(k, cos, sin, self.layout)
+
+    def retune(self, kv: KVCache, start: int, stop: int) -> int:
+        """Re-rotate the stored keys of `start` tokens for a length of `stop`; returns how many.
+
+        A server that stores rotated keys would have to do this. It corrects the keys of layer 0;
+        deeper keys and values resulted from attention at the old frequencies and stay wrong.
+        """
+        change = self.frequencies_at(stop).double() - self.frequencies_at(start).double()
+        if not start or not change.any():
+            return 0
+        angles = torch.arange(start)[:, None] * change
+        turned = 0
+        for layer in range(kv.layers):
+            if self.turns(layer):
+                keys = kv.layer(layer).keys.flatten(0, 1)[:start]  # a view
+                keys.copy_(turn(keys, angles.cos(), angles.sin(), self.layout))
+                turned += start * kv.kv_heads
+        return turned
+
+
+def tiny(context: int) -> Decoder:
+    """A small decoder with random weights and no encoding, for runs of `context` tokens."""
+    config = replace(TINY, trained_context=max(context, TINY.trained_context))
+    encoding = create(config.encoding, config, context, CPU)
+    decoder = Decoder(config, encoding, SdpaAttention, dtype=DTYPE, device=CPU)
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.inference_mode():
+        for name, parameter in decoder.named_parameters():
+            parameter.normal_(0, 0.35, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.add_(1)
+    return decoder
+
+
+def from_checkpoint(checkpoint: Checkpoint, context: int) -> Decoder:
+    """A decoder with its trained weights in float64. Raises EncodingError, CheckpointError.
+
+    The encoding's settings are those that `serve` uses for the trained context.
+    """
+    config = checkpoint.config
+    encoding = create(config.encoding, config, max(context, config.trained_context), CPU)
+    decoder = Decoder(config, encoding, SdpaAttention, dtype=DTYPE, device=CPU)
+    load_decoder(checkpoint, decoder)
+    return decoder
+
+
+def arm(name: str, decoder: Decoder, context: int, trained_length: int) -> Arm:
+    """`decoder` under an encoding, for runs of `context` tokens.
+
+    name: an encoding, one of ALL or VARIANTS, or "package.module:Class". The dynamic arms behave
+    as if trained for `trained_length` tokens. Raises EncodingError.
+    """
+    if name in (DYNAMIC, REWRITTEN):
+        return _dynamic(name, decoder, context, trained_length)
+    if name not in VARIANTS and name.partition(":")[0] in names():
+        _refuse_unknown_variant(name)
+    plain, options = VARIANTS.get(name, (name, {}))
+    encoding = _built(find(plain), plain, options, decoder, context)
+    notes = [NOTES[name]] if name in NOTES else []
+    if plain == decoder.config.encoding.name:
+        _copy_weights(decoder.encoding, encoding)
+    elif any(True for _ in encoding.parameters()):
+        notes.append("the encoding's weights are random")
+    return Arm(name, "; ".join(notes), _with_encoding(decoder, plain, encoding))
+
+
+def _refuse_unknown_variant(name: str) -> None:
+    plain, colon, _ = name.partition(":")
+    if colon:
+        known = [one for one in (DYNAMIC, REWRITTEN, *VARIANTS) if one.startswith(f"{plain}:")]
+        raise EncodingError(
+            f"There is no {name!r} to audit; use one of {', '.join([plain, *known])}."
+        )
+
+
+def _dynamic(name: str, decoder: Decoder, context: int, trained_length: int) -> Arm:
+    scaling = {"type": "dynamic", "factor": FACTOR, "original_context": trained_length}
+    encoding = _built(FollowingRoPE, "rope", {"scaling": scaling}, decoder, context)
+    return Arm(
+        name,
+        f"as if trained for {trained_length} tokens, scaled by {FACTOR:g}; {NOTES[name]}",
+        _with_encoding(decoder, "rope", encoding),
+        rewrite=encoding.retune if name == REWRITTEN else None,
+        trained_length=trained_length,
+    )
+
+
+def _built(
+    kind: type[Encoding],
+    name: str,
+    options: Mapping[str, Any],
+    decoder: Decoder,
+    context: int,
+) -> Encoding:
+    """Uses the decoder's own options if this is the decoder's own encoding."""
+    own = decoder.config.encoding
+    if name == own.name:
+        options = {**own.options, **options}
+    longest = max(context, decoder.config.trained_context)
+    encoding = example(kind, decoder.config, longest, options)
+    if encoding.max_positions is not None and encoding.max_positions < context:
+        raise EncodingError(
+            f"{name} has positions for only {encoding.max_positions} tokens, so it cannot be "
+            f"audited over {context}; ask for fewer tokens or steps."
+        )
+    assert isinstance(encoding, kind)
+    return encoding
+
+
+def _copy_weights(source: PositionalEncoding, target: PositionalEncoding) -> None:
+    trained = dict(source.named_parameters())
+    with torch.inference_mode():
+        for name, parameter in target.named_parameters():
+            parameter.copy_(trained[name])
+        freeze_all(target)
+
+
+def _with_encoding(decoder: Decoder, name: str, encoding: PositionalEncoding) -> Decoder:
+    """Another decoder that shares this one's weights."""
+    config = replace(decoder.config, encoding=EncodingSpec(name, {}))
+    made = Decoder(config, encoding, SdpaAttention, dtype=DTYPE, device=CPU)
+    weights = dict(decoder.named_parameters())
+    for name, parameter in made.named_parameters():
+        if not name.startswith("encoding."):
+            parameter.data = weights[name].data
+    return made

@@ -1,0 +1,208 @@
+"""Pictures of encodings that rotate queries and keys: angles, and scores by distance."""
+
+import math
+
+import numpy as np
+import torch
+from matplotlib import ticker
+from matplotlib.figure import Figure, SubFigure
+
+from ropewalk.model.inspect.explain.figure import (
+    BLUE,
+    GREY,
+    INK,
+    MAP,
+    ORANGE,
+    SKY,
+    Omitted,
+    Picture,
+    axes_row,
+    count_axis,
+    label_ends,
+)
+from ropewalk.model.inspect.explain.rotating import (
+    Turning,
+    bound,
+    envelope,
+    equal_vectors,
+    random_scores,
+    turning,
+)
+from ropewalk.model.inspect.explain.subject import Subject
+
+SHOWN = 128  # positions in the map of angles
+LONGEST = 4096  # distances in the pictures of scores
+RANDOM = 1000  # pairs of vectors
+NEAR = 32
+
+ANGLES, SCORES = "Angle by dimension and position", "Score by distance"
+
+
+def angles(subject: Subject) -> Picture | Omitted:
+    if not subject.turns:
+        return Omitted(
+            "angle",
+            ANGLES,
+            f"{subject.title} rotates neither queries nor keys, so there are no angles.",
+        )
+    found = turning(subject.encoding, subject.config, subject.context)
+    if found is None:
+        return Omitted(
+            "angle",
+            ANGLES,
+            f"{subject.title} changes queries and keys, but not by rotating pairs of coordinates "
+            "by a fixed angle per position, so no pair has an angle to show.",
+        )
+    return Picture(
+        "angle",
+        ANGLES,
+        _about_angles(found, subject),
+        lambda figure: _draw_angles(figure, found, subject.context),
+    )
+
+
+def _about_angles(found: Turning, subject: Subject) -> str:
+    turns = 2 * math.pi / found.speeds.abs()
+    slow = int((turns > subject.context).sum())
+    (a, b), (c, d) = found.pairs[0], found.pairs[-1]
+    parts = [
+        "Each pair of coordinates of every query and key is rotated by the position times the "
+        f"pair's speed. Pair 0 is coordinates {a} and {b}, pair {len(turns) - 1} is {c} and {d}. "
+        f"Left: the cosine of the angle. Right: positions in one full turn, {turns[0]:,.2f} for "
+        f"the fastest pair and {turns[-1]:,.0f} for the slowest."
+    ]
+    if slow:
+        parts.append(
+            f"{slow} of {len(turns)} pairs make no full turn within the context of "
+            f"{subject.context:,}: in them, every distance has a different angle."
+        )
+    else:
+        parts.append(f"Every pair makes a full turn within the context of {subject.context:,}.")
+    if found.still:
+        parts.append(f"{found.still} of {subject.config.head_dim} coordinates are not rotated.")
+    if abs(found.magnitude - 1) > 1e-4:
+        parts.append(
+            f"Rotated coordinates are also scaled by {found.magnitude:.4f}, so their scores are "
+            f"scaled by {found.magnitude**2:.4f}."
+        )
+    parts.append(
+        "A key is rotated once, by its own position, before it is stored; the base sets the "
+        "speeds, not how many tokens can be told apart."
+    )
+    return " ".join(parts)
+
+
+def _draw_angles(figure: Figure | SubFigure, found: Turning, context: int) -> None:
+    left, right = axes_row(figure, 2, gridspec_kw={"width_ratios": [1.25, 1]})
+    count = len(found.speeds)
+    shown = min(SHOWN, context)
+    cosines = torch.cos(found.speeds[:, None] * torch.arange(shown))
+    image = left.imshow(
+        cosines.numpy(),
+        aspect="auto",
+        cmap=MAP,
+        vmin=-1,
+        vmax=1,
+        interpolation="nearest",
+        extent=(-0.5, shown - 0.5, count - 0.5, -0.5),
+    )
+    left.grid(False)
+    left.set(title="cosine of the angle", xlabel="position (tokens)", ylabel="pair of coordinates")
+    left.yaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    bar = figure.colorbar(image, ax=left, pad=0.02, ticks=[-1, 0, 1])
+    bar.outline.set_visible(False)
+
+    turns = (2 * math.pi / found.speeds.abs()).numpy()
+    right.plot(np.arange(count), turns, color=BLUE, marker="o", markersize=2.5, linewidth=1)
+    right.set_yscale("log")
+    right.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: f"{y:,.0f}"))
+    right.yaxis.set_minor_formatter(ticker.NullFormatter())
+    right.axhline(context, color=ORANGE, linewidth=1.2, linestyle="--")
+    right.text(0, context * 1.15, f"context: {context:,}", color=ORANGE, va="bottom", fontsize=8.5)
+    right.set(title="positions in one full turn", xlabel="pair of coordinates")
+    right.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+
+
+def scores(subject: Subject) -> Picture | Omitted | None:
+    """None when the hook is not used: then other pictures cover scores."""
+    if not subject.turns:
+        return None
+    config, span = subject.config, min(subject.context, LONGEST)
+    found = turning(subject.encoding, config, subject.context)
+    if found is None:
+        return Omitted(
+            "score",
+            SCORES,
+            f"{subject.title} does not rotate pairs at fixed speeds, so its scores may depend on "
+            "more than the distance.",
+        )
+    distances = torch.arange(span)
+    equal = equal_vectors(found, config.head_dim, distances)
+    factor = bound(found, distances)
+    drawn = random_scores(found, config.head_dim, distances, RANDOM)
+    return Picture(
+        "score",
+        SCORES,
+        _about_scores(equal, factor, drawn),
+        lambda figure: _draw_scores(figure, equal, factor, drawn),
+        height=3.3,
+    )
+
+
+def _about_scores(equal: torch.Tensor, factor: torch.Tensor, drawn: torch.Tensor) -> str:
+    span = len(equal)
+    near = min(NEAR, span)
+    peaks = float((drawn.argmax(dim=1) < near).float().mean())
+    return (
+        "Left: the mean of q · k over random q = k, as a share of |q| |k|; it falls on the whole, "
+        f"but rises in {_rises(equal):.0%} of single steps. The envelope is the largest magnitude "
+        "from each distance on. Middle: RoFormer (arXiv 2104.09864, section 3.4.3) proves that an "
+        "upper bound of the score decays, not the score itself: shown is the bound's factor that "
+        "depends on distance, as a share of its value at 0; even this rises in "
+        f"{_rises(factor):.0%} of steps. Right: q and k drawn independently; their scores have the "
+        f"same spread at every distance. Of {len(drawn):,} such pairs, {peaks:.1%} score highest "
+        f"within the nearest {near} of {span:,} distances; if distance had no influence, "
+        f"{near / span:.1%} would. So closer words do not in general score higher: how distance "
+        "affects a model's scores depends on its trained weights."
+    )
+
+
+def _rises(values: torch.Tensor) -> float:
+    return float((values[1:] > values[:-1]).double().mean())
+
+
+def _draw_scores(
+    figure: Figure | SubFigure, equal: torch.Tensor, factor: torch.Tensor, drawn: torch.Tensor
+) -> None:
+    left, middle, right = axes_row(figure, 3)
+    x = np.arange(1, len(equal))
+    above = envelope(equal)
+    left.axhline(0, color=GREY, linewidth=0.8)
+    left.plot(x, above[1:].numpy(), color=ORANGE, linestyle="--")
+    left.plot(x, equal[1:].numpy(), color=BLUE, linewidth=1.1)
+    left.set(title="equal random vectors", ylabel="q · k / (|q| |k|)")
+    left.text(0.97, 0.95, "envelope", color=ORANGE, transform=left.transAxes, ha="right", va="top")
+    left.text(0.97, 0.86, "mean", color=BLUE, transform=left.transAxes, ha="right", va="top")
+
+    middle.plot(x, (factor[1:] / factor[0]).numpy(), color=INK, linewidth=1.1)
+    middle.set(title="RoFormer's upper bound", ylabel="share of its value at distance 0")
+    middle.set_ylim(0, None)
+
+    low, high = torch.quantile(drawn, torch.tensor([0.05, 0.95], dtype=torch.float64), dim=0)
+    right.fill_between(x, low[1:].numpy(), high[1:].numpy(), color=SKY, alpha=0.35, linewidth=0)
+    for one in drawn[:2]:
+        right.plot(x, one[1:].numpy(), color=GREY, linewidth=0.6)
+    right.plot(x, drawn.mean(dim=0)[1:].numpy(), color=BLUE)
+    right.set(title="independent random vectors", ylabel="q · k / √head_dim")
+    for axes in (left, middle, right):
+        axes.set_xscale("log")
+        axes.set(xlabel="distance (tokens)", xlim=(1, len(equal) - 1))
+        count_axis(axes)
+    label_ends(
+        right,
+        [
+            (float(high[-1]), "95%", "#2c7fb0"),
+            (float(drawn[:, -1].mean()), "mean", BLUE),
+            (float(low[-1]), "5%", "#2c7fb0"),
+        ],
+    )

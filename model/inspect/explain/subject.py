@@ -1,0 +1,135 @@
+"""The subject of an explanation: one layer's encoding, in some shape, with its weights.
+
+Knows no pictures and no commands.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ropewalk.model.catalogue import example, hooks, summary
+from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, find, inherits, rotates
+from ropewalk.model.encodings.common.validate import check_hooks
+from ropewalk.model.loading.checkpoints import Checkpoint, load_encoding
+
+# drawn: random, because no checkpoint was named.
+Weights = Literal["none", "drawn", "trained"]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """`encoding` is what layer `layer` uses; `whole` is what the embeddings go through."""
+
+    title: str
+    summary: str
+    hooks: tuple[str, ...]
+    limit: str
+    beyond_trained: str
+    options: Mapping[str, Any]
+    config: ModelConfig
+    context: int
+    layer: int
+    whole: PositionalEncoding
+    encoding: PositionalEncoding
+    weights: Weights
+
+    @property
+    def turns(self) -> bool:
+        """Whether this layer's queries and keys are changed."""
+        return rotates(self.encoding)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether something is added to the embeddings."""
+        return not inherits(self.whole.embed, self.whole, PositionalEncoding.embed)
+
+
+def shape(*, heads: int, head_dim: int, context: int) -> ModelConfig:
+    """A decoder of that shape; fields that encodings do not use are placeholders."""
+    return ModelConfig(
+        vocab_size=1,
+        width=heads * head_dim,
+        layers=1,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        ffn_width=1,
+        norm_eps=1e-5,
+        trained_context=context,
+        encoding=EncodingSpec("nope", {}),
+        windows=(None,),
+    )
+
+
+def from_name(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Subject:
+    """A file of model/encodings or "package.module:Class", with the usual options and these.
+
+    Raises EncodingError.
+    """
+    kind = find(name)
+    whole = example(kind, config, config.trained_context, options)
+    check_hooks(whole, config, config.trained_context, torch.device("cpu"))
+    drawn = any(True for _ in whole.parameters())
+    return _subject(
+        name,
+        whole,
+        config,
+        kind.usual_options(config) | dict(options),
+        context=config.trained_context,
+        layer=0,
+        weights="drawn" if drawn else "none",
+    )
+
+
+def from_checkpoint(checkpoint: Checkpoint, context: int | None, layer: int) -> Subject:
+    """The decoder's encoding with its trained weights. Raises EncodingError, CheckpointError."""
+    config = checkpoint.config
+    if not 0 <= layer < config.layers:
+        raise EncodingError(
+            f"{checkpoint.path} has the layers 0 to {config.layers - 1}, but not {layer}."
+        )
+    kind, options = find(config.encoding.name), config.encoding.options
+    served = context or config.trained_context
+    whole = kind.create(options, config, served, torch.device("cpu"))
+    load_encoding(checkpoint, whole)
+    check_hooks(whole, config, served, torch.device("cpu"))
+    trained = any(True for _ in whole.parameters())
+    return _subject(
+        f"{config.encoding.name} in {checkpoint.path.name}",
+        whole,
+        config,
+        options,
+        context=min(served, whole.max_positions or served),
+        layer=layer,
+        weights="trained" if trained else "none",
+    )
+
+
+def _subject(
+    title: str,
+    whole: PositionalEncoding,
+    config: ModelConfig,
+    options: Mapping[str, Any],
+    *,
+    context: int,
+    layer: int,
+    weights: Weights,
+) -> Subject:
+    kind = type(whole)
+    return Subject(
+        title=title,
+        summary=summary(kind),
+        hooks=hooks(kind),
+        limit=kind.LIMIT,
+        beyond_trained=kind.BEYOND_TRAINED,
+        options=options,
+        config=config,
+        context=context,
+        layer=layer,
+        whole=whole,
+        encoding=whole.for_layer(layer),
+        weights=weights,
+    )

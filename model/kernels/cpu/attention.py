@@ -1,0 +1,126 @@
+"""Attention on the CPU: one C++ kernel over the paged cache, any bias, any chunk."""
+
+import torch
+from torch import Tensor
+
+from ropewalk.cache.kv import Int8LayerKV, PagedKV
+from ropewalk.cache.types import KeyFrame
+from ropewalk.model.attention.base import AttentionSpec
+from ropewalk.model.attention.bias import DenseBias, StepBias
+from ropewalk.model.batch import ForwardBatch
+from ropewalk.model.encodings.base import KeyBias, LinearBias, TableBias
+from ropewalk.model.encodings.common.rotary import Rotation
+from ropewalk.model.kernels.cpu.bindings import ATTENTION_SUFFIXES, AttendArguments, Kernels
+
+# The kernel's codes for frames of stored keys that attention still has to rotate.
+FRAMES = {KeyFrame.RAW: 1, KeyFrame.BLOCK: 2}
+
+
+class CpuBackend:
+    """Makes CpuAttention for a compiled library; `kernels` may be the reason why there is none."""
+
+    name = "cpu"
+
+    def __init__(self, kernels: Kernels | str) -> None:
+        self.kernels = kernels
+
+    def why_not(self, spec: AttentionSpec) -> str | None:
+        if spec.device.type != "cpu":
+            return f"the device is {spec.device.type}"
+        if spec.dtype not in ATTENTION_SUFFIXES:
+            return f"it computes float32, float64 and bfloat16, not {spec.dtype}"
+        return self.kernels if isinstance(self.kernels, str) else None
+
+    def __call__(self, spec: AttentionSpec) -> "CpuAttention":
+        assert isinstance(self.kernels, Kernels), "ask why_not first"
+        return CpuAttention(spec, self.kernels)
+
+
+class CpuAttention:
+    """Passes the addresses of one layer's tensors to the kernel."""
+
+    def __init__(self, spec: AttentionSpec, kernels: Kernels) -> None:
+        self.spec = spec
+        self.kernels = kernels
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        batch: ForwardBatch,
+        bias: StepBias | None,
+        rotation: Rotation | None,
+    ) -> Tensor:
+        if q.dtype is not self.spec.dtype:  # the kernel would misread it
+            raise TypeError(f"queries are {q.dtype}, but the model computes in {self.spec.dtype}")
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        arguments, _tensors = self.arguments(kv, batch, bias, rotation)
+        arguments.q, arguments.out = q.data_ptr(), out.data_ptr()
+        self.kernels.attend(self.spec.dtype, arguments)
+        return out
+
+    def arguments(
+        self, kv: PagedKV, batch: ForwardBatch, bias: StepBias | None, rotation: Rotation | None
+    ) -> tuple[AttendArguments, tuple[Tensor, ...]]:
+        """All but queries and output; and the tensors to keep alive while these are used."""
+        spec = self.spec
+        assert not (isinstance(kv, Int8LayerKV) and spec.dtype is torch.float64), (
+            "float64 is for tests of the rest"
+        )
+        arguments = AttendArguments(
+            positions=batch.positions.data_ptr(),
+            query_starts=batch.query_starts.data_ptr(),
+            context_lens=batch.context_lens.data_ptr(),
+            tables=batch.block_tables.data_ptr(),
+            bases=batch.block_bases.data_ptr(),
+            requests=len(batch.context_lens),
+            table_width=batch.block_tables.stride(0),
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            block_size=kv.keys.shape[1],
+            window=spec.window or 0,
+            causal=int(spec.causal),
+            scale=spec.scale,
+        )
+        if batch.prompts is not None:
+            arguments.prompts = batch.prompts.data_ptr()
+        arguments.keys, arguments.values = kv.keys.data_ptr(), kv.values.data_ptr()
+        if isinstance(kv, Int8LayerKV):
+            arguments.key_scales = kv.key_scales.data_ptr()
+            arguments.value_scales = kv.value_scales.data_ptr()
+        tensors: tuple[Tensor, ...] = ()
+        if isinstance(bias, LinearBias):
+            slopes = _per_head(bias.slopes, spec.heads)
+            arguments.slopes = slopes.data_ptr()
+            tensors = (slopes,)
+        elif isinstance(bias, TableBias | KeyBias):
+            table = _per_head(bias.table, spec.heads)
+            arguments.bias_table = table.data_ptr()
+            arguments.bias_span = table.shape[1]
+            arguments.bias_by_key = int(isinstance(bias, KeyBias))
+            if isinstance(bias, TableBias):
+                arguments.bias_zero = bias.zero
+            tensors = (table,)
+        elif isinstance(bias, DenseBias):
+            dense = _per_head(bias.values, spec.heads)
+            arguments.dense_bias = dense.data_ptr()
+            arguments.bias_span = dense.shape[2]
+            tensors = (dense,)
+        if rotation is not None:
+            # In the dtype of the arithmetic: this copies for float64 only.
+            wide = torch.promote_types(spec.dtype, torch.float32)
+            cosines, sines = (table.to(wide).contiguous() for table in (rotation.cos, rotation.sin))
+            arguments.cosines, arguments.sines = cosines.data_ptr(), sines.data_ptr()
+            arguments.pairs = cosines.shape[1]
+            arguments.frame = FRAMES[rotation.frame]
+            arguments.interleaved = int(rotation.layout == "interleaved")
+            arguments.magnitude = rotation.magnitude
+            tensors += (cosines, sines)
+        return arguments, tensors
+
+
+def _per_head(values: Tensor, heads: int) -> Tensor:
+    """[heads, ...] as the kernel reads it: float32, contiguous, a row for every query head."""
+    return values.float().expand(heads, *values.shape[1:]).contiguous()

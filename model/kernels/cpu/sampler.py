@@ -1,0 +1,53 @@
+"""Picks tokens with the CPU kernels; results differ from model/sampler.py only by rounding."""
+
+from collections.abc import Sequence
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from ropewalk.model.kernels.cpu.bindings import SUFFIXES, Kernels
+from ropewalk.model.sampler import FIRST_CANDIDATES, Ask, Picked, Sampler, adjusted, note, taken
+
+
+class KernelSampler(Sampler):
+    """For rows of logits on the CPU."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def pick(
+        self, rows: Tensor, asks: Sequence[Ask], candidates: int = FIRST_CANDIDATES
+    ) -> list[Picked]:
+        """Like Sampler.pick, but moves to Python numbers as early as possible.
+
+        Once a step's weights have passed through the processor's caches, a torch operation on a few
+        numbers takes longer than a kernel on a whole row. Candidates always suffice.
+        """
+        if rows.dtype not in SUFFIXES:
+            return super().pick(rows, asks, candidates)
+        largest, tokens = self._kernels.largest(rows)
+        drawing = [i for i, ask in enumerate(asks) if not ask.takes_largest]
+        if drawing:
+            asked = [asks[i] for i in drawing]
+            for i, row, ask in zip(
+                drawing, adjusted(taken(rows, drawing), asked), asked, strict=True
+            ):
+                tokens[i] = self._drawn(row, ask)
+        picked = [
+            Picked(token, isfinite(value)) for token, value in zip(tokens, largest, strict=True)
+        ]
+        if any(ask.params.logprobs is not None for ask in asks):
+            for members, scores in self.scores_of(rows, torch.tensor(tokens), asks):
+                note(picked, members, scores.tolist())
+        return picked
+
+    def scores(self, rows: Tensor, tokens: Tensor, count: int) -> Tensor:
+        if rows.dtype not in SUFFIXES:
+            return super().scores(rows, tokens, count)
+        return self._kernels.scores(rows, tokens, count)
+
+    def _drawn(self, row: Tensor, ask: Ask) -> int:
+        if ask.params.greedy:
+            return int(row.argmax())
+        return self._kernels.draw(row, ask.params, ask.uniform)

@@ -1,0 +1,1 @@
+"""Steps that a device can record once and replay."""

@@ -1,0 +1,243 @@
+"""Attention on a GPU: Triton kernels over the paged cache, any bias, any chunk."""
+
+import os
+import shutil
+import sysconfig
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk.cache.kv import Int8LayerKV, PagedKV
+from ropewalk.model.attention.base import AttentionSpec
+from ropewalk.model.attention.bias import DenseBias, StepBias
+from ropewalk.model.batch import ForwardBatch
+from ropewalk.model.encodings.base import KeyBias, LinearBias, TableBias
+from ropewalk.model.encodings.common.rotary import Rotation
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDEST_HEAD = 256  # a tile of wider heads would not fit beside its accumulators
+SPLIT = 256  # keys per program for requests of one row
+SPLITS_AT_ONCE = 16  # splits that `merge` combines at a time
+LEAST = 16  # minimum rows and columns of a matrix product of tiles
+# The largest tiles that ptxas compiles for compute capability 8.0 and 9.0 without spilling in
+# bfloat16, by head_dim. Which sizes are fastest has not been measured.
+TILE_BYTES = 16384  # of keys
+ROOMY = 163 * 1024  # bytes of shared memory, as those have; with less, tiles are half as large
+MOST_KEYS = 64
+# Products are added unrounded. Said at every launch, as Triton 3.9 warns where it is not said, and
+# 3.10 will not do it unasked.
+FUSED = {"enable_fp_fusion": True}
+
+
+class TritonAttention:
+    """Serves CUDA devices with one to three kernels per call, whatever the requests' rows."""
+
+    name = "triton"
+
+    @classmethod
+    def why_not(cls, spec: AttentionSpec) -> str | None:
+        if spec.device.type != "cuda":
+            return f"the device is {spec.device.type}"
+        if spec.dtype not in DTYPES:
+            return f"it computes bfloat16, float16 and float32, not {spec.dtype}"
+        if spec.head_dim > WIDEST_HEAD:
+            return f"heads have {spec.head_dim} coordinates, and it takes {WIDEST_HEAD} at most"
+        return _lacking()
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self.tile_bytes = tile_bytes(_shared_memory(spec.device))
+        # Imported by name, and only here: machines without a GPU have no Triton.
+        self.kernels = import_module("ropewalk.model.kernels.triton.attention_kernels")
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        batch: ForwardBatch,
+        bias: StepBias | None,
+        rotation: Rotation | None,
+    ) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        constant = self._constant(kv, q) | _of_bias(bias, q) | _of_rotation(rotation, q)
+        if len(batch.context_lens) > 1 or batch.max_query == 1:
+            self._single_rows(q, kv, out, batch, constant)
+        if batch.max_query > 1:
+            self._chunks(q, kv, out, batch, constant)
+        return out
+
+    def _single_rows(
+        self, q: Tensor, kv: PagedKV, out: Tensor, batch: ForwardBatch, given: dict[str, Any]
+    ) -> None:
+        """Requests of one row: each split of their keys in its own program, then all combined."""
+        spec, requests = self.spec, len(batch.context_lens)
+        splits = max(1, -(-batch.max_context // SPLIT))
+        size = (requests, spec.heads, splits)
+        parts = torch.empty(*size, spec.head_dim, dtype=torch.float32, device=q.device)
+        maxima = torch.empty(size, dtype=torch.float32, device=q.device)
+        sums = torch.empty_like(maxima)
+        tiles = -(-spec.heads // (spec.kv_heads * LEAST))
+        self.kernels.attend[tiles * spec.kv_heads, requests, splits](
+            *(q, *_of_cache(kv), parts, maxima, sums, *_where(batch)),
+            **given,
+            SPLIT=SPLIT,
+            QUERIES=LEAST,
+        )
+        self.kernels.merge[requests, spec.heads](
+            *(parts, maxima, sums, out, batch.query_starts, batch.context_lens, splits),
+            HEADS=spec.heads,
+            HEAD_DIM=spec.head_dim,
+            WINDOW=spec.window or 0,
+            SPLIT=SPLIT,
+            AT_ONCE=SPLITS_AT_ONCE,
+            DIMS=given["DIMS"],
+            **FUSED,
+        )
+
+    def _chunks(
+        self, q: Tensor, kv: PagedKV, out: Tensor, batch: ForwardBatch, given: dict[str, Any]
+    ) -> None:
+        """Requests of several rows: each tile of rows iterates over all keys it attends to."""
+        spec = self.spec
+        # float32 products use no tensor cores and need more registers.
+        rows = 2 * LEAST if spec.dtype is torch.float32 else 4 * LEAST
+        tiles = -(-batch.max_query * (spec.heads // spec.kv_heads) // rows)
+        self.kernels.attend[tiles * spec.kv_heads, len(batch.context_lens)](
+            *(q, *_of_cache(kv), out, out, out, *_where(batch)),
+            **given,
+            SPLIT=0,
+            QUERIES=rows,
+            num_warps=8 if spec.head_dim > 64 else 4,
+        )
+
+    def _constant(self, kv: PagedKV, q: Tensor) -> dict[str, Any]:
+        """Kernel arguments that follow from the spec, the cache and the queries."""
+        spec = self.spec
+        row, head, dim = q.stride()
+        width = _padded(spec.head_dim)
+        return {
+            "q_row": row,
+            "q_head": head,
+            "q_dim": dim,
+            "scale": spec.scale,
+            "HEADS": spec.heads,
+            "KV_HEADS": spec.kv_heads,
+            "HEAD_DIM": spec.head_dim,
+            "BLOCK_SIZE": kv.keys.shape[1],
+            "WINDOW": spec.window or 0,
+            "CAUSAL": spec.causal,
+            "SCALED": isinstance(kv, Int8LayerKV),
+            "KEYS": max(LEAST, min(MOST_KEYS, self.tile_bytes // (width * q.element_size()))),
+            "DIMS": width,
+            "WIDE": q.device.type == "cpu",
+            **FUSED,
+        }
+
+
+def tile_bytes(shared: int) -> int:
+    """Bytes of a tile of keys, when a program may use `shared` bytes of shared memory."""
+    return TILE_BYTES if shared >= ROOMY else TILE_BYTES // 2
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes available to a program; enough where kernels are interpreted."""
+    if device.type != "cuda":
+        return ROOMY
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0))  # missing in builds for AMD
+
+
+def _lacking() -> str | None:
+    """What Triton lacks on this machine; None if nothing. It compiles a C file of its own."""
+    if find_spec("triton") is None:
+        return "Triton is not installed; PyTorch's CUDA builds bring it"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton finds no C compiler; install gcc or set CC"
+    # Where Triton itself looks: in a relocated Python, INCLUDEPY is a path of the build machine.
+    scheme = sysconfig.get_default_scheme()
+    if scheme == "posix_local":  # Debian's scheme for packages that users install themselves
+        scheme = "posix_prefix"
+    headers = sysconfig.get_path("include", scheme)
+    if not Path(headers, "Python.h").exists():
+        return f"Triton needs Python.h, which is not in {headers}; install python3-dev"
+    return None
+
+
+def _of_cache(kv: PagedKV) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, values and their scales; without scales, placeholders that the kernel does not read."""
+    return kv if isinstance(kv, Int8LayerKV) else (*kv, *kv)
+
+
+def _where(batch: ForwardBatch) -> tuple[Any, ...]:
+    """Kernel arguments that locate queries and keys."""
+    return (
+        batch.positions,
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_tables,
+        batch.block_bases,
+        batch.block_tables.stride(0),
+    )
+
+
+def _of_bias(bias: StepBias | None, q: Tensor) -> dict[str, Any]:
+    """Kernel arguments for a bias; without one, a placeholder address that is not read."""
+    heads = q.shape[1]
+    told = {"bias": q, "bias_head": 0, "bias_row": 0, "bias_span": 0, "bias_zero": 0}
+    if bias is None:
+        return told | {"BIAS": "none"}
+    if isinstance(bias, LinearBias):
+        slopes = bias.slopes.float().contiguous().expand(heads)
+        return told | {"BIAS": "linear", "bias": slopes, "bias_head": slopes.stride(0)}
+    if isinstance(bias, DenseBias):
+        dense = bias.values.float().contiguous()
+        dense = dense.expand(heads, *dense.shape[1:])
+        return told | {
+            "BIAS": "dense",
+            "bias": dense,
+            "bias_head": dense.stride(0),
+            "bias_row": dense.stride(1),
+        }
+    table = bias.table.float().contiguous().expand(heads, -1)
+    return told | {
+        "BIAS": "key" if isinstance(bias, KeyBias) else "table",
+        "bias": table,
+        "bias_head": table.stride(0),
+        "bias_span": table.shape[1],
+        "bias_zero": bias.zero if isinstance(bias, TableBias) else 0,
+    }
+
+
+def _of_rotation(rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
+    """Kernel arguments for a rotation; without one, placeholder addresses that are not read."""
+    if rotation is None:
+        return {
+            "cosines": q,
+            "sines": q,
+            "magnitude": 1.0,
+            "FRAME": "none",
+            "PAIRS": 0,
+            "INTERLEAVED": False,
+            "TURNED": LEAST,
+            "REST": LEAST,
+        }
+    pairs = rotation.cos.shape[1]
+    return {
+        "cosines": rotation.cos.contiguous(),
+        "sines": rotation.sin.contiguous(),
+        "magnitude": rotation.magnitude,
+        "FRAME": rotation.frame.value,
+        "PAIRS": pairs,
+        "INTERLEAVED": rotation.layout == "interleaved",
+        "TURNED": _padded(pairs),
+        "REST": _padded(q.shape[2] - 2 * pairs),
+    }
+
+
+def _padded(count: int) -> int:
+    """`count` rounded up to a power of two that a matrix product of tiles accepts."""
+    return max(LEAST, 1 << (count - 1).bit_length())

@@ -1,0 +1,1 @@
+"""Checkpoints: read, written, or made up at random."""

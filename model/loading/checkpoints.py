@@ -1,0 +1,302 @@
+"""Opens checkpoints and loads their weights into decoders.
+
+Everything that can be known before reading weights is checked on opening: config, tokenizer, and
+the name and shape of every tensor. Knows formats, no requests.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ropewalk.model.architectures.base import Architecture, by_gguf_name, by_model_type
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.stored import Parameters, Stored
+from ropewalk.model.chat.template import (
+    ChatTemplate,
+    ChatTemplateError,
+    chat_template_from_directory,
+    chat_template_from_gguf,
+)
+from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
+from ropewalk.model.encodings.base import PositionalEncoding, freeze_all
+from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.tokenizers.base import MAX_FILE, Tokenizer, TokenizerError
+from ropewalk.model.tokenizers.loading import tokenizer_from_directory, tokenizer_from_gguf
+from ropewalk.model.weights.base import PICKLE_SUFFIXES, CheckpointError, WeightFile, shown
+from ropewalk.model.weights.files import (
+    MAX_CONFIG,
+    advise_conversion,
+    open_regular,
+    read_json,
+    refuse_large,
+    refuse_mistaken,
+)
+from ropewalk.model.weights.gguf_file import MAGIC, GGUFFile
+from ropewalk.model.weights.safetensors_dir import SafetensorsDirectory
+
+__all__ = ["Checkpoint", "CheckpointError", "load_decoder", "load_encoding", "open_checkpoint"]
+
+# What a folder's tokenizer and chat template are read from, besides the vocabulary.
+TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+MAX_MORE = 8 << 20  # bytes of each of them
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model whose weights are not read yet, checked as far as possible without them.
+
+    On disk, or randomly generated (model/loading/random_weights.py); messages name its `path`.
+    """
+
+    path: Path
+    architecture: str  # model_type, as in config.json; "random" when generated
+    config: ModelConfig
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    stop_ids: frozenset[int]  # tokens that end an answer
+    weights: WeightFile
+    parameters: Parameters
+    copies: Mapping[str, str]  # stored tensors that must equal another one: {copy: original}
+
+
+def open_checkpoint(
+    path: Path, trusted: Collection[str] = (), template: Path | None = None
+) -> Checkpoint:
+    """A Hugging Face directory or GGUF file. Raises CheckpointError with one sentence.
+
+    trusted: encodings outside this project, as "package.module:Class", whose code a checkpoint may
+    have imported. Only whoever starts the program can know that it may run.
+    template: a file with the chat template to use instead of the checkpoint's.
+    """
+    try:
+        if path.is_dir():
+            return _open_directory(path, trusted, template)
+        return _open_gguf(path, template)
+    except (TokenizerError, ChatTemplateError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def load_decoder(
+    checkpoint: Checkpoint,
+    decoder: nn.Module,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Copy the weights into a decoder built from the checkpoint's config, in its dtype and device.
+
+    `progress` is called with the number of parameters done and the total. Raises CheckpointError
+    when the decoder's parameters are not the checkpoint's, or a weight is not finite.
+    """
+    targets = dict(decoder.named_parameters())
+    expected = {name: _joined_shape(pieces) for name, pieces in checkpoint.parameters.items()}
+    for name in sorted(targets.keys() | expected.keys()):
+        wanted = tuple(targets[name].shape) if name in targets else None
+        if wanted != expected.get(name):
+            raise CheckpointError(
+                f"{checkpoint.path}: parameter {name} of the decoder has the shape {wanted}, "
+                f"but the checkpoint gives {expected.get(name)}."
+            )
+    with torch.inference_mode():
+        for done, (name, target) in enumerate(targets.items(), start=1):
+            _fill(checkpoint, target, checkpoint.parameters[name])
+            if progress is not None:
+                progress(done, len(targets))
+        _check_copies(checkpoint)
+        freeze_all(decoder)
+    if isinstance(decoder, Decoder):
+        decoder.bind_encoding()
+
+
+def load_encoding(checkpoint: Checkpoint, encoding: PositionalEncoding) -> None:
+    """Load only the weights of the decoder's encoding, and freeze it. Raises CheckpointError."""
+    with torch.inference_mode():
+        for name, target in encoding.named_parameters():
+            _fill(checkpoint, target, checkpoint.parameters[f"encoding.{name}"])
+        freeze_all(encoding)
+
+
+def _fill(checkpoint: Checkpoint, target: Tensor, pieces: tuple[Stored, ...]) -> None:
+    joined = len(pieces) > 1
+    parts = torch.split(target, [piece.result[0] for piece in pieces]) if joined else (target,)
+    for piece, rows in zip(pieces, parts, strict=True):
+        tensor = checkpoint.weights.read(piece.name)
+        if piece.order is not None:
+            tensor = piece.order.undo(tensor)
+        rows.copy_(tensor)
+        # Checked after the copy: conversion to float16 may also make a weight infinite.
+        if not all(bound.isfinite() for bound in rows.aminmax()):
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {piece.name} holds weights that are not finite "
+                f"in {target.dtype}."
+            )
+
+
+def _check_copies(checkpoint: Checkpoint) -> None:
+    for copy, original in checkpoint.copies.items():
+        if copy in checkpoint.weights.names() and not torch.equal(
+            checkpoint.weights.read(copy), checkpoint.weights.read(original)
+        ):
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {copy} should be tied to {original}, but differs."
+            )
+
+
+def _joined_shape(pieces: tuple[Stored, ...]) -> tuple[int, ...]:
+    shapes = [piece.result for piece in pieces]
+    if len(shapes) == 1:
+        return shapes[0]  # with any number of dimensions
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+def _open_directory(folder: Path, trusted: Collection[str], template: Path | None) -> Checkpoint:
+    if not (folder / "config.json").exists():
+        raise CheckpointError(
+            f"{folder} has no config.json, so it is not a Hugging Face model; "
+            "to serve a GGUF file, name the file itself."
+        )
+    where = str(folder / "config.json")
+    fields = Fields(where, read_json(folder / "config.json", MAX_CONFIG))
+    architecture = by_model_type(fields.text("model_type"), where)
+    weights = SafetensorsDirectory(folder)
+    config = architecture.config_from_hf(fields, weights)
+    _refuse_foreign_code(where, config.encoding.name, trusted)
+    parameters = architecture.parameters_in_hf(config, weights.names())
+    _check_tensors(folder, weights, parameters, architecture, config)
+    stop_ids = fields.token_ids("eos_token_id")
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        defaults = Fields(str(generation), read_json(generation, MAX_CONFIG))
+        stop_ids |= defaults.token_ids("eos_token_id")
+        config = _started_with(config, defaults)
+    vocabulary = "tokenizer.json" if (folder / "tokenizer.json").exists() else "tokenizer.model"
+    for name, limit in {vocabulary: MAX_FILE, **dict.fromkeys(TOKENIZER_FILES, MAX_MORE)}.items():
+        refuse_mistaken(folder / name)
+        refuse_large(folder / name, limit)
+    tokenizer = tokenizer_from_directory(folder)
+    return Checkpoint(
+        path=folder,
+        architecture=architecture.model_type,
+        config=config,
+        tokenizer=tokenizer,
+        chat_template=chat_template_from_directory(folder, template),
+        stop_ids=_stop_ids(config, tokenizer, stop_ids),
+        weights=weights,
+        parameters=parameters,
+        copies=architecture.copies(config, weights.names()),
+    )
+
+
+def _refuse_foreign_code(where: str, encoding: str, trusted: Collection[str]) -> None:
+    if ":" in encoding and encoding not in trusted:
+        raise CheckpointError(
+            f"{where} names the encoding {encoding}, which is code outside Ropewalk; if you trust "
+            f"that code, add --trust-encoding {encoding}."
+        )
+
+
+def _open_gguf(path: Path, template: Path | None) -> Checkpoint:
+    _refuse_other_files(path)
+    weights = GGUFFile(path)
+    fields = Fields(str(path), weights.metadata)
+    architecture = by_gguf_name(weights.metadata.get("general.architecture"), str(path))
+    config = architecture.config_from_gguf(fields, weights)
+    parameters = architecture.parameters_in_gguf(config)
+    _check_tensors(path, weights, parameters, architecture, config)
+    tokenizer = tokenizer_from_gguf(weights.metadata)
+    return Checkpoint(
+        path=path,
+        architecture=architecture.model_type,
+        config=config,
+        tokenizer=tokenizer,
+        chat_template=chat_template_from_gguf(weights.metadata, template),
+        stop_ids=_stop_ids(config, tokenizer, frozenset()),
+        weights=weights,
+        parameters=parameters,
+        copies={},
+    )
+
+
+def _refuse_other_files(path: Path) -> None:
+    with open_regular(path) as file:
+        start = file.read(len(MAGIC))
+    if start == MAGIC:
+        return
+    refuse_mistaken(path)
+    if path.suffix == ".safetensors":
+        raise CheckpointError(
+            f"{path} holds only weights; name its folder, with config.json and a tokenizer."
+        )
+    if path.suffix in PICKLE_SUFFIXES:
+        raise CheckpointError(
+            f"{path} looks like a pickle, which could run code, "
+            f"so {advise_conversion(path.parent)}."
+        )
+    raise CheckpointError(f"{path} is neither a GGUF file nor a Hugging Face directory.")
+
+
+def _check_tensors(
+    path: Path,
+    weights: WeightFile,
+    parameters: Parameters,
+    architecture: Architecture,
+    config: ModelConfig,
+) -> None:
+    """Require exactly the tensors that the decoder needs, in the shapes the config implies."""
+    needed = {piece.name: piece.shape for pieces in parameters.values() for piece in pieces}
+    names = weights.names()
+    if missing := sorted(needed.keys() - names):
+        raise CheckpointError(
+            f"{path} lacks {_counted(missing)}, which its configuration requires."
+        )
+    unused = sorted(
+        name
+        for name in names - needed.keys() - architecture.copies(config, names).keys()
+        if not architecture.derived.fullmatch(name)
+    )
+    if unused:
+        raise CheckpointError(
+            f"{path} holds {_counted(unused)}, which its configuration does not account for, "
+            "and leaving out weights would change the answers."
+        )
+    for name, shape in needed.items():
+        if weights.shape(name) != shape:
+            raise CheckpointError(
+                f"{path}: tensor {name} should have the shape {list(shape)}, "
+                f"but has {list(weights.shape(name))}."
+            )
+
+
+def _counted(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"tensor {shown(names[0])}{more}"
+
+
+def _started_with(config: ModelConfig, defaults: Fields) -> ModelConfig:
+    """Use the start token of an encoder-decoder's generation defaults, if they name one."""
+    declared = defaults.token_ids("decoder_start_token_id")
+    if not isinstance(config, EncoderDecoderConfig) or not declared:
+        return config
+    token = min(declared)
+    if len(declared) > 1 or not 0 <= token < config.vocab_size:
+        raise defaults.error("decoder_start_token_id must be one token of the vocabulary")
+    return replace(config, start_token=token)
+
+
+def _stop_ids(
+    config: ModelConfig, tokenizer: Tokenizer, declared: frozenset[int]
+) -> frozenset[int]:
+    """Every id declared by any source to end an answer, and that the model can produce.
+
+    A tokenizer may have more tokens than the model embeds: prompts with those are refused.
+    """
+    return frozenset(id for id in declared | tokenizer.eos if 0 <= id < config.vocab_size)

@@ -1,0 +1,138 @@
+"""Decoders of realistic shapes with random weights, made without files: for costs, not answers.
+
+The cost of a step follows from shape and encoding, never from the weights. So one shape can be
+combined with every encoding, with a learned table of any length.
+"""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ropewalk.model.architectures.base import by_model_type
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.ropewalk import without_weights
+from ropewalk.model.architectures.stored import Stored
+from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
+from ropewalk.model.encodings.base import find
+from ropewalk.model.loading.checkpoints import Checkpoint
+from ropewalk.model.tokenizers.numbers import NumberTokenizer
+from ropewalk.model.weights.base import CheckpointError
+from ropewalk.model.weights.files import MAX_CONFIG, read_json
+
+PREFIX = "shape:"
+CONTEXT = 8192  # by default: no training implies a context
+
+
+def _llama(
+    *, vocab_size: int, width: int, layers: int, heads: int, kv_heads: int, ffn_width: int
+) -> ModelConfig:
+    """The architecture of all shapes here, with heads of 64."""
+    return ModelConfig(
+        vocab_size=vocab_size,
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=64,
+        ffn_width=ffn_width,
+        norm_eps=1e-5,
+        trained_context=CONTEXT,
+        encoding=EncodingSpec("rope", {"base": 10000.0, "width": 64, "layout": "half"}),
+        windows=(None,) * layers,
+        tied_embeddings=True,
+    )
+
+
+SHAPES: Mapping[str, ModelConfig] = {
+    # No model's: for trying out measurement programs.
+    "tiny": _llama(vocab_size=256, width=128, layers=2, heads=2, kv_heads=1, ffn_width=256),
+    # The shape of the family of small models that Ropewalk trains.
+    "small": _llama(vocab_size=4096, width=256, layers=4, heads=4, kv_heads=4, ffn_width=704),
+    # SmolLM2-135M.
+    "smollm2": _llama(vocab_size=49152, width=576, layers=30, heads=9, kv_heads=3, ffn_width=1536),
+    # Llama 3.2 1B.
+    "llama-1b": _llama(
+        vocab_size=128256, width=2048, layers=16, heads=32, kv_heads=8, ffn_width=8192
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWeights:
+    """A `WeightFile` that generates each tensor when it is read, always the same for a name.
+
+    Matrices preserve the magnitude of their inputs: uniform with variance 1 / columns. So do norms
+    of ones and biases of zeros, and logits have a standard deviation of about 1.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        return {}
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self.shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name]
+
+    def read(self, name: str) -> Tensor:
+        shape = self.shapes[name]
+        if len(shape) == 1:
+            return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        bound = (3 / shape[-1]) ** 0.5
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def random_checkpoint(source: str, encoding: str | None, context: int | None) -> Checkpoint:
+    """`shape:SHAPE` or `shape:SHAPE:ENCODING`; SHAPE is one of SHAPES or the path of a config.json.
+
+    `encoding` replaces the one that the source names. Raises CheckpointError or EncodingError.
+    """
+    shape, _, named = source.removeprefix(PREFIX).partition(":")
+    config = SHAPES[shape] if shape in SHAPES else _described(shape)
+    config = replace(config, trained_context=context or config.trained_context)
+    config = replace(config, encoding=_encoding(config, encoding or named))
+    found = {name: tuple(each.shape) for name, each in without_weights(config).named_parameters()}
+    return Checkpoint(
+        path=Path(source),
+        architecture="random",
+        config=config,
+        tokenizer=NumberTokenizer(config.vocab_size),
+        chat_template=None,
+        stop_ids=frozenset(),
+        weights=RandomWeights(found),
+        parameters={name: (Stored(name, shape),) for name, shape in found.items()},
+        copies={},
+    )
+
+
+def _described(shape: str) -> ModelConfig:
+    """The shape in a config.json."""
+    path = Path(shape).expanduser()
+    if not path.is_file():
+        raise CheckpointError(
+            f"{PREFIX}{shape} is no shape known here; use {', '.join(SHAPES)} or the path of a "
+            "config.json."
+        )
+    fields = Fields(str(path), read_json(path, MAX_CONFIG))
+    architecture = by_model_type(fields.text("model_type"), str(path))
+    config = architecture.config_from_hf(fields, RandomWeights({}))
+    if isinstance(config, EncoderDecoderConfig):
+        raise CheckpointError(f"{path} has an encoder, too; use the config of a decoder alone.")
+    return config
+
+
+def _encoding(config: ModelConfig, name: str) -> EncodingSpec:
+    """The encoding `name` with its usual options; the config's own if `name` is that or empty."""
+    own = config.encoding
+    options = own.options if name in ("", own.name) else find(name).usual_options(config)
+    if "positions" in options:  # a learned table is as long as the context
+        options = {**options, "positions": config.trained_context}
+    return EncodingSpec(name or own.name, options)

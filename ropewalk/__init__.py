@@ -1,0 +1,1 @@
+"""Serves language models with any positional encoding from a paged KV cache."""

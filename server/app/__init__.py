@@ -1,0 +1,1 @@
+"""The HTTP application: one file for each group of routes."""

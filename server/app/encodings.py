@@ -1,0 +1,28 @@
+"""The route that lists positional encodings: what they do and cost, and what runs them here."""
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+
+from ropewalk.model.catalogue import EncodingFacts, Place, as_json, catalogue, listing
+from ropewalk.server.engine.openmp import aside
+from ropewalk.server.openai.served_models import Models
+
+
+def encoding_routes(models: Models, place: Place) -> APIRouter:
+    """Lists this project's encodings, and others that a model is served with."""
+    router = APIRouter()
+    found: list[EncodingFacts] = []  # nothing in it changes while the server runs
+
+    @router.get("/v1/encodings", response_model=None)
+    async def encodings() -> Response:
+        if not found:
+            served = [one.encoding for one in models]
+            found[:] = await aside(catalogue, place, served)
+        data = [{**as_json(entry), "models": _served_with(models, entry)} for entry in found]
+        return JSONResponse(listing(place, data))
+
+    return router
+
+
+def _served_with(models: Models, entry: EncodingFacts) -> list[str]:
+    return [served.name for served in models if served.encoding == entry.name]

@@ -1,0 +1,210 @@
+"""Sends one answer, from the first engine event to the last byte, streamed or whole.
+
+Knows how an answer may end; server/openai/choice.py makes its content,
+server/openai/responses.py its format.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from json import dumps
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ropewalk.server.config import HttpOptions
+from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.http.cancellation import Drain, End, Ended, Lifeline
+from ropewalk.server.http.door import Visit
+from ropewalk.server.http.middleware import state_of
+from ropewalk.server.http.sse import DONE, EventStream
+from ropewalk.server.http_errors import DeadlineExceeded, InternalError, error_bytes
+from ropewalk.server.long_work import json_bytes, off_loop
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.openai.choice import Choice, Piece, choice_usage, total_usage
+from ropewalk.server.openai.responses import Wire
+from ropewalk.server.openai.schemas import StreamOptions
+from ropewalk.server.openai.streams import Streams, read_together
+from ropewalk.server.scheduling.request import FinishReason, RequestFailed, ServeError, ShuttingDown
+
+MANY = 1024  # tokens, which take milliseconds to serialise where they have scores
+
+_log = logging.getLogger("ropewalk.http")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What to generate and in which format. `stream` None means one whole body."""
+
+    model: str
+    choices: Sequence[Choice]
+    n: int
+    wire: Wire
+    stream: StreamOptions | None
+
+
+class Generation(Response):
+    """Runs the engine for an Answer. Raises errors before the first byte, to become a status."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        engine: AsyncEngine,
+        metrics: Metrics,
+        drain: Drain,
+        options: HttpOptions,
+    ) -> None:
+        super().__init__()
+        self._answer = answer
+        self._engine = engine
+        self._metrics = metrics
+        self._drain = drain
+        self._options = options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        options, model = self._options, self._answer.model
+        stalled_s = options.stalled_write_s
+        lifeline = Lifeline(receive, options.request_timeout_s, self._drain)
+        out = EventStream(send, lifeline, ping_s=options.ping_s, stalled_s=stalled_s)
+        try:
+            async with lifeline:
+                await self._run(out, lifeline, send, state_of(scope).get("visit"))
+            return
+        except Ended as ended:
+            if ended.why in (End.DISCONNECTED, End.STALLED):
+                self._metrics.disconnected(model)
+                _abort_connection(scope)
+                return
+            error = _cut_short(ended.why)
+        except ServeError as refused:
+            error = refused
+            if isinstance(refused, RequestFailed):
+                _log.error("request %s failed: %s", state_of(scope)["id"], refused.message)
+        except Exception:
+            # Even a bug must end the stream with an error that the client sees.
+            _log.exception("request %s failed unexpectedly", state_of(scope)["id"])
+            error = InternalError("the server failed on this request; see its log")
+        finally:
+            out.close()
+        if not out.started:
+            raise error
+        self._metrics.stream_error(model)
+        try:
+            async with asyncio.timeout(stalled_s):
+                await out.finish(b"data: " + error_bytes(error) + b"\n\n")
+        except TimeoutError:
+            _abort_connection(scope)
+
+    async def _run(
+        self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
+    ) -> None:
+        answer = self._answer
+        streams = read_together(
+            [self._engine.generate(answer.model, choice.request) for choice in answer.choices],
+            visit.begin if visit else lambda: None,
+        )
+        try:
+            if answer.stream is None:
+                await self._whole(streams, lifeline, send)
+            else:
+                await self._streamed(streams, out, answer.stream)
+        finally:
+            await streams.close()
+
+    async def _streamed(self, streams: Streams, out: EventStream, options: StreamOptions) -> None:
+        answer = self._answer
+        wire, choices = answer.wire, answer.choices
+        counted = options.include_usage and options.continuous_usage_stats
+        while batch := await streams.next():
+            events = []
+            if not out.started:
+                events.append(wire.opening(choices, _usage(choices[0]) if counted else ""))
+            for index, new in batch:
+                choice = choices[index]
+                if choice.finished:
+                    continue
+                piece = choice.take(new)
+                write = partial(wire.chunk, choice, piece, _usage(choice) if counted else "")
+                events.append(await off_loop(write, len(piece.scored), MANY))
+                if choice.cut:
+                    await _cut(streams, choice)
+            if all(choice.finished for choice in choices):
+                break
+            await out.write("".join(events).encode())
+        else:
+            raise RequestFailed("the engine ended this request without a reason; send it again")
+        if options.include_usage:
+            events.append(wire.usage_chunk(total_usage(choices, answer.n)))
+        events.append(DONE)
+        await out.finish("".join(events).encode())
+
+    async def _whole(self, streams: Streams, lifeline: Lifeline, send: Send) -> None:
+        answer = self._answer
+        choices = answer.choices
+        pieces: list[list[Piece]] = [[] for _ in choices]
+        while not all(choice.finished for choice in choices):
+            batch = await streams.next()
+            if not batch:
+                raise RequestFailed("the engine ended this request without a reason; send it again")
+            for index, new in batch:
+                choice = choices[index]
+                if choice.finished:
+                    continue
+                pieces[index].append(choice.take(new))
+                if choice.cut:
+                    await _cut(streams, choice)
+        done = [(choice, _joined(pieces[choice.index])) for choice in choices]
+        usage = total_usage(choices, answer.n)
+
+        def written() -> bytes:
+            return json_bytes(answer.wire.whole(done, usage))
+
+        size = sum(1 + len(piece.tokens) + len(piece.scored) for _, piece in done)
+        body = await off_loop(written, size, MANY)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+        lifeline.complete()
+
+
+async def _cut(streams: Streams, choice: Choice) -> None:
+    """End a choice at a stop string: the engine sees only an early close, so record the reason."""
+    choice.request.abort_as = FinishReason.STOP
+    choice.cut = False
+    await streams.stop(choice.index)
+
+
+def _usage(choice: Choice) -> str:
+    return f',"usage":{dumps(choice_usage(choice).plain())}'
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    last = pieces[-1]
+    return Piece(
+        first=True,
+        text="".join(piece.text for piece in pieces),
+        tokens=[token for piece in pieces for token in piece.tokens],
+        scored=[scored for piece in pieces for scored in piece.scored],
+        finish=last.finish,
+        stop_reason=last.stop_reason,
+    )
+
+
+def _cut_short(why: End) -> ServeError:
+    if why is End.SHUTDOWN:
+        return ShuttingDown()
+    return DeadlineExceeded(
+        "the request took longer than the server allows (--request-timeout); request fewer tokens"
+    )
+
+
+def _abort_connection(scope: Scope) -> None:
+    """Drop what the client does not read; an orderly close would wait for it for ever."""
+    abort = state_of(scope).get("abort")
+    if abort is not None:
+        abort()

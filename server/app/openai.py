@@ -1,0 +1,129 @@
+"""The routes of OpenAI's API: completions, chat completions and models."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from ropewalk.server.app.bodies import body_of
+from ropewalk.server.app.generation import Answer, Generation
+from ropewalk.server.config import HttpOptions
+from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.http.cancellation import Drain
+from ropewalk.server.http.middleware import state_of
+from ropewalk.server.long_work import off_loop
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.openai.requests import (
+    Prompt,
+    chat_prompt,
+    choices_for,
+    combined_salt,
+    completion_prompts,
+)
+from ropewalk.server.openai.responses import ChatWire, CompletionWire, TokenIds, Wire
+from ropewalk.server.openai.schemas import ChatBody, CompletionBody, StreamOptions
+from ropewalk.server.openai.served_models import Models, Served
+
+MANY = 64  # requests, which take milliseconds to make
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What the routes share."""
+
+    models: Models
+    engine: AsyncEngine
+    metrics: Metrics
+    drain: Drain
+    options: HttpOptions
+
+    def find(self, request: Request, name: str | None) -> Served:
+        """The model of that name; from here on, refusals are counted for it."""
+        served = self.models.get(name)
+        state = state_of(request.scope)
+        state["model"] = served.name
+        if "visit" in state:
+            state["visit"].choose(served.name)
+        return served
+
+    async def answer(
+        self,
+        request: Request,
+        body: CompletionBody | ChatBody,
+        served: Served,
+        prompts: Sequence[Prompt],
+        wire: Wire,
+    ) -> Generation:
+        state = state_of(request.scope)
+        salt = combined_salt(state.get("salt", ""), body.cache_salt)
+        make = partial(choices_for, body, prompts, served, salt, state.get("client", ""))
+        answer = Answer(
+            model=served.name,
+            choices=await off_loop(make, len(prompts) * body.n, MANY),
+            n=body.n,
+            wire=wire,
+            stream=(body.stream_options or StreamOptions()) if body.stream else None,
+        )
+        return Generation(answer, self.engine, self.metrics, self.drain, self.options)
+
+
+def openai_routes(serving: Serving) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions", response_model=None)
+    async def completions(request: Request) -> Response:
+        body = await body_of(request, CompletionBody)
+        served = serving.find(request, body.model)
+        prompts = await completion_prompts(body, served)
+        wire = CompletionWire(_id("cmpl"), served.name, int(time.time()), _token_ids(body))
+        return await serving.answer(request, body, served, prompts, wire)
+
+    @router.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(request: Request) -> Response:
+        body = await body_of(request, ChatBody)
+        served = serving.find(request, body.model)
+        prompt = await chat_prompt(body, served)
+        wire = ChatWire(_id("chatcmpl"), served.name, int(time.time()), _token_ids(body))
+        return await serving.answer(request, body, served, [prompt], wire)
+
+    @router.get("/v1/models", response_model=None)
+    async def models() -> Response:
+        data = [
+            _described(served, name)
+            for served in serving.models
+            for name in (served.name, *served.aliases)
+        ]
+        return JSONResponse({"object": "list", "data": data})
+
+    @router.get("/v1/models/{name:path}", response_model=None)
+    async def model(name: str) -> Response:
+        return JSONResponse(_described(serving.models.get(name), name))
+
+    return router
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def _token_ids(body: CompletionBody | ChatBody) -> TokenIds:
+    return TokenIds(beside_text=body.return_token_ids, for_scored=body.return_tokens_as_token_ids)
+
+
+def _described(served: Served, name: str) -> dict[str, object]:
+    """The model under one of its names; `root` is the first of them."""
+    return {
+        **served.details,
+        "id": name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "ropewalk",
+        "root": served.name,
+        "parent": None,
+        "max_model_len": served.max_context,
+        "encoding": served.encoding,
+    }

@@ -1,0 +1,85 @@
+"""Routes for operators and their monitoring: health, metrics, version."""
+
+import asyncio
+import re
+import zlib
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from ropewalk.server.app.openai import Serving
+from ropewalk.server.http_errors import NotReady
+from ropewalk.server.metrics.exporter import CONTENT_TYPES
+
+# Pause between two families of metrics: without one every stream would stall for 10 ms per model.
+# With 0 the engine's thread hardly gets to run.
+_PAUSE_S = 0.001
+_GZIP = 16 + zlib.MAX_WBITS  # zlib's way to ask for gzip's header
+
+
+def operation_routes(serving: Serving, version: str) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health/live", response_model=None)
+    async def live() -> Response:
+        """The process is up and the engine makes progress; says nothing about load."""
+        _check_alive(serving)
+        return JSONResponse({"status": "live"})
+
+    async def ready() -> Response:
+        """Send requests here: loaded, alive, sound and not shutting down."""
+        _check_alive(serving)
+        if serving.engine.unsound is not None:
+            raise NotReady(serving.engine.unsound)
+        if serving.drain.draining:
+            raise serving.drain.refusal()
+        return JSONResponse({"status": "ready"})
+
+    router.add_api_route("/health/ready", ready, response_model=None)
+    router.add_api_route("/health", ready, response_model=None)
+
+    @router.get("/metrics", response_model=None)
+    async def metrics(request: Request) -> Response:
+        """In the format that is asked for, text or OpenMetrics, compressed if that is accepted."""
+        accepted = request.headers.get("accept", "")
+        openmetrics = _weight(accepted, "application/openmetrics-text") > _weight(
+            accepted, "text/plain"
+        )
+        headers = {"content-type": CONTENT_TYPES[openmetrics], "vary": "accept, accept-encoding"}
+        zipped = None
+        if _weight(request.headers.get("accept-encoding", ""), "gzip") > 0:
+            headers["content-encoding"] = "gzip"
+            zipped = zlib.compressobj(wbits=_GZIP)
+        parts = []
+        for family in serving.metrics.render(openmetrics=openmetrics):
+            parts.append(zipped.compress(family) if zipped else family)
+            await asyncio.sleep(_PAUSE_S)
+        if zipped:
+            parts.append(zipped.flush())
+        return Response(b"".join(parts), headers=headers)
+
+    @router.get("/version", response_model=None)
+    async def show_version() -> Response:
+        return JSONResponse({"version": version})
+
+    return router
+
+
+def _weight(header: str, name: str) -> float:
+    """How much `name` is wanted, 0 to 1, by a header such as Accept. Knows no wildcards."""
+    for entry in header.lower().split(","):
+        value, *parameters = (part.strip() for part in entry.split(";"))
+        if value == name:
+            weights = (part[2:] for part in parameters if part.startswith("q="))
+            return _share(next(weights, "1"))
+    return 0.0
+
+
+def _share(text: str) -> float:
+    return float(text) if re.fullmatch(r"[01](\.[0-9]{0,3})?", text) else 0.0
+
+
+def _check_alive(serving: Serving) -> None:
+    engine = serving.engine
+    if not engine.alive:
+        raise NotReady(engine.failure or "the engine is not making progress; restart the server")

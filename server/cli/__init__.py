@@ -1,0 +1,1 @@
+"""The `ropewalk` command and its subcommands."""

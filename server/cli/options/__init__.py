@@ -1,0 +1,1 @@
+"""Options of the commands, and what their help says. No torch."""

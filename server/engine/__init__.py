@@ -1,0 +1,1 @@
+"""The step: builds batches from plans, runs the model, samples, records; and the thread for it."""

@@ -1,0 +1,362 @@
+"""The asyncio side of the one engine thread: submit, iterate, abort, supervise.
+
+The thread steps every model's engine in turn and owns all their state. Commands reach it
+through one inbox, events come back through one callback on the event loop per step. Requests
+for a view of a cache go through the same inbox and are answered with plain data.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from logging import getLogger
+from typing import Any, TypeVar
+
+from ropewalk.server.engine.cache_view import CacheView
+from ropewalk.server.engine.engine import Engine
+from ropewalk.server.engine.openmp import use_all_threads
+from ropewalk.server.scheduling.request import (
+    FinishReason,
+    Outlook,
+    Request,
+    RequestFailed,
+    ServeError,
+    ShuttingDown,
+    StepStats,
+    TokenEvent,
+)
+
+log = getLogger(__name__)
+
+T = TypeVar("T")
+
+STALL_SECONDS = 120.0
+WATCH_SECONDS = 5.0
+STOP_SECONDS = 30.0
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What one caller of `generate` waits on. Touched by the event loop only."""
+
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    pending: list[TokenEvent] = field(default_factory=list)
+    ended: bool = False  # its last event has been dispatched; whatever comes later is dropped
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    model: str
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    model: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    model: str
+    answer: "asyncio.Future[CacheView]"  # touched by the event loop only
+
+
+@dataclass(frozen=True, slots=True)
+class _Flush:
+    model: str
+    answer: "asyncio.Future[int]"  # touched by the event loop only
+
+
+class AsyncEngine:
+    """Generates for many callers on one event loop.
+
+    `observe` is called on the engine thread after every step of a model. The engine is unsound
+    when more than `max_mutated_blocks` cached blocks, over all models, were found changed, when
+    fewer leave no room for a whole context, when weights were found changed, and from the start if
+    there are `defects`, each of which is a sentence.
+
+    Idle engines are stepped every `idle_s` seconds, so that changes in memory are found then, too.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        observe: Callable[[str, StepStats], None],
+        *,
+        on_failure: Callable[[], None] = lambda: None,
+        max_mutated_blocks: int = 3,
+        defects: Sequence[str] = (),
+        idle_s: float | None = None,
+    ) -> None:
+        self.failure: str | None = None
+        self._engines = engines
+        self._observe = observe
+        self._on_failure = on_failure
+        self._max_mutated_blocks = max_mutated_blocks
+        self._defects = defects
+        self._idle_s = idle_s
+        self._outlooks = {name: engine.outlook() for name, engine in engines.items()}
+        self._streams: dict[str, _Stream] = {}
+        self._asked: set[asyncio.Future[Any]] = set()
+        self._inbox: list[_Submit | _Abort | _Look | _Flush] = []
+        self._inbox_changed = threading.Condition()
+        self._stopping = False
+        self._stepped = dict.fromkeys(engines, time.monotonic())  # when each began its last step
+        self._step_began: float | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Call from the event loop that will call `generate`."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        self._watching = self._loop.create_task(self._watch())
+
+    async def stop(self) -> None:
+        """End the thread after its current step; open streams end with an error.
+
+        A thread stuck for STOP_SECONDS is left behind as a failure: it must not keep the process.
+        """
+        with self._inbox_changed:
+            self._stopping = True
+            self._inbox_changed.notify()
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join, STOP_SECONDS if self.failure is None else 0)
+            if self._thread.is_alive():
+                self.failure = self.failure or "The engine did not stop; restart the server."
+                log.error("the engine is stuck in a step; shutting down without waiting for it")
+        self._end_streams(ShuttingDown())
+
+    @property
+    def alive(self) -> bool:
+        """The thread runs, and no step has taken longer than STALL_SECONDS. Idle is alive."""
+        began = self._step_began
+        stalled = began is not None and time.monotonic() - began > STALL_SECONDS
+        return self.failure is None and self._thread.is_alive() and not stalled
+
+    @property
+    def unsound(self) -> str | None:
+        """Why clients should use another server although this one is alive; None when sound."""
+        if self._defects:
+            return self._defects[0]
+        for name, engine in self._engines.items():
+            if engine.weights_changed:
+                return (
+                    f"the weights of {name} changed in memory; restart the server, on another "
+                    "machine if it happens again"
+                )
+        mutated = sum(engine.mutated_blocks for engine in self._engines.values())
+        if mutated > self._max_mutated_blocks:
+            return (
+                f"{mutated} cached blocks changed in memory, more than the "
+                f"{self._max_mutated_blocks} tolerated; restart the server, on another machine if "
+                "it happens again"
+            )
+        for name, engine in self._engines.items():
+            if not engine.holds_context:
+                return (
+                    f"cached blocks changed in memory, and the remaining blocks of {name} cannot "
+                    "hold a request of its full context; restart the server, on another machine if "
+                    "it happens again"
+                )
+        return None
+
+    def active(self) -> int:
+        """How many requests have a caller of `generate` waiting."""
+        return len(self._streams)
+
+    def outlook(self, model: str) -> Outlook:
+        """What a new request for that model has to expect, as of its last step."""
+        return self._outlooks[model]
+
+    async def generate(
+        self, model: str, request: Request
+    ) -> AsyncGenerator[list[TokenEvent], None]:
+        """Yields the events since the last iteration, at least one; the final one has a `finish`.
+
+        Raises ServeError at the first iteration when the request is refused. Closing the generator
+        early aborts the request.
+        """
+        self._require_running()
+        stream = self._streams[request.id] = _Stream()
+        self._post(_Submit(model, request))
+        finished = started = False
+        try:
+            while not finished:
+                await stream.wake.wait()
+                stream.wake.clear()
+                events, stream.pending = stream.pending, []
+                last = events[-1]
+                finished = last.finish is not None
+                if not started and last.error is not None and last.token is None:
+                    raise last.error
+                started = True
+                yield events
+        finally:
+            del self._streams[request.id]
+            if not finished:
+                self._post(_Abort(model, request.id))
+
+    async def cache_view(self, model: str) -> CacheView:
+        """A model's cache as it is between two steps. Raises ServeError when that fails."""
+        answer: asyncio.Future[CacheView] = asyncio.get_running_loop().create_future()
+        return await self._ask(_Look(model, answer), answer)
+
+    async def flush(self, model: str) -> int:
+        """Drop a model's cached blocks that no request holds; returns how many.
+
+        By the time this returns, `observe` has seen them counted. Raises ServeError.
+        """
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        return await self._ask(_Flush(model, answer), answer)
+
+    async def _ask(self, question: _Look | _Flush, answer: "asyncio.Future[T]") -> T:
+        self._require_running()
+        self._asked.add(answer)
+        self._post(question)
+        try:
+            return await answer
+        finally:
+            self._asked.discard(answer)
+
+    def _require_running(self) -> None:
+        if self.failure is not None or self._stopping:
+            raise ShuttingDown(self.failure)
+
+    def _post(self, command: _Submit | _Abort | _Look | _Flush) -> None:
+        with self._inbox_changed:
+            self._inbox.append(command)
+            self._inbox_changed.notify()
+
+    # ------------------------------------------------------------------ on the event loop
+
+    def _dispatch(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            stream = self._streams.get(event.request_id)
+            if stream is None or stream.ended:  # its caller has left, or has had its last event
+                continue
+            stream.ended = event.finish is not None
+            stream.pending.append(event)
+            stream.wake.set()
+
+    async def _watch(self) -> None:
+        """Fail when a step does not end. Of a process that was stopped for long, it soon does."""
+        stalled: float | None = None
+        while self.failure is None:
+            await asyncio.sleep(WATCH_SECONDS)
+            began = self._step_began
+            if began is not None and began == stalled:
+                log.error("the engine is stuck in a step, for more than %d s", STALL_SECONDS)
+                self._fail("The engine is stuck; the server must be restarted.")
+            late = began is not None and time.monotonic() - began > STALL_SECONDS
+            stalled = began if late else None
+
+    def _end_streams(self, error: ServeError) -> None:
+        self._dispatch([_ended(request_id, error) for request_id in self._streams])
+        for answer in self._asked:
+            _settle(answer, error)
+
+    # --------------------------------------------------------------- on the engine thread
+
+    def _run(self) -> None:
+        use_all_threads()
+        try:
+            while self._turn():
+                pass
+        except BaseException:  # the thread's last resort: say so, end every stream, never hang
+            log.exception("the engine failed")
+            self._fail("The engine failed; the server must be restarted.")
+
+    def _fail(self, failure: str) -> None:
+        """End the server. May be called from any thread."""
+        self.failure = failure
+        self._call(self._end_streams, ShuttingDown(failure))
+        self._on_failure()
+
+    def _turn(self) -> bool:
+        """Apply the commands that arrived and step every engine once; False when stopping."""
+        with self._inbox_changed:
+            self._inbox_changed.wait_for(self._due, self._idle_s)
+            if self._stopping:
+                return False
+            commands, self._inbox = self._inbox, []
+        self._step_began = time.monotonic()
+        touched = {command.model for command in commands if not isinstance(command, _Look)}
+        changes = [command for command in commands if isinstance(command, _Submit | _Abort)]
+        flushes = [command for command in commands if isinstance(command, _Flush)]
+        refused = [event for command in changes if (event := self._apply(command))]
+        flushed = [self._engines[command.model].flush() for command in flushes]
+        if refused:
+            self._call(self._dispatch, refused)
+        for model, engine in self._engines.items():
+            if engine.busy or model in touched or self._is_neglected(model):
+                self._stepped[model] = time.monotonic()
+                step = engine.step()
+                if step.events:
+                    self._call(self._dispatch, step.events)
+                self._outlooks[model] = step.stats.outlook
+                self._observe(model, step.stats)
+        for flush, count in zip(flushes, flushed, strict=True):
+            self._call(_settle, flush.answer, count)
+        for command in commands:
+            if isinstance(command, _Look):
+                self._look(command)
+        self._step_began = None
+        return True
+
+    def _due(self) -> bool:
+        busy = any(engine.busy for engine in self._engines.values())
+        return bool(self._inbox) or self._stopping or busy
+
+    def _is_neglected(self, model: str) -> bool:
+        """Whether it is time to look at the memory of a model that nobody asks."""
+        return self._idle_s is not None and time.monotonic() - self._stepped[model] >= self._idle_s
+
+    def _apply(self, command: _Submit | _Abort) -> TokenEvent | None:
+        engine = self._engines[command.model]
+        if isinstance(command, _Abort):
+            engine.abort(command.request_id)
+            return None
+        try:
+            engine.submit(command.request)
+        except ServeError as error:
+            return _ended(command.request.id, error)
+        except Exception:  # a bug in accepting one request must not end the thread
+            log.exception("a request could not be queued")
+            return _ended(command.request.id, RequestFailed("The request could not be queued."))
+        return None
+
+    def _look(self, command: _Look) -> None:
+        try:
+            view = self._engines[command.model].view()
+        except Exception:  # a failed view must not end the thread
+            log.exception("a cache could not be inspected")
+            error = RequestFailed("The cache could not be inspected.")
+            self._call(_settle, command.answer, error)
+        else:
+            self._call(_settle, command.answer, view)
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None, "start() comes first"
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop has closed: nobody is left to tell
+            log.debug("events after the event loop closed")
+
+
+def _settle(answer: "asyncio.Future[Any]", outcome: object) -> None:
+    if answer.done():  # its caller may have left
+        return
+    if isinstance(outcome, ServeError):
+        answer.set_exception(outcome)
+    else:
+        answer.set_result(outcome)
+
+
+def _ended(request_id: str, error: ServeError) -> TokenEvent:
+    return TokenEvent(request_id, None, FinishReason.ERROR, error=error)

@@ -1,0 +1,93 @@
+"""What one model's cache holds for which request, as plain data: numbers and ids, never tokens.
+
+Made on the engine thread, which owns the cache; the result is a copy. No torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ropewalk.cache.kept import SpillCounts
+from ropewalk.cache.manager import BlockCounts, CacheManager
+from ropewalk.cache.types import Audit
+from ropewalk.server.scheduling.request import Overflow, Request
+from ropewalk.server.scheduling.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """Position of a token = base of its block + offset; `computed` tokens are stored."""
+
+    blocks: tuple[int, ...]
+    bases: tuple[int, ...]
+    computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A running request. `source` is the encoder's output for its prompt, if there is one."""
+
+    id: str
+    known: int  # tokens, dropped ones included
+    dropped: int
+    overflow: Overflow
+    stored: SequenceView
+    source: SequenceView | None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditView:
+    """Blocks that have a seal now; and sealed, verified and found changed since the start."""
+
+    mode: Audit
+    sealed_now: int
+    sealed: int
+    verified: int
+    mutated: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheView:
+    """`shared`: blocks that two or more sequences hold, with the names of the sequences."""
+
+    blocks: BlockCounts
+    running: tuple[RequestView, ...]  # oldest first
+    waiting: int
+    shared: Mapping[int, tuple[str, ...]]
+    audit: AuditView
+    spill: SpillCounts  # what the second place holds
+
+
+def view(manager: CacheManager, scheduler: Scheduler, audit: AuditView) -> CacheView:
+    """A snapshot between two steps. Walks every block table."""
+    return CacheView(
+        blocks=manager.counts(),
+        running=tuple(_request(manager, request) for request in scheduler.running),
+        waiting=len(scheduler.waiting),
+        shared=_shared(manager),
+        audit=audit,
+        spill=manager.spilled(),
+    )
+
+
+def _request(manager: CacheManager, request: Request) -> RequestView:
+    return RequestView(
+        id=request.id,
+        known=len(request.tokens),
+        dropped=request.dropped,
+        overflow=request.overflow,
+        stored=_sequence(manager, request.id),
+        source=_sequence(manager, request.encoded) if request.source else None,
+    )
+
+
+def _sequence(manager: CacheManager, name: str) -> SequenceView:
+    table = manager.table(name)
+    return SequenceView(tuple(table.blocks), tuple(table.bases), manager.computed(name))
+
+
+def _shared(manager: CacheManager) -> dict[int, tuple[str, ...]]:
+    holders: dict[int, list[str]] = {}
+    for name in manager.sequences:
+        for block in manager.table(name).blocks:
+            holders.setdefault(block, []).append(name)
+    return {block: tuple(names) for block, names in sorted(holders.items()) if len(names) > 1}

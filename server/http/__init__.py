@@ -1,0 +1,1 @@
+"""HTTP as bytes, connections and middleware. Knows nothing of completions."""

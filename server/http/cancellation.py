@@ -1,0 +1,113 @@
+"""Stops a request's work before it is done, when it must; and the drain that requests share.
+
+Knows ASGI's receive, the clock and one refusal; neither the engine nor what is being sent.
+"""
+
+import asyncio
+import time
+from enum import Enum, auto
+from math import ceil
+from types import TracebackType
+from typing import Self
+
+from starlette.types import Receive
+
+from ropewalk.server.scheduling.request import MAX_RETRY_AFTER, ShuttingDown
+
+
+class End(Enum):
+    DISCONNECTED = auto()  # the client went away
+    STALLED = auto()  # the client stopped reading
+    DEADLINE = auto()  # the total time for a request is over
+    SHUTDOWN = auto()  # the drain's limit is reached
+
+
+class Ended(Exception):
+    """Leaves an `async with Lifeline(...)` block that was cut short."""
+
+    def __init__(self, why: End) -> None:
+        super().__init__(why.name.lower())
+        self.why = why
+
+
+class Lifeline:
+    """Cancels the block it guards when the client leaves, time is over or the server must stop.
+
+    Enter it once the body is read: it consumes `receive` until the client disconnects.
+    """
+
+    def __init__(self, receive: Receive, seconds: float, drain: "Drain") -> None:
+        self._receive = receive
+        self._drain = drain
+        self._timeout = asyncio.timeout(seconds)
+        self._why: End | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._complete = False
+
+    def end(self, why: End) -> None:
+        """Cut the block short; the first reason stays."""
+        if self._watch is not None and not self._complete and not self._timeout.expired():
+            self._why = why
+            self._timeout.reschedule(0)
+
+    def complete(self) -> None:
+        """Call as soon as the answer is sent: a client that leaves from now on has everything."""
+        self._complete = True
+
+    async def __aenter__(self) -> Self:
+        if self._drain.over:
+            raise Ended(End.SHUTDOWN)
+        await self._timeout.__aenter__()
+        self._watch = asyncio.create_task(self._watch_client())
+        self._drain.lifelines.add(self)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._drain.lifelines.discard(self)
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise Ended(self._why or End.DEADLINE) from None
+
+    async def _watch_client(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.end(End.DISCONNECTED)
+
+
+class Drain:
+    """Whether the server is shutting down, and which requests are still unanswered.
+
+    The server (server/http/protocol.py) begins and cuts the drain; the middleware counts requests.
+    """
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.over = False
+        self.cut_at = 0.0  # monotonic; when the drain's limit is reached
+        self.in_flight = 0
+        self.lifelines: set[Lifeline] = set()
+
+    def begin(self, seconds: float) -> None:
+        """From now on new requests are refused; running ones have this long to end."""
+        self.draining = True
+        self.cut_at = time.monotonic() + seconds
+
+    def refusal(self) -> ShuttingDown:
+        """What new requests get, with the longest that the server may still take to be gone."""
+        left = ceil(self.cut_at - time.monotonic())
+        return ShuttingDown(retry_after=min(max(left, 1), MAX_RETRY_AFTER))
+
+    def cut(self) -> None:
+        """End every request with an error, including those whose body has not arrived yet."""
+        self.over = True
+        for lifeline in list(self.lifelines):
+            lifeline.end(End.SHUTDOWN)

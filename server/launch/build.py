@@ -1,0 +1,425 @@
+"""Builds models, caches, engines, the application and the server from a configuration."""
+
+import asyncio
+import gc
+import socket
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from logging import getLogger
+
+import torch
+
+from ropewalk.cache.kv import KVCache, bytes_per_token
+from ropewalk.cache.ledger import Ledger
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.spill import HostMemory
+from ropewalk.cache.types import Audit
+from ropewalk.model.attention.base import NoBackend
+from ropewalk.model.catalogue import Place
+from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
+from ropewalk.model.encodings.base import EncodingError, create
+from ropewalk.model.encodings.common.cost import PositionalWork
+from ropewalk.model.encodings.rope import RoPE
+from ropewalk.model.kernels.cpu.bindings import Kernels
+from ropewalk.model.layers.encoder_decoder import EncoderDecoder
+from ropewalk.model.loading.checkpoints import Checkpoint, CheckpointError
+from ropewalk.model.weights.checksums import Seals
+from ropewalk.model.weights.fixed import fixed_tensors
+from ropewalk.server import hardware, listen
+from ropewalk.server.app.app import create_app, own_version
+from ropewalk.server.app.cache_plan import CachePlanner
+from ropewalk.server.config import ModelOptions, ModelSource, ServerConfig
+from ropewalk.server.engine.assemble import ledger_of, sums_by, wired
+from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.engine.encoding_cost import PositionMeter, no_cost
+from ropewalk.server.engine.engine import Engine
+from ropewalk.server.engine.forward_timer import TimedDecoder
+from ropewalk.server.engine.openmp import end_idle_threads
+from ropewalk.server.engine.warm_up import warm_up
+from ropewalk.server.errors import CommandError
+from ropewalk.server.http.protocol import Server, uvicorn_config
+from ropewalk.server.launch.banner import ModelFacts, banner
+from ropewalk.server.launch.graphs import replayed
+from ropewalk.server.launch.load_model import Prepared, find_kernels, prepare
+from ropewalk.server.launch.self_check import check_parity
+from ropewalk.server.metrics.compat import ALIASES
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.openai.served_models import EncoderDecoderTokens, Models, Served
+from ropewalk.server.scheduling.plan import Limits
+from ropewalk.server.terminal import discard_output
+
+log = getLogger(__name__)
+
+ENGINE_FAILED = 70  # exit status, at which a supervisor should start a fresh process
+# Between two looks at memory while nobody asks: at all weights within 1,024 of these, in 9 minutes.
+IDLE_S = 0.5
+LONE_FACTOR = 2  # 4 made a prompt of 2,000 tokens no faster on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One model ready to serve."""
+
+    served: Served
+    engine: Engine
+    facts: ModelFacts
+    place: Place
+    planner: CachePlanner
+    defect: str | None  # why it should not answer although it computes
+
+
+def run(config: ServerConfig, listener: socket.socket, tls: ssl.SSLContext | None) -> int:
+    """Load every model and serve until stopped; returns the exit status. Raises CommandError.
+
+    listener: a bound socket. tls: None for plain HTTP.
+    """
+    threads = hardware.pick_threads(config.loading.threads)
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+    metrics = Metrics(ALIASES[config.metrics_compat])
+    loaded = load_models(config, metrics)
+    served = Models(model.served for model in loaded)
+    server: Server | None = None
+
+    def stop() -> None:
+        if server is not None:
+            server.should_exit = True
+
+    engine = engine_of(config, loaded, metrics, stop)
+    planners = {model.served.name: model.planner for model in loaded}
+    app = create_app(served, engine, metrics, config.http, loaded[0].place, planners)
+    port = config.port if config.uds else listener.getsockname()[1]
+    listening = uvicorn_config(
+        app,
+        host=config.host,
+        port=port,
+        tls=tls,
+        log_level=config.log_level,
+        access_log=False,
+        log_config=None,
+    )
+    server = Server(listening, app.state.drain, config.drain_timeout_s)
+    url = listen.local_url(config.host, port, tls=tls is not None)
+    announce = partial(_announce, config, [model.facts for model in loaded], url)
+    gc.freeze()  # later collections need not look at what was loaded either
+    gc.enable()
+    asyncio.run(_serve(server, listener, announce))
+    return ENGINE_FAILED if engine.failure else 0
+
+
+def engine_of(
+    config: ServerConfig, loaded: Sequence[Loaded], metrics: Metrics, on_failure: Callable[[], None]
+) -> AsyncEngine:
+    """One engine for all models; unsound from the start when one of them has a defect."""
+    return AsyncEngine(
+        {model.served.name: model.engine for model in loaded},
+        metrics.observe_step,
+        on_failure=on_failure,
+        max_mutated_blocks=config.cache.max_mutated_blocks,
+        idle_s=None if config.cache.audit == "off" else IDLE_S,
+        defects=[model.defect for model in loaded if model.defect is not None],
+    )
+
+
+def load_models(config: ServerConfig, metrics: Metrics) -> list[Loaded]:
+    """Every configured model, loaded and warmed up. Raises CommandError, with one sentence."""
+    device = hardware.pick_device(config.loading.device)
+    kernels = find_kernels(device)
+    prepared = [_prepared(config.loading, source, device, kernels) for source in config.models]
+    hardware.return_freed_memory()
+    # Only now is it known how much memory the weights of all models leave.
+    free = hardware.free_memory(device)
+    loaded = [_complete(config, model, device, free, metrics, kernels) for model in prepared]
+    end_idle_threads()  # from here on only the engine's thread computes
+    return loaded
+
+
+def _prepared(
+    loading: ModelOptions, source: ModelSource, device: torch.device, kernels: Kernels | str
+) -> Prepared:
+    try:
+        return prepare(loading, source, device, kernels)
+    except (CheckpointError, EncodingError, NoBackend) as error:
+        raise CommandError(str(error)) from error
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not hardware.is_out_of_memory(error):
+            raise
+        raise CommandError(
+            f"the {device.type} does not have enough memory for the weights of {source.name}; free "
+            "some, or serve it with --dtype bfloat16 or a smaller model"
+        ) from error
+
+
+def _complete(
+    config: ServerConfig,
+    model: Prepared,
+    device: torch.device,
+    free_memory: int,
+    metrics: Metrics,
+    kernels: Kernels | str,
+) -> Loaded:
+    """Give the model its share of the memory and an engine."""
+    shape, name, block_size = model.checkpoint.config, model.name, config.cache.block_size
+    audit = Audit(config.cache.audit)
+    # Before anything is computed with them.
+    weights = Seals({} if audit is Audit.OFF else fixed_tensors(model.decoder), sums_by(kernels))
+    budget, sharers = config.cache.kv_memory, len(config.models)
+    # An encoder-decoder keeps prompt and answer apart, each in blocks of its own.
+    sides = 2 if isinstance(shape, EncoderDecoderConfig) else 1
+    kv_dtype = torch.int8 if config.cache.kv_dtype == "int8" else model.dtype
+    blocks = hardware.num_blocks(
+        shape,
+        kv_dtype,
+        budget=None if budget is None else budget // sharers,
+        free_memory=free_memory // sharers,
+        block_size=block_size,
+        max_seqs=config.limits.max_seqs * sides,
+        context=model.context,
+    )
+    kv = _allocate(shape, kv_dtype, device, blocks, block_size)
+    # A decoder's K and V depend on its own encoder's output, so equal prefixes differ in them.
+    sharing = config.cache.prefix_sharing and sides == 1
+    ledger = ledger_of(kv, kernels, audit)
+    slots = hardware.num_slots(config.cache.kv_spill, kv, sharers)
+    place = _place(kv, slots, ledger) if slots else None
+    manager = CacheManager(blocks, block_size, prefix_sharing=sharing, place=place)
+    context = _fitting(model.context, _longest(manager, sides, name), name)
+    if context < model.context:
+        _require_same_frequencies(model, context, device)
+    speed = warm_up(model.decoder, kv, shape, context, name)
+    parity = check_parity(model.decoder, shape, kv, context)
+    limits = Limits(
+        max_seqs=config.limits.max_seqs,
+        max_step_tokens=config.limits.max_step_tokens,
+        max_context=context,
+        max_queue=config.limits.max_queue,
+        # Larger steps are faster, and a lone request delays no other; but several models take
+        # turns step by step.
+        lone_factor=LONE_FACTOR if len(config.models) == 1 else 1,
+        max_queue_s=config.limits.max_queue_time,
+        several_clients=len(config.http.api_keys) > 1,
+    )
+    rules = [model.decoder.encoding.for_layer(layer) for layer in range(shape.layers)]
+    decoder = TimedDecoder(model.decoder, device)
+    made = wired(
+        name,
+        replayed(model.decoder, kv, limits, name, otherwise=decoder),
+        kv,
+        manager,
+        rules,
+        limits,
+        _meter(model, context, block_size),
+        kernels,
+        ledger=ledger,
+        weights=weights,
+        drain_times=decoder.drain,
+        ahead=device.type == "cuda",
+    )
+    rotation = model.decoder.encoding.rotation()
+    facts = ModelFacts(
+        name=name,
+        architecture=model.checkpoint.architecture,
+        encoding=shape.encoding.name,
+        trained_context=shape.trained_context,
+        max_context=context,
+        device=hardware.device_name(device),
+        dtype=hardware.dtype_name(model.dtype),
+        attention=model.backend.name,
+        kv_dtype=hardware.dtype_name(kv_dtype),
+        kv_bytes_per_token=kv.bytes_per_token,
+        blocks=blocks - 1,
+        block_size=block_size,
+        chat=model.checkpoint.chat_template is not None,
+        key_frame=None if rotation is None else rotation.frame,
+        sides=sides,
+        quantize=config.loading.quantize,
+    )
+    _register(metrics, facts, shape, position_apart=decoder.position_apart)
+    metrics.compared(name, parity.error, parity.tolerance)
+    defect = parity.defect(name)
+    if defect is not None:
+        log.error("%s", defect)
+    planner = CachePlanner(
+        shape,
+        model.decoder.encoding,
+        dtype=kv_dtype,
+        block_size=block_size,
+        max_context=context,
+        speed=speed,
+    )
+    served = _served(name, model.aliases, model.checkpoint, facts, limits)
+    return Loaded(served, made.engine, facts, model.place, planner, defect)
+
+
+def _meter(model: Prepared, context: int, block_size: int) -> PositionMeter:
+    """The meter of the work that the model's positions cost."""
+    decoder, shape = model.decoder, model.checkpoint.config
+
+    def cost(context: int) -> PositionalWork:
+        return decoder.encoding.work(shape, context, block_size)
+
+    source_cost = no_cost
+    if isinstance(decoder, EncoderDecoder) and isinstance(shape, EncoderDecoderConfig):
+        encoder, encoding = shape.encoder, decoder.encoder.encoding
+
+        def source_cost(context: int) -> PositionalWork:
+            return encoding.work(encoder, context, block_size)
+
+    return PositionMeter(cost, source_cost, shape.trained_context)
+
+
+def _allocate(
+    shape: ModelConfig, dtype: torch.dtype, device: torch.device, blocks: int, block_size: int
+) -> KVCache:
+    try:
+        return KVCache(shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
+    except (OSError, RuntimeError) as error:  # out of memory: torch's error, on every device
+        size = blocks * block_size * bytes_per_token(shape, dtype)
+        raise CommandError(
+            f"the {device.type} does not have enough memory for a cache of {size:,} bytes; lower "
+            "--kv-memory"
+        ) from error
+
+
+def _place(kv: KVCache, slots: int, ledger: Ledger) -> HostMemory:
+    try:
+        return HostMemory(kv, slots, ledger)
+    except RuntimeError as error:  # as above
+        size = slots * kv.block_size * kv.bytes_per_token
+        raise CommandError(
+            f"there is not enough host memory for {size:,} bytes of blocks that make room in the "
+            "cache; lower --kv-spill, or use --kv-spill 0"
+        ) from error
+
+
+def _register(
+    metrics: Metrics, facts: ModelFacts, shape: ModelConfig, *, position_apart: bool
+) -> None:
+    metrics.add_model(
+        facts.name,
+        facts.encoding,
+        {
+            "kv_dtype": facts.kv_dtype,
+            "layers": str(shape.layers),
+            "kv_heads": str(shape.kv_heads),
+            "head_dim": str(shape.head_dim),
+            "trained_context": str(shape.trained_context),
+        },
+        bytes_per_token=facts.kv_bytes_per_token,
+        blocks=facts.blocks,
+        block_size=facts.block_size,
+        position_apart=position_apart,
+    )
+
+
+def _longest(manager: CacheManager, sides: int, name: str) -> int:
+    """The longest context that the cache holds; with two sides, for each of prompt and answer.
+
+    The last token of an answer is never stored, hence one more than the cache has room for.
+    """
+    if sides == 1:
+        return manager.capacity + 1
+    pairs, odd = divmod(manager.capacity // manager.block_size, 2)
+    if pairs == 0:
+        raise CommandError(
+            f"the cache of {name} has only one block, but prompt and answer need one each; raise "
+            "--kv-memory"
+        )
+    return pairs * manager.block_size + odd
+
+
+def _fitting(context: int, cacheable: int, name: str) -> int:
+    if context > cacheable:
+        log.warning(
+            "%s is served with a context of %d tokens instead of %d, because its cache does not "
+            "hold more; raise --kv-memory",
+            name,
+            cacheable,
+            context,
+        )
+    return min(context, cacheable)
+
+
+def _require_same_frequencies(model: Prepared, context: int, device: torch.device) -> None:
+    """Some models' RoPE frequencies depend on the served length, which was taken to be longer."""
+    shape = model.checkpoint.config
+    encoding = create(shape.encoding, shape, context, device)
+    if isinstance(encoding, RoPE) and not torch.equal(
+        encoding.frequencies, encoding.frequencies_at(model.context)
+    ):
+        raise CommandError(
+            f"the cache of {model.name} holds only {context} tokens, for which RoPE's frequencies "
+            f"differ from those for {model.context}; use --max-model-len {context} or raise "
+            "--kv-memory"
+        )
+
+
+def _served(
+    name: str,
+    aliases: tuple[str, ...],
+    checkpoint: Checkpoint,
+    facts: ModelFacts,
+    limits: Limits,
+) -> Served:
+    shape = checkpoint.config
+    vocab_size = min(checkpoint.tokenizer.vocab_size, shape.vocab_size)
+    return Served(
+        name=name,
+        encoding=facts.encoding,
+        tokenizer=checkpoint.tokenizer,
+        chat_template=checkpoint.chat_template,
+        stop_ids=checkpoint.stop_ids,
+        vocab_size=vocab_size,
+        max_context=facts.max_context,
+        created=int(time.time()),
+        aliases=aliases,
+        encoder_decoder=(
+            EncoderDecoderTokens(shape.start_token, shape.end_token)
+            if isinstance(shape, EncoderDecoderConfig)
+            else None
+        ),
+        max_at_once=limits.max_seqs + limits.most_queue,
+        details={
+            "architecture": facts.architecture,
+            "vocab_size": vocab_size,
+            "trained_context": facts.trained_context,
+            "dtype": facts.dtype,
+            "quantize": facts.quantize,
+        },
+    )
+
+
+def _announce(config: ServerConfig, models: Sequence[ModelFacts], url: str) -> None:
+    if config.log_format == "json":  # whoever reads that reads no boxes
+        log.info("serving %s at %s", ", ".join(model.name for model in models), config.uds or url)
+        return
+    text = banner(
+        models,
+        url=url,
+        open_to_all=not config.http.api_keys,
+        version=own_version(),
+        uds=config.uds,
+        certificate=config.ssl_certfile,
+    )
+    try:
+        print(text, flush=True)
+    except OSError as error:  # the disk is full, or whoever read it has left
+        log.warning("standard output cannot be written: %s", error.strerror)
+        discard_output()
+
+
+async def _serve(server: Server, listener: socket.socket, announce: Callable[[], None]) -> None:
+    announcement = asyncio.create_task(_once_started(server, announce))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        announcement.cancel()
+
+
+async def _once_started(server: Server, announce: Callable[[], None]) -> None:
+    while not server.started:
+        await asyncio.sleep(0.01)
+    announce()

@@ -1,0 +1,250 @@
+"""Makes decoders from configured models: encoding, dtype, attention, kernels and weights.
+
+Knows no cache, engine or HTTP.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from logging import getLogger
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from ropewalk.model.attention.base import AttentionBackend, choose, spec_for
+from ropewalk.model.catalogue import Place
+from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec
+from ropewalk.model.encodings.base import PositionalEncoding, create, find
+from ropewalk.model.encodings.common.validate import check_hooks
+from ropewalk.model.kernels.backends import all_backends
+from ropewalk.model.kernels.cpu.bindings import SUFFIXES, Kernels
+from ropewalk.model.kernels.cpu.bindings import load as load_kernels
+from ropewalk.model.kernels.cpu.library import NoKernels
+from ropewalk.model.kernels.substitutes import substitute, substitute_on_gpu
+from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.layers.encoder_decoder import EncoderDecoder
+from ropewalk.model.layers.linear import Int4Linear, Int8Linear, quantize
+from ropewalk.model.loading.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    load_decoder,
+    open_checkpoint,
+)
+from ropewalk.model.loading.random_weights import PREFIX, random_checkpoint
+from ropewalk.model.weights.gguf_file import GGUFFile
+from ropewalk.server import download, hardware
+from ropewalk.server.config import ModelOptions, ModelSource
+from ropewalk.server.errors import CommandError
+from ropewalk.server.terminal import bar_if_long, said_if_long
+
+log = getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One model whose weights are in place and which has no cache yet."""
+
+    name: str
+    aliases: tuple[str, ...]
+    checkpoint: Checkpoint
+    decoder: Decoder | EncoderDecoder
+    backend: AttentionBackend
+    dtype: torch.dtype
+    context: int
+    place: Place
+
+
+def find_kernels(device: torch.device) -> Kernels | str:
+    """The compiled CPU kernels, or why there are none."""
+    if device.type != "cpu":
+        return f"the device is {device.type}"
+    try:
+        with said_if_long("compiling the CPU kernels, once for this machine"):
+            return load_kernels(download.home() / "kernels")
+    except NoKernels as error:
+        log.warning("there are no CPU kernels, so computing is several times slower: %s", error)
+        return str(error)
+
+
+def prepare(
+    loading: ModelOptions, source: ModelSource, device: torch.device, kernels: Kernels | str
+) -> Prepared:
+    """Raises CheckpointError, EncodingError, NoBackend, or CommandError for unusable options."""
+    checkpoint = _opened(loading, source)
+    if loading.encoding is not None and loading.encoding != checkpoint.config.encoding.name:
+        checkpoint = _with_encoding(checkpoint, loading.encoding)
+    if loading.bias_form is not None:
+        checkpoint = _in_variant(checkpoint, "--bias-form", "t5", "form", loading.bias_form)
+    if loading.rope_frame is not None:
+        checkpoint = _in_variant(checkpoint, "--rope-frame", "rope", "frame", loading.rope_frame)
+    shape = checkpoint.config
+    if (more := checkpoint.tokenizer.vocab_size - shape.vocab_size) > 0:
+        log.info(
+            "%s: the tokenizer has %d tokens more than the model embeds; prompts with one of them "
+            "are refused",
+            source.name,
+            more,
+        )
+    dtype = hardware.pick_dtype(loading.dtype, device)
+    if isinstance(shape, EncoderDecoderConfig) and dtype is torch.float16:
+        raise CheckpointError(
+            f"{checkpoint.path}: activations of {checkpoint.architecture} models exceed the range "
+            "of float16; use --dtype bfloat16 or float32."
+        )
+    context = loading.max_model_len or shape.trained_context
+    encoding = create(shape.encoding, shape, context, device)
+    if encoding.max_positions is not None and context > encoding.max_positions:
+        raise CommandError(
+            f"{source.name} has positions for only {encoding.max_positions} tokens, so it cannot "
+            f"be served with --max-model-len {context}; use at most {encoding.max_positions}"
+        )
+    if loading.encoding is not None:
+        _refuse_missing_weights(checkpoint, encoding)
+    backend = _backend(checkpoint, loading, dtype, device, kernels)
+    lacking = _lacking_for_int4(kernels, dtype)
+    if loading.quantize == "int4" and lacking is not None:
+        raise CommandError(f"--quantize int4 needs {lacking}; use int8")
+    decoder = _assembled(checkpoint, encoding, backend, context, dtype, device)
+    _load(checkpoint, source.name, decoder)
+    if not isinstance(shape, EncoderDecoderConfig):  # which have no foreign encodings
+        check_hooks(encoding, shape, context, device)
+    if loading.quantize == "int8":
+        quantize(decoder)
+    if loading.quantize == "int4":
+        quantize(decoder, 4)
+        _tell_of_int4(source.name, decoder)
+    if loading.quantize is None and lacking is None and _in_4_bits(checkpoint):
+        log.info(
+            "%s: the file's weights are in 4 bits; --quantize int4 keeps them in 4 bits, which is "
+            "faster and changes answers a little",
+            source.name,
+        )
+    if isinstance(kernels, Kernels):
+        substitute(decoder, kernels, dtype)
+    substitute_on_gpu(decoder, dtype)
+    place = Place(all_backends(kernels), dtype, device)
+    return Prepared(
+        source.name, source.aliases, checkpoint, decoder, backend, dtype, context, place
+    )
+
+
+def _opened(loading: ModelOptions, source: ModelSource) -> Checkpoint:
+    if source.source.startswith(PREFIX):
+        if loading.chat_template is not None:
+            raise CommandError(
+                f"--chat-template: {source.source} has random weights and answers no chats; leave "
+                "the option out"
+            )
+        return random_checkpoint(source.source, loading.encoding, loading.max_model_len)
+    trusted = {*loading.trust_encoding, loading.encoding or ""}
+    return open_checkpoint(download.locate(source.source), trusted, loading.chat_template)
+
+
+def _with_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:
+    """Replace the encoding that the weights were trained with: an experiment."""
+    if isinstance(checkpoint.config, EncoderDecoderConfig):
+        raise CommandError(
+            f"--encoding {name}: an encoder-decoder such as {checkpoint.architecture} has an "
+            "encoding on each side, which cannot be replaced; leave the option out"
+        )
+    options = find(name).usual_options(checkpoint.config)
+    kept = {
+        parameter: pieces
+        for parameter, pieces in checkpoint.parameters.items()
+        if not parameter.startswith("encoding.")
+    }
+    config = replace(checkpoint.config, encoding=EncodingSpec(name, options))
+    return replace(checkpoint, config=config, parameters=kept)
+
+
+def _in_variant(
+    checkpoint: Checkpoint, flag: str, encoding: str, option: str, value: str
+) -> Checkpoint:
+    """Set the form or frame of the decoder's encoding, which changes costs but no answer."""
+    spec = checkpoint.config.encoding
+    if spec.name != encoding:
+        raise CommandError(
+            f"{flag} {value}: {checkpoint.path} has the encoding {spec.name}, and only {encoding} "
+            f"has {option}s; leave the option out"
+        )
+    spec = EncodingSpec(spec.name, {**spec.options, option: value})
+    return replace(checkpoint, config=replace(checkpoint.config, encoding=spec))
+
+
+def _refuse_missing_weights(checkpoint: Checkpoint, encoding: PositionalEncoding) -> None:
+    for name, _ in encoding.named_parameters():
+        if f"encoding.{name}" not in checkpoint.parameters:
+            raise CommandError(
+                f"--encoding {checkpoint.config.encoding.name} has trained weights, which "
+                f"{checkpoint.path} lacks; serve a model that was trained with it"
+            )
+
+
+def _lacking_for_int4(kernels: Kernels | str, dtype: torch.dtype) -> str | None:
+    """Without kernels that multiply 4-bit weights, they would only be slower than 8-bit ones."""
+    if isinstance(kernels, str):
+        return f"the CPU kernels, but {kernels}"
+    if not kernels.multiplies_int4():
+        return "a processor that multiplies 8-bit integers (AVX2)"
+    if dtype not in SUFFIXES:
+        return "--dtype bfloat16 or float32"
+    return None
+
+
+def _in_4_bits(checkpoint: Checkpoint) -> bool:
+    return isinstance(checkpoint.weights, GGUFFile) and checkpoint.weights.in_4_bits
+
+
+def _tell_of_int4(name: str, decoder: nn.Module) -> None:
+    in_4 = sum(isinstance(module, Int4Linear) for module in decoder.modules())
+    in_8 = sum(isinstance(module, Int8Linear) for module in decoder.modules())
+    if in_4 == 0:
+        log.warning(
+            "%s: 4 bits would lose accuracy in every layer, so all are in 8 bits; use a GGUF file "
+            "in Q4_0 or Q4_1, whose weights are in 4 bits",
+            name,
+        )
+    else:
+        log.info("%s: %d linear layers in 4 bits, %d in 8", name, in_4, in_8)
+
+
+def _backend(
+    checkpoint: Checkpoint,
+    loading: ModelOptions,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels | str,
+) -> AttentionBackend:
+    """The first backend that supports the model, or the one asked for. Raises NoBackend."""
+    backends = all_backends(kernels)
+    if loading.attention is not None:
+        backends = [backend for backend in backends if backend.name == loading.attention]
+    return choose(backends, spec_for(checkpoint.config, dtype, device))
+
+
+def _assembled(
+    checkpoint: Checkpoint,
+    encoding: PositionalEncoding,
+    backend: AttentionBackend,
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Decoder | EncoderDecoder:
+    shape = checkpoint.config
+    if not isinstance(shape, EncoderDecoderConfig):
+        return Decoder(shape, encoding, backend, dtype=dtype, device=device)
+    of_encoder = create(shape.encoder.encoding, shape.encoder, context, device)
+    return EncoderDecoder(shape, of_encoder, encoding, backend, dtype=dtype, device=device)
+
+
+def _load(checkpoint: Checkpoint, name: str, decoder: Decoder | EncoderDecoder) -> None:
+    with bar_if_long(f"loading {name}", 0, "tensor") as bar:
+        load_decoder(checkpoint, decoder, _progress(bar))
+
+
+def _progress(bar: "tqdm[None]") -> Callable[[int, int], None]:
+    def report(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    return report

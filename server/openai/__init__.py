@@ -1,0 +1,1 @@
+"""OpenAI's wire format: bodies in, requests for the engine; tokens back, answers out."""

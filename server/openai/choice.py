@@ -1,0 +1,166 @@
+"""Turns the engine's events into one choice of an answer: text, scores, how it ended.
+
+Knows tokens and text, but neither HTTP nor the wire format.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ropewalk.model.tokenizers.base import Detokenizer, Tokenizer
+from ropewalk.server.openai.spelling import parts_of, special
+from ropewalk.server.scheduling.request import FinishReason, Request, TokenEvent, TokenLogprob
+
+# A token and its score; the first token of a prompt has none.
+Scored = tuple[int, TokenLogprob | None]
+
+_ON_THE_WIRE = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CONTEXT: "length",
+}
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one wake-up adds to a choice. `first` is set on the first, `finish` on the last one."""
+
+    first: bool = False
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)  # generated
+    scored: list[Scored] = field(default_factory=list)
+    finish: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Choice:
+    """One completion as it grows.
+
+    `cut` says that the choice has ended at a stop string, which the engine does not know yet.
+    `tokens` counts generated tokens, including the one that ended the choice. With `prompt_alone`
+    the request's only token, which is needed to compute the prompt, is left out of the answer.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        stop_token_ids: frozenset[int] = frozenset(),
+        echo: str = "",
+        prompt_alone: bool = False,
+    ) -> None:
+        self.index = index
+        self.request = request
+        self.tokenizer = tokenizer
+        self.prompt = request.source or tuple(request.tokens)
+        self.tokens = 0
+        self.cached = 0
+        self.finished = False
+        self.cut = False
+        # A decoder-only model continues its prompt; after an encoder the answer stands alone.
+        alone = bool(request.source)
+        self._detokenizer = Detokenizer(tokenizer, stop, include_stop=include_stop, first=alone)
+        self._stop_token_ids = stop_token_ids
+        self._prompt_alone = prompt_alone
+        self._scores = request.params.logprobs is not None
+        self._echo = echo
+        # State of `spell`: the echoed tokens still to come, and what has been spelled so far.
+        self._echoed: Iterator[str] = iter(())
+        self._characters = Detokenizer(tokenizer, first=alone)
+        self._spelled = 0
+
+    def take(self, events: Sequence[TokenEvent]) -> Piece:
+        """The piece that these events add. Raises the ServeError that an event carries."""
+        piece = Piece()
+        for event in events:
+            if event.error is not None:
+                raise event.error
+            if not self.tokens:
+                self._open(piece, event)
+            self._add(piece, event)
+            if self.finished:
+                break
+        return piece
+
+    def spell(self, token: int, *, last: bool = False) -> tuple[str, int]:
+        """A scored token as text, and the character of the choice's text at which it begins.
+
+        Call it once per scored token, in order, with `last` for the very last. The tokens join to
+        the text, but for those that end it and special ones that the model generates: they are not
+        part of it, and the special ones show their names.
+        """
+        begin = self._spelled
+        text = next(self._echoed, None)
+        if text is not None:
+            self._spelled += len(text)
+            return text, begin
+        name = special(self.tokenizer, token)
+        if name:
+            return name, begin
+        # An echoed prompt is decoded separately: no character spans prompt and answer.
+        text = self._characters.push(token) + (self._characters.finish() if last else "")
+        self._spelled += len(text)
+        return text, begin
+
+    def _open(self, piece: Piece, event: TokenEvent) -> None:
+        self.cached = event.cached_tokens
+        piece.first = True
+        piece.text += self._echo
+        if event.prompt_logprobs is not None:
+            piece.scored += zip(self.prompt, event.prompt_logprobs, strict=True)
+            self._echoed = parts_of(self._echo, self.tokenizer, self.prompt)
+
+    def _add(self, piece: Piece, event: TokenEvent) -> None:
+        if self._prompt_alone:
+            self.finished, piece.finish = True, "length"
+            return
+        if event.token is not None:
+            self.tokens += 1
+            piece.tokens.append(event.token)
+            if self._scores:
+                piece.scored.append((event.token, event.logprob))
+            if event.finish is FinishReason.STOP:
+                if event.token in self._stop_token_ids:
+                    piece.stop_reason = event.token
+            else:
+                piece.text += self._detokenizer.push(event.token)
+        if event.finish is not None:
+            piece.text += self._detokenizer.finish()
+        if self._detokenizer.stopped_by is not None:
+            self.finished, piece.finish = True, "stop"
+            piece.stop_reason = self._detokenizer.stopped_by
+            self.cut = event.finish is None
+        elif event.finish is not None:
+            self.finished, piece.finish = True, _ON_THE_WIRE[event.finish]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt: int
+    completion: int
+    cached: int
+
+    def plain(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+def total_usage(choices: Sequence[Choice], n: int) -> Usage:
+    """The usage of a whole answer: each prompt counts once, with its first choice's hits."""
+    firsts = choices[::n]
+    return Usage(
+        prompt=sum(len(choice.prompt) for choice in firsts),
+        completion=sum(choice.tokens for choice in choices),
+        cached=sum(choice.cached for choice in firsts),
+    )
+
+
+def choice_usage(choice: Choice) -> Usage:
+    return Usage(len(choice.prompt), choice.tokens, choice.cached)

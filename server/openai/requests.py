@@ -1,0 +1,334 @@
+"""Makes the requests that an answer needs from a validated body and a model.
+
+Turns prompts into tokens, checks them against vocabulary and context, and fills in defaults.
+Knows neither HTTP nor the engine.
+"""
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ropewalk.model.chat.template import ChatTemplateError
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.model.tokenizers.base import InvalidText
+from ropewalk.server.long_work import off_loop
+from ropewalk.server.openai.choice import Choice
+from ropewalk.server.openai.schemas import (
+    AS_MANY_AS_FIT,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Message,
+)
+from ropewalk.server.openai.served_models import Served
+from ropewalk.server.openai.spelling import spell_prompt
+from ropewalk.server.scheduling.request import (
+    InvalidField,
+    Overflow,
+    PromptTooLong,
+    QueueFull,
+    Request,
+    UnsupportedField,
+)
+
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_BYTES_PER_TOKEN = 16
+MAX_SCORES = 1 << 21  # log-probabilities of prompts in one answer, some 100 bytes each
+RENDER_SECONDS = 4.0  # until a chat must be rendered, the wait for others included
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`text` is what echo repeats; None without echo."""
+
+    tokens: list[int]
+    text: str | None = None
+
+
+async def completion_prompts(body: CompletionBody, served: Served) -> list[Prompt]:
+    """One Prompt per completion prompt. Raises PromptTooLong or InvalidField."""
+    if body.echo and served.encoder_decoder is not None:
+        raise UnsupportedField(
+            f"echo is not possible with {served.name}, whose decoder never reads the prompt; "
+            "leave it out",
+            "echo",
+        )
+
+    def prepare() -> list[Prompt]:
+        return [_prompt(source, body, served) for source in body.prompts]
+
+    return await off_loop(prepare, sum(map(len, body.prompts)))
+
+
+def _prompt(source: str | list[int], body: CompletionBody, served: Served) -> Prompt:
+    if isinstance(source, str):
+        text: str | None = source
+        tokens = _encode(source, served, bos=body.add_special_tokens, param="prompt")
+        _check_prompt(tokens, served, "prompt")
+    else:
+        tokens = source
+        check_ids(tokens, served, "prompt")
+        _check_prompt(tokens, served, "prompt")
+        text = "".join(spell_prompt(served.tokenizer, tokens)) if body.echo else None
+    return Prompt(tokens, text if body.echo else None)
+
+
+async def chat_prompt(body: ChatBody, served: Served) -> Prompt:
+    """The messages in the model's chat template. Raises QueueFull besides, where it is busy."""
+    tokens = await encode_chat(
+        body.messages,
+        served,
+        add_generation_prompt=body.add_generation_prompt,
+        variables=body.variables,
+        bos=body.add_special_tokens,
+    )
+    _check_prompt(tokens, served, "messages")
+    return Prompt(tokens)
+
+
+async def encode_chat(
+    messages: Sequence[Message],
+    served: Served,
+    *,
+    add_generation_prompt: bool,
+    variables: Mapping[str, object],
+    bos: bool,
+) -> list[int]:
+    template = served.chat_template
+    if template is None:
+        raise UnsupportedField(
+            f"the model {served.name} has no chat template; use /v1/completions", "messages"
+        )
+    plain = [message.plain() for message in messages]
+    size = sum(len(str(message["content"])) for message in plain)
+    _check_bytes(size, served, "messages")
+
+    rendered = template.begin(
+        plain, add_generation_prompt=add_generation_prompt, variables=variables
+    )
+    try:
+        text = await asyncio.wait_for(asyncio.wrap_future(rendered), RENDER_SECONDS)
+    except TimeoutError:
+        raise QueueFull(
+            f"other chats keep the chat template of {served.name} busy; send this one again later"
+        ) from None
+    except ChatTemplateError as error:
+        message = f"messages do not fit the chat template: {error}"
+        raise InvalidField(message, "messages", quotes=True) from None
+    return await encode(text, served, bos=bos, param="messages")
+
+
+async def encode(text: str, served: Served, *, bos: bool, param: str) -> list[int]:
+    """Tokens of a text. Raises PromptTooLong, before tokenising, on hopelessly long ones."""
+    return await off_loop(lambda: _encode(text, served, bos=bos, param=param), len(text))
+
+
+def _encode(text: str, served: Served, *, bos: bool, param: str) -> list[int]:
+    _check_bytes(len(text.encode()), served, param)
+    try:
+        tokens = served.tokenizer.encode(text, bos=bos)
+    except InvalidText as error:
+        raise InvalidField(str(error), param) from None
+    if bos and tokens and served.encoder_decoder is not None:
+        tokens.append(served.encoder_decoder.end)
+    return tokens
+
+
+def _check_bytes(size: int, served: Served, param: str) -> None:
+    limit = MAX_BYTES_PER_TOKEN * served.max_context
+    if size > limit:
+        raise PromptTooLong(
+            f"{param} has {size} bytes, more than the limit of {limit} for a context of "
+            f"{served.max_context} tokens; shorten it",
+            param,
+        )
+
+
+def _check_prompt(tokens: Collection[int], served: Served, param: str) -> None:
+    if not tokens:
+        raise InvalidField(f"{param} has no tokens; send at least one", param)
+    if (highest := max(tokens)) >= served.vocab_size:
+        raise InvalidField(
+            f"{param} has a token with the id {highest}, which the tokenizer of {served.name} has "
+            f"but the model does not: it embeds 0..{served.vocab_size - 1}; leave that token out",
+            param,
+        )
+    if served.encoder_decoder is not None and len(tokens) > served.max_context:
+        raise PromptTooLong(
+            f"{param} has {len(tokens)} tokens, but the encoder of {served.name} reads at most "
+            f"{served.max_context}; shorten it",
+            param,
+        )
+    if served.room(len(tokens)) < 1:
+        raise PromptTooLong(
+            f"{param} has {len(tokens)} tokens, but the context of {served.name} has "
+            f"{served.max_context}, at least one of which is for the answer; shorten it",
+            param,
+        )
+
+
+def check_ids(
+    ids: Collection[int], served: Served, param: str, *, vocab_size: int | None = None
+) -> None:
+    """Checks every id that a client sends. Raises InvalidField for one outside the vocabulary."""
+    size = vocab_size or served.vocab_size
+    if ids and not (min(ids) >= 0 and max(ids) < size):
+        raise InvalidField(
+            f"{param} has a token id outside 0..{size - 1}, the vocabulary of "
+            f"{served.name}; send ids from /tokenize",
+            param,
+        )
+
+
+def sampling_params(
+    body: CompletionBody | ChatBody, served: Served, num_prompt: int
+) -> SamplingParams:
+    """Raises InvalidField for ids outside the vocabulary, PromptTooLong for too many tokens."""
+    check_ids(body.stop_token_ids, served, "stop_token_ids")
+    check_ids(body.logit_bias, served, "logit_bias")
+    logprobs = body.wanted_logprobs
+    if logprobs is not None and logprobs > served.vocab_size:
+        raise InvalidField(
+            f"logprobs of {logprobs} tokens were requested, but the vocabulary of {served.name} "
+            f"has {served.vocab_size}; request fewer",
+            "logprobs",
+        )
+    echoed = isinstance(body, CompletionBody) and body.echo
+    model_stops = frozenset() if body.ignore_eos else served.stop_ids
+    return SamplingParams(
+        max_tokens=max(1, _max_tokens(body, served, num_prompt)),
+        min_tokens=body.min_tokens,
+        temperature=body.temperature if body.top_p else 0.0,  # a share of 0 holds one token
+        top_p=body.top_p or 1.0,
+        top_k=max(body.top_k, 0),
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=body.logit_bias,
+        seed=body.seed,
+        stop_ids=model_stops | frozenset(body.stop_token_ids),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if echoed else None,
+    )
+
+
+def _max_tokens(body: GenerationBody, served: Served, num_prompt: int) -> int:
+    room = served.room(num_prompt)
+    wanted = body.wanted_tokens
+    if wanted is None or wanted == AS_MANY_AS_FIT:
+        short = wanted is None and isinstance(body, CompletionBody)
+        wanted = min(room, DEFAULT_COMPLETION_TOKENS) if short else room
+        if body.min_tokens > wanted:
+            raise InvalidField(
+                f"min_tokens ({body.min_tokens}) exceeds the {wanted} tokens that an answer gets "
+                "here without a max_tokens; request fewer, or send max_tokens as well",
+                "min_tokens",
+            )
+    if wanted > room and body.overflow == "refuse":
+        makes = f"{num_prompt} prompt tokens and {wanted} max_tokens make {num_prompt + wanted}"
+        if served.encoder_decoder is not None:
+            makes = f"the start token and {wanted} max_tokens make {1 + wanted}"
+        raise PromptTooLong(
+            f"{makes}, more than the context of {served.name}, {served.max_context}; request at "
+            f"most {room}, or set overflow to shift or slide if the encoding allows it",
+            "max_tokens" if body.max_tokens is not None else "max_completion_tokens",
+        )
+    return wanted
+
+
+def choices_for(
+    body: CompletionBody | ChatBody,
+    prompts: Sequence[Prompt],
+    served: Served,
+    salt: str,
+    client: str = "",
+) -> list[Choice]:
+    """`n` choices per prompt, each with its own request and random numbers."""
+    _check_count(body, prompts, served)
+    _check_scores(body, prompts)
+    arrival = time.monotonic()
+    choices: list[Choice] = []
+    group = uuid.uuid4().hex if len(prompts) * body.n > 1 else ""
+    for prompt in prompts:
+        params = sampling_params(body, served, len(prompt.tokens))
+        first: str | None = None  # the prompt's first request, from which the others fork
+        for _ in range(body.n):
+            index = len(choices)
+            tokens: list[int] = list(prompt.tokens)
+            source: tuple[int, ...] = ()
+            if served.encoder_decoder is not None:
+                tokens, source = [served.encoder_decoder.start], tuple(prompt.tokens)
+            request = Request(
+                id=uuid.uuid4().hex,
+                tokens=tokens,
+                num_prompt=len(tokens),
+                source=source,
+                params=params,
+                arrival=arrival,
+                rng=choice_rng(body.seed, index),
+                salt=salt,
+                client=client,
+                group=group,
+                priority=body.priority,
+                overflow=Overflow(body.overflow),
+                sibling=first,
+            )
+            if served.encoder_decoder is None and params.prompt_logprobs is None:
+                first = first or request.id
+            choices.append(
+                Choice(
+                    index,
+                    request,
+                    served.tokenizer,
+                    stop=body.stop,
+                    include_stop=body.include_stop_str_in_output,
+                    stop_token_ids=frozenset(body.stop_token_ids),
+                    echo=prompt.text or "",
+                    prompt_alone=body.wanted_tokens == 0,
+                )
+            )
+    return choices
+
+
+def _check_count(
+    body: CompletionBody | ChatBody, prompts: Sequence[Prompt], served: Served
+) -> None:
+    """Refuses what would find the queue full however often it is sent."""
+    count = len(prompts) * body.n
+    if served.max_at_once is not None and count > served.max_at_once:
+        name = "n" if len(prompts) == 1 else "prompt"
+        raise InvalidField(
+            f"{name} asks for {count} answers, but {served.name} takes at most "
+            f"{served.max_at_once} at once (--max-seqs and --max-queue together); request fewer, "
+            "or start the server with a larger --max-queue",
+            name,
+        )
+
+
+def _check_scores(body: CompletionBody | ChatBody, prompts: Sequence[Prompt]) -> None:
+    """Bounds memory: all log-probabilities are held until the first one is sent."""
+    if not (isinstance(body, CompletionBody) and body.echo and body.logprobs is not None):
+        return
+    scores = sum(len(prompt.tokens) for prompt in prompts) * body.n * (1 + body.logprobs)
+    if scores > MAX_SCORES:
+        raise InvalidField(
+            f"prompt, n and logprobs request {scores} log-probabilities, more than the limit of "
+            f"{MAX_SCORES}; send fewer prompts at once",
+            "prompt",
+        )
+
+
+def choice_rng(seed: int | None, index: int) -> random.Random:
+    """The same seed gives the same numbers for the same choice; without a seed they differ."""
+    if seed is None:
+        return random.Random(random.SystemRandom().getrandbits(128))
+    return random.Random(f"{seed}/{index}")
+
+
+def combined_salt(key_salt: str, cache_salt: str | None) -> str:
+    """Prefixes are shared only between requests whose key and cache_salt are both equal."""
+    return key_salt if cache_salt is None else f"{key_salt}/{cache_salt}"

@@ -1,0 +1,373 @@
+"""Strict request bodies: types, ranges and fields that exclude each other.
+
+Knows no model: server/openai/requests.py checks ids against the vocabulary and lengths against the
+context. A rejection names the field and never repeats what was sent.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictStr,
+    Tag,
+    ValidationError,
+)
+
+from ropewalk.server.openai.fields import supported_fields
+from ropewalk.server.openai.refusal import refusal
+from ropewalk.server.scheduling.request import InvalidField
+
+MAX_PROMPTS = 1024
+MAX_STOP_IDS = 128
+MAX_CHOICES = 16
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256
+MAX_BIASES = 300
+MAX_LOGPROBS = 20
+AS_MANY_AS_FIT = -1  # tokens of an answer, as llama.cpp writes it
+
+
+def _whole(value: Any) -> Any:
+    """16.0 as 16: languages with one type of number write either."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+_FAIL_FAST = Field(fail_fast=True)
+_WHOLE = BeforeValidator(_whole)
+# Below 2**31 here; below the vocabulary once the model is known.
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1), _FAIL_FAST]
+Count = Annotated[int, Field(ge=1, lt=2**31), _WHOLE]
+CountFromZero = Annotated[int, Field(ge=0, lt=2**31), _WHOLE]
+MaxTokens = Annotated[int, Field(ge=AS_MANY_AS_FIT, lt=2**31), _WHOLE]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), _WHOLE]
+
+
+def _prompt_form(value: Any) -> str | None:
+    first = value[0] if isinstance(value, list) and value else value
+    if isinstance(first, str):
+        return "text" if first is value else "texts"
+    if first is not value and isinstance(first, list):
+        return "id lists"
+    # An empty list has no form of its own: it fails as a list of ids, which may not be empty.
+    return "ids" if isinstance(value, list) and type(first) in (int, list) else None
+
+
+Prompt = Annotated[
+    Annotated[StrictStr, Tag("text")]
+    | Annotated[
+        list[StrictStr], Field(min_length=1, max_length=MAX_PROMPTS), _FAIL_FAST, Tag("texts")
+    ]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS), _FAIL_FAST, Tag("id lists")],
+    Discriminator(_prompt_form),
+]
+
+
+def _stop_list(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise ValueError("should be a string or a list of strings")
+    # An empty string, which some clients always send, would end every answer at once.
+    return [stop for stop in ([value] if isinstance(value, str) else value) if stop != ""]
+
+
+def _seed(value: int) -> int | None:
+    """-1 means none, as in other servers."""
+    return None if value == -1 else value
+
+
+def _bias_keys(value: Any) -> Any:
+    """{"123": 1.0} to {123: 1.0}; keys are decimal as written by str(int)."""
+    if not isinstance(value, dict):
+        raise ValueError("should map token ids to biases")
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"should have at most {MAX_BIASES} entries")
+    for key in value:
+        if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key):
+            raise ValueError("should have token ids in plain decimal digits as keys")
+    return {int(key): bias for key, bias in value.items()}
+
+
+Stops = Annotated[
+    list[Annotated[str, Field(max_length=MAX_STOP_LENGTH)]],
+    Field(max_length=MAX_STOPS),
+    _FAIL_FAST,
+    BeforeValidator(_stop_list),
+]
+Biases = Annotated[
+    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_bias_keys)
+]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class GenerationBody(_Strict):
+    """What completions and chat share."""
+
+    model: str | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    min_tokens: CountFromZero = 0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0  # 0: the most likely token
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), _WHOLE] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    stop: Stops = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), _FAIL_FAST] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), _WHOLE, AfterValidator(_seed)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), _WHOLE] = 1
+    logit_bias: Biases = {}
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int, Field(ge=-(2**63), lt=2**63), _WHOLE] = 0
+    overflow: Literal["refuse", "shift", "slide"] = "refuse"
+    cache_salt: Annotated[str, Field(pattern=r"\A[A-Za-z0-9._-]{1,128}\z")] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """None: the endpoint's default; AS_MANY_AS_FIT; 0: the prompt's scores alone."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+
+class CompletionBody(GenerationBody):
+    prompt: Prompt
+    echo: bool = False
+    logprobs: Logprobs | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Prompts to complete independently."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+    cache_control: dict[str, Any] | None = None  # prefixes are cached without being marked
+
+
+def _content_form(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "text"
+    return "parts" if isinstance(value, list) else None
+
+
+Content = Annotated[
+    Annotated[StrictStr, Tag("text")]
+    | Annotated[list[TextPart], Field(min_length=1), _FAIL_FAST, Tag("parts")],
+    Discriminator(_content_form),
+]
+
+
+class Message(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    type: Literal["text"] = "text"  # lm-eval adds it to every message
+    name: Annotated[str, Field(max_length=64)] | None = None
+    id: str | None = None
+    cache_control: dict[str, Any] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    def plain(self) -> dict[str, object]:
+        """As a chat template reads it, with OpenAI's newer role "developer" as "system"."""
+        content = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
+        role = "system" if self.role == "developer" else self.role
+        more = self.model_dump(
+            include={"name", "reasoning", "reasoning_content"}, exclude_none=True
+        )
+        return {"role": role, "content": content, **more}
+
+
+# What the server gives a chat template, and what it does not let it have.
+_TAKEN = (
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+    *(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")),
+    "additional_special_tokens",
+)
+
+
+def _free_names(value: dict[str, Any]) -> dict[str, Any]:
+    for name in _TAKEN:
+        if name in value:
+            raise ValueError(f"should not have {name}, which is the server's to set")
+    return value
+
+
+class TemplateBody(_Strict):
+    """Variables for the chat template. One that the template does not read changes nothing."""
+
+    add_generation_prompt: bool = True
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_free_names)] = {}
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+    @property
+    def variables(self) -> Mapping[str, object]:
+        own = {"enable_thinking", "reasoning_effort", "verbosity"}
+        return {**self.chat_template_kwargs, **self.model_dump(include=own, exclude_none=True)}
+
+
+class ChatBody(TemplateBody, GenerationBody):
+    messages: Annotated[list[Message], Field(min_length=1), _FAIL_FAST]
+    logprobs: bool = False
+    top_logprobs: Logprobs | None = None
+    echo: Literal[False] = False
+    add_special_tokens: bool = False
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeBody(TemplateBody):
+    """One of `prompt`, `text` and `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    text: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1), _FAIL_FAST] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(_Strict):
+    model: str | None = None
+    tokens: Annotated[list[TokenId], _FAIL_FAST]
+
+
+class CachePlanBody(_Strict):
+    """An operation of cache/types.py on `tokens` tokens. Its fields: FIELDS in cache_plan.py."""
+
+    model: str | None = None
+    operation: Literal["append", "fork", "truncate", "evict_keep", "evict_renumber", "move_span"]
+    tokens: Count
+    first: CountFromZero | None = None
+    count: Count | None = None
+    offset: Count | None = None
+
+
+AnyBody = TypeVar("AnyBody", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, CachePlanBody)
+
+# Fields that clients send back from an earlier answer; they mean nothing when empty.
+_EMPTY_MESSAGE_FIELDS = (
+    "annotations",
+    "audio",
+    "function_call",
+    "reasoning",
+    "reasoning_content",
+    "refusal",
+    "tool_calls",
+)
+
+
+def read_body(schema: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
+    """`body` as `schema`. Raises InvalidField or a subclass, naming the field at fault."""
+    fields = supported_fields(body, schema.model_fields)
+    messages = fields.get("messages")
+    if isinstance(messages, list):
+        fields["messages"] = [_without_empty_fields(message) for message in messages]
+    options = fields.get("stream_options")
+    if isinstance(options, dict):
+        fields["stream_options"] = {
+            name: value for name, value in options.items() if value is not None
+        }
+    try:
+        value = schema.model_validate(fields)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)
+        raise refusal(details[0]) from None
+    if isinstance(value, TemplateBody):
+        _check_variables(value)
+    if isinstance(value, GenerationBody):
+        _check_together(value)
+    return value
+
+
+def _without_empty_fields(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    return {
+        name: value
+        for name, value in message.items()
+        if value is not None and not (name in _EMPTY_MESSAGE_FIELDS and value == [])
+    }
+
+
+def _check_variables(body: TemplateBody) -> None:
+    for name, value in body.chat_template_kwargs.items():
+        if name in body.variables and body.variables[name] != value:
+            raise InvalidField(
+                f"{name} and chat_template_kwargs.{name} differ; send one of them", name
+            )
+
+
+def _check_together(body: GenerationBody) -> None:
+    both = (body.max_tokens, body.max_completion_tokens)
+    if None not in both and both[0] != both[1]:
+        raise InvalidField(
+            "max_tokens and max_completion_tokens differ; send one of them",
+            "max_completion_tokens",
+        )
+    wanted = body.wanted_tokens
+    if wanted is not None and AS_MANY_AS_FIT < wanted < body.min_tokens:
+        raise InvalidField(
+            f"min_tokens ({body.min_tokens}) should be at most max_tokens ({wanted})", "min_tokens"
+        )
+    if body.stream_options is not None and not body.stream:
+        raise InvalidField("stream_options needs stream to be true", "stream_options")
+    if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
+        raise InvalidField("top_logprobs needs logprobs to be true", "top_logprobs")
+    if isinstance(body, CompletionBody):
+        _check_fan_out(body)
+    if wanted == 0 and not (isinstance(body, CompletionBody) and body.echo):
+        name = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
+        raise InvalidField(
+            f"{name} should be greater than or equal to 1; 0 is possible only with echo, to score "
+            "a prompt",
+            name,
+        )
+
+
+def _check_fan_out(body: CompletionBody) -> None:
+    count = len(body.prompts)
+    if count * body.n > MAX_PROMPTS:
+        raise InvalidField(
+            f"prompt asks for {count * body.n} completions ({count} prompts × n {body.n}); "
+            f"send at most {MAX_PROMPTS} at once",
+            "prompt",
+        )

@@ -1,0 +1,87 @@
+"""Which models are served, under which names.
+
+Plain data for the HTTP side. It knows no engine: tokens come from `AsyncEngine.generate`, which
+takes the same names.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ropewalk.model.chat.template import ChatTemplate
+from ropewalk.model.tokenizers.base import Tokenizer
+from ropewalk.server.http_errors import quoted
+from ropewalk.server.scheduling.request import ModelNotFound
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderDecoderTokens:
+    """Special tokens around what an encoder-decoder reads and writes."""
+
+    start: int  # the decoder's first, before every answer
+    end: int  # the encoder's last, after every prompt given as text
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One model as its clients see it.
+
+    `vocab_size` is the smaller of tokenizer and embedding rows: the bound for ids clients send.
+    `created` is unix seconds. `details` is what /v1/models shows besides the usual fields.
+    `max_context` bounds prompt and answer together, or each alone for an encoder-decoder.
+    """
+
+    name: str
+    encoding: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    stop_ids: frozenset[int]
+    vocab_size: int
+    max_context: int
+    created: int
+    details: Mapping[str, object]
+    encoder_decoder: EncoderDecoderTokens | None = None  # None: decoder only
+    aliases: tuple[str, ...] = ()  # further names that requests may give
+    max_at_once: int | None = None  # answers that an idle engine takes; None: any number
+
+    def room(self, num_prompt: int) -> int:
+        """The most tokens that an answer to a prompt of that length can have."""
+        if self.encoder_decoder is None:
+            return self.max_context - num_prompt
+        return self.max_context - 1  # the start token takes one place
+
+
+class Models:
+    """Names to models, in the order they were given. Names match exactly, never as a path."""
+
+    def __init__(self, served: Iterable[Served]) -> None:
+        """Raises ValueError for no model at all, and for a name given twice."""
+        self._served: dict[str, Served] = {}
+        self._aliases: dict[str, str] = {}
+        for one in served:
+            if one.name in self._served:
+                raise ValueError(f"two models are named {one.name!r}; give one another name")
+            self._served[one.name] = one
+            self._aliases |= dict.fromkeys(one.aliases, one.name)
+        if not self._served:
+            raise ValueError("no model to serve; name at least one")
+
+    def __iter__(self) -> Iterator[Served]:
+        return iter(self._served.values())
+
+    def get(self, name: str | None) -> Served:
+        """The model of that name; None means the only one. Raises ModelNotFound."""
+        if name is None:
+            if len(self._served) == 1:
+                return next(iter(self))
+            raise ModelNotFound(
+                "model is missing, and this server has several; send a name from GET /v1/models",
+                "model",
+            )
+        try:
+            return self._served[self._aliases.get(name, name)]
+        except KeyError:
+            raise ModelNotFound(
+                f"model {quoted(name)} does not exist on this server; GET /v1/models lists its "
+                "models",
+                "model",
+            ) from None

@@ -1,0 +1,363 @@
+"""Requests, what the engine says about them, and the errors a client can see. No torch.
+
+ServeError
+├── InvalidField         400
+│   ├── PromptTooLong    400
+│   └── UnsupportedField 400
+├── ModelNotFound        404
+├── QueueFull            429
+│   └── QueueTime        429
+├── RequestFailed        500
+│   ├── NumericalError   500
+│   ├── CacheChanged     500
+│   └── WeightsChanged   503
+├── ModelWithdrawn       503
+└── ShuttingDown         503
+"""
+
+import random
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
+
+from ropewalk.cache.kept import SpillCounts
+from ropewalk.cache.manager import BlockCounts
+from ropewalk.cache.types import OpReport
+from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
+from ropewalk.model.sampling import SamplingParams
+
+MAX_RETRY_AFTER = 60  # seconds; the openai package disregards longer advice
+# How long a supervisor may take to start the server again: most of it goes into loading.
+RESTART_SECONDS = 5
+
+
+class ServeError(Exception):
+    """An answer other than 200: status, OpenAI error code, and the field at fault.
+
+    `quotes`: the message may contain a client's text, which must not get into the log.
+    """
+
+    status = 500
+    code = "internal_error"
+    retry_after: int | None = None  # whole seconds until another try may succeed
+
+    def __init__(self, message: str, param: str | None = None, *, quotes: bool = False) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.quotes = quotes
+
+
+class InvalidField(ServeError):
+    status = 400
+    code = "invalid_value"
+
+
+class UnsupportedField(InvalidField):
+    code = "unsupported_parameter"
+
+
+class PromptTooLong(InvalidField):
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(ServeError):
+    status = 404
+    code = "model_not_found"
+
+
+class QueueFull(ServeError):
+    status = 429
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class QueueTime(QueueFull):
+    """The request would wait, or has waited, for longer than it may."""
+
+    code = "queue_time"
+
+
+class RequestFailed(ServeError):
+    """This request alone failed inside the engine."""
+
+
+class NumericalError(RequestFailed):
+    code = "numerical_error"
+
+
+class CacheChanged(RequestFailed):
+    """Cached entries that the answer depends on changed in memory; a retry starts afresh."""
+
+    code = "cache_changed"
+
+
+class WeightsChanged(RequestFailed):
+    """The model's weights changed in memory while it computed the answer."""
+
+    status = 503
+    code = "weights_changed"
+    retry_after = RESTART_SECONDS
+
+
+class ModelWithdrawn(ServeError):
+    """The model answers nothing any more: its weights have changed in memory."""
+
+    status = 503
+    code = "model_withdrawn"
+    retry_after = RESTART_SECONDS
+
+
+class ShuttingDown(ServeError):
+    status = 503
+    code = "shutting_down"
+
+    def __init__(self, why: str | None = None, *, retry_after: int = RESTART_SECONDS) -> None:
+        super().__init__(why or "the server is shutting down; send the request to another one")
+        self.retry_after = retry_after
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"  # max_tokens reached
+    CONTEXT = "context"  # the model's context is full; "length" on the wire
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Overflow(StrEnum):
+    """What happens to a request whose context is full."""
+
+    REFUSE = "refuse"  # it ends, with finish reason CONTEXT
+    SHIFT = "shift"  # half the blocks between the first and the last are dropped, rarely
+    SLIDE = "slide"  # the oldest block after the first is dropped, often
+
+
+ENCODED = "/encoder"  # suffix of the cache sequence that holds an encoder's output
+
+
+def owner(sequence: str) -> str:
+    """The id of the request that a sequence of the cache belongs to."""
+    return sequence.removesuffix(ENCODED)
+
+
+@dataclass(slots=True)
+class Request:
+    """One sequence. The scheduler narrows the gap between *known* and *computed* tokens.
+
+    After `Engine.submit` only the engine thread touches it, except for `abort_as`, which the
+    caller sets just before it aborts.
+    """
+
+    id: str
+    tokens: list[int]  # known: prompt, then generated
+    num_prompt: int
+    params: SamplingParams
+    arrival: float  # time.monotonic() when the server received it
+    rng: random.Random
+    source: tuple[int, ...] = ()  # what an encoder reads; `tokens` then begin with a start token
+    salt: str = ""  # prefixes are shared only between equal salts
+    client: str = ""  # who sent it, as far as API keys tell
+    group: str = ""  # of the prompts that one HTTP request asks for; empty: this is the only one
+    priority: int = 0  # within its client; lower is earlier
+    overflow: Overflow = Overflow.REFUSE
+    sibling: str | None = None  # id of another request with the same prompt, to fork from
+    front: int = 0  # tokens at the beginning that stay when others are dropped
+    dropped: int = 0  # tokens after the front that the model no longer sees
+    computed: int = 0  # tokens of the context whose K and V are stored
+    cached: int = 0  # prompt tokens found in the prefix cache at first admission
+    admitted: float | None = None  # monotonic time of the first admission
+    first_token: float | None = None
+    preemptions: int = 0
+    draws: list[float] = field(default_factory=list)  # from `rng`, by token of the answer
+    abort_as: FinishReason = FinishReason.ABORT  # STOP once a stop string has ended the text
+    # By position; nothing predicts the first token of a prompt.
+    prompt_logprobs: list["TokenLogprob | None"] = field(default_factory=lambda: [None])
+
+    @property
+    def turn(self) -> str:
+        """What takes turns with others of its client: an HTTP request, of one prompt or many."""
+        return self.group or self.id
+
+    @property
+    def context_length(self) -> int:
+        """Known tokens that the model sees: all but the dropped ones."""
+        return len(self.tokens) - self.dropped
+
+    @property
+    def context_prompt(self) -> int:
+        """How many of the tokens that the model sees are of the prompt."""
+        return max(self.num_prompt - self.dropped, min(self.num_prompt, self.front))
+
+    @property
+    def computed_prompt(self) -> int:
+        """Prompt tokens that are computed; dropping begins only when all of them are."""
+        return self.num_prompt if self.dropped else min(self.computed, self.num_prompt)
+
+    def context(self, start: int, stop: int) -> list[int]:
+        """Tokens start .. stop - 1 of those that the model sees."""
+        if start >= self.front:
+            return self.tokens[start + self.dropped : stop + self.dropped]
+        after = max(stop, self.front) + self.dropped
+        return (
+            self.tokens[start : min(stop, self.front)]
+            + self.tokens[self.front + self.dropped : after]
+        )
+
+    def draw(self, place: int) -> float:
+        """A random number in [0, 1) for a token of the answer, the same each time it is drawn."""
+        while len(self.draws) <= place:
+            self.draws.append(self.rng.random())
+        return self.draws[place]
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens that the client sent, whichever side of the model reads them."""
+        return len(self.source) or self.num_prompt
+
+    @property
+    def encoded(self) -> str:
+        """The cache sequence of the encoder's output for `source`; the decoder's is `id`."""
+        return f"{self.id}{ENCODED}"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token, and of the most likely ones at its place, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One generated token of one request, or its end.
+
+    `token` is None when a request ends without one, by an error. A token in
+    `params.stop_ids` arrives with `finish` STOP: it counts as usage and is not text.
+    `prompt_logprobs` comes with the first token when asked for; its first entry is None.
+    """
+
+    request_id: str
+    token: int | None
+    finish: FinishReason | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    cached_tokens: int = 0
+    error: ServeError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary:
+    """Reported once per request that reached the engine, when it ends. Monotonic seconds."""
+
+    finish: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    arrival: float
+    admitted: float | None
+    first_token: float | None
+    end: float
+
+
+class Phase(StrEnum):
+    """What a step computes: for requests before their first token, after it, or for both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """Seconds that one pass of the decoder took; the parts are within `forward`."""
+
+    forward: float
+    attention: float  # over stored K and V, with any positional work inside the kernel
+    position: float | None  # None where attention does some of it
+
+
+@dataclass(frozen=True, slots=True)
+class ContextShift:
+    """One request's context was shortened. Without a report nothing was cached to be moved."""
+
+    kept: int  # tokens
+    dropped: int
+    seconds: float
+    report: OpReport | None
+
+    @property
+    def outcome(self) -> str:
+        """What became of the cached entries that stay."""
+        if self.report is None:
+            return "recomputed"
+        return "rerotated" if self.report.rewritten else "reindexed"
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a new request has to expect, as of the last step."""
+
+    seats: int = 1  # waiting requests that the next step may admit
+    idle: bool = False  # no request runs or waits
+    waiting: int = 0
+    places: int = 1 << 30  # those that may wait besides
+    # Between two ends of requests, each of which lets one of those that wait run; None: not known.
+    gap_s: float | None = None
+    apart_s: float = 0.0  # the same as far as it can be guessed, for those who are refused
+    most_s: float = inf  # that a request may wait
+
+    def wait(self, ahead: int) -> float:
+        """Seconds that a request waits when so many are to run before it; 0 if not known."""
+        return max(0, ahead + 1 - self.seats) * (self.gap_s or 0.0)
+
+
+NO_BLOCKS = BlockCounts(free=0, active=0, cached=0)
+NO_SPILL = SpillCounts()
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one engine step did, and how things stand after it."""
+
+    seconds: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    batch_requests: int = 0
+    computed_prompt_tokens: int = 0  # once per request: recomputation after preemption excluded
+    cached_prompt_tokens: int = 0  # found in the cache, of prefix_queried_tokens
+    generated_tokens: int = 0
+    written_entries: int = 0  # K and V vectors: 2 · layers · kv_heads per token
+    written_bytes: int = 0
+    preemptions: int = 0
+    prefix_queried_tokens: int = 0  # once per request, at first admission
+    evicted_blocks: int = 0  # cached content given up to make room
+    flushed_blocks: int = 0  # cached content forgotten on demand
+    spill: SpillCounts = NO_SPILL  # moves: in this step
+    blocks: BlockCounts = NO_BLOCKS
+    sealed_blocks: int = 0
+    verified_blocks: int = 0
+    mutated_entries: int = 0  # of the layers and parts of blocks that changed
+    verified_weights: int = 0  # bytes
+    changed_weights: int = 0  # pieces of weights whose checksum no longer matched
+    shifts: tuple[ContextShift, ...] = ()
+    forks: tuple[OpReport, ...] = ()
+    prefill_work: PositionalWork = NO_WORK  # before a request's first token
+    decode_work: PositionalWork = NO_WORK
+    phase: Phase | None = None  # None: nothing was computed
+    # The longest context of a step in which every request decodes one token.
+    decode_context: int | None = None
+    timed: tuple[PassTimes, ...] = ()  # of those of its passes that were timed; mostly none
+    extrapolated_tokens: int = 0  # generated at positions past the trained context
+    inter_token_seconds: tuple[float, ...] = ()
+    outlook: Outlook = Outlook()
+    ended: tuple[RequestSummary, ...] = ()
