@@ -116,7 +116,7 @@ def facts(name: str, place: Place) -> EncodingFacts:
         unbuilt = str(error)
     else:
         bias = encoding.for_layer(0).score_bias()
-        backends = tuple(_support(place))
+        backends = tuple(_support(place, encoding))
         work = {length: encoding.work(SHAPE, length, BLOCK_SIZE) for length in LENGTHS}
         operations = abilities(kind, SHAPE, place.dtype)
     return EncodingFacts(
@@ -200,8 +200,13 @@ def example(
 
 def hooks(kind: type[PositionalEncoding]) -> tuple[str, ...]:
     """The hooks that a class overrides, in the order in which a forward pass calls them."""
+
+    def overrides(name: str) -> bool:
+        return getattr(kind, name) is not getattr(PositionalEncoding, name)
+
+    # `vectors` are what `embed` adds.
     return tuple(
-        name for name in HOOKS if getattr(kind, name) is not getattr(PositionalEncoding, name)
+        name for name in HOOKS if overrides(name) or (name == "embed" and overrides("vectors"))
     )
 
 
@@ -209,7 +214,7 @@ def summary(kind: type[PositionalEncoding]) -> str:
     """First line of a docstring: for this project's encodings the file's, else the class's."""
     module = inspect.getmodule(kind)
     of_file = module.__doc__ if module is not None else None
-    own = kind.__module__.startswith("model.encodings.")
+    own = kind.__module__.startswith("ropewalk.model.encodings.")
     texts = (of_file, kind.__doc__) if own else (kind.__doc__, of_file)
     return next((text.strip().partition("\n")[0] for text in texts if text), "no description")
 
@@ -219,8 +224,8 @@ def bias_name(kind: type[ScoreBias]) -> str:
     return kind.__name__.removesuffix("Bias").lower()
 
 
-def _support(place: Place) -> Iterable[Support]:
-    spec = spec_for(SHAPE, place.dtype, place.device)
+def _support(place: Place, encoding: PositionalEncoding) -> Iterable[Support]:
+    spec = spec_for(SHAPE, place.dtype, place.device, encoding)
     for backend in place.backends:
         reason = backend.why_not(spec)
         yield Support(backend.name, reason is None, reason)

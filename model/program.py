@@ -14,16 +14,17 @@ Decision after a spike on Llama, GPT-NeoX and T5: recipes replace the tree of mo
 Knows no arithmetic, requests or files.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ropewalk.model.config import Activation, ModelConfig
 from ropewalk.model.encodings.base import PositionalEncoding
-from ropewalk.model.weights.quantize import Weight
+from ropewalk.model.weights.quantize import Weight, round_matrices
 
 
 class Part(IntEnum):
@@ -173,13 +174,14 @@ _OF_ALL_ROWS = (Embed, Place, Rotate, Store, Attend)  # which look at the batch
 
 
 def part_of(op: Op) -> Part:
-    return op.part if isinstance(op, Linear) else PARTS[type(op)]
+    own: Part | None = getattr(op, "part", None)  # a head's, or that of a fused op
+    return PARTS[type(op)] if own is None else own
 
 
-def live_after(ops: Sequence[Op]) -> list[frozenset[str]]:
-    """For each op, the values that later ones read."""
+def live_after(ops: Sequence[Op], results: Iterable[str] = ()) -> list[frozenset[str]]:
+    """For each op, the values that later ones read, or that are results."""
     found: list[frozenset[str]] = []
-    live: frozenset[str] = frozenset()
+    live = frozenset(results)
     for op in reversed(ops):
         found.append(live)
         live = live - set(op.writes.split()) | set(op.reads.split())
@@ -257,3 +259,10 @@ def shapes_of(ops: Sequence[Op]) -> dict[str, tuple[int, ...]]:
                 if op.bias:
                     found[f"{op.name}.bias"] = (op.width,)
     return found
+
+
+def quantized(program: Program, bits: Literal[8, 4] = 8) -> Program:
+    """With rounded matrices, except those of encodings; a tied embedding stays as it is."""
+    linears = (op for op in (*program.prompt_ops, *program.ops) if isinstance(op, Linear))
+    names = {f"{op.name}.weight" for op in linears}
+    return replace(program, weights=round_matrices(program.weights, names, bits))

@@ -76,9 +76,7 @@ class Layer:
         """Store the encoded prompt's keys and values for `cross`."""
         config = self.config
         outputs = (config.kv_heads * config.head_dim,) * 2
-        yield Linear(
-            encoded, "k v", f"{self.at}cross.kv", config.width, outputs, config.qkv_bias
-        )
+        yield Linear(encoded, "k v", f"{self.at}cross.kv", config.width, outputs, config.qkv_bias)
         yield Store("k v", "", config.head_dim, self.index)
 
     def mlp(self, x: str = "n") -> Iterator[Op]:
@@ -202,9 +200,7 @@ def answers(config: EncoderDecoderConfig, encoding: PositionalEncoding) -> Itera
     yield from embedded(config, config.width)
     yield Place("x", "x", encoding)
     for layer in range(config.layers):
-        yield from with_cross(
-            Layer(config, f"layers.{layer}.", layer, encoding.for_layer(layer))
-        )
+        yield from with_cross(Layer(config, f"layers.{layer}.", layer, encoding.for_layer(layer)))
     yield norm(config, "norm", to="x")
     if config.output_scale != 1.0:
         yield Scale("x", "x", config.output_scale)
@@ -224,9 +220,7 @@ def prompts(
     encoder = config.encoder
     for layer in range(encoder.layers):
         own = encoding.for_layer(layer)
-        yield from pre_norm(
-            Layer(encoder, f"encoder.layers.{layer}.", 0, own, causal=False)
-        )
+        yield from pre_norm(Layer(encoder, f"encoder.layers.{layer}.", 0, own, causal=False))
     yield norm(encoder, "encoder.norm", to="x")
     for layer in range(config.layers):
         own = of_answers.for_layer(layer)
@@ -243,9 +237,7 @@ def blocks(config: ModelConfig, encoding: PositionalEncoding) -> Iterator[Op]:
     block = BLOCKS[config.block]
     for layer in range(config.layers):
         own = encoding.for_layer(layer)
-        yield from block(
-            Layer(config, f"layers.{layer}.", layer, own, config.windows[layer])
-        )
+        yield from block(Layer(config, f"layers.{layer}.", layer, own, config.windows[layer]))
 
 
 def head(config: ModelConfig, width: int) -> Op:
@@ -276,9 +268,7 @@ def allocate(
     shapes = shapes_of((*prompt_ops, *ops))
     if config.tied_embeddings:
         del shapes["head.weight"]
-    made = {
-        name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()
-    }
+    made = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
     return made | ({"head.weight": made["embed.weight"]} if config.tied_embeddings else {})
 
 

@@ -283,16 +283,6 @@ def freeze_all(module: nn.Module) -> None:
             each.freeze()
 
 
-def outside_encodings(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that belong to no encoding, and so may be replaced.
-
-    An encoding may use its submodules in ways that a substitute does not support.
-    """
-    encodings = [each for each in model.modules() if isinstance(each, PositionalEncoding)]
-    inside = {part for each in encodings for part in each.modules()}
-    return [each for each in model.modules() if each not in inside]
-
-
 def find(name: str) -> type[PositionalEncoding]:
     """The class that a name refers to, as in `create`. Raises EncodingError."""
     module_name, _, class_name = name.partition(":")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import (

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ropewalk.cache.kv import KVCache, PagedKV
 from ropewalk.model.attention.base import Attend as AttendPaged
-from ropewalk.model.attention.base import AttentionBackend, AttentionSpec
+from ropewalk.model.attention.base import AttentionBackend, AttentionSpec, of_encoding
 from ropewalk.model.attention.bias import StepBias, step_bias
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import Activation
@@ -34,8 +34,8 @@ from ropewalk.model.program import (
     live_after,
     part_of,
 )
-from ropewalk.model.weights.quantize import Int4, Int8, Weight
 from ropewalk.model.watch import Watch
+from ropewalk.model.weights.quantize import Int4, Int8, Weight
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -73,26 +73,26 @@ class TorchExecutor:
     """Attention is a backend's. Called with a batch in host memory or on the program's device."""
 
     name = "torch"
-    recordable = False  # whether a CUDA graph can hold its passes
+    recordable = False
+    rounds_inputs = False
 
     def __init__(self, program: Program, backend: AttentionBackend) -> None:
         self.program = program
-        self._attends: dict[AttentionSpec, AttendPaged] = {}
-        self._backend = backend
-        for op in (*program.prompt_ops, *program.ops):
-            if isinstance(op, Attend):
-                spec = spec_of(op, program)
-                self._attends.setdefault(spec, backend(spec))
-        self._prompt_steps = self._steps(program.prompt_ops, ())
-        self._answer_steps = self._steps(program.ops, ("logits",))
+        self.backend = backend
+        kept = next(i for i, op in enumerate(program.ops) if isinstance(op, Keep))
+        before, after = program.ops[:kept], program.ops[kept:]
+        self._prompts = self._compiled(program.prompt_ops, ())
+        self._answers = (
+            self._compiled(before, after[0].reads.split()),
+            self._compiled(after, ["logits"]),
+        )
 
     @property
     def rotates_apart(self) -> bool:
-        """Whether the time to rotate queries and keys is told from others'."""
         return True
 
     def fixed_tensors(self) -> dict[str, Tensor]:
-        """Weights as they are read, besides those of encodings: see model/fixed.py."""
+        """Weights as they are read, besides those of encodings."""
         found: dict[str, Tensor] = {}
         for name, weight in self.program.weights.items():
             if isinstance(weight, Tensor):
@@ -109,48 +109,49 @@ class TorchExecutor:
     def compute(self, batch: ForwardBatch, kv: KVCache, watch: Watch | None = None) -> Tensor:
         """The same with gradients, over a batch on the device."""
         if batch.cross is not None and batch.cross.new is not None:
-            self._run(self._prompt_steps, batch.cross.new, kv, watch)
-        return self._run(self._answer_steps, batch, kv, watch)["logits"]
+            new = batch.cross.new
+            _run(self._prompts(len(new.tokens)), Pass(new, kv), {}, watch)
+        now, values = Pass(batch, kv), dict[str, Tensor]()
+        all_rows, kept_rows = self._answers
+        _run(all_rows(len(batch.tokens)), now, values, watch)
+        _run(kept_rows(len(batch.output_rows)), now, values, watch)
+        return values["logits"]
 
-    def _run(
-        self, steps: "Sequence[_Step]", batch: ForwardBatch, kv: KVCache, watch: Watch | None
-    ) -> dict[str, Tensor]:
-        values: dict[str, Tensor] = {}
-        now = Pass(batch, kv)
-        for step in steps:
-            results = step.compute(step.op, now, *[values[name] for name in step.reads])
-            values.update(zip(step.writes, results, strict=True))
-            for name in step.dies:
-                del values[name]
-            if watch is not None:
-                watch.spent(step.part)
-        return values
+    def _compiled(
+        self, ops: Sequence[Op], results: Sequence[str]
+    ) -> "Callable[[int], Sequence[Step]]":
+        """The steps for so many rows."""
+        steps = self._steps(ops, results)
+        return lambda rows: steps
 
-    def _steps(self, ops: Sequence[Op], results: Sequence[str]) -> "list[_Step]":
+    def _steps(self, ops: Sequence[Op], results: Sequence[str]) -> "list[Step]":
         made = []
-        for op, live in zip(ops, live_after(ops), strict=True):
+        for op, live in zip(ops, live_after(ops, results), strict=True):
             reads, writes = op.reads.split(), op.writes.split()
-            dies = {*reads, *writes} - live - {*results}
-            made.append(_Step(op, self._how(op), reads, writes, tuple(dies), part_of(op)))
+            dies = {*reads, *writes} - live
+            made.append(Step(op, self._how(op), reads, writes, tuple(dies), part_of(op)))
         return made
 
     def _how(self, op: Op) -> Callable[..., Sequence[Tensor]]:
         """What computes an op: (op, pass, values read) → values written."""
-        return {
+        if isinstance(op, Attend):
+            attend = self.backend(spec_of(op, self.program))
+            return lambda op, now, q: (attended(op, attend, now, q),)
+        known: dict[type[Op], Callable[..., Sequence[Tensor]]] = {
             Embed: self._embed,
-            Place: _place,
             Norm: self._norm,
             Linear: self._linear,
+            Place: _place,
             Clip: _clip,
             Rotate: _rotate,
             Store: _store,
-            Attend: self._attend,
             Gate: _gate,
             Activate: _activate,
             Scale: _scale,
             Add: _add,
             Keep: _keep,
-        }[type(op)]
+        }
+        return known[type(op)]
 
     def _embed(self, op: Embed, now: Pass) -> Sequence[Tensor]:
         return (F.embedding(now.batch.tokens, self.program.full(f"{op.name}.weight")),)
@@ -160,22 +161,11 @@ class TorchExecutor:
 
     def _linear(self, op: Linear, now: Pass, x: Tensor) -> Sequence[Tensor]:
         y = linear(x, self.program.weights[f"{op.name}.weight"], self.program.bias(op))
-        return (y,) if len(op.outputs) == 1 else y.split(op.outputs, dim=-1)
-
-    def _attend(self, op: Attend, now: Pass, q: Tensor) -> Sequence[Tensor]:
-        batch = now.batch
-        if op.crosses:
-            assert batch.cross is not None, "an encoder-decoder needs encoded prompts"
-            batch = batch.cross.seen
-        attend = self._attends[spec_of(op, self.program)]
-        rotation = None if op.encoding is None else op.encoding.rotation()
-        heads = q.unflatten(-1, (op.heads, op.head_dim))
-        y = attend(heads, now.layer(op.layer), batch, now.bias(op.encoding), rotation)
-        return (y.flatten(1),)
+        return (y,) if len(op.outputs) == 1 else torch.split(y, list(op.outputs), dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class Step:
     op: Op
     compute: Callable[..., Sequence[Tensor]]
     reads: Sequence[str]
@@ -184,7 +174,23 @@ class _Step:
     part: Part
 
 
+def _run(steps: Sequence[Step], now: Pass, values: dict[str, Tensor], watch: Watch | None) -> None:
+    for step in steps:
+        results = step.compute(step.op, now, *[values[name] for name in step.reads])
+        values.update(zip(step.writes, results, strict=True))
+        for name in step.dies:
+            del values[name]
+        if watch is not None:
+            watch.spent(step.part)
+
+
+def in_heads(x: Tensor, width: int) -> Tensor:
+    """[T, count · width] → a view [T, count, width]."""
+    return x.view(len(x), x.shape[1] // width, width)
+
+
 def spec_of(op: Attend, program: Program) -> AttentionSpec:
+    bias, frame = of_encoding(op.encoding)
     return AttentionSpec(
         heads=op.heads,
         kv_heads=op.kv_heads,
@@ -194,12 +200,14 @@ def spec_of(op: Attend, program: Program) -> AttentionSpec:
         device=program.device,
         window=op.window,
         causal=op.causal,
+        bias=bias,
+        frame=frame,
     )
 
 
 def norm(op: Norm, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     """Over each `op.width` columns of x [T, width]; in float32 or wider."""
-    groups = x.unflatten(-1, (-1, op.width))
+    groups = in_heads(x, op.width)
     if op.centred:
         return F.layer_norm(groups, (op.width,), weight, bias, op.eps).flatten(1)
     return F.rms_norm(groups, (op.width,), weight, op.eps).flatten(1)
@@ -213,17 +221,24 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """
     match weight:
         case Int8():
-            # The scale as a power of two times a rest from 1 to 2. The power goes into the product,
-            # where it is exact and keeps sums as small as y: float16 could not hold sums of the
-            # integers themselves.
-            rest = 2 * weight.scale.frexp().mantissa
-            power = weight.scale / rest
-            y = F.linear(x, weight.rounded * power.to(x.dtype)[:, None]).float() * rest
+            y = F.linear(x, weight.rounded * weight.power.to(x.dtype)[:, None]).float()
+            y = y * weight.rest
             return (y if bias is None else y + bias).to(x.dtype)
         case Int4():
             return F.linear(x, weight.widened().to(x.dtype), bias)
         case _:
             return F.linear(x, weight, bias)
+
+
+def attended(op: Attend, attend: AttendPaged, now: Pass, q: Tensor) -> Tensor:
+    """[T, heads · head_dim] → the same."""
+    batch = now.batch
+    if op.crosses:
+        assert batch.cross is not None, "an encoder-decoder needs encoded prompts"
+        batch = batch.cross.seen
+    rotation = None if op.encoding is None else op.encoding.rotation()
+    heads = in_heads(q, op.head_dim)
+    return attend(heads, now.layer(op.layer), batch, now.bias(op.encoding), rotation).flatten(1)
 
 
 def embedded(encoding: PositionalEncoding, x: Tensor, positions: Tensor) -> Tensor:
@@ -262,12 +277,12 @@ def _clip(op: Clip, now: Pass, *values: Tensor) -> Sequence[Tensor]:
 
 
 def _rotate(op: Rotate, now: Pass, q: Tensor, k: Tensor) -> Sequence[Tensor]:
-    heads = (each.unflatten(-1, (-1, op.head_dim)) for each in (q, k))
-    return tuple(each.flatten(1) for each in rotated(op.encoding, *heads, now.batch))
+    q, k = (in_heads(each, op.head_dim) for each in (q, k))
+    return tuple(each.flatten(1) for each in rotated(op.encoding, q, k, now.batch))
 
 
 def _store(op: Store, now: Pass, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    k, v = (each.unflatten(-1, (-1, op.head_dim)) for each in (k, v))
+    k, v = (in_heads(each, op.head_dim) for each in (k, v))
     now.layer(op.layer).write(k, v, now.batch.slots)
     return ()
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,16 @@ class Int8:
 
     rounded: Tensor  # int8 [outputs, inputs]
     scale: Tensor  # float32 [outputs]
+    # The scale as a power of two times a rest from 1 to 2. The power goes into the product, where
+    # it is exact and keeps sums as small as the result: float16 could not hold sums of integers.
+    rest: Tensor
+    power: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Self:
+        rounded, scale = rounded_rows(weight)
+        rest = 2 * scale.frexp().mantissa
+        return cls(rounded, scale, rest, scale / rest)
 
     @property
     def shape(self) -> torch.Size:
@@ -25,7 +35,8 @@ class Int8:
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        return {"rounded": self.rounded, "scale": self.scale}
+        names = ("rounded", "scale", "rest", "power")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +67,7 @@ class Int4:
 Weight = Tensor | Int8 | Int4
 
 
-def quantized(
+def round_matrices(
     weights: Mapping[str, Weight], matrices: Collection[str], bits: Literal[8, 4] = 8
 ) -> dict[str, Weight]:
     """The weights, of which these matrices are rounded.
@@ -68,7 +79,7 @@ def quantized(
         weight = found[name]
         assert isinstance(weight, Tensor)
         in_4 = _lossless_groups(weight) if bits == 4 else None
-        found[name] = in_4 or Int8(*rounded_rows(weight))
+        found[name] = in_4 or Int8.of(weight)
     return found
 
 

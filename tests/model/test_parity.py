@@ -7,13 +7,11 @@ import pytest
 import torch
 import transformers
 
-from ropewalk.model.kernels.cpu.attention import CpuBackend
-from ropewalk.model.kernels.cpu.layers import KernelLayers
-from ropewalk.model.kernels.substitutes import substitute
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.model import checkpoints
 from tests.model.checkpoints import llama, loaded, mistral, qwen2, qwen3
 from tests.model.running import Running, make_batch, new_cache
+from tests.model.tiny import on_kernels, parameters_of
 from tests.smollm2 import smollm2_path
 
 BLOCK = 16
@@ -160,7 +158,7 @@ def test_quantised_gguf(config, kind, tmp_path):
 def test_bfloat16_holds_the_rounded_weights(tmp_path):
     model = checkpoints.random_model(llama())
     decoder = loaded(open_checkpoint(checkpoints.save(model, tmp_path)), torch.bfloat16)
-    ours, theirs = decoder.embed.weight, model.model.embed_tokens.weight
+    ours, theirs = parameters_of(decoder)["embed.weight"], model.model.embed_tokens.weight
     assert ours.dtype is torch.bfloat16
     assert torch.equal(ours, theirs.to(torch.bfloat16))
 
@@ -232,10 +230,7 @@ def decoder(request, smollm2):
     if request.param == "torch":
         return loaded(checkpoint, context=1024)
     kernels = request.getfixturevalue("kernels")
-    decoder = loaded(checkpoint, context=1024, backend=CpuBackend(kernels))
-    substitute(decoder, kernels, torch.float32)
-    assert isinstance(decoder.layers, KernelLayers)
-    return decoder
+    return on_kernels(loaded(checkpoint, context=1024), kernels)
 
 
 @pytest.mark.smollm2

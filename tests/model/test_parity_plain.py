@@ -5,16 +5,15 @@ import json
 
 import gguf
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.kernels.cpu.attention import CpuBackend
-from ropewalk.model.kernels.substitutes import substitute
 from ropewalk.model.loading.checkpoints import CheckpointError, open_checkpoint
 from tests.model import checkpoints, plain
 from tests.model.plain import bloom, falcon, gpt2, gpt_neox, gptj, mpt, opt, xglm
 from tests.model.test_parity import check_greedy, difference, prompts
+from tests.model.tiny import on_kernels
 
 MODELS = {
     "bloom": bloom(),
@@ -70,13 +69,11 @@ def test_every_backend(name, backend, tmp_path, kernels):
     )
 
 
-@pytest.mark.parametrize("name", sorted({*MODELS} - {"opt-350m"}))
+@pytest.mark.parametrize("name", sorted(MODELS))
 def test_in_one_call(name, tmp_path, kernels):
     model = plain.random_model(copy.deepcopy(MODELS[name]))
-    backend = CpuBackend(kernels)
-    decoder = checkpoints.loaded(saved(model, tmp_path), context=CONTEXT, backend=backend)
-    substitute(decoder, kernels, torch.float32)
-    assert decoder.one_call is not None
+    decoder = on_kernels(checkpoints.loaded(saved(model, tmp_path), context=CONTEXT), kernels)
+    assert len(decoder.executor._answers.stages) == 1
     check(decoder, model, (1, 150, 17, 2, 64))
 
 

@@ -17,13 +17,14 @@ import torch
 from ropewalk.cache.kv import KVCache
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import EncodingSpec
-from ropewalk.model.encodings.base import create
-from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.decoder import Decoder
+from ropewalk.model.encodings.base import create, freeze_all
 from ropewalk.model.kernels.cpu.bindings import Kernels, load
-from ropewalk.model.kernels.substitutes import substitute
-from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.kernels.cpu.executor import CpuExecutor
+from ropewalk.model.program import encoding_parameters
+from ropewalk.model.recipes import allocate, program
 from tests.model.running import CPU, Running, make_batch, new_cache
-from tests.model.tiny import CONFIG, T5, freeze
+from tests.model.tiny import CONFIG, T5
 
 LENGTHS = (512, 2048, 8192)  # keys that the last row sees
 ROWS = {"decode": 1, "prefill": 256}  # new tokens in the step, the last of the context
@@ -52,14 +53,15 @@ def decoder(spec: EncodingSpec, kernels: Kernels) -> Decoder:
     """With the same weights for all encodings, and the kernels that a server would use."""
     shape = replace(SHAPE, encoding=spec)
     encoding = create(spec, shape, max(LENGTHS), CPU)
-    made = Decoder(shape, encoding, CpuBackend(kernels), dtype=torch.float32, device=CPU)
+    weights = allocate(shape, encoding, dtype=torch.float32, device=CPU)
     generator = torch.Generator().manual_seed(0)
-    for name, parameter in sorted(made.named_parameters()):
+    parameters = dict(encoding_parameters(encoding)) | weights
+    for name, parameter in sorted(parameters.items()):
         size = 1.0 if name.startswith("encoding.") else 0.02
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
-    freeze(made)
-    substitute(made, kernels, torch.float32)
-    return made
+    freeze_all(encoding)
+    made = program(shape, weights, encoding)
+    return Decoder(made, CpuExecutor(made, kernels))
 
 
 def step(length: int, rows: int) -> ForwardBatch:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ropewalk.cache.huge_pages import HugePages
 from ropewalk.model.kernels.cpu.library import NoKernels, library
-from ropewalk.model.weights.quantize import Int4
 from ropewalk.model.sampling import SamplingParams
+from ropewalk.model.weights.quantize import Int4
 
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 PACKED_SUFFIXES = SUFFIXES | {torch.int8: "i8"}
@@ -85,6 +85,11 @@ class StepArguments(ctypes.Structure):
         *((name, c_int64) for name in ("layer_bytes", "layer_scales")),
         ("seconds", c_void_p),
     )
+
+
+def has_bf16_arithmetic() -> bool:
+    """Whether this CPU multiplies bfloat16 directly, without widening it."""
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 def in_strips(rows: Tensor) -> Tensor:

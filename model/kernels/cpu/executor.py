@@ -6,11 +6,10 @@ do, even that is told once. Ops that only Python can compute, an encoding's own 
 between two calls, in the same memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import Array
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import IntEnum
-from itertools import pairwise
 from operator import is_
 from weakref import ReferenceType, ref
 
@@ -19,11 +18,20 @@ from torch import Tensor
 
 from ropewalk.cache.kv import Int8LayerKV, KVCache
 from ropewalk.cache.types import KeyFrame
+from ropewalk.model.attention.base import Attend as AttendPaged
+from ropewalk.model.attention.base import AttentionBackend
 from ropewalk.model.attention.bias import step_bias
-from ropewalk.model.kernels.cpu.attention import CpuAttention
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import Activation
-from ropewalk.model.encodings.base import MaterialisedBias, PairBias, PositionalEncoding, inherits, rotates
+from ropewalk.model.encodings.base import (
+    MaterialisedBias,
+    PairBias,
+    PositionalEncoding,
+    inherits,
+    rotates,
+)
+from ropewalk.model.encodings.rope import tables_of
+from ropewalk.model.kernels.cpu.attention import CpuAttention
 from ropewalk.model.kernels.cpu.bindings import (
     SUFFIXES,
     AttendArguments,
@@ -35,8 +43,7 @@ from ropewalk.model.kernels.cpu.bindings import (
     StepArguments,
     in_strips,
 )
-from ropewalk.model.kernels.rotation import tables_of
-from ropewalk.model.layers.executor import embedded, rotated, spec_of
+from ropewalk.model.layers.executor import Pass, attended, embedded, in_heads, rotated, spec_of
 from ropewalk.model.program import (
     Activate,
     Add,
@@ -57,8 +64,8 @@ from ropewalk.model.program import (
     live_after,
     part_of,
 )
-from ropewalk.model.weights.quantize import Int4, Int8, Weight
 from ropewalk.model.watch import Watch
+from ropewalk.model.weights.quantize import Int4, Int8, Weight
 
 
 class Kind(IntEnum):
@@ -122,18 +129,20 @@ class CpuExecutor:
 
     name = "cpu"
     recordable = False
-    rotates_apart = True
+    rotates_apart = True  # while each op's time is
 
-    def __init__(self, program: Program, kernels: Kernels) -> None:
-        reason = why_not(program, kernels)
-        if reason is not None:
-            raise ValueError(reason)
-        (last,) = program.ops[-1].outputs if isinstance(program.ops[-1], Linear) else (0,)
-        self._vocab, self._dtype = last, program.dtype
-        self._answers = lower(program, program.ops, kernels)
-        self._prompts = lower(program, program.prompt_ops, kernels) if program.prompt_ops else None
+    def __init__(
+        self, program: Program, kernels: Kernels, backend: AttentionBackend | None = None
+    ) -> None:
+        """backend: computes attention instead of these kernels."""
+        self._dtype = program.dtype
+        self._answers = lower(program, program.ops, kernels, backend)
+        self._prompts: Lowered | None = None
+        if program.prompt_ops:
+            self._prompts = lower(program, program.prompt_ops, kernels, backend)
         self._told: _Told | None = None
         self._kernels = kernels
+        self.rounds_inputs = any(isinstance(w, Int8 | Int4) for w in program.weights.values())
 
     def fixed_tensors(self) -> dict[str, Tensor]:
         """As in TorchExecutor, in the packed form."""
@@ -146,7 +155,8 @@ class CpuExecutor:
             batch = batch.to(kv.device)
         if self._prompts is not None and batch.cross is not None and batch.cross.new is not None:
             prompts = batch.cross.new
-            self._run(self._prompts, _tell(self._prompts, prompts, kv, self._dtype), prompts, watch)
+            once = _tell(self._prompts, prompts, kv, self._dtype)
+            self._run(self._prompts, once, prompts, kv, watch)
         tensors = _tensors(batch)
         told = self._told
         if told is None or kv is not told.kv() or not all(map(is_, tensors, told.batch)):
@@ -154,23 +164,29 @@ class CpuExecutor:
             told = _tell(self._answers, batch, kv, self._dtype)
             if batch.cross is None and not self._answers.dense:
                 self._told = told
-        logits = torch.empty(told.step.kept_rows, self._vocab, dtype=self._dtype)
+        logits = torch.empty(told.step.kept_rows, self._answers.columns, dtype=self._dtype)
         told.step.result = logits.data_ptr()
-        self._run(self._answers, told, batch, watch)
+        self._run(self._answers, told, batch, kv, watch)
         return logits
 
     def _run(
-        self, lowered: "Lowered", told: "_Told", batch: ForwardBatch, watch: Watch | None
+        self,
+        lowered: "Lowered",
+        told: "_Told",
+        batch: ForwardBatch,
+        kv: KVCache,
+        watch: Watch | None,
     ) -> None:
+        now = Pass(batch, kv)
         told.step.seconds = None if watch is None else watch.seconds.data_ptr()
         for stage in lowered.stages:
-            if stage.dense is not None:
-                told.add_bias(lowered, stage.dense, batch)
             if stage.op is not None:
-                told.compute(stage, batch)
+                told.compute(stage, now)
                 if watch is not None:
                     watch.spent(part_of(stage.op))
                 continue
+            if stage.dense is not None:
+                told.add_bias(lowered, stage.dense, now)
             self._kernels.run(self._dtype, lowered.ops, stage.which, told.step)
             if watch is not None:
                 watch.skip()
@@ -220,6 +236,7 @@ class Stage:
     dense: PositionalEncoding | None = None
     op: Op | None = None
     parts: Sequence[_Part] = ()
+    attend: AttendPaged | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +249,9 @@ class Lowered:
     each_row: int  # elements of scratch per row
     run: int
     held: Mapping[str, Tensor]  # what the ops point to
+    borrowed: Sequence[Tensor]  # and what of that is the encodings'
     keeps: bool  # whether only some rows are wanted in the end
+    columns: int  # of the result
 
     @property
     def dense(self) -> bool:
@@ -251,29 +270,35 @@ class _Told:
     held: list[Tensor]
     biased: Sequence[Tensor] = ()
 
-    def add_bias(self, lowered: Lowered, encoding: PositionalEncoding, batch: ForwardBatch) -> None:
+    @torch.inference_mode()
+    def add_bias(self, lowered: Lowered, encoding: PositionalEncoding, now: Pass) -> None:
         """Build an encoding's dense bias. Only one is held at a time."""
-        kv = self.kv()
-        assert kv is not None
         self.biased = ()
-        bias = step_bias(encoding, batch, kv.block_size)
+        bias = now.bias(encoding)
         for index, (attend, op) in enumerate(lowered.attends):
             if op.encoding is encoding:
                 self.attends[index], self.biased = attend.arguments(
-                    kv.layer(0), batch, bias, encoding.rotation()
+                    now.layer(0), now.batch, bias, encoding.rotation()
                 )
 
-    def compute(self, stage: Stage, batch: ForwardBatch) -> None:
-        """An op that only its encoding's code can compute."""
+    @torch.inference_mode()
+    def compute(self, stage: Stage, now: Pass) -> None:
+        """An op that only Python can compute."""
         values = [self._view(part) for part in stage.parts]
+        results: Sequence[Tensor] = ()
         match stage.op:
+            case Attend() as op:
+                assert stage.attend is not None
+                q, *values = values
+                results = [attended(op, stage.attend, now, q)]
             case Place(encoding=encoding):
-                results: Sequence[Tensor] = (embedded(encoding, values[0], batch.positions),)
+                results = [embedded(encoding, values[0], now.batch.positions)]
             case Rotate(encoding=encoding, head_dim=head_dim):
-                q, k = (each.unflatten(-1, (-1, head_dim)) for each in values)
-                results = [each.flatten(1) for each in rotated(encoding, q, k, batch)]
+                q, k = (in_heads(each, head_dim) for each in values)
+                results = [each.flatten(1) for each in rotated(encoding, q, k, now.batch)]
         for value, result in zip(values, results, strict=True):
-            value.copy_(result)
+            if result.data_ptr() != value.data_ptr():  # else it was left as it is
+                value.copy_(result)
 
     def _view(self, part: _Part) -> Tensor:
         """[rows, columns] in the scratch."""
@@ -296,14 +321,14 @@ def _tell(lowered: Lowered, batch: ForwardBatch, kv: KVCache, dtype: torch.dtype
     attends = (AttendArguments * len(lowered.attends))()
     held: list[Tensor] = []
     for index, (attend, op) in enumerate(lowered.attends):
-        if is_dense(op):
-            continue  # its stage builds it
         over, bias, rotation = batch, None, None
         if op.crosses:
             assert batch.cross is not None, "an encoder-decoder needs encoded prompts"
             over = batch.cross.seen
         if op.encoding is not None:
-            bias, rotation = step_bias(op.encoding, batch, kv.block_size), op.encoding.rotation()
+            rotation = op.encoding.rotation()
+            if not is_dense(op):  # else its stage builds it
+                bias = step_bias(op.encoding, batch, kv.block_size)
         attends[index], tensors = attend.arguments(first, over, bias, rotation)
         held += tensors
     scratch = torch.empty(rows * (lowered.each_row + lowered.run), dtype=dtype)
@@ -327,10 +352,17 @@ def _tell(lowered: Lowered, batch: ForwardBatch, kv: KVCache, dtype: torch.dtype
     return _Told(_tensors(batch), ref(kv), step, attends, scratch, held)
 
 
-def lower(program: Program, ops: Sequence[Op], kernels: Kernels) -> Lowered:
-    """Fuse what can be fused, give every value a place, and pack the weights."""
-    lowering = _Lowering(program, fused(ops), kernels)
-    return lowering.done()
+def lower(
+    program: Program,
+    ops: Sequence[Op],
+    kernels: Kernels,
+    backend: AttentionBackend | None = None,
+) -> Lowered:
+    """Fuse what can be fused, give every value a place, and pack the weights.
+
+    backend: as in CpuExecutor.
+    """
+    return Lowering(program, fused(ops), kernels, backend).done()
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,14 +403,21 @@ class _Emitted:
     more: dict[str, object]
 
 
-class _Lowering:
+class Lowering:
     """Walks the ops once, and remembers where each name's value is meanwhile."""
 
-    def __init__(self, program: Program, ops: Sequence[Op], kernels: Kernels) -> None:
-        self.program, self.kernels = program, kernels
+    def __init__(
+        self,
+        program: Program,
+        ops: Sequence[Op],
+        kernels: Kernels,
+        backend: AttentionBackend | None,
+    ) -> None:
+        self.program, self.kernels, self.backend = program, kernels, backend
         self.emitted: list[_Emitted] = []
         self.values: list[_Value] = []
         self.held: dict[str, Tensor] = {}
+        self.borrowed: list[Tensor] = []
         self.kinds: list[tuple[CpuAttention, Attend]] = []
         self.stages: list[Stage] = []
         self.named: dict[str, _Part] = {}
@@ -388,10 +427,14 @@ class _Lowering:
         self.kept = False
         self.dense: PositionalEncoding | None = None
         for self.index, op in enumerate(ops):
-            alone = isinstance(op, Attend | Keep) or in_python(op)
+            alone = self.looks_around(op)
             self.segment += alone
             self._lower(op)
             self.segment += alone and not isinstance(op, Keep)
+
+    def looks_around(self, op: Op) -> bool:
+        """Whether it looks at other rows than its own, or is none of the kernels'."""
+        return isinstance(op, Attend | Keep) or in_python(op)
 
     def done(self) -> Lowered:
         self._end_stage()
@@ -400,8 +443,17 @@ class _Lowering:
             for where in (EACH_ROW, RUN)
         }
         ops = (OpArguments * len(self.emitted))(*map(_arguments, self.emitted))
+        result = self.named.get("logits")
         return Lowered(
-            ops, self.stages, self.kinds, sizes[EACH_ROW], sizes[RUN], self.held, self.kept
+            ops,
+            self.stages,
+            self.kinds,
+            each_row=sizes[EACH_ROW],
+            run=sizes[RUN],
+            held=self.held,
+            borrowed=self.borrowed,
+            keeps=self.kept,
+            columns=0 if result is None else result.count,
         )
 
     # ------------------------------------------------------------------------------- values
@@ -437,10 +489,9 @@ class _Lowering:
         for name, to in zip(op.reads.split(), op.writes.split(), strict=True):
             part = self.read(name)
             if to != name:
-                copy = self._new(part.count)
+                copy = self.write(to, part.count)
                 self.emit(Kind.COPY, part_of(op), x=part, to=copy)
                 part = copy
-            self.named[to] = part
             parts.append(part)
         return parts
 
@@ -461,6 +512,13 @@ class _Lowering:
             self._end_stage()
             self.stages.append(Stage(range(0), op=op, parts=self.in_place(op)))
             return
+        if isinstance(op, Attend) and self.backend is not None:
+            self._end_stage()
+            parts = [self.read(op.reads), self._found(op)]
+            attend = self.backend(spec_of(op, self.program))
+            self._kind(op)  # for what stores keys
+            self.stages.append(Stage(range(0), op=op, parts=parts, attend=attend))
+            return
         part = part_of(op) if not isinstance(op, Fused) else part_of(op.linear)
         match op:
             case Embed():
@@ -471,7 +529,7 @@ class _Lowering:
                 (x,) = self.in_place(op)
                 vectors = op.encoding.vectors()
                 if vectors is not None:
-                    table = self.hold("position vectors", vectors.table)
+                    table = self.borrow("position vectors", vectors.table)
                     self.emit(Kind.PLACE, part, x=x, vectors=table, number=vectors.scale)
             case Norm():
                 self._norm(op)
@@ -506,9 +564,9 @@ class _Lowering:
                 self.emit(Kind.ADD, part, x=x, y=y, to=to)
             case Keep():
                 self.kept = True
-                for name, to in zip(op.reads.split(), op.writes.split(), strict=True):
+                for name in op.reads.split():
                     x = self.read(name)
-                    self.emit(Kind.KEEP, part, x=x, to=self.write(to, x.count))
+                    self.emit(Kind.KEEP, part, x=x, to=self.write(name, x.count))
             case _:
                 raise ValueError(f"the CPU's kernels do not know {type(op).__name__}")
 
@@ -546,14 +604,13 @@ class _Lowering:
         if rope is None or rope.key_frame is KeyFrame.RAW:
             return
         by_offset = rope.key_frame is KeyFrame.BLOCK
-        cos, sin = rope.cos.contiguous(), rope.sin.contiguous()
         self.emit(
             Kind.TURN,
             Part.POSITION,
             **({"x": k} if by_offset else {"x": q, "y": k}),
-            cosines=self.hold(f"rotation {id(rope)} cos", cos),
-            sines=self.hold(f"rotation {id(rope)} sin", sin),
-            pairs=cos.shape[1],
+            cosines=self.borrow("cosines", rope.cos),
+            sines=self.borrow("sines", rope.sin),
+            pairs=rope.cos.shape[1],
             interleaved=rope.layout == "interleaved",
             by_offset=by_offset,
             head_dim=op.head_dim,
@@ -565,9 +622,7 @@ class _Lowering:
         k, v = map(self.read, names)
         columns = {"x": k, "y": v}
         beside = [
-            name
-            for name in self.live[self.index] - {*names}
-            if self.named[name].value is k.value
+            name for name in self.live[self.index] - {*names} if self.named[name].value is k.value
         ]
         if len(beside) == 1:
             columns["z"] = self.read(beside[0])
@@ -575,9 +630,7 @@ class _Lowering:
         self.emit(Kind.STORE, Part.STORE, **columns, layer=op.layer, attends=0)
 
     def _attend(self, op: Attend) -> None:
-        q = self.read(op.reads, whole=True)
-        to = self.write(op.writes, op.heads * op.head_dim)
-        to.value.where = EACH_ROW
+        q, to = self.read(op.reads, whole=True), self._found(op)
         if is_dense(op) and op.encoding is not self._last_dense():
             self._end_stage()
             self.dense = op.encoding
@@ -591,6 +644,11 @@ class _Lowering:
             attends=self._kind(op),
             heedless=heedless,
         )
+
+    def _found(self, op: Attend) -> _Part:
+        to = self.write(op.writes, op.heads * op.head_dim)
+        to.value.where = EACH_ROW
+        return to
 
     def _last_dense(self) -> PositionalEncoding | None:
         """The encoding whose dense bias is there already."""
@@ -608,9 +666,17 @@ class _Lowering:
         return len(self.kinds) - 1
 
     def hold(self, name: str, tensor: Tensor) -> int:
-        """Keep a tensor alive; returns its address."""
+        """Keep a weight alive; returns its address."""
         tensor = self.held[name] = tensor.detach().contiguous()
         return tensor.data_ptr()
+
+    def borrow(self, name: str, tensor: Tensor) -> int:
+        """The same of a tensor that an encoding tells of itself, unless it has to be copied."""
+        made = tensor.contiguous()
+        if made.data_ptr() != tensor.data_ptr():
+            return self.hold(f"{name}.{len(self.held)}", made)
+        self.borrowed.append(made)
+        return made.data_ptr()
 
 
 def pack(
