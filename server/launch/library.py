@@ -62,7 +62,7 @@ def load(model: str | Path, **options: object) -> "Model":
     """Load a model: a path, a bundled model's name, smollm2, or a hub id `owner/name`.
 
     options: those of `ropewalk serve` by their names, for example dtype="float32",
-    max_model_len="4k", kv_memory="1GiB", prefix_sharing=False. The environment is not read.
+    max_model_len="4k", kv_memory="1GiB", prefix_sharing=False; their variables do not count.
     Raises CommandError, with one sentence.
     """
     config = _config(str(model), options)
