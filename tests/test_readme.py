@@ -1,4 +1,4 @@
-"""What README.md and docs/configuration.md say is true: each command is run or checked."""
+"""What README.md, docs/serving.md and docs/configuration.md say is true: commands run."""
 
 import os
 import re
@@ -20,11 +20,12 @@ from ropewalk.server.download import SMOLLM2, stored
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PAGES = README + (ROOT / "docs" / "serving.md").read_text()
 ADDRESS = "http://127.0.0.1:8000"
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGES, re.MULTILINE | re.DOTALL)
 
 
 def commands() -> list[str]:
@@ -58,7 +59,7 @@ def options_of(words: list[str]) -> None:
         assert parser().parse_args(words).command == words[0]
 
 
-@pytest.mark.parametrize("command", OTHERS)
+@pytest.mark.parametrize("command", dict.fromkeys(OTHERS))
 def test_command_is_one_that_would_be_understood(command: str) -> None:
     words = shlex.split(command)
     program = words[0]
@@ -75,7 +76,7 @@ def test_command_is_one_that_would_be_understood(command: str) -> None:
     elif words[:2] == ["docker", "run"]:
         recipe = (ROOT / "Dockerfile").read_text()
         image = next(i for i, word in enumerate(words) if word in ("ropewalk", "ropewalk-cuda"))
-        assert f"-t {words[image]} " in README
+        assert f"-t {words[image]} " in PAGES
         if words[image + 1 :]:
             options_of(words[image + 1 :])
         volume = words[words.index("-v") + 1].split(":")[1]
@@ -93,12 +94,12 @@ def test_scripts_are_valid_shell() -> None:
 
 
 def test_readme_is_short_and_tells_no_secrets() -> None:
-    assert len(README.splitlines()) < 200
+    assert len(README.split()) <= 900
     assert f"{SMOLLM2.wheel_bytes / 2**20:.0f} MiB" in README
 
 
 def test_flags_in_the_short_table_are_the_servers() -> None:
-    rows = re.findall(r"^\|`--.*$", README, re.MULTILINE)
+    rows = re.findall(r"^\|`--.*$", PAGES, re.MULTILINE)
     flags = re.findall(r"`(--[a-z-]+)`", "".join(rows))
     variables = re.findall(r"`(ROPEWALK_\w+)`", "".join(rows))
     known = {option.flag: option.variable for option in SERVE_OPTIONS}
@@ -194,7 +195,7 @@ def address(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.smollm2
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("command", CURLS)
+@pytest.mark.parametrize("command", dict.fromkeys(CURLS))
 def test_curl_line_is_answered(command: str, address: str) -> None:
     assert ADDRESS in command
     line = command.replace(ADDRESS, address).replace("curl ", "curl --silent --fail-with-body ", 1)
@@ -214,9 +215,8 @@ def test_curl_line_is_answered(command: str, address: str) -> None:
 
 @pytest.mark.smollm2
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("program", blocks("python"))
+@pytest.mark.parametrize("program", [each for each in blocks("python") if ADDRESS in each])
 def test_python_example_runs(program: str, address: str) -> None:
-    assert ADDRESS in program
     command = [sys.executable, "-c", program.replace(ADDRESS, address)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr
