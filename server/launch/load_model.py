@@ -3,9 +3,10 @@
 Knows no cache, engine or HTTP.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from logging import getLogger
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from ropewalk.model.catalogue import Place
 from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec
 from ropewalk.model.encodings.base import PositionalEncoding, create, find
 from ropewalk.model.encodings.common.validate import check_hooks
+from ropewalk.model.formatting import listed
 from ropewalk.model.kernels.backends import all_backends
 from ropewalk.model.kernels.cpu.bindings import SUFFIXES, Kernels
 from ropewalk.model.kernels.cpu.bindings import load as load_kernels
@@ -73,10 +75,7 @@ def prepare(
     checkpoint = _opened(loading, source)
     if loading.encoding is not None and loading.encoding != checkpoint.config.encoding.name:
         checkpoint = _with_encoding(checkpoint, loading.encoding)
-    if loading.bias_form is not None:
-        checkpoint = _in_variant(checkpoint, "--bias-form", "t5", "form", loading.bias_form)
-    if loading.rope_frame is not None:
-        checkpoint = _in_variant(checkpoint, "--rope-frame", "rope", "frame", loading.rope_frame)
+    checkpoint = _with_options(checkpoint, dict(loading.encoding_option))
     shape = checkpoint.config
     if (more := checkpoint.tokenizer.vocab_size - shape.vocab_size) > 0:
         log.info(
@@ -157,17 +156,18 @@ def _with_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:
     return replace(checkpoint, config=config, parameters=kept)
 
 
-def _in_variant(
-    checkpoint: Checkpoint, flag: str, encoding: str, option: str, value: str
-) -> Checkpoint:
-    """Set the form or frame of the decoder's encoding, which changes costs but no answer."""
+def _with_options(checkpoint: Checkpoint, given: Mapping[str, Any]) -> Checkpoint:
+    """Add options to the decoder's encoding, on top of its own."""
     spec = checkpoint.config.encoding
-    if spec.name != encoding:
-        raise CommandError(
-            f"{flag} {value}: {checkpoint.path} has the encoding {spec.name}, and only {encoding} "
-            f"has {option}s; leave the option out"
-        )
-    spec = EncodingSpec(spec.name, {**spec.options, option: value})
+    known = tuple(find(spec.name).OPTIONS)
+    for name, value in given.items():
+        if name not in known:
+            taken = f"only {listed(known)}" if known else "no options"
+            raise CommandError(
+                f"--encoding-option {name}={value}: {checkpoint.path} has the encoding "
+                f"{spec.name}, which takes {taken}; leave the option out"
+            )
+    spec = EncodingSpec(spec.name, {**spec.options, **given})
     return replace(checkpoint, config=replace(checkpoint.config, encoding=spec))
 
 

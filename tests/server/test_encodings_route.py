@@ -14,11 +14,12 @@ from ropewalk.model.encodings.base import names
 from ropewalk.model.kernels.backends import all_backends
 from ropewalk.server import hardware
 from ropewalk.server.app.app import create_app
-from ropewalk.server.cli import encodings_command, main
-from ropewalk.server.cli.encodings_command import lines
+from ropewalk.server.cli import main
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
+from ropewalk.server.studies import encodings as encodings_command
+from ropewalk.server.studies.encodings import lines
 from tests.server.test_cli import sentence
 from tests.server.toy import ScriptedEngine, ask, toy, toy_app
 

@@ -1,21 +1,37 @@
-"""The options of `ropewalk serve`: each a flag and a ROPEWALK_* variable. No torch."""
+"""`ropewalk serve`: its options, each a flag and a ROPEWALK_* variable, and what it starts.
 
+No torch before a server is to start, so that --help answers at once.
+"""
+
+import gc
+import os
+from collections.abc import MutableMapping
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
 
 from ropewalk.cache.types import BLOCK_SIZE
-from ropewalk.server.cli.options.base import (
-    Option,
+from ropewalk.server import listen, logs
+from ropewalk.server.cli.config_file import config_option
+from ropewalk.server.cli.options import (
+    Command,
+    Setting,
+    SettingArgument,
+    Variable,
     auto,
     choice,
     count,
+    port_number,
     seconds,
     size,
     size_or_none,
-    switch,
 )
 from ropewalk.server.config import (
-    ModelSource,
     api_key,
+    encoding_option,
     existing_file,
     host_address,
     host_name,
@@ -23,69 +39,67 @@ from ropewalk.server.config import (
     model_name,
     model_source,
     root_path,
+    server_config,
     web_origin,
 )
+from ropewalk.server.errors import UsageError
 from ropewalk.server.metrics.compat import ALIASES
 
 DEFAULT_MODEL = "smollm2"
+CLIENT_KEY = "ROPEWALK_API_KEY"  # load_tests/run/options.py has it, too
+
+EXAMPLES = """\
+Examples:
+  ropewalk serve
+  ropewalk serve ./Qwen2-0.5B --dtype float32 --max-model-len 4k
+  ropewalk serve chat=smollm2 base=./model.gguf --kv-memory 1GiB
+  ropewalk serve rope=shape:small t5=shape:small:t5 --max-model-len 16k
+                               random weights, only the encoding differs: for costs, not answers
+  ROPEWALK_API_KEYS=secret1,secret2 ropewalk serve --host 0.0.0.0
+  ropewalk serve --config ropewalk.toml        port = 9000 and the like, one a line
+  ropewalk serve --uds /run/ropewalk.sock      then ropewalk chat --url unix:/run/ropewalk.sock
+  ropewalk serve --ssl-certfile chain.pem --ssl-keyfile key.pem
+"""
+
+_model, _cache, _limits, _http = (
+    partial(Setting, section) for section in ("Model", "Cache", "Limits", "HTTP")
+)
 
 
-HOST = Option(
-    "--host",
-    "http",
-    "address to listen on; 0.0.0.0: all interfaces",
-    host_address,
-    "127.0.0.1",
-    metavar="HOST",
-)
-PORT = Option(
-    "--port", "http", "port to listen on; 0: any free one", count(0, 65535), 8000, metavar="PORT"
-)
-UDS = Option(
-    "--uds",
-    "http",
-    "path of a Unix socket to listen on, instead of host and port; the umask decides who may "
-    "connect",
-    Path,
-    shown="none",
-    metavar="PATH",
-)
-SSL_CERTFILE = Option(
-    "--ssl-certfile",
-    "http",
-    "certificate, followed by those of its issuers, for serving https: a PEM file",
-    existing_file,
-    shown="none, plain http",
-    metavar="FILE",
-)
-CONFIG = Option(
-    "--config",
-    "model",
-    "file of settings: TOML whose keys are the names of these flags, such as port or "
-    "max-model-len; flags and variables beat it",
-    existing_file,
-    shown="none",
-    metavar="FILE",
-)
+def listening(
+    section: str, *, host: str, port: str, uds: str, ssl_certfile: str
+) -> tuple[Setting, ...]:
+    """The options that a server and its clients share, each with its help."""
+    return (
+        Setting(section, "--host", host, host_address, "127.0.0.1", metavar="HOST"),
+        Setting(section, "--port", port, port_number, 8000, metavar="PORT"),
+        Setting(section, "--uds", uds, Path, shown="none", metavar="PATH"),
+        Setting(
+            section,
+            "--ssl-certfile",
+            ssl_certfile,
+            existing_file,
+            shown="none, plain http",
+            metavar="FILE",
+        ),
+    )
 
-SERVE_OPTIONS = (
-    Option(
+
+SETTINGS: tuple[Variable, ...] = (
+    SettingArgument(
         "models",
-        "model",
         "a Hugging Face directory, a .gguf file, smollm2, a hub id owner/name, family for all "
         "bundled models or, for example, ropewalk-t5 for one of them, or random weights: "
         "shape:smollm2, or shape:smollm2:t5 for another encoding; NAME=MODEL sets the name that "
         "requests use",
         model_source,
-        (ModelSource(DEFAULT_MODEL, DEFAULT_MODEL),),
-        DEFAULT_MODEL,
-        "MODEL",
-        many=True,
+        shown=DEFAULT_MODEL,
+        default=[DEFAULT_MODEL],
+        metavar="[MODEL]...",
+        nargs=-1,
     ),
-    CONFIG,
-    Option(
+    _model(
         "--served-model-name",
-        "model",
         "name that requests use, when one model is served; repeatable: requests may use each, and "
         "answers give the first",
         model_name,
@@ -93,27 +107,24 @@ SERVE_OPTIONS = (
         "after the file, the folder or the hub id",
         "NAME",
         env="ROPEWALK_SERVED_MODEL_NAMES",
-        many=True,
+        multiple=True,
     ),
-    Option(
+    _model(
         "--chat-template",
-        "model",
         "chat template to use instead of the checkpoint's: a Jinja file",
         existing_file,
         shown="the checkpoint's",
         metavar="FILE",
     ),
-    Option(
+    _model(
         "--dtype",
-        "model",
         "bfloat16, float16 or float32; auto: bfloat16 where the hardware supports it, else float32",
         auto(choice("bfloat16", "float16", "float32")),
         shown="auto",
         metavar="TYPE",
     ),
-    Option(
+    _model(
         "--quantize",
-        "model",
         "int8: weights of linear layers in 8 bits, half the size of bfloat16 in memory and, on a "
         "CPU, in memory traffic (two thirds where the CPU multiplies bfloat16; on a GPU only in "
         "steps of up to 8 tokens, and not in float16); a CPU with AVX2 also rounds activations to "
@@ -124,26 +135,23 @@ SERVE_OPTIONS = (
         shown="auto, not quantized",
         metavar="TYPE",
     ),
-    Option(
+    _model(
         "--device",
-        "model",
         "cpu or cuda; auto: cuda if available",
         auto(choice("cpu", "cuda")),
         shown="auto",
         metavar="DEVICE",
     ),
-    Option(
+    _model(
         "--encoding",
-        "model",
         "positional encoding to use instead of the checkpoint's: see ropewalk encodings; not "
         "possible for one whose trained weights the checkpoint lacks, nor for encoder-decoders",
         auto(str),
         shown="auto, the checkpoint's",
         metavar="NAME",
     ),
-    Option(
+    _model(
         "--trust-encoding",
-        "model",
         "encoding outside Ropewalk, as package.module:Class, whose code may run where a checkpoint "
         "names it; repeatable",
         str,
@@ -151,96 +159,82 @@ SERVE_OPTIONS = (
         "none",
         "NAME",
         env="ROPEWALK_TRUST_ENCODINGS",
-        many=True,
+        multiple=True,
     ),
-    Option(
-        "--bias-form",
-        "model",
-        "how the decoder's T5 bias is computed: window, table or materialised; answers stay the "
-        "same",
-        auto(choice("window", "table", "materialised")),
-        shown="auto, the checkpoint's",
-        metavar="FORM",
+    _model(
+        "--encoding-option",
+        "option of the positional encoding, its value as JSON or text: see ropewalk encodings; "
+        "repeatable. t5's form (window, table or materialised) is how its bias is computed and "
+        "changes no answer; rope's frame is how stored keys are rotated: by their position "
+        "(absolute), not at all (raw) or by their offset within the block (block); raw and block "
+        "keys can be moved for free",
+        encoding_option,
+        (),
+        "the checkpoint's",
+        "NAME=VALUE",
+        env="ROPEWALK_ENCODING_OPTIONS",
+        multiple=True,
     ),
-    Option(
-        "--rope-frame",
-        "model",
-        "how RoPE's stored keys are rotated: by their position (absolute), not at all (raw) or by "
-        "their offset within the block (block); raw and block keys can be moved for free",
-        auto(choice("absolute", "raw", "block")),
-        shown="auto, the checkpoint's or absolute",
-        metavar="FRAME",
-    ),
-    Option(
+    _model(
         "--attention",
-        "model",
         "triton, cpu, sdpa or reference; auto: the first of these that supports the model",
         auto(choice("triton", "cpu", "sdpa", "reference")),
         shown="auto",
         metavar="BACKEND",
     ),
-    Option(
+    _model(
         "--max-model-len",
-        "model",
         "longest context in tokens, 4096 or 4k: prompt and answer together, or each of them for an "
         "encoder-decoder",
         auto(count(1, 1 << 24)),
         shown="auto, the trained context",
         metavar="TOKENS",
     ),
-    Option(
+    _model(
         "--threads",
-        "model",
         "CPU threads of the engine",
         auto(count(1, 1024)),
         shown="auto, one per core, or fewer under a container's CPU limit",
         metavar="COUNT",
     ),
-    Option(
+    _cache(
         "--kv-memory",
-        "cache",
         "memory for the KV caches of all models together: 1GiB, 512M",
         auto(size),
         shown="auto, a quarter of the memory left free by the weights (on a GPU 85 %), at most "
         "what --max-seqs full contexts need",
         metavar="BYTES",
     ),
-    Option(
+    _cache(
         "--kv-dtype",
-        "cache",
         "int8: keys and values in 8 bits, each vector with a scale, so that the same memory holds "
         "about twice as many tokens as in bfloat16; answers change a little",
         auto(choice("int8")),
         shown="auto, the type the model computes in",
         metavar="TYPE",
     ),
-    Option(
+    _cache(
         "--kv-spill",
-        "cache",
         "host memory for what preempted requests had computed, and with the rest of it for cached "
         "prefixes that make room: 2GiB; 0: none",
         auto(size_or_none),
         shown="auto, as much as the caches, at most 4 GiB and an eighth of the memory left free",
         metavar="BYTES",
     ),
-    Option(
+    _cache(
         "--block-size",
-        "cache",
         "tokens per cache block",
         count(1, 1024),
         BLOCK_SIZE,
         metavar="TOKENS",
     ),
-    Option(
+    _cache(
         "--prefix-sharing",
-        "cache",
         "reuse cached blocks for prompts that begin with the same tokens",
-        switch,
-        True,
+        default=True,
     ),
-    Option(
+    _cache(
         "--audit",
-        "cache",
         "verify by checksum that cached blocks and weights do not change: off; sample: each block "
         "when it is shared or released, and in every step one more and 1/1024 of the weights; "
         "full: in every step all blocks and 1/16 of the weights, which is slow",
@@ -248,64 +242,61 @@ SERVE_OPTIONS = (
         "sample",
         metavar="HOW",
     ),
-    Option(
+    _cache(
         "--max-mutated-blocks",
-        "cache",
         "changed blocks that are tolerated; with more, /health/ready answers 503",
         count(0, 1 << 20),
         3,
         metavar="COUNT",
     ),
-    Option(
+    _limits(
         "--max-seqs",
-        "limits",
         "most sequences computed in one step",
         count(1, 4096),
         64,
         metavar="COUNT",
     ),
-    Option(
+    _limits(
         "--max-step-tokens",
-        "limits",
         "most tokens computed in one step; longer prompts are split into chunks of this size, or "
         "of twice this size while a server with one model has no other request",
         count(1, 1 << 20),
         512,
         metavar="TOKENS",
     ),
-    Option(
+    _limits(
         "--max-queue",
-        "limits",
         "sequences that may wait in the queue; further ones are refused with 429",
         count(1, 1 << 20),
         1024,
         metavar="COUNT",
     ),
-    Option(
+    _limits(
         "--max-queue-time",
-        "limits",
         "longest time that a request may wait before the first of its prompts is computed; one "
         "that would wait longer is refused with 429 and told when to come back",
         seconds(0.1, 86400),
-        30.0,
-        "30",
+        30,
+        "",
         "SECONDS",
     ),
-    HOST,
-    PORT,
-    UDS,
-    SSL_CERTFILE,
-    Option(
+    *listening(
+        "HTTP",
+        host="address to listen on; 0.0.0.0: all interfaces",
+        port="port to listen on; 0: any free one",
+        uds="path of a Unix socket to listen on, instead of host and port; the umask decides who "
+        "may connect",
+        ssl_certfile="certificate, followed by those of its issuers, for serving https: a PEM file",
+    ),
+    _http(
         "--ssl-keyfile",
-        "http",
         "private key of the certificate, not encrypted: a PEM file",
         existing_file,
         shown="in the file of the certificate",
         metavar="FILE",
     ),
-    Option(
+    _http(
         "--root-path",
-        "http",
         "path below which a proxy publishes the server, such as /llm: requests are answered with "
         "and without it",
         root_path,
@@ -313,9 +304,8 @@ SERVE_OPTIONS = (
         "none",
         "PATH",
     ),
-    Option(
+    _http(
         "--api-key",
-        "http",
         "key that clients must send; repeatable. Setting the variable instead keeps it out of the "
         "process list",
         api_key,
@@ -323,11 +313,10 @@ SERVE_OPTIONS = (
         "none, open to all",
         "KEY",
         env="ROPEWALK_API_KEYS",
-        many=True,
+        multiple=True,
     ),
-    Option(
+    _http(
         "--api-key-file",
-        "http",
         "file of further keys, one a line, read once at the start; lines that begin with # are "
         "comments; repeatable",
         key_file,
@@ -335,11 +324,10 @@ SERVE_OPTIONS = (
         "none",
         "FILE",
         env="ROPEWALK_API_KEY_FILES",
-        many=True,
+        multiple=True,
     ),
-    Option(
+    _http(
         "--allowed-host",
-        "http",
         "Host header to accept; repeatable. A server on a loopback address also accepts its own "
         "names",
         host_name,
@@ -347,11 +335,10 @@ SERVE_OPTIONS = (
         "all, but on a loopback address only its own names",
         "HOST",
         env="ROPEWALK_ALLOWED_HOSTS",
-        many=True,
+        multiple=True,
     ),
-    Option(
+    _http(
         "--allowed-origin",
-        "http",
         "origin whose web pages may use the server from a browser, such as https://chat.example, "
         "or * for all; repeatable",
         web_origin,
@@ -359,74 +346,116 @@ SERVE_OPTIONS = (
         "none",
         "ORIGIN",
         env="ROPEWALK_ALLOWED_ORIGINS",
-        many=True,
+        multiple=True,
     ),
-    Option(
+    _http(
         "--share-prefixes",
-        "http",
         "share cached prefixes between clients with different keys, which lets one find out what "
         "another sent",
-        switch,
-        False,
-        "off",
+        default=False,
     ),
-    Option(
+    _http(
         "--max-body",
-        "http",
         "largest request body: 512K, 4M",
         auto(size),
         shown="auto, 64K plus 256 bytes per token of the longest context, at most 4M",
         metavar="BYTES",
     ),
-    Option(
+    _http(
         "--request-timeout",
-        "http",
         "longest time one request may take",
         seconds(1, 86400),
-        300.0,
-        "300",
+        300,
+        "",
         "SECONDS",
     ),
-    Option(
+    _http(
         "--drain-timeout",
-        "http",
         "time that running requests have to finish after SIGTERM",
         seconds(0, 3600),
-        30.0,
-        "30",
+        30,
+        "",
         "SECONDS",
     ),
-    Option(
+    _http(
         "--metrics-compat",
-        "http",
         "vllm: also export metrics under vLLM's names, for gateways and dashboards that expect "
         "them",
         choice(*ALIASES),
         "off",
         metavar="NAMES",
     ),
-    Option(
+    _http(
         "--log-level",
-        "http",
         "debug, info, warning or error",
         choice("debug", "info", "warning", "error"),
         "info",
         metavar="LEVEL",
     ),
-    Option(
+    _http(
         "--log-format",
-        "http",
         "text, or json: one JSON object per line, and no banner",
         choice("text", "json"),
         "text",
         metavar="FORMAT",
     ),
-    Option(
+    _http(
         "--access-log",
-        "http",
         "log a line for every request, except for health checks and /metrics, which get one only "
         "at --log-level debug; refused requests get one in any case",
-        switch,
-        True,
+        default=True,
     ),
 )
+
+CONFIG = config_option(
+    "Model",
+    "file of settings: TOML whose keys are the names of these flags, such as port or "
+    "max-model-len; flags and variables beat it",
+    SETTINGS,
+)
+
+
+@click.command(cls=Command, params=[CONFIG, *SETTINGS], epilog=EXAMPLES)
+@click.pass_context
+def serve(ctx: click.Context, /, **_: Any) -> int:
+    """Load models and serve them."""
+    config = server_config(as_told(ctx))
+    if os.environ.get(CLIENT_KEY) and not config.http.api_keys:
+        raise UsageError(
+            f"{CLIENT_KEY} is the key that a client sends and does not protect the server; set "
+            f"ROPEWALK_API_KEYS to require a key, or unset {CLIENT_KEY}"
+        )
+    # Before torch and the weights are loaded: a taken port should be reported at once.
+    with listen.bound(config.host, config.port, config.uds) as listener:
+        tls = None
+        if config.ssl_certfile is not None:
+            tls = listen.tls_context(config.ssl_certfile, config.ssl_keyfile)
+        logs.configure(config.log_level, config.log_format)
+        wait_briefly(os.environ)
+        # Until all is loaded: it stays, and looking for garbage in it would take a third of a
+        # second.
+        gc.disable()
+        # Late: it loads torch, which takes seconds.
+        from ropewalk.server.launch import build
+
+        return build.run(config, listener, tls)
+
+
+def as_told(ctx: click.Context) -> dict[str, Any]:
+    """The command's values, without the addresses in variables and files where flags name one."""
+    given = {name for name in ("url", "uds", "host", "port") if is_flag(ctx, name)}
+    return ctx.params | dict.fromkeys({"url", "uds"} - given if given else ())
+
+
+def is_flag(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def wait_briefly(environ: MutableMapping[str, str]) -> None:
+    """Make threads that wait for the next step give up their cores within 1 ms.
+
+    GNU OpenMP reads the variable when torch loads. By default it spins ten times as long, and next
+    to another busy program keeps a core from the thread that prepares the step: docs/speed.md.
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys():
+        environ["GOMP_SPINCOUNT"] = "30000"
