@@ -143,10 +143,11 @@ def configuration_page() -> str:
     ]
     for command in (serve, chat, health):
         rows = [f"## ropewalk {command.name}\n"]
-        rows += ["|flag|variable|default|meaning|", "|---|---|---|---|"]
+        rows += ["|flag|variable|value|default|meaning|", "|---|---|---|---|---|"]
         for one in settings_of(command):
             flags = "`, `".join([*one.opts, *one.secondary_opts]).replace("models", "MODEL")
-            rows.append(f"|`{flags}`|`{one.envvar}`|{one.default_in_words}|{one.help}|")
+            cells = (f"`{flags}`", f"`{one.envvar}`", ", ".join(one.values))
+            rows.append(f"|{'|'.join(cells)}|{one.default_in_words}|{one.help}|")
         parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"
 

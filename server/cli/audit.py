@@ -52,19 +52,16 @@ Exit status: 0, or 1 when a correct stored entry changed. See also docs/audit.md
 @click.option(
     "--prompt-tokens",
     type=count(1, 4096),
-    metavar="N",
     help="length of a prompt of random tokens (default: 104 for tiny, else 24)",
 )
 @click.option(
     "--steps",
     type=count(1, 4096),
-    metavar="N",
     help="tokens to generate after the prompt, one per step (default: 32 for tiny, else 16)",
 )
 @click.option(
     "--trained-length",
     type=count(1, 8192),
-    metavar="N",
     help="length past which the dynamic variants change their frequencies (default: the prompt "
     "plus half of the steps)",
 )

@@ -14,80 +14,43 @@ import click
 from ropewalk.server import download
 from ropewalk.server.cli import conversation
 from ropewalk.server.cli.connect import reaching, server_of
-from ropewalk.server.cli.options import Command, Setting, count, number, seconds
-from ropewalk.server.cli.serve import CLIENT_KEY
+from ropewalk.server.cli.options import Command, Setting, Value, count, number, seconds
 
-_server, _answer = (partial(Setting, section) for section in ("Server", "Answer"))
+PREFIX = "ROPEWALK_CHAT_"
+_answer = partial(Setting, "Answer", prefix=PREFIX)
 
 SETTINGS = (
-    *reaching("ROPEWALK_CHAT_URL"),
-    _server(
+    *reaching(PREFIX),
+    Setting(
+        "Server",
         "--model",
         "name of the model to use",
+        Value(str, "name"),
         shown="the server's first",
-        metavar="NAME",
-        env="ROPEWALK_CHAT_MODEL",
+        prefix=PREFIX,
     ),
-    _server(
-        "--api-key",
-        "API key to send with every request",
-        shown="none",
-        metavar="KEY",
-        env=CLIENT_KEY,
-    ),
-    _server(
+    Setting("Server", "--api-key", "API key to send with every request"),
+    Setting(
+        "Server",
         "--timeout",
         "longest silence before giving up",
         seconds(1, 86400),
         300,
-        metavar="SECONDS",
-        env="ROPEWALK_CHAT_TIMEOUT",
+        prefix=PREFIX,
     ),
+    _answer("--system", "system message at the start of the conversation"),
+    _answer("--max-tokens", "longest answer, in tokens", count(1, 1 << 24), 512),
     _answer(
-        "--system",
-        "system message at the start of the conversation",
-        shown="none",
-        metavar="TEXT",
-        env="ROPEWALK_CHAT_SYSTEM",
-    ),
-    _answer(
-        "--max-tokens",
-        "longest answer, in tokens",
-        count(1, 1 << 24),
-        512,
-        metavar="TOKENS",
-        env="ROPEWALK_CHAT_MAX_TOKENS",
-    ),
-    _answer(
-        "--temperature",
-        "sampling temperature; 0: always the most likely token",
-        number(0, 2),
-        0.3,
-        metavar="NUMBER",
-        env="ROPEWALK_CHAT_TEMPERATURE",
+        "--temperature", "sampling temperature; 0: always the most likely token", number(0, 2), 0.3
     ),
     _answer(
         "--top-p",
         "sample from the most likely tokens whose probabilities add up to this share",
         number(0, 1),
         shown="the server's",
-        metavar="SHARE",
-        env="ROPEWALK_CHAT_TOP_P",
     ),
-    _answer(
-        "--seed",
-        "the same seed gives the same answer",
-        count(0, (1 << 63) - 1),
-        shown="none",
-        metavar="NUMBER",
-        env="ROPEWALK_CHAT_SEED",
-    ),
-    _answer(
-        "--stats",
-        "print tokens and speed after each answer",
-        default=False,
-        env="ROPEWALK_CHAT_STATS",
-    ),
+    _answer("--seed", "the same seed gives the same answer", count(0, (1 << 63) - 1)),
+    _answer("--stats", "print tokens and speed after each answer", default=False),
 )
 
 

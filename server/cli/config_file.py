@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from ropewalk.server.cli.options import Setting, Variable, nearest, settings_of
+from ropewalk.server.cli.options import Setting, Value, Variable, nearest, settings_of
 from ropewalk.server.config import existing_file
 from ropewalk.server.errors import UsageError
 
@@ -32,9 +32,7 @@ def config_option(section: str, help: str, known: Sequence[Variable]) -> Setting
         section,
         "--config",
         help,
-        existing_file,
-        shown="none",
-        metavar="FILE",
+        Value(existing_file, "file"),
         is_eager=True,  # before the others ask for their defaults
         callback=read,
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from ropewalk.server.cli.config_file import config_option
-from ropewalk.server.cli.options import Setting
+from ropewalk.server.cli.options import Setting, Value
 from ropewalk.server.cli.serve import SETTINGS, as_told, is_flag, listening
 from ropewalk.server.errors import CommandError, UsageError
 from ropewalk.server.listen import is_loopback, local_url
@@ -35,8 +35,8 @@ class Address:
     path: str | None = None  # of a Unix socket, instead of host and port
 
 
-def reaching(variable: str) -> tuple[Setting, ...]:
-    """The options of a client about its server; the variable is that of its --url."""
+def reaching(prefix: str) -> tuple[Setting, ...]:
+    """The options of a client about its server; its variables begin with `prefix`."""
     return (
         config_option(
             "Server", "file of the server's settings, which say where it listens", SETTINGS
@@ -54,9 +54,8 @@ def reaching(variable: str) -> tuple[Setting, ...]:
             "Server",
             "--url",
             "URL of the server, instead of host and port: https://example.org, or unix:PATH",
-            shown="none",
-            metavar="URL",
-            env=variable,
+            Value(str, "url"),
+            prefix=prefix,
         ),
     )
 

@@ -44,28 +44,15 @@ options.
     "directory, a .gguf file or smollm2",
 )
 @trust_encoding
-@click.option(
-    "--layer",
-    type=count(0, 4096),
-    metavar="N",
-    help="layer of the model to explain (default: 0)",
-)
+@click.option("--layer", type=count(0, 4096), help="layer of the model to explain (default: 0)")
 @click.option(
     "--context",
     type=count(64, 1 << 17),
-    metavar="TOKENS",
     help="context length in tokens (default: 2048, or the model's)",
 )
-@click.option("--heads", type=count(1, 256), metavar="N", help="number of heads (default: 8)")
-@click.option(
-    "--head-dim", type=count(2, 512), metavar="N", help="dimension of a head (default: 64)"
-)
-@click.option(
-    "--base",
-    type=number(1e-3, 1e12),
-    metavar="NUMBER",
-    help="rope's base; short for --option base=...",
-)
+@click.option("--heads", type=count(1, 256), help="number of heads (default: 8)")
+@click.option("--head-dim", type=count(2, 512), help="dimension of a head (default: 64)")
+@click.option("--base", type=number(1e-3, 1e12), help="rope's base; short for --option base=...")
 @click.option(
     "--option",
     multiple=True,

@@ -82,14 +82,12 @@ def prepare(own_tokenizer: bool) -> None:
     "--tokens",
     type=count(1, 1 << 40),
     default=TOKENS,
-    metavar="N",
     help=f"training tokens per model (default: {TOKENS:_})",
 )
 @click.option(
     "--growing",
     type=count(0, 1 << 40),
     default=GROWING,
-    metavar="N",
     help="read the first N tokens, at most half of all, in pieces that grow up to the full window "
     f"(default: {GROWING:_}; 0: full windows from the start)",
 )
@@ -97,13 +95,10 @@ def prepare(own_tokenizer: bool) -> None:
     "--seed",
     type=count(0, 1 << 32),
     default=0,
-    metavar="N",
     help="seed of the initial weights and of the order of texts (default: 0)",
 )
 @_device
-@click.option(
-    "--threads", type=count(1, 1024), metavar="N", help="CPU threads (default: torch's choice)"
-)
+@click.option("--threads", type=count(1, 1024), help="CPU threads (default: torch's choice)")
 @click.option(
     "--no-compile",
     is_flag=True,

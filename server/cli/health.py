@@ -8,23 +8,18 @@ from ropewalk.server.cli.connect import connected, reaching, server_of
 from ropewalk.server.cli.options import Command, Setting, seconds
 from ropewalk.server.errors import CommandError
 
+PREFIX = "ROPEWALK_HEALTH_"
 SETTINGS = (
-    *reaching("ROPEWALK_HEALTH_URL"),
+    *reaching(PREFIX),
     Setting(
-        "Server",
-        "--timeout",
-        "longest wait for the answer",
-        seconds(0.1, 600),
-        3,
-        metavar="SECONDS",
-        env="ROPEWALK_HEALTH_TIMEOUT",
+        "Server", "--timeout", "longest wait for the answer", seconds(0.1, 600), 3, prefix=PREFIX
     ),
     Setting(
         "Server",
         "--ready",
         "check that the server accepts requests, not only that it is alive",
         default=False,
-        env="ROPEWALK_HEALTH_READY",
+        prefix=PREFIX,
     ),
 )
 

@@ -36,9 +36,14 @@ class Variable(click.Parameter):
         return self.opts[0].removeprefix("--")
 
     @property
+    def values(self) -> tuple[str, ...]:
+        """The words that it takes, and what else by its kind."""
+        return self.type.values if isinstance(self.type, Value) else ("on", "off")
+
+    @property
     def default_in_words(self) -> str:
-        words = ("off", "on")[self.default] if isinstance(self.default, bool) else self.default
-        return self.shown or str(words)
+        words: dict[Any, str] = {False: "off", True: "on", None: "none", (): "none"}
+        return self.shown or words.get(self.default, str(self.default))
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
         term, text = super().get_help_record(ctx) or ("", "")
@@ -64,7 +69,7 @@ class Variable(click.Parameter):
 
 
 class Setting(Variable, click.Option):
-    """A flag with a variable: ROPEWALK_ and the flag's name, unless `env` says otherwise.
+    """A flag with a variable: `prefix` and the flag's name, in the plural if it is repeatable.
 
     One whose default is True or False also has the flag --no-NAME.
     """
@@ -74,12 +79,12 @@ class Setting(Variable, click.Option):
         section: str,
         flag: str,
         help: str,
-        type: Callable[[str], Any] = str,
+        type: "Value | Switch | None" = None,
         default: Any = None,
         shown: str = "",
-        metavar: str | None = None,
         *,
-        env: str = "",
+        prefix: str = PREFIX,
+        multiple: bool = False,
         **more: Any,
     ) -> None:
         name = flag.removeprefix("--")
@@ -87,10 +92,10 @@ class Setting(Variable, click.Option):
         super().__init__(
             [f"{flag}/--no-{name}" if switch else flag],
             help=help,
-            type=Switch() if switch else value_of(type),
-            default=default,
-            metavar=metavar,
-            envvar=env or PREFIX + name.replace("-", "_").upper(),
+            type=Switch() if switch else type or Value(str),
+            default=() if multiple else default,
+            multiple=multiple,
+            envvar=prefix + name.replace("-", "_").upper() + "S" * multiple,
             **more,
         )
         self.section, self.shown = section, shown
@@ -99,11 +104,8 @@ class Setting(Variable, click.Option):
 class SettingArgument(Variable, click.Argument):
     """Words without a flag, with a variable."""
 
-    def __init__(
-        self, name: str, help: str, type: Callable[[str], Any], *, shown: str, **more: Any
-    ) -> None:
-        variable = PREFIX + name.upper()
-        super().__init__([name], help=help, type=value_of(type), envvar=variable, **more)
+    def __init__(self, name: str, help: str, type: "Value", shown: str, **more: Any) -> None:
+        super().__init__([name], help=help, type=type, envvar=PREFIX + name.upper(), **more)
         self.shown = shown
 
 
@@ -164,13 +166,11 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.75)), None)
 
 
-trust_encoding = click.option(
-    "--trust-encoding",
-    multiple=True,
-    metavar="NAME",
-    help="encoding outside Ropewalk, as package.module:Class, whose code may run where a "
-    "checkpoint names it; repeatable",
+TRUST = (
+    "encoding outside Ropewalk, as package.module:Class, whose code may run where a checkpoint "
+    "names it; repeatable"
 )
+trust_encoding = click.option("--trust-encoding", multiple=True, metavar="NAME", help=TRUST)
 
 
 # ---- text → value ----
@@ -186,10 +186,18 @@ class Value(click.ParamType[Any]):
     A shell completes the `words`. A list in a variable is separated by commas.
     """
 
-    name = "value"
+    def __init__(
+        self, parse: Callable[[str], Any], name: str = "text", words: tuple[str, ...] = ()
+    ) -> None:
+        self.parse, self.name, self.words = parse, name, words
 
-    def __init__(self, parse: Callable[[str], Any], words: tuple[str, ...] = ()) -> None:
-        self.parse, self.words = parse, words
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return "|".join(self.values)
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The words, and the name of anything else that it takes."""
+        return (*self.words, self.name.upper()) if self.name else self.words
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):  # a default
@@ -205,7 +213,7 @@ class Value(click.ParamType[Any]):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        if param.metavar in ("FILE", "MODEL", "PATH"):
+        if self.name in ("file", "path", "model"):
             return [CompletionItem(incomplete, type="file")]
         return [CompletionItem(word) for word in self.words if word.startswith(incomplete)]
 
@@ -220,10 +228,6 @@ class Switch(click.types.BoolParamType):
         return found
 
 
-def value_of(parse: Callable[[str], Any]) -> Value:
-    return parse if isinstance(parse, Value) else Value(parse)
-
-
 def choice(*choices: str) -> Value:
     """One of the given words."""
 
@@ -232,13 +236,13 @@ def choice(*choices: str) -> Value:
             return value
         raise ValueError(f"{value!r} is not one of the choices; use {listed(choices, 'or')}")
 
-    return Value(parse, choices)
+    return Value(parse, "", choices)
 
 
-def auto(parse: Callable[[str], Any]) -> Value:
-    """ "auto" is None; anything else goes to `parse`."""
-    value = value_of(parse)
-    return Value(lambda text: None if text == "auto" else value.parse(text), ("auto", *value.words))
+def auto(value: Value) -> Value:
+    """ "auto" is None; anything else is a `value`."""
+    words = ("auto", *value.words)
+    return Value(lambda text: None if text == "auto" else value.parse(text), value.name, words)
 
 
 def count(low: int, high: int) -> Value:
@@ -253,35 +257,30 @@ def count(low: int, high: int) -> Value:
             raise ValueError(f"{value} is outside {low} to {high}")
         return number
 
-    return Value(parse)
+    return Value(parse, "number")
 
 
-@Value
-def port_number(value: str) -> int:
-    """Of TCP; 0: any free one."""
+def _port(value: str) -> int:
     if _LINK_ADDRESS.match(value):
         raise ValueError(
             f"{value} was set by Kubernetes for a Service of that name; rename the Service or set "
             "enableServiceLinks: false"
         )
-    number: int = count(0, 65535).parse(value)
-    return number
+    found: int = count(0, 65535).parse(value)
+    return found
 
 
-@Value
-def size(value: str) -> int:
-    """Bytes: 1GiB, 512M, 1073741824. Powers of 1024 in every spelling."""
+def _size(value: str) -> int:
     match = _BYTES.fullmatch(value.strip())
-    if match is None or (number := int(float(match[1]) * _SCALE[match[2].lower()])) == 0:
+    if match is None or (found := int(float(match[1]) * _SCALE[match[2].lower()])) == 0:
         raise ValueError(f"{value!r} is not an amount of memory; write for example 1GiB or 512M")
-    return number
+    return found
 
 
-@Value
-def size_or_none(value: str) -> int:
-    """As `size`, or 0."""
-    parsed: int = 0 if value.strip() == "0" else size.parse(value)
-    return parsed
+PORT = Value(_port, "number")
+# 1GiB, 512M, 1073741824: powers of 1024 in every spelling.
+SIZE = Value(_size, "bytes")
+SIZE_OR_NONE = Value(lambda value: 0 if value.strip() == "0" else _size(value), "bytes")
 
 
 def number(low: float, high: float, unit: str = "") -> Value:
@@ -296,7 +295,7 @@ def number(low: float, high: float, unit: str = "") -> Value:
             raise ValueError(f"{value} is outside {low:g} to {high:g}")
         return result
 
-    return Value(parse)
+    return Value(parse, "seconds" if unit else "number")
 
 
 def seconds(low: float, high: float) -> Value:

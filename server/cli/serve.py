@@ -17,17 +17,19 @@ from ropewalk.cache.types import BLOCK_SIZE
 from ropewalk.server import listen, logs
 from ropewalk.server.cli.config_file import config_option
 from ropewalk.server.cli.options import (
+    PORT,
+    SIZE,
+    SIZE_OR_NONE,
+    TRUST,
     Command,
     Setting,
     SettingArgument,
+    Value,
     Variable,
     auto,
     choice,
     count,
-    port_number,
     seconds,
-    size,
-    size_or_none,
 )
 from ropewalk.server.config import (
     api_key,
@@ -71,16 +73,15 @@ def listening(
 ) -> tuple[Setting, ...]:
     """The options that a server and its clients share, each with its help."""
     return (
-        Setting(section, "--host", host, host_address, "127.0.0.1", metavar="HOST"),
-        Setting(section, "--port", port, port_number, 8000, metavar="PORT"),
-        Setting(section, "--uds", uds, Path, shown="none", metavar="PATH"),
+        Setting(section, "--host", host, Value(host_address, "host"), "127.0.0.1"),
+        Setting(section, "--port", port, PORT, 8000),
+        Setting(section, "--uds", uds, Value(Path, "path")),
         Setting(
             section,
             "--ssl-certfile",
             ssl_certfile,
-            existing_file,
+            Value(existing_file, "file"),
             shown="none, plain http",
-            metavar="FILE",
         ),
     )
 
@@ -92,36 +93,30 @@ SETTINGS: tuple[Variable, ...] = (
         "bundled models or, for example, ropewalk-t5 for one of them, or random weights: "
         "shape:smollm2, or shape:smollm2:t5 for another encoding; NAME=MODEL sets the name that "
         "requests use",
-        model_source,
+        Value(model_source, "model"),
         shown=DEFAULT_MODEL,
         default=[DEFAULT_MODEL],
-        metavar="[MODEL]...",
         nargs=-1,
     ),
     _model(
         "--served-model-name",
         "name that requests use, when one model is served; repeatable: requests may use each, and "
         "answers give the first",
-        model_name,
-        (),
-        "after the file, the folder or the hub id",
-        "NAME",
-        env="ROPEWALK_SERVED_MODEL_NAMES",
+        Value(model_name, "name"),
+        shown="after the file, the folder or the hub id",
         multiple=True,
     ),
     _model(
         "--chat-template",
         "chat template to use instead of the checkpoint's: a Jinja file",
-        existing_file,
+        Value(existing_file, "file"),
         shown="the checkpoint's",
-        metavar="FILE",
     ),
     _model(
         "--dtype",
-        "bfloat16, float16 or float32; auto: bfloat16 where the hardware supports it, else float32",
+        "type to compute in; auto: bfloat16 where the hardware supports it, else float32",
         auto(choice("bfloat16", "float16", "float32")),
         shown="auto",
-        metavar="TYPE",
     ),
     _model(
         "--quantize",
@@ -133,34 +128,16 @@ SETTINGS: tuple[Variable, ...] = (
         "Q4_1, Q4_K), with no further loss, and int8 for the others",
         auto(choice("int8", "int4")),
         shown="auto, not quantized",
-        metavar="TYPE",
     ),
-    _model(
-        "--device",
-        "cpu or cuda; auto: cuda if available",
-        auto(choice("cpu", "cuda")),
-        shown="auto",
-        metavar="DEVICE",
-    ),
+    _model("--device", "auto: cuda if available", auto(choice("cpu", "cuda")), shown="auto"),
     _model(
         "--encoding",
         "positional encoding to use instead of the checkpoint's: see ropewalk encodings; not "
         "possible for one whose trained weights the checkpoint lacks, nor for encoder-decoders",
-        auto(str),
+        auto(Value(str, "name")),
         shown="auto, the checkpoint's",
-        metavar="NAME",
     ),
-    _model(
-        "--trust-encoding",
-        "encoding outside Ropewalk, as package.module:Class, whose code may run where a checkpoint "
-        "names it; repeatable",
-        str,
-        (),
-        "none",
-        "NAME",
-        env="ROPEWALK_TRUST_ENCODINGS",
-        multiple=True,
-    ),
+    _model("--trust-encoding", TRUST, Value(str, "name"), multiple=True),
     _model(
         "--encoding-option",
         "option of the positional encoding, its value as JSON or text: see ropewalk encodings; "
@@ -168,19 +145,15 @@ SETTINGS: tuple[Variable, ...] = (
         "changes no answer; rope's frame is how stored keys are rotated: by their position "
         "(absolute), not at all (raw) or by their offset within the block (block); raw and block "
         "keys can be moved for free",
-        encoding_option,
-        (),
-        "the checkpoint's",
-        "NAME=VALUE",
-        env="ROPEWALK_ENCODING_OPTIONS",
+        Value(encoding_option, "name=value"),
+        shown="the checkpoint's",
         multiple=True,
     ),
     _model(
         "--attention",
-        "triton, cpu, sdpa or reference; auto: the first of these that supports the model",
+        "what computes attention; auto: the first of these that supports the model",
         auto(choice("triton", "cpu", "sdpa", "reference")),
         shown="auto",
-        metavar="BACKEND",
     ),
     _model(
         "--max-model-len",
@@ -188,22 +161,19 @@ SETTINGS: tuple[Variable, ...] = (
         "encoder-decoder",
         auto(count(1, 1 << 24)),
         shown="auto, the trained context",
-        metavar="TOKENS",
     ),
     _model(
         "--threads",
         "CPU threads of the engine",
         auto(count(1, 1024)),
         shown="auto, one per core, or fewer under a container's CPU limit",
-        metavar="COUNT",
     ),
     _cache(
         "--kv-memory",
         "memory for the KV caches of all models together: 1GiB, 512M",
-        auto(size),
+        auto(SIZE),
         shown="auto, a quarter of the memory left free by the weights (on a GPU 85 %), at most "
         "what --max-seqs full contexts need",
-        metavar="BYTES",
     ),
     _cache(
         "--kv-dtype",
@@ -211,23 +181,15 @@ SETTINGS: tuple[Variable, ...] = (
         "about twice as many tokens as in bfloat16; answers change a little",
         auto(choice("int8")),
         shown="auto, the type the model computes in",
-        metavar="TYPE",
     ),
     _cache(
         "--kv-spill",
         "host memory for what preempted requests had computed, and with the rest of it for cached "
         "prefixes that make room: 2GiB; 0: none",
-        auto(size_or_none),
+        auto(SIZE_OR_NONE),
         shown="auto, as much as the caches, at most 4 GiB and an eighth of the memory left free",
-        metavar="BYTES",
     ),
-    _cache(
-        "--block-size",
-        "tokens per cache block",
-        count(1, 1024),
-        BLOCK_SIZE,
-        metavar="TOKENS",
-    ),
+    _cache("--block-size", "tokens per cache block", count(1, 1024), BLOCK_SIZE),
     _cache(
         "--prefix-sharing",
         "reuse cached blocks for prompts that begin with the same tokens",
@@ -240,36 +202,26 @@ SETTINGS: tuple[Variable, ...] = (
         "full: in every step all blocks and 1/16 of the weights, which is slow",
         choice("off", "sample", "full"),
         "sample",
-        metavar="HOW",
     ),
     _cache(
         "--max-mutated-blocks",
         "changed blocks that are tolerated; with more, /health/ready answers 503",
         count(0, 1 << 20),
         3,
-        metavar="COUNT",
     ),
-    _limits(
-        "--max-seqs",
-        "most sequences computed in one step",
-        count(1, 4096),
-        64,
-        metavar="COUNT",
-    ),
+    _limits("--max-seqs", "most sequences computed in one step", count(1, 4096), 64),
     _limits(
         "--max-step-tokens",
         "most tokens computed in one step; longer prompts are split into chunks of this size, or "
         "of twice this size while a server with one model has no other request",
         count(1, 1 << 20),
         512,
-        metavar="TOKENS",
     ),
     _limits(
         "--max-queue",
         "sequences that may wait in the queue; further ones are refused with 429",
         count(1, 1 << 20),
         1024,
-        metavar="COUNT",
     ),
     _limits(
         "--max-queue-time",
@@ -277,8 +229,6 @@ SETTINGS: tuple[Variable, ...] = (
         "that would wait longer is refused with 429 and told when to come back",
         seconds(0.1, 86400),
         30,
-        "",
-        "SECONDS",
     ),
     *listening(
         "HTTP",
@@ -291,61 +241,45 @@ SETTINGS: tuple[Variable, ...] = (
     _http(
         "--ssl-keyfile",
         "private key of the certificate, not encrypted: a PEM file",
-        existing_file,
+        Value(existing_file, "file"),
         shown="in the file of the certificate",
-        metavar="FILE",
     ),
     _http(
         "--root-path",
         "path below which a proxy publishes the server, such as /llm: requests are answered with "
         "and without it",
-        root_path,
+        Value(root_path, "path"),
         "",
         "none",
-        "PATH",
     ),
     _http(
         "--api-key",
         "key that clients must send; repeatable. Setting the variable instead keeps it out of the "
         "process list",
-        api_key,
-        (),
-        "none, open to all",
-        "KEY",
-        env="ROPEWALK_API_KEYS",
+        Value(api_key, "key"),
+        shown="none, open to all",
         multiple=True,
     ),
     _http(
         "--api-key-file",
         "file of further keys, one a line, read once at the start; lines that begin with # are "
         "comments; repeatable",
-        key_file,
-        (),
-        "none",
-        "FILE",
-        env="ROPEWALK_API_KEY_FILES",
+        Value(key_file, "file"),
         multiple=True,
     ),
     _http(
         "--allowed-host",
         "Host header to accept; repeatable. A server on a loopback address also accepts its own "
         "names",
-        host_name,
-        (),
-        "all, but on a loopback address only its own names",
-        "HOST",
-        env="ROPEWALK_ALLOWED_HOSTS",
+        Value(host_name, "host"),
+        shown="all, but on a loopback address only its own names",
         multiple=True,
     ),
     _http(
         "--allowed-origin",
         "origin whose web pages may use the server from a browser, such as https://chat.example, "
         "or * for all; repeatable",
-        web_origin,
-        (),
-        "none",
-        "ORIGIN",
-        env="ROPEWALK_ALLOWED_ORIGINS",
+        Value(web_origin, "origin"),
         multiple=True,
     ),
     _http(
@@ -357,25 +291,15 @@ SETTINGS: tuple[Variable, ...] = (
     _http(
         "--max-body",
         "largest request body: 512K, 4M",
-        auto(size),
+        auto(SIZE),
         shown="auto, 64K plus 256 bytes per token of the longest context, at most 4M",
-        metavar="BYTES",
     ),
-    _http(
-        "--request-timeout",
-        "longest time one request may take",
-        seconds(1, 86400),
-        300,
-        "",
-        "SECONDS",
-    ),
+    _http("--request-timeout", "longest time one request may take", seconds(1, 86400), 300),
     _http(
         "--drain-timeout",
         "time that running requests have to finish after SIGTERM",
         seconds(0, 3600),
         30,
-        "",
-        "SECONDS",
     ),
     _http(
         "--metrics-compat",
@@ -383,21 +307,18 @@ SETTINGS: tuple[Variable, ...] = (
         "them",
         choice(*ALIASES),
         "off",
-        metavar="NAMES",
     ),
     _http(
         "--log-level",
-        "debug, info, warning or error",
+        "least severe messages to log",
         choice("debug", "info", "warning", "error"),
         "info",
-        metavar="LEVEL",
     ),
     _http(
         "--log-format",
-        "text, or json: one JSON object per line, and no banner",
+        "json: one JSON object per line, and no banner",
         choice("text", "json"),
         "text",
-        metavar="FORMAT",
     ),
     _http(
         "--access-log",

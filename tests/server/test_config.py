@@ -10,6 +10,7 @@ from ropewalk.server.cli.chat import chat
 from ropewalk.server.cli.health import health
 from ropewalk.server.cli.main import sentence
 from ropewalk.server.cli.options import (
+    SIZE,
     Setting,
     Switch,
     auto,
@@ -19,7 +20,6 @@ from ropewalk.server.cli.options import (
     refuse_unknown,
     seconds,
     settings_of,
-    size,
     variables,
 )
 from ropewalk.server.cli.serve import serve
@@ -127,7 +127,7 @@ def test_variable_equals_flag(option, tmp_path: Path) -> None:
     }
     text = samples.get(option.name, "77")
     base = {}
-    if option.metavar == "FILE":
+    if option.type.name == "file":
         file = tmp_path / "file"
         file.write_text("port=77")  # a file of settings, and an API key
         text = str(file)
@@ -382,7 +382,7 @@ def test_model_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["", "1.5", "k", "8q", "_1", "1__0"],
         ),
         (
-            size,
+            SIZE,
             {"1GiB": 1 << 30, "1.5g": 3 << 29, "512 MB": 1 << 29, "4096": 4096, "10b": 10},
             ["", "GiB", "-1G", "1X", "0.1"],
         ),
