@@ -123,8 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def sentence(error: click.UsageError) -> str:
     """What click says, in one line, and where to read on."""
+    if isinstance(error, click.BadParameter) and error.param and error.message:
+        return f"{error.param.get_error_hint(error.ctx).strip(chr(39))}: {error.message}"
     said = " ".join(error.format_message().split())
-    if isinstance(error, click.BadParameter) or error.ctx is None:
+    if error.ctx is None:
         return said
     join = " See" if said.endswith("?") else "; see"
     return f"{said.rstrip('.')}{join} {error.ctx.command_path} --help"

@@ -103,7 +103,7 @@ def test_taken_port_is_said_before_anything_is_loaded(built, capsys) -> None:
         (["family", "train", "--token", "3"], "mean '--tokens'? See ropewalk family train --help"),
         (["--verison"], "'--verison'. Did you mean '--version'? See ropewalk --help"),
         (["serve", "-p", "1"], "No such option '-p'; see ropewalk serve --help"),
-        (["completion", "csh"], "'SHELL': 'csh' is not one of 'bash', 'zsh', 'fish'"),
+        (["completion", "csh"], "SHELL: 'csh' is not one of 'bash', 'zsh', 'fish'"),
         (["serve", "--port"], "Option '--port' requires an argument"),
         (["serve", "--port", "x"], "--port: 'x' is not a whole number"),
         (["chat", "--seed", "-1.5"], "--seed: '-1.5' is not a whole number"),
@@ -338,7 +338,7 @@ def test_threads_wait_briefly_unless_told_otherwise(told) -> None:
 def test_as_a_program() -> None:
     wrong = run("serve", "--port", "x")
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("ropewalk: Invalid value for --port: 'x' is not")
+    assert wrong.stderr.startswith("ropewalk: --port: 'x' is not")
     named, flagged = run("version"), run("--version")
     assert (named.returncode, named.stdout) == (0, flagged.stdout)
 

@@ -187,7 +187,7 @@ def test_durations(seconds, said) -> None:
     [
         (["--encoding", "ropes"], 1, "There is no encoding 'ropes'; use one of alibi"),
         (["--encoding", "no.such:Thing"], 1, "is its folder in PYTHONPATH?"),
-        (["--jsn"], 2, "did you mean --json?"),
+        (["--jsn"], 2, "Did you mean '--json'?"),
     ],
 )
 def test_refusals_are_one_sentence(place, arguments, code, words, capsys) -> None:
