@@ -92,7 +92,8 @@ def ropewalk(ctx: click.Context, versions: bool) -> None:
     """Serve language models with any positional encoding from a paged KV cache."""
     if versions:
         ctx.invoke(version)
-    elif ctx.invoked_subcommand is None:
+        ctx.exit()
+    if ctx.invoked_subcommand is None:
         print(ctx.get_help())
 
 

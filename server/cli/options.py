@@ -42,8 +42,9 @@ class Variable(click.Parameter):
 
     @property
     def default_in_words(self) -> str:
-        words: dict[Any, str] = {False: "off", True: "on", None: "none", (): "none"}
-        return self.shown or words.get(self.default, str(self.default))
+        if self.shown or self.default in (None, ()):
+            return self.shown or "none"
+        return ("off", "on")[self.default] if isinstance(self.default, bool) else str(self.default)
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
         term, text = super().get_help_record(ctx) or ("", "")
@@ -79,7 +80,7 @@ class Setting(Variable, click.Option):
         section: str,
         flag: str,
         help: str,
-        type: "Value | Switch | None" = None,
+        type: "Value | None" = None,
         default: Any = None,
         shown: str = "",
         *,

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from ropewalk.model.attention.base import AttentionBackend, choose, spec_for
 from ropewalk.model.catalogue import Place
-from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec
+from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
 from ropewalk.model.encodings.base import PositionalEncoding, create, find
 from ropewalk.model.encodings.common.validate import check_hooks
 from ropewalk.model.formatting import listed
@@ -91,7 +91,7 @@ def prepare(
             "of float16; use --dtype bfloat16 or float32."
         )
     context = loading.max_model_len or shape.trained_context
-    encoding = create(shape.encoding, shape, context, device)
+    encoding = _created(shape.encoding, dict(loading.encoding_option), shape, context, device)
     if encoding.max_positions is not None and context > encoding.max_positions:
         raise CommandError(
             f"{source.name} has positions for only {encoding.max_positions} tokens, so it cannot "
@@ -169,6 +169,25 @@ def _with_options(checkpoint: Checkpoint, given: Mapping[str, Any]) -> Checkpoin
             )
     spec = EncodingSpec(spec.name, {**spec.options, **given})
     return replace(checkpoint, config=replace(checkpoint.config, encoding=spec))
+
+
+def _created(
+    spec: EncodingSpec,
+    given: Mapping[str, Any],
+    shape: ModelConfig,
+    context: int,
+    device: torch.device,
+) -> PositionalEncoding:
+    try:
+        return create(spec, shape, context, device)
+    except (ArithmeticError, TypeError) as error:
+        if not given:
+            raise
+        told = " ".join(f"{name}={value}" for name, value in given.items())
+        raise CommandError(
+            f"--encoding-option {told}: {spec.name} cannot be made with it ({error}); correct the "
+            "value or leave the option out"
+        ) from error
 
 
 def _refuse_missing_weights(checkpoint: Checkpoint, encoding: PositionalEncoding) -> None:

@@ -339,7 +339,7 @@ def test_as_a_program() -> None:
     wrong = run("serve", "--port", "x")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("ropewalk: --port: 'x' is not")
-    named, flagged = run("version"), run("--version")
+    named, flagged = run("version"), run("--version", "serve")
     assert (named.returncode, named.stdout) == (0, flagged.stdout)
 
 
