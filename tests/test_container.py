@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ropewalk.server.cli.main import OTHER_VARIABLES, parser
-from ropewalk.server.cli.options.client import HEALTH_OPTIONS
-from ropewalk.server.cli.options.serve import SERVE_OPTIONS
+from ropewalk.server.cli.options import OTHER_VARIABLES, variables
+from ropewalk.server.cli.serve import serve
+from tests.command_line import understood
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,22 +74,21 @@ def test_health_check_is_the_commands_own() -> None:
     check = last("HEALTHCHECK")
     command = json.loads(check[check.index("[") :])
     assert command == ["ropewalk", "health"]
-    assert parser().parse_args(command[1:]).command == "health"
+    asked = understood(*command[1:])
+    assert asked.info_name == "health"
     given = float(re.search(r"--timeout=(\d+)s", check)[1])
-    own = next(option.default for option in HEALTH_OPTIONS if option.flag == "--timeout")
-    assert own < given  # the command gives its reason before it is cut off
+    assert asked.params["timeout"] < given  # the command gives its reason before it is cut off
     assert "curl" not in check
 
 
 def test_starts_the_server_on_every_address() -> None:
     assert json.loads(last("ENTRYPOINT")) == ["tini", "--", "ropewalk"]
-    flags = parser().parse_args(json.loads(last("CMD")))
-    assert flags.command == "serve"
+    assert understood(*json.loads(last("CMD"))).info_name == "serve"
     assert environment()["ROPEWALK_HOST"] == "0.0.0.0"
 
 
 def test_variables_are_ones_that_ropewalk_reads() -> None:
-    known = {option.variable for option in SERVE_OPTIONS} | set(OTHER_VARIABLES)
+    known = variables([serve]) | set(OTHER_VARIABLES)
     own = {name for name in environment() if name.startswith("ROPEWALK_")}
     assert own
     assert own <= known

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from ropewalk.server.cli.main import parser
-from ropewalk.server.cli.options.client import CHAT_OPTIONS, HEALTH_OPTIONS
-from ropewalk.server.cli.options.serve import SERVE_OPTIONS
+from ropewalk.server.cli.chat import chat
+from ropewalk.server.cli.health import health
+from ropewalk.server.cli.options import settings_of
+from ropewalk.server.cli.serve import serve
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.download import SMOLLM2, stored
+from tests.command_line import understood
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -56,7 +58,7 @@ def options_of(words: list[str]) -> None:
 
         assert bench.parser().parse_args(words[1:])
     else:
-        assert parser().parse_args(words).command == words[0]
+        assert understood(*words)
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(OTHERS))
@@ -102,7 +104,7 @@ def test_flags_in_the_short_table_are_the_servers() -> None:
     rows = re.findall(r"^\|`--.*$", PAGES, re.MULTILINE)
     flags = re.findall(r"`(--[a-z-]+)`", "".join(rows))
     variables = re.findall(r"`(ROPEWALK_\w+)`", "".join(rows))
-    known = {option.flag: option.variable for option in SERVE_OPTIONS}
+    known = {setting.opts[0]: setting.envvar for setting in settings_of(serve)}
     assert len(rows) >= 5
     assert [known[flag] for flag in flags] == variables
     assert "127.0.0.1, 8000" in rows[0]
@@ -140,18 +142,13 @@ def configuration_page() -> str:
         "`XDG_CACHE_HOME`, or in the user's cache directory. Models of the Hugging Face hub are in "
         "that library's own cache.",
     ]
-    for command, options in (
-        ("serve", SERVE_OPTIONS),
-        ("chat", CHAT_OPTIONS),
-        ("health", HEALTH_OPTIONS),
-    ):
-        rows = [f"## ropewalk {command}\n", "|flag|variable|default|meaning|", "|---|---|---|---|"]
-        for option in options:
-            flag = option.flag if option.flag.startswith("--") else option.metavar
-            if option.switch:
-                flag += f"`, `--no-{flag[2:]}"
-            default = option.shown or ("on" if option.default is True else option.default)
-            rows.append(f"|`{flag}`|`{option.variable}`|{default}|{option.help}|")
+    for command in (serve, chat, health):
+        rows = [f"## ropewalk {command.name}\n"]
+        rows += ["|flag|variable|value|default|meaning|", "|---|---|---|---|---|"]
+        for one in settings_of(command):
+            flags = "`, `".join([*one.opts, *one.secondary_opts]).replace("models", "MODEL")
+            cells = (f"`{flags}`", f"`{one.envvar}`", ", ".join(one.values))
+            rows.append(f"|{'|'.join(cells)}|{one.default_in_words}|{one.help}|")
         parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"
 
