@@ -22,4 +22,4 @@ def rooms_table() -> str:
 
 
 def test_the_map_is_what_the_rooms_say() -> None:
-    assert rooms_table() in PAGE
+    assert rooms_table() in PAGE, f"the map should be:\n{rooms_table()}"
