@@ -20,6 +20,7 @@ from ropewalk.server.app.paths import Paths
 from ropewalk.server.app.tokens import token_routes
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.errors import MethodNotAllowed, RouteNotFound, ServeError, quoted
 from ropewalk.server.http.access_log import HttpLog
 from ropewalk.server.http.cancellation import Drain
 from ropewalk.server.http.door import Door
@@ -38,17 +39,9 @@ from ropewalk.server.http.middleware import (
     TrailingSlash,
     state_of,
 )
-from ropewalk.server.http_errors import (
-    MethodNotAllowed,
-    RouteNotFound,
-    error_bytes,
-    error_headers,
-    quoted,
-)
 from ropewalk.server.long_work import share_interpreter
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
-from ropewalk.server.scheduling.request import ServeError
 from ropewalk.server.versions import installed
 
 
@@ -118,9 +111,9 @@ def _add_error_handlers(app: FastAPI, paths: Paths, root_path: str) -> None:
             error = _framework_error(error, None if meant is None else root_path + meant)
         assert isinstance(error, ServeError)  # the only types registered below
         state_of(request.scope)["refusal"] = error
-        body = error_bytes(error)
+        body = error.body()
         response = Response(body, error.status)
-        response.raw_headers = error_headers(error, len(body))
+        response.raw_headers = error.headers(len(body))
         return response
 
     app.add_exception_handler(ServeError, refuse)

@@ -16,18 +16,24 @@ from starlette.types import Receive, Scope, Send
 
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.errors import (
+    DeadlineExceeded,
+    InternalError,
+    RequestFailed,
+    ServeError,
+    ShuttingDown,
+)
 from ropewalk.server.http.cancellation import Drain, End, Ended, Lifeline
 from ropewalk.server.http.door import Visit
 from ropewalk.server.http.middleware import state_of
 from ropewalk.server.http.sse import DONE, EventStream
-from ropewalk.server.http_errors import DeadlineExceeded, InternalError, error_bytes
 from ropewalk.server.long_work import json_bytes, off_loop
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.choice import Choice, Piece, choice_usage, total_usage
 from ropewalk.server.openai.responses import Wire
 from ropewalk.server.openai.schemas import StreamOptions
 from ropewalk.server.openai.streams import Streams, read_together
-from ropewalk.server.scheduling.request import FinishReason, RequestFailed, ServeError, ShuttingDown
+from ropewalk.server.scheduling.request import FinishReason
 
 MANY = 1024  # tokens, which take milliseconds to serialise where they have scores
 
@@ -93,7 +99,7 @@ class Generation(Response):
         self._metrics.stream_error(model)
         try:
             async with asyncio.timeout(stalled_s):
-                await out.finish(b"data: " + error_bytes(error) + b"\n\n")
+                await out.finish(b"data: " + error.body() + b"\n\n")
         except TimeoutError:
             _abort_connection(scope)
 

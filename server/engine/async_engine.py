@@ -16,16 +16,8 @@ from typing import Any, TypeVar
 from ropewalk.server.engine.cache_view import CacheView
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.openmp import use_all_threads
-from ropewalk.server.scheduling.request import (
-    FinishReason,
-    Outlook,
-    Request,
-    RequestFailed,
-    ServeError,
-    ShuttingDown,
-    StepStats,
-    TokenEvent,
-)
+from ropewalk.server.errors import RequestFailed, ServeError, ShuttingDown
+from ropewalk.server.scheduling.request import FinishReason, Outlook, Request, StepStats, TokenEvent
 
 log = getLogger(__name__)
 

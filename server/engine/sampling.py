@@ -10,8 +10,9 @@ from torch import Tensor
 from ropewalk.cache.tensors import tensor_on
 from ropewalk.model.sampler import Ask, Picked, Sampler, ranked
 from ropewalk.server.engine.batch import PromptRows, Sample, StepBatch
+from ropewalk.server.errors import NumericalError, RequestFailed
 from ropewalk.server.scheduling.plan import Sampled
-from ropewalk.server.scheduling.request import NumericalError, Request, RequestFailed, TokenLogprob
+from ropewalk.server.scheduling.request import Request, TokenLogprob
 
 log = getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Self
 
 from starlette.types import Receive
 
-from ropewalk.server.scheduling.request import MAX_RETRY_AFTER, ShuttingDown
+from ropewalk.server.errors import MAX_RETRY_AFTER, ShuttingDown
 
 
 class End(Enum):

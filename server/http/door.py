@@ -9,8 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from ropewalk.server.errors import QueueFull
 from ropewalk.server.scheduling.pace import Appointments, no_place, no_time
-from ropewalk.server.scheduling.request import Outlook, QueueFull
+from ropewalk.server.scheduling.request import Outlook
 
 # Estimates err. Who is admitted and then waits too long has cost more than a refusal at the door.
 SURE = 0.6

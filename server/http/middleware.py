@@ -1,7 +1,7 @@
 """What happens to every request before its route: pure ASGI, one class per concern.
 
 Pure, because wrappers that build a request of their own hide the client's disconnect. The classes
-raise or send the errors of server/http_errors.py, and know no routes but the open ones.
+raise or send the errors of server/errors.py, and know no routes but the open ones.
 """
 
 import asyncio
@@ -20,22 +20,21 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ropewalk.server.http.access_log import Exchange, HttpLog
-from ropewalk.server.http.cancellation import Drain
-from ropewalk.server.http.door import Door
-from ropewalk.server.http_errors import (
+from ropewalk.server.errors import (
     BodyTooLarge,
     InternalError,
+    ServeError,
+    ShuttingDown,
     Unauthorized,
     UnsupportedCoding,
     UnsupportedMedia,
     WrongHost,
     WrongOrigin,
-    error_bytes,
-    error_headers,
     quoted,
 )
-from ropewalk.server.scheduling.request import ServeError, ShuttingDown
+from ropewalk.server.http.access_log import Exchange, HttpLog
+from ropewalk.server.http.cancellation import Drain
+from ropewalk.server.http.door import Door
 
 # Reachable without a key, and while draining: for load balancers and supervisors.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
@@ -53,12 +52,12 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 
 async def send_error(send: Send, error: ServeError) -> None:
-    body = error_bytes(error)
+    body = error.body()
     await send(
         {
             "type": "http.response.start",
             "status": error.status,
-            "headers": error_headers(error, len(body)),
+            "headers": error.headers(len(body)),
         }
     )
     await send({"type": "http.response.body", "body": body})

@@ -7,8 +7,8 @@ import asyncio
 
 from starlette.types import Send
 
+from ropewalk.server.errors import Headers
 from ropewalk.server.http.cancellation import End, Lifeline
-from ropewalk.server.http_errors import Headers
 
 STREAM_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

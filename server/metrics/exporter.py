@@ -6,11 +6,11 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import Metric
 from prometheus_client.openmetrics import exposition
 
-from ropewalk.server.http_errors import REJECTIONS, rejection
+from ropewalk.server.errors import REJECTIONS, ServeError
 from ropewalk.server.metrics.compat import ALIASES, Alias
 from ropewalk.server.metrics.families import INFO_LABELS, Families
 from ropewalk.server.metrics.per_model import ModelMetrics
-from ropewalk.server.scheduling.request import ServeError, StepStats
+from ropewalk.server.scheduling.request import StepStats
 from ropewalk.server.versions import installed
 
 CONTENT_TYPES = {
@@ -141,10 +141,9 @@ class Metrics:
 
         `model_name` is None when the model is not known.
         """
-        labels = rejection(type(error))
-        if labels is not None:
+        if error.reason is not None:
             known = self._unmatched if model_name is None else self._models[model_name].rejections
-            known[labels].inc()
+            known[error.reason, error.code].inc()
 
     def disconnected(self, model_name: str) -> None:
         """A client went away, or stopped reading, before its answer was complete."""

@@ -11,7 +11,7 @@ from ropewalk.cache.kept import Moves
 from ropewalk.cache.manager import BlockCounts
 from ropewalk.cache.types import OpReport
 from ropewalk.model.encodings.common.cost import PositionalWork
-from ropewalk.server.http_errors import REJECTIONS
+from ropewalk.server.errors import REJECTIONS
 from ropewalk.server.metrics.families import Families
 from ropewalk.server.scheduling.request import (
     ContextShift,

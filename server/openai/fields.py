@@ -8,8 +8,7 @@ refused by name. `null` always means "not given". README.md points users here.
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from ropewalk.server.http_errors import UnknownField, quoted
-from ropewalk.server.scheduling.request import InvalidField, UnsupportedField
+from ropewalk.server.errors import InvalidField, UnknownField, UnsupportedField, quoted
 
 
 def _one_of(*values: object) -> Callable[[Any], bool]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any, NoReturn, cast
 
-from ropewalk.server.http_errors import DuplicateKey, InvalidBody, quoted
+from ropewalk.server.errors import DuplicateKey, InvalidBody, quoted
 
 MAX_DEPTH = 32
 

@@ -4,8 +4,7 @@ import re
 
 from pydantic_core import ErrorDetails
 
-from ropewalk.server.http_errors import MissingField, UnknownField
-from ropewalk.server.scheduling.request import InvalidField, UnsupportedField
+from ropewalk.server.errors import InvalidField, MissingField, UnknownField, UnsupportedField
 
 
 def refusal(details: ErrorDetails) -> InvalidField:

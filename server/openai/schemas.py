@@ -20,9 +20,9 @@ from pydantic import (
     ValidationError,
 )
 
+from ropewalk.server.errors import InvalidField
 from ropewalk.server.openai.fields import supported_fields
 from ropewalk.server.openai.refusal import refusal
-from ropewalk.server.scheduling.request import InvalidField
 
 MAX_PROMPTS = 1024
 MAX_STOP_IDS = 128

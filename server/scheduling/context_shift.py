@@ -10,13 +10,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ropewalk.cache.types import Capability, Evict, NoRoom, Op, Operation, OpReport
-from ropewalk.server.scheduling.request import (
-    ContextShift,
-    InvalidField,
-    Overflow,
-    Request,
-    UnsupportedField,
-)
+from ropewalk.server.errors import InvalidField, UnsupportedField
+from ropewalk.server.scheduling.request import ContextShift, Overflow, Request
 
 
 class CacheOperations(Protocol):

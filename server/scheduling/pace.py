@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import floor
 from statistics import fmean
 
-from ropewalk.server.scheduling.request import MAX_RETRY_AFTER, QueueFull, QueueTime, Request
+from ropewalk.server.errors import MAX_RETRY_AFTER, QueueFull, QueueTime
+from ropewalk.server.scheduling.request import Request
 
 RECENT = 32  # ended requests from which the pace is taken, at least
 # Who comes too late has waited; who comes too early may have no try left.

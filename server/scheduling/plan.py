@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from math import inf
 
 from ropewalk.cache.types import OpReport
-from ropewalk.server.scheduling.request import ContextShift, Request, ServeError, TokenLogprob
+from ropewalk.server.errors import PromptTooLong, ServeError
+from ropewalk.server.scheduling.request import ContextShift, Request, TokenLogprob
 
 KEPT = 8  # one place in so many is kept for others than whoever has all the rest
 
@@ -34,6 +35,29 @@ class Limits:
     def most_queue(self) -> int:
         """Places in the queue that one client may have."""
         return self.max_queue - self.max_queue // KEPT * self.several_clients
+
+
+def check_length(
+    prompt: int, source: int, context: int, *, model: str = "", param: str = "prompt"
+) -> None:
+    """Raises PromptTooLong unless prompt, source and a token of an answer fit into contexts.
+
+    prompt, source: tokens that the decoder and an encoder read. model: named to a client, like
+    the field that it sent.
+    """
+    what = param if model else "The prompt"
+    of, end = (f" of {model}", "") if model else ("", ".")
+    if source > context:
+        reads = f"encoder{of} reads at most" if model else "encoder's context holds"
+        raise PromptTooLong(
+            f"{what} has {source} tokens, but the {reads} {context}; shorten it{end}", param
+        )
+    if prompt >= context:
+        raise PromptTooLong(
+            f"{what} has {prompt} tokens, but the context{of} holds {context}, at least one of "
+            f"which is for the answer; shorten it{end}",
+            param,
+        )
 
 
 @dataclass(frozen=True, slots=True)

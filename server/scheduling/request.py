@@ -1,19 +1,4 @@
-"""Requests, what the engine says about them, and the errors a client can see. No torch.
-
-ServeError
-├── InvalidField         400
-│   ├── PromptTooLong    400
-│   └── UnsupportedField 400
-├── ModelNotFound        404
-├── QueueFull            429
-│   └── QueueTime        429
-├── RequestFailed        500
-│   ├── NumericalError   500
-│   ├── CacheChanged     500
-│   └── WeightsChanged   503
-├── ModelWithdrawn       503
-└── ShuttingDown         503
-"""
+"""Requests, and what the engine says about them. Plain data: no torch."""
 
 import random
 from dataclasses import dataclass, field
@@ -25,99 +10,7 @@ from ropewalk.cache.manager import BlockCounts
 from ropewalk.cache.types import OpReport
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
 from ropewalk.model.sampling import SamplingParams
-
-MAX_RETRY_AFTER = 60  # seconds; the openai package disregards longer advice
-# How long a supervisor may take to start the server again: most of it goes into loading.
-RESTART_SECONDS = 5
-
-
-class ServeError(Exception):
-    """An answer other than 200: status, OpenAI error code, and the field at fault.
-
-    `quotes`: the message may contain a client's text, which must not get into the log.
-    """
-
-    status = 500
-    code = "internal_error"
-    retry_after: int | None = None  # whole seconds until another try may succeed
-
-    def __init__(self, message: str, param: str | None = None, *, quotes: bool = False) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        self.quotes = quotes
-
-
-class InvalidField(ServeError):
-    status = 400
-    code = "invalid_value"
-
-
-class UnsupportedField(InvalidField):
-    code = "unsupported_parameter"
-
-
-class PromptTooLong(InvalidField):
-    code = "context_length_exceeded"
-
-
-class ModelNotFound(ServeError):
-    status = 404
-    code = "model_not_found"
-
-
-class QueueFull(ServeError):
-    status = 429
-    code = "queue_full"
-
-    def __init__(self, message: str, *, retry_after: int = 1) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
-class QueueTime(QueueFull):
-    """The request would wait, or has waited, for longer than it may."""
-
-    code = "queue_time"
-
-
-class RequestFailed(ServeError):
-    """This request alone failed inside the engine."""
-
-
-class NumericalError(RequestFailed):
-    code = "numerical_error"
-
-
-class CacheChanged(RequestFailed):
-    """Cached entries that the answer depends on changed in memory; a retry starts afresh."""
-
-    code = "cache_changed"
-
-
-class WeightsChanged(RequestFailed):
-    """The model's weights changed in memory while it computed the answer."""
-
-    status = 503
-    code = "weights_changed"
-    retry_after = RESTART_SECONDS
-
-
-class ModelWithdrawn(ServeError):
-    """The model answers nothing any more: its weights have changed in memory."""
-
-    status = 503
-    code = "model_withdrawn"
-    retry_after = RESTART_SECONDS
-
-
-class ShuttingDown(ServeError):
-    status = 503
-    code = "shutting_down"
-
-    def __init__(self, why: str | None = None, *, retry_after: int = RESTART_SECONDS) -> None:
-        super().__init__(why or "the server is shutting down; send the request to another one")
-        self.retry_after = retry_after
+from ropewalk.server.errors import ServeError
 
 
 class FinishReason(StrEnum):

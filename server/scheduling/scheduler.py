@@ -15,19 +15,16 @@ from typing import TypeVar
 from ropewalk.cache.block_pool import InvariantError
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.types import Fork, NoRoom, OpReport
+from ropewalk.server.errors import CacheChanged, InvalidField, ServeError
 from ropewalk.server.scheduling.context_shift import CacheOperations, ContextShifter
 from ropewalk.server.scheduling.pace import Appointments, Pace, no_place, no_time
-from ropewalk.server.scheduling.plan import Limits, Plan, Sampled, Work
+from ropewalk.server.scheduling.plan import Limits, Plan, Sampled, Work, check_length
 from ropewalk.server.scheduling.request import (
-    CacheChanged,
     FinishReason,
-    InvalidField,
     Outlook,
     Overflow,
-    PromptTooLong,
     Request,
     RequestSummary,
-    ServeError,
     TokenEvent,
 )
 from ropewalk.server.scheduling.turns import Turns
@@ -352,21 +349,9 @@ class Scheduler:
             raise InvariantError("something is remembered of a request that ended")
 
     def _require_possible(self, request: Request) -> None:
-        tokens, context = len(request.tokens), self._limits.max_context
-        if len(request.source) > context:
-            raise PromptTooLong(
-                f"The prompt has {len(request.source)} tokens, but the encoder's context holds "
-                f"{context}; shorten the prompt.",
-                "prompt",
-            )
-        if tokens == 0:
+        if not request.tokens:
             raise InvalidField("The prompt has no tokens; send at least one.", "prompt")
-        if tokens >= context:
-            raise PromptTooLong(
-                f"The prompt has {tokens} tokens, but the context holds {context}, at least one of "
-                "which is for the answer; shorten the prompt.",
-                "prompt",
-            )
+        check_length(len(request.tokens), len(request.source), self._limits.max_context)
         stored = self._room_for(request)
         if stored > self._cache.capacity:
             raise InvalidField(

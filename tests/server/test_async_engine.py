@@ -8,12 +8,8 @@ import pytest
 
 from ropewalk.server.engine import async_engine
 from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.scheduling.request import (
-    FinishReason,
-    PromptTooLong,
-    RequestFailed,
-    ShuttingDown,
-)
+from ropewalk.server.errors import PromptTooLong, RequestFailed, ShuttingDown
+from ropewalk.server.scheduling.request import FinishReason
 from tests.server.fake_engine import counting, make_engine, make_request
 
 pytestmark = pytest.mark.anyio

@@ -20,10 +20,11 @@ from ropewalk.server.engine.encoding_cost import PositionMeter
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.integrity import Auditor
 from ropewalk.server.engine.runner import Runner
+from ropewalk.server.errors import CacheChanged
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
 from ropewalk.server.scheduling.plan import Limits
-from ropewalk.server.scheduling.request import CacheChanged, FinishReason
+from ropewalk.server.scheduling.request import FinishReason
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model.running import new_cache

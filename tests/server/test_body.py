@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from ropewalk.server.http_errors import DuplicateKey, InvalidBody
+from ropewalk.server.errors import DuplicateKey, InvalidBody
 from ropewalk.server.openai.json_body import MAX_DEPTH, parse_object
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ropewalk.server import long_work
-from ropewalk.server.http_errors import DuplicateKey, InvalidBody
+from ropewalk.server.errors import DuplicateKey, InvalidBody
 from ropewalk.server.long_work import PIECE, json_text
 from ropewalk.server.openai import json_body
 from ropewalk.server.openai.json_body import parse_object

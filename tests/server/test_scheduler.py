@@ -7,16 +7,9 @@ import pytest
 from ropewalk.cache.block_pool import InvariantError
 from ropewalk.cache.manager import CacheManager
 from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.errors import InvalidField, PromptTooLong, QueueFull, RequestFailed
 from ropewalk.server.scheduling.plan import Limits, Plan, Sampled, Work
-from ropewalk.server.scheduling.request import (
-    FinishReason,
-    InvalidField,
-    PromptTooLong,
-    QueueFull,
-    Request,
-    RequestFailed,
-    TokenLogprob,
-)
+from ropewalk.server.scheduling.request import FinishReason, Request, TokenLogprob
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 

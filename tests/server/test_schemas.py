@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from ropewalk.server.http_errors import MissingField, UnknownField
+from ropewalk.server.errors import InvalidField, MissingField, UnknownField, UnsupportedField
 from ropewalk.server.openai.fields import HARMLESS, UNSUPPORTED
 from ropewalk.server.openai.schemas import (
     CachePlanBody,
@@ -14,7 +14,6 @@ from ropewalk.server.openai.schemas import (
     TokenizeBody,
     read_body,
 )
-from ropewalk.server.scheduling.request import InvalidField, UnsupportedField
 
 HUGE = 10**30
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from ropewalk.cache.manager import CacheManager
 from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.errors import QueueFull
 from ropewalk.server.scheduling.plan import Limits
-from ropewalk.server.scheduling.request import QueueFull, Request
+from ropewalk.server.scheduling.request import Request
 from ropewalk.server.scheduling.scheduler import Scheduler
 from ropewalk.server.scheduling.turns import Turns
 from tests.cache.bookkeeping import Bookkeeping

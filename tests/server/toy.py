@@ -14,15 +14,14 @@ from ropewalk.model.chat.template import ChatTemplate
 from ropewalk.server import listen
 from ropewalk.server.app.app import create_app
 from ropewalk.server.config import HttpOptions
+from ropewalk.server.errors import PromptTooLong, ServeError
 from ropewalk.server.http.protocol import Server, uvicorn_config
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models, Served
 from ropewalk.server.scheduling.request import (
     FinishReason,
     Outlook,
-    PromptTooLong,
     Request,
-    ServeError,
     TokenEvent,
     TokenLogprob,
 )
