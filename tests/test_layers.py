@@ -239,8 +239,8 @@ def test_rooms_lean_one_way() -> None:
 
 def test_a_planted_circle_of_rooms_is_found() -> None:
     planted = {
-        "server/http/sse.py": "from ropewalk.server.app import app",
-        "server/app/app.py": "from ropewalk.server.http.sse import ping",
+        "server/http/streaming.py": "from ropewalk.server.app import app",
+        "server/app/app.py": "from ropewalk.server.http.streaming import ping",
     }
     with pytest.raises(CycleError):
         TopologicalSorter(rooms(planted)).prepare()

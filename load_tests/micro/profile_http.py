@@ -33,7 +33,7 @@ from ropewalk.server.engine.forward_timer import watched
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.in_thread import HOST, in_thread
 from ropewalk.server.http.protocol import Server, uvicorn_config
-from ropewalk.server.http.sse import DONE
+from ropewalk.server.http.streaming import DONE
 from ropewalk.server.openai.choice import Choice
 from ropewalk.server.openai.responses import CompletionWire
 from ropewalk.server.openai.served_models import Models, Served

@@ -22,8 +22,6 @@ from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.errors import MethodNotAllowed, RouteNotFound, ServeError, quoted
 from ropewalk.server.http.access_log import HttpLog
-from ropewalk.server.http.cancellation import Drain
-from ropewalk.server.http.door import Door
 from ropewalk.server.http.middleware import (
     AllowedHosts,
     Auth,
@@ -39,9 +37,11 @@ from ropewalk.server.http.middleware import (
     TrailingSlash,
     state_of,
 )
+from ropewalk.server.http.streaming import Drain
 from ropewalk.server.long_work import share_interpreter
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
+from ropewalk.server.scheduling.queue import Door
 from ropewalk.server.versions import installed
 
 

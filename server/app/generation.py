@@ -23,16 +23,15 @@ from ropewalk.server.errors import (
     ServeError,
     ShuttingDown,
 )
-from ropewalk.server.http.cancellation import Drain, End, Ended, Lifeline
-from ropewalk.server.http.door import Visit
 from ropewalk.server.http.middleware import state_of
-from ropewalk.server.http.sse import DONE, EventStream
+from ropewalk.server.http.streaming import DONE, Drain, End, Ended, EventStream, Lifeline
 from ropewalk.server.long_work import json_bytes, off_loop
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.choice import Choice, Piece, choice_usage, total_usage
 from ropewalk.server.openai.responses import Wire
 from ropewalk.server.openai.schemas import StreamOptions
 from ropewalk.server.openai.streams import Streams, read_together
+from ropewalk.server.scheduling.queue import Visit
 from ropewalk.server.scheduling.request import FinishReason
 
 MANY = 1024  # tokens, which take milliseconds to serialise where they have scores

@@ -18,8 +18,7 @@ from ropewalk.model.encodings.common.cost import PositionalWork
 from ropewalk.server.engine.cache_view import CacheView, view
 from ropewalk.server.engine.encoding_cost import PositionMeter
 from ropewalk.server.engine.integrity import Auditor
-from ropewalk.server.engine.runner import Launch, Run
-from ropewalk.server.engine.sampling import Sampling
+from ropewalk.server.engine.runner import Launch, Run, Sampling
 from ropewalk.server.errors import RequestFailed, ServeError
 from ropewalk.server.scheduling.plan import Plan, Sampled, Work
 from ropewalk.server.scheduling.request import (

@@ -16,7 +16,7 @@ from ropewalk.model.sampling import SamplingParams
 from ropewalk.model.tokenizers.base import InvalidText
 from ropewalk.server.errors import InvalidField, PromptTooLong, QueueFull, UnsupportedField
 from ropewalk.server.long_work import off_loop
-from ropewalk.server.openai.choice import Choice
+from ropewalk.server.openai.choice import Choice, spell_prompt
 from ropewalk.server.openai.schemas import (
     AS_MANY_AS_FIT,
     ChatBody,
@@ -25,7 +25,6 @@ from ropewalk.server.openai.schemas import (
     Message,
 )
 from ropewalk.server.openai.served_models import Served
-from ropewalk.server.openai.spelling import spell_prompt
 from ropewalk.server.scheduling.plan import check_length
 from ropewalk.server.scheduling.request import Overflow, Request
 

@@ -2,7 +2,7 @@
 
 There are no prefill and decode phases: a request has known and computed tokens, and in each step
 the computed ones catch up with the known ones, oldest request first, within a budget. Who is
-admitted next is decided by turns (server/scheduling/turns.py).
+admitted next is decided by turns (server/scheduling/queue.py).
 """
 
 import time
@@ -17,8 +17,8 @@ from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.types import Fork, NoRoom, OpReport
 from ropewalk.server.errors import CacheChanged, InvalidField, ServeError
 from ropewalk.server.scheduling.context_shift import CacheOperations, ContextShifter
-from ropewalk.server.scheduling.pace import Appointments, Pace, no_place, no_time
 from ropewalk.server.scheduling.plan import Limits, Plan, Sampled, Work, check_length
+from ropewalk.server.scheduling.queue import Appointments, Pace, Turns, no_place, no_time
 from ropewalk.server.scheduling.request import (
     FinishReason,
     Outlook,
@@ -27,7 +27,6 @@ from ropewalk.server.scheduling.request import (
     RequestSummary,
     TokenEvent,
 )
-from ropewalk.server.scheduling.turns import Turns
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from ropewalk.cache.manager import CacheManager
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import QueueFull
 from ropewalk.server.scheduling.plan import Limits
+from ropewalk.server.scheduling.queue import Turns
 from ropewalk.server.scheduling.request import Request
 from ropewalk.server.scheduling.scheduler import Scheduler
-from ropewalk.server.scheduling.turns import Turns
 from tests.cache.bookkeeping import Bookkeeping
 from tests.server.test_scheduler import Clock, names, shape, step
 
