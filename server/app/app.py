@@ -3,10 +3,11 @@
 Is passed everything it uses: server/launch/build.py makes the models, the engine and the server.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from typing import NoReturn
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
@@ -16,26 +17,20 @@ from ropewalk.server.app.cache_plan import CachePlanner
 from ropewalk.server.app.encodings import encoding_routes
 from ropewalk.server.app.openai import Serving, openai_routes
 from ropewalk.server.app.operations import operation_routes
-from ropewalk.server.app.paths import Paths
 from ropewalk.server.app.tokens import token_routes
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.errors import MethodNotAllowed, RouteNotFound, ServeError, quoted
 from ropewalk.server.http.access_log import HttpLog
 from ropewalk.server.http.middleware import (
+    Addressed,
+    Admission,
     AllowedHosts,
     Auth,
     BodyLimit,
     Guard,
-    Head,
-    InFlight,
-    Logged,
     Origins,
-    Queued,
-    RequestId,
-    RootPath,
-    TrailingSlash,
-    state_of,
+    Recorded,
 )
 from ropewalk.server.http.streaming import Drain
 from ropewalk.server.long_work import share_interpreter
@@ -43,6 +38,9 @@ from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
 from ropewalk.server.scheduling.queue import Door
 from ropewalk.server.versions import installed
+
+# What clients get wrong is the part before: a base URL without /v1, or with it twice.
+_MOST_BEFORE = 3
 
 
 def create_app(
@@ -94,9 +92,25 @@ def create_app(
     routes = [each for router in routers for each in router.routes if isinstance(each, Route)]
     for route in routes:
         metrics.add_route(route.path_format, route.methods or ())
-    paths = Paths(routes)
-    _add_error_handlers(app, paths, options.root_path)
-    _add_middleware(app, models, options, drain, door, log, paths)
+    paths, prefix = Paths(routes), options.root_path
+
+    @app.exception_handler(HTTPException)
+    async def refuse(request: Request, error: HTTPException) -> NoReturn:
+        meant = paths.meant(request.scope["path"])
+        raise _framework_error(error, None if meant is None else prefix + meant)
+
+    # Innermost first.
+    app.add_middleware(BodyLimit, limit=_body_limit(models, options))
+    app.add_middleware(Admission, drain=drain, door=door)
+    if options.api_keys:
+        app.add_middleware(Auth, keys=options.api_keys, shared_prefixes=options.share_prefixes)
+    if options.allowed_hosts:
+        app.add_middleware(AllowedHosts, hosts=options.allowed_hosts)
+    app.add_middleware(Guard)
+    if options.allowed_origins:  # without these headers browsers cannot even read errors
+        app.add_middleware(Origins, origins=options.allowed_origins)
+    app.add_middleware(Recorded, log=log, template=paths.template)
+    app.add_middleware(Addressed, prefix=prefix, known=paths.template)
     return app
 
 
@@ -104,20 +118,25 @@ def own_version() -> str:
     return installed("ropewalk")
 
 
-def _add_error_handlers(app: FastAPI, paths: Paths, root_path: str) -> None:
-    async def refuse(request: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException):
-            meant = paths.meant(request.scope["path"])
-            error = _framework_error(error, None if meant is None else root_path + meant)
-        assert isinstance(error, ServeError)  # the only types registered below
-        state_of(request.scope)["refusal"] = error
-        body = error.body()
-        response = Response(body, error.status)
-        response.raw_headers = error.headers(len(body))
-        return response
+class Paths:
+    """Knows every route's path, such as /v1/models/{name}."""
 
-    app.add_exception_handler(ServeError, refuse)
-    app.add_exception_handler(HTTPException, refuse)
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self._paths = [(route.path_regex, route.path_format) for route in routes]
+
+    def template(self, path: str) -> str | None:
+        """Of the route for that path; None where there is none."""
+        return next((form for regex, form in self._paths if regex.match(path)), None)
+
+    def meant(self, path: str) -> str | None:
+        """The path of the API that ends as this one does."""
+        parts = path.split("/")[1:]
+        for start in range(min(len(parts), _MOST_BEFORE + 1)):
+            end = "/" + "/".join(parts[start:])
+            for guess in (f"/v1{end}", end):
+                if self.template(guess) is not None:
+                    return guess
+        return None
 
 
 def _framework_error(error: HTTPException, meant: str | None) -> ServeError:
@@ -131,35 +150,6 @@ def _framework_error(error: HTTPException, meant: str | None) -> ServeError:
         )
     hint = "see the API in README.md" if meant is None else f"did you mean {quoted(meant)}?"
     return RouteNotFound(f"there is nothing at this path; {hint}")
-
-
-def _add_middleware(
-    app: FastAPI,
-    models: Models,
-    options: HttpOptions,
-    drain: Drain,
-    door: Door,
-    log: HttpLog,
-    paths: Paths,
-) -> None:
-    """Innermost first."""
-    app.add_middleware(Head)
-    app.add_middleware(BodyLimit, limit=_body_limit(models, options))
-    app.add_middleware(Queued, door=door)
-    app.add_middleware(InFlight, drain=drain)
-    if options.api_keys:
-        app.add_middleware(Auth, keys=options.api_keys, shared_prefixes=options.share_prefixes)
-    if options.allowed_hosts:
-        app.add_middleware(AllowedHosts, hosts=options.allowed_hosts)
-    app.add_middleware(Guard)
-    if options.allowed_origins:  # without these headers browsers cannot even read errors
-        app.add_middleware(Origins, origins=options.allowed_origins)
-        app.add_middleware(Guard)  # for what the former refuses
-    app.add_middleware(Logged, log=log, template=paths.template)
-    app.add_middleware(RequestId)
-    app.add_middleware(TrailingSlash)
-    if options.root_path:
-        app.add_middleware(RootPath, prefix=options.root_path, known=paths.template)
 
 
 def _body_limit(models: Models, options: HttpOptions) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass, field
 from math import floor
 from statistics import fmean
+from typing import Self
 
 from ropewalk.server.errors import MAX_RETRY_AFTER, QueueFull, QueueTime
 from ropewalk.server.scheduling.request import Outlook, Request
@@ -248,6 +249,12 @@ class Visit:
             self._door.count(self, -1)
             self.model = model
             self._door.count(self, 1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.begin()
 
     def begin(self) -> None:
         """It waits no longer: it has its first token, or has ended. Repeating this is harmless."""
