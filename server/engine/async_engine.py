@@ -32,9 +32,9 @@ STOP_SECONDS = 30.0
 class _Stream:
     """What one caller of `generate` waits on. Touched by the event loop only."""
 
+    open: set[str]  # requests whose last event is still to be dispatched; later ones are dropped
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    pending: list[TokenEvent] = field(default_factory=list)
-    ended: bool = False  # its last event has been dispatched; whatever comes later is dropped
+    pending: dict[str, list[TokenEvent]] = field(default_factory=dict)  # by request
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,32 +167,44 @@ class AsyncEngine:
         return self._outlooks[model]
 
     async def generate(
-        self, model: str, request: Request
-    ) -> AsyncGenerator[list[TokenEvent], None]:
-        """Yields the events since the last iteration, at least one; the final one has a `finish`.
+        self, model: str, requests: Sequence[Request]
+    ) -> AsyncGenerator[list[tuple[int, list[TokenEvent]]], None]:
+        """Yields the events since the last iteration, at least one, by index into `requests`.
 
-        Raises ServeError at the first iteration when the request is refused. Closing the generator
-        early aborts the request.
+        The final one of each request has a `finish`. Raises ServeError where a request is refused
+        or ends before its first token. Closing the generator early aborts all that have not ended.
         """
         self._require_running()
-        stream = self._streams[request.id] = _Stream()
-        self._post(_Submit(model, request))
-        finished = started = False
+        places = {request.id: index for index, request in enumerate(requests)}
+        stream = _Stream(set(places))
+        self._streams |= dict.fromkeys(places, stream)
+        self._post(*(_Submit(model, request) for request in requests))
+        started: set[str] = set()
         try:
-            while not finished:
+            while stream.open or stream.pending:
                 await stream.wake.wait()
                 stream.wake.clear()
-                events, stream.pending = stream.pending, []
-                last = events[-1]
-                finished = last.finish is not None
-                if not started and last.error is not None and last.token is None:
-                    raise last.error
-                started = True
-                yield events
+                pending, stream.pending = stream.pending, {}
+                for request_id, events in pending.items():
+                    last = events[-1]
+                    if last.error is not None and last.token is None and request_id not in started:
+                        raise last.error
+                started |= pending.keys()
+                if pending:
+                    yield [(places[request_id], events) for request_id, events in pending.items()]
         finally:
-            del self._streams[request.id]
-            if not finished:
-                self._post(_Abort(model, request.id))
+            for request_id in places:
+                del self._streams[request_id]
+            self._post(*(_Abort(model, request_id) for request_id in stream.open))
+
+    def abort(self, model: str, request: Request) -> None:
+        """End one of the requests that are being generated; no more of its events come."""
+        stream = self._streams[request.id]
+        if request.id in stream.open:
+            stream.open.discard(request.id)
+            self._post(_Abort(model, request.id))
+        stream.pending.pop(request.id, None)
+        stream.wake.set()  # it may have been the last one
 
     async def cache_view(self, model: str) -> CacheView:
         """A model's cache as it is between two steps. Raises ServeError when that fails."""
@@ -220,9 +232,9 @@ class AsyncEngine:
         if self.failure is not None or self._stopping:
             raise ShuttingDown(self.failure)
 
-    def _post(self, command: _Submit | _Abort | _Look | _Flush) -> None:
+    def _post(self, *commands: _Submit | _Abort | _Look | _Flush) -> None:
         with self._inbox_changed:
-            self._inbox.append(command)
+            self._inbox += commands
             self._inbox_changed.notify()
 
     # ------------------------------------------------------------------ on the event loop
@@ -230,10 +242,11 @@ class AsyncEngine:
     def _dispatch(self, events: list[TokenEvent]) -> None:
         for event in events:
             stream = self._streams.get(event.request_id)
-            if stream is None or stream.ended:  # its caller has left, or has had its last event
-                continue
-            stream.ended = event.finish is not None
-            stream.pending.append(event)
+            if stream is None or event.request_id not in stream.open:
+                continue  # its caller has left, or has had its last event
+            if event.finish is not None:
+                stream.open.discard(event.request_id)
+            stream.pending.setdefault(event.request_id, []).append(event)
             stream.wake.set()
 
     async def _watch(self) -> None:
