@@ -28,8 +28,8 @@ from ropewalk.server.app.app import create_app
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.assemble import wired
 from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.engine.encoding_cost import PositionMeter
 from ropewalk.server.engine.forward_timer import watched
+from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.in_thread import HOST, in_thread
 from ropewalk.server.http.protocol import Server, uvicorn_config

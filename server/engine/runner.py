@@ -72,7 +72,8 @@ class Runner:
     def __call__(self, work: tuple[Work, ...]) -> Mapping[str, Sampled]:
         """The next token of every request whose last known token is computed in this step."""
         batch = self.build(work)
-        return self.sample(self._forward(batch.forward, self._kv), batch)
+        logits = self._forward(batch.forward, self._kv)
+        return self.sample(logits, batch)
 
     def launch(self, work: tuple[Work, ...], after: Sampling | None) -> Sampling:
         """Like a call, but without waiting for the device; every request must get a token.

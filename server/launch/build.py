@@ -34,10 +34,10 @@ from ropewalk.server.app.cache_plan import CachePlanner
 from ropewalk.server.config import ModelOptions, ModelSource, ServerConfig
 from ropewalk.server.engine.assemble import ledger_of, sums_by, wired
 from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.engine.encoding_cost import PositionMeter, no_cost
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.forward_timer import TimedDecoder
 from ropewalk.server.engine.openmp import end_idle_threads
+from ropewalk.server.engine.statistics import PositionMeter, no_cost
 from ropewalk.server.engine.warm_up import warm_up
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.protocol import Server, uvicorn_config

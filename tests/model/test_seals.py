@@ -21,7 +21,7 @@ from ropewalk.model.weights import checksums
 from ropewalk.model.weights.checksums import CHUNK, PORTIONS, STEPS, Changed, Seals
 from ropewalk.model.weights.fixed import fixed_tensors
 from ropewalk.server.engine.assemble import ledger_of, wired
-from ropewalk.server.engine.encoding_cost import PositionMeter
+from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.scheduling.plan import Limits
 from ropewalk.server.scheduling.request import Overflow
 from tests.model.checkpoints import save

@@ -21,10 +21,10 @@ from ropewalk.server.cli.options.base import add_options, read_options
 from ropewalk.server.cli.options.serve import SERVE_OPTIONS
 from ropewalk.server.config import HttpOptions, server_config
 from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.engine.encoding_cost import PositionMeter
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.integrity import Auditor
 from ropewalk.server.engine.runner import Runner
+from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.engine.warm_up import Speed
 from ropewalk.server.launch.build import load_models
 from ropewalk.server.metrics.exporter import Metrics
