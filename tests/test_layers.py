@@ -63,7 +63,6 @@ NO_TORCH = (
     "server/errors.py",
     "server/listen.py",
     "server/cli/options/base.py",
-    "server/scheduling/plan.py",
     "server/cli/printing.py",
     "server/download.py",
     "server/scheduling/request.py",

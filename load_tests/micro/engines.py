@@ -18,7 +18,7 @@ from ropewalk.model.layers.decoder import Decoder
 from ropewalk.server.engine.assemble import Wired, wired
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.statistics import PositionMeter
-from ropewalk.server.scheduling.plan import Limits
+from ropewalk.server.scheduling.request import Limits
 
 
 def decoding(

@@ -37,8 +37,7 @@ from ropewalk.server.http.streaming import DONE
 from ropewalk.server.openai.choice import Choice
 from ropewalk.server.openai.responses import CompletionWire
 from ropewalk.server.openai.served_models import Models, Served
-from ropewalk.server.scheduling.plan import Limits
-from ropewalk.server.scheduling.request import StepStats
+from ropewalk.server.scheduling.request import Limits, StepStats
 
 DETOKENISING, CHUNKS, HTTP = "detokenising", "chunks as JSON", "HTTP"
 PARTS = (DETOKENISING, CHUNKS, HTTP)

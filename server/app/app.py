@@ -3,7 +3,7 @@
 Is passed everything it uses: server/launch/build.py makes the models, the engine and the server.
 """
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import NoReturn
 
@@ -30,6 +30,7 @@ from ropewalk.server.http.middleware import (
     BodyLimit,
     Guard,
     Origins,
+    Paths,
     Recorded,
 )
 from ropewalk.server.http.streaming import Drain
@@ -38,9 +39,6 @@ from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
 from ropewalk.server.scheduling.queue import Door
 from ropewalk.server.versions import installed
-
-# What clients get wrong is the part before: a base URL without /v1, or with it twice.
-_MOST_BEFORE = 3
 
 
 def create_app(
@@ -109,34 +107,13 @@ def create_app(
     app.add_middleware(Guard)
     if options.allowed_origins:  # without these headers browsers cannot even read errors
         app.add_middleware(Origins, origins=options.allowed_origins)
-    app.add_middleware(Recorded, log=log, template=paths.template)
-    app.add_middleware(Addressed, prefix=prefix, known=paths.template)
+    app.add_middleware(Recorded, log=log, paths=paths)
+    app.add_middleware(Addressed, prefix=prefix, paths=paths)
     return app
 
 
 def own_version() -> str:
     return installed("ropewalk")
-
-
-class Paths:
-    """Knows every route's path, such as /v1/models/{name}."""
-
-    def __init__(self, routes: Iterable[Route]) -> None:
-        self._paths = [(route.path_regex, route.path_format) for route in routes]
-
-    def template(self, path: str) -> str | None:
-        """Of the route for that path; None where there is none."""
-        return next((form for regex, form in self._paths if regex.match(path)), None)
-
-    def meant(self, path: str) -> str | None:
-        """The path of the API that ends as this one does."""
-        parts = path.split("/")[1:]
-        for start in range(min(len(parts), _MOST_BEFORE + 1)):
-            end = "/" + "/".join(parts[start:])
-            for guess in (f"/v1{end}", end):
-                if self.template(guess) is not None:
-                    return guess
-        return None
 
 
 def _framework_error(error: HTTPException, meant: str | None) -> ServeError:

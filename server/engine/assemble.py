@@ -18,8 +18,7 @@ from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.integrity import Auditor
 from ropewalk.server.engine.runner import Runner
 from ropewalk.server.engine.statistics import PositionMeter
-from ropewalk.server.scheduling.plan import Limits
-from ropewalk.server.scheduling.request import PassTimes
+from ropewalk.server.scheduling.request import Limits, PassTimes
 from ropewalk.server.scheduling.scheduler import Scheduler
 
 

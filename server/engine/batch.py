@@ -14,8 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from ropewalk.cache.manager import Table
 from ropewalk.model.batch import Cross, ForwardBatch
-from ropewalk.server.scheduling.plan import Work
-from ropewalk.server.scheduling.request import Request
+from ropewalk.server.scheduling.request import Request, Work
 
 
 @dataclass(frozen=True, slots=True)

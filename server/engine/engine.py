@@ -18,13 +18,15 @@ from ropewalk.server.engine.integrity import Auditor
 from ropewalk.server.engine.runner import Launch, Run, Sampling
 from ropewalk.server.engine.statistics import Forecast, PositionMeter, Statistics
 from ropewalk.server.errors import RequestFailed, ServeError
-from ropewalk.server.scheduling.plan import Plan, Sampled, Work
 from ropewalk.server.scheduling.request import (
     Outlook,
     PassTimes,
+    Plan,
     Request,
+    Sampled,
     StepStats,
     TokenEvent,
+    Work,
 )
 from ropewalk.server.scheduling.scheduler import Scheduler
 

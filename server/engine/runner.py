@@ -18,8 +18,7 @@ from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.sampler import Ask, Picked, Sampler, ranked
 from ropewalk.server.engine.batch import PromptRows, Sample, StepBatch, StepBatches
 from ropewalk.server.errors import NumericalError, RequestFailed
-from ropewalk.server.scheduling.plan import Sampled, Work
-from ropewalk.server.scheduling.request import Request, TokenLogprob
+from ropewalk.server.scheduling.request import Request, Sampled, TokenLogprob, Work
 
 log = getLogger(__name__)
 

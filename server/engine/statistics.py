@@ -15,8 +15,7 @@ from ropewalk.cache.kv import KVCache
 from ropewalk.cache.manager import CacheManager
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
 from ropewalk.server.engine.integrity import AuditCounts
-from ropewalk.server.scheduling.plan import Plan, Work
-from ropewalk.server.scheduling.request import PassTimes, Phase, StepStats, TokenEvent
+from ropewalk.server.scheduling.request import PassTimes, Phase, Plan, StepStats, TokenEvent, Work
 from ropewalk.server.scheduling.scheduler import Scheduler
 
 Cost = Callable[[int], PositionalWork]  # of one token that sees so many keys

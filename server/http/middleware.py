@@ -1,7 +1,7 @@
 """What happens to every request before its route: pure ASGI, one class per concern.
 
 Pure, because wrappers that build a request of their own hide the client's disconnect. The classes
-raise the errors of server/errors.py, which Guard sends, and know no routes but the open ones.
+raise the errors of server/errors.py, which Guard sends.
 """
 
 import asyncio
@@ -11,13 +11,14 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Collection, MutableMapping
+from collections.abc import Collection, Iterable, MutableMapping
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ropewalk.server.errors import (
@@ -41,6 +42,8 @@ OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 ANSWERED = frozenset({"/v1/completions", "/v1/chat/completions"})  # by the engine
 _PROBES = OPEN_PATHS | {"/metrics"}  # asked for every few seconds; also answered while draining
 
+# What clients get wrong is the part before: a base URL without /v1, or with it twice.
+_MOST_BEFORE = 3
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _log = logging.getLogger("ropewalk.http")
 
@@ -61,6 +64,27 @@ def state_of(scope: Scope) -> MutableMapping[str, Any]:
     return state
 
 
+class Paths:
+    """Knows every route's path, such as /v1/models/{name}."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self._paths = [(route.path_regex, route.path_format) for route in routes]
+
+    def template(self, path: str) -> str | None:
+        """Of the route for that path; None where there is none."""
+        return next((form for regex, form in self._paths if regex.match(path)), None)
+
+    def meant(self, path: str) -> str | None:
+        """The path of the API that ends as this one does."""
+        parts = path.split("/")[1:]
+        for start in range(min(len(parts), _MOST_BEFORE + 1)):
+            end = "/" + "/".join(parts[start:])
+            for guess in (f"/v1{end}", end):
+                if self.template(guess) is not None:
+                    return guess
+        return None
+
+
 class Refusal(Response):
     """The answer that an error makes."""
 
@@ -77,14 +101,15 @@ class Refusal(Response):
 class Addressed:
     """Lets everything inside see a path of the API, and GET for HEAD.
 
-    That is a path without the slashes that clients put behind it, and without a proxy's `prefix`.
-    One that is `known` has no prefix: that may be /v1. The server leaves out the body for HEAD.
+    That is a path without the slashes that clients put behind it, and without a proxy's `prefix`;
+    but one that the API has stays as it is, since the prefix may be /v1. The server itself leaves
+    out the body for HEAD.
     """
 
-    def __init__(self, app: ASGIApp, prefix: str, known: Callable[[str], object]) -> None:
+    def __init__(self, app: ASGIApp, prefix: str, paths: Paths) -> None:
         self._app = app
         self._prefix = prefix
-        self._known = known
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,7 +117,7 @@ class Addressed:
         path, method = scope["path"], scope["method"]
         state_of(scope)["method"] = method
         prefixed = self._prefix and path.startswith(f"{self._prefix}/")
-        if prefixed and not self._known(path.rstrip("/")):
+        if prefixed and self._paths.template(path.rstrip("/")) is None:
             path = path.removeprefix(self._prefix)
         path = path.rstrip("/") or "/"
         method = "GET" if method == "HEAD" else method
@@ -102,13 +127,13 @@ class Addressed:
 class Recorded:
     """Gives each request an id, which its answer shows, and tells the log how it ended.
 
-    A client's own id is echoed if it is harmless. `template` gives the route's path for a path.
+    A client's own id is echoed if it is harmless.
     """
 
-    def __init__(self, app: ASGIApp, log: HttpLog, template: Callable[[str], str | None]) -> None:
+    def __init__(self, app: ASGIApp, log: HttpLog, paths: Paths) -> None:
         self._app = app
         self._log = log
-        self._template = template
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -141,7 +166,7 @@ class Recorded:
                 client=(scope.get("client") or ("-",))[0],
                 method=state["method"],
                 path=scope["raw_path"].decode("ascii"),
-                route=self._template(scope["path"]),
+                route=self._paths.template(scope["path"]),
                 status=status,
                 seconds=time.perf_counter() - began,
                 bytes=sent,

@@ -25,8 +25,7 @@ from ropewalk.server.openai.schemas import (
     Message,
 )
 from ropewalk.server.openai.served_models import Served
-from ropewalk.server.scheduling.plan import check_length
-from ropewalk.server.scheduling.request import Overflow, Request
+from ropewalk.server.scheduling.request import Overflow, Request, check_length
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_BYTES_PER_TOKEN = 16

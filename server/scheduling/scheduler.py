@@ -17,15 +17,19 @@ from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.types import Fork, NoRoom, OpReport
 from ropewalk.server.errors import CacheChanged, InvalidField, ServeError
 from ropewalk.server.scheduling.context_shift import CacheOperations, ContextShifter
-from ropewalk.server.scheduling.plan import Limits, Plan, Sampled, Work, check_length
 from ropewalk.server.scheduling.queue import Appointments, Pace, Turns, no_place, no_time
 from ropewalk.server.scheduling.request import (
     FinishReason,
+    Limits,
     Outlook,
     Overflow,
+    Plan,
     Request,
     RequestSummary,
+    Sampled,
     TokenEvent,
+    Work,
+    check_length,
 )
 
 T = TypeVar("T")

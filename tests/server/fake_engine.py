@@ -29,8 +29,7 @@ from ropewalk.server.engine.warm_up import Speed
 from ropewalk.server.launch.build import load_models
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
-from ropewalk.server.scheduling.plan import Limits
-from ropewalk.server.scheduling.request import Request
+from ropewalk.server.scheduling.request import Limits, Request
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.cache.shape import Shape

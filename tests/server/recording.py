@@ -15,8 +15,7 @@ from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.runner import Runner
 from ropewalk.server.engine.statistics import PositionMeter
-from ropewalk.server.scheduling.plan import Limits
-from ropewalk.server.scheduling.request import Request
+from ropewalk.server.scheduling.request import Limits, Request
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.model.running import full_of_nan, new_cache
 from tests.model.tiny import CONTEXT

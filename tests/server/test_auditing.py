@@ -23,8 +23,7 @@ from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.errors import CacheChanged
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
-from ropewalk.server.scheduling.plan import Limits
-from ropewalk.server.scheduling.request import FinishReason
+from ropewalk.server.scheduling.request import FinishReason, Limits
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model.running import new_cache

@@ -23,8 +23,7 @@ from ropewalk.server.launch.build import load_models
 from ropewalk.server.launch.load_model import prepare
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.choice import Choice
-from ropewalk.server.scheduling.plan import Limits, Sampled
-from ropewalk.server.scheduling.request import Request, TokenEvent
+from ropewalk.server.scheduling.request import Limits, Request, Sampled, TokenEvent
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model import encoder_decoders as tiny
