@@ -72,6 +72,8 @@ class StrictConnection(h11.Connection):
         if self.refusal is None and self.their_state is h11.IDLE:
             head = self.trailing_data[0]
             self.asked, self.answer_has_body = ("-", "-"), not head.startswith(b"HEAD ")
+            if not self.answer_has_body:  # h11 learns it only from heads that are well-formed
+                self._request_method = b"HEAD"
             self._check_head(head)
         try:
             event = super().next_event()
