@@ -28,13 +28,24 @@ WATCH_SECONDS = 5.0
 STOP_SECONDS = 30.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Stream:
-    """What one caller of `generate` waits on. Touched by the event loop only."""
+    """What one caller of `generate` waits on. Touched by the event loop only, like its parts."""
 
-    open: set[str]  # requests whose last event is still to be dispatched; later ones are dropped
+    open: int  # requests whose last event is still to be dispatched
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    pending: dict[str, list[TokenEvent]] = field(default_factory=dict)  # by request
+    ready: list["_Part"] = field(default_factory=list)  # those with events
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """What a stream has of one of its requests."""
+
+    stream: _Stream
+    index: int
+    events: list[TokenEvent] = field(default_factory=list)
+    started: bool = False  # some were yielded
+    ended: bool = False  # its last event has been dispatched; whatever comes later is dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +101,7 @@ class AsyncEngine:
         self._defects = defects
         self._idle_s = idle_s
         self._outlooks = {name: engine.outlook() for name, engine in engines.items()}
-        self._streams: dict[str, _Stream] = {}
+        self._parts: dict[str, _Part] = {}  # by request
         self._asked: set[asyncio.Future[Any]] = set()
         self._inbox: list[_Submit | _Abort | _Look | _Flush] = []
         self._inbox_changed = threading.Condition()
@@ -160,7 +171,7 @@ class AsyncEngine:
 
     def active(self) -> int:
         """How many requests have a caller of `generate` waiting."""
-        return len(self._streams)
+        return len(self._parts)
 
     def outlook(self, model: str) -> Outlook:
         """What a new request for that model has to expect, as of its last step."""
@@ -175,36 +186,40 @@ class AsyncEngine:
         or ends before its first token. Closing the generator early aborts all that have not ended.
         """
         self._require_running()
-        places = {request.id: index for index, request in enumerate(requests)}
-        stream = _Stream(set(places))
-        self._streams |= dict.fromkeys(places, stream)
+        stream = _Stream(open=len(requests))
+        parts = {request.id: _Part(stream, index) for index, request in enumerate(requests)}
+        self._parts |= parts
         self._post(*(_Submit(model, request) for request in requests))
-        started: set[str] = set()
         try:
-            while stream.open or stream.pending:
+            while stream.open or stream.ready:
                 await stream.wake.wait()
                 stream.wake.clear()
-                pending, stream.pending = stream.pending, {}
-                for request_id, events in pending.items():
+                ready, stream.ready = stream.ready, []
+                batch = []
+                for part in ready:
+                    events, part.events = part.events, []
                     last = events[-1]
-                    if last.error is not None and last.token is None and request_id not in started:
+                    if last.error is not None and last.token is None and not part.started:
                         raise last.error
-                started |= pending.keys()
-                if pending:
-                    yield [(places[request_id], events) for request_id, events in pending.items()]
+                    part.started = True
+                    batch.append((part.index, events))
+                if batch:
+                    yield batch
         finally:
-            for request_id in places:
-                del self._streams[request_id]
-            self._post(*(_Abort(model, request_id) for request_id in stream.open))
+            for request_id in parts:
+                del self._parts[request_id]
+            left = [request_id for request_id, part in parts.items() if not part.ended]
+            self._post(*(_Abort(model, request_id) for request_id in left))
 
     def abort(self, model: str, request: Request) -> None:
         """End one of the requests that are being generated; no more of its events come."""
-        stream = self._streams[request.id]
-        if request.id in stream.open:
-            stream.open.discard(request.id)
-            self._post(_Abort(model, request.id))
-        stream.pending.pop(request.id, None)
-        stream.wake.set()  # it may have been the last one
+        part = self._parts[request.id]
+        if part.ended:
+            return
+        part.ended = True
+        part.stream.open -= 1
+        part.stream.wake.set()  # it may have been the last one
+        self._post(_Abort(model, request.id))
 
     async def cache_view(self, model: str) -> CacheView:
         """A model's cache as it is between two steps. Raises ServeError when that fails."""
@@ -241,12 +256,16 @@ class AsyncEngine:
 
     def _dispatch(self, events: list[TokenEvent]) -> None:
         for event in events:
-            stream = self._streams.get(event.request_id)
-            if stream is None or event.request_id not in stream.open:
-                continue  # its caller has left, or has had its last event
+            part = self._parts.get(event.request_id)
+            if part is None or part.ended:  # its caller has left, or has had its last event
+                continue
+            stream = part.stream
             if event.finish is not None:
-                stream.open.discard(event.request_id)
-            stream.pending.setdefault(event.request_id, []).append(event)
+                part.ended = True
+                stream.open -= 1
+            if not part.events:
+                stream.ready.append(part)
+            part.events.append(event)
             stream.wake.set()
 
     async def _watch(self) -> None:
@@ -262,7 +281,7 @@ class AsyncEngine:
             stalled = began if late else None
 
     def _end_streams(self, error: ServeError) -> None:
-        self._dispatch([_ended(request_id, error) for request_id in self._streams])
+        self._dispatch([_ended(request_id, error) for request_id in self._parts])
         for answer in self._asked:
             _settle(answer, error)
 
