@@ -14,6 +14,14 @@ from starlette.types import Receive, Send
 
 from ropewalk.server.errors import MAX_RETRY_AFTER, Headers, ShuttingDown
 
+STREAM_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
+]
+PING = b": ping\n\n"
+DONE = "data: [DONE]\n\n"
+
 
 class End(Enum):
     DISCONNECTED = auto()  # the client went away
@@ -111,15 +119,6 @@ class Drain:
         self.over = True
         for lifeline in list(self.lifelines):
             lifeline.end(End.SHUTDOWN)
-
-
-STREAM_HEADERS: Headers = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
-]
-PING = b": ping\n\n"
-DONE = "data: [DONE]\n\n"
 
 
 class EventStream:

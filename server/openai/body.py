@@ -30,6 +30,8 @@ from ropewalk.server.errors import (
 from ropewalk.server.long_work import off_loop
 from ropewalk.server.openai.schemas import AnyBody
 
+MAX_DEPTH = 32
+
 
 async def body_of(request: Request, schema: type[AnyBody]) -> AnyBody:
     """A request's body. A long one is read in a thread. Raises InvalidField or a subclass."""
@@ -75,9 +77,6 @@ def _without_empty_fields(message: Any) -> Any:
         for name, value in message.items()
         if value is not None and not (name in _EMPTY_MESSAGE_FIELDS and value == [])
     }
-
-
-MAX_DEPTH = 32
 
 
 def parse_object(data: bytes) -> dict[str, Any]:

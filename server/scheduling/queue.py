@@ -23,6 +23,12 @@ from typing import Self
 from ropewalk.server.errors import MAX_RETRY_AFTER, QueueFull, QueueTime
 from ropewalk.server.scheduling.request import Outlook, Request
 
+RECENT = 32  # ended requests from which the pace is taken, at least
+# Who comes too late has waited; who comes too early may have no try left.
+MARGIN = 1.5
+# Estimates err. Who is admitted and then waits too long has cost more than a refusal at the door.
+SURE = 0.6
+
 
 @dataclass(slots=True)
 class _Group:
@@ -123,11 +129,6 @@ class Turns:
             yield from rings[priority].items()
 
 
-RECENT = 32  # ended requests from which the pace is taken, at least
-# Who comes too late has waited; who comes too early may have no try left.
-MARGIN = 1.5
-
-
 @dataclass(frozen=True, slots=True)
 class _End:
     seconds: float  # since the end before it, without pauses
@@ -226,10 +227,6 @@ def no_time(wait: float, limit: float, retry_after: int) -> QueueTime:
         f"(--max-queue-time); retry in {retry_after} s, or send fewer at once.",
         retry_after=retry_after,
     )
-
-
-# Estimates err. Who is admitted and then waits too long has cost more than a refusal at the door.
-SURE = 0.6
 
 
 class Visit:
