@@ -19,6 +19,7 @@ from ropewalk.server.errors import CacheChanged, InvalidField, ServeError
 from ropewalk.server.scheduling.context_shift import CacheOperations, ContextShifter
 from ropewalk.server.scheduling.queue import Appointments, Pace, Turns, no_place, no_time
 from ropewalk.server.scheduling.request import (
+    ContextShift,
     FinishReason,
     Limits,
     Outlook,
@@ -78,6 +79,7 @@ class Scheduler:
         self._late_from = 0.0  # when to look for requests that have waited too long
         self._recompute: dict[str, int] = {}  # preempted: prompt tokens computed once before
         self._forks: list[OpReport] = []
+        self._shifts: list[ContextShift] = []
         self._ended: list[tuple[str, RequestSummary]] = []  # request ids and how they ended
 
     @property
@@ -102,7 +104,8 @@ class Scheduler:
         PromptTooLong, UnsupportedField and QueueFull; ValueError when the id is in use.
         """
         self._require_possible(request)
-        self._shifter.require_possible(request)
+        if request.overflow is not Overflow.REFUSE:
+            self._shifter.require_possible(request)
         if request.id in self._running or request.id in self._waiting:
             raise ValueError(f"request id {request.id!r} is in use")
         seats, limits = self._seats(), self._limits
@@ -257,13 +260,9 @@ class Scheduler:
             kept -= 1
         admitted = [] if preempted else self._admit(work, budget, quick)
         self._cache.save_ahead()
-        return Plan(
-            tuple(work),
-            preempted,
-            tuple(admitted),
-            tuple(self._shifter.drain()),
-            self._drain_forks(),
-        )
+        shifts, self._shifts = self._shifts, []
+        forks, self._forks = self._forks, []
+        return Plan(tuple(work), preempted, tuple(admitted), tuple(shifts), tuple(forks))
 
     def _budget(self) -> int:
         """The most tokens that the next step may compute."""
@@ -380,9 +379,11 @@ class Scheduler:
         return Work(request, request.computed, min(known - request.computed, budget, most))
 
     def _grow(self, request: Request) -> bool:
-        if self._shifter.full(request):
-            if not self._shifter.shorten(request):
+        if self._is_full(request):
+            shift = self._shifter.shorten(request)
+            if shift is None:
                 return False
+            self._shifts.append(shift)
             self._no_room = None
         known = _known(request)
         return self._cache.reserve(request.id, known, len(known)) is not None
@@ -458,9 +459,9 @@ class Scheduler:
 
     def _open(self, request: Request) -> bool:
         """Reserve room for all its known tokens, in both encoder and decoder or in neither."""
-        full = self._shifter.full(request)
+        full = self._is_full(request)
         if full and request.id not in self._cache.parked:
-            self._shifter.shorten_uncached(request)
+            self._shifts.append(self._shifter.shorten_uncached(request))
             full = False
         if self._can_fork(request):
             return self._fork(request)
@@ -500,7 +501,7 @@ class Scheduler:
         Not from a part, if the rest depends on what an encoder returned or on dropped tokens.
         """
         names = [name for name in _sequences(request) if name in self._cache.parked]
-        whole = request.source or request.dropped or self._shifter.full(request)
+        whole = request.source or request.dropped or self._is_full(request)
         return not whole or all(map(self._cache.intact, names))
 
     def _begin(self, call: Callable[..., T], request: Request, name: str) -> T:
@@ -549,10 +550,6 @@ class Scheduler:
         request.computed = length
         return True
 
-    def _drain_forks(self) -> tuple[OpReport, ...]:
-        forks, self._forks = self._forks, []
-        return tuple(forks)
-
     def _advance(self, work: Work) -> None:
         request = work.request
         recomputed = self._recompute.get(request.id, 0)
@@ -587,13 +584,17 @@ class Scheduler:
             cached_tokens=request.cached,
         )
 
+    def _is_full(self, request: Request) -> bool:
+        """Whether the next token would be computed at a position past the context."""
+        return request.context_length >= self._limits.max_context
+
     def _finish_reason(self, request: Request) -> FinishReason | None:
         params, generated = request.params, request.num_generated
         if generated >= params.min_tokens and request.tokens[-1] in params.stop_ids:
             return FinishReason.STOP
         if generated >= params.max_tokens:
             return FinishReason.LENGTH
-        if request.overflow is Overflow.REFUSE and self._shifter.full(request):
+        if request.overflow is Overflow.REFUSE and self._is_full(request):
             return FinishReason.CONTEXT
         return None
 

@@ -356,8 +356,9 @@ def shift_drops_other_tokens_than_entries(patch):
     forget = ContextShifter._forget
 
     def bug(shifter, request, *rest):
-        forget(shifter, request, *rest)
+        shift = forget(shifter, request, *rest)
         request.front -= 1
+        return shift
 
     patch(ContextShifter, "_forget", bug)
 
