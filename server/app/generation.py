@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ropewalk.server.config import HttpOptions
-from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.engine.async_engine import AsyncEngine, Batch
 from ropewalk.server.errors import (
     DeadlineExceeded,
     InternalError,
@@ -32,11 +32,10 @@ from ropewalk.server.openai.choice import Choice, Piece, choice_usage, total_usa
 from ropewalk.server.openai.responses import Wire
 from ropewalk.server.openai.schemas import StreamOptions
 from ropewalk.server.scheduling.queue import Visit
-from ropewalk.server.scheduling.request import FinishReason, TokenEvent
+from ropewalk.server.scheduling.request import FinishReason
 
 MANY = 1024  # tokens, which take milliseconds to serialise where they have scores
 
-Batch = list[tuple[int, list[TokenEvent]]]  # events, by choice
 Batches = AsyncGenerator[Batch, None]
 
 _log = logging.getLogger("ropewalk.http")

@@ -22,6 +22,7 @@ from ropewalk.server.scheduling.request import FinishReason, Outlook, Request, S
 log = getLogger(__name__)
 
 T = TypeVar("T")
+Batch = list[tuple[int, list[TokenEvent]]]  # events of some of the requests, by their index
 
 STALL_SECONDS = 120.0
 WATCH_SECONDS = 5.0
@@ -179,7 +180,7 @@ class AsyncEngine:
 
     async def generate(
         self, model: str, requests: Sequence[Request]
-    ) -> AsyncGenerator[list[tuple[int, list[TokenEvent]]], None]:
+    ) -> AsyncGenerator[Batch, None]:
         """Yields the events since the last iteration, at least one, by index into `requests`.
 
         The final one of each request has a `finish`. Raises ServeError where a request is refused
