@@ -5,13 +5,8 @@ from pathlib import Path
 
 from ropewalk.model.weights.checksums import STEPS
 from ropewalk.server.engine import async_engine, integrity
+from ropewalk.server.errors import CacheChanged, ModelWithdrawn, ShuttingDown, WeightsChanged
 from ropewalk.server.launch import build
-from ropewalk.server.scheduling.request import (
-    CacheChanged,
-    ModelWithdrawn,
-    ShuttingDown,
-    WeightsChanged,
-)
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "faults.md").read_text()

@@ -3,10 +3,9 @@
 import re
 from pathlib import Path
 
-from ropewalk.server import http_errors
 from ropewalk.server.config import HttpOptions
+from ropewalk.server.errors import InvalidField, ServeError
 from ropewalk.server.http import accepting, chunked, middleware, protocol
-from ropewalk.server.scheduling.request import ServeError
 from tests.server.toy import toy_app
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +50,7 @@ def test_limits_are_those_of_the_code() -> None:
     ):
         assert said in PAGE, said
     assert re.search(r"\{1,(\d+)\}", middleware._REQUEST_ID.pattern.decode())[1] == "64"
-    assert "invalid_json" in {each.code for each in http_errors.InvalidField.__subclasses__()}
+    assert "invalid_json" in {each.code for each in InvalidField.__subclasses__()}
 
 
 def test_links_lead_somewhere() -> None:

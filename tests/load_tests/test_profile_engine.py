@@ -29,10 +29,10 @@ from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.kernels.cpu.attention import CpuBackend
 from ropewalk.model.kernels.substitutes import substitute, substitute_on_gpu
 from ropewalk.model.kernels.triton.attention import TritonAttention
-from ropewalk.server.engine.encoding_cost import PositionMeter
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.integrity import Auditor
 from ropewalk.server.engine.runner import Runner
+from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.model.attention.triton_here import DEVICE
