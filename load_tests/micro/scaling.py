@@ -14,11 +14,10 @@ from ropewalk.load_tests.common.rounds import MIN_ROUNDS, Call, Clock, Interval,
 from ropewalk.load_tests.micro.in_process import decoders
 from ropewalk.load_tests.micro.measured import add_options, markdown, place_of, run, write
 from ropewalk.load_tests.micro.scaling_parts import AHEAD, HELD, SIZES, Part, parts
-from ropewalk.load_tests.report.charts import Mark, Series, lines
+from ropewalk.load_tests.report.charts import Mark, Series, lines, plain
 from ropewalk.load_tests.report.formatting import fine_milliseconds
-from ropewalk.load_tests.report.plot import plain_tick
-from ropewalk.load_tests.report.svg import looks
 from ropewalk.load_tests.run.options import counts
+from ropewalk.report.figure import Picture, looks
 from ropewalk.server.errors import CommandError
 from ropewalk.server.launch.load_model import find_kernels
 
@@ -228,7 +227,7 @@ def _by_along(growths: Sequence[Growth]) -> dict[str, list[Growth]]:
     return found
 
 
-def _chart(along: str, growths: Sequence[Growth]) -> str:
+def _chart(along: str, growths: Sequence[Growth]) -> Picture:
     """Milliseconds by size, a line for each part."""
     look = looks([growth.part.name for growth in growths], None)
     series = []
@@ -242,7 +241,7 @@ def _chart(along: str, growths: Sequence[Growth]) -> str:
             text = f"{size:,}: {fine_milliseconds(found.median)} ms"
             marks.append(Mark(size, middle, low, high, text))
         series.append(Series(growth.part.name, look[growth.part.name], tuple(marks)))
-    return lines(f"ms by {SIZES[along]}", series, SIZES[along], plain_tick)
+    return lines(f"ms by {SIZES[along]}", series, SIZES[along], plain)
 
 
 def _as_json(

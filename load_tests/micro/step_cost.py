@@ -14,8 +14,8 @@ from ropewalk.load_tests.micro.measured import add_options, markdown, place_of, 
 from ropewalk.load_tests.report.charts import Row, dots
 from ropewalk.load_tests.report.formatting import milliseconds, signed
 from ropewalk.load_tests.report.plot import percent_tick
-from ropewalk.load_tests.report.svg import looks
 from ropewalk.load_tests.run.options import count
+from ropewalk.report.figure import Picture, looks
 from ropewalk.server.errors import CommandError
 from ropewalk.server.launch.load_model import find_kernels
 
@@ -227,7 +227,7 @@ def _difference(ratio: Interval) -> str:
     return f"{middle} ({signed(ratio.low)} to {signed(ratio.high)})"
 
 
-def _chart(work: str, costs: Sequence[Cost]) -> str:
+def _chart(work: str, costs: Sequence[Cost]) -> Picture:
     """Differences in percent; hollow if the interval contains 0."""
     look = looks([cost.arm for cost in costs], ZERO)
     rows = []

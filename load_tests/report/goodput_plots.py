@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ropewalk.load_tests.common.statistics import Goodput, goodput, parse_slo
 from ropewalk.load_tests.report.cells import Cell, Spread, spread
-from ropewalk.load_tests.report.charts import dots, lines
+from ropewalk.load_tests.report.charts import dots, lines, plain
 from ropewalk.load_tests.report.formatting import digits, listed
 from ropewalk.load_tests.report.plot import (
     Axis,
@@ -14,8 +14,8 @@ from ropewalk.load_tests.report.plot import (
     context_axes,
     load_axes,
     mark,
-    plain_tick,
 )
+from ropewalk.report.figure import Picture
 
 _HEAD = "requests that met the objectives, %"
 
@@ -57,11 +57,13 @@ def _shares(subject: Subject, cell: Cell, objectives: Mapping[str, float]) -> di
     return {arm: one for arm, one in found.items() if one is not None}
 
 
-def _chart(subject: Subject, axis: Axis, found: Sequence[tuple[Cell, Mapping[str, Spread]]]) -> str:
+def _chart(
+    subject: Subject, axis: Axis, found: Sequence[tuple[Cell, Mapping[str, Spread]]]
+) -> Picture:
     if len(found) == 1:
         ((cell, shares),) = found
         rows = [subject.row(arm, one) for arm, one in shares.items()]
-        return dots(_HEAD, {"": rows}, cell.label, plain_tick)
+        return dots(_HEAD, {"": rows}, cell.label, plain)
     marks = {
         arm: [
             mark(axis.x(cell), shares[arm], f"{cell.label}: {digits(shares[arm].median)} %")
@@ -70,7 +72,7 @@ def _chart(subject: Subject, axis: Axis, found: Sequence[tuple[Cell, Mapping[str
         ]
         for arm in subject.arms
     }
-    return lines(_HEAD, subject.series(marks), axis.title, plain_tick)
+    return lines(_HEAD, subject.series(marks), axis.title, plain)
 
 
 def _said(cell: Cell, shares: Mapping[str, Spread]) -> str:

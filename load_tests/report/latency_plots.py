@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from ropewalk.load_tests.report.cells import Cell
-from ropewalk.load_tests.report.charts import Mark, dots, lines
+from ropewalk.load_tests.report.charts import Mark, dots, lines, plain
 from ropewalk.load_tests.report.formatting import column, compared, defined, heading, interval
 from ropewalk.load_tests.report.plot import (
     Axis,
@@ -15,13 +15,13 @@ from ropewalk.load_tests.report.plot import (
     mark,
     measured,
     percent_tick,
-    plain_tick,
     quantity,
     relative,
     relative_rows,
     rows,
     shown,
 )
+from ropewalk.report.figure import Picture
 
 STEP, FIRST, THROUGHPUT = "itl_p50", "ttft_p50", "output_tokens_per_s"
 LATENCIES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
@@ -97,7 +97,7 @@ def _settings(subject: Subject) -> Mapping[str, list[str]]:
 def _over_context(subject: Subject, key: str, title: str, axis: Axis, metric: str) -> Plot:
     charts = []
     if series := measured(subject, axis, metric):
-        charts.append(lines(column(metric), series, axis.title, plain_tick))
+        charts.append(lines(column(metric), series, axis.title, plain))
     if series := relative(subject, axis, metric):
         head = f"{heading(metric)}, difference to {subject.zero}"
         charts.append(lines(head, series, axis.title, percent_tick, centred=True))
@@ -112,14 +112,14 @@ def _over_context(subject: Subject, key: str, title: str, axis: Axis, metric: st
     )
 
 
-def _under_load(subject: Subject, axis: Axis, metric: str) -> str | None:
+def _under_load(subject: Subject, axis: Axis, metric: str) -> Picture | None:
     """A chart, if there is data: lines over the loads, dots for a single load."""
     if len(axis.cells) > 1:
         series = measured(subject, axis, metric)
-        return lines(column(metric), series, axis.title, plain_tick) if series else None
+        return lines(column(metric), series, axis.title, plain) if series else None
     (cell,) = axis.cells
     found = rows(subject, cell, metric)
-    return dots(column(metric), {"": found}, cell.label, plain_tick) if found else None
+    return dots(column(metric), {"": found}, cell.label, plain) if found else None
 
 
 def _throughput(subject: Subject, axis: Axis) -> Plot:
@@ -128,7 +128,7 @@ def _throughput(subject: Subject, axis: Axis) -> Plot:
         reached = {arm: list(_reached(arm, axis.cells, metric)) for arm in subject.arms}
         if series := subject.series(reached):
             head = f"{column(metric)}, by throughput"
-            charts.append(lines(head, series, heading(THROUGHPUT), plain_tick, free=True))
+            charts.append(lines(head, series, heading(THROUGHPUT), plain, free=True))
     return Plot(
         key=f"{axis.name}-{axis.by}-throughput",
         title=f"Throughput against latency: {axis.name}, by {axis.by}",

@@ -9,7 +9,7 @@ from ropewalk.load_tests.report.cells import Cell, Spread, cells
 from ropewalk.load_tests.report.charts import Mark, Row, Series
 from ropewalk.load_tests.report.differences import Difference
 from ropewalk.load_tests.report.formatting import digits, interval, number, signed, unit
-from ropewalk.load_tests.report.svg import Look, looks
+from ropewalk.report.figure import Look, Picture, looks
 
 Table = Sequence[tuple[str, ...]]  # the first line is the header
 
@@ -27,7 +27,7 @@ class Plot:
     key: str  # what `--plot` takes
     title: str
     findings: tuple[str, ...]  # sentences, the main one first
-    charts: tuple[str, ...]  # <svg> elements
+    charts: tuple[Picture, ...]
     table: Table
     note: str  # how to read it, and what its metrics mean
 
@@ -182,7 +182,3 @@ def percents(one: Difference) -> Spread:
 
 def percent_tick(value: float) -> str:
     return f"{value:+,.10g} %".replace("-", "−") if value else "0 %"
-
-
-def plain_tick(value: float) -> str:
-    return f"{value:,.10g}"

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 
 from ropewalk.load_tests.common.types import Run
 from ropewalk.load_tests.report.cells import Spread, spread
-from ropewalk.load_tests.report.charts import Row, Span, bars, dots, timeline
+from ropewalk.load_tests.report.charts import Row, Span, bars, dots, plain, timeline
 from ropewalk.load_tests.report.formatting import digits, percent
-from ropewalk.load_tests.report.plot import Plot, Subject, percent_tick, plain_tick
-from ropewalk.load_tests.report.svg import Look
+from ropewalk.load_tests.report.plot import Plot, Subject, percent_tick
+from ropewalk.report.figure import INK, Look
 
 _DRIFT_METRICS = ("itl_p50", "ttft_p50")  # the first of these that a cell has
 _MINUTE = 60.0
-_BLOCK = Look(0, "circle", "")
+_BLOCK = Look(INK, "o", "-")
 
 
 def client_plots(subject: Subject) -> Iterator[Plot]:
@@ -21,7 +21,7 @@ def client_plots(subject: Subject) -> Iterator[Plot]:
     rows = [subject.row(arm, lag) for arm, lag in lags.items() if lag is not None]
     if not rows:
         return
-    charts = [dots("client lag p99, ms", {"": rows}, "milliseconds late", plain_tick)]
+    charts = [dots("client lag p99, ms", {"": rows}, "milliseconds late", plain)]
     sent = {arm: sum(len(run.outcomes) for run in _runs(subject, arm)) for arm in subject.arms}
     failed = {arm: _reasons(_runs(subject, arm)) for arm in subject.arms}
     if any(failed.values()):
@@ -63,7 +63,7 @@ def order_plots(subject: Subject) -> Iterator[Plot]:
             subject.looks[run.arm],
             run.began / _MINUTE,
             run.ended / _MINUTE,
-            f"{run.arm}: {run.point.label}, {run.profile.label}, block {run.block}",
+            f"{run.point.label}, {run.profile.label}, block {run.block}",
         )
         for run in sorted(runs, key=lambda run: list(subject.arms).index(run.arm))
     ]

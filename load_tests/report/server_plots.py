@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ropewalk.load_tests.common.types import Run
 from ropewalk.load_tests.report.cells import Spread, spread
-from ropewalk.load_tests.report.charts import Row, bars, dots
+from ropewalk.load_tests.report.charts import Row, bars, dots, plain
 from ropewalk.load_tests.report.formatting import digits, listed
-from ropewalk.load_tests.report.plot import Plot, Subject, Table, plain_tick
+from ropewalk.load_tests.report.plot import Plot, Subject, Table
+from ropewalk.report.figure import Picture
 
 Counters = Mapping[str, float]
 Figure = Callable[[Counters], float | None]  # None if the counters for it are missing
@@ -108,7 +109,7 @@ def shift_plots(subject: Subject) -> Iterator[Plot]:
         charts = _bars(subject, found)
         if seconds:
             head = "time of one shift, ms"
-            charts = (dots(head, {"": seconds}, "milliseconds", plain_tick), *charts)
+            charts = (dots(head, {"": seconds}, "milliseconds", plain), *charts)
         means = {row.label: row.value for row in seconds}
         table = _table({"shifts": shifts, "ms per shift": means, **found})
         said = [_said(name, values) for name, values in found.items()]
@@ -159,7 +160,7 @@ def _seconds(subject: Subject, workload: str) -> list[Row]:
     return found
 
 
-def _bars(subject: Subject, found: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
+def _bars(subject: Subject, found: Mapping[str, Mapping[str, float]]) -> tuple[Picture, ...]:
     """One chart for each figure that any arm has above zero."""
     return tuple(
         bars(name, [subject.row(arm, Spread(n, n, n)) for arm, n in values.items()])

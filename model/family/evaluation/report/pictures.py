@@ -15,25 +15,17 @@ from ropewalk.model.family.evaluation.recalled import Recalls
 from ropewalk.model.family.evaluation.report.findings import shipped
 from ropewalk.model.family.evaluation.results import Measured
 from ropewalk.model.family.texts.recall import KINDS
-from ropewalk.model.inspect.explain.figure import (
+from ropewalk.report.figure import (
     GREY,
     INK,
     Picture,
     axes_row,
     count_axis,
     label_ends,
+    looks,
 )
 
-# The colours of the load tests' charts; NoPE is ink, as the baseline of all comparisons.
-LOOKS = {
-    "rope": ("#0b6bab", "s"),
-    "t5": ("#c8500a", "^"),
-    "alibi": ("#00845f", "D"),
-    "learned": ("#a8458a", "X"),
-    "sinusoidal": ("#9a7200", "v"),
-    "nope": ("#30343b", "o"),
-}
-OTHERS = (("#3d9ad1", "P"), ("#7b7f87", "p"), ("#d1495b", "<"), ("#5b8c2a", ">"))
+NAMES = ("rope", "t5", "alibi", "learned", "sinusoidal")  # whose looks are the same everywhere
 BAND = 0.12  # opacity of an interval
 ASIDE = 0.035  # offset between encodings' error bars, in powers of e
 FAR = 1.5  # nats: costs up to this are drawn on a linear scale
@@ -42,10 +34,8 @@ SKIPPED = 0.02  # fraction of a training that may lie above the picture
 
 def look(label: str, labels: Sequence[str]) -> tuple[str, str]:
     """Colour and marker: fixed for the six encodings, assigned in turn to others."""
-    if label in LOOKS:
-        return LOOKS[label]
-    others = [one for one in labels if one not in LOOKS]
-    return OTHERS[others.index(label) % len(OTHERS)]
+    found = looks([*dict.fromkeys((*NAMES, "nope", *labels))], "nope")[label]
+    return found.color, found.marker
 
 
 def pictures(members: Sequence[Measured]) -> list[Picture]:
@@ -228,6 +218,8 @@ def _draw_operations(
                 sides = ([max(value.value - value.low, 0)], [max(value.high - value.value, 0)])
                 axes.errorbar(value.value, place, xerr=sides, color=color, marker=marker)
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
         axes.set_xlabel("KL, nats")
         _refused(axes, known, operation)
     row[0].set_yticks(range(len(known)), [one.label for one in known])
