@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from ropewalk.load_tests.common.statistics import Goodput, goodput, parse_slo
-from ropewalk.load_tests.report.cells import Cell, Spread, spread
+from ropewalk.load_tests.report.cells import Cell
 from ropewalk.load_tests.report.charts import dots, lines, plain
 from ropewalk.load_tests.report.formatting import digits, listed
 from ropewalk.load_tests.report.plot import (
@@ -16,6 +16,7 @@ from ropewalk.load_tests.report.plot import (
     mark,
 )
 from ropewalk.report.figure import Picture
+from ropewalk.report.statistics import Estimate, spread
 
 _HEAD = "requests that met the objectives, %"
 
@@ -49,7 +50,7 @@ def _of(cell: Cell, arm: str, objectives: Mapping[str, float]) -> list[Goodput]:
     return [one for one in found if one is not None]
 
 
-def _shares(subject: Subject, cell: Cell, objectives: Mapping[str, float]) -> dict[str, Spread]:
+def _shares(subject: Subject, cell: Cell, objectives: Mapping[str, float]) -> dict[str, Estimate]:
     """Each arm's percentage of good requests."""
     found = {
         arm: spread([one.share * 100 for one in _of(cell, arm, objectives)]) for arm in subject.arms
@@ -58,7 +59,7 @@ def _shares(subject: Subject, cell: Cell, objectives: Mapping[str, float]) -> di
 
 
 def _chart(
-    subject: Subject, axis: Axis, found: Sequence[tuple[Cell, Mapping[str, Spread]]]
+    subject: Subject, axis: Axis, found: Sequence[tuple[Cell, Mapping[str, Estimate]]]
 ) -> Picture:
     if len(found) == 1:
         ((cell, shares),) = found
@@ -66,7 +67,7 @@ def _chart(
         return dots(_HEAD, {"": rows}, cell.label, plain)
     marks = {
         arm: [
-            mark(axis.x(cell), shares[arm], f"{cell.label}: {digits(shares[arm].median)} %")
+            mark(axis.x(cell), shares[arm], f"{cell.label}: {digits(shares[arm].value)} %")
             for cell, shares in found
             if arm in shares
         ]
@@ -75,14 +76,13 @@ def _chart(
     return lines(_HEAD, subject.series(marks), axis.title, plain)
 
 
-def _said(cell: Cell, shares: Mapping[str, Spread]) -> str:
+def _said(cell: Cell, shares: Mapping[str, Estimate]) -> str:
     """Which arms meet the objectives most and least often."""
-    best, worst = max(one.median for one in shares.values()), min(s.median for s in shares.values())
+    best, worst = max(one.value for one in shares.values()), min(s.value for s in shares.values())
     if best == worst:
         return f"{cell.where}, every arm met the objectives in {digits(best)} % of the requests."
     ends = {
-        value: [arm for arm, one in shares.items() if one.median == value]
-        for value in (best, worst)
+        value: [arm for arm, one in shares.items() if one.value == value] for value in (best, worst)
     }
     return (
         f"{cell.where}, {listed(ends[best])} met the objectives in {digits(best)} % of the "
@@ -110,4 +110,4 @@ def _shown(values: Sequence[float]) -> str:
     found = spread(values)
     if found is None:
         return "–"
-    return f"{digits(found.median)} ({digits(found.low)}–{digits(found.high)})"
+    return f"{digits(found.value)} ({digits(found.low)}–{digits(found.high)})"

@@ -144,7 +144,7 @@ def _reached(arm: str, cells: Sequence[Cell], metric: str) -> Iterator[Mark]:
         x, y = cell.spread(arm, THROUGHPUT), cell.spread(arm, metric)
         if x is not None and y is not None:
             told = f"{cell.label}: {quantity(THROUGHPUT, x)} at {quantity(metric, y)}"
-            yield mark(x.median, y.times(1e3), told)
+            yield mark(x.value, y.times(1e3), told)
 
 
 def _against_zero(subject: Subject, cell: Cell, metrics: Sequence[str]) -> tuple[str, ...]:
@@ -165,7 +165,7 @@ def _against_zero(subject: Subject, cell: Cell, metrics: Sequence[str]) -> tuple
 
 def _dearest(cell: Cell, arms: Sequence[str], metric: str) -> str:
     """The slowest of `arms` compared with the fastest."""
-    medians = {arm: one.median for arm in arms if (one := cell.spread(arm, metric)) is not None}
+    medians = {arm: one.value for arm in arms if (one := cell.spread(arm, metric)) is not None}
     if len(medians) < 2:
         return ""
     cheapest, dearest = min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ropewalk.load_tests.common.types import Result
-from ropewalk.load_tests.report.cells import Cell, Spread, cells
+from ropewalk.load_tests.report.cells import Cell, cells
 from ropewalk.load_tests.report.charts import Mark, Row, Series
 from ropewalk.load_tests.report.differences import Difference
 from ropewalk.load_tests.report.formatting import digits, interval, number, signed, unit
 from ropewalk.report.figure import Look, Picture, looks
+from ropewalk.report.statistics import Estimate
 
 Table = Sequence[tuple[str, ...]]  # the first line is the header
 
@@ -69,10 +70,10 @@ class Subject:
         """Every arm but the zero."""
         return [arm for arm in self.arms if arm != self.zero]
 
-    def row(self, arm: str, found: Spread, text: str = "", *, hollow: bool = False) -> Row:
+    def row(self, arm: str, found: Estimate, text: str = "", *, hollow: bool = False) -> Row:
         """A row of a chart, which ends with `text`, or with the number if there is none."""
-        ends = found.median, found.low, found.high
-        return Row(arm, self.looks[arm], *ends, text or digits(found.median), hollow)
+        ends = found.value, found.low, found.high
+        return Row(arm, self.looks[arm], *ends, text or digits(found.value), hollow)
 
     def series(self, marks: Mapping[str, Sequence[Mark]]) -> list[Series]:
         """A chart's series from each arm's marks; an arm without marks has none."""
@@ -110,17 +111,17 @@ def load_axes(subject: Subject) -> list[Axis]:
     return [Axis(name, by, own) for (name, by), own in found.items()]
 
 
-def shown(metric: str, found: Spread | None) -> str:
+def shown(metric: str, found: Estimate | None) -> str:
     """12.3 (12.1–12.9): milliseconds, or tokens per second."""
     if found is None:
         return "–"
-    middle, low, high = (number(metric, value) for value in (found.median, found.low, found.high))
+    middle, low, high = (number(metric, value) for value in (found.value, found.low, found.high))
     return middle if found.low == found.high else f"{middle} ({low}–{high})"
 
 
-def mark(x: float, found: Spread, told: str, *, hollow: bool = False) -> Mark:
+def mark(x: float, found: Estimate, told: str, *, hollow: bool = False) -> Mark:
     """A mark of a chart."""
-    return Mark(x, found.median, found.low, found.high, told, hollow)
+    return Mark(x, found.value, found.low, found.high, told, hollow)
 
 
 def measured(subject: Subject, axis: Axis, metric: str) -> list[Series]:
@@ -159,13 +160,13 @@ def relative_rows(
     """Each arm's difference from `base`, in percent."""
     return [
         subject.row(
-            arm, percents(one), f"{signed(one.estimate)} %", hollow=one.verdict == "no difference"
+            arm, percents(one), f"{signed(one.value)} %", hollow=one.verdict == "no difference"
         )
         for arm, one in known(cell.against(base, arms, metric)).items()
     ]
 
 
-def quantity(metric: str, found: Spread) -> str:
+def quantity(metric: str, found: Estimate) -> str:
     """12.3 (12.1–12.9) ms"""
     return f"{shown(metric, found)} {unit(metric)}"
 
@@ -175,9 +176,9 @@ def known(found: Mapping[str, Difference]) -> dict[str, Difference]:
     return {arm: one for arm, one in found.items() if one.verdict != "unknown"}
 
 
-def percents(one: Difference) -> Spread:
+def percents(one: Difference) -> Estimate:
     """In percent: a ratio of 1.1 is 10."""
-    return Spread(*((ratio - 1) * 100 for ratio in (one.estimate, one.low, one.high)))
+    return Estimate(*((ratio - 1) * 100 for ratio in (one.value, one.low, one.high)))
 
 
 def percent_tick(value: float) -> str:

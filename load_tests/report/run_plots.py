@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ropewalk.load_tests.common.types import Run
-from ropewalk.load_tests.report.cells import Spread, spread
 from ropewalk.load_tests.report.charts import Row, Span, bars, dots, plain, timeline
 from ropewalk.load_tests.report.formatting import digits, percent
 from ropewalk.load_tests.report.plot import Plot, Subject, percent_tick
 from ropewalk.report.figure import INK, Look
+from ropewalk.report.statistics import Estimate, spread
 
 _DRIFT_METRICS = ("itl_p50", "ttft_p50")  # the first of these that a cell has
 _MINUTE = 60.0
@@ -27,7 +27,7 @@ def client_plots(subject: Subject) -> Iterator[Plot]:
     if any(failed.values()):
         counts = {arm: reasons.total() for arm, reasons in failed.items()}
         shares = [
-            subject.row(arm, Spread(count, count, count), f"{count:,} of {sent[arm]:,}")
+            subject.row(arm, Estimate(count, count, count), f"{count:,} of {sent[arm]:,}")
             for arm, count in counts.items()
         ]
         charts.append(bars("requests failed", shares))
@@ -35,7 +35,7 @@ def client_plots(subject: Subject) -> Iterator[Plot]:
     for arm in subject.arms:
         reasons = "; ".join(f"{count} × {reason}" for reason, count in failed[arm].most_common())
         lag = lags[arm]
-        number = "–" if lag is None else f"{digits(lag.median)} (at most {digits(lag.high)})"
+        number = "–" if lag is None else f"{digits(lag.value)} (at most {digits(lag.high)})"
         count = f"{failed[arm].total():,}"
         table.append((arm, f"{sent[arm]:,}", count, number, reasons or "–"))
     yield Plot(
@@ -98,7 +98,7 @@ def _runs(subject: Subject, arm: str) -> list[Run]:
     return [run for run in subject.result.runs if run.arm == arm]
 
 
-def _lag(subject: Subject, arm: str) -> Spread | None:
+def _lag(subject: Subject, arm: str) -> Estimate | None:
     """Milliseconds."""
     return spread(
         [one.lag_p99 * 1e3 for cell in subject.cells for one in cell.figures.get(arm, {}).values()]
@@ -133,15 +133,15 @@ def _drift(subject: Subject) -> list[Row]:
                 continue
             for block, one in by_block.items():
                 if (value := one.values.get(metric)) is not None:
-                    off.setdefault(block, []).append((value / middle.median - 1) * 100)
+                    off.setdefault(block, []).append((value / middle.value - 1) * 100)
     return [
         Row(
             f"block {block}",
             _BLOCK,
-            own.median,
+            own.value,
             own.low,
             own.high,
-            percent_tick(round(own.median, 1)),
+            percent_tick(round(own.value, 1)),
         )
         for block, values in sorted(off.items())
         if (own := spread(values)) is not None

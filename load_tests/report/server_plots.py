@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ropewalk.load_tests.common.types import Run
-from ropewalk.load_tests.report.cells import Spread, spread
 from ropewalk.load_tests.report.charts import Row, bars, dots, plain
 from ropewalk.load_tests.report.formatting import digits, listed
 from ropewalk.load_tests.report.plot import Plot, Subject, Table
 from ropewalk.report.figure import Picture
+from ropewalk.report.statistics import Estimate, spread
 
 Counters = Mapping[str, float]
 Figure = Callable[[Counters], float | None]  # None if the counters for it are missing
@@ -163,7 +163,7 @@ def _seconds(subject: Subject, workload: str) -> list[Row]:
 def _bars(subject: Subject, found: Mapping[str, Mapping[str, float]]) -> tuple[Picture, ...]:
     """One chart for each figure that any arm has above zero."""
     return tuple(
-        bars(name, [subject.row(arm, Spread(n, n, n)) for arm, n in values.items()])
+        bars(name, [subject.row(arm, Estimate(n, n, n)) for arm, n in values.items()])
         for name, values in found.items()
         if any(values.values())
     )

@@ -9,7 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
 from ropewalk.model.family.evaluation.curves import Curve, Point
-from ropewalk.model.family.evaluation.estimates import Estimate
 from ropewalk.model.family.evaluation.losses import Losses
 from ropewalk.model.family.evaluation.recalled import Recalls
 from ropewalk.model.family.evaluation.report.findings import shipped
@@ -24,6 +23,7 @@ from ropewalk.report.figure import (
     label_ends,
     looks,
 )
+from ropewalk.report.statistics import Estimate
 
 NAMES = ("rope", "t5", "alibi", "learned", "sinusoidal")  # whose looks are the same everywhere
 BAND = 0.12  # opacity of an interval

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from ropewalk.model.family.evaluation.curves import Curve, Point
-from ropewalk.model.family.evaluation.estimates import Estimate
 from ropewalk.model.family.evaluation.losses import LossBin
 from ropewalk.model.family.evaluation.report.card import text, write
 from ropewalk.model.family.evaluation.report.findings import (
@@ -21,6 +20,7 @@ from ropewalk.model.family.evaluation.report.pictures import look, pictures
 from ropewalk.model.family.evaluation.report.tables import seeds, training
 from ropewalk.model.family.evaluation.results import Evaluation, Measured
 from ropewalk.model.family.training.recipe import ENCODINGS
+from ropewalk.report.statistics import Estimate
 from tests.model.family.evaluation.made_up import family, losses, measured
 
 
