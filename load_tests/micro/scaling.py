@@ -235,13 +235,9 @@ def _chart(along: str, growths: Sequence[Growth]) -> Picture:
     for growth in growths:
         marks = []
         for size, found in zip(growth.sizes, growth.seconds, strict=True):
-            middle = found.value * 1e3
-            low, high = (
-                each * 1e3 if math.isfinite(each) else middle for each in (found.low, found.high)
-            )
-            text = f"{size:,}: {fine_milliseconds(found.value)} ms"
-            marks.append(Mark(size, middle, low, high, text))
-        series.append(Series(growth.part.name, look[growth.part.name], tuple(marks)))
+            told = f"{size:,}: {fine_milliseconds(found.value)} ms"
+            marks.append(Mark(found.drawable().times(1e3), told, x=size))
+        series.append(Series(growth.part.name, look[growth.part.name], marks))
     return lines(f"ms by {SIZES[along]}", series, SIZES[along], plain)
 
 

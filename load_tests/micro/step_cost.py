@@ -11,7 +11,7 @@ from ropewalk.load_tests.common.progress import Progress
 from ropewalk.load_tests.common.rounds import interval_json, ratios, rounds
 from ropewalk.load_tests.micro.in_process import blocks_for, decoders, new_cache, passes
 from ropewalk.load_tests.micro.measured import add_options, markdown, place_of, run, write
-from ropewalk.load_tests.report.charts import Row, dots
+from ropewalk.load_tests.report.charts import Mark, Series, dots
 from ropewalk.load_tests.report.formatting import milliseconds, signed
 from ropewalk.load_tests.report.plot import percent_tick
 from ropewalk.load_tests.run.options import count
@@ -233,12 +233,11 @@ def _chart(work: str, costs: Sequence[Cost]) -> Picture:
     look = looks([cost.arm for cost in costs], ZERO)
     rows = []
     for cost in costs[1:]:
-        ratio = cost.ratio
-        if math.isinf(ratio.high):
-            ratio = Estimate(ratio.value, ratio.value, ratio.value)
-        middle, low, high = (100 * (each - 1) for each in (ratio.value, ratio.low, ratio.high))
-        text = f"{signed(ratio.value)} %"
-        rows.append(Row(cost.arm, look[cost.arm], middle, low, high, text, low <= 0 <= high))
+        ratio = cost.ratio.drawable()
+        ends = [100 * (each - 1) for each in (ratio.value, ratio.low, ratio.high)]
+        same, text = ends[1] <= 0 <= ends[2], f"{signed(ratio.value)} %"
+        mark = Mark(Estimate(*ends), "", text, hollow=same)
+        rows.append(Series(cost.arm, look[cost.arm], [mark]))
     return dots(f"{work}: time over {ZERO}", {"": rows}, "percent", percent_tick, centred=True)
 
 

@@ -21,6 +21,7 @@ from ropewalk.report.figure import (
     one_axes,
     tell,
 )
+from ropewalk.report.statistics import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,47 +40,22 @@ Tick = Callable[[float], str]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One measured value with its interval. `told` is the tooltip."""
+    """One measured value with its interval. `told` is the tooltip, `text` ends a row."""
 
-    x: float
-    y: float
-    low: float
-    high: float
+    found: Estimate
     told: str
+    text: str = ""
+    x: float = 0.0  # on a chart of lines
     hollow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The marks of one arm."""
+    """The marks of one arm: a line, or a row, which has one mark but on a timeline."""
 
     label: str
     look: Look
-    marks: tuple[Mark, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of `dots` or `bars`. `text` is written at its end."""
-
-    label: str
-    look: Look
-    value: float
-    low: float
-    high: float
-    text: str
-    hollow: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One stretch of a timeline."""
-
-    label: str
-    look: Look
-    start: float
-    end: float
-    told: str
+    marks: Sequence[Mark]
 
 
 def lines(
@@ -107,16 +83,19 @@ def lines(
         for i, one in enumerate(series):
             shift = 0 if free else _ASIDE * (i - (len(series) - 1) / 2)
             aside = axes.transData + ScaledTranslation(shift / 72, 0, axes.figure.dpi_scale_trans)
-            x, y = [mark.x for mark in one.marks], [mark.y for mark in one.marks]
+            x, y = [mark.x for mark in one.marks], [mark.found.value for mark in one.marks]
             style: dict[str, Any] = {"color": one.look.color, "transform": aside, "clip_on": False}
             axes.plot(x, y, linestyle=one.look.dash, linewidth=1.4, **style)
             floor = axes.get_ylim()[0]  # of a logarithmic axis, which may cut intervals
-            bars = [(m.x, y) for m in one.marks for y in (max(m.low, floor), m.high, math.nan)]
+            bars = [
+                (mark.x, end)
+                for mark in one.marks
+                for end in (max(mark.found.low, floor), mark.found.high, math.nan)
+            ]
             axes.plot(*zip(*bars, strict=True), linewidth=1.2, **style)
             for mark in one.marks:
-                dot = _mark(axes, mark.x, mark.y, one.look, mark.hollow, aside)
-                tell(dot, f"{one.label}: {mark.told}")
-        ends = [(one.marks[-1].y, one.label, one.look.color) for one in series]
+                _dot(axes, mark.x, mark.found.value, one, mark, aside)
+        ends = [(one.marks[-1].found.value, one.label, one.look.color) for one in series]
         label_ends(axes, ends, [one.look.marker for one in series])
         axes.set_xlabel(across)
         axes.grid(False, axis="x")
@@ -126,7 +105,7 @@ def lines(
 
 def dots(
     title: str,
-    groups: Mapping[str, Sequence[Row]],
+    groups: Mapping[str, Sequence[Series]],
     across: str,
     tick: Tick,
     centred: bool = False,
@@ -135,13 +114,13 @@ def dots(
 
     `centred` values are differences from 0, which is drawn as a line.
     """
-    rows: list[Row | str] = []
+    rows: list[Series | str] = []
     for name, group in groups.items():
         rows += [name, *group] if name else group
+    found = [mark.found for group in groups.values() for row in group for mark in row.marks]
+    low, high = min(one.low for one in found), max(one.high for one in found)
 
     def draw(axes: "Axes") -> None:
-        found = [row for row in rows if isinstance(row, Row)]
-        low, high = min(row.low for row in found), max(row.high for row in found)
         if centred:
             axes.axvline(0, color=SOFT, linestyle="--", linewidth=1)
             _around(axes, "x", low, high)
@@ -150,49 +129,44 @@ def dots(
             axes.locator_params(axis="x", nbins=5)
         _label(axes, sorted(axes.get_xticks(), key=abs), tick)
         for place, row in enumerate(rows):
-            if isinstance(row, Row):
-                ends, color = [row.low, row.high], row.look.color
+            if isinstance(row, str):
+                continue
+            for mark in row.marks:
+                ends, color = [mark.found.low, mark.found.high], row.look.color
                 axes.plot(ends, [place, place], color=color, linewidth=1.4, clip_on=False)
-                dot = _mark(axes, row.value, place, row.look, row.hollow, axes.transData)
-                tell(dot, f"{row.label}: {row.text}")
+                _dot(axes, mark.found.value, place, row, mark, axes.transData)
         _name_rows(axes, rows)
         axes.set_xlabel(across)
 
     return _chart("dots", title, draw, AROUND + ROW * len(rows))
 
 
-def bars(title: str, rows: Sequence[Row]) -> Picture:
+def bars(title: str, rows: Sequence[Series]) -> Picture:
     """A bar from 0 for each row, its value written at the end: no axis is needed."""
 
     def draw(axes: "Axes") -> None:
-        for place, row in enumerate(rows):
-            (bar,) = axes.barh(place, row.value, 0.6, color=row.look.color, clip_on=False)
-            tell(bar, f"{row.label}: {row.text}")
-        axes.set_xlim(0, 1.02 * max(row.value for row in rows) or 1.0)
+        longest = max(mark.found.value for row in rows for mark in row.marks)
+        axes.set_xlim(0, 1.02 * longest or 1.0)
+        _bars(axes, rows, lambda found: (0.0, found.value))
         axes.xaxis.set_visible(False)
         axes.spines["bottom"].set_visible(False)
-        _name_rows(axes, rows)
 
     return _chart("bars", title, draw, AROUND - 0.3 + ROW * len(rows))
 
 
-def timeline(title: str, spans: Sequence[Span], across: str) -> Picture:
-    """The spans in time, one row for each label, counted from the first start."""
-    labels = list(dict.fromkeys(span.label for span in spans))
-    first, last = min(span.start for span in spans), max(span.end for span in spans)
+def timeline(title: str, rows: Sequence[Series], across: str) -> Picture:
+    """What each row's marks span, counted from the first start."""
+    spans = [mark.found for row in rows for mark in row.marks]
+    first, last = min(one.low for one in spans), max(one.high for one in spans)
+    least = (last - first) / 400  # or it could not be seen
 
     def draw(axes: "Axes") -> None:
-        for span in spans:
-            width = max(span.end - span.start, (last - first) / 400)  # or it could not be seen
-            style: Any = {"color": span.look.color, "linewidth": 0, "clip_on": False}
-            (bar,) = axes.barh(labels.index(span.label), width, 0.6, span.start - first, **style)
-            tell(bar, span.told)
-        _name_rows(axes, labels)
+        _bars(axes, rows, lambda found: (found.low - first, max(found.high - found.low, least)))
         axes.locator_params(axis="x", nbins=5)
         axes.xaxis.set_major_formatter(plain)
         axes.set_xlabel(across)
 
-    return _chart("timeline", title, draw, AROUND + ROW * len(labels))
+    return _chart("timeline", title, draw, AROUND + ROW * len(rows))
 
 
 def side_by_side(charts: Sequence[Picture]) -> Picture:
@@ -223,34 +197,48 @@ def _chart(kind: str, title: str, draw: "Callable[[Axes], None]", height: float)
     return Picture(kind, title, "", fill, height, WIDTH)
 
 
-def _mark(axes: "Axes", x: float, y: float, look: Look, hollow: bool, transform: Any) -> Any:
-    (mark,) = axes.plot(
+def _dot(axes: "Axes", x: float, y: float, of: Series, mark: Mark, transform: Any) -> None:
+    (dot,) = axes.plot(
         [x],
         [y],
-        look.marker,
-        color=look.color,
-        markerfacecolor=PAGE if hollow else look.color,
+        of.look.marker,
+        color=of.look.color,
+        markerfacecolor=PAGE if mark.hollow else of.look.color,
         markersize=MARK,
         transform=transform,
         clip_on=False,
         zorder=3,
     )
-    return mark
+    tell(dot, f"{of.label}: {mark.told or mark.text}")
 
 
-def _name_rows(axes: "Axes", rows: Sequence[Row | str]) -> None:
+def _bars(
+    axes: "Axes", rows: Sequence[Series], extent: Callable[[Estimate], tuple[float, float]]
+) -> None:
+    """A bar for each mark; `extent` is its start and its length."""
+    for place, row in enumerate(rows):
+        for mark in row.marks:
+            start, length = extent(mark.found)
+            style: Any = {"color": row.look.color, "linewidth": 0, "clip_on": False}
+            (bar,) = axes.barh(place, length, 0.6, start, **style)
+            tell(bar, mark.told or f"{row.label}: {mark.text}")
+    _name_rows(axes, rows)
+
+
+def _name_rows(axes: "Axes", rows: Sequence[Series | str]) -> None:
     """Names at the left, texts at the right, and headings in bold; the first row is at the top."""
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_yticks(range(len(rows)), [row.label if isinstance(row, Row) else row for row in rows])
+    names = [row if isinstance(row, str) else row.label for row in rows]
+    axes.set_yticks(range(len(rows)), names)
     axes.tick_params("y", length=0, labelcolor=INK)
     axes.grid(False, axis="y")
     axes.spines["left"].set_visible(False)
     for place, (row, name) in enumerate(zip(rows, axes.get_yticklabels(), strict=True)):
-        if isinstance(row, Row):
-            at = axes.get_yaxis_transform()
-            axes.text(1.01, place, row.text, transform=at, va="center", color=SOFT, fontsize=SMALL)
-        elif any(isinstance(other, Row) for other in rows):
+        if isinstance(row, str):
             name.set_fontweight("bold")
+        else:
+            at, text = axes.get_yaxis_transform(), row.marks[-1].text
+            axes.text(1.01, place, text, transform=at, va="center", color=SOFT, fontsize=SMALL)
 
 
 def _along(axes: "Axes", values: Sequence[float], free: bool) -> None:
@@ -285,11 +273,12 @@ def _label(axes: "Axes", values: Sequence[float], tick: Tick) -> None:
 
 def _upwards(axes: "Axes", marks: Sequence[Mark], centred: bool, tick: Tick) -> None:
     """The y axis for marks and intervals; a logarithmic one may cut intervals, but no marks."""
-    high = max(mark.high for mark in marks)
-    lowest, highest = min(mark.y for mark in marks), max(mark.y for mark in marks)
+    high = max(mark.found.high for mark in marks)
+    values = [mark.found.value for mark in marks]
+    lowest, highest = min(values), max(values)
     if centred:
         axes.axhline(0, color=SOFT, linestyle="--", linewidth=1)
-        _around(axes, "y", min(mark.low for mark in marks), high)
+        _around(axes, "y", min(mark.found.low for mark in marks), high)
     elif lowest > 0 and highest / lowest >= _LOGARITHMIC:
         decades = math.floor(math.log10(lowest)), math.ceil(math.log10(high))
         axes.set(yscale="log", ylim=(10.0 ** decades[0], 10.0 ** decades[1]))

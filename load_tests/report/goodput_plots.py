@@ -4,18 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ropewalk.load_tests.common.statistics import Goodput, goodput, parse_slo
 from ropewalk.load_tests.report.cells import Cell
-from ropewalk.load_tests.report.charts import dots, lines, plain
+from ropewalk.load_tests.report.charts import Mark
 from ropewalk.load_tests.report.formatting import digits, listed
 from ropewalk.load_tests.report.plot import (
-    Axis,
     Plot,
     Subject,
     Table,
+    chart,
     context_axes,
     load_axes,
-    mark,
 )
-from ropewalk.report.figure import Picture
 from ropewalk.report.statistics import Estimate, spread
 
 _HEAD = "requests that met the objectives, %"
@@ -31,11 +29,17 @@ def goodput_plots(subject: Subject) -> Iterator[Plot]:
         found = [(cell, _shares(subject, cell, objectives)) for cell in axis.cells]
         if not any(shares for _, shares in found):
             continue
+        marks: dict[str, list[Mark]] = {}
+        for cell, shares in found:
+            for arm, one in shares.items():
+                share = digits(one.value)
+                mark = Mark(one, f"{cell.label}: {share} %", share, axis.x(cell))
+                marks.setdefault(arm, []).append(mark)
         yield Plot(
             key=f"{axis.name}-{axis.by}-goodput",
             title=f"Goodput by {axis.by}: {axis.name}",
             findings=tuple(_said(cell, shares) for cell, shares in reversed(found) if shares),
-            charts=(_chart(subject, axis, found),),
+            charts=(chart(_HEAD, subject.series(marks), axis),),
             table=_table(subject, axis.cells, objectives),
             note=(
                 f"Objectives: {text}. A request is good if it was served and each of its latencies "
@@ -56,24 +60,6 @@ def _shares(subject: Subject, cell: Cell, objectives: Mapping[str, float]) -> di
         arm: spread([one.share * 100 for one in _of(cell, arm, objectives)]) for arm in subject.arms
     }
     return {arm: one for arm, one in found.items() if one is not None}
-
-
-def _chart(
-    subject: Subject, axis: Axis, found: Sequence[tuple[Cell, Mapping[str, Estimate]]]
-) -> Picture:
-    if len(found) == 1:
-        ((cell, shares),) = found
-        rows = [subject.row(arm, one) for arm, one in shares.items()]
-        return dots(_HEAD, {"": rows}, cell.label, plain)
-    marks = {
-        arm: [
-            mark(axis.x(cell), shares[arm], f"{cell.label}: {digits(shares[arm].value)} %")
-            for cell, shares in found
-            if arm in shares
-        ]
-        for arm in subject.arms
-    }
-    return lines(_HEAD, subject.series(marks), axis.title, plain)
 
 
 def _said(cell: Cell, shares: Mapping[str, Estimate]) -> str:

@@ -10,18 +10,15 @@ from ropewalk.load_tests.report.plot import (
     Plot,
     Subject,
     Table,
+    chart,
     context_axes,
     load_axes,
-    mark,
     measured,
     percent_tick,
     quantity,
     relative,
-    relative_rows,
-    rows,
     shown,
 )
-from ropewalk.report.figure import Picture
 
 STEP, FIRST, THROUGHPUT = "itl_p50", "ttft_p50", "output_tokens_per_s"
 LATENCIES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
@@ -50,7 +47,8 @@ def setting_plots(subject: Subject) -> Iterator[Plot]:
         charts = []
         for metric in (STEP, FIRST):
             groups = {
-                cell.label: relative_rows(subject, cell, base, arms, metric) for cell in cells
+                cell.label: relative(subject, Axis("", "context", [cell]), metric, base, arms)
+                for cell in cells
             }
             if groups := {label: found for label, found in groups.items() if found}:
                 head = f"{encoding}: {heading(metric)}, difference to {base}"
@@ -70,7 +68,11 @@ def setting_plots(subject: Subject) -> Iterator[Plot]:
 def load_plots(subject: Subject) -> Iterator[Plot]:
     """Latency under each load, and throughput against it where there are several."""
     for axis in load_axes(subject):
-        charts = [chart for metric in LATENCIES if (chart := _under_load(subject, axis, metric))]
+        charts = [
+            chart(column(metric), series, axis)
+            for metric in LATENCIES
+            if (series := measured(subject, axis, metric))
+        ]
         if not charts:
             continue
         yield Plot(
@@ -98,7 +100,7 @@ def _over_context(subject: Subject, key: str, title: str, axis: Axis, metric: st
     charts = []
     if series := measured(subject, axis, metric):
         charts.append(lines(column(metric), series, axis.title, plain))
-    if series := relative(subject, axis, metric):
+    if series := relative(subject, axis, metric, subject.zero, subject.others):
         head = f"{heading(metric)}, difference to {subject.zero}"
         charts.append(lines(head, series, axis.title, percent_tick, centred=True))
     ends = [axis.cells[-1], axis.cells[0]]
@@ -110,16 +112,6 @@ def _over_context(subject: Subject, key: str, title: str, axis: Axis, metric: st
         table=_table(subject, axis.cells, (metric,), subject.arms),
         note=f"{_RUNS} {_INTERVAL} {defined([metric])}",
     )
-
-
-def _under_load(subject: Subject, axis: Axis, metric: str) -> Picture | None:
-    """A chart, if there is data: lines over the loads, dots for a single load."""
-    if len(axis.cells) > 1:
-        series = measured(subject, axis, metric)
-        return lines(column(metric), series, axis.title, plain) if series else None
-    (cell,) = axis.cells
-    found = rows(subject, cell, metric)
-    return dots(column(metric), {"": found}, cell.label, plain) if found else None
 
 
 def _throughput(subject: Subject, axis: Axis) -> Plot:
@@ -144,7 +136,7 @@ def _reached(arm: str, cells: Sequence[Cell], metric: str) -> Iterator[Mark]:
         x, y = cell.spread(arm, THROUGHPUT), cell.spread(arm, metric)
         if x is not None and y is not None:
             told = f"{cell.label}: {quantity(THROUGHPUT, x)} at {quantity(metric, y)}"
-            yield mark(x.value, y.times(1e3), told)
+            yield Mark(y.times(1e3), told, x=x.value)
 
 
 def _against_zero(subject: Subject, cell: Cell, metrics: Sequence[str]) -> tuple[str, ...]:

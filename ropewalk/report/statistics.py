@@ -28,6 +28,11 @@ class Estimate:
     def times(self, factor: float) -> "Estimate":
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
+    def drawable(self) -> "Estimate":
+        """Without an interval, if it is infinite."""
+        known = math.isfinite(self.low) and math.isfinite(self.high)
+        return self if known else Estimate(self.value, self.value, self.value)
+
 
 def spread(values: Sequence[float]) -> Estimate | None:
     """Median and range, which concludes nothing; None without values."""

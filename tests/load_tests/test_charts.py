@@ -7,9 +7,7 @@ import pytest
 from ropewalk.load_tests.report.charts import (
     WIDTH,
     Mark,
-    Row,
     Series,
-    Span,
     bars,
     dots,
     lines,
@@ -17,27 +15,32 @@ from ropewalk.load_tests.report.charts import (
     timeline,
 )
 from ropewalk.report.figure import PAGE, SMALL, looks
+from ropewalk.report.statistics import Estimate
 from ropewalk.report.svg import svg
 
 ARMS = ["nope", "rope", 'a<b & "c"', "t5:materialised"]
 LOOKS = looks(ARMS, "nope")
 
 
+def flat(value: float) -> Estimate:
+    return Estimate(value, value, value)
+
+
 def series(factor: float = 1.0) -> list[Series]:
-    return [
-        Series(
-            arm,
-            LOOKS[arm],
-            tuple(Mark(x, y := factor * (i + x / 512), y - 0.1, y + 0.1, "x") for x in (512, 4096)),
-        )
+    marks = {
+        arm: [
+            Mark(Estimate(y := factor * (i + x / 512), y - 0.1, y + 0.1), "x", x=x)
+            for x in (512, 4096)
+        ]
         for i, arm in enumerate(ARMS)
-    ]
+    }
+    return [Series(arm, LOOKS[arm], own) for arm, own in marks.items()]
 
 
-def rows(*values: float) -> list[Row]:
+def rows(*values: float) -> list[Series]:
     return [
-        Row(arm, LOOKS[arm], value, value - 1, value + 1, f"{value:+g} %", hollow=value < 2)
-        for arm, value in zip(ARMS, values, strict=True)
+        Series(arm, LOOKS[arm], [Mark(Estimate(v, v - 1, v + 1), "", f"{v:+g} %", hollow=v < 2)])
+        for arm, v in zip(ARMS, values, strict=True)
     ]
 
 
@@ -73,7 +76,9 @@ def ways(text: str) -> list[list[tuple[float, float]]]:
     ]
 
 
-SPANS = [Span(arm, LOOKS[arm], i, i + 0.9, arm) for i, arm in enumerate(ARMS)]
+SPANS = [
+    Series(arm, LOOKS[arm], [Mark(Estimate(i, i, i + 0.9), arm)]) for i, arm in enumerate(ARMS)
+]
 CHARTS = {
     "lines": lines("a title", series(), "tokens", plain),
     "differences": lines("a title", series(3.0), "tokens", plain, centred=True),
@@ -120,7 +125,7 @@ def test_what_does_not_differ_is_hollow():
 
 
 def test_what_does_not_differ_is_hollow_on_a_line_too():
-    marks = (Mark(1, 0, -1, 1, "", hollow=True), Mark(2, 5, 4, 6, ""))
+    marks = (Mark(Estimate(0, -1, 1), "", x=1, hollow=True), Mark(Estimate(5, 4, 6), "", x=2))
     found = drawn(lines("", [Series("rope", LOOKS["rope"], marks)], "", plain, centred=True))
     # The first is beside the name.
     assert hollow(found) == [False, True, False]
@@ -142,14 +147,14 @@ def test_small_differences_are_seen_beside_a_large_one():
 
 
 def test_latencies_that_differ_thirtyfold_are_on_a_logarithmic_axis():
-    marks = tuple(Mark(x, y, y, y, "") for x, y in ((1, 5.0), (2, 5000.0)))
+    marks = tuple(Mark(flat(y), "", x=x) for x, y in ((1, 5.0), (2, 5000.0)))
     found = drawn(lines("", [Series("rope", LOOKS["rope"], marks)], "", plain))
     assert ">1000<" in found
     assert ">0<" not in found
 
 
 def test_a_stray_run_does_not_stretch_a_logarithmic_axis():
-    marks = (Mark(1, 5, 0.001, 6, ""), Mark(2, 5000, 5000, 5000, ""))
+    marks = (Mark(Estimate(5, 0.001, 6), "", x=1), Mark(flat(5000), "", x=2))
     found = drawn(lines("", [Series("rope", LOOKS["rope"], marks)], "", plain))
     assert ">0.1<" not in found
     lowest = max(float(text.attrib["y"]) for text in elements(found, "text") if text.text == "1")
@@ -170,7 +175,7 @@ def test_labels_below_do_not_touch():
 
 
 def test_one_point_and_one_arm_are_drawn_too():
-    found = drawn(lines("", [Series("rope", LOOKS["rope"], (Mark(8, 1, 1, 1, ""),))], "", plain))
+    found = drawn(lines("", [Series("rope", LOOKS["rope"], [Mark(flat(1), "", x=8)])], "", plain))
     assert ">8<" in found
 
 

@@ -97,13 +97,19 @@ def test_step_latency_by_context_comes_first_with_its_difference_to_the_zero():
 def test_marks_are_where_their_findings_say():
     made_up = subject(MANY["longctx"])
     (axis,) = context_axes(made_up)
-    found = {one.label: one.marks for one in relative(made_up, axis, "itl_p50")}
+    found = {
+        one.label: one.marks for one in relative(made_up, axis, "itl_p50", "nope", made_up.others)
+    }
     assert list(found) == ["rope", "t5", "alibi", "learned", "sinusoidal"]
-    assert [mark.y for mark in found["t5"]] == pytest.approx([20, 20, 20], abs=0.5)
-    assert all(mark.low < mark.y < mark.high for marks in found.values() for mark in marks)
-    assert [mark.hollow for mark in (found["t5"] + found["alibi"])] == [False] * 3 + [True] * 3
+    assert [mark.found.value for mark in found["t5"]] == pytest.approx([20, 20, 20], abs=0.5)
+    assert all(
+        mark.found.low < mark.found.value < mark.found.high
+        for marks in found.values()
+        for mark in marks
+    )
+    assert [mark.hollow for mark in (*found["t5"], *found["alibi"])] == [False] * 3 + [True] * 3
     milliseconds = {one.label: one.marks for one in measured(made_up, axis, "itl_p50")}
-    assert milliseconds["nope"][-1].y == pytest.approx(21, abs=0.2)
+    assert milliseconds["nope"][-1].found.value == pytest.approx(21, abs=0.2)
 
 
 def test_findings_change_with_the_data():
