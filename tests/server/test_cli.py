@@ -56,7 +56,7 @@ def sentence(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "server", *arguments]
+    command = [sys.executable, "-m", "ropewalk", *arguments]
     variables = {"PATH": cli.os.environ["PATH"], **environ}
     return subprocess.run(
         command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60, check=False
@@ -210,7 +210,10 @@ def test_health_without_a_server(capsys) -> None:
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("bench", ["--help", "--port", "x"]), ("profile_step", ["--out", "x", "--profile-step"])],
+    [
+        ("run.bench", ["--help", "--port", "x"]),
+        ("micro.profile_step", ["--out", "x", "--profile-step"]),
+    ],
 )
 def test_bench_gets_its_arguments_untouched(name, arguments, monkeypatch) -> None:
     seen = []
@@ -219,9 +222,9 @@ def test_bench_gets_its_arguments_untouched(name, arguments, monkeypatch) -> Non
         seen.append(list(arguments))
         return 3
 
-    module = types.ModuleType(f"load_tests.{name}")
+    module = types.ModuleType(f"ropewalk.load_tests.{name}")
     module.main = main
-    monkeypatch.setitem(sys.modules, f"load_tests.{name}", module)
+    monkeypatch.setitem(sys.modules, f"ropewalk.load_tests.{name}", module)
     assert cli.main(["bench", *arguments]) == 3
     assert seen == [arguments]
 
@@ -341,7 +344,7 @@ def test_as_a_program() -> None:
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:
-    command = [sys.executable, "-m", "server", "encodings"]
+    command = [sys.executable, "-m", "ropewalk", "encodings"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True
     ) as process:
