@@ -8,17 +8,13 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.image import imsave
-from numpy.typing import NDArray
+from matplotlib.figure import Figure, SubFigure
 
 from ropewalk.report import page
-from ropewalk.report.figure import THEME, WIDTH, Omitted, Picture, own_settings, render
+from ropewalk.report.figure import THEME, Omitted, Picture, own_settings, render
 from ropewalk.report.page import Page, Section
 from ropewalk.report.svg import svg
 
-Pixels = NDArray[np.uint8]
 Progress = Callable[[], object]  # called once for each picture drawn
 DPI = 150
 UNDATED_PNG: Any = {"Software": None}  # so that equal pictures are equal files
@@ -53,46 +49,37 @@ def to_png(
     drawn: Progress,
 ) -> bytes:
     """One tall image: the same text and pictures, stacked."""
-    with own_settings():
-        strips = [_text([title], size=15, weight="bold"), _text(_wrapped(summary))]
-        strips.append(_text([line for pair in facts.items() for line in _fact(*pair)]))
-        for part in parts:
-            if isinstance(part, Picture):
-                strips.append(_text([part.title], size=11.5, weight="bold"))
-                strips.append(_pixels(render(part)))
-                strips.append(_text(_wrapped(part.caption)))
+    strips = [_text([title], size=15, weight="bold"), _text([summary])]
+    strips.append(_text([f"{name}: {text}" for name, text in facts.items()]))
+    for part in parts:
+        if isinstance(part, Picture):
+            strips += [_text([part.title], size=11.5, weight="bold"), part, _text([part.caption])]
+    if left_out := [part for part in parts if isinstance(part, Omitted)]:
+        strips.append(_text(["Left out"], size=11.5, weight="bold"))
+        strips.append(_text([f"{part.title}: {part.reason}" for part in left_out]))
+    heights = [strip.height for strip in strips]
+
+    def draw(figure: Figure | SubFigure) -> None:
+        rows = figure.subfigures(len(strips), 1, squeeze=False, height_ratios=heights)
+        for row, strip in zip(rows[:, 0], strips, strict=True):
+            strip.draw(row)
+            if strip in parts:
                 drawn()
-        if left_out := [part for part in parts if isinstance(part, Omitted)]:
-            strips.append(_text(["Left out"], size=11.5, weight="bold"))
-            strips.append(
-                _text([line for part in left_out for line in _fact(part.title, part.reason)])
-            )
+
+    with own_settings():
         file = io.BytesIO()
-        imsave(file, np.vstack(strips), format="png", dpi=DPI, metadata=UNDATED_PNG)
+        whole = render(Picture("", title, "", draw, sum(heights)))
+        whole.savefig(file, format="png", dpi=DPI, metadata=UNDATED_PNG)
     return file.getvalue()
 
 
-def _pixels(figure: Figure) -> Pixels:
-    """[height, width, 4]."""
-    file = io.BytesIO()
-    figure.savefig(file, format="rgba", dpi=DPI)
-    return np.frombuffer(file.getvalue(), np.uint8).reshape(-1, round(WIDTH * DPI), 4)
+def _text(texts: Sequence[str], *, size: float = 9, weight: str = "normal") -> Picture:
+    """Paragraphs of one font size across the whole width, with a small margin."""
+    lines = [line for text in texts for line in textwrap.wrap(text, COLUMNS) or [""]]
+    height = len(lines) * size * 1.45 / 72 + 0.16  # inches
 
+    def draw(figure: Figure | SubFigure) -> None:
+        style: Any = {"fontsize": size, "fontweight": weight, "linespacing": 1.2}
+        figure.text(0.02, 1 - 0.08 / height, "\n".join(lines), va="top", **style)
 
-def _text(lines: Sequence[str], *, size: float = 9, weight: str = "normal") -> Pixels:
-    """Lines of one font size across the whole width, with a small margin."""
-    line = size * 1.45 / 72  # inches
-    height = len(lines) * line + 0.16
-    figure = Figure(figsize=(WIDTH, height))
-    for row, text in enumerate(lines):
-        at = 1 - (row * line + 0.08) / height
-        figure.text(0.02, at, text, va="top", fontsize=size, fontweight=weight)
-    return _pixels(figure)
-
-
-def _fact(name: str, text: str) -> list[str]:
-    return _wrapped(f"{name}: {text}")
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, COLUMNS) or [""]
+    return Picture("", "", "", draw, height)
