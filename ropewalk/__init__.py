@@ -12,7 +12,7 @@ asking failed. Everything else is what `ropewalk serve` is made of.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ropewalk.server.launch.library import Answer, CommandError, Model, ServeError, load
+    from ropewalk.server.library import Answer, CommandError, Model, ServeError, load
 
 __all__ = ["Answer", "CommandError", "Model", "ServeError", "load"]
 
@@ -21,6 +21,6 @@ def __getattr__(name: str) -> object:
     """The interface, once it is used: `ropewalk --help` imports this too, and torch takes long."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ropewalk.server.launch import library
+    from ropewalk.server import library
 
     return getattr(library, name)

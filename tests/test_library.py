@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 import ropewalk
+from ropewalk.server import library
 from ropewalk.server.app.app import create_app
 from ropewalk.server.http.in_thread import in_thread
 from ropewalk.server.http.protocol import Server, uvicorn_config
-from ropewalk.server.launch import library
 from ropewalk.server.launch.build import engine_of, load_models
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models

@@ -5,7 +5,7 @@ No torch before a server is to start, so that --help answers at once.
 
 import gc
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from ropewalk.server.cli.options import (
     choice,
     count,
     seconds,
+    settings_of,
 )
 from ropewalk.server.config import (
     api_key,
@@ -366,6 +367,23 @@ def as_told(ctx: click.Context) -> dict[str, Any]:
     """The command's values, without the addresses in variables and files where flags name one."""
     given = {name for name in ("url", "uds", "host", "port") if is_flag(ctx, name)}
     return ctx.params | dict.fromkeys({"url", "uds"} - given if given else ())
+
+
+def from_program(options: Mapping[str, object]) -> dict[str, Any]:
+    """The command's values where a program names options, and no variable or file is read."""
+    known = {each.name: each for each in settings_of(serve) if each.name}
+    for name in options.keys() - known.keys():
+        raise UsageError(f"{name} is not an option of ropewalk serve; see its --help")
+    ctx = click.Context(serve)
+    defaults = {name: each.default for name, each in known.items()}
+    for name, value in {**defaults, **options}.items():
+        # As on the command line: text, or a switch.
+        plain = value is None or isinstance(value, bool | tuple | list)
+        try:
+            ctx.params[name] = known[name].type_cast_value(ctx, value if plain else str(value))
+        except click.BadParameter as error:
+            raise UsageError(f"{name}: {error.message}") from error
+    return ctx.params
 
 
 def is_flag(ctx: click.Context, name: str) -> bool:

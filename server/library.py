@@ -3,7 +3,6 @@
 Prompts, fields, limits and answers are those of the HTTP API; engine and cache are the server's.
 """
 
-import argparse
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
@@ -17,8 +16,7 @@ import torch
 
 from ropewalk.server import hardware
 from ropewalk.server.app.cache import described
-from ropewalk.server.cli.options.base import add_options, read_options
-from ropewalk.server.cli.options.serve import SERVE_OPTIONS
+from ropewalk.server.cli.serve import from_program
 from ropewalk.server.config import ServerConfig, server_config
 from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.errors import CommandError, UsageError
@@ -211,15 +209,6 @@ async def _next(events: AsyncGenerator[list[TokenEvent], None]) -> list[TokenEve
 
 def _config(model: str, options: Mapping[str, object]) -> ServerConfig:
     """The configuration of `ropewalk serve` with these options and no variables."""
-    parser = argparse.ArgumentParser()
-    add_options(parser, SERVE_OPTIONS)
-    known = {option.name: option for option in SERVE_OPTIONS}
-    arguments = [model]
-    for name, value in options.items():
-        if name not in known or name == "models":
-            raise UsageError(f"{name} is not an option of ropewalk serve; see its --help")
-        if isinstance(value, bool):
-            arguments.append(known[name].flag if value else f"--no-{known[name].flag[2:]}")
-        else:
-            arguments.append(f"{known[name].flag}={value}")
-    return server_config(read_options(SERVE_OPTIONS, parser.parse_args(arguments), {}))
+    if "models" in options:
+        raise UsageError("models is not an option of ropewalk.load, which takes one model")
+    return server_config(from_program({**options, "models": [model]}))
