@@ -197,16 +197,9 @@ def label_bottoms(axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> Non
         row = next((i for i, end in enumerate(rows) if at - wide >= end), len(rows))
         rows[row : row + 1] = [at]
         height = 0.02 + row * tall
-        # Lines bend to the left on their way up.
-        axes.text(
-            at - 0.12 * height,
-            height,
-            text,
-            color=color,
-            transform=axes.transAxes,
-            ha="right",
-            fontsize=SMALL,
-        )
+        left = at - 0.12 * height  # lines bend to the left on their way up
+        style: Any = {"color": color, "ha": "right", "fontsize": SMALL}
+        axes.text(left, height, text, transform=axes.transAxes, **style)
 
 
 def count_axis(axes: "Axes") -> None:
