@@ -16,6 +16,7 @@ def rooms_table() -> str:
         inits = [path for path in SOURCES if path.startswith(f"{package}/")]
         for path in sorted(path for path in inits if path.endswith("/__init__.py")):
             room = path.removesuffix("/__init__.py")
+            room = room if (ROOT / room).is_dir() else f"ropewalk/{room}"
             said = ast.get_docstring(ast.parse(SOURCES[path]))
             rows.append(f"|[`{room}`](../{room})|{said}|")
     return "\n".join(rows) + "\n"
