@@ -175,11 +175,11 @@ def address(tmp_path_factory: pytest.TempPathFactory):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
-    command = [sys.executable, "-m", "server", "serve", "--port", str(port)]
+    command = [sys.executable, "-m", "ropewalk", "serve", "--port", str(port)]
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     try:
-        health = [sys.executable, "-m", "server", "health", "--ready", "--port", str(port)]
+        health = [sys.executable, "-m", "ropewalk", "health", "--ready", "--port", str(port)]
         deadline = time.monotonic() + 240
         while "curl" not in log.read_text():  # the banner
             assert process.poll() is None, log.read_text()
@@ -228,7 +228,7 @@ def test_python_example_runs(program: str, address: str) -> None:
 def test_chat_streams_from_the_running_server(address: str) -> None:
     port = address.rsplit(":", 1)[1]
     question = next(shlex.split(line)[-1] for line in OTHERS if "chat --stats" in line)
-    command = [sys.executable, "-m", "server", "chat", "--stats", question]
+    command = [sys.executable, "-m", "ropewalk", "chat", "--stats", question]
     variables = {**os.environ, "ROPEWALK_PORT": port, "ROPEWALK_CHAT_MAX_TOKENS": "12"}
     done = subprocess.run(
         command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60

@@ -56,7 +56,7 @@ def sentence(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "server", *arguments]
+    command = [sys.executable, "-m", "ropewalk", *arguments]
     variables = {"PATH": cli.os.environ["PATH"], **environ}
     return subprocess.run(
         command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60, check=False
@@ -341,7 +341,7 @@ def test_as_a_program() -> None:
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:
-    command = [sys.executable, "-m", "server", "encodings"]
+    command = [sys.executable, "-m", "ropewalk", "encodings"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True
     ) as process:

@@ -331,7 +331,7 @@ def text_of(answer):
 @pytest.mark.full  # test_placement.py shows the sentence, test_cli.py how one is said
 def test_what_cannot_be_served_is_said_in_one_sentence(model):
     done = subprocess.run(
-        [sys.executable, "-m", "server", "serve", str(model), "--port", "0", "--kv-memory", "1K"],
+        [sys.executable, "-m", "ropewalk", "serve", str(model), "--port", "0", "--kv-memory", "1K"],
         capture_output=True,
         text=True,
         timeout=READY_SECONDS,

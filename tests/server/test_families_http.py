@@ -11,8 +11,8 @@ import pytest
 from ropewalk.model.architectures.base import architectures
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.model import checkpoints, plain
+from tests.model.checkpoints import phi3, smollm3
 from tests.model.test_parity import reference_greedy
-from tests.model.test_parity_rope import phi3, smollm3
 from tests.server.fake_engine import loaded_app
 from tests.server.toy import running, spelled_apart
 
