@@ -209,7 +209,7 @@ def summary(kind: type[PositionalEncoding]) -> str:
     """First line of a docstring: for this project's encodings the file's, else the class's."""
     module = inspect.getmodule(kind)
     of_file = module.__doc__ if module is not None else None
-    own = kind.__module__.startswith("model.encodings.")
+    own = kind.__module__.startswith("ropewalk.model.encodings.")
     texts = (of_file, kind.__doc__) if own else (kind.__doc__, of_file)
     return next((text.strip().partition("\n")[0] for text in texts if text), "no description")
 

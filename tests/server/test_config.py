@@ -431,3 +431,7 @@ def test_a_variable_means_one_thing() -> None:
     for options in (SERVE_OPTIONS, CHAT_OPTIONS, HEALTH_OPTIONS):
         variables = [option.variable for option in options]
         assert len(variables) == len(set(variables))
+
+
+def test_keys_never_show_in_the_configuration() -> None:
+    assert not HttpOptions.__dataclass_fields__["api_keys"].repr
