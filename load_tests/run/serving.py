@@ -19,7 +19,7 @@ from ropewalk.load_tests.client import process
 from ropewalk.load_tests.client.client import DIALECTS, Arm, Server, fetch, get_json
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed
 
-PROGRAM = (sys.executable, "-m", "server", "serve")
+PROGRAM = (sys.executable, "-m", "ropewalk", "serve")
 FAMILY = "family"
 SHAPE = "shape:"
 TABLE = "learned"  # the family's model of it takes only its trained context

@@ -252,7 +252,7 @@ def test_a_failure_inside_stops_all_even_the_stubborn(tmp_path, fake, monkeypatc
 INTERRUPTED = """
 import asyncio, sys
 from pathlib import Path
-from load_tests import serving
+from ropewalk.load_tests.run import serving
 
 async def use():
     serving.PROGRAM = (sys.executable, "-m", "tests.load_tests.fake_serve")
