@@ -37,7 +37,7 @@ class Served:
     """`ropewalk serve` on a free port; its log is kept in a file."""
 
     def __init__(
-        self, model: Path, folder: Path, *flags: str, program: str = "server", **environ: str
+        self, model: Path, folder: Path, *flags: str, program: str = "ropewalk", **environ: str
     ) -> None:
         self.log = folder / "server.log"
         command = [sys.executable, "-m", program, "serve", f"m={model}", "--port", "0", *flags]
