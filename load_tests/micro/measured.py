@@ -110,7 +110,7 @@ def heading(kind: str, words: Sequence[str], args: argparse.Namespace) -> dict[s
     return {
         "schema": SCHEMA,
         "kind": f"ropewalk {kind}",
-        "command": f"python -m load_tests.{module} {shlex.join(words)}".rstrip(),
+        "command": f"python -m ropewalk.load_tests.micro.{module} {shlex.join(words)}".rstrip(),
         "arguments": vars(args),
         "environment": asyncio.run(_environment(args)),
     }

@@ -210,7 +210,10 @@ def test_health_without_a_server(capsys) -> None:
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("bench", ["--help", "--port", "x"]), ("profile_step", ["--out", "x", "--profile-step"])],
+    [
+        ("run.bench", ["--help", "--port", "x"]),
+        ("micro.profile_step", ["--out", "x", "--profile-step"]),
+    ],
 )
 def test_bench_gets_its_arguments_untouched(name, arguments, monkeypatch) -> None:
     seen = []
@@ -219,9 +222,9 @@ def test_bench_gets_its_arguments_untouched(name, arguments, monkeypatch) -> Non
         seen.append(list(arguments))
         return 3
 
-    module = types.ModuleType(f"load_tests.{name}")
+    module = types.ModuleType(f"ropewalk.load_tests.{name}")
     module.main = main
-    monkeypatch.setitem(sys.modules, f"load_tests.{name}", module)
+    monkeypatch.setitem(sys.modules, f"ropewalk.load_tests.{name}", module)
     assert cli.main(["bench", *arguments]) == 3
     assert seen == [arguments]
 

@@ -110,9 +110,7 @@ def test_frequencies_and_magnitude(name, key, caplog):
         expected, magnitude = ROPE_INIT_FUNCTIONS[kind](theirs, CPU, seq_len=length)
         assert torch.allclose(ours.frequencies_at(length), expected, rtol=1e-6, atol=0)
         assert math.isclose(ours.magnitude, magnitude, rel_tol=1e-12)
-    ours_said = [
-        each.getMessage() for each in caplog.records if each.name.startswith("ropewalk.model.")
-    ]
+    ours_said = [each.getMessage() for each in caplog.records if each.name.startswith("ropewalk.")]
     of_rope = [line for line in ours_said if "rope" in line or "original" in line]
     assert len(of_rope) == (told is not None)
     assert told is None or told in of_rope[0]

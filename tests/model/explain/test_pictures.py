@@ -254,7 +254,7 @@ def test_no_module_of_the_server_reaches_matplotlib() -> None:
             for name, late in imports(parsed(SOURCES[path])):
                 if late:
                     continue
-                seen.add(name.split(".")[0])
+                seen.add(name.removeprefix("ropewalk.").split(".")[0])
                 base = name.removeprefix("ropewalk.").replace(".", "/")
                 for target in (f"{base}.py", f"{base}/__init__.py"):
                     if target in SOURCES and target not in seen:
