@@ -1,5 +1,6 @@
 """Tables of these pages that repeat what the code says, made from it. scripts/docs writes them."""
 
+import ast
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,9 +21,11 @@ from ropewalk.model.family.evaluation import results
 from ropewalk.model.family.evaluation.report.findings import shipped, verdict
 from ropewalk.model.family.evaluation.report.words import signed
 from ropewalk.model.family.evaluation.results import Measured
-from ropewalk.server.cli.encodings_command import by_frame
-from ropewalk.server.cli.options.client import CHAT_OPTIONS, HEALTH_OPTIONS
-from ropewalk.server.cli.options.serve import SERVE_OPTIONS
+from ropewalk.server.cli.chat import chat
+from ropewalk.server.cli.health import health
+from ropewalk.server.cli.options import settings_of
+from ropewalk.server.cli.serve import serve
+from ropewalk.server.studies.encodings import by_frame
 
 DOCS = Path(__file__).parent
 
@@ -259,25 +262,35 @@ def configuration_page() -> str:
         "`XDG_CACHE_HOME`, or in the user's cache directory. Models of the Hugging Face hub are in "
         "that library's own cache.",
     ]
-    for command, options in (
-        ("serve", SERVE_OPTIONS),
-        ("chat", CHAT_OPTIONS),
-        ("health", HEALTH_OPTIONS),
-    ):
-        rows = [f"## ropewalk {command}\n", "|flag|variable|default|meaning|", "|---|---|---|---|"]
-        for option in options:
-            flag = option.flag if option.flag.startswith("--") else option.metavar
-            if option.switch:
-                flag += f"`, `--no-{flag[2:]}"
-            default = option.shown or ("on" if option.default is True else option.default)
-            rows.append(f"|`{flag}`|`{option.variable}`|{default}|{option.help}|")
+    for command in (serve, chat, health):
+        rows = [f"## ropewalk {command.name}\n"]
+        rows += ["|flag|variable|value|default|meaning|", "|---|---|---|---|---|"]
+        for one in settings_of(command):
+            flags = "`, `".join([*one.opts, *one.secondary_opts]).replace("models", "MODEL")
+            cells = (f"`{flags}`", f"`{one.envvar}`", ", ".join(one.values))
+            rows.append(f"|{'|'.join(cells)}|{one.default_in_words}|{one.help}|")
         parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"
+
+
+# ---- architecture.md ----
+
+
+def rooms() -> str:
+    """A row for each room, its sentence taken from its __init__.py."""
+    rows = ["|room|is for|", "|---|---|"]
+    for package in ("server", "model", "cache", "load_tests"):
+        for path in sorted((DOCS.parent / package).rglob("__init__.py")):
+            said = ast.get_docstring(ast.parse(path.read_text()))
+            room = path.parent.relative_to(DOCS.parent)
+            rows.append(f"|[`{room}`](../{room})|{said}|")
+    return "\n".join(rows)
 
 
 # ---- all of them ----
 
 TABLES: dict[str, list[Callable[[], str]]] = {
+    "architecture.md": [rooms],
     "cache.md": [comparison],
     "checkpoints.md": [defaults_table, disputed_table, gguf_table],
     "encodings.md": [list_table, cost_table, operations_table],

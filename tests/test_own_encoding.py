@@ -17,8 +17,9 @@ from ropewalk.model.encodings.base import create, find
 from ropewalk.server.cli import main
 from ropewalk.server.launch.build import load_models
 from ropewalk.server.metrics.exporter import Metrics
+from tests.command_line import configured, understood
 from tests.model.checkpoints import llama, random_model, save
-from tests.server.fake_engine import configured, make_request
+from tests.server.fake_engine import make_request
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "encodings.md").read_text()
@@ -91,12 +92,12 @@ def commands() -> list[list[str]]:
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_commands_are_understood_and_run(words, kerple, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("ropewalk.server.cli.encodings_command.this_machine", lambda: PLACE)
-    assert main.parser().parse_args(words).command == words[0]
+    monkeypatch.setattr("ropewalk.server.studies.encodings.this_machine", lambda: PLACE)
+    assert understood(*words).info_name == words[0]
     if words[0] == "serve" or "--model" in words:
         return  # needs weights
     if words[0] == "explain" and kerple not in words:  # drawn in tests of their own
-        monkeypatch.setattr("ropewalk.server.cli.explain_command.pictures", lambda subject: [])
+        monkeypatch.setattr("ropewalk.server.studies.explain.pictures", lambda subject: [])
     assert main.main(words) == 0
     said = capsys.readouterr()
     # On a busy machine a long measurement may say that it is one.

@@ -31,6 +31,8 @@ class Architecture(ABC):
     absent_in_gguf: ClassVar[Absent] = {}
     # Names of stored tensors that follow from the config, and so may be ignored.
     derived: ClassVar[re.Pattern[str]] = re.compile("(?!)")
+    # Whether the tokenizer.model of the folder above will do, where a model's own has none.
+    shares_tokenizer: ClassVar[bool] = False
 
     def described_by_hf(self, fields: Fields) -> Fields:
         """A config.json, to be read with this family's defaults."""

@@ -65,7 +65,8 @@ class ContextShifter:
         if wanted is Overflow.SLIDE and rewrites:
             raise UnsupportedField(
                 "overflow slide would rotate every stored key again and again until rounding "
-                "errors ruined them; use shift, or start the server with --rope-frame block.",
+                "errors ruined them; use shift, or start the server with --encoding-option "
+                "frame=block.",
                 "overflow",
             )
         if self._max_context < 3 * self._block_size:

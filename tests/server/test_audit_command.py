@@ -8,7 +8,8 @@ import torch
 
 from ropewalk.model.inspect import audit_arms
 from ropewalk.model.inspect.audit import Watch
-from ropewalk.server.cli import audit_command, main
+from ropewalk.server.cli import main
+from ropewalk.server.studies import audit as audit_command
 from tests.model import encoder_decoders
 from tests.model.checkpoints import llama, random_model, save
 from tests.server.test_cli import sentence
@@ -142,7 +143,11 @@ def test_only_the_first_of_many_are_named(capsys, monkeypatch) -> None:
         (["--encodings", "no.such:Thing"], 1, "is its folder in PYTHONPATH?"),
         (["--prompt", ""], 2, "--prompt: the text has no tokens"),
         (["--steps", "0"], 2, "--steps: 0 is outside 1 to 4096"),
-        (["--prompt", "a", "--prompt-tokens", "3"], 2, "not allowed with argument"),
+        (
+            ["--prompt", "a", "--prompt-tokens", "3"],
+            2,
+            "--prompt and --prompt-tokens exclude each other",
+        ),
         (["--html", "there/a.html"], 1, "there is not a directory"),
         (["--json", "there/a.json"], 1, "there is not a directory"),
         (["nosuch"], 1, "nosuch is neither a file nor a directory"),

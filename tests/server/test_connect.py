@@ -16,8 +16,8 @@ import pytest
 
 from ropewalk.server import listen
 from ropewalk.server.cli import main
-from ropewalk.server.cli.chat import ChatOptions, Client
 from ropewalk.server.cli.connect import address, connected
+from ropewalk.server.cli.conversation import ChatOptions, Client
 from ropewalk.server.errors import CommandError, UsageError
 from tests.server.certificates import issued, self_signed
 from tests.server.sockets import free_port

@@ -74,9 +74,9 @@ def test_a_thousand_requests(encoding, stored, seeded, kernels):
 @pytest.mark.parametrize(
     ("encoding", "flags"),
     [
-        ("rope", ("--rope-frame", "block", "--dtype", "bfloat16")),
-        ("rope", ("--rope-frame", "raw", "--dtype", "bfloat16")),
-        ("t5", ("--bias-form", "materialised", "--dtype", "bfloat16")),
+        ("rope", ("--encoding-option", "frame=block", "--dtype", "bfloat16")),
+        ("rope", ("--encoding-option", "frame=raw", "--dtype", "bfloat16")),
+        ("t5", ("--encoding-option", "form=materialised", "--dtype", "bfloat16")),
         ("rope", ("--quantize", "int8", "--dtype", "bfloat16")),
         ("alibi", ("--block-size", "4", "--no-prefix-sharing", "--dtype", "float32")),
         ("nope", ("--audit", "full", "--dtype", "bfloat16")),
@@ -97,7 +97,7 @@ def test_an_encoder_decoder(stored, tmp_path, kernels):
     ("encoding", "overflow", "flags"),
     [
         ("rope", Overflow.SHIFT, ()),
-        ("rope", Overflow.SLIDE, ("--rope-frame", "block", "--kv-dtype", "int8")),
+        ("rope", Overflow.SLIDE, ("--encoding-option", "frame=block", "--kv-dtype", "int8")),
         ("alibi", Overflow.SLIDE, ()),
         ("t5", Overflow.SHIFT, ()),
         ("nope", Overflow.SHIFT, ("--kv-dtype", "int8")),

@@ -262,6 +262,6 @@ def test_no_module_of_the_server_reaches_matplotlib() -> None:
                         todo.append(target)
         return seen
 
-    assert "matplotlib" in reached("server/cli/explain_command.py")
-    for path in ("server/launch/build.py", "server/cli/main.py", "server/cli/encodings_command.py"):
+    assert "matplotlib" in reached("server/studies/explain.py")
+    for path in ("server/launch/build.py", "server/cli/main.py", "server/studies/encodings.py"):
         assert "matplotlib" not in reached(path)

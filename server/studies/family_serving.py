@@ -1,6 +1,5 @@
 """Serves a model briefly, to compare its answers over HTTP with those computed directly."""
 
-import argparse
 import http.client
 import json
 from collections.abc import Collection, Iterator, Sequence
@@ -8,9 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ropewalk.server.app.app import create_app
-from ropewalk.server.cli.options.base import add_options, read_options
-from ropewalk.server.cli.options.serve import SERVE_OPTIONS
-from ropewalk.server.config import HttpOptions, ServerConfig, server_config
+from ropewalk.server.cli.serve import SETTINGS
+from ropewalk.server.config import HttpOptions, ModelSource, ServerConfig, server_config
 from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.in_thread import HOST, in_thread
@@ -68,13 +66,15 @@ def _asked(port: int, prompt: Sequence[int]) -> list[float]:
 
 
 def _configured(folder: Path, dtype: str, context: int, trusted: Collection[str]) -> ServerConfig:
-    """The configuration of `ropewalk serve` with these flags and no variables."""
-    parser = argparse.ArgumentParser()
-    add_options(parser, SERVE_OPTIONS)
-    arguments = [f"{NAME}={folder}", "--dtype", dtype, "--max-model-len", str(context)]
-    arguments += ["--kv-memory", "256M"]
-    arguments += [f"--trust-encoding={name}" for name in trusted]
-    return server_config(read_options(SERVE_OPTIONS, parser.parse_args(arguments), {}))
+    """That of `ropewalk serve` with these values; what variables and files say does not count."""
+    told = {
+        "models": (ModelSource(NAME, str(folder)),),
+        "dtype": dtype,
+        "max_model_len": context,
+        "kv_memory": 256 << 20,
+        "trust_encoding": tuple(trusted),
+    }
+    return server_config({setting.name: setting.default for setting in SETTINGS} | told)
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """`ropewalk audit`: what each step of a generation changes in the cache, encoding by encoding.
 
-Reads the flags, chooses the arms, prints and writes; model/inspect/audit.py does the audit.
+Chooses the arms, prints and writes; model/inspect/audit.py does the audit.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -26,9 +25,9 @@ from ropewalk.model.layers.decoder import Decoder
 from ropewalk.model.loading.checkpoints import CheckpointError, open_checkpoint
 from ropewalk.model.tokenizers.base import InvalidText
 from ropewalk.server import download
-from ropewalk.server.cli.output_file import require_folder, write_file
 from ropewalk.server.config import model_source
 from ropewalk.server.errors import CommandError, UsageError
+from ropewalk.server.studies.output_file import require_folder, write_file
 from ropewalk.server.terminal import aligned, bar_if_long, line_width, said_if_long
 
 TINY = "tiny"
@@ -47,38 +46,66 @@ STEP_COLUMNS = (
 )
 
 
-def run(flags: argparse.Namespace) -> int:
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A decoder with its own encoding, and the prompt that it continues."""
+
+    name: str
+    note: str
+    own: str | None  # the encoding that it was trained with
+    decoder: Decoder
+    prompt: Sequence[int]
+
+
+def run(
+    *,
+    model: str,
+    encodings: str | None,
+    trust_encoding: Sequence[str],
+    prompt: str | None,
+    prompt_tokens: int | None,
+    steps: int | None,
+    trained_length: int | None,
+    steps_table: bool,
+    json_to: Path | None,
+    html_to: Path | None,
+) -> int:
     """Returns 1 when a correct entry changed, else 0. Raises UsageError or CommandError."""
-    files = [Path(name) for name in (flags.html, flags.json) if name and name != "-"]
-    for path in files:
-        require_folder(path)
+    printed = json_to == Path("-")
+    for path in (html_to, None if printed else json_to):
+        if path is not None:
+            require_folder(path)
+    if prompt is not None and prompt_tokens is not None:
+        raise UsageError("--prompt and --prompt-tokens exclude each other; leave one of them out")
+    usual_prompt, usual_steps = TINY_RUN if model == TINY else MODEL_RUN
+    steps = steps or usual_steps
+    drawn = prompt_tokens or usual_prompt
     try:
-        report = _audited(flags)
+        if model == TINY:
+            subject = _tiny(prompt, drawn, steps)
+        else:
+            subject = _loaded(model, trust_encoding, prompt, drawn, steps)
+        report = _audited(subject, list(_arms(encodings, trained_length, subject, steps)), steps)
     except (EncodingError, CheckpointError, InvalidText) as error:
         raise CommandError(str(error)) from error
-    told = as_json(report)
-    if flags.html:
-        _write(Path(flags.html), to_html(report))
-    if flags.json == "-":
-        print(json.dumps(told, indent=2))
+    told = json.dumps(as_json(report), indent=2)
+    if html_to is not None:
+        _write(html_to, to_html(report))
+    if printed:
+        print(told)
     else:
-        print("\n".join(lines(report, every_step=flags.steps_table)))
-        if flags.json:
-            _write(Path(flags.json), json.dumps(told, indent=2) + "\n")
+        print("\n".join(lines(report, every_step=steps_table)))
+        if json_to is not None:
+            _write(json_to, told + "\n")
     for sentence in faults(report):
         print(f"ropewalk: {sentence}", file=sys.stderr)
     return 1 if report.unexpected else 0
 
 
-def _audited(flags: argparse.Namespace) -> Report:
-    usual_prompt, usual_steps = TINY_RUN if flags.model == TINY else MODEL_RUN
-    steps = flags.steps or usual_steps
-    drawn = flags.prompt_tokens or usual_prompt
-    subject = _tiny(flags, drawn, steps) if flags.model == TINY else _loaded(flags, drawn, steps)
-    arms = list(_arms(flags, subject, steps))
+def _audited(subject: Subject, arms: Sequence[Arm], steps: int) -> Report:
     with (
         bar_if_long(f"auditing {subject.name}", len(arms) * (steps + 1), "step") as bar,
-        threads(1 if flags.model == TINY else torch.get_num_threads()),
+        threads(1 if subject.name == TINY else torch.get_num_threads()),
     ):
         audits = tuple(_audit(arm, subject.prompt, steps, bar.update) for arm in arms)
     return Report(subject.name, subject.note, subject.decoder.config, audits)
@@ -106,37 +133,28 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A decoder with its own encoding, and the prompt that it continues."""
-
-    name: str
-    note: str
-    own: str | None  # the encoding that it was trained with
-    decoder: Decoder
-    prompt: Sequence[int]
-
-
-def _tiny(flags: argparse.Namespace, drawn: int, steps: int) -> Subject:
+def _tiny(text: str | None, drawn: int, steps: int) -> Subject:
     vocabulary = audit_arms.TINY.vocab_size  # one token per byte value
-    prompt = _drawn(drawn, vocabulary) if flags.prompt is None else list(flags.prompt.encode())
+    prompt = _drawn(drawn, vocabulary) if text is None else list(text.encode())
     _refuse_empty(prompt)
     return Subject(TINY, TINY_NOTE, None, audit_arms.tiny(len(prompt) + steps), prompt)
 
 
-def _loaded(flags: argparse.Namespace, drawn: int, steps: int) -> Subject:
-    source = model_source(flags.model)
-    checkpoint = open_checkpoint(download.locate(source.source), flags.trust_encoding)
+def _loaded(
+    model: str, trusted: Sequence[str], text: str | None, drawn: int, steps: int
+) -> Subject:
+    source = model_source(model)
+    checkpoint = open_checkpoint(download.locate(source.source), trusted)
     if isinstance(checkpoint.config, EncoderDecoderConfig):
         raise CommandError(
             f"{source.name} is an encoder-decoder, but an audit runs only decoders; name another "
             "model, or none for the built-in tiny one"
         )
     embedded = checkpoint.config.vocab_size
-    if flags.prompt is None:
+    if text is None:
         prompt = _drawn(drawn, min(checkpoint.tokenizer.vocab_size, embedded))
     else:
-        prompt = checkpoint.tokenizer.encode(flags.prompt, bos=True)
+        prompt = checkpoint.tokenizer.encode(text, bos=True)
         if max(prompt, default=0) >= embedded:
             raise UsageError(
                 f"--prompt: the text has a token that {source.name} does not embed; leave it out"
@@ -160,16 +178,18 @@ def _refuse_empty(prompt: Sequence[int]) -> None:
         raise UsageError("--prompt: the text has no tokens; give at least one word")
 
 
-def _arms(flags: argparse.Namespace, subject: Subject, steps: int) -> Iterator[Arm]:
+def _arms(
+    encodings: str | None, trained_length: int | None, subject: Subject, steps: int
+) -> Iterator[Arm]:
     wanted: Sequence[str] = audit_arms.ALL
-    if flags.encodings not in (None, "all"):
-        wanted = [name.strip() for name in flags.encodings.split(",") if name.strip()]
+    if encodings is not None and encodings != "all":
+        wanted = [name.strip() for name in encodings.split(",") if name.strip()]
         if not wanted:
             raise UsageError("--encodings: the list is empty; give for example rope,t5")
-    elif flags.encodings is None and subject.own is not None:
+    elif encodings is None and subject.own is not None:
         wanted = (subject.own, audit_arms.DYNAMIC)
     start = len(subject.prompt)
-    trained_length = flags.trained_length or start + steps // 2
+    trained_length = trained_length or start + steps // 2
     for name in dict.fromkeys(wanted):
         yield audit_arms.arm(name, subject.decoder, start + steps, trained_length)
 

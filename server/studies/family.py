@@ -1,10 +1,10 @@
 """`ropewalk family`: makes the bundled models from their texts; model/family does the work."""
 
-import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -31,8 +31,8 @@ from ropewalk.model.family.training.rehearsal import rehearse
 from ropewalk.model.family.training.train import Pace, Training
 from ropewalk.model.weights.base import CheckpointError
 from ropewalk.server import download, hardware
-from ropewalk.server.cli.family_serving import served_logprobs
 from ropewalk.server.errors import CommandError
+from ropewalk.server.studies.family_serving import served_logprobs
 from ropewalk.server.terminal import bar
 
 RESULT = "evaluation.json"
@@ -43,17 +43,19 @@ def folder() -> Path:
     return download.home() / "family"
 
 
-def run(flags: argparse.Namespace) -> int:
-    """One of COMMANDS. CommandError."""
+@contextmanager
+def _told() -> Iterator[None]:
+    """Raises what goes wrong in the family's code as CommandError."""
     try:
-        return COMMANDS[flags.family_command](flags)
+        yield
     except (FamilyError, CheckpointError) as error:
         raise CommandError(str(error)) from error
 
 
-def prepare(flags: argparse.Namespace) -> int:
+@_told()
+def prepare(own_tokenizer: bool) -> None:
     """Prints the data card, and to standard error the corpus file's path. Raises CommandError."""
-    given = SHIPPED_TOKENIZER if SHIPPED_TOKENIZER.exists() and not flags.own_tokenizer else None
+    given = SHIPPED_TOKENIZER if SHIPPED_TOKENIZER.exists() and not own_tokenizer else None
     try:
         with alone(folder()):
             done = prepare_texts(folder(), fetch.by_client, bar, given_tokenizer=given)
@@ -64,39 +66,47 @@ def prepare(flags: argparse.Namespace) -> int:
         ) from error
     print(done.card, end="")
     print(done.path, file=sys.stderr)
-    return 0
 
 
-def train(flags: argparse.Namespace) -> int:
+@_told()
+def train(
+    *,
+    encoding: Sequence[str],
+    tokens: int,
+    growing: int,
+    seed: int,
+    device: str | None,
+    threads: int | None,
+    no_compile: bool,
+) -> None:
     """Prints the folder of each finished model. Raises CommandError."""
-    if flags.threads is not None:
-        torch.set_num_threads(flags.threads)
-    device = hardware.pick_device(flags.device)
-    if device.type == "cpu" and not flags.no_compile:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    place = hardware.pick_device(device)
+    if place.type == "cpu" and not no_compile:
         _need_compiler()
-    autocast = hardware.pick_dtype(None, device) is torch.bfloat16
+    autocast = hardware.pick_dtype(None, place) is torch.bfloat16
     pace = Pace(
-        device,
+        place,
         autocast=autocast,
-        compile=not flags.no_compile,
-        at_once=(4 if autocast else 1) if device.type == "cpu" else None,
+        compile=not no_compile,
+        at_once=(4 if autocast else 1) if place.type == "cpu" else None,
     )
-    growing = min(flags.growing, flags.tokens // 2)  # so that every model also sees whole windows
-    recipe = Recipe(tokens=flags.tokens, seed=flags.seed, growing=growing)
-    wanted = flags.encoding or ENCODINGS
+    growing = min(growing, tokens // 2)  # so that every model also sees whole windows
+    recipe = Recipe(tokens=tokens, seed=seed, growing=growing)
+    wanted = encoding or ENCODINGS
     _need_names(wanted)
     try:
         texts = corpus.load(folder() / "corpus.npz")
-        for encoding in wanted:
-            rehearse(encoding, Sizes().context)
-        for encoding in wanted:
-            print(_train_one(encoding, recipe, texts, pace))
+        for each in wanted:
+            rehearse(each, Sizes().context)
+        for each in wanted:
+            print(_train_one(each, recipe, texts, pace))
     except OSError as error:
         raise CommandError(
             f"{error.filename or folder()} cannot be written ({_reason(error)}); fix this and run "
             "the same command again to resume the training"
         ) from error
-    return 0
 
 
 def _need_names(encodings: Sequence[str]) -> None:
@@ -145,7 +155,8 @@ def _train_one(encoding: str, recipe: Recipe, texts: Corpus, pace: Pace) -> Path
         return training.finish()
 
 
-def pack(_: argparse.Namespace) -> int:
+@_told()
+def pack() -> None:
     """Prints what packing costs each model. Raises CommandError when none is trained."""
     finished = sorted(folder().glob("runs/*/model"))
     shipped = [path for path in finished if path.parent.name in map(model_name, ENCODINGS)]
@@ -167,21 +178,27 @@ def pack(_: argparse.Namespace) -> int:
             f"{download.FAMILY} cannot be written ({_reason(error)}); run this from an "
             "installation that you may write to, such as a checkout"
         ) from error
-    return 0
 
 
-def evaluate(flags: argparse.Namespace) -> int:
+@_told()
+def evaluate(
+    *,
+    models: Path | None,
+    result: Path | None,
+    trust_encoding: Sequence[str],
+    quick: bool,
+    device: str | None,
+) -> None:
     """Prints the path of the figures. Raises CommandError."""
-    device = hardware.pick_device(flags.device)
-    path = flags.result or folder() / ("quick-evaluation.json" if flags.quick else RESULT)
-    sizes = QUICK if flags.quick else Sizes()
+    path = result or folder() / ("quick-evaluation.json" if quick else RESULT)
+    sizes = QUICK if quick else Sizes()
     try:
         texts = corpus.load(folder() / "corpus.npz")
         parser = shutil.which(PARSER)
-        trusted = flags.trust_encoding
-        serve = partial(served_logprobs, trusted=trusted)
-        task = Task(texts, sizes, device, serve, bar, download.FAMILY, parser, trusted)
-        evaluate_models(flags.models or folder() / "runs", path, task)
+        serve = partial(served_logprobs, trusted=trust_encoding)
+        place = hardware.pick_device(device)
+        task = Task(texts, sizes, place, serve, bar, download.FAMILY, parser, trust_encoding)
+        evaluate_models(models or folder() / "runs", path, task)
     except OSError as error:
         raise CommandError(
             f"{error.filename or path} cannot be read or written ({_reason(error)}); see --result"
@@ -193,13 +210,13 @@ def evaluate(flags: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     print(path)
-    return 0
 
 
-def report(flags: argparse.Namespace) -> int:
+@_told()
+def report(*, result: Path | None, out: Path | None, notes: Path | None) -> None:
     """Prints the paths of the card and its pictures. Raises CommandError."""
-    path = flags.result or folder() / RESULT
-    out = flags.out or folder() / "report"
+    path = result or folder() / RESULT
+    out = out or folder() / "report"
     card = folder() / "data_card.md"
     try:
         found = results.read(path)
@@ -207,8 +224,7 @@ def report(flags: argparse.Namespace) -> int:
             raise CommandError(f"{path} is missing; run ropewalk family evaluate")
         found = results.beside(found, results.read(download.FAMILY.parent / RESULT))
         data = card.read_text(encoding="utf-8") if card.exists() else None
-        notes = _notes(flags.notes)
-        written = write_card(found, data, notes, out)
+        written = write_card(found, data, _notes(notes), out)
     except OSError as error:
         raise CommandError(
             f"{error.filename or out} cannot be read or written ({_reason(error)}); see --result "
@@ -216,7 +232,6 @@ def report(flags: argparse.Namespace) -> int:
         ) from error
     for each in written:
         print(each)
-    return 0
 
 
 def _notes(path: Path | None) -> str | None:
@@ -225,12 +240,3 @@ def _notes(path: Path | None) -> str | None:
         return path.read_text(encoding="utf-8") if path else None
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"the notes {path} cannot be read ({error}); see --notes") from error
-
-
-COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
-    "prepare": prepare,
-    "train": train,
-    "pack": pack,
-    "evaluate": evaluate,
-    "report": report,
-}

@@ -1,14 +1,15 @@
 """`ropewalk explain`: one encoding, or a checkpoint's, as pictures in one file.
 
-Reads the flags and writes the file; model/inspect/explain makes its content.
+Writes the file; model/inspect/explain makes its content.
 """
 
-import argparse
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ropewalk.cache.types import BLOCK_SIZE
+from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import EncodingError
 from ropewalk.model.inspect.explain.figure import Picture
 from ropewalk.model.inspect.explain.page import to_html, to_png
@@ -16,28 +17,57 @@ from ropewalk.model.inspect.explain.pictures import pictures
 from ropewalk.model.inspect.explain.subject import Subject, from_checkpoint, from_name, shape
 from ropewalk.model.loading.checkpoints import CheckpointError, open_checkpoint
 from ropewalk.server import download
-from ropewalk.server.cli.output_file import require_folder, write_file
 from ropewalk.server.errors import CommandError, UsageError
+from ropewalk.server.studies.output_file import require_folder, write_file
 from ropewalk.server.terminal import bar_if_long
 
 HEADS, HEAD_DIM, CONTEXT = 8, 64, 2048
 
 
-def run(flags: argparse.Namespace) -> Path:
+def run(
+    *,
+    encoding: str | None,
+    out: str | None,
+    model: str | None,
+    trust_encoding: Sequence[str],
+    layer: int | None,
+    context: int | None,
+    heads: int | None,
+    head_dim: int | None,
+    base: float | None,
+    option: Sequence[tuple[str, Any]],
+) -> Path:
     """The path of the pictures. Raises UsageError or CommandError, with one sentence."""
-    if not flags.encoding and not flags.model:
+    if not encoding and not model:
         raise UsageError(
             "no encoding is given; name one, or a checkpoint with --model (see ropewalk explain "
             "--help)"
         )
-    path = Path(flags.out or f"{_stem(flags)}.html")
+    path = Path(out or f"{_stem(encoding, model)}.html")
     if path.suffix not in (".html", ".png"):
         raise UsageError(
             f"--out: {path} ends neither in .html nor in .png; use one of these suffixes"
         )
     require_folder(path)
+    shaping = {"heads": heads, "head-dim": head_dim, "base": base, "option": option or None}
     try:
-        subject = _of_model(flags) if flags.model else _of_name(flags)
+        if model:
+            given = ["an encoding's name"] * bool(encoding)
+            given += [f"--{name}" for name, value in shaping.items() if value is not None]
+            if given:
+                raise UsageError(
+                    f"--model uses the checkpoint's encoding and settings; leave out {given[0]}"
+                )
+            checkpoint = open_checkpoint(download.locate(model), trust_encoding)
+            subject = from_checkpoint(checkpoint, context, layer or 0)
+        else:
+            if layer is not None:
+                raise UsageError("--layer applies only to --model; leave it out")
+            config = shape(
+                heads=heads or HEADS, head_dim=head_dim or HEAD_DIM, context=context or CONTEXT
+            )
+            options = dict(option) | ({} if base is None else {"base": base})
+            subject = _of_name(str(encoding), config, options)
     except (EncodingError, CheckpointError) as error:
         raise CommandError(str(error)) from error
     parts = pictures(subject)
@@ -74,50 +104,18 @@ def _shown(value: object) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _stem(flags: argparse.Namespace) -> str:
+def _stem(encoding: str | None, model: str | None) -> str:
     """The file's name without its suffix: rope, Kerple for kerple:Kerple, or the model's name."""
-    if flags.model:
-        return Path(flags.model).name.removesuffix(".gguf") or "model"
-    return str(flags.encoding or "").rpartition(":")[2]
+    if model:
+        return Path(model).name.removesuffix(".gguf") or "model"
+    return str(encoding or "").rpartition(":")[2]
 
 
-def _of_model(flags: argparse.Namespace) -> Subject:
-    given = [name for name in ("heads", "head_dim", "base") if getattr(flags, name) is not None]
-    if flags.encoding or given or flags.option:
-        what = "an encoding's name" if flags.encoding else f"--{(given or ['option'])[0]}"
-        raise UsageError(
-            "--model uses the checkpoint's encoding and settings; leave out "
-            f"{what.replace('_', '-')}"
-        )
-    checkpoint = open_checkpoint(download.locate(flags.model), flags.trust_encoding)
-    return from_checkpoint(checkpoint, flags.context, flags.layer or 0)
-
-
-def _of_name(flags: argparse.Namespace) -> Subject:
-    if flags.layer is not None:
-        raise UsageError("--layer applies only to --model; leave it out")
-    options = dict(_option(text) for text in flags.option)
-    if flags.base is not None:
-        options["base"] = flags.base
-    config = shape(
-        heads=flags.heads or HEADS,
-        head_dim=flags.head_dim or HEAD_DIM,
-        context=flags.context or CONTEXT,
-    )
+def _of_name(encoding: str, config: ModelConfig, options: Mapping[str, Any]) -> Subject:
     try:
-        return from_name(flags.encoding, config, options)
+        return from_name(encoding, config, options)
     except TypeError as error:
         if not options:
             raise
         told = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise CommandError(f"{flags.encoding} cannot be made with {told}: {error}") from error
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise UsageError(f"--option: {text!r} is not NAME=VALUE; write for example base=500000")
-    try:
-        return name, json.loads(value)
-    except ValueError:  # not JSON, so it is text: half, interleaved
-        return name, value
+        raise CommandError(f"{encoding} cannot be made with {told}: {error}") from error
