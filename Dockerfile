@@ -36,7 +36,7 @@ RUN torch=$(sed -n 's/^ *"\(torch[><=][^"]*\)",*$/\1/p' pyproject.toml) \
             --torch-backend "$backend" "$torch" \
         || /opt/ropewalk/bin/pip install "$torch"; } \
     && du -sh /opt/ropewalk
-COPY README.md LICENSE ./
+COPY LICENSE ./
 COPY cache cache
 COPY model model
 COPY server server

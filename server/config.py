@@ -3,6 +3,7 @@
 Opens no file but that of the API keys, loads no model, imports no torch.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -41,8 +42,7 @@ class ModelOptions:
     device: str | None
     encoding: str | None
     trust_encoding: tuple[str, ...]  # outside this project, whose code checkpoints may name
-    bias_form: str | None
-    rope_frame: str | None
+    encoding_option: tuple[tuple[str, Any], ...]  # on top of the checkpoint's
     attention: str | None
     max_model_len: int | None  # tokens
     threads: int | None
@@ -135,6 +135,17 @@ def existing_file(value: str) -> Path:
     return Path(value)
 
 
+def encoding_option(value: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value as JSON or text."""
+    name, equals, text = value.partition("=")
+    if not name or not equals:
+        raise ValueError(f"{value!r} is not NAME=VALUE; write for example base=500000")
+    try:
+        return name, json.loads(text)
+    except ValueError:  # not JSON, so it is text: half, interleaved
+        return name, text
+
+
 def root_path(value: str) -> str:
     """Begins with a slash and does not end with one; empty for the root itself."""
     path = unquote(value).strip("/")
@@ -195,7 +206,7 @@ def _of(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def server_config(values: Mapping[str, Any]) -> ServerConfig:
-    """From the values of SERVE_OPTIONS. Raises UsageError when two contradict each other."""
+    """From the values of `ropewalk serve`. Raises UsageError when two contradict each other."""
     members = [member for source in values["models"] for member in _members(source)]
     config = ServerConfig(
         models=_named(members, values["served_model_name"]),

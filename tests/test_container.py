@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ropewalk.server.cli.main import OTHER_VARIABLES, parser
-from ropewalk.server.cli.options.client import HEALTH_OPTIONS
-from ropewalk.server.cli.options.serve import SERVE_OPTIONS
+from ropewalk.server.cli.options import OTHER_VARIABLES, variables
+from ropewalk.server.cli.serve import serve
+from tests.command_line import understood
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,22 +74,21 @@ def test_health_check_is_the_commands_own() -> None:
     check = last("HEALTHCHECK")
     command = json.loads(check[check.index("[") :])
     assert command == ["ropewalk", "health"]
-    assert parser().parse_args(command[1:]).command == "health"
+    asked = understood(*command[1:])
+    assert asked.info_name == "health"
     given = float(re.search(r"--timeout=(\d+)s", check)[1])
-    own = next(option.default for option in HEALTH_OPTIONS if option.flag == "--timeout")
-    assert own < given  # the command gives its reason before it is cut off
+    assert asked.params["timeout"] < given  # the command gives its reason before it is cut off
     assert "curl" not in check
 
 
 def test_starts_the_server_on_every_address() -> None:
     assert json.loads(last("ENTRYPOINT")) == ["tini", "--", "ropewalk"]
-    flags = parser().parse_args(json.loads(last("CMD")))
-    assert flags.command == "serve"
+    assert understood(*json.loads(last("CMD"))).info_name == "serve"
     assert environment()["ROPEWALK_HOST"] == "0.0.0.0"
 
 
 def test_variables_are_ones_that_ropewalk_reads() -> None:
-    known = {option.variable for option in SERVE_OPTIONS} | set(OTHER_VARIABLES)
+    known = variables([serve]) | set(OTHER_VARIABLES)
     own = {name for name in environment() if name.startswith("ROPEWALK_")}
     assert own
     assert own <= known
@@ -126,24 +125,27 @@ def test_what_is_copied_exists_and_reaches_the_build(source: str) -> None:
 
 
 def test_everything_the_package_needs_is_copied() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = {name.split(".")[0] for name in project["tool"]["setuptools"]["packages"]}
-    texts = {project["project"]["readme"], *project["project"]["license-files"]}
-    assert packages | texts | {"pyproject.toml"} == set(copied())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    linked = {path.name for path in (ROOT / "ropewalk").iterdir() if path.is_symlink()}
+    assert len(linked) == 4
+    needed = {"ropewalk", "pyproject.toml", *project["license-files"]}
+    assert linked | needed == set(copied())
 
 
-def test_every_package_and_every_kernel_source_is_installed() -> None:
+def test_everything_that_is_not_python_is_installed() -> None:
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    listed = set(setup["packages"])
-    tops = {name.split(".")[0] for name in listed}
-    inits = {path for top in tops for path in (ROOT / top).rglob("__init__.py")}
-    assert listed == {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in inits}
-    data = {path for top, globs in setup["package-data"].items() for path in globs}
-    sources = [path for top in tops for path in (ROOT / top).rglob("*.[ch]pp")]
-    assert sources
-    for path in sources:
-        inside = path.relative_to(ROOT).as_posix().split("/", 1)[1]
-        assert any(fnmatch(inside, pattern) for pattern in data)
+    assert setup["packages"]["find"]["include"] == ["ropewalk*"]
+    patterns = [
+        f"{package.replace('.', '/')}/{pattern}"
+        for package, data in setup["package-data"].items()
+        for pattern in data
+    ]
+    sources = sorted((ROOT / "model").rglob("*.[ch]pp"))
+    weights = [path for path in (ROOT / "model/family/weights").rglob("*") if path.is_file()]
+    assert sources and weights
+    for path in (*sources, *weights):
+        inside = f"ropewalk/{path.relative_to(ROOT).as_posix()}"
+        assert any(fnmatch(inside, pattern) for pattern in patterns)
 
 
 def test_nothing_else_reaches_the_build() -> None:

@@ -4,6 +4,10 @@ Reads syntax trees; imports none of the packages. Each rule is also shown to fai
 """
 
 import ast
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -11,15 +15,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.follow import on_the_way
+
 ROOT = Path(__file__).parents[1]
 MAX_FILES = 16  # in a room
-PACKAGES = ("server", "model", "cache", "load_tests")
+# Of `ropewalk serve`: the files that it imports, those in server/ that run from socket to streamed
+# token, and all on that way, the forward pass being one; tests/server/follow.py lists them.
+MAX_IMPORTED, MAX_IN_SERVER, MAX_ON_THE_WAY = 143, 25, 36
+STUDIES = ("model/inspect/", "model/family/", "load_tests/")
+PACKAGES = ("server", "model", "cache", "load_tests", "report")
 
 ALLOWED = {  # what a package may import besides itself
-    "server": {"model", "cache"},
-    "model": {"cache"},
+    "server": {"model", "cache", "report"},
+    "model": {"cache", "report"},
     "cache": set(),
-    "load_tests": set(),
+    "load_tests": {"report"},
+    "report": set(),
 }
 IN_PROCESS = (  # load tests in one process with what they measure, which they may import
     "load_tests/micro/engines.py",
@@ -36,8 +47,9 @@ IN_PROCESS = (  # load tests in one process with what they measure, which they m
     "load_tests/micro/scaling_parts.py",
     "load_tests/micro/spill_cost.py",
     "load_tests/micro/step_cost.py",
+    "load_tests/micro/template_cost.py",
 )
-NO_TORCH = (
+NO_TORCH = (  # files, and what begins so
     "cache/types.py",
     "cache/block_pool.py",
     "cache/keeper.py",
@@ -54,21 +66,13 @@ NO_TORCH = (
     "model/tokenizers/spm_process.py",
     "server/launch/banner.py",
     "server/engine/cache_view.py",
-    "server/cli/chat.py",
-    "server/cli/main.py",
-    "server/cli/options/client.py",
+    "server/cli/",
     "server/config.py",
-    "server/cli/config_file.py",
-    "server/cli/connect.py",
     "server/errors.py",
     "server/listen.py",
-    "server/cli/options/base.py",
-    "server/scheduling/plan.py",
-    "server/cli/printing.py",
     "server/download.py",
     "server/scheduling/request.py",
     "server/scheduling/scheduler.py",
-    "server/cli/options/serve.py",
 )
 ONLY_IN = {  # third-party package: the files that may know it
     "prometheus_client": (
@@ -76,10 +80,17 @@ ONLY_IN = {  # third-party package: the files that may know it
         "server/metrics/families.py",
         "load_tests/client/scrape.py",
     ),
+    "click": ("server/cli/",),
     "fastapi": ("server/app/",),
-    "matplotlib": ("model/inspect/explain/", "model/family/evaluation/report/pictures.py"),
+    "matplotlib": (
+        "report/figure.py",
+        "model/inspect/audit_page.py",
+        "model/inspect/explain/",
+        "model/family/evaluation/report/pictures.py",
+        "load_tests/report/charts.py",
+    ),
     "gguf": ("model/weights/gguf_file.py",),
-    "jinja2": ("model/chat/process.py",),  # never in the server's own process
+    "jinja2": ("model/chat/process.py", "report/page.py"),  # never in the server's own process
     "sentencepiece": (
         "model/tokenizers/spm.py",
         "model/tokenizers/spm_process.py",
@@ -137,14 +148,14 @@ def faults(path: str, source: str) -> list[str]:
             found.append(f"{name} is ropewalk.{name}")
         if name.startswith("."):
             found.append(f"relative import {name}")
-        late_exception = path == "server/cli/main.py" and late
+        late_exception = path.startswith("server/cli/") and late  # what only one command needs
         allowed = set(PACKAGES) if path in IN_PROCESS else ALLOWED[package]
         if layer in PACKAGES and layer != package and layer not in allowed:
-            if not (late_exception and layer == "load_tests"):
+            if not (path == "server/cli/bench.py" and late and layer == "load_tests"):
                 found.append(f"upward import {name}")
         elif layer in PACKAGES and late and not late_exception:
             found.append(f"late import {name}")
-        if top == "torch" and path in NO_TORCH:
+        if top == "torch" and path.startswith(NO_TORCH):
             found.append("imports torch")
         if top in FORBIDDEN_MODULES:
             found.append(f"imports {top}")
@@ -163,12 +174,13 @@ def faults(path: str, source: str) -> list[str]:
 
 def modules() -> dict[str, str]:
     """Path below the root → source, of every file in the packages."""
-    paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+    root = ROOT / "ropewalk"
+    paths = sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
+    return {path.relative_to(root).as_posix(): path.read_text() for path in paths}
 
 
-def reaches_torch(path: str, sources: dict[str, str]) -> list[str]:
-    """The chain of files over which importing `path` would load torch; empty: it would not."""
+def reaches(path: str, sources: dict[str, str], library: str = "torch") -> list[str]:
+    """The chain of files over which importing `path` loads the library; empty: it does not."""
     seen: set[str] = set()
     chains = [[path]]
     while chains:
@@ -176,8 +188,8 @@ def reaches_torch(path: str, sources: dict[str, str]) -> list[str]:
         for name, late in imports(parsed(sources[chain[-1]])):
             if late:
                 continue
-            if name.split(".")[0] == "torch":
-                return [*chain, "torch"]
+            if name.split(".")[0] == library:
+                return [*chain, library]
             base = name.removeprefix("ropewalk.").replace(".", "/")
             for target in (f"{base}.py", f"{base}/__init__.py"):
                 if target in sources and target not in seen:
@@ -213,14 +225,22 @@ def test_file_keeps_the_rules(path: str) -> None:
     assert faults(path, SOURCES[path]) == []
 
 
-@pytest.mark.parametrize("path", sorted(set(NO_TORCH) & set(SOURCES)))
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.startswith(NO_TORCH)])
 def test_importing_plain_data_never_loads_torch(path: str) -> None:
-    assert reaches_torch(path, SOURCES) == []
+    assert reaches(path, SOURCES) == []
+
+
+@pytest.mark.parametrize("library", ["jinja2", "matplotlib"])
+def test_only_reports_load_what_they_need(library: str) -> None:
+    """Commands are imported late."""
+    assert reaches("server/studies/explain.py", SOURCES, library)
+    for path in ("server/launch/build.py", "server/cli/main.py", "server/studies/encodings.py"):
+        assert reaches(path, SOURCES, library) == []
 
 
 def test_files_that_must_not_know_torch_are_there() -> None:
     """A renamed file must not slip out of the rule."""
-    assert set(NO_TORCH) <= set(SOURCES)
+    assert [each for each in NO_TORCH if not any(path.startswith(each) for path in SOURCES)] == []
 
 
 def test_each_room_says_in_one_sentence_what_it_is_for() -> None:
@@ -233,14 +253,30 @@ def test_each_room_says_in_one_sentence_what_it_is_for() -> None:
         assert len(tree.body) == 1 and "\n" not in (ast.get_docstring(tree) or "\n"), path
 
 
+def test_serving_imports_no_studies_and_a_prompt_passes_few_files() -> None:
+    command = [sys.executable, "-m", "tests.server.follow", "--json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert [path for path in found["imported"] if path.startswith(STUDIES)] == []
+    assert len(found["imported"]) <= MAX_IMPORTED, found["imported"]
+    way = on_the_way(found["passed"])
+    assert len(way) <= MAX_ON_THE_WAY, way
+    assert sum(path.startswith("server/") for path in found["passed"]) <= MAX_IN_SERVER
+    assert {"server/http/protocol.py", "server/engine/engine.py"} < set(way)  # it was followed
+
+
 def test_rooms_lean_one_way() -> None:
     TopologicalSorter(rooms(SOURCES)).prepare()
 
 
 def test_a_planted_circle_of_rooms_is_found() -> None:
     planted = {
-        "server/http/sse.py": "from ropewalk.server.app import app",
-        "server/app/app.py": "from ropewalk.server.http.sse import ping",
+        "server/http/streaming.py": "from ropewalk.server.app import app",
+        "server/app/app.py": "from ropewalk.server.http.streaming import ping",
     }
     with pytest.raises(CycleError):
         TopologicalSorter(rooms(planted)).prepare()
@@ -278,7 +314,7 @@ def test_a_room_holds_no_more_than_one_can_see() -> None:
             "upward import ropewalk.load_tests",
         ),
         (
-            "server/cli/main.py",
+            "server/cli/bench.py",
             "import ropewalk.load_tests.run.bench",
             "upward import ropewalk.load_tests.run.bench",
         ),
@@ -328,7 +364,9 @@ def test_what_is_allowed_passes() -> None:
     assert faults("server/metrics/exporter.py", "import prometheus_client") == []
     assert faults("server/app/openai.py", "import fastapi") == []
     assert (
-        faults("server/cli/main.py", "def f():\n    from ropewalk.load_tests.run.bench import main")
+        faults(
+            "server/cli/bench.py", "def f():\n    from ropewalk.load_tests.run.bench import main"
+        )
         == []
     )
     assert (
@@ -347,6 +385,6 @@ def test_planted_detour_to_torch_is_found() -> None:
         "model/batch.py": "from torch import Tensor",
     }
     chain = ["server/scheduling/request.py", "model/sampling.py", "model/batch.py", "torch"]
-    assert reaches_torch("server/scheduling/request.py", sources) == chain
+    assert reaches("server/scheduling/request.py", sources) == chain
     late = {"server/cli/main.py": "def serve():\n    import torch"}
-    assert reaches_torch("server/cli/main.py", late) == []
+    assert reaches("server/cli/main.py", late) == []

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from ropewalk.load_tests.common.rounds import Call, Clock, Interval, median_of, rounds
+from ropewalk.load_tests.common.rounds import Call, Clock, rounds
 from ropewalk.load_tests.micro.engines import decoding
 from ropewalk.load_tests.micro.in_process import blocks_for, new_cache, passes, replayed, step
 from ropewalk.load_tests.micro.roofline import Ceiling
@@ -18,6 +18,7 @@ from ropewalk.model.decoder import Decoder
 from ropewalk.model.formatting import in_one_line
 from ropewalk.model.kernels.cpu.bindings import Kernels
 from ropewalk.model.kernels.triton.executor import TritonExecutor
+from ropewalk.report.statistics import Estimate, median_of
 from ropewalk.server.launch.graphs import recorder
 
 log = getLogger(__name__)
@@ -53,7 +54,7 @@ class Figure:
     system: str
     shape: str
     cell: Cell
-    seconds: Interval
+    seconds: Estimate
     samples: Sequence[float]
     least: float | None = None
     how: str = ""  # how the system computes it, if it has several ways

@@ -1,7 +1,7 @@
 """Starts and stops the servers of a comparison of encodings: one process per setting.
 
 Arms differ only in the encoding: weights (except its own), context and number of cached tokens are
-the same. A bias form or RoPE frame is a flag of the whole server, so each has a process of its
+the same. A bias form or RoPE frame is an option of the whole server, so each has a process of its
 own. So has the trained family's learned model: its table of positions ends with the trained
 context, and a server asked for a longer one does not start. All others share one process.
 """
@@ -19,14 +19,14 @@ from ropewalk.load_tests.client import process
 from ropewalk.load_tests.client.client import DIALECTS, Arm, Server, fetch, get_json
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed
 
-PROGRAM = (sys.executable, "-m", "server", "serve")
+PROGRAM = (sys.executable, "-m", "ropewalk", "serve")
 FAMILY = "family"
 SHAPE = "shape:"
 TABLE = "learned"  # the family's model of it takes only its trained context
-# Encoding → the server's flag for its setting, and the values.
+# Encoding → its option that changes no answer, and the values.
 SETTINGS = {
-    "t5": ("--bias-form", ("window", "table", "materialised")),
-    "rope": ("--rope-frame", ("absolute", "raw", "block")),
+    "t5": ("form", ("window", "table", "materialised")),
+    "rope": ("frame", ("absolute", "raw", "block")),
 }
 _MEMORY_SHARE = 0.25  # of the free memory, for keys and values of all arms
 
@@ -126,7 +126,8 @@ def _groups(
             Arm(label, replace(server, model=label), label.removesuffix(f":{setting}"), setting)
             for label in labels
         )
-        flags = (SETTINGS[arms[0].encoding][0], setting) if setting else ()
+        option = f"{SETTINGS[arms[0].encoding][0]}={setting}" if setting else ""
+        flags = ("--encoding-option", option) if setting else ()
         return _Group(server, arms, flags, own_context)
 
     apart = TABLE if source == FAMILY else None

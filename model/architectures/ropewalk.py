@@ -47,6 +47,7 @@ class Ropewalk(Architecture):
     """A field with a default in ModelConfig may be omitted, so fields can be added later."""
 
     model_type = "ropewalk"
+    shares_tokenizer = True
 
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
         values: dict[str, Any] = {}

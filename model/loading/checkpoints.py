@@ -25,7 +25,11 @@ from ropewalk.model.encodings.base import PositionalEncoding, freeze_all
 from ropewalk.model.program import Program, encoding_parameters
 from ropewalk.model.recipes import allocate, program
 from ropewalk.model.tokenizers.base import MAX_FILE, Tokenizer, TokenizerError
-from ropewalk.model.tokenizers.loading import tokenizer_from_directory, tokenizer_from_gguf
+from ropewalk.model.tokenizers.loading import (
+    tokenizer_from_directory,
+    tokenizer_from_gguf,
+    vocabulary_file,
+)
 from ropewalk.model.weights.base import PICKLE_SUFFIXES, CheckpointError, WeightFile, shown
 from ropewalk.model.weights.files import (
     MAX_CONFIG,
@@ -192,11 +196,14 @@ def _open_directory(folder: Path, trusted: Collection[str], template: Path | Non
         defaults = Fields(str(generation), read_json(generation, MAX_CONFIG))
         stop_ids |= defaults.token_ids("eos_token_id")
         config = _started_with(config, defaults)
-    vocabulary = "tokenizer.json" if (folder / "tokenizer.json").exists() else "tokenizer.model"
-    for name, limit in {vocabulary: MAX_FILE, **dict.fromkeys(TOKENIZER_FILES, MAX_MORE)}.items():
+    shared = architecture.shares_tokenizer
+    for name in TOKENIZER_FILES:
         refuse_mistaken(folder / name)
-        refuse_large(folder / name, limit)
-    tokenizer = tokenizer_from_directory(folder)
+        refuse_large(folder / name, MAX_MORE)
+    if (vocabulary := vocabulary_file(folder, shared=shared)) is not None:
+        refuse_mistaken(vocabulary)
+        refuse_large(vocabulary, MAX_FILE)
+    tokenizer = tokenizer_from_directory(folder, shared=shared)
     return Checkpoint(
         path=folder,
         architecture=architecture.model_type,

@@ -13,21 +13,32 @@ from ropewalk.model.tokenizers.hf import HfTokenizer, add_tokens, read_tokenizer
 from ropewalk.model.tokenizers.spm import SpmTokenizer, read_model
 from ropewalk.model.tokenizers.tokenizer_config import TokenizerConfig, read_tokenizer_config
 
-__all__ = ["tokenizer_from_directory", "tokenizer_from_gguf"]
+__all__ = ["tokenizer_from_directory", "tokenizer_from_gguf", "vocabulary_file"]
 
 
-def tokenizer_from_directory(path: Path) -> Tokenizer:
-    """tokenizer.json if there is one, else tokenizer.model. Raises TokenizerError."""
+def vocabulary_file(folder: Path, *, shared: bool = False) -> Path | None:
+    """tokenizer.json if there is one, else tokenizer.model.
+
+    shared: else the tokenizer.model of the folder above, which several models may share.
+    """
+    above = [folder.resolve().parent / "tokenizer.model"] if shared else []
+    found = (folder / "tokenizer.json", folder / "tokenizer.model", *above)
+    return next((path for path in found if path.is_file()), None)
+
+
+def tokenizer_from_directory(path: Path, *, shared: bool = False) -> Tokenizer:
+    """From the vocabulary file and what lies beside it. Raises TokenizerError."""
     config = read_tokenizer_config(path)
-    if (path / "tokenizer.json").is_file():
-        return _from_json(path / "tokenizer.json", config)
-    if (path / "tokenizer.model").is_file():
-        return _from_sentencepiece(path / "tokenizer.model", config)
-    raise TokenizerError(
-        f"{path.name} holds neither tokenizer.json nor tokenizer.model: add the one that the "
-        "model was trained with, or write it from other files with transformers: "
-        "AutoTokenizer.from_pretrained(...).save_pretrained(...)."
-    )
+    vocabulary = vocabulary_file(path, shared=shared)
+    if vocabulary is None:
+        above = ", and the folder above holds no tokenizer.model" if shared else ""
+        raise TokenizerError(
+            f"{path.name} holds neither tokenizer.json nor tokenizer.model{above}: add the one "
+            "that the model was trained with, or write it from other files with transformers: "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)."
+        )
+    read = _from_json if vocabulary.suffix == ".json" else _from_sentencepiece
+    return read(vocabulary, config)
 
 
 def _from_json(path: Path, config: TokenizerConfig) -> HfTokenizer:

@@ -9,12 +9,12 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from ropewalk.cache.kept import SpillCounts
-from ropewalk.server.app.bodies import body_of
 from ropewalk.server.app.cache_plan import CachePlanner
 from ropewalk.server.app.openai import Serving
 from ropewalk.server.engine.cache_view import CacheView, RequestView, SequenceView
 from ropewalk.server.engine.openmp import aside
-from ropewalk.server.http_errors import DeadlineExceeded
+from ropewalk.server.errors import DeadlineExceeded
+from ropewalk.server.openai.body import body_of
 from ropewalk.server.openai.schemas import CachePlanBody
 from ropewalk.server.openai.served_models import Served
 
@@ -27,7 +27,7 @@ def cache_routes(serving: Serving, planners: Mapping[str, CachePlanner]) -> APIR
     async def cache(request: Request, model: str | None = None) -> Response:
         chosen = list(serving.models) if model is None else [serving.find(request, model)]
         data = [
-            _described(served, planners[served.name], await _view(serving, served.name))
+            described(served, planners[served.name], await _view(serving, served.name))
             for served in chosen
         ]
         return JSONResponse({"object": "list", "data": data})
@@ -73,7 +73,8 @@ async def _patience(serving: Serving) -> AsyncIterator[None]:
         raise DeadlineExceeded("the engine is still busy with a step; try again later") from None
 
 
-def _described(served: Served, planner: CachePlanner, view: CacheView) -> dict[str, object]:
+def described(served: Served, planner: CachePlanner, view: CacheView) -> dict[str, object]:
+    """One model's entry of /v1/cache, as plain data."""
     return {
         "model": served.name,
         "encoding": served.encoding,
@@ -82,7 +83,7 @@ def _described(served: Served, planner: CachePlanner, view: CacheView) -> dict[s
         "bytes_per_token": planner.bytes_per_token,
         "max_context": served.max_context,
         "blocks": asdict(view.blocks),
-        "audit": asdict(view.audit),
+        "audit": {**asdict(view.audit), "mode": view.audit.mode.value},
         "spill": _spill(view.spill),
         "waiting": view.waiting,
         "requests": [_request(request) for request in view.running],

@@ -4,41 +4,55 @@ A key is a flag's name, with dashes or underscores. What host, port, uds and ssl
 tells chat and health where the server is.
 """
 
-import argparse
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ropewalk.server.cli.options.base import Option, Set, nearest, read_options
-from ropewalk.server.cli.options.serve import CONFIG, SERVE_OPTIONS
+import click
+
+from ropewalk.server.cli.options import Setting, Value, Variable, nearest, settings_of
+from ropewalk.server.config import existing_file
 from ropewalk.server.errors import UsageError
 
 
-def read_all(
-    options: tuple[Option, ...], flags: argparse.Namespace, environ: Mapping[str, str]
-) -> dict[str, Any]:
-    """Every option's value by name; a flag beats its variable, and that the file."""
-    file = read_options((CONFIG,), flags, environ)[CONFIG.name]
-    return read_options(options, flags, environ, {} if file is None else settings(file))
+def config_option(section: str, help: str, known: Sequence[Variable]) -> Setting:
+    """Gives its command the values that the file has for it; the file may set all `known`."""
+
+    def read(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:
+        if file is not None and not ctx.resilient_parsing:
+            found = settings(file, known)
+            own = settings_of(ctx.command)
+            ctx.default_map = {
+                each.name: found[each.envvar] for each in own if each.envvar in found
+            }
+        return file
+
+    return Setting(
+        section,
+        "--config",
+        help,
+        Value(existing_file, "file"),
+        is_eager=True,  # before the others ask for their defaults
+        callback=read,
+    )
 
 
-def settings(file: Path) -> dict[str, Set]:
+def settings(file: Path, known: Sequence[Variable]) -> dict[str, Any]:
     """By variable, what the file sets. Raises UsageError."""
-    known = {option.name: option for option in SERVE_OPTIONS if option is not CONFIG}
-    found = {}
+    by_key = {each.key: each for each in known}
+    found: dict[str, Any] = {}
     for key, value in _table(file).items():
-        option = known.get(key.replace("-", "_"))
-        if option is None:
-            names = [name.replace("_", "-") for name in known]
-            hint = nearest(key.replace("_", "-"), names)
+        setting = by_key.get(key.replace("_", "-"))
+        if setting is None:
+            hint = nearest(key.replace("_", "-"), by_key)
             raise UsageError(
                 f"{file}: {key} is not a setting of ropewalk serve; "
                 + (f"did you mean {hint}?" if hint else "ropewalk serve --help lists the flags")
             )
-        if option.variable in found:
+        if setting.envvar in found:
             raise UsageError(f"{file}: {key} is set twice; leave one out")
-        found[option.variable] = Set(f"{file}: {key}", _text(file, key, value, option))
+        found[str(setting.envvar)] = _text(file, key, value, setting)
     return found
 
 
@@ -51,13 +65,10 @@ def _table(file: Path) -> dict[str, Any]:
         raise UsageError(f"--config: {file} is not TOML: {error}") from error
 
 
-def _text(file: Path, key: str, value: object, option: Option) -> str | list[str]:
+def _text(file: Path, key: str, value: object, setting: Variable) -> str | list[str]:
     """The value as a flag would give it, so that it is parsed and refused in the same words."""
-    if option.many:
-        parts = value if isinstance(value, list) else [value]
-        if not parts:  # no keys must not mean open to all
-            raise UsageError(f"{file}: {key} lists no value; leave it out or add one")
-        return [_word(file, key, part) for part in parts]
+    if setting.multiple or setting.nargs == -1:
+        return [_word(file, key, part) for part in (value if isinstance(value, list) else [value])]
     return _word(file, key, value)
 
 

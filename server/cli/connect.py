@@ -1,4 +1,7 @@
-"""How a command reaches a running server: over TCP, TLS or a Unix socket. Knows no route."""
+"""Where a server listens, as options say, and how a command reaches it. Knows no route.
+
+Over TCP, TLS or a Unix socket. No torch.
+"""
 
 import http.client
 import socket
@@ -9,8 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
+
+from ropewalk.server.cli.config_file import config_option
+from ropewalk.server.cli.options import Setting, Value
+from ropewalk.server.cli.serve import SETTINGS, as_told, is_flag, listening
 from ropewalk.server.errors import CommandError, UsageError
-from ropewalk.server.listen import is_loopback
+from ropewalk.server.listen import is_loopback, local_url
 
 _OTHER_NAMES = (62, 64)  # OpenSSL's codes for a certificate of another host, or address
 
@@ -25,6 +33,43 @@ class Address:
     prefix: str = ""  # of every path, without /v1
     tls: ssl.SSLContext | None = None  # None: plain HTTP
     path: str | None = None  # of a Unix socket, instead of host and port
+
+
+def reaching(prefix: str) -> tuple[Setting, ...]:
+    """The options of a client about its server; its variables begin with `prefix`."""
+    return (
+        config_option(
+            "Server", "file of the server's settings, which say where it listens", SETTINGS
+        ),
+        *listening(
+            "Server",
+            host="host of the server",
+            port="port of the server",
+            uds="Unix socket of the server, instead of host and port",
+            ssl_certfile="certificate of the server, or of its issuer, to trust, which makes host "
+            "and port https; without it the system's are trusted, or those in the variable "
+            "SSL_CERT_FILE",
+        ),
+        Setting(
+            "Server",
+            "--url",
+            "URL of the server, instead of host and port: https://example.org, or unix:PATH",
+            Value(str, "url"),
+            prefix=prefix,
+        ),
+    )
+
+
+def server_of(ctx: click.Context) -> Address:
+    """The running server that the options of chat or health name. Raises UsageError."""
+    values = as_told(ctx)
+    certificate = values["ssl_certfile"]
+    if values["url"] and not is_flag(ctx, "ssl_certfile"):
+        certificate = None  # the variable's and the file's is of the server on this machine
+    local = local_url(values["host"], values["port"], tls=certificate is not None)
+    if values["uds"] is not None:
+        local = f"unix:{values['uds']}"
+    return address(values["url"] or local, certificate)
 
 
 def address(url: str, certificate: Path | None = None) -> Address:

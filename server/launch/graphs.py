@@ -14,7 +14,7 @@ from ropewalk.model.decoder import Decoder
 from ropewalk.model.kernels.graphs.cuda_graph import CudaGraphs
 from ropewalk.model.kernels.graphs.replay import Bucket, Forward, Record, ReplayedDecoder, buckets
 from ropewalk.server.launch.self_check import TOLERANCES
-from ropewalk.server.scheduling.plan import Limits
+from ropewalk.server.scheduling.request import Limits
 
 log = getLogger(__name__)
 

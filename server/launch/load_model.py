@@ -3,19 +3,21 @@
 Knows no cache, engine or HTTP.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from logging import getLogger
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from ropewalk.model.attention.base import AttentionBackend, choose, spec_for
 from ropewalk.model.catalogue import Place
-from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec
+from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
 from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import PositionalEncoding, create, find
 from ropewalk.model.encodings.common.validate import check_hooks
+from ropewalk.model.formatting import listed
 from ropewalk.model.kernels.backends import all_backends, decoder_on
 from ropewalk.model.kernels.cpu.bindings import SUFFIXES, Kernels
 from ropewalk.model.kernels.cpu.bindings import load as load_kernels
@@ -71,10 +73,7 @@ def prepare(
     checkpoint = _opened(loading, source)
     if loading.encoding is not None and loading.encoding != checkpoint.config.encoding.name:
         checkpoint = _with_encoding(checkpoint, loading.encoding)
-    if loading.bias_form is not None:
-        checkpoint = _in_variant(checkpoint, "--bias-form", "t5", "form", loading.bias_form)
-    if loading.rope_frame is not None:
-        checkpoint = _in_variant(checkpoint, "--rope-frame", "rope", "frame", loading.rope_frame)
+    checkpoint = _with_options(checkpoint, dict(loading.encoding_option))
     shape = checkpoint.config
     if (more := checkpoint.tokenizer.vocab_size - shape.vocab_size) > 0:
         log.info(
@@ -90,7 +89,7 @@ def prepare(
             "of float16; use --dtype bfloat16 or float32."
         )
     context = loading.max_model_len or shape.trained_context
-    encoding = create(shape.encoding, shape, context, device)
+    encoding = _created(shape.encoding, dict(loading.encoding_option), shape, context, device)
     if encoding.max_positions is not None and context > encoding.max_positions:
         raise CommandError(
             f"{source.name} has positions for only {encoding.max_positions} tokens, so it cannot "
@@ -154,18 +153,38 @@ def _with_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:
     return replace(checkpoint, config=config, parameters=kept)
 
 
-def _in_variant(
-    checkpoint: Checkpoint, flag: str, encoding: str, option: str, value: str
-) -> Checkpoint:
-    """Set the form or frame of the decoder's encoding, which changes costs but no answer."""
+def _with_options(checkpoint: Checkpoint, given: Mapping[str, Any]) -> Checkpoint:
+    """Add options to the decoder's encoding, on top of its own."""
     spec = checkpoint.config.encoding
-    if spec.name != encoding:
-        raise CommandError(
-            f"{flag} {value}: {checkpoint.path} has the encoding {spec.name}, and only {encoding} "
-            f"has {option}s; leave the option out"
-        )
-    spec = EncodingSpec(spec.name, {**spec.options, option: value})
+    known = tuple(find(spec.name).OPTIONS)
+    for name, value in given.items():
+        if name not in known:
+            taken = f"only {listed(known)}" if known else "no options"
+            raise CommandError(
+                f"--encoding-option {name}={value}: {checkpoint.path} has the encoding "
+                f"{spec.name}, which takes {taken}; leave the option out"
+            )
+    spec = EncodingSpec(spec.name, {**spec.options, **given})
     return replace(checkpoint, config=replace(checkpoint.config, encoding=spec))
+
+
+def _created(
+    spec: EncodingSpec,
+    given: Mapping[str, Any],
+    shape: ModelConfig,
+    context: int,
+    device: torch.device,
+) -> PositionalEncoding:
+    try:
+        return create(spec, shape, context, device)
+    except (ArithmeticError, TypeError) as error:
+        if not given:
+            raise
+        told = " ".join(f"{name}={value}" for name, value in given.items())
+        raise CommandError(
+            f"--encoding-option {told}: {spec.name} cannot be made with it ({error}); correct the "
+            "value or leave the option out"
+        ) from error
 
 
 def _refuse_missing_weights(checkpoint: Checkpoint, encoding: PositionalEncoding) -> None:

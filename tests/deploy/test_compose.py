@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ropewalk.server.cli.main import parser
+from tests.command_line import understood as told
 from tests.deploy.files import DEPLOY, PROMETHEUS, read
 
 COMPOSE = read(DEPLOY / "compose.yaml")
@@ -42,7 +42,7 @@ def test_a_mount_is_a_folder_here_or_a_volume(name):
 
 
 def test_the_server_is_started_by_words_it_understands():
-    assert parser().parse_args(SERVICES["ropewalk"]["command"]).command == "serve"
+    assert told(*SERVICES["ropewalk"]["command"]).info_name == "serve"
 
 
 def test_services_find_one_another():

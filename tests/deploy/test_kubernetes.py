@@ -9,7 +9,7 @@ import json
 import pytest
 import yaml
 
-from ropewalk.server.cli.main import parser
+from tests.command_line import understood as told
 from tests.deploy.files import DEPLOY, PROMETHEUS, read
 from tests.server.test_metrics import families, metrics_of_toy
 from tests.server.toy import ask, toy_app
@@ -106,7 +106,7 @@ def test_nothing_runs_as_root_or_may_become_it():
 
 
 def test_the_server_starts_and_reads_no_service_as_its_port():
-    assert parser().parse_args(CONTAINER["args"]).command == "serve"
+    assert told(*CONTAINER["args"]).info_name == "serve"
     assert POD["enableServiceLinks"] is False
 
 

@@ -25,8 +25,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=50)
     for flag in ("--kv-memory", "--request-timeout", "--threads"):
         parser.add_argument(flag, type=int)
-    for flag in ("--bias-form", "--rope-frame"):
-        parser.add_argument(flag)
+    parser.add_argument("--encoding-option")
     flags = parser.parse_args()
     say(pid=os.getpid(), environ=sorted(os.environ), argv=sys.argv[1:], **vars(flags))
     sources = dict(model.split("=") for model in flags.models)

@@ -1,6 +1,5 @@
 """Servers of a comparison: which are started, with what, and that none is left running."""
 
-import argparse
 import asyncio
 import json
 import os
@@ -18,9 +17,7 @@ from ropewalk.load_tests.client.process import StartFailed
 from ropewalk.load_tests.common.types import Request
 from ropewalk.load_tests.run import serving
 from ropewalk.load_tests.run.serving import flush, model_of, parse_serve, parse_setting
-from ropewalk.server.cli.options.base import add_options, read_options
-from ropewalk.server.cli.options.serve import SERVE_OPTIONS
-from ropewalk.server.config import server_config
+from tests.command_line import configured
 
 ROOT = Path(__file__).parents[2]
 SMALL = "shape:small"
@@ -97,13 +94,6 @@ def test_other_settings_are_refused(text):
 # ---- which processes ----
 
 
-def understood(argv):
-    """What the real server makes of its arguments."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_options(parser, SERVE_OPTIONS)
-    return server_config(read_options(SERVE_OPTIONS, parser.parse_args(argv), {}))
-
-
 def test_a_trained_table_of_positions_keeps_its_own_context(tmp_path, fake, monkeypatch):
     monkeypatch.setattr(serving, "_free_share", lambda arms: 1000)
     arms = served(tmp_path, ["nope", "learned", "t5"], source="family", context=300)
@@ -138,17 +128,16 @@ def test_all_encodings_share_a_process_and_each_setting_has_its_own(tmp_path, fa
     assert {arm.server.timeout_s for arm in arms} == {7.0}
     shared, *own = (lines[0] for lines in said(tmp_path))
     assert shared["models"] == ["t5=shape:small:t5", "nope=shape:small:nope"]
-    assert (shared["bias_form"], shared["rope_frame"], shared["kv_memory"]) == (None, None, 2000)
-    flags = {tuple(each["models"]): (each["bias_form"], each["rope_frame"]) for each in own}
-    assert flags == {
-        ("t5:table=shape:small:t5",): ("table", None),
-        ("rope:block=shape:small:rope",): (None, "block"),
+    assert (shared["encoding_option"], shared["kv_memory"]) == (None, 2000)
+    assert {tuple(each["models"]): each["encoding_option"] for each in own} == {
+        ("t5:table=shape:small:t5",): "form=table",
+        ("rope:block=shape:small:rope",): "frame=block",
     }
     assert {each["kv_memory"] for each in own} == {1000}
     assert {each["max_model_len"] for each in [shared, *own]} == {300}
     assert {each["request_timeout"] for each in [shared, *own]} == {7}
     for each in [shared, *own]:
-        assert understood(each["argv"]).port == each["port"]
+        assert configured(*each["argv"]).port == each["port"]
     ports = Counter(arm.server.port for arm in arms)
     assert sorted(ports.values()) == [1, 1, 2]
     assert {each["port"] for each in [shared, *own]} == set(ports)
@@ -252,7 +241,7 @@ def test_a_failure_inside_stops_all_even_the_stubborn(tmp_path, fake, monkeypatc
 INTERRUPTED = """
 import asyncio, sys
 from pathlib import Path
-from load_tests import serving
+from ropewalk.load_tests.run import serving
 
 async def use():
     serving.PROGRAM = (sys.executable, "-m", "tests.load_tests.fake_serve")

@@ -26,7 +26,7 @@ from ropewalk.model.loading.save import save_checkpoint
 from ropewalk.model.program import encoding_parameters
 from ropewalk.model.recipes import allocate, program
 from tests.model import checkpoints, tiny
-from tests.model.architectures.test_configs import ABSENT
+from tests.model.architectures.descriptions import ABSENT
 from tests.model.checkpoints import CPU
 from tests.model.refusals import refused
 from tests.model.running import run_uncached

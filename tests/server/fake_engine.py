@@ -1,6 +1,5 @@
 """An Engine over a fake model that counts: the next token is the last one plus one."""
 
-import argparse
 import random
 from dataclasses import replace
 
@@ -17,23 +16,21 @@ from ropewalk.model.sampler import Sampler
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.app.app import create_app
 from ropewalk.server.app.cache_plan import CachePlanner
-from ropewalk.server.cli.options.base import add_options, read_options
-from ropewalk.server.cli.options.serve import SERVE_OPTIONS
-from ropewalk.server.config import HttpOptions, server_config
+from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.engine.encoding_cost import PositionMeter
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.integrity import Auditor
 from ropewalk.server.engine.runner import Runner
+from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.engine.warm_up import Speed
 from ropewalk.server.launch.build import load_models
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
-from ropewalk.server.scheduling.plan import Limits
-from ropewalk.server.scheduling.request import Request
+from ropewalk.server.scheduling.request import Limits, Request
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.cache.shape import Shape
+from tests.command_line import configured
 from tests.model.tiny import CONFIG
 
 VOCAB = 50
@@ -93,13 +90,6 @@ def make_planner(encoding="rope", *, shape=CONFIG, max_context=100, speed=SPEED,
         max_context=max_context,
         speed=speed,
     )
-
-
-def configured(*flags):
-    """The configuration of `ropewalk serve` with these flags and an empty environment."""
-    parser = argparse.ArgumentParser()
-    add_options(parser, SERVE_OPTIONS)
-    return server_config(read_options(SERVE_OPTIONS, parser.parse_args(flags), {}))
 
 
 def loaded_app(*flags):

@@ -20,11 +20,11 @@ pytestmark = pytest.mark.skipif(
 
 KINDS = {
     "rope": [],
-    "rope in the frame block": ["--rope-frame", "block"],
-    "rope in the frame raw, in 8 bits": ["--rope-frame", "raw", "--kv-dtype", "int8"],
+    "rope in the frame block": ["--encoding-option", "frame=block"],
+    "rope in the frame raw, in 8 bits": ["--encoding-option", "frame=raw", "--kv-dtype", "int8"],
     "alibi, weights in 8 bits": ["--quantize", "int8"],
     "t5": [],
-    "t5, materialised": ["--bias-form", "materialised"],
+    "t5, materialised": ["--encoding-option", "form=materialised"],
     "learned": [],
     "sinusoidal": [],
     "nope, in 8 bits": ["--kv-dtype", "int8", "--audit", "full"],

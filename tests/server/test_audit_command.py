@@ -2,22 +2,18 @@
 
 import json
 import re
-import shlex
-from pathlib import Path
 
 import pytest
 import torch
 
 from ropewalk.model.inspect import audit_arms
 from ropewalk.model.inspect.audit import Watch
-from ropewalk.model.inspect.audit_report import COLUMNS, HEADLINE
-from ropewalk.server.cli import audit_command, main
+from ropewalk.server.cli import main
+from ropewalk.server.studies import audit as audit_command
 from tests.model import encoder_decoders
 from tests.model.checkpoints import llama, random_model, save
 from tests.server.test_cli import sentence
 
-DOCS = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
-COMMANDS = re.findall(r"^\.venv/bin/ropewalk (.+)$", DOCS, re.MULTILINE)
 SHORT = ("--prompt-tokens", "6", "--steps", "4")
 
 
@@ -147,7 +143,11 @@ def test_only_the_first_of_many_are_named(capsys, monkeypatch) -> None:
         (["--encodings", "no.such:Thing"], 1, "is its folder in PYTHONPATH?"),
         (["--prompt", ""], 2, "--prompt: the text has no tokens"),
         (["--steps", "0"], 2, "--steps: 0 is outside 1 to 4096"),
-        (["--prompt", "a", "--prompt-tokens", "3"], 2, "not allowed with argument"),
+        (
+            ["--prompt", "a", "--prompt-tokens", "3"],
+            2,
+            "--prompt and --prompt-tokens exclude each other",
+        ),
         (["--html", "there/a.html"], 1, "there is not a directory"),
         (["--json", "there/a.json"], 1, "there is not a directory"),
         (["nosuch"], 1, "nosuch is neither a file nor a directory"),
@@ -186,19 +186,3 @@ def test_threads_are_as_before() -> None:
     with audit_command.threads(before + 1):
         assert torch.get_num_threads() == before + 1
     assert torch.get_num_threads() == before
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_documented_commands_are_understood(command) -> None:
-    flags = main.parser().parse_args(shlex.split(command))
-    assert flags.command == "audit"
-    for name in (flags.encodings or "").split(","):
-        assert name in ("", *audit_arms.ALL, *audit_arms.VARIANTS)
-
-
-def test_the_page_says_what_the_command_says() -> None:
-    assert len(COMMANDS) == 4
-    assert f"> {HEADLINE}" in DOCS
-    table = DOCS.partition("## The table")[2]
-    for column in COLUMNS[2:]:
-        assert f"|{column}|" in table

@@ -212,17 +212,17 @@ def test_keys_and_values_in_8_bits_take_less_and_say_so(folder, attention) -> No
 
 
 def test_a_shape_takes_the_options_of_its_encoding():
-    (loaded,) = load("shape:small", "--encoding", "t5", "--bias-form", "table", *SMALL)
+    (loaded,) = load("shape:small", "--encoding", "t5", "--encoding-option", "form=table", *SMALL)
     assert loaded.served.encoding == "t5"
-    with pytest.raises(CommandError, match="only t5 has forms"):
-        load("shape:small:alibi", "--bias-form", "table", *SMALL)
+    with pytest.raises(CommandError, match="alibi, which takes only bias_max"):
+        load("shape:small:alibi", "--encoding-option", "form=table", *SMALL)
 
 
 @pytest.mark.parametrize("attention", ["cpu", "sdpa", "reference"])
 @pytest.mark.parametrize("frame", ["raw", "block"])
 def test_rope_keys_in_the_frame_asked_for(folder, frame, attention):
     flags = (str(folder), "--kv-memory", "16M", "--dtype", "float32", "--attention", attention)
-    (loaded,) = load(*flags, "--rope-frame", frame)
+    (loaded,) = load(*flags, "--encoding-option", f"frame={frame}")
     (plain,) = load(*flags)
     assert (loaded.facts.key_frame, plain.facts.key_frame) == (frame, None)
     prompt = list(range(1, 40))
@@ -290,9 +290,17 @@ def test_a_lone_request_takes_larger_steps_where_there_is_no_other_model(folder,
         (["--encoding", "t6"], "There is no encoding 't6'"),
         (["--encoding", "rope", "--kv-memory", "1K"], "raise --kv-memory"),
         (["--encoding", "t5"], "t5 has trained weights"),
-        (["--bias-form", "table"], "has the encoding rope, and only t5 has forms"),
-        (["--encoding", "nope", "--bias-form", "window"], "has the encoding nope"),
-        (["--encoding", "nope", "--rope-frame", "raw"], "has the encoding nope, and only rope"),
+        (
+            ["--encoding-option", "form=table"],
+            "the encoding rope, which takes only base, width",
+        ),
+        (["--encoding", "nope", "--encoding-option", "form=window"], "has the encoding nope"),
+        (
+            ["--encoding", "nope", "--encoding-option", "frame=raw"],
+            "has the encoding nope, which takes no options; leave the option out",
+        ),
+        (["--encoding-option", "frame=sideways"], "frame"),
+        (["--encoding-option", "base=ten"], "--encoding-option base=ten: rope cannot be made with"),
         (["--kv-memory", "4000000G"], "lower --kv-memory"),
         (["--dtype", "float16", "--attention", "cpu"], "it computes float32, float64 and bfloat16"),
     ],

@@ -488,7 +488,16 @@ def test_plans_name_their_model() -> None:
 def test_a_plan_foretells_what_a_live_shift_reports(tmp_path, dtype, frame) -> None:
     """And touches no cache."""
     folder = save(random_model(llama()), tmp_path / "llama")
-    flags = ["--dtype", dtype, "--kv-memory", "1M", "--max-model-len", "64", "--rope-frame", frame]
+    flags = [
+        "--dtype",
+        dtype,
+        "--kv-memory",
+        "1M",
+        "--max-model-len",
+        "64",
+        "--encoding-option",
+        f"frame={frame}",
+    ]
     (loaded,) = load_models(configured(str(folder), *flags), Metrics())
     app = app_of(Standing(a=loaded.engine), a=loaded.planner)
     asked = make_request("x", list(range(40)), max_tokens=60)

@@ -13,7 +13,8 @@ from prompt_toolkit.history import FileHistory
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from ropewalk.server.cli.chat import (
+from ropewalk.server.cli.connect import address
+from ropewalk.server.cli.conversation import (
     HELP,
     Answer,
     Chat,
@@ -25,7 +26,6 @@ from ropewalk.server.cli.chat import (
     stats_line,
     typed_lines,
 )
-from ropewalk.server.cli.connect import address
 from ropewalk.server.errors import CommandError
 from tests.server.fake_server import events, serving
 

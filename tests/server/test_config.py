@@ -1,42 +1,46 @@
 """Options: text to values, flags before variables before defaults, refusals in one sentence."""
 
-import argparse
 import dataclasses
 from pathlib import Path
 
+import click
 import pytest
 
-from ropewalk.server.cli.config_file import read_all
-from ropewalk.server.cli.options.base import (
-    add_options,
+from ropewalk.server.cli.chat import chat
+from ropewalk.server.cli.health import health
+from ropewalk.server.cli.main import sentence
+from ropewalk.server.cli.options import (
+    SIZE,
+    Setting,
+    Switch,
     auto,
     choice,
     count,
     number,
     refuse_unknown,
     seconds,
-    size,
-    switch,
+    settings_of,
+    variables,
 )
-from ropewalk.server.cli.options.client import CHAT_OPTIONS, HEALTH_OPTIONS
-from ropewalk.server.cli.options.serve import SERVE_OPTIONS
+from ropewalk.server.cli.serve import serve
 from ropewalk.server.config import (
     LOOPBACK_NAMES,
     HttpOptions,
     ModelSource,
     ServerConfig,
+    encoding_option,
     model_source,
-    server_config,
 )
 from ropewalk.server.errors import UsageError
-
-ALL = (*SERVE_OPTIONS, *CHAT_OPTIONS, *HEALTH_OPTIONS)
+from tests.command_line import configured
 
 
 def config(*flags: str, **environ: str) -> ServerConfig:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_options(parser, SERVE_OPTIONS)
-    return server_config(read_all(SERVE_OPTIONS, parser.parse_args(flags), environ))
+    """Raises UsageError, also for what click says."""
+    try:
+        return configured(*flags, **environ)
+    except click.UsageError as error:
+        raise UsageError(sentence(error)) from error
 
 
 def test_defaults() -> None:
@@ -63,7 +67,7 @@ def test_every_flag_reaches_the_config(tmp_path: Path) -> None:
         "b=y",
         *("--dtype", "float32", "--device", "cpu", "--encoding", "nope", "--attention", "sdpa"),
         *("--trust-encoding", "my.own:Rope", "--trust-encoding", "other:Rope"),
-        *("--bias-form", "table", "--rope-frame", "block", "--audit", "full"),
+        *("--encoding-option", "frame=block", "--encoding-option", "base=5e5", "--audit", "full"),
         *("--quantize", "int8", "--kv-dtype", "int8", "--kv-spill", "2GiB"),
         *("--max-mutated-blocks", "9"),
         *("--max-model-len", "8k", "--threads", "2", "--kv-memory", "1GiB", "--block-size", "32"),
@@ -81,7 +85,7 @@ def test_every_flag_reaches_the_config(tmp_path: Path) -> None:
     assert given.models == (ModelSource("a", "x.gguf"), ModelSource("b", "y"))
     assert dataclasses.astuple(given.loading) == (
         *("float32", "int8", "cpu", "nope", ("my.own:Rope", "other:Rope")),
-        *("table", "block", "sdpa", 8192, 2, file),
+        *((("frame", "block"), ("base", 5e5)), "sdpa", 8192, 2, file),
     )
     assert dataclasses.astuple(given.cache) == (1 << 30, "int8", 2 << 30, 32, False, "full", 9)
     assert dataclasses.astuple(given.limits) == (3, 7, 1, 2.5)
@@ -101,15 +105,14 @@ def test_every_flag_reaches_the_config(tmp_path: Path) -> None:
     assert given.metrics_compat == "vllm"
 
 
-@pytest.mark.parametrize("option", SERVE_OPTIONS, ids=lambda option: option.name)
+@pytest.mark.parametrize("option", settings_of(serve), ids=lambda option: option.name)
 def test_variable_equals_flag(option, tmp_path: Path) -> None:
     samples = {
         "models": "one=a.gguf",
         "dtype": "bfloat16",
         "device": "cuda",
-        "bias_form": "table",
+        "encoding_option": "form=table",
         "quantize": "int8",
-        "rope_frame": "raw",
         "audit": "full",
         "attention": "cpu",
         "kv_memory": "512M",
@@ -124,18 +127,18 @@ def test_variable_equals_flag(option, tmp_path: Path) -> None:
     }
     text = samples.get(option.name, "77")
     base = {}
-    if option.metavar == "FILE":
+    if option.type.name == "file":
         file = tmp_path / "file"
         file.write_text("port=77")  # a file of settings, and an API key
         text = str(file)
     if option.name == "ssl_keyfile":
         base = {"ROPEWALK_SSL_CERTFILE": text}
-    if option.switch:
+    if option.secondary_opts:
         text = "off" if option.default else "on"
-        flags = [f"--no-{option.flag[2:]}" if option.default else option.flag]
+        flags = [*(option.secondary_opts if option.default else option.opts)]
     else:
-        flags = [option.flag, text] if option.flag.startswith("--") else [text]
-    assert config(**base, **{option.variable: text}) == config(*flags, **base)
+        flags = [*option.opts, text] if isinstance(option, Setting) else [text]
+    assert config(**base, **{option.envvar: text}) == config(*flags, **base)
     assert config(*flags, **base) != config(**base)
 
 
@@ -203,8 +206,10 @@ def test_keys_are_not_in_the_printed_config() -> None:
         (["--max-step-tokens", "8"], {}, "--max-step-tokens 8 is less than --max-seqs 64"),
         (["a=x", "a=y"], {}, "two models are called 'a'"),
         ([], {"ROPEWALK_PREFIX_SHARING": "maybe"}, "'maybe' is neither on nor off"),
-        ([], {"ROPEWALK_API_KEYS": ","}, "ROPEWALK_API_KEYS=, lists no value"),
-        ([], {"ROPEWALK_MODELS": " , "}, "lists no value; unset it or add one"),
+        ([], {"ROPEWALK_API_KEYS": ","}, "ROPEWALK_API_KEYS: it lists no value; leave it out or"),
+        ([], {"ROPEWALK_MODELS": " , "}, "ROPEWALK_MODELS: it lists no value"),
+        ([], {"ROPEWALK_MODELS": "a=x,a=y"}, "two models are called 'a'"),
+        (["--encoding-option", "table"], {}, "--encoding-option: 'table' is not NAME=VALUE; write"),
         (["--served-model-name", "a b"], {}, "--served-model-name: 'a b' is not a name"),
         (["--served-model-name", "a", "x", "y"], {}, "but 2 are served; name each of them with"),
         (["--served-model-name", "a", "family"], {}, "names one model, but 6 are served"),
@@ -330,8 +335,8 @@ def test_flag_beats_variable_beats_file(tmp_path: Path) -> None:
         ("port = [1]", ": port is a list; write text, a number, true or false"),
         ("port = 1979-05-27", ": port is a date; write"),
         ("api-key = [['a']]", ": api-key is a list; write"),
-        ("api-key = []", ": api-key lists no value; leave it out or add one"),
-        ("models = []", ": models lists no value"),
+        ("api-key = []", ": api-key: it lists no value; leave it out or add one"),
+        ("models = []", ": models: it lists no value"),
         ("max-seqs = 3\nmax_seqs = 4", ": max_seqs is set twice; leave one out"),
         ("port = 1\nport = 2", " is not TOML: "),
         ("port", " is not TOML: "),
@@ -377,13 +382,13 @@ def test_model_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["", "1.5", "k", "8q", "_1", "1__0"],
         ),
         (
-            size,
+            SIZE,
             {"1GiB": 1 << 30, "1.5g": 3 << 29, "512 MB": 1 << 29, "4096": 4096, "10b": 10},
             ["", "GiB", "-1G", "1X", "0.1"],
         ),
         (seconds(0, 9), {"3": 3.0, "0.5s": 0.5}, ["", "10", "-1", "inf", "nan", "3m"]),
         (number(0, 2), {"0.7": 0.7}, ["", "0.7s", "2.1"]),
-        (switch, {"on": True, "TRUE": True, "0": False, "no": False}, ["", "2"]),
+        (Switch(), {"on": True, "TRUE": True, "0": False, "no": False}, ["", "2"]),
         (choice("a", "b"), {"a": "a"}, ["", "A", "c"]),
         (auto(choice("a")), {"auto": None, "a": "a"}, ["b"]),
     ],
@@ -391,12 +396,19 @@ def test_model_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_text_to_values(parse, good, bad) -> None:
     assert {text: parse(text) for text in good} == good
     for text in bad:
-        with pytest.raises(ValueError):
+        with pytest.raises(click.BadParameter):
             parse(text)
 
 
+def test_options_of_an_encoding() -> None:
+    assert encoding_option("form=table") == ("form", "table")
+    assert encoding_option('scaling={"factor": 2}') == ("scaling", {"factor": 2})
+    both = config(ROPEWALK_ENCODING_OPTIONS="form=table, buckets=32").loading.encoding_option
+    assert both == (("form", "table"), ("buckets", 32))
+
+
 def test_misspelt_variable_is_refused_with_a_hint() -> None:
-    known = [option.variable for option in ALL]
+    known = variables([serve, chat, health])
     assert "ROPEWALK_API_KEY" in known
     refuse_unknown(dict.fromkeys(known, "1") | {"PATH": "x"}, known)
     with pytest.raises(UsageError, match="did you mean ROPEWALK_MAX_SEQS"):
@@ -424,10 +436,12 @@ def test_variables_of_a_kubernetes_service_are_no_mistake() -> None:
 
 def test_a_variable_means_one_thing() -> None:
     """Only what says where a server listens is shared between it and its clients."""
-    serve = {option.variable for option in SERVE_OPTIONS}
-    client = {option.variable for option in (*CHAT_OPTIONS, *HEALTH_OPTIONS)}
     names = ("HOST", "PORT", "UDS", "SSL_CERTFILE", "CONFIG")
-    assert serve & client == {f"ROPEWALK_{name}" for name in names}
-    for options in (SERVE_OPTIONS, CHAT_OPTIONS, HEALTH_OPTIONS):
-        variables = [option.variable for option in options]
-        assert len(variables) == len(set(variables))
+    shared = variables([serve]) & variables([chat, health])
+    assert shared == {f"ROPEWALK_{name}" for name in names}
+    for command in (serve, chat, health):
+        assert len(settings_of(command)) == len(variables([command])) > 5
+
+
+def test_keys_never_show_in_the_configuration() -> None:
+    assert not HttpOptions.__dataclass_fields__["api_keys"].repr

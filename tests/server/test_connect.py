@@ -16,8 +16,8 @@ import pytest
 
 from ropewalk.server import listen
 from ropewalk.server.cli import main
-from ropewalk.server.cli.chat import ChatOptions, Client
 from ropewalk.server.cli.connect import address, connected
+from ropewalk.server.cli.conversation import ChatOptions, Client
 from ropewalk.server.errors import CommandError, UsageError
 from tests.server.certificates import issued, self_signed
 from tests.server.sockets import free_port
@@ -105,7 +105,7 @@ def test_https_with_a_certificate_that_is_named(secure, certificate, capsys) -> 
 
 def test_https_with_a_certificate_that_the_system_trusts(secure, certificate) -> None:
     """Elsewhere, since the tests' own process reads the system's certificates only once."""
-    command = [sys.executable, "-m", "server", "health", "--url", f"{secure}/v1"]
+    command = [sys.executable, "-m", "ropewalk", "health", "--url", f"{secure}/v1"]
     environ = {**os.environ, "SSL_CERT_FILE": str(certificate[0])}
     assert subprocess.run(command, env=environ, cwd=ROOT, timeout=60).returncode == 0
     context = ssl.create_default_context(cafile=certificate[0])
@@ -233,7 +233,7 @@ def test_the_whole_server(kind: str, tmp_path: Path) -> None:
     if kind == "tls":
         certificate, key = self_signed(tmp_path, HERE)
         flags = [*flags[:2], "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
-    command = [sys.executable, "-m", "server"]
+    command = [sys.executable, "-m", "ropewalk"]
     options = {"stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
     serve = [*command, "serve", "toy=shape:tiny", "--max-model-len", "128", *flags]
     with subprocess.Popen(serve, **options) as process:

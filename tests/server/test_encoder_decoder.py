@@ -15,16 +15,15 @@ from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.model.sampler import Sampler
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.model.tokenizers.base import Detokenizer
-from ropewalk.server.engine.encoding_cost import PositionMeter
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.runner import Runner
-from ropewalk.server.errors import CommandError
+from ropewalk.server.engine.statistics import PositionMeter
+from ropewalk.server.errors import CommandError, InvalidField, PromptTooLong
 from ropewalk.server.launch.build import load_models
 from ropewalk.server.launch.load_model import prepare
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.choice import Choice
-from ropewalk.server.scheduling.plan import Limits, Sampled
-from ropewalk.server.scheduling.request import InvalidField, PromptTooLong, Request, TokenEvent
+from ropewalk.server.scheduling.request import Limits, Request, Sampled, TokenEvent
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model import encoder_decoders as tiny
@@ -240,7 +239,9 @@ def test_refusals_at_the_start(flags, words, models):
 @pytest.mark.parametrize("form", ["window", "table", "materialised"])
 @pytest.mark.parametrize("name", ["t5", "umt5"])
 def test_the_decoders_bias_is_in_the_form_asked_for(name, form, models):
-    asked = configured(str(models[name][0]), "--dtype", "float32", "--bias-form", form)
+    asked = configured(
+        str(models[name][0]), "--dtype", "float32", "--encoding-option", f"form={form}"
+    )
     decoder = prepare(asked.loading, asked.models[0], CPU, "not asked for").decoder
     assert decoder.encoding.for_layer(1).form == form
     assert decoder.encoder.encoding.for_layer(1).form == "table"
@@ -252,7 +253,7 @@ def test_answers_are_the_same_in_every_form(name, form, server, models):
     client, _ = server
     body = {"model": name, "prompt": PROMPT, "max_tokens": 32, "ignore_eos": True, "logprobs": 1}
     expected = ask(client, **body)
-    flags = ("--kv-memory", "3M", "--max-model-len", "100", "--bias-form", form)
+    flags = ("--kv-memory", "3M", "--max-model-len", "100", "--encoding-option", f"form={form}")
     with serving({name: models[name][0]}, *flags) as (other, _):
         found = ask(other, **body)
     assert found.json()["choices"][0]["text"] == expected.json()["choices"][0]["text"]

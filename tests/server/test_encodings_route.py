@@ -14,11 +14,12 @@ from ropewalk.model.encodings.base import names
 from ropewalk.model.kernels.backends import all_backends
 from ropewalk.server import hardware
 from ropewalk.server.app.app import create_app
-from ropewalk.server.cli import encodings_command, main
-from ropewalk.server.cli.encodings_command import lines
+from ropewalk.server.cli import main
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
+from ropewalk.server.studies import encodings as encodings_command
+from ropewalk.server.studies.encodings import lines
 from tests.server.test_cli import sentence
 from tests.server.toy import ScriptedEngine, ask, toy, toy_app
 
@@ -186,7 +187,7 @@ def test_durations(seconds, said) -> None:
     [
         (["--encoding", "ropes"], 1, "There is no encoding 'ropes'; use one of alibi"),
         (["--encoding", "no.such:Thing"], 1, "is its folder in PYTHONPATH?"),
-        (["--jsn"], 2, "did you mean --json?"),
+        (["--jsn"], 2, "Did you mean '--json'?"),
     ],
 )
 def test_refusals_are_one_sentence(place, arguments, code, words, capsys) -> None:

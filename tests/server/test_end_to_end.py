@@ -37,7 +37,7 @@ class Served:
     """`ropewalk serve` on a free port; its log is kept in a file."""
 
     def __init__(
-        self, model: Path, folder: Path, *flags: str, program: str = "server", **environ: str
+        self, model: Path, folder: Path, *flags: str, program: str = "ropewalk", **environ: str
     ) -> None:
         self.log = folder / "server.log"
         command = [sys.executable, "-m", program, "serve", f"m={model}", "--port", "0", *flags]
@@ -331,7 +331,7 @@ def text_of(answer):
 @pytest.mark.full  # test_placement.py shows the sentence, test_cli.py how one is said
 def test_what_cannot_be_served_is_said_in_one_sentence(model):
     done = subprocess.run(
-        [sys.executable, "-m", "server", "serve", str(model), "--port", "0", "--kv-memory", "1K"],
+        [sys.executable, "-m", "ropewalk", "serve", str(model), "--port", "0", "--kv-memory", "1K"],
         capture_output=True,
         text=True,
         timeout=READY_SECONDS,

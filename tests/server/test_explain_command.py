@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from ropewalk.server.cli import explain_command, main
+from ropewalk.server.cli import main
+from ropewalk.server.studies import explain as explain_command
 from tests.model import encoder_decoders
 from tests.model.checkpoints import llama, random_model, save
 from tests.server.test_cli import sentence

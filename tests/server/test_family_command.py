@@ -17,9 +17,10 @@ from ropewalk.model.family.texts.sources import SOURCES
 from ropewalk.model.family.training import checkpoints
 from ropewalk.model.weights.safetensors_dir import SafetensorsDirectory
 from ropewalk.server import download as pull
-from ropewalk.server.cli import family_command, main
+from ropewalk.server.cli import main
 from ropewalk.server.launch.build import load_models
 from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.studies import family as family_command
 from tests.model.family.test_prepare import small  # noqa: F401 - a fixture
 from tests.server.fake_engine import configured
 from tests.server.test_cli import sentence
@@ -42,10 +43,9 @@ def test_family_alone_names_its_commands(capsys) -> None:
 
 
 def test_help_says_what_prepare_does(capsys) -> None:
-    with pytest.raises(SystemExit):
-        main.main(["family", "prepare", "--help"])
+    assert main.main(["family", "prepare", "--help"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("usage: ropewalk family prepare [FLAGS]")
+    assert printed.startswith("Usage: ropewalk family prepare [OPTIONS]")
     assert "--own-tokenizer" in printed and "corpus.npz" in printed
 
 
@@ -87,7 +87,7 @@ def test_a_client_that_fails_is_quoted(capsys, monkeypatch) -> None:
 def corpus_there(own_home, monkeypatch):
     for where in (
         "ropewalk.model.family.training.recipe.CONTEXT",
-        "ropewalk.server.cli.family_command.CONTEXT",
+        "ropewalk.server.studies.family.CONTEXT",
     ):
         monkeypatch.setattr(where, 64)  # 512 tokens in a step
     folder = own_home / "family"

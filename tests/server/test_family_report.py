@@ -11,8 +11,9 @@ from ropewalk.model.family.evaluation import results, shortened
 from ropewalk.model.family.evaluation.results import Sizes
 from ropewalk.model.family.texts import corpus
 from ropewalk.server import download
-from ropewalk.server.cli import family_command, main
+from ropewalk.server.cli import main
 from ropewalk.server.download import home as home_of_kernels
+from ropewalk.server.studies import family as family_command
 from tests.model.family.evaluation import trained
 from tests.model.family.evaluation.made_up import family
 from tests.model.family.evaluation.trained import ENCODINGS, save

@@ -6,8 +6,8 @@ from ropewalk.model.family.evaluation import served
 from ropewalk.model.family.evaluation.members import Member, load, opened
 from ropewalk.model.family.evaluation.reading import Reader
 from ropewalk.model.family.evaluation.texts import texts_of
-from ropewalk.server.cli.family_serving import served_logprobs
 from ropewalk.server.errors import CommandError
+from ropewalk.server.studies.family_serving import served_logprobs
 from tests.model.family.evaluation.trained import CPU, ENCODINGS, TRAINED, corpus, save
 
 TEXTS = texts_of(corpus().held_out, 2 * TRAINED, 2)

@@ -173,7 +173,7 @@ def test_a_log_on_a_full_disk_and_a_request_without_memory(model, disk, tmp_path
 def test_standard_output_that_takes_nothing(model, tmp_path, disk):
     """It goes on without its banner; here the port is known from elsewhere."""
     path = tmp_path / "socket"
-    command = [sys.executable, "-m", "server", "serve", f"m={model}", "--uds", str(path), *FLAGS]
+    command = [sys.executable, "-m", "ropewalk", "serve", f"m={model}", "--uds", str(path), *FLAGS]
     with open("/dev/full", "w") as full:
         process = subprocess.Popen(command, stdout=full, stderr=subprocess.PIPE, text=True)
     try:
@@ -190,7 +190,7 @@ def test_standard_output_that_takes_nothing(model, tmp_path, disk):
 def test_a_command_whose_output_takes_nothing():
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "server", "--version"], stdout=full, stderr=subprocess.PIPE
+            [sys.executable, "-m", "ropewalk", "--version"], stdout=full, stderr=subprocess.PIPE
         )
     assert done.returncode == 1
     assert done.stderr == b"ropewalk: no space is left on a disk; free some and try again\n"

@@ -14,7 +14,8 @@ from tests.server.sockets import exchange, free_port
 
 SERVE = """
     import asyncio, logging, warnings
-    from server import logs, protocol
+    from ropewalk.server import logs
+    from ropewalk.server.http import protocol
     from tests.server.toy import toy_app
 
     logs.configure("info", {form!r})

@@ -7,14 +7,8 @@ import pytest
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.types import Capability
 from ropewalk.model.sampling import SamplingParams
-from ropewalk.server.scheduling.plan import Limits, Sampled
-from ropewalk.server.scheduling.request import (
-    FinishReason,
-    InvalidField,
-    Overflow,
-    Request,
-    UnsupportedField,
-)
+from ropewalk.server.errors import InvalidField, UnsupportedField
+from ropewalk.server.scheduling.request import FinishReason, Limits, Overflow, Request, Sampled
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model.running import run_uncached
@@ -138,8 +132,8 @@ def test_a_full_request_that_is_preempted_drops_before_it_is_computed():
     [
         (Capability.IMPOSSIBLE, Overflow.SHIFT, {}, "its positions are in its values"),
         (Capability.IMPOSSIBLE, Overflow.SLIDE, {}, "its positions are in its values"),
-        (Capability.REWRITE, Overflow.SLIDE, {}, "--rope-frame block"),
-        (Capability.APPROXIMATE, Overflow.SLIDE, {}, "--rope-frame block"),
+        (Capability.REWRITE, Overflow.SLIDE, {}, "--encoding-option frame=block"),
+        (Capability.APPROXIMATE, Overflow.SLIDE, {}, "--encoding-option frame=block"),
         (Capability.FREE, Overflow.SHIFT, {"prompt_logprobs": 0}, "echo"),
     ],
 )

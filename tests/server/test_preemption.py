@@ -7,8 +7,7 @@ import pytest
 from ropewalk.cache.manager import Table
 from ropewalk.model import family as bundled
 from ropewalk.server.engine.batch import build_batch
-from ropewalk.server.scheduling.plan import Work
-from ropewalk.server.scheduling.request import Overflow
+from ropewalk.server.scheduling.request import Overflow, Work
 from tests.model import encoder_decoders
 from tests.model.checkpoints import save
 from tests.server.disturbed import load, requests, run
@@ -74,9 +73,9 @@ def test_a_thousand_requests(encoding, stored, seeded, kernels):
 @pytest.mark.parametrize(
     ("encoding", "flags"),
     [
-        ("rope", ("--rope-frame", "block", "--dtype", "bfloat16")),
-        ("rope", ("--rope-frame", "raw", "--dtype", "bfloat16")),
-        ("t5", ("--bias-form", "materialised", "--dtype", "bfloat16")),
+        ("rope", ("--encoding-option", "frame=block", "--dtype", "bfloat16")),
+        ("rope", ("--encoding-option", "frame=raw", "--dtype", "bfloat16")),
+        ("t5", ("--encoding-option", "form=materialised", "--dtype", "bfloat16")),
         ("rope", ("--quantize", "int8", "--dtype", "bfloat16")),
         ("alibi", ("--block-size", "4", "--no-prefix-sharing", "--dtype", "float32")),
         ("nope", ("--audit", "full", "--dtype", "bfloat16")),
@@ -97,7 +96,7 @@ def test_an_encoder_decoder(stored, tmp_path, kernels):
     ("encoding", "overflow", "flags"),
     [
         ("rope", Overflow.SHIFT, ()),
-        ("rope", Overflow.SLIDE, ("--rope-frame", "block", "--kv-dtype", "int8")),
+        ("rope", Overflow.SLIDE, ("--encoding-option", "frame=block", "--kv-dtype", "int8")),
         ("alibi", Overflow.SLIDE, ()),
         ("t5", Overflow.SHIFT, ()),
         ("nope", Overflow.SHIFT, ("--kv-dtype", "int8")),

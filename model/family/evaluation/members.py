@@ -20,11 +20,12 @@ from ropewalk.model.loading.checkpoints import (
     load_program,
     open_checkpoint,
 )
+from ropewalk.model.tokenizers.loading import vocabulary_file
 
 PREFIX = "ropewalk-"
 LOG = "log.jsonl"
 _NAME = re.compile(rf"(?:{PREFIX})?(?P<label>.+?)(?:\.seed(?P<seed>\d+))?")
-DIGESTED = ("config.json", "model.safetensors", "tokenizer.model", "tokenizer.json")
+DIGESTED = ("config.json", "model.safetensors")  # and the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,10 @@ def _place(member: Member) -> tuple[int, str, int]:
 def digest(member: Member, encoding: str) -> str:
     """Digest of all that the model computes with, including a custom encoding's code."""
     made = hashlib.sha256(code_digest(encoding).encode())
-    for name in DIGESTED:
-        path = member.folder / name
-        if path.exists():
-            made.update(f"{name} {path.stat().st_size}\n".encode())
+    vocabulary = vocabulary_file(member.folder, shared=True)
+    for path in (*(member.folder / name for name in DIGESTED), vocabulary):
+        if path is not None and path.exists():
+            made.update(f"{path.name} {path.stat().st_size}\n".encode())
             made.update(path.read_bytes())
     return made.hexdigest()
 

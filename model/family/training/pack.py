@@ -2,6 +2,7 @@
 
 import shutil
 import stat
+from filecmp import cmp
 from pathlib import Path
 
 import torch
@@ -22,7 +23,10 @@ COST_WINDOWS = 64  # of held-out text, to measure what packing costs
 
 
 def pack(folder: Path, target: Path) -> None:
-    """Write a packed copy of a checkpoint folder, replacing `target`. Raises OSError."""
+    """Write a packed copy of a checkpoint folder, replacing `target`. Raises OSError.
+
+    Files that the folder above `target` holds, as the family's tokenizer, are left out.
+    """
     scratch = target.parent / ".partial"  # outside the folders searched for models
     made = scratch / target.name
     shutil.rmtree(made, ignore_errors=True)  # left by a process that was killed
@@ -31,7 +35,8 @@ def pack(folder: Path, target: Path) -> None:
         with replacing(made / SINGLE) as partial:
             save_file(_packed(folder), partial, metadata={"format": "pt"})
         for file in folder.iterdir():
-            if file.name != SINGLE:
+            above = target.parent / file.name
+            if file.name != SINGLE and not (above.is_file() and cmp(above, file, shallow=False)):
                 shutil.copyfile(file, made / file.name)
         (made / SINGLE).chmod(stat.S_IMODE((made / "config.json").stat().st_mode))
         put(made, target)

@@ -87,3 +87,23 @@ def test_integers_without_a_scale_are_no_weights(folders, tmp_path) -> None:
     with pytest.raises(CheckpointError, match="stored as I8"):
         SafetensorsDirectory(tmp_path / "broken").read("embed.weight")
     assert json.loads((tmp_path / "broken" / "config.json").read_text())["width"] == 32
+
+
+def test_a_tokenizer_in_the_folder_above_is_shared(folders, tmp_path) -> None:
+    """A member that is copied out of its family needs it, or says what is missing."""
+    trained, alone = folders
+    assert (alone / "tokenizer.model").is_file()
+    family = tmp_path / "family"
+    family.mkdir()
+    shutil.copy(trained / "tokenizer.model", family)
+    pack(trained, family / "member")
+    assert sorted(path.name for path in (family / "member").iterdir()) == ["config.json", SINGLE]
+    text = "All the men of the village."
+    own, shared = (open_checkpoint(each).tokenizer for each in (alone, family / "member"))
+    assert own.encode(text, bos=True) == shared.encode(text, bos=True)
+
+    shutil.copytree(family / "member", tmp_path / "out" / "member")
+    with pytest.raises(CheckpointError, match=r"the folder above holds no tokenizer\.model: add"):
+        open_checkpoint(tmp_path / "out" / "member")
+    shutil.copy(trained / "tokenizer.model", tmp_path / "out" / "member")
+    assert open_checkpoint(tmp_path / "out" / "member").tokenizer.vocab_size == own.vocab_size

@@ -51,6 +51,7 @@ def evaluation():
 def test_they_are_six_and_small() -> None:
     folders = sorted(path.parent for path in FAMILY.glob("*/config.json"))
     assert [each.name for each in folders] == sorted(map(model_name, ENCODINGS))
+    assert [path.parent for path in FAMILY.rglob("tokenizer.model")] == [FAMILY]  # all share it
     assert sum(path.stat().st_size for path in FAMILY.rglob("*") if path.is_file()) < MOST
 
 

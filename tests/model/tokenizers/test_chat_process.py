@@ -39,7 +39,10 @@ def processes():
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
             parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == os.getpid() and b"chat_process" in (entry / "cmdline").read_bytes():
+            if (
+                int(parent) == os.getpid()
+                and b"ropewalk.model.chat.process" in (entry / "cmdline").read_bytes()
+            ):
                 found.add(int(entry.name))
     return found
 

@@ -9,13 +9,13 @@ import torch
 from ropewalk.model.encodings.base import create
 from ropewalk.model.family.errors import FamilyError
 from ropewalk.model.family.evaluation import losses, reading
-from ropewalk.model.family.evaluation.estimates import Estimate
 from ropewalk.model.family.evaluation.losses import HeldOut
 from ropewalk.model.family.evaluation.reading import Reader
 from ropewalk.model.family.evaluation.texts import texts_of
 from ropewalk.model.family.training.dense import DenseAttention, dense_logits
 from ropewalk.model.layers.executor import TorchExecutor
 from ropewalk.model.recipes import program
+from ropewalk.report.statistics import Estimate
 from tests.model.family.evaluation.trained import (
     CPU,
     ENCODINGS,

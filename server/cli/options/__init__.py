@@ -1,1 +1,0 @@
-"""Options of the commands, and what their help says. No torch."""

@@ -1,0 +1,1 @@
+"""What `ropewalk encodings`, `explain`, `audit` and `family` do: studies that need no server."""

@@ -1,0 +1,84 @@
+"""Serves a model briefly, to compare its answers over HTTP with those computed directly."""
+
+import http.client
+import json
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ropewalk.server.app.app import create_app
+from ropewalk.server.cli.serve import from_program
+from ropewalk.server.config import HttpOptions, ServerConfig, server_config
+from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.errors import CommandError
+from ropewalk.server.http.in_thread import HOST, in_thread
+from ropewalk.server.http.protocol import Server, uvicorn_config
+from ropewalk.server.launch.build import load_models
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.openai.served_models import Models
+
+NAME = "model"
+DRAIN_S = 5.0
+
+
+def served_logprobs(
+    folder: Path,
+    dtype: str,
+    context: int,
+    prompts: Sequence[Sequence[int]],
+    *,
+    trusted: Collection[str] = (),
+) -> list[list[float]]:
+    """The log-probability of every token of each prompt but its first. Raises CommandError.
+
+    trusted: encodings outside this project whose code may run.
+    """
+    with _running(_configured(folder, dtype, context, trusted)) as port:
+        return [_asked(port, prompt) for prompt in prompts]
+
+
+def _asked(port: int, prompt: Sequence[int]) -> list[float]:
+    """The prompt's log-probabilities, from `echo` and `logprobs`."""
+    body = {
+        "model": NAME,
+        "prompt": list(prompt),
+        "max_tokens": 1,
+        "temperature": 0,
+        "echo": True,
+        "logprobs": 0,
+    }
+    connection = http.client.HTTPConnection(HOST, port)
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        text = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise CommandError(f"the server for the evaluation gave no answer ({error!r})") from error
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise CommandError(
+            f"the server for the evaluation answered {response.status}: {text.decode()[:300]}"
+        )
+    found: list[float] = json.loads(text)["choices"][0]["logprobs"]["token_logprobs"]
+    return found[1 : len(prompt)]
+
+
+def _configured(folder: Path, dtype: str, context: int, trusted: Collection[str]) -> ServerConfig:
+    """That of `ropewalk serve` with these values; what variables and files say does not count."""
+    options = {"dtype": dtype, "max_model_len": context, "kv_memory": "256M"}
+    told = {"models": [f"{NAME}={folder}"], "trust_encoding": tuple(trusted)}
+    return server_config(from_program(options | told))
+
+
+@contextmanager
+def _running(config: ServerConfig) -> Iterator[int]:
+    """Runs the server in a thread; yields its port, that of a real socket."""
+    metrics = Metrics()
+    loaded = load_models(config, metrics)
+    engine = AsyncEngine({one.served.name: one.engine for one in loaded}, metrics.observe_step)
+    app = create_app(Models(one.served for one in loaded), engine, metrics, HttpOptions())
+    made = uvicorn_config(app, host=HOST, port=0, log_config=None, access_log=False)
+    with in_thread(Server(made, app.state.drain, DRAIN_S)) as port:
+        yield port
