@@ -63,7 +63,7 @@ class OpArguments(ctypes.Structure):
     """Mirrors the struct of the same name in program.hpp."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("kind", "part", "kept")),
+        *((name, c_int64) for name in ("kind", "part", "kept", "begins")),
         *((name, Columns) for name in ("x", "y", "z", "to")),
         ("norm", NormArguments),
         ("linear", LinearArguments),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import Array
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from itertools import pairwise
 from operator import is_
 from weakref import ReferenceType, ref
 
@@ -201,6 +202,10 @@ class _Value:
     segments: list[int]  # theirs: a segment's ops lie between two that look at all rows
     where: int = RUN
     start: int = 0
+
+    def within(self) -> range:
+        """The ops before which it is there."""
+        return range(self.ops[0] + 1, self.ops[1] + 1)
 
     @property
     def life(self) -> list[int]:
@@ -396,6 +401,7 @@ def fused(ops: Sequence[Op]) -> list[Op]:
 
 @dataclass(slots=True)
 class _Emitted:
+    index: int  # of the program's op
     kind: Kind
     part: Part
     kept: bool
@@ -443,6 +449,9 @@ class Lowering:
             for where in (EACH_ROW, RUN)
         }
         ops = (OpArguments * len(self.emitted))(*map(_arguments, self.emitted))
+        inside = {index for each in self.values if each.where == RUN for index in each.within()}
+        for (before, after), op in zip(pairwise(self.emitted), ops[1:], strict=True):
+            op.begins = after.index != before.index and after.index not in inside
         result = self.named.get("logits")
         return Lowered(
             ops,
@@ -498,7 +507,7 @@ class Lowering:
     def emit(self, kind: Kind, part: Part, **more: object) -> None:
         columns = {name: each for name, each in more.items() if isinstance(each, _Part)}
         others = {name: each for name, each in more.items() if not isinstance(each, _Part)}
-        self.emitted.append(_Emitted(kind, part, self.kept, columns, others))
+        self.emitted.append(_Emitted(self.index, kind, part, self.kept, columns, others))
 
     def _end_stage(self) -> None:
         if self.begun < len(self.emitted):

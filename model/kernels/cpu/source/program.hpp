@@ -1,8 +1,9 @@
 // Walks a program: ops in order, over rows of values in one piece of scratch memory.
 //
-// Between two attentions every row is computed by itself. Such a run of ops is done by the whole
+// Between two attentions every row is computed by itself. A run of such ops is done by the whole
 // team op by op; or, where there are enough rows, by each thread alone for some rows at a time, so
-// that what one op leaves for the next stays in the thread's own cache.
+// that what one op leaves for the next stays in the thread's own cache. Runs are as short as the
+// values allow, so that a run's weights stay there as well.
 
 #pragma once
 
@@ -29,6 +30,7 @@ enum Where : int64_t { kEachRow, kRun, kResult };
 extern "C" struct OpArguments {
   int64_t kind, part;  // part: what its time counts for
   int64_t kept;        // whether its rows are those to keep, instead of all
+  int64_t begins;      // whether a run of ops begins here, as no other value of a run is needed
   Columns x, y, z, to;
   NormArguments norm;
   LinearArguments linear;
@@ -288,8 +290,8 @@ void run(Team &team, const OpArguments *ops, int64_t count, const StepArguments 
       times.spent(op++->part);
       continue;
     }
-    const OpArguments *stop = op;
-    while (stop < end && stop->kind != kAttend && stop->kept == op->kept) ++stop;
+    const OpArguments *stop = op + 1;
+    while (stop < end && stop->kind != kAttend && !stop->begins) ++stop;
     const int64_t rows = op->kept ? step.kept_rows : step.rows;
     by_rows(team, rows, [=, &times, &step](Team &own, int64_t first, int64_t some,
                                                     int64_t thread) {
