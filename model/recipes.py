@@ -234,7 +234,7 @@ def embedded(config: ModelConfig, width: int) -> Iterator[Op]:
 
 
 def blocks(config: ModelConfig, encoding: PositionalEncoding) -> Iterator[Op]:
-    block = BLOCKS[config.block]
+    block = config.block if callable(config.block) else BLOCKS[config.block]
     for layer in range(config.layers):
         own = encoding.for_layer(layer)
         yield from block(Layer(config, f"layers.{layer}.", layer, own, config.windows[layer]))

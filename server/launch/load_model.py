@@ -97,7 +97,10 @@ def prepare(
         )
     if loading.encoding is not None:
         _refuse_missing_weights(checkpoint, encoding)
-    backend = _backend(checkpoint, encoding, loading, dtype, device, kernels)
+    backends = all_backends(kernels)
+    if loading.attention is not None:
+        backends = [backend for backend in backends if backend.name == loading.attention]
+    choose(backends, spec_for(shape, dtype, device))  # before the weights are waited for
     lacking = _lacking_for_int4(kernels, dtype)
     if loading.quantize == "int4" and lacking is not None:
         raise CommandError(f"--quantize int4 needs {lacking}; use int8")
@@ -107,6 +110,7 @@ def prepare(
     program = _loaded(checkpoint, source.name, encoding, of_encoder, dtype, device)
     if of_encoder is None:  # encoder-decoders have no foreign encodings
         check_hooks(encoding, shape, context, device)
+    backend = choose(backends, spec_for(shape, dtype, device, encoding))
     if loading.quantize is not None:
         program = quantized(program, 8 if loading.quantize == "int8" else 4)
     if loading.quantize == "int4":
@@ -222,21 +226,6 @@ def _tell_of_int4(name: str, program: Program) -> None:
         )
     else:
         log.info("%s: %d linear layers in 4 bits, %d in 8", name, in_4, in_8)
-
-
-def _backend(
-    checkpoint: Checkpoint,
-    encoding: PositionalEncoding,
-    loading: ModelOptions,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: Kernels | str,
-) -> AttentionBackend:
-    """The first backend that supports the model, or the one asked for. Raises NoBackend."""
-    backends = all_backends(kernels)
-    if loading.attention is not None:
-        backends = [backend for backend in backends if backend.name == loading.attention]
-    return choose(backends, spec_for(checkpoint.config, dtype, device, encoding))
 
 
 def _loaded(

@@ -7,7 +7,7 @@ import torch
 
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.rope import RoPE
-from ropewalk.model.kernels.cpu.executor import Kind
+from ropewalk.model.kernels.cpu.lowering import Kind
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.model import checkpoints
 from tests.model.checkpoints import llama, loaded, phi3, qwen2

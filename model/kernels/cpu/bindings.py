@@ -48,7 +48,7 @@ class LinearArguments(ctypes.Structure):
 
 
 class NormArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in rows.hpp."""
+    """Mirrors the struct of the same name in program.hpp."""
 
     _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("centred", c_int64))
 

@@ -15,7 +15,8 @@ from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.base import PositionalEncoding
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.kernels.cpu.bindings import has_bf16_arithmetic
-from ropewalk.model.kernels.cpu.executor import CpuExecutor, Fused, pack
+from ropewalk.model.kernels.cpu.executor import CpuExecutor
+from ropewalk.model.kernels.cpu.lowering import Fused, pack
 from ropewalk.model.layers.executor import ACTIVATIONS, norm
 from ropewalk.model.program import Embed, Linear, Norm, Program, Rotate, Scale, quantized
 from ropewalk.model.weights.quantize import Int4, Int8

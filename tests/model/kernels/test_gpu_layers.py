@@ -17,6 +17,7 @@ from ropewalk.model.program import Linear, quantized
 from tests.model import encoder_decoders
 from tests.model.attention.triton_here import DEVICE
 from tests.model.checkpoints import save
+from tests.model.kernels.test_cpu_executor import in_any_order
 from tests.model.running import Running, full_of_nan, make_batch, new_cache
 from tests.model.tiny import CONFIG, ENCODINGS, in_torch, on_triton, program_of, tiny
 from tests.products import combined
@@ -30,6 +31,7 @@ SHAPES = {
     "norms of queries": {"qk_norm": True},
     "parallel": {"block": "parallel"},
     "norms last": {"block": "post_norm"},
+    "in any order": {"block": in_any_order},
     "in 8 bits": {},
 }
 
