@@ -16,15 +16,7 @@ from tests.server.toy import toy_app
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "model" / "family" / "MODEL_CARD.md"]
 FOLDERS = (
-    "cache",
-    "deploy",
-    "docs",
-    "load_tests",
-    "model",
-    "ropewalk",
-    "scripts",
-    "server",
-    "tests",
+    *("cache", "deploy", "docs", "load_tests", "model", "ropewalk", "scripts", "server", "tests"),
 )
 SOURCES = [
     path for top in FOLDERS for path in (ROOT / top).rglob("*") if "__pycache__" not in path.parts
@@ -34,24 +26,11 @@ OF_OTHER_TIMES = {"CHANGELOG.md", "measurements.md"}  # they name what there was
 ADDED_FLAGS = {"--cache-salt"}
 ADDED = {"model/encodings/kerple.py", "model/architectures/starcoder2.py", "model/kernels/flat.py"}
 # Flags of other programs: containers, conversions to other formats, kubectl.
-FOREIGN = set(
-    [
-        "--allow-requantize",
-        "--build",
-        "--file",
-        "--filename",
-        "--gpus",
-        "--group-size",
-        "--outfile",
-        "--outtype",
-        "--ratio",
-        "--rm",
-        "--target",
-        "--task",
-        "--tasks",
-        "--weight-format",
-    ]
-)
+FOREIGN = {
+    *("--allow-requantize", "--build", "--file", "--filename", "--gpus", "--group-size"),
+    *("--outfile", "--outtype", "--ratio", "--rm", "--target", "--task", "--tasks"),
+    "--weight-format",
+}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
