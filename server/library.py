@@ -18,19 +18,15 @@ from ropewalk.server import hardware
 from ropewalk.server.app.cache import described
 from ropewalk.server.cli.serve import from_program
 from ropewalk.server.config import ServerConfig, server_config
-from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.errors import CommandError, UsageError
+from ropewalk.server.engine.async_engine import AsyncEngine, Batch
+from ropewalk.server.errors import CommandError, ServeError, UnsupportedField, UsageError
 from ropewalk.server.launch.build import Loaded, engine_of, load_models
 from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.openai.body import read_body
 from ropewalk.server.openai.choice import Choice, Piece
 from ropewalk.server.openai.requests import chat_prompt, choices_for, completion_prompts
-from ropewalk.server.openai.schemas import ChatBody, CompletionBody, read_body
-from ropewalk.server.scheduling.request import (
-    FinishReason,
-    ServeError,
-    TokenEvent,
-    UnsupportedField,
-)
+from ropewalk.server.openai.schemas import ChatBody, CompletionBody
+from ropewalk.server.scheduling.request import FinishReason, TokenEvent
 
 __all__ = ["Answer", "CommandError", "Model", "ServeError", "load"]
 
@@ -160,16 +156,16 @@ class Model:
 
     def _pieces(self, choice: Choice) -> Iterator[Piece]:
         opened = self._opened()
-        events = opened.engine.generate(opened.loaded.served.name, choice.request)
+        batches = opened.engine.generate(opened.loaded.served.name, [choice.request])
         try:
             while not choice.finished:
-                piece = choice.take(self._opened().wait(_next(events)))
+                piece = choice.take(self._opened().wait(_next(batches)))
                 if choice.cut:  # at a stop string: to the engine the request is aborted
                     choice.request.abort_as = FinishReason.STOP
                 yield piece
         finally:
             if self._open is not None:
-                opened.wait(events.aclose())
+                opened.wait(batches.aclose())
 
 
 class _Open:
@@ -203,8 +199,10 @@ async def _started(engine: AsyncEngine) -> None:
     engine.start()
 
 
-async def _next(events: AsyncGenerator[list[TokenEvent], None]) -> list[TokenEvent]:
-    return await anext(events)
+async def _next(batches: AsyncGenerator[Batch, None]) -> list[TokenEvent]:
+    """Of the only request."""
+    ((_, events),) = await anext(batches)
+    return events
 
 
 def _config(model: str, options: Mapping[str, object]) -> ServerConfig:

@@ -14,7 +14,7 @@ def understood(*words: str, **environ: str) -> click.Context:
     """Of the command that is named, with its values. Raises click.UsageError or UsageError."""
     command, rest = ropewalk, list(words)
     while isinstance(command, click.Group):
-        command = command.commands[rest.pop(0)]
+        command = command.get_command(click.Context(command), rest.pop(0))
     with patch.dict(os.environ, environ, clear=True):
         return command.make_context(command.name, rest)
 

@@ -4,6 +4,10 @@ Reads syntax trees; imports none of the packages. Each rule is also shown to fai
 """
 
 import ast
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -11,8 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.follow import on_the_way
+
 ROOT = Path(__file__).parents[1]
 MAX_FILES = 16  # in a room
+# Of `ropewalk serve`: the files that it imports, those in server/ that run from socket to streamed
+# token, and all on that way, the forward pass being one; tests/server/follow.py lists them.
+MAX_IMPORTED, MAX_IN_SERVER, MAX_ON_THE_WAY = 143, 25, 36
+STUDIES = ("model/inspect/", "model/family/", "load_tests/")
 PACKAGES = ("server", "model", "cache", "load_tests", "report")
 
 ALLOWED = {  # what a package may import besides itself
@@ -60,7 +70,6 @@ NO_TORCH = (  # files, and what begins so
     "server/config.py",
     "server/errors.py",
     "server/listen.py",
-    "server/scheduling/plan.py",
     "server/download.py",
     "server/scheduling/request.py",
     "server/scheduling/scheduler.py",
@@ -244,14 +253,30 @@ def test_each_room_says_in_one_sentence_what_it_is_for() -> None:
         assert len(tree.body) == 1 and "\n" not in (ast.get_docstring(tree) or "\n"), path
 
 
+def test_serving_imports_no_studies_and_a_prompt_passes_few_files() -> None:
+    command = [sys.executable, "-m", "tests.server.follow", "--json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert [path for path in found["imported"] if path.startswith(STUDIES)] == []
+    assert len(found["imported"]) <= MAX_IMPORTED, found["imported"]
+    way = on_the_way(found["passed"])
+    assert len(way) <= MAX_ON_THE_WAY, way
+    assert sum(path.startswith("server/") for path in found["passed"]) <= MAX_IN_SERVER
+    assert {"server/http/protocol.py", "server/engine/engine.py"} < set(way)  # it was followed
+
+
 def test_rooms_lean_one_way() -> None:
     TopologicalSorter(rooms(SOURCES)).prepare()
 
 
 def test_a_planted_circle_of_rooms_is_found() -> None:
     planted = {
-        "server/http/sse.py": "from ropewalk.server.app import app",
-        "server/app/app.py": "from ropewalk.server.http.sse import ping",
+        "server/http/streaming.py": "from ropewalk.server.app import app",
+        "server/app/app.py": "from ropewalk.server.http.streaming import ping",
     }
     with pytest.raises(CycleError):
         TopologicalSorter(rooms(planted)).prepare()

@@ -16,9 +16,9 @@ from ropewalk.model.kernels.cpu.bindings import Kernels
 from ropewalk.model.kernels.graphs.replay import Forward
 from ropewalk.model.layers.decoder import Decoder
 from ropewalk.server.engine.assemble import Wired, wired
-from ropewalk.server.engine.encoding_cost import PositionMeter
 from ropewalk.server.engine.engine import Engine
-from ropewalk.server.scheduling.plan import Limits
+from ropewalk.server.engine.statistics import PositionMeter
+from ropewalk.server.scheduling.request import Limits
 
 
 def decoding(

@@ -27,8 +27,7 @@ from ropewalk.model.loading.random_weights import PREFIX, random_checkpoint
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.engine.batch import build_batch
 from ropewalk.server.launch.graphs import recorder
-from ropewalk.server.scheduling.plan import Work
-from ropewalk.server.scheduling.request import Request
+from ropewalk.server.scheduling.request import Request, Work
 
 log = getLogger(__name__)
 

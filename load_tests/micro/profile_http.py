@@ -28,17 +28,16 @@ from ropewalk.server.app.app import create_app
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.assemble import wired
 from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.engine.encoding_cost import PositionMeter
 from ropewalk.server.engine.forward_timer import watched
+from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.in_thread import HOST, in_thread
 from ropewalk.server.http.protocol import Server, uvicorn_config
-from ropewalk.server.http.sse import DONE
+from ropewalk.server.http.streaming import DONE
 from ropewalk.server.openai.choice import Choice
 from ropewalk.server.openai.responses import CompletionWire
 from ropewalk.server.openai.served_models import Models, Served
-from ropewalk.server.scheduling.plan import Limits
-from ropewalk.server.scheduling.request import StepStats
+from ropewalk.server.scheduling.request import Limits, StepStats
 
 DETOKENISING, CHUNKS, HTTP = "detokenising", "chunks as JSON", "HTTP"
 PARTS = (DETOKENISING, CHUNKS, HTTP)

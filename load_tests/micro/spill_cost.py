@@ -17,9 +17,9 @@ from ropewalk.load_tests.report.formatting import milliseconds
 from ropewalk.load_tests.run.options import count
 from ropewalk.report.statistics import Estimate, median_of
 from ropewalk.server.engine.assemble import ledger_of, wired
-from ropewalk.server.engine.encoding_cost import PositionMeter
+from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.launch.load_model import find_kernels
-from ropewalk.server.scheduling.plan import Limits
+from ropewalk.server.scheduling.request import Limits
 
 LEAST = 5.0  # times faster
 MOST_S = 0.002  # of one step

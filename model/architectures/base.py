@@ -1,7 +1,8 @@
 """What an architecture defines: its config, read from either format, and where its weights are.
 
-Each file in this folder that defines an `Architecture` with a model_type adds one; the folder is
-scanned, so nothing else needs an edit. Knows descriptions and names, never a weight's value.
+Each file in this folder that defines an `Architecture` with a model_type, by which the file is
+named, adds one; the folder is scanned, so nothing else needs an edit. Knows descriptions and names,
+never a weight's value.
 """
 
 import importlib
@@ -72,21 +73,34 @@ class Architecture(ABC):
 @cache
 def architectures() -> tuple[Architecture, ...]:
     """Every architecture of this folder."""
-    modules = sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    return tuple(found for name in _files() for found in _defined_in(name))
+
+
+@cache
+def _files() -> tuple[str, ...]:
+    return tuple(sorted(file.name for file in pkgutil.iter_modules([str(Path(__file__).parent)])))
+
+
+@cache
+def _defined_in(file: str) -> tuple[Architecture, ...]:
+    name = f"{__package__}.{file}"
     return tuple(
         value()
-        for name in modules
-        for value in vars(importlib.import_module(f"{__package__}.{name}")).values()
+        for value in vars(importlib.import_module(name)).values()
         if inspect.isclass(value)
         and issubclass(value, Architecture)
         and "model_type" in vars(value)
-        and value.__module__ == f"{__package__}.{name}"
+        and value.__module__ == name
     )
 
 
 def by_model_type(name: str | None, where: str) -> Architecture:
-    """The architecture of a config.json's model_type. Raises CheckpointError."""
-    known = {architecture.model_type: architecture for architecture in architectures()}
+    """The architecture of a config.json's model_type. Raises CheckpointError.
+
+    Its file has the same name, so that no other file needs to be imported.
+    """
+    found = _defined_in(name) if name in _files() else ()
+    known = {architecture.model_type: architecture for architecture in found or architectures()}
     return _pick(known, name, f"{where}: model_type")
 
 

@@ -5,8 +5,9 @@ Is passed everything it uses: server/launch/build.py makes the models, the engin
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import NoReturn
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
@@ -16,39 +17,27 @@ from ropewalk.server.app.cache_plan import CachePlanner
 from ropewalk.server.app.encodings import encoding_routes
 from ropewalk.server.app.openai import Serving, openai_routes
 from ropewalk.server.app.operations import operation_routes
-from ropewalk.server.app.paths import Paths
 from ropewalk.server.app.tokens import token_routes
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.errors import MethodNotAllowed, RouteNotFound, ServeError, quoted
 from ropewalk.server.http.access_log import HttpLog
-from ropewalk.server.http.cancellation import Drain
-from ropewalk.server.http.door import Door
 from ropewalk.server.http.middleware import (
+    Addressed,
+    Admission,
     AllowedHosts,
     Auth,
     BodyLimit,
     Guard,
-    Head,
-    InFlight,
-    Logged,
     Origins,
-    Queued,
-    RequestId,
-    RootPath,
-    TrailingSlash,
-    state_of,
+    Paths,
+    Recorded,
 )
-from ropewalk.server.http_errors import (
-    MethodNotAllowed,
-    RouteNotFound,
-    error_bytes,
-    error_headers,
-    quoted,
-)
+from ropewalk.server.http.streaming import Drain
 from ropewalk.server.long_work import share_interpreter
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
-from ropewalk.server.scheduling.request import ServeError
+from ropewalk.server.scheduling.queue import Door
 from ropewalk.server.versions import installed
 
 
@@ -101,30 +90,30 @@ def create_app(
     routes = [each for router in routers for each in router.routes if isinstance(each, Route)]
     for route in routes:
         metrics.add_route(route.path_format, route.methods or ())
-    paths = Paths(routes)
-    _add_error_handlers(app, paths, options.root_path)
-    _add_middleware(app, models, options, drain, door, log, paths)
+    paths, prefix = Paths(routes), options.root_path
+
+    @app.exception_handler(HTTPException)
+    async def refuse(request: Request, error: HTTPException) -> NoReturn:
+        meant = paths.meant(request.scope["path"])
+        raise _framework_error(error, None if meant is None else prefix + meant)
+
+    # Innermost first.
+    app.add_middleware(BodyLimit, limit=_body_limit(models, options))
+    app.add_middleware(Admission, drain=drain, door=door)
+    if options.api_keys:
+        app.add_middleware(Auth, keys=options.api_keys, shared_prefixes=options.share_prefixes)
+    if options.allowed_hosts:
+        app.add_middleware(AllowedHosts, hosts=options.allowed_hosts)
+    app.add_middleware(Guard)
+    if options.allowed_origins:  # without these headers browsers cannot even read errors
+        app.add_middleware(Origins, origins=options.allowed_origins)
+    app.add_middleware(Recorded, log=log, paths=paths)
+    app.add_middleware(Addressed, prefix=prefix, paths=paths)
     return app
 
 
 def own_version() -> str:
     return installed("ropewalk")
-
-
-def _add_error_handlers(app: FastAPI, paths: Paths, root_path: str) -> None:
-    async def refuse(request: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException):
-            meant = paths.meant(request.scope["path"])
-            error = _framework_error(error, None if meant is None else root_path + meant)
-        assert isinstance(error, ServeError)  # the only types registered below
-        state_of(request.scope)["refusal"] = error
-        body = error_bytes(error)
-        response = Response(body, error.status)
-        response.raw_headers = error_headers(error, len(body))
-        return response
-
-    app.add_exception_handler(ServeError, refuse)
-    app.add_exception_handler(HTTPException, refuse)
 
 
 def _framework_error(error: HTTPException, meant: str | None) -> ServeError:
@@ -138,35 +127,6 @@ def _framework_error(error: HTTPException, meant: str | None) -> ServeError:
         )
     hint = "see the API in README.md" if meant is None else f"did you mean {quoted(meant)}?"
     return RouteNotFound(f"there is nothing at this path; {hint}")
-
-
-def _add_middleware(
-    app: FastAPI,
-    models: Models,
-    options: HttpOptions,
-    drain: Drain,
-    door: Door,
-    log: HttpLog,
-    paths: Paths,
-) -> None:
-    """Innermost first."""
-    app.add_middleware(Head)
-    app.add_middleware(BodyLimit, limit=_body_limit(models, options))
-    app.add_middleware(Queued, door=door)
-    app.add_middleware(InFlight, drain=drain)
-    if options.api_keys:
-        app.add_middleware(Auth, keys=options.api_keys, shared_prefixes=options.share_prefixes)
-    if options.allowed_hosts:
-        app.add_middleware(AllowedHosts, hosts=options.allowed_hosts)
-    app.add_middleware(Guard)
-    if options.allowed_origins:  # without these headers browsers cannot even read errors
-        app.add_middleware(Origins, origins=options.allowed_origins)
-        app.add_middleware(Guard)  # for what the former refuses
-    app.add_middleware(Logged, log=log, template=paths.template)
-    app.add_middleware(RequestId)
-    app.add_middleware(TrailingSlash)
-    if options.root_path:
-        app.add_middleware(RootPath, prefix=options.root_path, known=paths.template)
 
 
 def _body_limit(models: Models, options: HttpOptions) -> int:

@@ -9,12 +9,12 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from ropewalk.cache.kept import SpillCounts
-from ropewalk.server.app.bodies import body_of
 from ropewalk.server.app.cache_plan import CachePlanner
 from ropewalk.server.app.openai import Serving
 from ropewalk.server.engine.cache_view import CacheView, RequestView, SequenceView
 from ropewalk.server.engine.openmp import aside
-from ropewalk.server.http_errors import DeadlineExceeded
+from ropewalk.server.errors import DeadlineExceeded
+from ropewalk.server.openai.body import body_of
 from ropewalk.server.openai.schemas import CachePlanBody
 from ropewalk.server.openai.served_models import Served
 

@@ -15,10 +15,9 @@ from ropewalk.model.config import ModelConfig
 from ropewalk.model.dry_run import OTHER, SEQUENCE, Trial
 from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, find, names
 from ropewalk.server.engine.warm_up import Speed
+from ropewalk.server.errors import InvalidField, MissingField
 from ropewalk.server.hardware import dtype_name
-from ropewalk.server.http_errors import MissingField
 from ropewalk.server.openai.schemas import CachePlanBody
-from ropewalk.server.scheduling.request import InvalidField
 
 RESTS_ON = (
     "seconds for one block over all layers, measured when the model was loaded: rotating its keys "

@@ -6,7 +6,8 @@ server/openai/responses.py its format.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from json import dumps
@@ -15,21 +16,27 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ropewalk.server.config import HttpOptions
-from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.http.cancellation import Drain, End, Ended, Lifeline
-from ropewalk.server.http.door import Visit
+from ropewalk.server.engine.async_engine import AsyncEngine, Batch
+from ropewalk.server.errors import (
+    DeadlineExceeded,
+    InternalError,
+    RequestFailed,
+    ServeError,
+    ShuttingDown,
+)
 from ropewalk.server.http.middleware import state_of
-from ropewalk.server.http.sse import DONE, EventStream
-from ropewalk.server.http_errors import DeadlineExceeded, InternalError, error_bytes
+from ropewalk.server.http.streaming import DONE, Drain, End, Ended, EventStream, Lifeline
 from ropewalk.server.long_work import json_bytes, off_loop
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.choice import Choice, Piece, choice_usage, total_usage
 from ropewalk.server.openai.responses import Wire
 from ropewalk.server.openai.schemas import StreamOptions
-from ropewalk.server.openai.streams import Streams, read_together
-from ropewalk.server.scheduling.request import FinishReason, RequestFailed, ServeError, ShuttingDown
+from ropewalk.server.scheduling.queue import Visit
+from ropewalk.server.scheduling.request import FinishReason
 
 MANY = 1024  # tokens, which take milliseconds to serialise where they have scores
+
+Batches = AsyncGenerator[Batch, None]
 
 _log = logging.getLogger("ropewalk.http")
 
@@ -93,7 +100,7 @@ class Generation(Response):
         self._metrics.stream_error(model)
         try:
             async with asyncio.timeout(stalled_s):
-                await out.finish(b"data: " + error_bytes(error) + b"\n\n")
+                await out.finish(b"data: " + error.body() + b"\n\n")
         except TimeoutError:
             _abort_connection(scope)
 
@@ -101,61 +108,63 @@ class Generation(Response):
         self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
     ) -> None:
         answer = self._answer
-        streams = read_together(
-            [self._engine.generate(answer.model, choice.request) for choice in answer.choices],
-            visit.begin if visit else lambda: None,
-        )
-        try:
+        requests = [choice.request for choice in answer.choices]
+        async with aclosing(self._engine.generate(answer.model, requests)) as batches:
             if answer.stream is None:
-                await self._whole(streams, lifeline, send)
+                await self._whole(batches, visit, lifeline, send)
             else:
-                await self._streamed(streams, out, answer.stream)
-        finally:
-            await streams.close()
+                await self._streamed(batches, visit, out, answer.stream)
 
-    async def _streamed(self, streams: Streams, out: EventStream, options: StreamOptions) -> None:
+    def _take(self, batch: Batch, visit: Visit | None) -> list[tuple[Choice, Piece]]:
+        """What these events add to their choices."""
+        if visit is not None:
+            visit.begin()
+        pieces = []
+        for index, events in batch:
+            choice = self._answer.choices[index]
+            pieces.append((choice, choice.take(events)))
+            if choice.cut:  # the engine does not know why it is told to end
+                choice.request.abort_as = FinishReason.STOP
+                self._engine.abort(self._answer.model, choice.request)
+        return pieces
+
+    async def _streamed(
+        self, batches: Batches, visit: Visit | None, out: EventStream, options: StreamOptions
+    ) -> None:
         answer = self._answer
         wire, choices = answer.wire, answer.choices
         counted = options.include_usage and options.continuous_usage_stats
-        while batch := await streams.next():
+        async for batch in batches:
             events = []
             if not out.started:
                 events.append(wire.opening(choices, _usage(choices[0]) if counted else ""))
-            for index, new in batch:
-                choice = choices[index]
-                if choice.finished:
-                    continue
-                piece = choice.take(new)
+            for choice, piece in self._take(batch, visit):
                 write = partial(wire.chunk, choice, piece, _usage(choice) if counted else "")
                 events.append(await off_loop(write, len(piece.scored), MANY))
-                if choice.cut:
-                    await _cut(streams, choice)
             if all(choice.finished for choice in choices):
                 break
             await out.write("".join(events).encode())
         else:
-            raise RequestFailed("the engine ended this request without a reason; send it again")
+            raise _no_end()
         if options.include_usage:
             events.append(wire.usage_chunk(total_usage(choices, answer.n)))
         events.append(DONE)
         await out.finish("".join(events).encode())
 
-    async def _whole(self, streams: Streams, lifeline: Lifeline, send: Send) -> None:
+    async def _whole(
+        self, batches: Batches, visit: Visit | None, lifeline: Lifeline, send: Send
+    ) -> None:
         answer = self._answer
         choices = answer.choices
-        pieces: list[list[Piece]] = [[] for _ in choices]
-        while not all(choice.finished for choice in choices):
-            batch = await streams.next()
-            if not batch:
-                raise RequestFailed("the engine ended this request without a reason; send it again")
-            for index, new in batch:
-                choice = choices[index]
-                if choice.finished:
-                    continue
-                pieces[index].append(choice.take(new))
-                if choice.cut:
-                    await _cut(streams, choice)
-        done = [(choice, _joined(pieces[choice.index])) for choice in choices]
+        parts: list[list[Piece]] = [[] for _ in choices]
+        async for batch in batches:
+            for choice, piece in self._take(batch, visit):
+                parts[choice.index].append(piece)
+            if all(choice.finished for choice in choices):
+                break
+        else:
+            raise _no_end()
+        done = [(choice, _joined(parts[choice.index])) for choice in choices]
         usage = total_usage(choices, answer.n)
 
         def written() -> bytes:
@@ -172,11 +181,8 @@ class Generation(Response):
         lifeline.complete()
 
 
-async def _cut(streams: Streams, choice: Choice) -> None:
-    """End a choice at a stop string: the engine sees only an early close, so record the reason."""
-    choice.request.abort_as = FinishReason.STOP
-    choice.cut = False
-    await streams.stop(choice.index)
+def _no_end() -> RequestFailed:
+    return RequestFailed("the engine ended this request without a reason; send it again")
 
 
 def _usage(choice: Choice) -> str:

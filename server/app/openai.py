@@ -9,14 +9,14 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from ropewalk.server.app.bodies import body_of
 from ropewalk.server.app.generation import Answer, Generation
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.http.cancellation import Drain
 from ropewalk.server.http.middleware import state_of
+from ropewalk.server.http.streaming import Drain
 from ropewalk.server.long_work import off_loop
 from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.openai.body import body_of
 from ropewalk.server.openai.requests import (
     Prompt,
     chat_prompt,

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from ropewalk.server.app.openai import Serving
-from ropewalk.server.http_errors import NotReady
+from ropewalk.server.errors import NotReady
 from ropewalk.server.metrics.exporter import CONTENT_TYPES
 
 # Pause between two families of metrics: without one every stream would stall for 10 ms per model.

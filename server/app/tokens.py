@@ -3,15 +3,14 @@
 from fastapi import APIRouter, Request, Response
 
 from ropewalk.model.tokenizers.base import decode
-from ropewalk.server.app.bodies import body_of
 from ropewalk.server.app.openai import Serving
-from ropewalk.server.http_errors import MissingField
+from ropewalk.server.errors import InvalidField, MissingField
 from ropewalk.server.long_work import LONG_LIST, json_bytes, off_loop
+from ropewalk.server.openai.body import body_of
+from ropewalk.server.openai.choice import spelled
 from ropewalk.server.openai.requests import check_ids, encode, encode_chat
 from ropewalk.server.openai.schemas import DetokenizeBody, TokenizeBody
 from ropewalk.server.openai.served_models import Served
-from ropewalk.server.openai.spelling import spelled
-from ropewalk.server.scheduling.request import InvalidField
 
 
 def token_routes(serving: Serving) -> APIRouter:

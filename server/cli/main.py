@@ -12,12 +12,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from ropewalk.server import download
-from ropewalk.server.cli.audit import audit
-from ropewalk.server.cli.bench import bench
 from ropewalk.server.cli.chat import chat
-from ropewalk.server.cli.encodings import encodings
-from ropewalk.server.cli.explain import explain
-from ropewalk.server.cli.family import family
 from ropewalk.server.cli.health import health
 from ropewalk.server.cli.options import Command, Group
 from ropewalk.server.cli.serve import DEFAULT_MODEL, serve
@@ -78,9 +73,10 @@ def version() -> None:
 
 @click.group(
     cls=Group,
-    commands=[
-        *(serve, chat, pull, encodings, explain, audit, family, health, bench),
-        *(completion, version),
+    commands=[serve, chat, pull, health, completion, version],
+    names=[
+        *("serve", "chat", "pull", "encodings", "explain", "audit", "family", "health", "bench"),
+        *("completion", "version"),
     ],
     invoke_without_command=True,
     epilog=EXAMPLES,

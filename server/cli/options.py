@@ -7,12 +7,14 @@ parsed in one place, so all are refused in the same words. Knows no particular o
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from itertools import groupby
 from typing import Any
 
 import click
 from click.core import ParameterSource
+from click.exceptions import NoSuchCommand
 from click.shell_completion import CompletionItem
 
 from ropewalk.model.formatting import listed
@@ -130,12 +132,34 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """Lists its commands in the order in which they were added."""
+    """Lists its commands in the order of `names`. One that was not added is in a file of its name.
+
+    That is imported when the command is asked for, so that no other command waits for it.
+    """
 
     format_epilog = Command.format_epilog
 
+    def __init__(self, *args: Any, names: Sequence[str] = (), **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._names = names
+
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        return [*(self._names or self.commands)]
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name in self._names and name not in self.commands:
+            found: click.Command = getattr(import_module(f"{__package__}.{name}"), name)
+            return found
+        return super().get_command(ctx, name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except NoSuchCommand as error:  # which was compared with the added ones alone
+            known = self.list_commands(ctx)
+            raise NoSuchCommand(error.command_name, possibilities=known, ctx=ctx) from None
 
 
 def settings_of(command: click.Command) -> list[Variable]:

@@ -14,12 +14,11 @@ from ropewalk.model.kernels.cpu.sampler import KernelSampler
 from ropewalk.model.kernels.graphs.replay import Forward
 from ropewalk.model.sampler import Sampler
 from ropewalk.model.weights.checksums import Seals
-from ropewalk.server.engine.encoding_cost import PositionMeter
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.integrity import Auditor
 from ropewalk.server.engine.runner import Runner
-from ropewalk.server.scheduling.plan import Limits
-from ropewalk.server.scheduling.request import PassTimes
+from ropewalk.server.engine.statistics import PositionMeter
+from ropewalk.server.scheduling.request import Limits, PassTimes
 from ropewalk.server.scheduling.scheduler import Scheduler
 
 

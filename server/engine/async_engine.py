@@ -16,32 +16,36 @@ from typing import Any, TypeVar
 from ropewalk.server.engine.cache_view import CacheView
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.openmp import use_all_threads
-from ropewalk.server.scheduling.request import (
-    FinishReason,
-    Outlook,
-    Request,
-    RequestFailed,
-    ServeError,
-    ShuttingDown,
-    StepStats,
-    TokenEvent,
-)
+from ropewalk.server.errors import RequestFailed, ServeError, ShuttingDown
+from ropewalk.server.scheduling.request import FinishReason, Outlook, Request, StepStats, TokenEvent
 
 log = getLogger(__name__)
 
 T = TypeVar("T")
+Batch = list[tuple[int, list[TokenEvent]]]  # events of some of the requests, by their index
 
 STALL_SECONDS = 120.0
 WATCH_SECONDS = 5.0
 STOP_SECONDS = 30.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Stream:
-    """What one caller of `generate` waits on. Touched by the event loop only."""
+    """What one caller of `generate` waits on. Touched by the event loop only, like its parts."""
 
+    open: int  # requests whose last event is still to be dispatched
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    pending: list[TokenEvent] = field(default_factory=list)
+    ready: list["_Part"] = field(default_factory=list)  # those with events
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """What a stream has of one of its requests."""
+
+    stream: _Stream
+    index: int
+    events: list[TokenEvent] = field(default_factory=list)
+    started: bool = False  # some were yielded
     ended: bool = False  # its last event has been dispatched; whatever comes later is dropped
 
 
@@ -98,7 +102,7 @@ class AsyncEngine:
         self._defects = defects
         self._idle_s = idle_s
         self._outlooks = {name: engine.outlook() for name, engine in engines.items()}
-        self._streams: dict[str, _Stream] = {}
+        self._parts: dict[str, _Part] = {}  # by request
         self._asked: set[asyncio.Future[Any]] = set()
         self._inbox: list[_Submit | _Abort | _Look | _Flush] = []
         self._inbox_changed = threading.Condition()
@@ -168,39 +172,55 @@ class AsyncEngine:
 
     def active(self) -> int:
         """How many requests have a caller of `generate` waiting."""
-        return len(self._streams)
+        return len(self._parts)
 
     def outlook(self, model: str) -> Outlook:
         """What a new request for that model has to expect, as of its last step."""
         return self._outlooks[model]
 
     async def generate(
-        self, model: str, request: Request
-    ) -> AsyncGenerator[list[TokenEvent], None]:
-        """Yields the events since the last iteration, at least one; the final one has a `finish`.
+        self, model: str, requests: Sequence[Request]
+    ) -> AsyncGenerator[Batch, None]:
+        """Yields the events since the last iteration, at least one, by index into `requests`.
 
-        Raises ServeError at the first iteration when the request is refused. Closing the generator
-        early aborts the request.
+        The final one of each request has a `finish`. Raises ServeError where a request is refused
+        or ends before its first token. Closing the generator early aborts all that have not ended.
         """
         self._require_running()
-        stream = self._streams[request.id] = _Stream()
-        self._post(_Submit(model, request))
-        finished = started = False
+        stream = _Stream(open=len(requests))
+        parts = {request.id: _Part(stream, index) for index, request in enumerate(requests)}
+        self._parts |= parts
+        self._post(*(_Submit(model, request) for request in requests))
         try:
-            while not finished:
+            while stream.open or stream.ready:
                 await stream.wake.wait()
                 stream.wake.clear()
-                events, stream.pending = stream.pending, []
-                last = events[-1]
-                finished = last.finish is not None
-                if not started and last.error is not None and last.token is None:
-                    raise last.error
-                started = True
-                yield events
+                ready, stream.ready = stream.ready, []
+                batch = []
+                for part in ready:
+                    events, part.events = part.events, []
+                    last = events[-1]
+                    if last.error is not None and last.token is None and not part.started:
+                        raise last.error
+                    part.started = True
+                    batch.append((part.index, events))
+                if batch:
+                    yield batch
         finally:
-            del self._streams[request.id]
-            if not finished:
-                self._post(_Abort(model, request.id))
+            for request_id in parts:
+                del self._parts[request_id]
+            left = [request_id for request_id, part in parts.items() if not part.ended]
+            self._post(*(_Abort(model, request_id) for request_id in left))
+
+    def abort(self, model: str, request: Request) -> None:
+        """End one of the requests that are being generated; no more of its events come."""
+        part = self._parts[request.id]
+        if part.ended:
+            return
+        part.ended = True
+        part.stream.open -= 1
+        part.stream.wake.set()  # it may have been the last one
+        self._post(_Abort(model, request.id))
 
     async def cache_view(self, model: str) -> CacheView:
         """A model's cache as it is between two steps. Raises ServeError when that fails."""
@@ -228,20 +248,25 @@ class AsyncEngine:
         if self.failure is not None or self._stopping:
             raise ShuttingDown(self.failure)
 
-    def _post(self, command: _Submit | _Abort | _Look | _Flush) -> None:
+    def _post(self, *commands: _Submit | _Abort | _Look | _Flush) -> None:
         with self._inbox_changed:
-            self._inbox.append(command)
+            self._inbox += commands
             self._inbox_changed.notify()
 
     # ------------------------------------------------------------------ on the event loop
 
     def _dispatch(self, events: list[TokenEvent]) -> None:
         for event in events:
-            stream = self._streams.get(event.request_id)
-            if stream is None or stream.ended:  # its caller has left, or has had its last event
+            part = self._parts.get(event.request_id)
+            if part is None or part.ended:  # its caller has left, or has had its last event
                 continue
-            stream.ended = event.finish is not None
-            stream.pending.append(event)
+            stream = part.stream
+            if event.finish is not None:
+                part.ended = True
+                stream.open -= 1
+            if not part.events:
+                stream.ready.append(part)
+            part.events.append(event)
             stream.wake.set()
 
     async def _watch(self) -> None:
@@ -257,7 +282,7 @@ class AsyncEngine:
             stalled = began if late else None
 
     def _end_streams(self, error: ServeError) -> None:
-        self._dispatch([_ended(request_id, error) for request_id in self._streams])
+        self._dispatch([_ended(request_id, error) for request_id in self._parts])
         for answer in self._asked:
             _settle(answer, error)
 

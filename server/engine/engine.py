@@ -11,25 +11,22 @@ from logging import getLogger
 
 import torch
 
-from ropewalk.cache.kept import Moves
 from ropewalk.cache.kv import KVCache
 from ropewalk.cache.manager import CacheManager
-from ropewalk.model.encodings.common.cost import PositionalWork
 from ropewalk.server.engine.cache_view import CacheView, view
-from ropewalk.server.engine.encoding_cost import PositionMeter
 from ropewalk.server.engine.integrity import Auditor
-from ropewalk.server.engine.runner import Launch, Run
-from ropewalk.server.engine.sampling import Sampling
-from ropewalk.server.scheduling.plan import Plan, Sampled, Work
+from ropewalk.server.engine.runner import Launch, Run, Sampling
+from ropewalk.server.engine.statistics import Forecast, PositionMeter, Statistics
+from ropewalk.server.errors import RequestFailed, ServeError
 from ropewalk.server.scheduling.request import (
     Outlook,
     PassTimes,
-    Phase,
+    Plan,
     Request,
-    RequestFailed,
-    ServeError,
+    Sampled,
     StepStats,
     TokenEvent,
+    Work,
 )
 from ropewalk.server.scheduling.scheduler import Scheduler
 
@@ -38,14 +35,12 @@ log = getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A step's plan, and what has to be measured before the plan is recorded."""
+    """A step to come. With `sampling` it was launched ahead, and its passes are already timed."""
 
     plan: Plan
-    spent: tuple[PositionalWork, PositionalWork]
-    phase: Phase | None
-    decode_context: int | None
-    sampling: Sampling | None = None  # set when the step was launched ahead
-    timed: tuple[PassTimes, ...] = ()  # drained when it was launched
+    forecast: Forecast
+    sampling: Sampling | None = None
+    timed: tuple[PassTimes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +75,8 @@ class Engine:
         self._manager = manager
         self._scheduler = scheduler
         self._auditor = auditor
-        self._meter = meter
-        self._clock = clock
+        self._statistics = Statistics(kv, manager, scheduler, meter, clock)
         self._drain_times = drain_times
-        self._last_token: dict[str, float] = {}
-        self._flushed = 0  # blocks, since the last step
-        self._moves = Moves()  # counted so far
         self._ahead: _Planned | None = None  # launched; to be recorded by the next step
         self._ends: list[TokenEvent] = []  # of requests that the auditor ended in this step
 
@@ -122,7 +113,7 @@ class Engine:
     def flush(self) -> int:
         """Drop cached blocks that no request holds; returns how many. The next step counts them."""
         forgotten = self._manager.flush()
-        self._flushed += forgotten
+        self._statistics.flushed(forgotten)
         return forgotten
 
     def submit(self, request: Request) -> None:
@@ -135,30 +126,38 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request and free its blocks. Unknown and ended ids are ignored."""
         self._scheduler.abort(request_id)
-        self._last_token.pop(request_id, None)
+        self._statistics.forget(request_id)
 
     def step(self) -> Step:
-        """One forward pass, or nothing when idle; the counts are right either way."""
-        began = self._clock()
-        computed, evicted = self._totals()
+        """One forward pass, or nothing when idle; the counts are right either way.
+
+        Plan, build the batch, forward, sample, record. The three in the middle are the runner's.
+        """
+        self._statistics.begin()
         now = self._ahead or self._planned(self._scheduler.plan())
         now, self._ahead = self._launched(now)
-        events = self._scheduler.record(now.plan, self._sampled(now))
-        self._ends += self._auditor.look() + self._auditor.sample()
-        self._ends += self._scheduler.end_late()
-        ends, self._ends = self._ends, []
-        events = _ending(events, ends)
+        sampled = self._sampled(now)
+        events = self._scheduler.record(now.plan, sampled)
+        events = self._audited(events)
         if not self._scheduler.running:
             self._ahead = None  # no request is left to take its tokens
-        gaps = self._gaps(events)
-        return Step(events, self._stats(now, events, gaps, began, computed, evicted))
+        timed = now.timed + self._drain_times()
+        audit = self._auditor.drain()
+        return Step(events, self._statistics.end(now.plan, now.forecast, events, audit, timed))
 
     def _planned(self, plan: Plan) -> _Planned:
         ends = self._auditor.look()  # at shared and released blocks, before they are overwritten
         self._ends += ends
         plan = _without(plan, ends)
-        spent = self._meter.measure(plan.work)
-        return _Planned(plan, spent, _phase(plan.work), _decode_context(plan.work))
+        return _Planned(plan, self._statistics.forecast(plan))
+
+    def _audited(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """A request that the auditor ended gets its error and no other event of this step."""
+        self._ends += self._auditor.look() + self._auditor.sample()
+        self._ends += self._scheduler.end_late()
+        ends, self._ends = self._ends, []
+        ended = {event.request_id for event in ends}
+        return [*(event for event in events if event.request_id not in ended), *ends]
 
     def _launched(self, now: _Planned) -> tuple[_Planned, _Planned | None]:
         """`now` and the step after it, both launched if the scheduler can foresee that step."""
@@ -193,9 +192,6 @@ class Engine:
         work = tuple(each for each in now.plan.work if self._scheduler.runs(each.request))
         return self._compute(work) if work else {}
 
-    def _totals(self) -> tuple[int, int]:
-        return self._scheduler.computed_prompt_tokens, self._manager.evicted_blocks
-
     def _compute(self, work: tuple[Work, ...]) -> Mapping[str, Sampled]:
         """Next tokens. A batch that fails is halved until the failing request is alone."""
         try:
@@ -210,99 +206,11 @@ class Engine:
         middle = len(work) // 2
         return {**self._compute(work[:middle]), **self._compute(work[middle:])}
 
-    def _gaps(self, events: list[TokenEvent]) -> tuple[float, ...]:
-        """Seconds since the previous token of each request that got one now."""
-        now = self._clock()
-        gaps = []
-        for event in events:
-            last = self._last_token.pop(event.request_id, None)
-            if last is not None and event.token is not None:
-                gaps.append(now - last)
-            if event.finish is None:
-                self._last_token[event.request_id] = now
-        return tuple(gaps)
-
-    def _stats(
-        self,
-        now: _Planned,
-        events: list[TokenEvent],
-        gaps: tuple[float, ...],
-        began: float,
-        computed: int,
-        evicted: int,
-    ) -> StepStats:
-        plan = now.plan
-        computed_after, evicted_after = self._totals()
-        written = sum(work.rows for work in plan.work)
-        generated = {event.request_id for event in events if event.token is not None}
-        audit = self._auditor.drain()
-        flushed, self._flushed = self._flushed, 0
-        spill = self._manager.spilled()
-        moves, self._moves = spill.moves - self._moves, spill.moves
-        return StepStats(
-            seconds=self._clock() - began,
-            running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
-            batch_requests=len(plan.work),
-            computed_prompt_tokens=computed_after - computed,
-            cached_prompt_tokens=sum(request.cached for request in plan.admitted),
-            generated_tokens=len(generated),
-            written_entries=written * self._kv.entries_per_token,
-            written_bytes=written * self._kv.bytes_per_token,
-            preemptions=plan.preempted,
-            prefix_queried_tokens=sum(
-                request.num_prompt for request in plan.admitted if not request.source
-            ),
-            evicted_blocks=evicted_after - evicted,
-            flushed_blocks=flushed,
-            spill=replace(spill, moves=moves),
-            blocks=self._manager.counts(),
-            sealed_blocks=audit.blocks.sealed,
-            verified_blocks=audit.blocks.verified,
-            mutated_entries=audit.blocks.mutated,
-            verified_weights=audit.verified_weights,
-            changed_weights=audit.changed_weights,
-            shifts=plan.shifts,
-            forks=plan.forks,
-            prefill_work=now.spent[0],
-            decode_work=now.spent[1],
-            phase=now.phase,
-            decode_context=now.decode_context,
-            timed=now.timed + self._drain_times(),
-            extrapolated_tokens=self._meter.extrapolated(
-                work for work in plan.work if work.request.id in generated
-            ),
-            inter_token_seconds=gaps,
-            outlook=self._scheduler.outlook(),
-            ended=tuple(self._scheduler.drain_ended()),
-        )
-
-
-def _phase(plan: tuple[Work, ...]) -> Phase | None:
-    """Call before the plan is recorded: afterwards a request that got its first token `decodes`."""
-    found = {work.decodes for work in plan}
-    if len(found) == 2:
-        return Phase.MIXED
-    return {True: Phase.DECODE, False: Phase.PREFILL}[found.pop()] if found else None
-
-
-def _decode_context(plan: tuple[Work, ...]) -> int | None:
-    """The longest context when every request decodes one token; None otherwise."""
-    if _phase(plan) is not Phase.DECODE or any(work.count > 1 for work in plan):
-        return None
-    return max(work.start + work.count for work in plan)
-
 
 def _without(plan: Plan, ends: list[TokenEvent]) -> Plan:
     """The plan without the work of requests that have ended."""
     ended = {event.request_id for event in ends}
     return replace(plan, work=tuple(work for work in plan.work if work.request.id not in ended))
-
-
-def _ending(events: list[TokenEvent], ends: list[TokenEvent]) -> list[TokenEvent]:
-    """A request that the auditor ended gets its error and no other event of this step."""
-    ended = {event.request_id for event in ends}
-    return [*(event for event in events if event.request_id not in ended), *ends]
 
 
 def _as_failure(error: Exception) -> ServeError:

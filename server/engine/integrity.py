@@ -8,14 +8,8 @@ from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.types import Audit
 from ropewalk.model.weights.checksums import Seals
 from ropewalk.server.engine.cache_view import AuditView
-from ropewalk.server.scheduling.request import (
-    CacheChanged,
-    ModelWithdrawn,
-    ServeError,
-    TokenEvent,
-    WeightsChanged,
-    owner,
-)
+from ropewalk.server.errors import CacheChanged, ModelWithdrawn, ServeError, WeightsChanged
+from ropewalk.server.scheduling.request import TokenEvent, owner
 from ropewalk.server.scheduling.scheduler import Scheduler
 
 log = getLogger(__name__)

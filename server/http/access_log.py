@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from ropewalk.server.http_errors import error_bytes
+from ropewalk.server.errors import ServeError
 from ropewalk.server.metrics.exporter import Metrics
-from ropewalk.server.scheduling.request import ServeError
 
 REFUSALS_PER_SECOND = 10  # of one code
 MAX_PATH = 200  # characters
@@ -76,7 +75,7 @@ class HttpLog:
     ) -> None:
         """Bytes that were refused before they made a request. `method`, `path`: - if unknown."""
         where = client[0] if client else "-"
-        size = len(error_bytes(error))
+        size = len(error.body())
         self.refused(
             Exchange(request_id, where, method, path, None, error.status, 0.0, size), error
         )

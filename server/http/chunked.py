@@ -10,8 +10,7 @@ from typing import NoReturn, Protocol
 
 import h11
 
-from ropewalk.server.http_errors import BadRequest
-from ropewalk.server.scheduling.request import ServeError
+from ropewalk.server.errors import BadRequest, ServeError
 
 # How much of a body may be extensions and trailers, which nothing here reads.
 MAX_UNREAD = 16 << 10

@@ -1,7 +1,7 @@
 """What happens to every request before its route: pure ASGI, one class per concern.
 
 Pure, because wrappers that build a request of their own hide the client's disconnect. The classes
-raise or send the errors of server/http_errors.py, and know no routes but the open ones.
+raise the errors of server/errors.py, which Guard sends.
 """
 
 import asyncio
@@ -11,37 +11,39 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Collection, MutableMapping
+from collections.abc import Collection, Iterable, MutableMapping
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ropewalk.server.http.access_log import Exchange, HttpLog
-from ropewalk.server.http.cancellation import Drain
-from ropewalk.server.http.door import Door
-from ropewalk.server.http_errors import (
+from ropewalk.server.errors import (
     BodyTooLarge,
     InternalError,
+    ServeError,
+    ShuttingDown,
     Unauthorized,
     UnsupportedCoding,
     UnsupportedMedia,
     WrongHost,
     WrongOrigin,
-    error_bytes,
-    error_headers,
     quoted,
 )
-from ropewalk.server.scheduling.request import ServeError, ShuttingDown
+from ropewalk.server.http.access_log import Exchange, HttpLog
+from ropewalk.server.http.streaming import Drain
+from ropewalk.server.scheduling.queue import Door
 
 # Reachable without a key, and while draining: for load balancers and supervisors.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 ANSWERED = frozenset({"/v1/completions", "/v1/chat/completions"})  # by the engine
 _PROBES = OPEN_PATHS | {"/metrics"}  # asked for every few seconds; also answered while draining
 
+# What clients get wrong is the part before: a base URL without /v1, or with it twice.
+_MOST_BEFORE = 3
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _log = logging.getLogger("ropewalk.http")
 
@@ -52,112 +54,119 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return b", ".join(values) if values else None
 
 
-async def send_error(send: Send, error: ServeError) -> None:
-    body = error_bytes(error)
-    await send(
-        {
-            "type": "http.response.start",
-            "status": error.status,
-            "headers": error_headers(error, len(body)),
-        }
-    )
-    await send({"type": "http.response.body", "body": body})
-
-
 def state_of(scope: Scope) -> MutableMapping[str, Any]:
-    """Shared by all that handle a request: `id`, `client`, `salt`, `model`, `visit`.
+    """Shared by all that handle a request: `id`, `method`, `client`, `salt`, `model`, `visit`.
 
-    `abort` is the protocol's; `refusal` is the error that it was answered with.
+    `abort` is the protocol's. `status` is of the answer once it has begun; `refusal` is the error
+    that it was answered with.
     """
     state: MutableMapping[str, Any] = scope.setdefault("state", {})
     return state
 
 
-class TrailingSlash:
-    """Lets everything inside see a path without the slashes that clients put behind it."""
+class Paths:
+    """Knows every route's path, such as /v1/models/{name}."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self._paths = [(route.path_regex, route.path_format) for route in routes]
+
+    def template(self, path: str) -> str | None:
+        """Of the route for that path; None where there is none."""
+        return next((form for regex, form in self._paths if regex.match(path)), None)
+
+    def meant(self, path: str) -> str | None:
+        """The path of the API that ends as this one does."""
+        parts = path.split("/")[1:]
+        for start in range(min(len(parts), _MOST_BEFORE + 1)):
+            end = "/" + "/".join(parts[start:])
+            for guess in (f"/v1{end}", end):
+                if self.template(guess) is not None:
+                    return guess
+        return None
+
+
+class Refusal(Response):
+    """The answer that an error makes."""
+
+    def __init__(self, error: ServeError) -> None:
+        super().__init__(error.body(), error.status)
+        self.raw_headers = error.headers(len(self.body))
+        self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].endswith("/"):
-            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
-        return await self._app(scope, receive, send)
+        state_of(scope)["refusal"] = self._error
+        await super().__call__(scope, receive, send)
 
 
-class Head:
-    """Lets the routes see GET for HEAD. The server leaves the answer's body out."""
+class Addressed:
+    """Lets everything inside see a path of the API, and GET for HEAD.
 
-    def __init__(self, app: ASGIApp) -> None:
+    That is a path without the slashes that clients put behind it, and without a proxy's `prefix`;
+    but one that the API has stays as it is, since the prefix may be /v1. The server itself leaves
+    out the body for HEAD.
+    """
+
+    def __init__(self, app: ASGIApp, prefix: str, paths: Paths) -> None:
         self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}
-        return await self._app(scope, receive, send)
-
-
-class RequestId:
-    """Adds an x-request-id to every response; a client's own id is echoed if harmless."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+        self._prefix = prefix
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        path, method = scope["path"], scope["method"]
+        state_of(scope)["method"] = method
+        prefixed = self._prefix and path.startswith(f"{self._prefix}/")
+        if prefixed and self._paths.template(path.rstrip("/")) is None:
+            path = path.removeprefix(self._prefix)
+        path = path.rstrip("/") or "/"
+        method = "GET" if method == "HEAD" else method
+        return await self._app({**scope, "path": path, "method": method}, receive, send)
+
+
+class Recorded:
+    """Gives each request an id, which its answer shows, and tells the log how it ended.
+
+    A client's own id is echoed if it is harmless.
+    """
+
+    def __init__(self, app: ASGIApp, log: HttpLog, paths: Paths) -> None:
+        self._app = app
+        self._log = log
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        began, state = time.perf_counter(), state_of(scope)
         given = header(scope, b"x-request-id") or b""
         own = given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         # A connection that was refused meanwhile has given it one already.
-        shown = str(state_of(scope).setdefault("id", own)).encode()
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {
-                    **message,
-                    "headers": [*message.get("headers", ()), (b"x-request-id", shown)],
-                }
-            await send(message)
-
-        return await self._app(scope, receive, send_with_id)
-
-
-class Logged:
-    """Tells the log how each request ended. `template` gives the route's path for a path."""
-
-    def __init__(self, app: ASGIApp, log: HttpLog, template: Callable[[str], str | None]) -> None:
-        self._app = app
-        self._log = log
-        self._template = template
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        began = time.perf_counter()
-        status: int | None = None
+        shown = str(state.setdefault("id", own)).encode()
         sent = 0
 
-        async def counted(message: Message) -> None:
-            nonlocal status, sent
+        async def recorded(message: Message) -> None:
+            nonlocal sent
             if message["type"] == "http.response.start":
-                status = message["status"]
-            elif scope["method"] != "HEAD":
+                state["status"] = message["status"]
+                headers = [*message.get("headers", ()), (b"x-request-id", shown)]
+                message = {**message, "headers": headers}
+            elif state["method"] != "HEAD":
                 sent += len(message.get("body", b""))
             await send(message)
 
         try:
-            await self._app(scope, receive, counted)
+            await self._app(scope, receive, recorded)
         finally:
-            state = state_of(scope)
             error: ServeError | None = state.get("refusal")
-            if status is None and error is not None:  # the connection itself answered
-                status = error.status
+            # With an error but no answer, the connection itself has answered.
+            status = state.get("status", error.status if error else None)
             exchange = Exchange(
                 request_id=state["id"],
                 client=(scope.get("client") or ("-",))[0],
-                method=scope["method"],
+                method=state["method"],
                 path=scope["raw_path"].decode("ascii"),
-                route=self._template(scope["path"]),
+                route=self._paths.template(scope["path"]),
                 status=status,
                 seconds=time.perf_counter() - began,
                 bytes=sent,
@@ -184,34 +193,18 @@ class Origins(CORSMiddleware):
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)
         if response.status_code != 200:
-            raise WrongOrigin(
-                f"a page of {quoted(request_headers['origin'])} may not send this request "
-                f"({bytes(response.body).decode()}); --allowed-origin names origins that may send "
-                "GET and POST"
+            return Refusal(
+                WrongOrigin(
+                    f"a page of {quoted(request_headers['origin'])} may not send this request "
+                    f"({bytes(response.body).decode()}); --allowed-origin names origins that may "
+                    "send GET and POST"
+                )
             )
         return response
 
 
-class RootPath:
-    """Takes a proxy's prefix off the path, so that nothing else needs to know it.
-
-    A path that is `known` has none: the prefix may be /v1.
-    """
-
-    def __init__(self, app: ASGIApp, prefix: str, known: Callable[[str], object]) -> None:
-        self._app = app
-        self._prefix = prefix
-        self._known = known
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        if path.startswith(f"{self._prefix}/") and not self._known(path.rstrip("/")):
-            scope = {**scope, "path": path.removeprefix(self._prefix)}
-        return await self._app(scope, receive, send)
-
-
 class Guard:
-    """The last resort: sends refusals of other middleware and unexpected exceptions as JSON."""
+    """Sends every error of what is inside, expected or not, as JSON."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -219,24 +212,15 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        started = False
-
-        async def watched(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, send)
         except ClientDisconnect:
             pass  # the client left before its body was complete: nobody would read an answer
         except (Exception, asyncio.CancelledError) as error:
             # Without this the client would get plain text or a cut connection.
-            if started:
+            if "status" in state_of(scope):
                 raise
-            refusal = _refusal(error, state_of(scope)["id"])
-            state_of(scope)["refusal"] = refusal
-            await send_error(send, refusal)
+            await Refusal(_refusal(error, state_of(scope)["id"]))(scope, receive, send)
 
 
 def _refusal(error: BaseException, request_id: str) -> ServeError:
@@ -248,12 +232,17 @@ def _refusal(error: BaseException, request_id: str) -> ServeError:
     return InternalError("the server failed on this request; see its log")
 
 
-class InFlight:
-    """Counts requests in flight for the drain, and refuses new ones while draining."""
+class Admission:
+    """Refuses new requests while draining, and those for answers that would wait too long.
 
-    def __init__(self, app: ASGIApp, drain: Drain) -> None:
+    Counts the others for the drain and puts the Visit of each that the engine is to answer in the
+    state. Outside of BodyLimit and of the routes: nothing of a refused body is read.
+    """
+
+    def __init__(self, app: ASGIApp, drain: Drain, door: Door) -> None:
         self._app = app
         self._drain = drain
+        self._door = door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in _PROBES:
@@ -262,30 +251,14 @@ class InFlight:
             raise self._drain.refusal()
         self._drain.in_flight += 1
         try:
-            await self._app(scope, receive, send)
+            if scope["path"] in ANSWERED and scope["method"] == "POST":
+                state = state_of(scope)
+                with self._door.enter(state.get("client", "")) as state["visit"]:
+                    await self._app(scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
         finally:
             self._drain.in_flight -= 1
-
-
-class Queued:
-    """Refuses requests for answers that would wait too long; puts the Visit of others in the state.
-
-    Outside of BodyLimit and of the routes: nothing of a refused body is read.
-    """
-
-    def __init__(self, app: ASGIApp, door: Door) -> None:
-        self._app = app
-        self._door = door
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in ANSWERED or scope["method"] != "POST":
-            return await self._app(scope, receive, send)
-        state = state_of(scope)
-        state["visit"] = visit = self._door.enter(state.get("client", ""))
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            visit.begin()
 
 
 class AllowedHosts:

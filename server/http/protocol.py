@@ -25,17 +25,10 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from ropewalk.server import listen
+from ropewalk.server.errors import BadRequest, HeadersTooLarge, ReceiveTimeout, ServeError
 from ropewalk.server.http.accepting import Acceptor, max_connections
-from ropewalk.server.http.cancellation import Drain
 from ropewalk.server.http.chunked import ChunkedReader
-from ropewalk.server.http_errors import (
-    BadRequest,
-    HeadersTooLarge,
-    ReceiveTimeout,
-    error_bytes,
-    error_headers,
-)
-from ropewalk.server.scheduling.request import ServeError
+from ropewalk.server.http.streaming import Drain
 
 MAX_HEAD = 16 << 10
 MAX_HEADERS = 64
@@ -79,6 +72,8 @@ class StrictConnection(h11.Connection):
         if self.refusal is None and self.their_state is h11.IDLE:
             head = self.trailing_data[0]
             self.asked, self.answer_has_body = ("-", "-"), not head.startswith(b"HEAD ")
+            if not self.answer_has_body:  # h11 learns it only from heads that are well-formed
+                self._request_method = b"HEAD"
             self._check_head(head)
         try:
             event = super().next_event()
@@ -338,11 +333,11 @@ class Protocol(H11Protocol):
         self._refused = True
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             assert isinstance(self.conn, StrictConnection)
-            body = error_bytes(error)
+            body = error.body()
             request_id = self._note(error)
             response = h11.Response(
                 status_code=error.status,
-                headers=[*error_headers(error, len(body)), (b"x-request-id", request_id.encode())],
+                headers=[*error.headers(len(body)), (b"x-request-id", request_id.encode())],
                 reason=STATUS_PHRASES[error.status],
             )
             data = [h11.Data(data=body)] if self.conn.answer_has_body else []

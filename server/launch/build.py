@@ -21,7 +21,6 @@ from ropewalk.model.attention.base import NoBackend
 from ropewalk.model.catalogue import Place
 from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
 from ropewalk.model.encodings.base import EncodingError, create
-from ropewalk.model.encodings.common.cost import PositionalWork
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.kernels.cpu.bindings import Kernels
 from ropewalk.model.layers.encoder_decoder import EncoderDecoder
@@ -34,10 +33,10 @@ from ropewalk.server.app.cache_plan import CachePlanner
 from ropewalk.server.config import ModelOptions, ModelSource, ServerConfig
 from ropewalk.server.engine.assemble import ledger_of, sums_by, wired
 from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.engine.encoding_cost import PositionMeter, no_cost
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.forward_timer import TimedDecoder
 from ropewalk.server.engine.openmp import end_idle_threads
+from ropewalk.server.engine.statistics import Cost, PositionMeter, no_cost
 from ropewalk.server.engine.warm_up import warm_up
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.protocol import Server, uvicorn_config
@@ -48,7 +47,7 @@ from ropewalk.server.launch.self_check import check_parity
 from ropewalk.server.metrics.compat import ALIASES
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import EncoderDecoderTokens, Models, Served
-from ropewalk.server.scheduling.plan import Limits
+from ropewalk.server.scheduling.request import Limits
 from ropewalk.server.terminal import discard_output
 
 log = getLogger(__name__)
@@ -211,7 +210,7 @@ def _complete(
         manager,
         rules,
         limits,
-        _meter(model, context, block_size),
+        _meter(model, block_size),
         kernels,
         ledger=ledger,
         weights=weights,
@@ -254,20 +253,14 @@ def _complete(
     return Loaded(served, made.engine, facts, model.place, planner, defect)
 
 
-def _meter(model: Prepared, context: int, block_size: int) -> PositionMeter:
+def _meter(model: Prepared, block_size: int) -> PositionMeter:
     """The meter of the work that the model's positions cost."""
     decoder, shape = model.decoder, model.checkpoint.config
-
-    def cost(context: int) -> PositionalWork:
-        return decoder.encoding.work(shape, context, block_size)
-
-    source_cost = no_cost
+    cost = partial(decoder.encoding.work, shape, block_size=block_size)
+    source_cost: Cost = no_cost
     if isinstance(decoder, EncoderDecoder) and isinstance(shape, EncoderDecoderConfig):
-        encoder, encoding = shape.encoder, decoder.encoder.encoding
-
-        def source_cost(context: int) -> PositionalWork:
-            return encoding.work(encoder, context, block_size)
-
+        encoding = decoder.encoder.encoding
+        source_cost = partial(encoding.work, shape.encoder, block_size=block_size)
     return PositionMeter(cost, source_cost, shape.trained_context)
 
 

@@ -15,7 +15,7 @@ from ropewalk.model.kernels.substitutes import attends_in_triton
 from ropewalk.model.layers.decoder import Decoder
 from ropewalk.model.layers.encoder_decoder import EncoderDecoder
 from ropewalk.server.launch.self_check import TOLERANCES
-from ropewalk.server.scheduling.plan import Limits
+from ropewalk.server.scheduling.request import Limits
 
 log = getLogger(__name__)
 

@@ -23,8 +23,7 @@ from ropewalk.model.layers.decoder import Decoder
 from ropewalk.model.layers.encoder_decoder import EncoderDecoder
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.engine.batch import build_batch
-from ropewalk.server.scheduling.plan import Work
-from ropewalk.server.scheduling.request import Request
+from ropewalk.server.scheduling.request import Request, Work
 
 # Differences allowed for rounding, as shares of the largest logit. Over SmolLM2 and tiny random
 # models of every encoding and backend at most 4e-6, 6e-3 and 4e-2 were measured; planted mistakes

@@ -1,16 +1,33 @@
-"""Prometheus metrics, in a registry of their own."""
+"""Prometheus metrics, in a registry of their own.
 
+The series of each model are looked up once, because `observe_step` runs on the engine thread after
+every step.
+"""
+
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.openmetrics import exposition
 
-from ropewalk.server.http_errors import REJECTIONS, rejection
+from ropewalk.cache.kept import Moves
+from ropewalk.cache.manager import BlockCounts
+from ropewalk.cache.types import OpReport
+from ropewalk.model.encodings.common.cost import PositionalWork
+from ropewalk.server.errors import REJECTIONS, ServeError
 from ropewalk.server.metrics.compat import ALIASES, Alias
 from ropewalk.server.metrics.families import INFO_LABELS, Families
-from ropewalk.server.metrics.per_model import ModelMetrics
-from ropewalk.server.scheduling.request import ServeError, StepStats
+from ropewalk.server.scheduling.request import (
+    ContextShift,
+    FinishReason,
+    PassTimes,
+    Phase,
+    RequestSummary,
+    StepStats,
+)
 from ropewalk.server.versions import installed
 
 CONTENT_TYPES = {
@@ -141,10 +158,9 @@ class Metrics:
 
         `model_name` is None when the model is not known.
         """
-        labels = rejection(type(error))
-        if labels is not None:
+        if error.reason is not None:
             known = self._unmatched if model_name is None else self._models[model_name].rejections
-            known[labels].inc()
+            known[error.reason, error.code].inc()
 
     def disconnected(self, model_name: str) -> None:
         """A client went away, or stopped reading, before its answer was complete."""
@@ -167,3 +183,180 @@ class Metrics:
                 yield generate_latest(_Single(family))
         if openmetrics:
             yield _END
+
+
+OUTCOMES = ("reindexed", "rerotated", "recomputed")
+BLOCK_STATES = tuple(field.name for field in fields(BlockCounts))
+SPILL_STATES = ("free", "waiting", "cached")
+SPILL_WAYS = tuple(field.name for field in fields(Moves))
+CONTEXT_BOUNDS = (128, 512, 2048, 8192)
+CONTEXTS = (*map(str, CONTEXT_BOUNDS), "+Inf")
+
+
+class ModelMetrics:
+    """The children of one model. Making them also exports them at zero."""
+
+    def __init__(
+        self, families: Families, name: str, encoding: str, blocks: int, *, position_apart: bool
+    ) -> None:
+        def child(family: Any, *labels: str) -> Any:
+            return family.labels(name, encoding, *labels)
+
+        self._num_blocks = blocks
+        self._running = child(families.running)
+        self._waiting = child(families.waiting)
+        self._queue_wait = child(families.queue_wait)
+        self._usage = child(families.usage)
+        self._requests = {reason: child(families.requests, reason.value) for reason in FinishReason}
+        self._computed = child(families.prompt_tokens, "computed")
+        self._cached = child(families.prompt_tokens, "cached")
+        self._generated = child(families.generated_tokens)
+        self._first_token = child(families.first_token)
+        self._inter_token = child(families.inter_token)
+        self._per_token = child(families.per_token)
+        self._phases = {phase: child(family) for phase, family in families.phases.items()}
+        self._prompt_length = child(families.prompt_length)
+        self._output_length = child(families.output_length)
+        self._batch = child(families.batch)
+        self._preemptions = child(families.preemptions)
+        self.disconnects = child(families.disconnects)
+        self.rejections = {labels: child(families.rejections, *labels) for labels in REJECTIONS}
+        self.stream_errors = child(families.stream_errors)
+        self._blocks = {state: child(families.blocks, state) for state in BLOCK_STATES}
+        self._blocks["free"].set(blocks)
+        self.parity_error = child(families.parity_error)
+        self.parity_tolerance = child(families.parity_tolerance)
+        self._written_bytes = child(families.written_bytes)
+        self._written_entries = child(families.written_entries)
+        self._sealed = child(families.sealed)
+        self._verified = child(families.verified)
+        self._mutated = child(families.mutated)
+        self._weights_verified = child(families.weights_verified)
+        self._weights_changed = child(families.weights_changed)
+        self._stale = child(families.stale)
+        self._shifts = {outcome: child(families.shifts, outcome) for outcome in OUTCOMES}
+        self._shift_seconds = child(families.shift_seconds)
+        self._kept = child(families.shift_tokens, "kept")
+        self._dropped = child(families.shift_tokens, "dropped")
+        # Forks copy and never rewrite, so a shift is the only cause.
+        self._rewritten = child(families.rewritten, "context_shift")
+        self._moved_bytes = child(families.moved_bytes)
+        self._position = {  # in the order of PositionalWork's fields
+            phase: (
+                child(families.rotations, phase),
+                child(families.bias_values, phase),
+                child(families.bias_built, phase),
+                child(families.position_flops, phase),
+                child(families.position_bytes, phase),
+                child(families.bias_bytes, phase),
+            )
+            for phase in (Phase.PREFILL, Phase.DECODE)
+        }
+        self._decode_step = [child(families.decode_step, bound) for bound in CONTEXTS]
+        self._timed = {phase: child(families.timed_steps, phase) for phase in Phase}
+        self._forward = {phase: child(families.forward_seconds, phase) for phase in Phase}
+        self._attention = {phase: child(families.attention_seconds, phase) for phase in Phase}
+        self._position_seconds = (
+            {phase: child(families.position_seconds, phase) for phase in Phase}
+            if position_apart
+            else {}
+        )
+        self._extrapolated = child(families.extrapolated)
+        self._queried = child(families.queried)
+        self._hits = child(families.hits)
+        self._evicted = child(families.evicted, "lru")
+        self._flushed = child(families.evicted, "flush")
+        self._spill = {state: child(families.spill, state) for state in SPILL_STATES}
+        self._spilled = {way: child(families.spilled, way) for way in SPILL_WAYS}
+
+    def observe_step(self, stats: StepStats) -> None:
+        self._running.set(stats.running)
+        self._waiting.set(stats.waiting)
+        self._queue_wait.set(stats.outlook.wait(stats.waiting - 1))
+        for state, gauge in self._blocks.items():
+            gauge.set(getattr(stats.blocks, state))
+        self._usage.set(stats.blocks.active / self._num_blocks)
+        for state, gauge in self._spill.items():
+            gauge.set(getattr(stats.spill, state))
+        for counter, amount in (
+            (self._computed, stats.computed_prompt_tokens),
+            (self._cached, stats.cached_prompt_tokens),
+            (self._generated, stats.generated_tokens),
+            (self._written_bytes, stats.written_bytes),
+            (self._written_entries, stats.written_entries),
+            (self._preemptions, stats.preemptions),
+            (self._queried, stats.prefix_queried_tokens),
+            (self._hits, stats.cached_prompt_tokens),
+            (self._evicted, stats.evicted_blocks),
+            (self._flushed, stats.flushed_blocks),
+            (self._sealed, stats.sealed_blocks),
+            (self._verified, stats.verified_blocks),
+            (self._mutated, stats.mutated_entries),
+            (self._weights_verified, stats.verified_weights),
+            (self._weights_changed, stats.changed_weights),
+            (self._extrapolated, stats.extrapolated_tokens),
+            *((self._spilled[way], getattr(stats.spill.moves, way)) for way in SPILL_WAYS),
+        ):
+            if amount:
+                counter.inc(amount)
+        self._observe_position(Phase.PREFILL, stats.prefill_work)
+        self._observe_position(Phase.DECODE, stats.decode_work)
+        if stats.decode_context is not None:
+            index = bisect_left(CONTEXT_BOUNDS, stats.decode_context)
+            self._decode_step[index].observe(stats.seconds)
+        for times in stats.timed:
+            assert stats.phase is not None, "a step that computes nothing has no passes"
+            self._observe_times(stats.phase, times)
+        for report in stats.forks:
+            self._observe_operation(report)
+        for shift in stats.shifts:
+            self._observe_shift(shift)
+        if stats.batch_requests:
+            self._batch.observe(stats.batch_requests)
+        for seconds in stats.inter_token_seconds:
+            self._inter_token.observe(seconds)
+        for summary in stats.ended:
+            self._observe_end(summary)
+
+    def _observe_position(self, phase: Phase, work: PositionalWork) -> None:
+        amounts = work.values
+        for counter, amount in zip(self._position[phase], amounts, strict=True):
+            if amount:
+                counter.inc(amount)
+
+    def _observe_times(self, phase: Phase, times: PassTimes) -> None:
+        self._timed[phase].inc()
+        self._forward[phase].inc(times.forward)
+        self._attention[phase].inc(times.attention)
+        if times.position is not None:
+            self._position_seconds[phase].inc(times.position)
+
+    def _observe_shift(self, shift: ContextShift) -> None:
+        self._shifts[shift.outcome].inc()
+        self._kept.inc(shift.kept)
+        self._dropped.inc(shift.dropped)
+        if shift.report is not None:
+            self._shift_seconds.observe(shift.seconds)
+            self._observe_operation(shift.report)
+
+    def _observe_operation(self, report: OpReport) -> None:
+        self._rewritten.inc(report.rewritten)
+        self._stale.inc(report.stale)
+        self._moved_bytes.inc(report.bytes_moved)
+
+    def _observe_end(self, summary: RequestSummary) -> None:
+        self._requests[summary.finish].inc()
+        self._prompt_length.observe(summary.prompt_tokens)
+        self._output_length.observe(summary.output_tokens)
+        self._phases["e2e"].observe(summary.end - summary.arrival)
+        if summary.admitted is None:
+            return
+        self._phases["queue"].observe(summary.admitted - summary.arrival)
+        if summary.first_token is None:
+            return
+        self._first_token.observe(summary.first_token - summary.arrival)
+        self._phases["prefill"].observe(summary.first_token - summary.admitted)
+        decode = summary.end - summary.first_token
+        self._phases["decode"].observe(decode)
+        if summary.output_tokens > 1:
+            self._per_token.observe(decode / (summary.output_tokens - 1))

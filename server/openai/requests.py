@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from ropewalk.model.chat.template import ChatTemplateError
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.model.tokenizers.base import InvalidText
+from ropewalk.server.errors import InvalidField, PromptTooLong, QueueFull, UnsupportedField
 from ropewalk.server.long_work import off_loop
-from ropewalk.server.openai.choice import Choice
+from ropewalk.server.openai.choice import Choice, spell_prompt
 from ropewalk.server.openai.schemas import (
     AS_MANY_AS_FIT,
     ChatBody,
@@ -24,15 +25,7 @@ from ropewalk.server.openai.schemas import (
     Message,
 )
 from ropewalk.server.openai.served_models import Served
-from ropewalk.server.openai.spelling import spell_prompt
-from ropewalk.server.scheduling.request import (
-    InvalidField,
-    Overflow,
-    PromptTooLong,
-    QueueFull,
-    Request,
-    UnsupportedField,
-)
+from ropewalk.server.scheduling.request import Overflow, Request, check_length
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_BYTES_PER_TOKEN = 16
@@ -156,18 +149,8 @@ def _check_prompt(tokens: Collection[int], served: Served, param: str) -> None:
             f"but the model does not: it embeds 0..{served.vocab_size - 1}; leave that token out",
             param,
         )
-    if served.encoder_decoder is not None and len(tokens) > served.max_context:
-        raise PromptTooLong(
-            f"{param} has {len(tokens)} tokens, but the encoder of {served.name} reads at most "
-            f"{served.max_context}; shorten it",
-            param,
-        )
-    if served.room(len(tokens)) < 1:
-        raise PromptTooLong(
-            f"{param} has {len(tokens)} tokens, but the context of {served.name} has "
-            f"{served.max_context}, at least one of which is for the answer; shorten it",
-            param,
-        )
+    prompt, source = (1, len(tokens)) if served.encoder_decoder else (len(tokens), 0)
+    check_length(prompt, source, served.max_context, model=served.name, param=param)
 
 
 def check_ids(

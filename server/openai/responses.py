@@ -9,8 +9,7 @@ from json import dumps
 from typing import Any, Protocol
 
 from ropewalk.server.long_work import json_text
-from ropewalk.server.openai.choice import Choice, Piece, Scored, Usage
-from ropewalk.server.openai.spelling import special, spelled
+from ropewalk.server.openai.choice import Choice, Piece, Scored, Usage, special, spelled
 
 # Stands for minus infinity, which JSON lacks; float32 softmax gives no finite value this low.
 LOWEST_LOGPROB = -9999.0

@@ -6,7 +6,7 @@ context. A rejection names the field and never repeats what was sent.
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -17,12 +17,10 @@ from pydantic import (
     Field,
     StrictStr,
     Tag,
-    ValidationError,
+    model_validator,
 )
 
-from ropewalk.server.openai.fields import supported_fields
-from ropewalk.server.openai.refusal import refusal
-from ropewalk.server.scheduling.request import InvalidField
+from ropewalk.server.errors import InvalidField
 
 MAX_PROMPTS = 1024
 MAX_STOP_IDS = 128
@@ -137,6 +135,7 @@ class GenerationBody(_Strict):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), _WHOLE, AfterValidator(_seed)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), _WHOLE] = 1
     logit_bias: Biases = {}
+    echo: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63), _WHOLE] = 0
@@ -150,10 +149,34 @@ class GenerationBody(_Strict):
         """None: the endpoint's default; AS_MANY_AS_FIT; 0: the prompt's scores alone."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise InvalidField(
+                "max_tokens and max_completion_tokens differ; send one of them",
+                "max_completion_tokens",
+            )
+        wanted = self.wanted_tokens
+        if wanted is not None and AS_MANY_AS_FIT < wanted < self.min_tokens:
+            raise InvalidField(
+                f"min_tokens ({self.min_tokens}) should be at most max_tokens ({wanted})",
+                "min_tokens",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise InvalidField("stream_options needs stream to be true", "stream_options")
+        if wanted == 0 and not self.echo:
+            name = "max_completion_tokens" if self.max_tokens is None else "max_tokens"
+            raise InvalidField(
+                f"{name} should be greater than or equal to 1; 0 is possible only with echo, to "
+                "score a prompt",
+                name,
+            )
+        return self
+
 
 class CompletionBody(GenerationBody):
     prompt: Prompt
-    echo: bool = False
     logprobs: Logprobs | None = None
     add_special_tokens: bool = True
 
@@ -167,6 +190,17 @@ class CompletionBody(GenerationBody):
     @property
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
+
+    @model_validator(mode="after")
+    def _check_fan_out(self) -> Self:
+        count = len(self.prompts)
+        if count * self.n > MAX_PROMPTS:
+            raise InvalidField(
+                f"prompt asks for {count * self.n} completions ({count} prompts × n {self.n}); "
+                f"send at most {MAX_PROMPTS} at once",
+                "prompt",
+            )
+        return self
 
 
 class TextPart(_Strict):
@@ -241,6 +275,15 @@ class TemplateBody(_Strict):
         own = {"enable_thinking", "reasoning_effort", "verbosity"}
         return {**self.chat_template_kwargs, **self.model_dump(include=own, exclude_none=True)}
 
+    @model_validator(mode="after")
+    def _check_variables(self) -> Self:
+        for name, value in self.chat_template_kwargs.items():
+            if name in self.variables and self.variables[name] != value:
+                raise InvalidField(
+                    f"{name} and chat_template_kwargs.{name} differ; send one of them", name
+                )
+        return self
+
 
 class ChatBody(TemplateBody, GenerationBody):
     messages: Annotated[list[Message], Field(min_length=1), _FAIL_FAST]
@@ -252,6 +295,12 @@ class ChatBody(TemplateBody, GenerationBody):
     @property
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check_scores(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidField("top_logprobs needs logprobs to be true", "top_logprobs")
+        return self
 
 
 class TokenizeBody(TemplateBody):
@@ -282,92 +331,3 @@ class CachePlanBody(_Strict):
 
 
 AnyBody = TypeVar("AnyBody", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, CachePlanBody)
-
-# Fields that clients send back from an earlier answer; they mean nothing when empty.
-_EMPTY_MESSAGE_FIELDS = (
-    "annotations",
-    "audio",
-    "function_call",
-    "reasoning",
-    "reasoning_content",
-    "refusal",
-    "tool_calls",
-)
-
-
-def read_body(schema: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
-    """`body` as `schema`. Raises InvalidField or a subclass, naming the field at fault."""
-    fields = supported_fields(body, schema.model_fields)
-    messages = fields.get("messages")
-    if isinstance(messages, list):
-        fields["messages"] = [_without_empty_fields(message) for message in messages]
-    options = fields.get("stream_options")
-    if isinstance(options, dict):
-        fields["stream_options"] = {
-            name: value for name, value in options.items() if value is not None
-        }
-    try:
-        value = schema.model_validate(fields)
-    except ValidationError as error:
-        details = error.errors(include_url=False, include_input=False)
-        raise refusal(details[0]) from None
-    if isinstance(value, TemplateBody):
-        _check_variables(value)
-    if isinstance(value, GenerationBody):
-        _check_together(value)
-    return value
-
-
-def _without_empty_fields(message: Any) -> Any:
-    if not isinstance(message, dict):
-        return message
-    return {
-        name: value
-        for name, value in message.items()
-        if value is not None and not (name in _EMPTY_MESSAGE_FIELDS and value == [])
-    }
-
-
-def _check_variables(body: TemplateBody) -> None:
-    for name, value in body.chat_template_kwargs.items():
-        if name in body.variables and body.variables[name] != value:
-            raise InvalidField(
-                f"{name} and chat_template_kwargs.{name} differ; send one of them", name
-            )
-
-
-def _check_together(body: GenerationBody) -> None:
-    both = (body.max_tokens, body.max_completion_tokens)
-    if None not in both and both[0] != both[1]:
-        raise InvalidField(
-            "max_tokens and max_completion_tokens differ; send one of them",
-            "max_completion_tokens",
-        )
-    wanted = body.wanted_tokens
-    if wanted is not None and AS_MANY_AS_FIT < wanted < body.min_tokens:
-        raise InvalidField(
-            f"min_tokens ({body.min_tokens}) should be at most max_tokens ({wanted})", "min_tokens"
-        )
-    if body.stream_options is not None and not body.stream:
-        raise InvalidField("stream_options needs stream to be true", "stream_options")
-    if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
-        raise InvalidField("top_logprobs needs logprobs to be true", "top_logprobs")
-    if isinstance(body, CompletionBody):
-        _check_fan_out(body)
-    if wanted == 0 and not (isinstance(body, CompletionBody) and body.echo):
-        name = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
-        raise InvalidField(
-            f"{name} should be greater than or equal to 1; 0 is possible only with echo, to score "
-            "a prompt",
-            name,
-        )
-
-
-def _check_fan_out(body: CompletionBody) -> None:
-    count = len(body.prompts)
-    if count * body.n > MAX_PROMPTS:
-        raise InvalidField(
-            f"prompt asks for {count * body.n} completions ({count} prompts × n {body.n}); "
-            f"send at most {MAX_PROMPTS} at once",
-            "prompt",
-        )

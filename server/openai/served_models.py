@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from ropewalk.model.chat.template import ChatTemplate
 from ropewalk.model.tokenizers.base import Tokenizer
-from ropewalk.server.http_errors import quoted
-from ropewalk.server.scheduling.request import ModelNotFound
+from ropewalk.server.errors import ModelNotFound, quoted
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ropewalk.cache.types import Capability, Evict, NoRoom, Op, Operation, OpReport
-from ropewalk.server.scheduling.request import (
-    ContextShift,
-    InvalidField,
-    Overflow,
-    Request,
-    UnsupportedField,
-)
+from ropewalk.server.errors import InvalidField, UnsupportedField
+from ropewalk.server.scheduling.request import ContextShift, Overflow, Request
 
 
 class CacheOperations(Protocol):
@@ -43,17 +38,10 @@ class ContextShifter:
         self._block_size = block_size
         self._max_context = max_context
         self._clock = clock
-        self._done: list[ContextShift] = []
-
-    def full(self, request: Request) -> bool:
-        """Whether the next token would be computed at a position past the context."""
-        return request.context_length >= self._max_context
 
     def require_possible(self, request: Request) -> None:
         """Raises UnsupportedField or InvalidField when the overflow it asks for is impossible."""
         wanted = request.overflow
-        if wanted is Overflow.REFUSE:
-            return
         reason = self._operations.why_not(Op.EVICT_RENUMBER)
         if reason is not None:
             raise UnsupportedField(
@@ -83,27 +71,21 @@ class ContextShifter:
                 "overflow",
             )
 
-    def shorten(self, request: Request) -> bool:
-        """Drop cached blocks and renumber the rest; False, with nothing changed, without room."""
+    def shorten(self, request: Request) -> ContextShift | None:
+        """Drop cached blocks and renumber the rest; None, with nothing changed, without room."""
         blocks = self._blocks_to_drop(request.computed // self._block_size - 1, request)
         began = self._clock()
         try:
             report = self._operations.apply(Evict(request.id, 1, blocks, renumber=True))
         except NoRoom:
-            return False
-        self._forget(request, blocks, self._clock() - began, report)
+            return None
         request.computed -= blocks * self._block_size
-        return True
+        return self._forget(request, blocks, self._clock() - began, report)
 
-    def shorten_uncached(self, request: Request) -> None:
+    def shorten_uncached(self, request: Request) -> ContextShift:
         """Drop the tokens that `shorten` would, before any token is computed again."""
         movable = (request.context_length - 1) // self._block_size - 1
-        self._forget(request, self._blocks_to_drop(movable, request), 0.0, None)
-
-    def drain(self) -> list[ContextShift]:
-        """What was done since the last call."""
-        done, self._done = self._done, []
-        return done
+        return self._forget(request, self._blocks_to_drop(movable, request), 0.0, None)
 
     def _blocks_to_drop(self, movable: int, request: Request) -> int:
         """How many of the `movable` full blocks after the first. A shift drops half, so that shifts
@@ -112,8 +94,8 @@ class ContextShifter:
 
     def _forget(
         self, request: Request, blocks: int, seconds: float, report: OpReport | None
-    ) -> None:
+    ) -> ContextShift:
         dropped = blocks * self._block_size
         request.front = self._block_size
         request.dropped += dropped
-        self._done.append(ContextShift(request.context_length, dropped, seconds, report))
+        return ContextShift(request.context_length, dropped, seconds, report)

@@ -1,19 +1,4 @@
-"""Requests, what the engine says about them, and the errors a client can see. No torch.
-
-ServeError
-├── InvalidField         400
-│   ├── PromptTooLong    400
-│   └── UnsupportedField 400
-├── ModelNotFound        404
-├── QueueFull            429
-│   └── QueueTime        429
-├── RequestFailed        500
-│   ├── NumericalError   500
-│   ├── CacheChanged     500
-│   └── WeightsChanged   503
-├── ModelWithdrawn       503
-└── ShuttingDown         503
-"""
+"""Requests, the work of a step, and what the engine says about both. Plain data: no torch."""
 
 import random
 from dataclasses import dataclass, field
@@ -25,99 +10,7 @@ from ropewalk.cache.manager import BlockCounts
 from ropewalk.cache.types import OpReport
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
 from ropewalk.model.sampling import SamplingParams
-
-MAX_RETRY_AFTER = 60  # seconds; the openai package disregards longer advice
-# How long a supervisor may take to start the server again: most of it goes into loading.
-RESTART_SECONDS = 5
-
-
-class ServeError(Exception):
-    """An answer other than 200: status, OpenAI error code, and the field at fault.
-
-    `quotes`: the message may contain a client's text, which must not get into the log.
-    """
-
-    status = 500
-    code = "internal_error"
-    retry_after: int | None = None  # whole seconds until another try may succeed
-
-    def __init__(self, message: str, param: str | None = None, *, quotes: bool = False) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        self.quotes = quotes
-
-
-class InvalidField(ServeError):
-    status = 400
-    code = "invalid_value"
-
-
-class UnsupportedField(InvalidField):
-    code = "unsupported_parameter"
-
-
-class PromptTooLong(InvalidField):
-    code = "context_length_exceeded"
-
-
-class ModelNotFound(ServeError):
-    status = 404
-    code = "model_not_found"
-
-
-class QueueFull(ServeError):
-    status = 429
-    code = "queue_full"
-
-    def __init__(self, message: str, *, retry_after: int = 1) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
-class QueueTime(QueueFull):
-    """The request would wait, or has waited, for longer than it may."""
-
-    code = "queue_time"
-
-
-class RequestFailed(ServeError):
-    """This request alone failed inside the engine."""
-
-
-class NumericalError(RequestFailed):
-    code = "numerical_error"
-
-
-class CacheChanged(RequestFailed):
-    """Cached entries that the answer depends on changed in memory; a retry starts afresh."""
-
-    code = "cache_changed"
-
-
-class WeightsChanged(RequestFailed):
-    """The model's weights changed in memory while it computed the answer."""
-
-    status = 503
-    code = "weights_changed"
-    retry_after = RESTART_SECONDS
-
-
-class ModelWithdrawn(ServeError):
-    """The model answers nothing any more: its weights have changed in memory."""
-
-    status = 503
-    code = "model_withdrawn"
-    retry_after = RESTART_SECONDS
-
-
-class ShuttingDown(ServeError):
-    status = 503
-    code = "shutting_down"
-
-    def __init__(self, why: str | None = None, *, retry_after: int = RESTART_SECONDS) -> None:
-        super().__init__(why or "the server is shutting down; send the request to another one")
-        self.retry_after = retry_after
+from ropewalk.server.errors import PromptTooLong, ServeError
 
 
 class FinishReason(StrEnum):
@@ -301,6 +194,109 @@ class ContextShift:
         if self.report is None:
             return "recomputed"
         return "rerotated" if self.report.rewritten else "reindexed"
+
+
+KEPT = 8  # one place in so many is kept for others than whoever has all the rest
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_seqs: int  # requests in one step
+    max_step_tokens: int  # tokens in one step
+    max_context: int  # tokens of one request that the model sees, prompt and generated
+    max_queue: int  # waiting requests beyond those that the next step may admit
+    lone_factor: int = 1  # multiplies max_step_tokens while there is only one request
+    max_queue_s: float = inf  # that a request may wait before the first of its prompts runs
+    several_clients: bool = False  # there are several API keys
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if type(value) is int and value < 1:
+                raise ValueError(f"{name} is {value}; use 1 or more")
+
+    @property
+    def most_seqs(self) -> int:
+        """Places in a step that one client or one HTTP request may have: some are for others."""
+        return self.max_seqs - self.max_seqs // KEPT
+
+    @property
+    def most_queue(self) -> int:
+        """Places in the queue that one client may have."""
+        return self.max_queue - self.max_queue // KEPT * self.several_clients
+
+
+def check_length(
+    prompt: int, source: int, context: int, *, model: str = "", param: str = "prompt"
+) -> None:
+    """Raises PromptTooLong unless prompt, source and a token of an answer fit into contexts.
+
+    prompt, source: tokens that the decoder and an encoder read. model: named to a client, like
+    the field that it sent.
+    """
+    what = param if model else "The prompt"
+    of, end = (f" of {model}", "") if model else ("", ".")
+    if source > context:
+        reads = f"encoder{of} reads at most" if model else "encoder's context holds"
+        raise PromptTooLong(
+            f"{what} has {source} tokens, but the {reads} {context}; shorten it{end}", param
+        )
+    if prompt >= context:
+        raise PromptTooLong(
+            f"{what} has {prompt} tokens, but the context{of} holds {context}, at least one of "
+            f"which is for the answer; shorten it{end}",
+            param,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Compute tokens start .. start + count - 1 of the request's context in this step."""
+
+    request: Request
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether this reaches the last known token, or one that only the device knows.
+
+        Meaningful until the plan is recorded.
+        """
+        return self.start + self.count >= self.request.context_length
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the request has its first token before this work."""
+        return self.request.num_generated > 0 or self.start >= self.request.num_prompt
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the request's source is encoded first, whole, as after every admission."""
+        return self.start == 0 and bool(self.request.source)
+
+    @property
+    def rows(self) -> int:
+        """Tokens that the step computes for it, on both sides of the model."""
+        return self.count + (len(self.request.source) if self.encodes else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    work: tuple[Work, ...]
+    preempted: int
+    admitted: tuple[Request, ...]  # for the first time; their `cached` is set
+    shifts: tuple[ContextShift, ...] = ()
+    forks: tuple[OpReport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The sampler's result for one request: its next token, or the error that ends it alone."""
+
+    token: int
+    logprob: TokenLogprob | None = None
+    error: ServeError | None = None
 
 
 @dataclass(frozen=True, slots=True)

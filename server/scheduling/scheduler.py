@@ -2,7 +2,7 @@
 
 There are no prefill and decode phases: a request has known and computed tokens, and in each step
 the computed ones catch up with the known ones, oldest request first, within a budget. Who is
-admitted next is decided by turns (server/scheduling/turns.py).
+admitted next is decided by turns (server/scheduling/queue.py).
 """
 
 import time
@@ -15,22 +15,23 @@ from typing import TypeVar
 from ropewalk.cache.block_pool import InvariantError
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.types import Fork, NoRoom, OpReport
+from ropewalk.server.errors import CacheChanged, InvalidField, ServeError
 from ropewalk.server.scheduling.context_shift import CacheOperations, ContextShifter
-from ropewalk.server.scheduling.pace import Appointments, Pace, no_place, no_time
-from ropewalk.server.scheduling.plan import Limits, Plan, Sampled, Work
+from ropewalk.server.scheduling.queue import Appointments, Pace, Turns, no_place, no_time
 from ropewalk.server.scheduling.request import (
-    CacheChanged,
+    ContextShift,
     FinishReason,
-    InvalidField,
+    Limits,
     Outlook,
     Overflow,
-    PromptTooLong,
+    Plan,
     Request,
     RequestSummary,
-    ServeError,
+    Sampled,
     TokenEvent,
+    Work,
+    check_length,
 )
-from ropewalk.server.scheduling.turns import Turns
 
 T = TypeVar("T")
 
@@ -78,6 +79,7 @@ class Scheduler:
         self._late_from = 0.0  # when to look for requests that have waited too long
         self._recompute: dict[str, int] = {}  # preempted: prompt tokens computed once before
         self._forks: list[OpReport] = []
+        self._shifts: list[ContextShift] = []
         self._ended: list[tuple[str, RequestSummary]] = []  # request ids and how they ended
 
     @property
@@ -102,7 +104,8 @@ class Scheduler:
         PromptTooLong, UnsupportedField and QueueFull; ValueError when the id is in use.
         """
         self._require_possible(request)
-        self._shifter.require_possible(request)
+        if request.overflow is not Overflow.REFUSE:
+            self._shifter.require_possible(request)
         if request.id in self._running or request.id in self._waiting:
             raise ValueError(f"request id {request.id!r} is in use")
         seats, limits = self._seats(), self._limits
@@ -257,13 +260,9 @@ class Scheduler:
             kept -= 1
         admitted = [] if preempted else self._admit(work, budget, quick)
         self._cache.save_ahead()
-        return Plan(
-            tuple(work),
-            preempted,
-            tuple(admitted),
-            tuple(self._shifter.drain()),
-            self._drain_forks(),
-        )
+        shifts, self._shifts = self._shifts, []
+        forks, self._forks = self._forks, []
+        return Plan(tuple(work), preempted, tuple(admitted), tuple(shifts), tuple(forks))
 
     def _budget(self) -> int:
         """The most tokens that the next step may compute."""
@@ -352,21 +351,9 @@ class Scheduler:
             raise InvariantError("something is remembered of a request that ended")
 
     def _require_possible(self, request: Request) -> None:
-        tokens, context = len(request.tokens), self._limits.max_context
-        if len(request.source) > context:
-            raise PromptTooLong(
-                f"The prompt has {len(request.source)} tokens, but the encoder's context holds "
-                f"{context}; shorten the prompt.",
-                "prompt",
-            )
-        if tokens == 0:
+        if not request.tokens:
             raise InvalidField("The prompt has no tokens; send at least one.", "prompt")
-        if tokens >= context:
-            raise PromptTooLong(
-                f"The prompt has {tokens} tokens, but the context holds {context}, at least one of "
-                "which is for the answer; shorten the prompt.",
-                "prompt",
-            )
+        check_length(len(request.tokens), len(request.source), self._limits.max_context)
         stored = self._room_for(request)
         if stored > self._cache.capacity:
             raise InvalidField(
@@ -392,9 +379,11 @@ class Scheduler:
         return Work(request, request.computed, min(known - request.computed, budget, most))
 
     def _grow(self, request: Request) -> bool:
-        if self._shifter.full(request):
-            if not self._shifter.shorten(request):
+        if self._is_full(request):
+            shift = self._shifter.shorten(request)
+            if shift is None:
                 return False
+            self._shifts.append(shift)
             self._no_room = None
         known = _known(request)
         return self._cache.reserve(request.id, known, len(known)) is not None
@@ -470,9 +459,9 @@ class Scheduler:
 
     def _open(self, request: Request) -> bool:
         """Reserve room for all its known tokens, in both encoder and decoder or in neither."""
-        full = self._shifter.full(request)
+        full = self._is_full(request)
         if full and request.id not in self._cache.parked:
-            self._shifter.shorten_uncached(request)
+            self._shifts.append(self._shifter.shorten_uncached(request))
             full = False
         if self._can_fork(request):
             return self._fork(request)
@@ -512,7 +501,7 @@ class Scheduler:
         Not from a part, if the rest depends on what an encoder returned or on dropped tokens.
         """
         names = [name for name in _sequences(request) if name in self._cache.parked]
-        whole = request.source or request.dropped or self._shifter.full(request)
+        whole = request.source or request.dropped or self._is_full(request)
         return not whole or all(map(self._cache.intact, names))
 
     def _begin(self, call: Callable[..., T], request: Request, name: str) -> T:
@@ -561,10 +550,6 @@ class Scheduler:
         request.computed = length
         return True
 
-    def _drain_forks(self) -> tuple[OpReport, ...]:
-        forks, self._forks = self._forks, []
-        return tuple(forks)
-
     def _advance(self, work: Work) -> None:
         request = work.request
         recomputed = self._recompute.get(request.id, 0)
@@ -599,13 +584,17 @@ class Scheduler:
             cached_tokens=request.cached,
         )
 
+    def _is_full(self, request: Request) -> bool:
+        """Whether the next token would be computed at a position past the context."""
+        return request.context_length >= self._limits.max_context
+
     def _finish_reason(self, request: Request) -> FinishReason | None:
         params, generated = request.params, request.num_generated
         if generated >= params.min_tokens and request.tokens[-1] in params.stop_ids:
             return FinishReason.STOP
         if generated >= params.max_tokens:
             return FinishReason.LENGTH
-        if request.overflow is Overflow.REFUSE and self._shifter.full(request):
+        if request.overflow is Overflow.REFUSE and self._is_full(request):
             return FinishReason.CONTEXT
         return None
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from ropewalk.server.http.cancellation import Drain
 from ropewalk.server.http.in_thread import in_thread
 from ropewalk.server.http.protocol import Server, uvicorn_config
+from ropewalk.server.http.streaming import Drain
 from tests.fuzz import raw
 from tests.fuzz.streams import Ending, Stream, exchange
 from tests.fuzz.target import Hasty

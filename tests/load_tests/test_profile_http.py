@@ -14,7 +14,7 @@ from ropewalk.load_tests.micro.profile_http import (
     http_times,
 )
 from ropewalk.server.errors import CommandError
-from ropewalk.server.http.sse import EventStream
+from ropewalk.server.http.streaming import EventStream
 from ropewalk.server.openai.choice import Choice
 from ropewalk.server.openai.responses import CompletionWire
 

@@ -21,9 +21,8 @@ from ropewalk.model.weights import checksums
 from ropewalk.model.weights.checksums import CHUNK, PORTIONS, STEPS, Changed, Seals
 from ropewalk.model.weights.fixed import fixed_tensors
 from ropewalk.server.engine.assemble import ledger_of, wired
-from ropewalk.server.engine.encoding_cost import PositionMeter
-from ropewalk.server.scheduling.plan import Limits
-from ropewalk.server.scheduling.request import Overflow
+from ropewalk.server.engine.statistics import PositionMeter
+from ropewalk.server.scheduling.request import Limits, Overflow
 from tests.model.checkpoints import save
 from tests.model.encoder_decoders import loaded, random_model, t5
 from tests.model.running import new_cache

@@ -18,16 +18,15 @@ from ropewalk.server.app.app import create_app
 from ropewalk.server.app.cache_plan import CachePlanner
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.engine.encoding_cost import PositionMeter
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.integrity import Auditor
 from ropewalk.server.engine.runner import Runner
+from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.engine.warm_up import Speed
 from ropewalk.server.launch.build import load_models
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
-from ropewalk.server.scheduling.plan import Limits
-from ropewalk.server.scheduling.request import Request
+from ropewalk.server.scheduling.request import Limits, Request
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.cache.shape import Shape

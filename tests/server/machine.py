@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ropewalk.cache.prefix import keyed_digest
 from ropewalk.model.sampling import SamplingParams
-from ropewalk.server.scheduling.plan import Limits
-from ropewalk.server.scheduling.request import InvalidField, Overflow, PromptTooLong, QueueFull
+from ropewalk.server.errors import InvalidField, PromptTooLong, QueueFull
+from ropewalk.server.scheduling.request import Limits, Overflow
 from tests.server.provenance import STOP, World, colliding_digest
 
 SALTS = ("", "", "a", "b")

@@ -15,13 +15,16 @@ from collections.abc import Iterable, Sequence
 from ropewalk.cache.kept import Moves
 from ropewalk.cache.manager import CacheManager, Copy
 from ropewalk.model.sampling import SamplingParams
-from ropewalk.server.scheduling.plan import Limits, Plan, Sampled, Work
+from ropewalk.server.errors import RequestFailed
 from ropewalk.server.scheduling.request import (
     FinishReason,
+    Limits,
     Overflow,
+    Plan,
     Request,
-    RequestFailed,
+    Sampled,
     TokenEvent,
+    Work,
 )
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping

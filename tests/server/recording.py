@@ -12,11 +12,10 @@ from ropewalk.cache.spill import HostMemory
 from ropewalk.cache.types import Audit
 from ropewalk.model.sampler import Sampler
 from ropewalk.model.sampling import SamplingParams
-from ropewalk.server.engine.encoding_cost import PositionMeter
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.runner import Runner
-from ropewalk.server.scheduling.plan import Limits
-from ropewalk.server.scheduling.request import Request
+from ropewalk.server.engine.statistics import PositionMeter
+from ropewalk.server.scheduling.request import Limits, Request
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.model.running import full_of_nan, new_cache
 from tests.model.tiny import CONTEXT

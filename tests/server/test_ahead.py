@@ -19,8 +19,7 @@ from ropewalk.model.kernels.triton.attention import TritonAttention
 from ropewalk.model.sampler import Sampler
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.engine.runner import Runner
-from ropewalk.server.scheduling.plan import Limits
-from ropewalk.server.scheduling.request import Overflow, Request
+from ropewalk.server.scheduling.request import Limits, Overflow, Request
 from tests.model.test_contract import WINDOWS
 from tests.model.test_replay import Replaying, on
 from tests.model.tiny import freeze, tiny

@@ -5,8 +5,9 @@ import threading
 
 import pytest
 
+from ropewalk.server.errors import QueueFull, RequestFailed, ShuttingDown
 from ropewalk.server.openai import requests
-from ropewalk.server.scheduling.request import FinishReason, QueueFull, RequestFailed, ShuttingDown
+from ropewalk.server.scheduling.request import FinishReason
 from tests.server.toy import (
     BEGIN,
     CONTEXT,

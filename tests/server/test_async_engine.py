@@ -3,17 +3,14 @@
 import asyncio
 import threading
 import time
+from contextlib import aclosing
 
 import pytest
 
 from ropewalk.server.engine import async_engine
 from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.scheduling.request import (
-    FinishReason,
-    PromptTooLong,
-    RequestFailed,
-    ShuttingDown,
-)
+from ropewalk.server.errors import PromptTooLong, RequestFailed, ShuttingDown
+from ropewalk.server.scheduling.request import FinishReason
 from tests.server.fake_engine import counting, make_engine, make_request
 
 pytestmark = pytest.mark.anyio
@@ -42,8 +39,16 @@ def started(engine, **options):
     return running, seen
 
 
-async def collect(running, request):
-    return [event async for events in running.generate("m", request) for event in events]
+async def collect(running, request, model="m"):
+    return [event async for events in alone(running, request, model) for event in events]
+
+
+async def alone(running, request, model="m"):
+    """The events of one request, as they come."""
+    async with aclosing(running.generate(model, [request])) as batches:
+        async for batch in batches:
+            assert [index for index, _ in batch] == [0]
+            yield batch[0][1]
 
 
 async def test_events_arrive_in_order_and_end():
@@ -77,7 +82,7 @@ async def test_two_models_are_stepped_in_turn():
 
     async def tokens(model):
         request = make_request("x" + model, [5])
-        return [e.token async for events in running.generate(model, request) for e in events]
+        return [event.token for event in await collect(running, request, model)]
 
     assert await asyncio.gather(tokens("a"), tokens("b")) == [[6, 7, 8, 9, 10]] * 2
     await running.stop()
@@ -95,7 +100,7 @@ async def test_a_refusal_raises_at_the_first_turn():
 async def test_a_caller_that_leaves_frees_its_blocks():
     engine, manager = make_engine(slowly)
     running, seen = started(engine)
-    stream = running.generate("m", make_request("a", [1], max_tokens=90))
+    stream = alone(running, make_request("a", [1], max_tokens=90))
     await anext(stream)
     steps = len(seen)
     await stream.aclose()
@@ -136,7 +141,7 @@ async def test_an_answer_ends_once():
     """Whatever the thread's end says to all, a finished answer that is yet to be read stays so."""
     engine, _ = make_engine()
     running, seen = started(engine)
-    stream = running.generate("m", make_request("a", [1], max_tokens=1))
+    stream = alone(running, make_request("a", [1], max_tokens=1))
     reading = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)  # it has asked and now waits
     while not any(stats.ended for stats in seen):

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from ropewalk.server.http_errors import DuplicateKey, InvalidBody
-from ropewalk.server.openai.json_body import MAX_DEPTH, parse_object
+from ropewalk.server.errors import DuplicateKey, InvalidBody
+from ropewalk.server.openai.body import MAX_DEPTH, parse_object
 
 
 def test_an_object_is_read():

@@ -93,6 +93,7 @@ def test_taken_port_is_said_before_anything_is_loaded(built, capsys) -> None:
     ("arguments", "words"),
     [
         (["serv"], "No such command 'serv'. Did you mean 'serve'? See ropewalk --help"),
+        (["audti"], "No such command 'audti'. Did you mean 'audit'? See ropewalk --help"),
         (["serve", "--prt", "1"], "'--prt'. Did you mean '--port'? See ropewalk serve --help"),
         (["serve", "--por", "1"], "'--por'. Did you mean '--port'? See ropewalk serve --help"),
         (["serve", "--max-model-length=4k"], "mean '--max-model-len'? See ropewalk serve --help"),

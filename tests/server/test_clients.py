@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.errors import QueueFull, RequestFailed
 from ropewalk.server.metrics.exporter import Metrics
-from ropewalk.server.scheduling.request import QueueFull, RequestFailed
 from tests.server.fake_engine import VOCAB, counting, make_engine
 from tests.server.toy import ScriptedEngine, running, toy, toy_app
 

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from ropewalk.server.http.door import SURE, Door
-from ropewalk.server.scheduling.request import Outlook, QueueFull, QueueTime
+from ropewalk.server.errors import QueueFull, QueueTime
+from ropewalk.server.scheduling.queue import SURE, Door
+from ropewalk.server.scheduling.request import Outlook
 from tests.server.toy import ScriptedEngine, ask, chat, complete, sample, toy, toy_app
 
 SLOW = Outlook(seats=0, waiting=0, places=100, gap_s=1.0, apart_s=1.0, most_s=5 / SURE)

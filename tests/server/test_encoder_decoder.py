@@ -15,16 +15,15 @@ from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.model.sampler import Sampler
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.model.tokenizers.base import Detokenizer
-from ropewalk.server.engine.encoding_cost import PositionMeter
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.runner import Runner
-from ropewalk.server.errors import CommandError
+from ropewalk.server.engine.statistics import PositionMeter
+from ropewalk.server.errors import CommandError, InvalidField, PromptTooLong
 from ropewalk.server.launch.build import load_models
 from ropewalk.server.launch.load_model import prepare
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.choice import Choice
-from ropewalk.server.scheduling.plan import Limits, Sampled
-from ropewalk.server.scheduling.request import InvalidField, PromptTooLong, Request, TokenEvent
+from ropewalk.server.scheduling.request import Limits, Request, Sampled, TokenEvent
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model import encoder_decoders as tiny

@@ -7,14 +7,8 @@ import pytest
 import torch
 
 from ropewalk.model.sampler import Picking, Sampler
-from ropewalk.server.scheduling.request import (
-    FinishReason,
-    NumericalError,
-    PassTimes,
-    Phase,
-    PromptTooLong,
-    RequestFailed,
-)
+from ropewalk.server.errors import NumericalError, PromptTooLong, RequestFailed
+from ropewalk.server.scheduling.request import FinishReason, PassTimes, Phase
 from tests.server.fake_engine import CPU, VOCAB, counting, make_engine, make_request
 
 POISON = 49

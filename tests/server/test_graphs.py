@@ -11,7 +11,7 @@ from ropewalk.model.kernels import substitutes
 from ropewalk.model.kernels.graphs.replay import ReplayedDecoder
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.server.launch import graphs
-from ropewalk.server.scheduling.plan import Limits
+from ropewalk.server.scheduling.request import Limits
 from tests.model import encoder_decoders
 from tests.model.checkpoints import save
 from tests.model.encoder_decoders import t5

@@ -6,10 +6,9 @@ import logging
 import pytest
 
 from ropewalk.model.chat.template import ChatTemplate
+from ropewalk.server.errors import QueueFull, RequestFailed, Unauthorized, WrongHost
 from ropewalk.server.http.access_log import REFUSALS_PER_SECOND, Exchange, HttpLog
-from ropewalk.server.http_errors import Unauthorized, WrongHost
 from ropewalk.server.metrics.exporter import Metrics
-from ropewalk.server.scheduling.request import QueueFull, RequestFailed
 from tests.server.sockets import completion, connect, exchange, post, read_all
 from tests.server.toy import (
     ScriptedEngine,
@@ -173,7 +172,7 @@ TALK = [{"role": "user", "content": SECRET}]
     ],
 )
 def test_no_line_has_a_text(path, body, caplog):
-    caplog.set_level(logging.DEBUG, "server")
+    caplog.set_level(logging.DEBUG, "ropewalk.server")
     ask(toy_app(), "POST", path, json=body)
     assert len(lines(caplog)) == 1
     assert SECRET not in caplog.text

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ropewalk.server import long_work
-from ropewalk.server.http_errors import DuplicateKey, InvalidBody
+from ropewalk.server.errors import DuplicateKey, InvalidBody
 from ropewalk.server.long_work import PIECE, json_text
-from ropewalk.server.openai import json_body
-from ropewalk.server.openai.json_body import parse_object
+from ropewalk.server.openai import body as json_body
+from ropewalk.server.openai.body import parse_object
 from tests.server.toy import ByteTokenizer, ScriptedEngine, ask, complete, running, toy, toy_app
 
 NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)

@@ -7,14 +7,8 @@ import pytest
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.types import Capability
 from ropewalk.model.sampling import SamplingParams
-from ropewalk.server.scheduling.plan import Limits, Sampled
-from ropewalk.server.scheduling.request import (
-    FinishReason,
-    InvalidField,
-    Overflow,
-    Request,
-    UnsupportedField,
-)
+from ropewalk.server.errors import InvalidField, UnsupportedField
+from ropewalk.server.scheduling.request import FinishReason, Limits, Overflow, Request, Sampled
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model.running import run_uncached

@@ -7,8 +7,9 @@ import random
 import pytest
 
 from ropewalk.model.sampling import SamplingParams
-from ropewalk.server.scheduling.pace import Appointments, Pace
-from ropewalk.server.scheduling.request import MAX_RETRY_AFTER, Request
+from ropewalk.server.errors import MAX_RETRY_AFTER
+from ropewalk.server.scheduling.queue import Appointments, Pace
+from ropewalk.server.scheduling.request import Request
 
 TRIES = 3  # the openai package's: one, and two more
 

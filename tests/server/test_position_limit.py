@@ -2,10 +2,9 @@
 
 import pytest
 
-from ropewalk.server.errors import CommandError
+from ropewalk.server.errors import CommandError, PromptTooLong
 from ropewalk.server.launch.build import load_models
 from ropewalk.server.metrics.exporter import Metrics
-from ropewalk.server.scheduling.request import PromptTooLong
 from tests.model import checkpoints, plain
 from tests.server.fake_engine import configured
 from tests.server.recording import request

@@ -12,8 +12,8 @@ from ropewalk.model.encodings.base import create, find
 from ropewalk.model.encodings.common.cost import PositionalWork
 from ropewalk.model.layers.decoder import Decoder
 from ropewalk.model.loading.save import save_checkpoint
-from ropewalk.server.engine.encoding_cost import PositionMeter
-from ropewalk.server.scheduling.plan import Work
+from ropewalk.server.engine.statistics import PositionMeter
+from ropewalk.server.scheduling.request import Work
 from tests.model import checkpoints, tiny
 from tests.model.tiny import ROPE, T5
 from tests.server.fake_engine import loaded_app, make_engine, make_request

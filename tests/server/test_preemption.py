@@ -7,8 +7,7 @@ import pytest
 from ropewalk.cache.manager import Table
 from ropewalk.model import family as bundled
 from ropewalk.server.engine.batch import build_batch
-from ropewalk.server.scheduling.plan import Work
-from ropewalk.server.scheduling.request import Overflow
+from ropewalk.server.scheduling.request import Overflow, Work
 from tests.model import encoder_decoders
 from tests.model.checkpoints import save
 from tests.server.disturbed import load, requests, run

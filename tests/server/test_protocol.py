@@ -579,8 +579,9 @@ def test_a_client_that_reads_an_answer_slowly_gets_all_of_it():
         b"x: " + b"y" * MAX_HEAD + b"\r\n\r\n",
     ],
 )
-def test_a_head_request_that_is_refused_has_no_body_either(rest):
+def test_a_head_request_that_is_refused_has_no_body_either(rest, caplog):
     with running(toy_app()) as (url, _):
         answer = exchange(url, b"HEAD /version HTTP/1.1\r\n" + rest)
     assert answer.startswith(b"HTTP/1.1 4")
     assert answer.endswith(b"\r\n\r\n")
+    assert "protocol.data_received() call failed" not in caplog.text

@@ -9,8 +9,7 @@ import random
 from hypothesis import HealthCheck, settings
 
 from ropewalk.model.sampling import SamplingParams
-from ropewalk.server.scheduling.plan import Limits
-from ropewalk.server.scheduling.request import FinishReason
+from ropewalk.server.scheduling.request import FinishReason, Limits
 from tests.server.machine import ProvenanceMachine
 from tests.server.provenance import STOP, World, next_token, solo
 

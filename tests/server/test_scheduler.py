@@ -7,15 +7,15 @@ import pytest
 from ropewalk.cache.block_pool import InvariantError
 from ropewalk.cache.manager import CacheManager
 from ropewalk.model.sampling import SamplingParams
-from ropewalk.server.scheduling.plan import Limits, Plan, Sampled, Work
+from ropewalk.server.errors import InvalidField, PromptTooLong, QueueFull, RequestFailed
 from ropewalk.server.scheduling.request import (
     FinishReason,
-    InvalidField,
-    PromptTooLong,
-    QueueFull,
+    Limits,
+    Plan,
     Request,
-    RequestFailed,
+    Sampled,
     TokenLogprob,
+    Work,
 )
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping

@@ -4,17 +4,15 @@ import time
 
 import pytest
 
-from ropewalk.server.http_errors import MissingField, UnknownField
-from ropewalk.server.openai.fields import HARMLESS, UNSUPPORTED
+from ropewalk.server.errors import InvalidField, MissingField, UnknownField, UnsupportedField
+from ropewalk.server.openai.body import HARMLESS, UNSUPPORTED, read_body
 from ropewalk.server.openai.schemas import (
     CachePlanBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
-    read_body,
 )
-from ropewalk.server.scheduling.request import InvalidField, UnsupportedField
 
 HUGE = 10**30
 

@@ -17,8 +17,7 @@ from ropewalk.cache.kept import Slots
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.prefix import PrefixIndex
 from ropewalk.server.scheduling.context_shift import ContextShifter
-from ropewalk.server.scheduling.plan import Plan, Work
-from ropewalk.server.scheduling.request import FinishReason
+from ropewalk.server.scheduling.request import FinishReason, Plan, Work
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.server.machine import ProvenanceMachine
 from tests.server.provenance import Shelf
@@ -357,8 +356,9 @@ def shift_drops_other_tokens_than_entries(patch):
     forget = ContextShifter._forget
 
     def bug(shifter, request, *rest):
-        forget(shifter, request, *rest)
+        shift = forget(shifter, request, *rest)
         request.front -= 1
+        return shift
 
     patch(ContextShifter, "_forget", bug)
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from ropewalk.cache.manager import CacheManager
 from ropewalk.model.sampling import SamplingParams
-from ropewalk.server.scheduling.plan import Limits
-from ropewalk.server.scheduling.request import QueueFull, Request
+from ropewalk.server.errors import QueueFull
+from ropewalk.server.scheduling.queue import Turns
+from ropewalk.server.scheduling.request import Limits, Request
 from ropewalk.server.scheduling.scheduler import Scheduler
-from ropewalk.server.scheduling.turns import Turns
 from tests.cache.bookkeeping import Bookkeeping
 from tests.server.test_scheduler import Clock, names, shape, step
 

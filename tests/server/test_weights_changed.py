@@ -18,10 +18,11 @@ from ropewalk.server.app.app import create_app
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine import integrity
 from ropewalk.server.engine.integrity import Auditor
+from ropewalk.server.errors import ModelWithdrawn, WeightsChanged
 from ropewalk.server.launch import build
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
-from ropewalk.server.scheduling.request import FinishReason, ModelWithdrawn, WeightsChanged
+from ropewalk.server.scheduling.request import FinishReason
 from tests.model.checkpoints import llama, random_model, save
 from tests.server.fake_engine import configured, make_request
 from tests.server.test_auditing import Watched, counted_from

@@ -14,15 +14,14 @@ from ropewalk.model.chat.template import ChatTemplate
 from ropewalk.server import listen
 from ropewalk.server.app.app import create_app
 from ropewalk.server.config import HttpOptions
+from ropewalk.server.errors import PromptTooLong, ServeError
 from ropewalk.server.http.protocol import Server, uvicorn_config
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models, Served
 from ropewalk.server.scheduling.request import (
     FinishReason,
     Outlook,
-    PromptTooLong,
     Request,
-    ServeError,
     TokenEvent,
     TokenLogprob,
 )
@@ -69,6 +68,7 @@ class ScriptedEngine:
         self.requests: list[Request] = []
         self.models: list[str] = []
         self.aborted: list[Request] = []
+        self.ended: list[Request] = []
         self.live = 0
         self.batch = 1
         self.pause = 0.0
@@ -92,28 +92,41 @@ class ScriptedEngine:
     async def flush(self, model):
         raise NotImplementedError("it has no cache")
 
-    async def generate(self, model, request):
+    async def generate(self, model, requests):
         self.models.append(model)
         if self.refuse is not None:
             raise self.refuse
-        if len(request.tokens) >= CONTEXT:
+        if any(len(request.tokens) >= CONTEXT for request in requests):
             raise PromptTooLong("too long for the engine")
-        self.requests.append(request)
-        self.live += 1
-        ended = False
+        self.requests += requests
+        self.live += len(requests)
+        going = {index: self._events(request) for index, request in enumerate(requests)}
         try:
-            events = self._events(request)
-            while not ended:
+            while going:
                 await asyncio.sleep(self.pause)
                 batch = []
-                while len(batch) < self.batch and not ended:
-                    batch.append(next(events))
-                    ended = batch[-1].finish is not None
-                yield batch
+                for index, events in list(going.items()):
+                    if requests[index] in self.aborted:
+                        del going[index]
+                        continue
+                    new = [next(events)]
+                    while len(new) < self.batch and new[-1].finish is None:
+                        new.append(next(events))
+                    if new[-1].finish is not None:
+                        del going[index]
+                        self.live -= 1
+                        self.ended.append(requests[index])
+                    batch.append((index, new))
+                if batch:
+                    yield batch
         finally:
+            for index in going:
+                self.abort(model, requests[index])
+
+    def abort(self, model, request):
+        if request not in self.aborted and request not in self.ended:
             self.live -= 1
-            if not ended:
-                self.aborted.append(request)
+            self.aborted.append(request)
 
     def _events(self, request: Request) -> Iterator[TokenEvent]:
         params = request.params

@@ -12,6 +12,11 @@ def test_the_folder_is_the_list():
     assert len(names) == len(set(names))
 
 
+def test_a_file_has_the_name_of_its_family():
+    for found in architectures():
+        assert type(found).__module__.rpartition(".")[2] == found.model_type
+
+
 def test_by_name():
     assert by_model_type("mistral", "x").model_type == "mistral"
     assert by_gguf_name("qwen3", "x").model_type == "qwen3"

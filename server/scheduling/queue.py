@@ -1,0 +1,320 @@
+"""Who waits: whose turn is next, how long that takes, and who is refused at the door.
+
+Knows requests and tokens, but no cache. Clients, told apart by their API keys, take turns so that
+each gets as many tokens as the others. Those of one client are admitted by priority, then in turns:
+some prompts of each HTTP request that waits. So a request of a thousand prompts delays any other by
+a few of its prompts, and nobody waits for ever: a turn comes round after a few prompts of every
+request before it.
+
+At the door a request that would wait too long is refused from counters alone, before its body is
+read. That costs so little that a server with far too many clients still spends its time on those
+that it admitted. The scheduler has limits of its own for what the door cannot know, such as how
+many prompts a body holds.
+"""
+
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import floor
+from statistics import fmean
+from typing import Self
+
+from ropewalk.server.errors import MAX_RETRY_AFTER, QueueFull, QueueTime
+from ropewalk.server.scheduling.request import Outlook, Request
+
+RECENT = 32  # ended requests from which the pace is taken, at least
+# Who comes too late has waited; who comes too early may have no try left.
+MARGIN = 1.5
+# Estimates err. Who is admitted and then waits too long has cost more than a refusal at the door.
+SURE = 0.6
+
+
+@dataclass(slots=True)
+class _Group:
+    """The prompts of one HTTP request."""
+
+    waiting: OrderedDict[str, Request] = field(default_factory=OrderedDict)  # oldest first, by id
+    taken: int = 0  # prompts that were admitted
+
+
+# The HTTP requests of one priority, next one first.
+_Ring = OrderedDict[str, _Group]
+
+
+class Turns:
+    """The requests that have never run, in the order in which they will.
+
+    A turn is `most` prompts of one HTTP request, or all that it has.
+    """
+
+    def __init__(self, most: int = 1) -> None:
+        self._most = most
+        self._clients: dict[str, dict[int, _Ring]] = {}  # those that wait, rings by priority
+        self._counts: Counter[str] = Counter()  # waiting requests of each client
+        # Tokens computed for each client. Only differences count, and only of clients that wait at
+        # the same time: whoever comes back begins level with who was admitted last.
+        self._used: dict[str, int] = {}
+        self._level = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        for client in self._clients:
+            for _, group in self._groups(client):
+                yield from group.waiting.values()
+
+    def add(self, request: Request) -> None:
+        client = request.client
+        if client not in self._clients:
+            if not self._clients:  # nobody has waited for what the others got
+                self._level = max(self._used.values(), default=0)
+            self._used[client] = max(self._used.get(client, 0), self._level)
+        rings = self._clients.setdefault(client, {})
+        ring = rings.setdefault(request.priority, OrderedDict())
+        ring.setdefault(request.turn, _Group()).waiting[request.id] = request
+        self._counts[client] += 1
+
+    def remove(self, request: Request) -> None:
+        """Forget a request, if it waits here: one that was preempted does not."""
+        group = self._group(request)
+        if group is None or group.waiting.pop(request.id, None) is None:
+            return
+        self._counts[request.client] -= 1
+        rings = self._clients[request.client]
+        if not group.waiting:
+            del rings[request.priority][request.turn]
+        if not rings[request.priority]:
+            del rings[request.priority]
+        if not rings:
+            del self._clients[request.client]
+
+    def take(self, request: Request) -> None:
+        """`request` is admitted. After the last prompt of a turn, others are next."""
+        self._level = max(self._level, self._used[request.client])
+        ring = self._clients[request.client][request.priority]
+        group = ring[request.turn]
+        group.taken += 1
+        if group.taken % self._most == 0:
+            ring.move_to_end(request.turn)
+        self.remove(request)
+
+    def charge(self, client: str, tokens: int) -> None:
+        """Tokens were computed for a client."""
+        self._used[client] = self._used.get(client, 0) + tokens
+
+    def next(self, barred: Container[str] = ()) -> Request | None:
+        """Who is to be admitted next, except those whose client or `turn` is `barred`."""
+        for client in sorted(self._clients, key=self._used.__getitem__):
+            if client not in barred:
+                for turn, group in self._groups(client):
+                    if turn not in barred:
+                        return next(iter(group.waiting.values()))
+        return None
+
+    def begun(self, request: Request) -> bool:
+        """Whether another prompt of the same HTTP request was admitted before this one."""
+        group = self._group(request)
+        return group is not None and group.taken > 0
+
+    def count(self, client: str) -> int:
+        """How many requests of a client wait."""
+        return self._counts[client]
+
+    def _group(self, request: Request) -> _Group | None:
+        ring = self._clients.get(request.client, {}).get(request.priority)
+        return None if ring is None else ring.get(request.turn)
+
+    def _groups(self, client: str) -> Iterator[tuple[str, _Group]]:
+        rings = self._clients[client]
+        for priority in sorted(rings):
+            yield from rings[priority].items()
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    seconds: float  # since the end before it, without pauses
+    tokens: int  # that it generated
+
+
+# The guess for a server that has answered nothing yet; real ends soon outweigh it.
+_GUESS = _End(seconds=3.2, tokens=64)
+
+
+class Pace:
+    """How far apart requests end. Times are monotonic seconds.
+
+    Answers of one length end together, so the pace is that of `recent` ends, or of RECENT.
+    """
+
+    def __init__(self, recent: int = RECENT) -> None:
+        self._ends = deque([_GUESS], maxlen=max(recent, RECENT))
+        self._since = 0.0  # the last end, or the start of work after a pause
+
+    def begin(self, now: float) -> None:
+        """The first request after a pause has come."""
+        self._since = now
+
+    def end(self, now: float, tokens: int) -> None:
+        """A request that had been admitted has ended."""
+        self._ends.append(_End(now - self._since, tokens))
+        self._since = now
+
+    def gap(self, now: float, ahead: Sequence[Request]) -> float:
+        """Seconds between two ends, at the pace of recent requests and of those ahead.
+
+        ahead: running requests, or the first to run.
+        """
+        made = sum(request.num_generated for request in ahead)
+        return self._gap(now, ahead, self._ends, made)
+
+    def measured_gap(self, now: float, ahead: Sequence[Request]) -> float | None:
+        """The same from ends alone; None until there are some."""
+        ends = [end for end in self._ends if end is not _GUESS]
+        return self._gap(now, ahead, ends, 0) if len(ends) >= RECENT // 2 and ahead else None
+
+    def _gap(
+        self, now: float, ahead: Sequence[Request], ends: Collection[_End], made: int
+    ) -> float:
+        """A request's tokens at the pace of `ends` and of `made` tokens besides.
+
+        Many answers end before `max_tokens`, so none is expected to be more than twice as long as
+        the recent ones, or as it already is.
+        """
+        seconds = sum(end.seconds for end in ends) + now - self._since
+        ended = sum(end.tokens for end in ends)
+        usual = ended / len(ends)
+        expected = fmean(
+            min(request.params.max_tokens, 2 * max(usual, request.num_generated))
+            for request in ahead
+        )
+        return expected * seconds / max(ended + made, 1)
+
+
+class Appointments:
+    """Gives everyone who is refused a time of their own, as far apart as requests end.
+
+    Times are monotonic seconds. Advice is in whole seconds, so those who heed it come in bunches,
+    of which no more than `places` are admitted at once.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._last = 0.0  # the time that was given last
+
+    def forget(self) -> None:
+        """Nobody waits any more, so nobody needs to keep out of another's way."""
+        self._last = 0.0
+
+    def give(self, now: float, gap: float, after: float = 0.0) -> int:
+        """Whole seconds after which there should be room for one more, and `after` at the least."""
+        given = max(now + after, self._last) + max(MARGIN * gap, 1 / self._places)
+        self._last = min(given, now + MAX_RETRY_AFTER - 1)
+        return floor(self._last - now) + 1
+
+
+def no_place(places: int, retry_after: int) -> QueueFull:
+    """What one request gets where all places in the queue are taken."""
+    return QueueFull(
+        f"All {places} places in the queue (--max-queue) are taken; retry in {retry_after} s, or "
+        "send fewer at once.",
+        retry_after=retry_after,
+    )
+
+
+def no_time(wait: float, limit: float, retry_after: int) -> QueueTime:
+    """What a request gets that waits for longer than `limit`. Seconds."""
+    return QueueTime(
+        f"The wait in the queue is {wait:.1f} s, longer than the limit of {limit:g} s "
+        f"(--max-queue-time); retry in {retry_after} s, or send fewer at once.",
+        retry_after=retry_after,
+    )
+
+
+class Visit:
+    """One HTTP request for answers, which waits until `begin`."""
+
+    def __init__(self, door: "Door", client: str, model: str | None) -> None:
+        self.client = client
+        self.model = model
+        self._door = door
+        self._waits = True
+        door.count(self, 1)
+
+    def choose(self, model: str) -> None:
+        """The body names the model. Raises QueueFull."""
+        if self.model is None:
+            self._door.check(self.client, [model])
+            self._door.count(self, -1)
+            self.model = model
+            self._door.count(self, 1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """It waits no longer: it has its first token, or has ended. Repeating this is harmless."""
+        if self._waits:
+            self._waits = False
+            self._door.count(self, -1)
+
+
+class Door:
+    """Counts the HTTP requests that wait, by model and client."""
+
+    def __init__(
+        self,
+        models: Iterable[str],
+        outlook: Callable[[str], Outlook],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`outlook` is each model's, of the engine."""
+        self._models = tuple(models)
+        self._outlook = outlook
+        self._clock = clock
+        self._waiting: dict[str | None, Counter[str]] = {
+            model: Counter() for model in (None, *self._models)
+        }
+        self._appointments = {model: Appointments(outlook(model).places) for model in self._models}
+
+    def enter(self, client: str) -> Visit:
+        """Raises QueueFull when no model would admit another request of this client in time."""
+        self.check(client, self._models)
+        return Visit(self, client, self._models[0] if len(self._models) == 1 else None)
+
+    def check(self, client: str, models: Iterable[str]) -> None:
+        refusals = []
+        for model in models:
+            refusal = self._refusal(client, model)
+            if refusal is None:
+                return
+            refusals.append(refusal)
+        raise min(refusals, key=lambda refusal: refusal.retry_after or 0)
+
+    def count(self, visit: Visit, change: int) -> None:
+        waiting = self._waiting[visit.model]
+        waiting[visit.client] += change
+        if not waiting[visit.client]:
+            del waiting[visit.client]
+
+    def _refusal(self, client: str, model: str) -> QueueFull | None:
+        outlook, waiting = self._outlook(model), self._waiting[model]
+        if outlook.idle and not waiting:
+            self._appointments[model].forget()
+        if max(outlook.waiting, waiting.total()) >= outlook.places + outlook.seats:
+            after = self._appointments[model].give(self._clock(), outlook.apart_s)
+            return no_place(outlook.places, after)
+        wait = outlook.wait(_ahead(client, waiting))
+        if wait > outlook.most_s * SURE:
+            after = self._appointments[model].give(
+                self._clock(), outlook.apart_s, wait - outlook.most_s * SURE
+            )
+            return no_time(wait, outlook.most_s, after)
+        return None
+
+
+def _ahead(client: str, waiting: Counter[str]) -> int:
+    """How many requests have their turn before another one of `client`."""
+    own = waiting[client]
+    return own + sum(min(count, own + 1) for each, count in waiting.items() if each != client)
