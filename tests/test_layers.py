@@ -1,6 +1,7 @@
 """The house keeps its shape: who may import whom, where torch may not go, and what nobody does.
 
-Reads syntax trees; imports none of the packages, but once starts a server to see what it imports. Each rule is also shown to fail on planted code.
+Reads syntax trees; imports none of the packages, but once starts a server to see what it imports.
+Each rule is also shown to fail on planted code.
 """
 
 import ast
