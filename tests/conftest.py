@@ -1,14 +1,11 @@
 """How tests run, and which of them run only with `scripts/test --full`."""
 
-import functools
 import gc
-import logging
 import os
 import signal
-import ssl
+from pathlib import Path
 
 import pytest
-from _pytest.logging import catching_logs
 
 # Long, and late in the alphabet: they run first, so that no worker is left alone with one.
 FIRST = (
@@ -61,12 +58,12 @@ def _prepare(full):
     """Set up a process that runs tests, so that they start seconds sooner."""
     import hypothesis
     import torch
-    from hypothesis.internal.conjecture import providers
 
     gc.disable()  # until all tests are collected: what is imported stays
-    # No test uses TLS, but every HTTP client would load the certificates of all authorities.
-    ssl.create_default_context = functools.cache(ssl.create_default_context)
-    _hear_the_root_alone()
+    # Every HTTP client would load the certificates of all authorities, which takes 90 ms. OpenSSL
+    # looks one up in a folder only when a server shows its own.
+    os.environ.pop("SSL_CERT_FILE", None)
+    os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
     if not torch.cuda.is_available():
         # Triton reads it when it is first imported, by any module.
@@ -74,41 +71,6 @@ def _prepare(full):
     if not full:
         hypothesis.settings.register_profile("usual", max_examples=50)
         hypothesis.settings.load_profile("usual")
-        # Hypothesis would collect constants from all loaded modules, which takes seconds and makes
-        # examples depend on the order of tests.
-        providers._get_local_constants = lambda: providers._local_constants
-
-
-def _hear_the_root_alone():
-    """All log records reach the root; pytest would check a thousand loggers, six times a test."""
-    ask_all = catching_logs.__enter__
-
-    def enter(catching):
-        if catching.level is not None or not hasattr(catching, "attached_loggers"):
-            return ask_all(catching)  # pytest before 9.1 only uses the root
-        logging.root.addHandler(catching.handler)
-        catching.attached_loggers.append(logging.root)
-        return catching.handler
-
-    catching_logs.__enter__ = enter
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """Forget finished files: after each test xdist counts the remaining tests of every file."""
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class Forgetful(LoadFileScheduling):
-        def mark_test_complete(self, node, item_index, duration=0):
-            super().mark_test_complete(node, item_index, duration)
-            work = self.assigned_work[node]
-            file = self._split_scope(self.registered_collections[node][item_index])
-            if all(work[file].values()):
-                del work[file]
-
-    return Forgetful(config, log)
 
 
 def pytest_collection_finish():

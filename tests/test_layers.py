@@ -24,13 +24,14 @@ MAX_FILES = 16  # in a room
 # token, and all on that way, the forward pass being one; tests/server/follow.py lists them.
 MAX_IMPORTED, MAX_IN_SERVER, MAX_ON_THE_WAY = 138, 25, 36
 STUDIES = ("model/inspect/", "model/family/", "load_tests/")
-PACKAGES = ("server", "model", "cache", "load_tests")
+PACKAGES = ("server", "model", "cache", "load_tests", "report")
 
 ALLOWED = {  # what a package may import besides itself
-    "server": {"model", "cache"},
-    "model": {"cache"},
+    "server": {"model", "cache", "report"},
+    "model": {"cache", "report"},
     "cache": set(),
-    "load_tests": set(),
+    "load_tests": {"report"},
+    "report": set(),
 }
 IN_PROCESS = (  # load tests in one process with what they measure, which they may import
     "load_tests/micro/engines.py",
@@ -47,6 +48,7 @@ IN_PROCESS = (  # load tests in one process with what they measure, which they m
     "load_tests/micro/scaling_parts.py",
     "load_tests/micro/spill_cost.py",
     "load_tests/micro/step_cost.py",
+    "load_tests/micro/template_cost.py",
 )
 NO_TORCH = (  # files, and what begins so
     "cache/types.py",
@@ -81,9 +83,15 @@ ONLY_IN = {  # third-party package: the files that may know it
     ),
     "click": ("server/cli/",),
     "fastapi": ("server/app/",),
-    "matplotlib": ("model/inspect/explain/", "model/family/evaluation/report/pictures.py"),
+    "matplotlib": (
+        "report/figure.py",
+        "model/inspect/audit_page.py",
+        "model/inspect/explain/",
+        "model/family/evaluation/report/pictures.py",
+        "load_tests/report/charts.py",
+    ),
     "gguf": ("model/weights/gguf_file.py",),
-    "jinja2": ("model/chat/process.py",),  # never in the server's own process
+    "jinja2": ("model/chat/process.py", "report/page.py"),  # never in the server's own process
     "sentencepiece": (
         "model/tokenizers/spm.py",
         "model/tokenizers/spm_process.py",
@@ -167,12 +175,13 @@ def faults(path: str, source: str) -> list[str]:
 
 def modules() -> dict[str, str]:
     """Path below the root → source, of every file in the packages."""
-    paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+    root = ROOT / "ropewalk"
+    paths = sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
+    return {path.relative_to(root).as_posix(): path.read_text() for path in paths}
 
 
-def reaches_torch(path: str, sources: dict[str, str]) -> list[str]:
-    """The chain of files over which importing `path` would load torch; empty: it would not."""
+def reaches(path: str, sources: dict[str, str], library: str = "torch") -> list[str]:
+    """The chain of files over which importing `path` loads the library; empty: it does not."""
     seen: set[str] = set()
     chains = [[path]]
     while chains:
@@ -180,8 +189,8 @@ def reaches_torch(path: str, sources: dict[str, str]) -> list[str]:
         for name, late in imports(parsed(sources[chain[-1]])):
             if late:
                 continue
-            if name.split(".")[0] == "torch":
-                return [*chain, "torch"]
+            if name.split(".")[0] == library:
+                return [*chain, library]
             base = name.removeprefix("ropewalk.").replace(".", "/")
             for target in (f"{base}.py", f"{base}/__init__.py"):
                 if target in sources and target not in seen:
@@ -219,7 +228,15 @@ def test_file_keeps_the_rules(path: str) -> None:
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.startswith(NO_TORCH)])
 def test_importing_plain_data_never_loads_torch(path: str) -> None:
-    assert reaches_torch(path, SOURCES) == []
+    assert reaches(path, SOURCES) == []
+
+
+@pytest.mark.parametrize("library", ["jinja2", "matplotlib"])
+def test_only_reports_load_what_they_need(library: str) -> None:
+    """Commands are imported late."""
+    assert reaches("server/studies/explain.py", SOURCES, library)
+    for path in ("server/launch/build.py", "server/cli/main.py", "server/studies/encodings.py"):
+        assert reaches(path, SOURCES, library) == []
 
 
 def test_files_that_must_not_know_torch_are_there() -> None:
@@ -370,6 +387,6 @@ def test_planted_detour_to_torch_is_found() -> None:
         "model/batch.py": "from torch import Tensor",
     }
     chain = ["server/scheduling/request.py", "model/sampling.py", "model/batch.py", "torch"]
-    assert reaches_torch("server/scheduling/request.py", sources) == chain
+    assert reaches("server/scheduling/request.py", sources) == chain
     late = {"server/cli/main.py": "def serve():\n    import torch"}
-    assert reaches_torch("server/cli/main.py", late) == []
+    assert reaches("server/cli/main.py", late) == []

@@ -8,32 +8,16 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Literal
 
 import torch
+
+from ropewalk.report.statistics import Estimate
 
 Clock = Literal["processor", "wall", "cuda"]
 Call = Callable[[], object]
 
 _HEAD_START = 1_000_000  # cycles of the device's clock, about half a millisecond
-MIN_ROUNDS = 6  # fewest with which the range of all values holds the true median in 95 % of cases
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A median, and its 95 % confidence interval."""
-
-    median: float
-    low: float
-    high: float
-
-    def as_json(self) -> dict[str, float | None]:
-        """Null for infinity, which JSON lacks."""
-        return {
-            name: value if math.isfinite(value) else None for name, value in asdict(self).items()
-        }
 
 
 def clock_of(wanted: str | None, device: torch.device) -> Clock:
@@ -67,26 +51,15 @@ def rounds(
             yield {name: taken[name] for name in calls}
 
 
-def median_of(values: Sequence[float]) -> Interval:
-    """The median, with an interval between two of the values, whatever their distribution.
-
-    The number of values below the true median is binomial, as the heads of coins are, which gives
-    the two (Conover, "Practical Nonparametric Statistics", section 3.2). With fewer than
-    MIN_ROUNDS values no two suffice, and the interval is infinite.
-    """
-    ordered, count = sorted(values), len(values)
-    middle = median(ordered)
-    if count < MIN_ROUNDS:
-        return Interval(middle, -math.inf, math.inf)
-    outside, missed = 0, 2 / 2**count  # values left out at each end; how often that is wrong
-    while (missed := missed + 2 * math.comb(count, outside + 1) / 2**count) <= 0.05:
-        outside += 1
-    return Interval(middle, ordered[outside], ordered[-1 - outside])
-
-
 def ratios(taken: Sequence[Mapping[str, float]], call: str, base: str) -> list[float]:
     """Ratios of `call` to `base`, round by round."""
     return [each[call] / each[base] for each in taken]
+
+
+def interval_json(found: Estimate) -> dict[str, float | None]:
+    """A median for a file: null for infinity, which JSON lacks."""
+    ends = {"median": found.value, "low": found.low, "high": found.high}
+    return {name: value if math.isfinite(value) else None for name, value in ends.items()}
 
 
 def _wait() -> None:

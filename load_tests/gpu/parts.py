@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from ropewalk.load_tests.common.rounds import Call, Clock, Interval, median_of, rounds
+from ropewalk.load_tests.common.rounds import Call, Clock, rounds
 from ropewalk.load_tests.micro.engines import decoding
 from ropewalk.load_tests.micro.in_process import blocks_for, new_cache, passes, replayed, step
 from ropewalk.load_tests.micro.roofline import Ceiling
@@ -19,6 +19,7 @@ from ropewalk.model.formatting import in_one_line
 from ropewalk.model.kernels.cpu.bindings import Kernels
 from ropewalk.model.kernels.triton.modules import TritonLinear
 from ropewalk.model.layers.decoder import Decoder
+from ropewalk.report.statistics import Estimate, median_of
 from ropewalk.server.launch.graphs import recorder
 
 log = getLogger(__name__)
@@ -54,7 +55,7 @@ class Figure:
     system: str
     shape: str
     cell: Cell
-    seconds: Interval
+    seconds: Estimate
     samples: Sequence[float]
     least: float | None = None
     how: str = ""  # how the system computes it, if it has several ways

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
+from ropewalk.load_tests.common.rounds import interval_json
 from ropewalk.load_tests.gpu.parts import (
     BY_TORCH,
     OWN,
@@ -56,7 +57,7 @@ def as_json(ceiling: Ceiling, found: Iterable[Found]) -> dict[str, object]:
     content: dict[str, list[object]] = {"figures": [], "encodings": [], "left_out": []}
     for each in found:
         if isinstance(each, Figure):
-            content["figures"].append(asdict(each) | {"seconds": each.seconds.as_json()})
+            content["figures"].append(asdict(each) | {"seconds": interval_json(each.seconds)})
         elif isinstance(each, Encodings):
             costs = [cost.as_json() for cost in each.costs]
             content["encodings"].append(asdict(each) | {"costs": costs})
@@ -84,7 +85,7 @@ def _figures(work: Work, figures: Sequence[Figure]) -> str:
                 *([_ms(otherwise.get((shape, cell)))] if otherwise else ()),
                 _speed(work, cell, ours),
                 _ms(theirs),
-                digits(theirs.seconds.median / ours.seconds.median) if ours and theirs else "",
+                digits(theirs.seconds.value / ours.seconds.value) if ours and theirs else "",
             ]
         )
     ways = dict.fromkeys(each.how for each in peer.values() if each.how)
@@ -94,13 +95,13 @@ def _figures(work: Work, figures: Sequence[Figure]) -> str:
 
 
 def _ms(found: Figure | None) -> str:
-    return "" if found is None else fine_milliseconds(found.seconds.median)
+    return "" if found is None else fine_milliseconds(found.seconds.value)
 
 
 def _bound(found: Figure | None) -> tuple[str, str]:
     if found is None or found.least is None:
         return "", ""
-    share = found.least / found.seconds.median
+    share = found.least / found.seconds.value
     return fine_milliseconds(found.least), f"{percent(share)} %"
 
 
@@ -109,7 +110,7 @@ def _speed(work: Work, cell: Cell, found: Figure | None) -> str:
     if found is None:
         return ""
     tokens = cell.tokens if work == "prefill" else cell.batch
-    return digits(tokens / found.seconds.median)
+    return digits(tokens / found.seconds.value)
 
 
 def _told(each: LeftOut) -> str:

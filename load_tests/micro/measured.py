@@ -13,11 +13,13 @@ import torch
 
 from ropewalk.load_tests.client.environment import environment
 from ropewalk.load_tests.common.rounds import Clock, clock_of
-from ropewalk.load_tests.report.charts import standalone
+from ropewalk.load_tests.report.charts import side_by_side
 from ropewalk.load_tests.run.options import count
 from ropewalk.model.encodings.base import EncodingError
 from ropewalk.model.loading.random_weights import SHAPES
 from ropewalk.model.weights.base import CheckpointError
+from ropewalk.report.figure import Picture
+from ropewalk.report.svg import svg
 from ropewalk.server import hardware
 from ropewalk.server.errors import CommandError
 
@@ -95,22 +97,23 @@ def write(
     words: Sequence[str],
     args: argparse.Namespace,
     content: Mapping[str, object],
-    charts: Sequence[str] = (),
+    charts: Sequence[Picture] = (),
 ) -> None:
     """Write NAME.json, and NAME.svg if there are charts. Raises OSError."""
     save(name, {**heading(kind, words, args), **content})
     if charts:
-        path_of(name, ".svg").write_text(standalone(charts), encoding="utf-8")
+        text = svg(side_by_side(charts), "a")
+        path_of(name, ".svg").write_text(text + "\n", encoding="utf-8")
     print(f"wrote {name}.json{f' and {name}.svg' if charts else ''}", file=sys.stderr)
 
 
 def heading(kind: str, words: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
     """The beginning of a file: what was run, and where."""
-    module = kind.replace(" ", "_")
+    module = "gpu.check" if kind == "gpu check" else f"micro.{kind.replace(' ', '_')}"
     return {
         "schema": SCHEMA,
         "kind": f"ropewalk {kind}",
-        "command": f"python -m ropewalk.load_tests.micro.{module} {shlex.join(words)}".rstrip(),
+        "command": f"python -m ropewalk.load_tests.{module} {shlex.join(words)}".rstrip(),
         "arguments": vars(args),
         "environment": asyncio.run(_environment(args)),
     }

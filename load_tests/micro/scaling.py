@@ -10,15 +10,15 @@ from itertools import pairwise
 import torch
 
 from ropewalk.load_tests.common.progress import Progress
-from ropewalk.load_tests.common.rounds import MIN_ROUNDS, Call, Clock, Interval, median_of, rounds
+from ropewalk.load_tests.common.rounds import Call, Clock, rounds
 from ropewalk.load_tests.micro.in_process import decoders
 from ropewalk.load_tests.micro.measured import add_options, markdown, place_of, run, write
 from ropewalk.load_tests.micro.scaling_parts import AHEAD, HELD, SIZES, Part, parts
-from ropewalk.load_tests.report.charts import Mark, Series, lines
+from ropewalk.load_tests.report.charts import Mark, Series, lines, plain
 from ropewalk.load_tests.report.formatting import fine_milliseconds
-from ropewalk.load_tests.report.plot import plain_tick
-from ropewalk.load_tests.report.svg import looks
 from ropewalk.load_tests.run.options import counts
+from ropewalk.report.figure import Picture, looks
+from ropewalk.report.statistics import MIN_VALUES, Estimate, median_of
 from ropewalk.server.errors import CommandError
 from ropewalk.server.launch.load_model import find_kernels
 
@@ -66,7 +66,7 @@ examples:
 
 The table goes to standard output, progress to standard error.
 Exit status: 0; 1 when a part grows faster than its work; 2 when nothing was measured.
-Intervals need {MIN_ROUNDS} rounds or more. The defaults take some minutes.
+Intervals need {MIN_VALUES} rounds or more. The defaults take some minutes.
 """
 
 
@@ -76,8 +76,8 @@ class Growth:
 
     part: Part
     sizes: Sequence[int]
-    seconds: Sequence[Interval]
-    exponents: Sequence[Interval]
+    seconds: Sequence[Estimate]
+    exponents: Sequence[Estimate]
 
     @property
     def too_fast(self) -> bool:
@@ -205,7 +205,7 @@ def _table(growths: Sequence[Growth]) -> str:
                     part.name if at == 0 else "",
                     SIZES[part.along] if at == 0 else "",
                     f"{size:,}",
-                    fine_milliseconds(seconds.median),
+                    fine_milliseconds(seconds.value),
                     _exponent(growth.exponents[at - 1]) if at else "",
                     f"{part.power:g}" if last and at else "",
                     judged if last and at else "",
@@ -214,8 +214,8 @@ def _table(growths: Sequence[Growth]) -> str:
     return markdown(rows, left=2)
 
 
-def _exponent(found: Interval) -> str:
-    middle = f"{found.median:.2f}"
+def _exponent(found: Estimate) -> str:
+    middle = f"{found.value:.2f}"
     if math.isinf(found.high):
         return middle
     return f"{middle} ({found.low:.2f} to {found.high:.2f})".replace("-", "−")
@@ -228,21 +228,17 @@ def _by_along(growths: Sequence[Growth]) -> dict[str, list[Growth]]:
     return found
 
 
-def _chart(along: str, growths: Sequence[Growth]) -> str:
+def _chart(along: str, growths: Sequence[Growth]) -> Picture:
     """Milliseconds by size, a line for each part."""
     look = looks([growth.part.name for growth in growths], None)
     series = []
     for growth in growths:
         marks = []
         for size, found in zip(growth.sizes, growth.seconds, strict=True):
-            middle = found.median * 1e3
-            low, high = (
-                each * 1e3 if math.isfinite(each) else middle for each in (found.low, found.high)
-            )
-            text = f"{size:,}: {fine_milliseconds(found.median)} ms"
-            marks.append(Mark(size, middle, low, high, text))
-        series.append(Series(growth.part.name, look[growth.part.name], tuple(marks)))
-    return lines(f"ms by {SIZES[along]}", series, SIZES[along], plain_tick)
+            told = f"{size:,}: {fine_milliseconds(found.value)} ms"
+            marks.append(Mark(found.drawable().times(1e3), told, x=size))
+        series.append(Series(growth.part.name, look[growth.part.name], marks))
+    return lines(f"ms by {SIZES[along]}", series, SIZES[along], plain)
 
 
 def _as_json(
@@ -255,7 +251,7 @@ def _as_json(
         "power": part.power,
         "sizes": list(growth.sizes),
         "calls_per_sample": part.times,
-        "exponents": [each.median for each in growth.exponents],
+        "exponents": [each.value for each in growth.exponents],
         "too_fast": growth.too_fast,
         "samples": list(taken),  # seconds by size, round by round
     }

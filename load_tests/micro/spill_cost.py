@@ -10,11 +10,12 @@ from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.spill import HostMemory
 from ropewalk.cache.types import BLOCK_SIZE
 from ropewalk.load_tests.common.progress import Progress
-from ropewalk.load_tests.common.rounds import Interval, median_of
+from ropewalk.load_tests.common.rounds import interval_json
 from ropewalk.load_tests.micro.in_process import blocks_for, decoders, request, untouched_cache
 from ropewalk.load_tests.micro.measured import add_options, markdown, place_of, run, write
 from ropewalk.load_tests.report.formatting import milliseconds
 from ropewalk.load_tests.run.options import count
+from ropewalk.report.statistics import Estimate, median_of
 from ropewalk.server.engine.assemble import ledger_of, wired
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.launch.load_model import find_kernels
@@ -206,21 +207,21 @@ def _report(taken: list[dict[str, float]], words: Sequence[str], args: argparse.
     faster = median_of([each[COMPUTED] / each[RESTORED] for each in taken])
     print(table(medians, faster))
     if args.out:
-        content = {name: each.as_json() for name, each in medians.items()}
+        content = {name: interval_json(each) for name, each in medians.items()}
         write(args.out, "spill cost", words, args, {"seconds": content, "samples": taken}, [])
-    slow = any(medians[name].median > MOST_S for name in (COMING, LEAVING))
-    return int(faster.median < LEAST or slow)
+    slow = any(medians[name].value > MOST_S for name in (COMING, LEAVING))
+    return int(faster.value < LEAST or slow)
 
 
-def table(medians: dict[str, Interval], faster: Interval) -> str:
+def table(medians: dict[str, Estimate], faster: Estimate) -> str:
     """Milliseconds of each, and how much faster a prefix is restored."""
     rows = [("", "ms", "least", "most", "limit")]
     for name, each in medians.items():
         limit = milliseconds(MOST_S) if name in (COMING, LEAVING) else ""
-        middle, low, high = map(milliseconds, (each.median, each.low, each.high))
+        middle, low, high = map(milliseconds, (each.value, each.low, each.high))
         rows.append((name, middle, low, high, limit))
     told = markdown(rows, left=1)
-    return f"{told}\n\nRestored {faster.median:.1f} times faster than computed (limit {LEAST:.0f})."
+    return f"{told}\n\nRestored {faster.value:.1f} times faster than computed (limit {LEAST:.0f})."
 
 
 if __name__ == "__main__":

@@ -8,14 +8,15 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from ropewalk.load_tests.common.progress import Progress
-from ropewalk.load_tests.common.rounds import MIN_ROUNDS, Interval, median_of, ratios, rounds
+from ropewalk.load_tests.common.rounds import interval_json, ratios, rounds
 from ropewalk.load_tests.micro.in_process import blocks_for, decoders, new_cache, passes
 from ropewalk.load_tests.micro.measured import add_options, markdown, place_of, run, write
-from ropewalk.load_tests.report.charts import Row, dots
+from ropewalk.load_tests.report.charts import Mark, Series, dots
 from ropewalk.load_tests.report.formatting import milliseconds, signed
 from ropewalk.load_tests.report.plot import percent_tick
-from ropewalk.load_tests.report.svg import looks
 from ropewalk.load_tests.run.options import count
+from ropewalk.report.figure import Picture, looks
+from ropewalk.report.statistics import MIN_VALUES, Estimate, median_of
 from ropewalk.server.errors import CommandError
 from ropewalk.server.launch.load_model import find_kernels
 
@@ -71,7 +72,7 @@ examples:
 
 The table goes to standard output, progress to standard error.
 Exit status: 0; 1 when a limit does not hold; 2 when nothing was measured.
-Intervals need {MIN_ROUNDS} rounds or more. With `small` the defaults take some minutes.
+Intervals need {MIN_VALUES} rounds or more. With `small` the defaults take some minutes.
 """
 
 
@@ -81,12 +82,12 @@ class Cost:
 
     arm: str
     seconds: float
-    ratio: Interval
+    ratio: Estimate
     limit: float | None
     verdict: Verdict | None
 
     def as_json(self) -> dict[str, object]:
-        return asdict(self) | {"ratio": self.ratio.as_json()}
+        return asdict(self) | {"ratio": interval_json(self.ratio)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,13 +115,13 @@ def costs_of(taken: Sequence[Mapping[str, float]], limit: float) -> list[Cost]:
     found = []
     for arm in taken[0]:
         ratio = median_of(ratios(taken, arm, ZERO))
-        seconds = median_of([each[arm] for each in taken]).median
+        seconds = median_of([each[arm] for each in taken]).value
         own = limit if arm in CLAIMED else None
         found.append(Cost(arm, seconds, ratio, own, None if own is None else verdict(ratio, own)))
     return found
 
 
-def verdict(ratio: Interval, limit: float) -> Verdict:
+def verdict(ratio: Estimate, limit: float) -> Verdict:
     if ratio.high <= limit:
         return "holds"
     return "does not hold" if ratio.low > limit else "undecided"
@@ -219,25 +220,24 @@ def table(costs: Mapping[str, Sequence[Cost]]) -> str:
     return markdown(rows, left=2)
 
 
-def _difference(ratio: Interval) -> str:
+def _difference(ratio: Estimate) -> str:
     """+1.2 % (+0.8 to +1.9), without the interval if it is infinite."""
-    middle = f"{signed(ratio.median)} %"
+    middle = f"{signed(ratio.value)} %"
     if math.isinf(ratio.high):
         return middle
     return f"{middle} ({signed(ratio.low)} to {signed(ratio.high)})"
 
 
-def _chart(work: str, costs: Sequence[Cost]) -> str:
+def _chart(work: str, costs: Sequence[Cost]) -> Picture:
     """Differences in percent; hollow if the interval contains 0."""
     look = looks([cost.arm for cost in costs], ZERO)
     rows = []
     for cost in costs[1:]:
-        ratio = cost.ratio
-        if math.isinf(ratio.high):
-            ratio = Interval(ratio.median, ratio.median, ratio.median)
-        middle, low, high = (100 * (each - 1) for each in (ratio.median, ratio.low, ratio.high))
-        text = f"{signed(ratio.median)} %"
-        rows.append(Row(cost.arm, look[cost.arm], middle, low, high, text, low <= 0 <= high))
+        ratio = cost.ratio.drawable()
+        ends = [100 * (each - 1) for each in (ratio.value, ratio.low, ratio.high)]
+        same, text = ends[1] <= 0 <= ends[2], f"{signed(ratio.value)} %"
+        mark = Mark(Estimate(*ends), "", text, hollow=same)
+        rows.append(Series(cost.arm, look[cost.arm], [mark]))
     return dots(f"{work}: time over {ZERO}", {"": rows}, "percent", percent_tick, centred=True)
 
 

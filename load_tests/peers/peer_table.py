@@ -175,4 +175,4 @@ def _times(ratios: Sequence[float]) -> str:
     found = difference([logs], "output_tokens_per_s")
     if found.verdict == "unknown":
         return f"{math.exp(float(logs.mean())):.2f} (too few runs for an interval)"
-    return f"{found.estimate:.2f} ({found.low:.2f} to {found.high:.2f})"
+    return f"{found.value:.2f} ({found.low:.2f} to {found.high:.2f})"

@@ -2,23 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from ropewalk.load_tests.common.statistics import Figures, figures
 from ropewalk.load_tests.common.types import Point, Profile, Result, Run
 from ropewalk.load_tests.report.differences import Difference, corrected, paired
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """One figure over the runs of an arm: median, lowest and highest."""
-
-    median: float
-    low: float
-    high: float
-
-    def times(self, factor: float) -> "Spread":
-        return Spread(self.median * factor, self.low * factor, self.high * factor)
+from ropewalk.report.statistics import Estimate, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +18,7 @@ class Cell:
     runs: Mapping[str, tuple[Run, ...]]
     figures: Mapping[str, Mapping[int, Figures]]  # of each arm, by block
 
-    def spread(self, arm: str, metric: str) -> Spread | None:
+    def spread(self, arm: str, metric: str) -> Estimate | None:
         """The spread of one of statistics.METRICS; None if no run of this arm has it."""
         found = self.figures.get(arm, {}).values()
         return spread([one.values[metric] for one in found if metric in one.values])
@@ -63,11 +51,6 @@ class Cell:
     def load(self) -> float:
         """Requests per second of an open loop, requests in flight of a closed one."""
         return self.profile.rate if self.profile.open_loop else float(self.profile.concurrency)
-
-
-def spread(values: Sequence[float]) -> Spread | None:
-    """Median and range; None without values."""
-    return Spread(median(values), min(values), max(values)) if values else None
 
 
 def cells(result: Result) -> list[Cell]:

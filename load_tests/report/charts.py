@@ -1,89 +1,61 @@
-"""Charts as inline SVG: lines, rows of dots or bars, and a timeline. Knows nothing of load tests.
+"""Charts: lines, rows of dots or bars, and a timeline. Knows nothing of load tests.
 
 Names are next to their data, and every mark has its numbers as a tooltip. A hollow mark means "no
 difference".
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from ropewalk.load_tests.report.svg import (
-    CHART_STYLE,
-    LIGHT,
-    MARGIN,
-    WIDTH,
+from ropewalk.report.figure import (
+    INK,
+    MARK,
+    PAGE,
+    SMALL,
+    SOFT,
     Look,
-    Scale,
-    apart,
-    bent_ticks,
-    color_rules,
-    colored,
-    colors,
-    decades,
-    line,
-    marker,
-    nice,
-    polyline,
-    rectangle,
-    svg,
-    text,
-    told,
-    wide,
+    Picture,
+    label_ends,
+    one_axes,
+    tell,
 )
+from ropewalk.report.statistics import Estimate
 
-TOP, BOTTOM, LEFT = 34.0, 46.0, 62.0
-HEIGHT = 290.0  # of a chart with lines
-ROW = 21.0  # of the others
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+WIDTH, HEIGHT = 5.3, 3.1  # inches; of a chart with lines
+ROW, AROUND = 0.22, 0.65  # of the others: a row, and the rest of the height
 _LOGARITHMIC = 30.0  # from this ratio of highest to lowest value a latency axis is logarithmic
 _BENT = 15.0  # percent: from this range of differences the axis is bent, or small ones would merge
-_ASIDE = 3.0  # offset between arms at the same x, so that intervals do not overlap
+_BENT_TICKS = (0.0, *(sign * n * 10.0**e for sign in (-1, 1) for e in range(9) for n in (1, 3)))
+_LETTER, _SHRINKS = 5.8, 0.6  # points of a letter; of 100 to the inch, less room for names
+_ASIDE = 3.0  # points between arms at the same x, so that intervals do not overlap
 
 Tick = Callable[[float], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One measured value with its interval. `told` is the tooltip."""
+    """One measured value with its interval. `told` is the tooltip, `text` ends a row."""
 
-    x: float
-    y: float
-    low: float
-    high: float
+    found: Estimate
     told: str
+    text: str = ""
+    x: float = 0.0  # on a chart of lines
     hollow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The marks of one arm."""
+    """The marks of one arm: a line, or a row, which has one mark but on a timeline."""
 
     label: str
     look: Look
-    marks: tuple[Mark, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of `dots` or `bars`. `text` is written at its end."""
-
-    label: str
-    look: Look
-    value: float
-    low: float
-    high: float
-    text: str
-    hollow: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One stretch of a timeline."""
-
-    label: str
-    look: Look
-    start: float
-    end: float
-    told: str
+    marks: Sequence[Mark]
 
 
 def lines(
@@ -94,206 +66,237 @@ def lines(
     *,
     centred: bool = False,
     free: bool = False,
-) -> str:
+) -> Picture:
     """Lines through marks with their intervals, each line named at its right end.
 
     `centred` values are differences from 0, which is drawn as a line. Other y axes begin at 0 or,
     where values differ thirtyfold, are logarithmic. The ticks of the x axis are the x values, or
     round numbers if x is `free`, that is, itself measured.
     """
-    marks = [mark for one in series for mark in one.marks]
-    right = WIDTH - 30 - max(wide(one.label) for one in series)
-    floor = HEIGHT - BOTTOM
-    if free:
-        below = nice(0.0, max(mark.x for mark in marks), 4)
-        x, aside = Scale(below[0], below[-1], LEFT, right), 0.0
-    else:
-        x, below = _measured(sorted({mark.x for mark in marks}), right)
-        aside = _ASIDE
-    y, beside = _upwards(marks, centred, floor)
-    parts = [line("grid", LEFT, y(at), right, y(at)) for at in beside]
-    parts += [text(tick(at), LEFT - 6, y(at) + 4, "soft", "end") for at in beside]
-    if centred:
-        parts.append(line("level", LEFT, y(0.0), right, y(0.0)))
-    parts += [text(f"{at:,.10g}", x(at), floor + 17, "soft", "middle") for at in below]
-    parts.append(text(across, (LEFT + right) / 2, HEIGHT - 8, "soft", "middle"))
-    ends: list[tuple[float, float]] = []
-    for i, one in enumerate(series):
-        shift = aside * (i - (len(series) - 1) / 2)
-        places = [(x(mark.x) + shift, y(mark.y)) for mark in one.marks]
-        parts.append(_curve(one, places, y))
-        ends.append(places[-1])
-    return svg(title, HEIGHT, [*parts, *_names(series, ends, right)])
+
+    def draw(axes: "Axes") -> None:
+        from matplotlib.transforms import ScaledTranslation
+
+        marks = [mark for one in series for mark in one.marks]
+        _upwards(axes, marks, centred, tick)
+        _along(axes, sorted({mark.x for mark in marks}), free)
+        for i, one in enumerate(series):
+            shift = 0 if free else _ASIDE * (i - (len(series) - 1) / 2)
+            aside = axes.transData + ScaledTranslation(shift / 72, 0, axes.figure.dpi_scale_trans)
+            x, y = [mark.x for mark in one.marks], [mark.found.value for mark in one.marks]
+            style: dict[str, Any] = {"color": one.look.color, "transform": aside, "clip_on": False}
+            axes.plot(x, y, linestyle=one.look.dash, linewidth=1.4, **style)
+            floor = axes.get_ylim()[0]  # of a logarithmic axis, which may cut intervals
+            bars = [
+                (mark.x, end)
+                for mark in one.marks
+                for end in (max(mark.found.low, floor), mark.found.high, math.nan)
+            ]
+            axes.plot(*zip(*bars, strict=True), linewidth=1.2, **style)
+            for mark in one.marks:
+                _dot(axes, mark.x, mark.found.value, one, mark, aside)
+        ends = [(one.marks[-1].found.value, one.label, one.look.color) for one in series]
+        label_ends(axes, ends, [one.look.marker for one in series])
+        axes.set_xlabel(across)
+        axes.grid(False, axis="x")
+
+    return _chart("lines", title, draw, HEIGHT)
 
 
 def dots(
     title: str,
-    groups: Mapping[str, Sequence[Row]],
+    groups: Mapping[str, Sequence[Series]],
     across: str,
     tick: Tick,
     centred: bool = False,
-) -> str:
+) -> Picture:
     """A dot with its interval for each row, names at the left, under a heading for each group.
 
     `centred` values are differences from 0, which is drawn as a line.
     """
-    rows = [row for group in groups.values() for row in group]
-    left, right = _sides(rows)
-    low, high = min(row.low for row in rows), max(row.high for row in rows)
-    if centred:
-        x, ticks = _around(low, high, left, right)
-    else:
-        ticks = nice(min(low, 0.0), high, 3)
-        x = Scale(ticks[0], ticks[-1], left, right)
-    bottom = TOP + ROW * (len(rows) + sum(1 for name in groups if name))
-    parts = list(_rulers(ticks, x, bottom, tick))
-    if centred:
-        parts.append(line("level", x(0.0), TOP - 4, x(0.0), bottom))
-    middle = TOP + ROW / 2
+    rows: list[Series | str] = []
     for name, group in groups.items():
-        if name:
-            parts.append(text(name, MARGIN, middle + 4, "group"))
-            middle += ROW
-        for row in group:
-            interval = line("interval", x(row.low), middle, x(row.high), middle)
-            dot = marker(row.look.marker, x(row.value), middle, hollow=row.hollow)
-            parts.append(_row(row, middle, interval + dot))
-            middle += ROW
-    parts.append(text(across, (left + right) / 2, bottom + 34, "soft", "middle"))
-    return svg(title, bottom + (42 if across else 24), parts)
+        rows += [name, *group] if name else group
+    found = [mark.found for group in groups.values() for row in group for mark in row.marks]
+    low, high = min(one.low for one in found), max(one.high for one in found)
+
+    def draw(axes: "Axes") -> None:
+        if centred:
+            axes.axvline(0, color=SOFT, linestyle="--", linewidth=1)
+            _around(axes, "x", low, high)
+        else:
+            axes.set_xlim(min(low, 0.0), 1.04 * high or 1.0)
+            axes.locator_params(axis="x", nbins=5)
+        _label(axes, sorted(axes.get_xticks(), key=abs), tick)
+        for place, row in enumerate(rows):
+            if isinstance(row, str):
+                continue
+            for mark in row.marks:
+                ends, color = [mark.found.low, mark.found.high], row.look.color
+                axes.plot(ends, [place, place], color=color, linewidth=1.4, clip_on=False)
+                _dot(axes, mark.found.value, place, row, mark, axes.transData)
+        _name_rows(axes, rows)
+        axes.set_xlabel(across)
+
+    return _chart("dots", title, draw, AROUND + ROW * len(rows))
 
 
-def bars(title: str, rows: Sequence[Row]) -> str:
+def bars(title: str, rows: Sequence[Series]) -> Picture:
     """A bar from 0 for each row, its value written at the end: no axis is needed."""
-    left, right = _sides(rows)
-    x = Scale(0.0, max(row.value for row in rows) or 1.0, left, right)
-    bottom = TOP + ROW * len(rows)
-    parts = [line("grid", left, TOP, left, bottom)]
-    for i, row in enumerate(rows):
-        middle = TOP + ROW * (i + 0.5)
-        length = max(1.5, x(row.value) - left) if row.value else 0.0
-        parts.append(_row(row, middle, rectangle(left, middle - 6, length, 12)))
-    return svg(title, bottom + 6, parts)
+
+    def draw(axes: "Axes") -> None:
+        longest = max(mark.found.value for row in rows for mark in row.marks)
+        axes.set_xlim(0, 1.02 * longest or 1.0)
+        _bars(axes, rows, lambda found: (0.0, found.value))
+        axes.xaxis.set_visible(False)
+        axes.spines["bottom"].set_visible(False)
+
+    return _chart("bars", title, draw, AROUND - 0.3 + ROW * len(rows))
 
 
-def timeline(title: str, spans: Sequence[Span], across: str) -> str:
-    """The spans in time, one row for each label, counted from the first start."""
-    labels = list(dict.fromkeys(span.label for span in spans))
-    left = MARGIN + 24 + max(map(wide, labels))
-    first = min(span.start for span in spans)
-    ticks = nice(0.0, max(span.end for span in spans) - first, 4)
-    x = Scale(0.0, ticks[-1], left, WIDTH - 16)
-    bottom = TOP + ROW * len(labels)
-    parts = list(_rulers(ticks, x, bottom, lambda at: f"{at:,.10g}"))
-    for i, label in enumerate(labels):
-        middle = TOP + ROW * (i + 0.5)
-        own = [span for span in spans if span.label == label]
-        drawn = [marker(own[0].look.marker, MARGIN + 6, middle)]
-        for span in own:
-            start, end = x(span.start - first), x(span.end - first)
-            block = rectangle(start, middle - 6, max(1.0, end - start - 0.5), 12)
-            drawn.append(f"<g>{told(span.told)}{block}</g>")
-        parts.append(text(label, MARGIN + 16, middle + 4) + colored(own[0].look, drawn))
-    parts.append(text(across, (left + WIDTH - 16) / 2, bottom + 34, "soft", "middle"))
-    return svg(title, bottom + 42, parts)
+def timeline(title: str, rows: Sequence[Series], across: str) -> Picture:
+    """What each row's marks span, counted from the first start."""
+    spans = [mark.found for row in rows for mark in row.marks]
+    first, last = min(one.low for one in spans), max(one.high for one in spans)
+    least = (last - first) / 400  # or it could not be seen
+
+    def draw(axes: "Axes") -> None:
+        _bars(axes, rows, lambda found: (found.low - first, max(found.high - found.low, least)))
+        axes.locator_params(axis="x", nbins=5)
+        axes.xaxis.set_major_formatter(plain)
+        axes.set_xlabel(across)
+
+    return _chart("timeline", title, draw, AROUND + ROW * len(rows))
 
 
-def standalone(charts: Sequence[str]) -> str:
-    """Charts side by side as one SVG file, black on white whatever the reader's theme."""
-    heights = [float(chart.split('viewBox="0 0 ')[1].split('"')[0].split()[1]) for chart in charts]
-    across, down = WIDTH * len(charts), max(heights)
-    inside = "\n".join(
-        chart.replace("<svg ", f'<svg x="{i * WIDTH:g}" width="{WIDTH:g}" height="{height:g}" ', 1)
-        for i, (chart, height) in enumerate(zip(charts, heights, strict=True))
+def side_by_side(charts: Sequence[Picture]) -> Picture:
+    """Charts as one picture."""
+
+    def draw(figure: "Figure | SubFigure") -> None:
+        for part, chart in zip(
+            figure.subfigures(1, len(charts), squeeze=False)[0], charts, strict=True
+        ):
+            chart.draw(part)
+
+    title = "; ".join(chart.title for chart in charts)
+    height = max(chart.height for chart in charts)
+    return Picture("charts", title, "", draw, height, WIDTH * len(charts))
+
+
+def plain(value: float, _: object = None) -> str:
+    return f"{value:,.10g}"
+
+
+def _chart(kind: str, title: str, draw: "Callable[[Axes], None]", height: float) -> Picture:
+    def fill(figure: "Figure | SubFigure") -> None:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=9.5, fontweight="bold")
+        axes = one_axes(figure)
+        axes.grid(clip_on=False)
+        draw(axes)
+
+    return Picture(kind, title, "", fill, height, WIDTH)
+
+
+def _dot(axes: "Axes", x: float, y: float, of: Series, mark: Mark, transform: Any) -> None:
+    (dot,) = axes.plot(
+        [x],
+        [y],
+        of.look.marker,
+        color=of.look.color,
+        markerfacecolor=PAGE if mark.hollow else of.look.color,
+        markersize=MARK,
+        transform=transform,
+        clip_on=False,
+        zorder=3,
     )
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" width="{across:g}" height="{down:g}"
- viewBox="0 0 {across:g} {down:g}">
-<style>
-svg {{ --page: #fff; --ink: #1b1d21; --soft: #5d6570; --line: #d5d9df; {colors(LIGHT)} }}
-{CHART_STYLE}{color_rules()}
-</style>
-<rect width="100%" height="100%" style="fill: #fff"/>
-{inside}
-</svg>
-"""
+    tell(dot, f"{of.label}: {mark.told or mark.text}")
 
 
-def _measured(values: Sequence[float], right: float) -> tuple[Scale, list[float]]:
-    """A scale over measured x values, and the values whose labels do not overlap."""
+def _bars(
+    axes: "Axes", rows: Sequence[Series], extent: Callable[[Estimate], tuple[float, float]]
+) -> None:
+    """A bar for each mark; `extent` is its start and its length."""
+    for place, row in enumerate(rows):
+        for mark in row.marks:
+            start, length = extent(mark.found)
+            style: Any = {"color": row.look.color, "linewidth": 0, "clip_on": False}
+            (bar,) = axes.barh(place, length, 0.6, start, **style)
+            tell(bar, mark.told or f"{row.label}: {mark.text}")
+    _name_rows(axes, rows)
+
+
+def _name_rows(axes: "Axes", rows: Sequence[Series | str]) -> None:
+    """Names at the left, texts at the right, and headings in bold; the first row is at the top."""
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    names = [row if isinstance(row, str) else row.label for row in rows]
+    axes.set_yticks(range(len(rows)), names)
+    axes.tick_params("y", length=0, labelcolor=INK)
+    axes.grid(False, axis="y")
+    axes.spines["left"].set_visible(False)
+    for place, (row, name) in enumerate(zip(rows, axes.get_yticklabels(), strict=True)):
+        if isinstance(row, str):
+            name.set_fontweight("bold")
+        else:
+            at, text = axes.get_yaxis_transform(), row.marks[-1].text
+            axes.text(1.01, place, text, transform=at, va="center", color=SOFT, fontsize=SMALL)
+
+
+def _along(axes: "Axes", values: Sequence[float], free: bool) -> None:
+    """The x axis: its ticks are the values whose labels do not overlap."""
+    if free:
+        axes.set_xlim(0, 1.04 * values[-1] or 1.0)
+        axes.xaxis.set_major_formatter(plain)
+        return
     log = values[0] > 0 and values[-1] / values[0] >= 8
-    around = LEFT + 14, right - 14
-    if values[0] == values[-1]:
-        return Scale(values[0] - 1, values[0] + 1, *around), [values[0]]
-    x = Scale(values[0], values[-1], *around, "log" if log else "linear")
-    kept = [values[-1]]
-    for at in reversed(values[:-1]):
-        room = (wide(f"{at:,.10g}") + wide(f"{kept[0]:,.10g}")) / 2 + 6
-        if x(kept[0]) - x(at) >= room:
-            kept.insert(0, at)
-    return x, kept
+    ends = [math.log(values[at]) if log else values[at] for at in (0, -1)]
+    margin = 0.06 * (ends[1] - ends[0]) or 0.5
+    low, high = ends[0] - margin, ends[1] + margin
+    axes.set(xscale="log" if log else "linear")
+    axes.set_xlim(*((math.exp(low), math.exp(high)) if log else (low, high)))
+    _label(axes, values[::-1], plain)
 
 
-def _upwards(marks: Sequence[Mark], centred: bool, floor: float) -> tuple[Scale, list[float]]:
-    """A y scale for marks and intervals; a logarithmic one may cut intervals, but no marks."""
-    high = max(mark.high for mark in marks)
+def _label(axes: "Axes", values: Sequence[float], tick: Tick) -> None:
+    """Ticks of the x axis at the values whose labels do not touch that of an earlier one."""
+    kept: list[tuple[float, float, float]] = []  # value, place, half of the label's width
+    low, high = axes.get_xlim()
+    for value in values:
+        if not low <= value <= high:
+            continue
+        at = axes.transData.transform((value, axes.get_ylim()[1]))[0] * _SHRINKS
+        half = _LETTER * len(tick(value)) / 2 + 2
+        if all(abs(at - place) >= half + other for _, place, other in kept):
+            kept.append((value, at, half))
+    axes.set_xticks([value for value, *_ in kept], [tick(value) for value, *_ in kept])
+    axes.set_xticks([], minor=True)
+
+
+def _upwards(axes: "Axes", marks: Sequence[Mark], centred: bool, tick: Tick) -> None:
+    """The y axis for marks and intervals; a logarithmic one may cut intervals, but no marks."""
+    high = max(mark.found.high for mark in marks)
+    values = [mark.found.value for mark in marks]
+    lowest, highest = min(values), max(values)
     if centred:
-        return _around(min(mark.low for mark in marks), high, floor, TOP)
-    lowest, highest = min(mark.y for mark in marks), max(mark.y for mark in marks)
-    if lowest > 0 and highest / lowest >= _LOGARITHMIC:
-        ticks = decades(lowest, high)
-        return Scale(min(lowest, ticks[0]), max(high, ticks[-1]), floor, TOP, "log"), ticks
-    ticks = nice(0.0, high, 5)
-    return Scale(0.0, ticks[-1], floor, TOP), ticks
+        axes.axhline(0, color=SOFT, linestyle="--", linewidth=1)
+        _around(axes, "y", min(mark.found.low for mark in marks), high)
+    elif lowest > 0 and highest / lowest >= _LOGARITHMIC:
+        decades = math.floor(math.log10(lowest)), math.ceil(math.log10(high))
+        axes.set(yscale="log", ylim=(10.0 ** decades[0], 10.0 ** decades[1]))
+    else:
+        axes.set_ylim(0, 1.05 * high or 1.0)
+    axes.yaxis.set_major_formatter(lambda at, _: tick(at))
+    axes.spines["left"].set_visible(False)
 
 
-def _around(low: float, high: float, start: float, end: float) -> tuple[Scale, list[float]]:
-    """A scale over differences; large ones are compressed, so that small ones are visible."""
+def _around(axes: "Axes", way: Literal["x", "y"], low: float, high: float) -> None:
+    """An axis of differences; large ones are compressed, so that small ones are visible."""
     low, high = min(low, 0.0), max(high, 0.0)
-    bent = high - low > _BENT
-    ticks = bent_ticks(low, high) if bent else nice(low, high, 4)
-    return Scale(ticks[0], ticks[-1], start, end, "bent" if bent else "linear"), ticks
-
-
-def _curve(series: Series, places: Sequence[tuple[float, float]], y: Scale) -> str:
-    drawn = [polyline(places, series.look.dash)]
-    for (x, height), mark in zip(places, series.marks, strict=True):
-        inside = [told(f"{series.label}: {mark.told}")]
-        inside.append(line("interval", x, y(max(mark.low, y.low)), x, y(mark.high)))
-        inside.append(marker(series.look.marker, x, height, hollow=mark.hollow))
-        drawn.append(f"<g>{''.join(inside)}</g>")
-    return colored(series.look, drawn)
-
-
-def _names(
-    series: Sequence[Series], ends: Sequence[tuple[float, float]], right: float
-) -> Iterator[str]:
-    """Marker and name of each line next to its end, moved apart where they would overlap."""
-    heights = apart([height for _, height in ends], TOP - 8, HEIGHT - 8)
-    for one, (x, y), height in zip(series, ends, heights, strict=True):
-        yield line("leader", x + 6, y, right + 9, height)
-        yield colored(one.look, [marker(one.look.marker, right + 15, height)])
-        yield text(one.label, right + 23, height + 4)
-
-
-def _sides(rows: Sequence[Row]) -> tuple[float, float]:
-    """The x range for the data of rows, between their names and their texts."""
-    left = MARGIN + 30 + max(wide(row.label) for row in rows)
-    return left, WIDTH - 14 - max(wide(row.text) for row in rows)
-
-
-def _row(row: Row, middle: float, drawn: str) -> str:
-    key = marker(row.look.marker, MARGIN + 6, middle, hollow=row.hollow)
-    inside = [told(f"{row.label}: {row.text}"), key, drawn]
-    name = text(row.label, MARGIN + 16, middle + 4)
-    return name + colored(row.look, inside) + text(row.text, WIDTH - 2, middle + 4, "soft", "end")
-
-
-def _rulers(ticks: Sequence[float], x: Scale, bottom: float, tick: Tick) -> Iterator[str]:
-    """Vertical lines at the ticks, and labels that do not overlap one nearer to 0."""
-    taken: list[tuple[float, float]] = []
-    for at in sorted(ticks, key=abs):
-        yield line("grid", x(at), TOP - 4, x(at), bottom)
-        half = wide(tick(at)) / 2 + 2
-        if all(x(at) + half <= left or x(at) - half >= right for left, right in taken):
-            taken.append((x(at) - half, x(at) + half))
-            yield text(tick(at), x(at), bottom + 16, "soft", "middle")
+    margin = 0.04 * (high - low) or 1.0
+    ends = low - margin, high + margin
+    if high - low > _BENT:
+        ends = 1.2 * low - 0.2, 1.2 * high + 0.2
+        axes.set(**{f"{way}scale": "asinh"})
+        axis = axes.xaxis if way == "x" else axes.yaxis
+        axis.set_ticks([at for at in _BENT_TICKS if ends[0] <= at <= ends[1]])
+        axis.set_ticks([], minor=True)
+    axes.set(**{f"{way}lim": ends})

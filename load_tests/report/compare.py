@@ -13,10 +13,9 @@ import numpy as np
 
 from ropewalk.load_tests.common.statistics import METRICS, RATES, Figures
 from ropewalk.load_tests.common.types import Result
-from ropewalk.load_tests.report.cells import Cell, Spread, cells
+from ropewalk.load_tests.report.cells import Cell, cells
 from ropewalk.load_tests.report.differences import (
     Difference,
-    Floats,
     client_late,
     corrected,
     difference,
@@ -25,6 +24,7 @@ from ropewalk.load_tests.report.differences import (
 from ropewalk.load_tests.report.formatting import interval, number
 from ropewalk.load_tests.report.result import BadResult, read
 from ropewalk.load_tests.report.table import aligned
+from ropewalk.report.statistics import Estimate, Floats
 
 _SHOWN = ("ttft_p50", "tpot_p50", "output_tokens_per_s")
 _SAME = ("processor", "cores")  # of the environment
@@ -67,7 +67,7 @@ class Condition:
         """Whether the change is significant and beyond the threshold."""
         if found.verdict not in ("slower", "faster"):
             return False
-        change = found.estimate - 1
+        change = found.value - 1
         return change > self.change if self.above else change < self.change
 
 
@@ -78,8 +78,8 @@ class Row:
     cell: str
     arm: str
     metric: str
-    before: Spread | None  # of the runs; None if nothing was served
-    after: Spread | None
+    before: Estimate | None  # of the runs; None if nothing was served
+    after: Estimate | None
     over: str | None  # the zero arm, where ratios to it are compared
     found: Difference
 
@@ -208,10 +208,10 @@ def _table(rows: Sequence[Row]) -> str:
     return aligned(lines, left=3)
 
 
-def _median(found: Spread | None, metric: str) -> str:
+def _median(found: Estimate | None, metric: str) -> str:
     if found is None:
         return "–"
-    return number(metric, found.median) + ("" if metric in RATES else " ms")
+    return number(metric, found.value) + ("" if metric in RATES else " ms")
 
 
 def _reasons(rows: Sequence[Row]) -> Iterator[str]:

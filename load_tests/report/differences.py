@@ -1,10 +1,7 @@
 """Is one arm slower than another? Ratios with intervals that hold for few runs, and verdicts.
 
 The machine's speed drifts between blocks, so runs are compared within a block. Blocks, not
-requests, are resampled, because the tokens of one run are not independent. For 3 to 10 blocks the
-usual percentile bootstrap is too narrow. This one is studentised, which accounts for the unknown
-variance, and smoothed with a normal kernel of width s/√n, which restores the variance that
-resampling shrinks to (n−1)/n (Hesterberg, "What Teachers Should Know About the Bootstrap", 2015).
+requests, are resampled, because the tokens of one run are not independent.
 """
 
 import math
@@ -13,25 +10,19 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ropewalk.load_tests.common.statistics import RATES, Figures
+from ropewalk.report.statistics import LEVEL, Estimate, Floats, mean_of_few
 
 Verdict = Literal["slower", "faster", "no difference", "unknown"]
-Floats = NDArray[np.float64]
 
 MIN_BLOCKS = 3
-LEVEL = 0.05  # significance: intervals are 95 %
-_REPLICATES = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Estimate):
     """The ratio of one arm's figure to another's: 1.1 is a tenth more. `unknown` has no figures."""
 
-    estimate: float
-    low: float
-    high: float
     p: float  # p-value: the probability of such a ratio if there is no difference
     verdict: Verdict
     reason: str = ""  # why the verdict is unknown
@@ -52,22 +43,11 @@ def difference(samples: Sequence[Floats], metric: str) -> Difference:
     if blocks < MIN_BLOCKS:
         need = f"an interval needs {MIN_BLOCKS}: raise --runs"
         return unknown(f"{blocks} blocks have this figure, but {need}")
-    log = float(samples[-1].mean() - (samples[0].mean() if len(samples) > 1 else 0.0))
-    error = math.sqrt(sum(sample.var(ddof=1) / len(sample) for sample in samples))
-    error = max(error, 1e-9)  # equal values show a clock's resolution, not certainty
-    replicates = np.sort(_studentised(samples))
-    reach = error * float(np.quantile(replicates, 1 - LEVEL))
-    above = _REPLICATES - int(np.searchsorted(replicates, abs(log) / error))
+    log, p = mean_of_few(samples)
     verdict: Verdict = "no difference"
-    if abs(log) > reach:
-        verdict = "slower" if (log < 0) == (metric in RATES) else "faster"
-    return Difference(
-        math.exp(log),
-        math.exp(log - reach),
-        math.exp(log + reach),
-        (1 + above) / (1 + _REPLICATES),
-        verdict,
-    )
+    if log.low > 0 or log.high < 0:
+        verdict = "slower" if (log.value < 0) == (metric in RATES) else "faster"
+    return Difference(math.exp(log.value), math.exp(log.low), math.exp(log.high), p, verdict)
 
 
 def log_ratios(zero: Mapping[int, Figures], arm: Mapping[int, Figures], metric: str) -> Floats:
@@ -103,18 +83,3 @@ def client_late(found: Sequence[Figures]) -> Difference | None:
     if not any(one.client_late for one in found):
         return None
     return unknown("the client sent late (p99 above 5 % of the TTFT): lower the load")
-
-
-def _studentised(samples: Sequence[Floats]) -> Floats:
-    """|t| of replicates drawn under the null hypothesis, [replicates]."""
-    source = np.random.default_rng(0)
-    mean = np.zeros(_REPLICATES)
-    variance = np.zeros(_REPLICATES)
-    for sample in samples:
-        n = len(sample)
-        kernel = max(sample.std(ddof=1), 1e-9) / math.sqrt(n)
-        drawn = source.choice(sample - sample.mean(), (_REPLICATES, n))
-        drawn = drawn + kernel * source.standard_normal((_REPLICATES, n))
-        mean += drawn.mean(1)
-        variance += drawn.var(1, ddof=1) / n
-    return np.asarray(np.abs(mean) / np.sqrt(variance))

@@ -68,7 +68,7 @@ def interval(found: Difference) -> str:
     if found.verdict == "unknown":
         return found.verdict
     inside = f"{signed(found.low)} to {signed(found.high)}"
-    return f"{signed(found.estimate)} % ({inside}): {found.verdict}"
+    return f"{signed(found.value)} % ({inside}): {found.verdict}"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -105,7 +105,7 @@ def compared(where: str, base: str, found: Mapping[str, Difference], metric: str
     At 8,192 tokens t5 costs 3.1 % (1.9 to 4.4) more per token than nope; rope shows no difference.
     """
     differing = [arm for arm in found if found[arm].verdict in ("slower", "faster")]
-    differing.sort(key=lambda arm: -abs(math.log(found[arm].estimate)))
+    differing.sort(key=lambda arm: -abs(math.log(found[arm].value)))
     parts = [_difference(arm, found[arm], metric, base) for arm in differing[:1]]
     parts += [_difference(arm, found[arm], metric) for arm in differing[1:]]
     same = [arm for arm in found if found[arm].verdict == "no difference"]
@@ -130,8 +130,8 @@ def _difference(arm: str, found: Difference, metric: str, base: str = "") -> str
     name = metric if metric in _WORDS else metric.rpartition("_")[0]
     verb, more, less = _WORDS[name]
     low, high = sorted(abs(end - 1) for end in (found.low, found.high))
-    size = f"{percent(abs(found.estimate - 1))} % ({percent(low)} to {percent(high)})"
-    direction = more if found.estimate > 1 else less
+    size = f"{percent(abs(found.value - 1))} % ({percent(low)} to {percent(high)})"
+    direction = more if found.value > 1 else less
     if base:
         return f"{arm} {verb} {size} {direction} than {base}"
     return f"{arm} {size} {direction.split()[0]}"

@@ -3,19 +3,18 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from ropewalk.load_tests.common.statistics import Goodput, goodput, parse_slo
-from ropewalk.load_tests.report.cells import Cell, Spread, spread
-from ropewalk.load_tests.report.charts import dots, lines
+from ropewalk.load_tests.report.cells import Cell
+from ropewalk.load_tests.report.charts import Mark
 from ropewalk.load_tests.report.formatting import digits, listed
 from ropewalk.load_tests.report.plot import (
-    Axis,
     Plot,
     Subject,
     Table,
+    chart,
     context_axes,
     load_axes,
-    mark,
-    plain_tick,
 )
+from ropewalk.report.statistics import Estimate, spread
 
 _HEAD = "requests that met the objectives, %"
 
@@ -30,11 +29,17 @@ def goodput_plots(subject: Subject) -> Iterator[Plot]:
         found = [(cell, _shares(subject, cell, objectives)) for cell in axis.cells]
         if not any(shares for _, shares in found):
             continue
+        marks: dict[str, list[Mark]] = {}
+        for cell, shares in found:
+            for arm, one in shares.items():
+                share = digits(one.value)
+                mark = Mark(one, f"{cell.label}: {share} %", share, axis.x(cell))
+                marks.setdefault(arm, []).append(mark)
         yield Plot(
             key=f"{axis.name}-{axis.by}-goodput",
             title=f"Goodput by {axis.by}: {axis.name}",
             findings=tuple(_said(cell, shares) for cell, shares in reversed(found) if shares),
-            charts=(_chart(subject, axis, found),),
+            charts=(chart(_HEAD, subject.series(marks), axis),),
             table=_table(subject, axis.cells, objectives),
             note=(
                 f"Objectives: {text}. A request is good if it was served and each of its latencies "
@@ -49,7 +54,7 @@ def _of(cell: Cell, arm: str, objectives: Mapping[str, float]) -> list[Goodput]:
     return [one for one in found if one is not None]
 
 
-def _shares(subject: Subject, cell: Cell, objectives: Mapping[str, float]) -> dict[str, Spread]:
+def _shares(subject: Subject, cell: Cell, objectives: Mapping[str, float]) -> dict[str, Estimate]:
     """Each arm's percentage of good requests."""
     found = {
         arm: spread([one.share * 100 for one in _of(cell, arm, objectives)]) for arm in subject.arms
@@ -57,30 +62,13 @@ def _shares(subject: Subject, cell: Cell, objectives: Mapping[str, float]) -> di
     return {arm: one for arm, one in found.items() if one is not None}
 
 
-def _chart(subject: Subject, axis: Axis, found: Sequence[tuple[Cell, Mapping[str, Spread]]]) -> str:
-    if len(found) == 1:
-        ((cell, shares),) = found
-        rows = [subject.row(arm, one) for arm, one in shares.items()]
-        return dots(_HEAD, {"": rows}, cell.label, plain_tick)
-    marks = {
-        arm: [
-            mark(axis.x(cell), shares[arm], f"{cell.label}: {digits(shares[arm].median)} %")
-            for cell, shares in found
-            if arm in shares
-        ]
-        for arm in subject.arms
-    }
-    return lines(_HEAD, subject.series(marks), axis.title, plain_tick)
-
-
-def _said(cell: Cell, shares: Mapping[str, Spread]) -> str:
+def _said(cell: Cell, shares: Mapping[str, Estimate]) -> str:
     """Which arms meet the objectives most and least often."""
-    best, worst = max(one.median for one in shares.values()), min(s.median for s in shares.values())
+    best, worst = max(one.value for one in shares.values()), min(s.value for s in shares.values())
     if best == worst:
         return f"{cell.where}, every arm met the objectives in {digits(best)} % of the requests."
     ends = {
-        value: [arm for arm, one in shares.items() if one.median == value]
-        for value in (best, worst)
+        value: [arm for arm, one in shares.items() if one.value == value] for value in (best, worst)
     }
     return (
         f"{cell.where}, {listed(ends[best])} met the objectives in {digits(best)} % of the "
@@ -108,4 +96,4 @@ def _shown(values: Sequence[float]) -> str:
     found = spread(values)
     if found is None:
         return "–"
-    return f"{digits(found.median)} ({digits(found.low)}–{digits(found.high)})"
+    return f"{digits(found.value)} ({digits(found.low)}–{digits(found.high)})"

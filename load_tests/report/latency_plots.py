@@ -3,23 +3,20 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from ropewalk.load_tests.report.cells import Cell
-from ropewalk.load_tests.report.charts import Mark, dots, lines
+from ropewalk.load_tests.report.charts import Mark, dots, lines, plain
 from ropewalk.load_tests.report.formatting import column, compared, defined, heading, interval
 from ropewalk.load_tests.report.plot import (
     Axis,
     Plot,
     Subject,
     Table,
+    chart,
     context_axes,
     load_axes,
-    mark,
     measured,
     percent_tick,
-    plain_tick,
     quantity,
     relative,
-    relative_rows,
-    rows,
     shown,
 )
 
@@ -50,7 +47,8 @@ def setting_plots(subject: Subject) -> Iterator[Plot]:
         charts = []
         for metric in (STEP, FIRST):
             groups = {
-                cell.label: relative_rows(subject, cell, base, arms, metric) for cell in cells
+                cell.label: relative(subject, Axis("", "context", [cell]), metric, base, arms)
+                for cell in cells
             }
             if groups := {label: found for label, found in groups.items() if found}:
                 head = f"{encoding}: {heading(metric)}, difference to {base}"
@@ -70,7 +68,11 @@ def setting_plots(subject: Subject) -> Iterator[Plot]:
 def load_plots(subject: Subject) -> Iterator[Plot]:
     """Latency under each load, and throughput against it where there are several."""
     for axis in load_axes(subject):
-        charts = [chart for metric in LATENCIES if (chart := _under_load(subject, axis, metric))]
+        charts = [
+            chart(column(metric), series, axis)
+            for metric in LATENCIES
+            if (series := measured(subject, axis, metric))
+        ]
         if not charts:
             continue
         yield Plot(
@@ -97,8 +99,8 @@ def _settings(subject: Subject) -> Mapping[str, list[str]]:
 def _over_context(subject: Subject, key: str, title: str, axis: Axis, metric: str) -> Plot:
     charts = []
     if series := measured(subject, axis, metric):
-        charts.append(lines(column(metric), series, axis.title, plain_tick))
-    if series := relative(subject, axis, metric):
+        charts.append(lines(column(metric), series, axis.title, plain))
+    if series := relative(subject, axis, metric, subject.zero, subject.others):
         head = f"{heading(metric)}, difference to {subject.zero}"
         charts.append(lines(head, series, axis.title, percent_tick, centred=True))
     ends = [axis.cells[-1], axis.cells[0]]
@@ -112,23 +114,13 @@ def _over_context(subject: Subject, key: str, title: str, axis: Axis, metric: st
     )
 
 
-def _under_load(subject: Subject, axis: Axis, metric: str) -> str | None:
-    """A chart, if there is data: lines over the loads, dots for a single load."""
-    if len(axis.cells) > 1:
-        series = measured(subject, axis, metric)
-        return lines(column(metric), series, axis.title, plain_tick) if series else None
-    (cell,) = axis.cells
-    found = rows(subject, cell, metric)
-    return dots(column(metric), {"": found}, cell.label, plain_tick) if found else None
-
-
 def _throughput(subject: Subject, axis: Axis) -> Plot:
     charts = []
     for metric in ("ttft_p99", "tpot_p99"):
         reached = {arm: list(_reached(arm, axis.cells, metric)) for arm in subject.arms}
         if series := subject.series(reached):
             head = f"{column(metric)}, by throughput"
-            charts.append(lines(head, series, heading(THROUGHPUT), plain_tick, free=True))
+            charts.append(lines(head, series, heading(THROUGHPUT), plain, free=True))
     return Plot(
         key=f"{axis.name}-{axis.by}-throughput",
         title=f"Throughput against latency: {axis.name}, by {axis.by}",
@@ -144,7 +136,7 @@ def _reached(arm: str, cells: Sequence[Cell], metric: str) -> Iterator[Mark]:
         x, y = cell.spread(arm, THROUGHPUT), cell.spread(arm, metric)
         if x is not None and y is not None:
             told = f"{cell.label}: {quantity(THROUGHPUT, x)} at {quantity(metric, y)}"
-            yield mark(x.median, y.times(1e3), told)
+            yield Mark(y.times(1e3), told, x=x.value)
 
 
 def _against_zero(subject: Subject, cell: Cell, metrics: Sequence[str]) -> tuple[str, ...]:
@@ -165,7 +157,7 @@ def _against_zero(subject: Subject, cell: Cell, metrics: Sequence[str]) -> tuple
 
 def _dearest(cell: Cell, arms: Sequence[str], metric: str) -> str:
     """The slowest of `arms` compared with the fastest."""
-    medians = {arm: one.median for arm in arms if (one := cell.spread(arm, metric)) is not None}
+    medians = {arm: one.value for arm in arms if (one := cell.spread(arm, metric)) is not None}
     if len(medians) < 2:
         return ""
     cheapest, dearest = min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)

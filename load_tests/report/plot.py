@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ropewalk.load_tests.common.types import Result
-from ropewalk.load_tests.report.cells import Cell, Spread, cells
-from ropewalk.load_tests.report.charts import Mark, Row, Series
-from ropewalk.load_tests.report.differences import Difference
+from ropewalk.load_tests.report.cells import Cell, cells
+from ropewalk.load_tests.report.charts import Mark, Series, dots, lines, plain
 from ropewalk.load_tests.report.formatting import digits, interval, number, signed, unit
-from ropewalk.load_tests.report.svg import Look, looks
+from ropewalk.report.figure import Look, Picture, looks
+from ropewalk.report.statistics import Estimate
 
 Table = Sequence[tuple[str, ...]]  # the first line is the header
 
@@ -27,7 +27,7 @@ class Plot:
     key: str  # what `--plot` takes
     title: str
     findings: tuple[str, ...]  # sentences, the main one first
-    charts: tuple[str, ...]  # <svg> elements
+    charts: tuple[Picture, ...]
     table: Table
     note: str  # how to read it, and what its metrics mean
 
@@ -69,16 +69,13 @@ class Subject:
         """Every arm but the zero."""
         return [arm for arm in self.arms if arm != self.zero]
 
-    def row(self, arm: str, found: Spread, text: str = "", *, hollow: bool = False) -> Row:
-        """A row of a chart, which ends with `text`, or with the number if there is none."""
-        ends = found.median, found.low, found.high
-        return Row(arm, self.looks[arm], *ends, text or digits(found.median), hollow)
-
     def series(self, marks: Mapping[str, Sequence[Mark]]) -> list[Series]:
         """A chart's series from each arm's marks; an arm without marks has none."""
-        return [
-            Series(arm, self.looks[arm], tuple(marks[arm])) for arm in self.arms if marks.get(arm)
-        ]
+        return [Series(arm, self.looks[arm], marks[arm]) for arm in self.arms if marks.get(arm)]
+
+    def rows(self, found: Mapping[str, Estimate]) -> list[Series]:
+        """Rows of a chart, each with its number at the end."""
+        return self.series({arm: [Mark(one, "", digits(one.value))] for arm, one in found.items()})
 
 
 def subject(result: Result) -> Subject:
@@ -110,79 +107,53 @@ def load_axes(subject: Subject) -> list[Axis]:
     return [Axis(name, by, own) for (name, by), own in found.items()]
 
 
-def shown(metric: str, found: Spread | None) -> str:
+def shown(metric: str, found: Estimate | None) -> str:
     """12.3 (12.1–12.9): milliseconds, or tokens per second."""
     if found is None:
         return "–"
-    middle, low, high = (number(metric, value) for value in (found.median, found.low, found.high))
+    middle, low, high = (number(metric, value) for value in (found.value, found.low, found.high))
     return middle if found.low == found.high else f"{middle} ({low}–{high})"
-
-
-def mark(x: float, found: Spread, told: str, *, hollow: bool = False) -> Mark:
-    """A mark of a chart."""
-    return Mark(x, found.median, found.low, found.high, told, hollow)
 
 
 def measured(subject: Subject, axis: Axis, metric: str) -> list[Series]:
     """Each arm's figure, in milliseconds."""
-    return subject.series(
-        {
-            arm: [
-                mark(axis.x(cell), one.times(1e3), f"{cell.label}: {quantity(metric, one)}")
-                for cell in axis.cells
-                if (one := cell.spread(arm, metric)) is not None
-            ]
-            for arm in subject.arms
-        }
-    )
-
-
-def relative(subject: Subject, axis: Axis, metric: str) -> list[Series]:
-    """Each arm's difference from the zero, in percent."""
     marks: dict[str, list[Mark]] = {}
     for cell in axis.cells:
-        for arm, one in known(cell.against(subject.zero, subject.others, metric)).items():
-            told, hollow = f"{cell.label}: {interval(one)}", one.verdict == "no difference"
-            marks.setdefault(arm, []).append(mark(axis.x(cell), percents(one), told, hollow=hollow))
+        for arm in subject.arms:
+            if (one := cell.spread(arm, metric)) is not None:
+                told, text = f"{cell.label}: {quantity(metric, one)}", digits(one.value * 1e3)
+                marks.setdefault(arm, []).append(Mark(one.times(1e3), told, text, axis.x(cell)))
     return subject.series(marks)
 
 
-def rows(subject: Subject, cell: Cell, metric: str) -> list[Row]:
-    """Each arm's figure in milliseconds."""
-    found = {arm: cell.spread(arm, metric) for arm in subject.arms}
-    return [subject.row(arm, one.times(1e3)) for arm, one in found.items() if one is not None]
+def relative(
+    subject: Subject, axis: Axis, metric: str, base: str | None, arms: Sequence[str]
+) -> list[Series]:
+    """The difference of each of `arms` from `base`, in percent."""
+    marks: dict[str, list[Mark]] = {}
+    for cell in axis.cells:
+        for arm, one in cell.against(base, arms, metric).items():
+            if one.verdict != "unknown":
+                ends = ((ratio - 1) * 100 for ratio in (one.value, one.low, one.high))
+                told, text = f"{cell.label}: {interval(one)}", f"{signed(one.value)} %"
+                same = one.verdict == "no difference"
+                marks.setdefault(arm, []).append(
+                    Mark(Estimate(*ends), told, text, axis.x(cell), same)
+                )
+    return subject.series(marks)
 
 
-def relative_rows(
-    subject: Subject, cell: Cell, base: str | None, arms: Sequence[str], metric: str
-) -> list[Row]:
-    """Each arm's difference from `base`, in percent."""
-    return [
-        subject.row(
-            arm, percents(one), f"{signed(one.estimate)} %", hollow=one.verdict == "no difference"
-        )
-        for arm, one in known(cell.against(base, arms, metric)).items()
-    ]
+def chart(title: str, series: Sequence[Series], axis: Axis) -> Picture:
+    """Lines over the axis; dots for a single cell."""
+    if len(axis.cells) > 1:
+        return lines(title, series, axis.title, plain)
+    return dots(title, {"": series}, axis.cells[0].label, plain)
 
 
-def quantity(metric: str, found: Spread) -> str:
+def quantity(metric: str, found: Estimate) -> str:
     """12.3 (12.1–12.9) ms"""
     return f"{shown(metric, found)} {unit(metric)}"
 
 
-def known(found: Mapping[str, Difference]) -> dict[str, Difference]:
-    """The differences that have figures."""
-    return {arm: one for arm, one in found.items() if one.verdict != "unknown"}
-
-
-def percents(one: Difference) -> Spread:
-    """In percent: a ratio of 1.1 is 10."""
-    return Spread(*((ratio - 1) * 100 for ratio in (one.estimate, one.low, one.high)))
-
-
 def percent_tick(value: float) -> str:
     return f"{value:+,.10g} %".replace("-", "−") if value else "0 %"
-
-
-def plain_tick(value: float) -> str:
-    return f"{value:,.10g}"

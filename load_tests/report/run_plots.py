@@ -1,47 +1,47 @@
 """Plots of the load test itself: its failures, its own lag, and what ran when."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ropewalk.load_tests.common.types import Run
-from ropewalk.load_tests.report.cells import Spread, spread
-from ropewalk.load_tests.report.charts import Row, Span, bars, dots, timeline
+from ropewalk.load_tests.report.charts import Mark, Series, bars, dots, plain, timeline
 from ropewalk.load_tests.report.formatting import digits, percent
-from ropewalk.load_tests.report.plot import Plot, Subject, percent_tick, plain_tick
-from ropewalk.load_tests.report.svg import Look
+from ropewalk.load_tests.report.plot import Plot, Subject, percent_tick
+from ropewalk.report.figure import INK, Look
+from ropewalk.report.statistics import Estimate, spread
 
 _DRIFT_METRICS = ("itl_p50", "ttft_p50")  # the first of these that a cell has
 _MINUTE = 60.0
-_BLOCK = Look(0, "circle", "")
+_BLOCK = Look(INK, "o", "-")
 
 
 def client_plots(subject: Subject) -> Iterator[Plot]:
     """How late the client sent, and what failed: whether the other figures are reliable."""
     lags = {arm: _lag(subject, arm) for arm in subject.arms}
-    rows = [subject.row(arm, lag) for arm, lag in lags.items() if lag is not None]
-    if not rows:
+    known = {arm: lag for arm, lag in lags.items() if lag is not None}
+    if not known:
         return
-    charts = [dots("client lag p99, ms", {"": rows}, "milliseconds late", plain_tick)]
+    charts = [dots("client lag p99, ms", {"": subject.rows(known)}, "milliseconds late", plain)]
     sent = {arm: sum(len(run.outcomes) for run in _runs(subject, arm)) for arm in subject.arms}
     failed = {arm: _reasons(_runs(subject, arm)) for arm in subject.arms}
     if any(failed.values()):
         counts = {arm: reasons.total() for arm, reasons in failed.items()}
-        shares = [
-            subject.row(arm, Spread(count, count, count), f"{count:,} of {sent[arm]:,}")
+        shares = {
+            arm: [Mark(Estimate(count, count, count), "", f"{count:,} of {sent[arm]:,}")]
             for arm, count in counts.items()
-        ]
-        charts.append(bars("requests failed", shares))
+        }
+        charts.append(bars("requests failed", subject.series(shares)))
     table = [("arm", "sent", "failed", "lag p99, ms", "reasons")]
     for arm in subject.arms:
         reasons = "; ".join(f"{count} × {reason}" for reason, count in failed[arm].most_common())
         lag = lags[arm]
-        number = "–" if lag is None else f"{digits(lag.median)} (at most {digits(lag.high)})"
+        number = "–" if lag is None else f"{digits(lag.value)} (at most {digits(lag.high)})"
         count = f"{failed[arm].total():,}"
         table.append((arm, f"{sent[arm]:,}", count, number, reasons or "–"))
     yield Plot(
         key="client",
         title="The client: lag and failures",
-        findings=(_health(rows, failed, sum(sent.values())),),
+        findings=(_health(known, failed, sum(sent.values())),),
         charts=tuple(charts),
         table=table,
         note=(
@@ -57,21 +57,24 @@ def order_plots(subject: Subject) -> Iterator[Plot]:
     runs = [run for run in subject.result.runs if run.outcomes]
     if not runs:
         return
-    spans = [
-        Span(
-            run.arm,
-            subject.looks[run.arm],
-            run.began / _MINUTE,
-            run.ended / _MINUTE,
-            f"{run.arm}: {run.point.label}, {run.profile.label}, block {run.block}",
-        )
-        for run in sorted(runs, key=lambda run: list(subject.arms).index(run.arm))
-    ]
-    charts = [timeline("what ran when", spans, "minutes from the start")]
+    spans: dict[str, list[Mark]] = {}
+    for run in runs:
+        told = f"{run.point.label}, {run.profile.label}, block {run.block}"
+        began, ended = run.began / _MINUTE, run.ended / _MINUTE
+        spans.setdefault(run.arm, []).append(Mark(Estimate(began, began, ended), told))
+    charts = [timeline("what ran when", subject.series(spans), "minutes from the start")]
     drift = _drift(subject)
     if drift:
         head = "runs of each block against the same arm and cell"
-        charts.append(dots(head, {"": drift}, "slower than the median", percent_tick, centred=True))
+        charts.append(
+            dots(
+                head,
+                {"": [_row(name, one) for name, one in drift.items()]},
+                "slower than the median",
+                percent_tick,
+                centred=True,
+            )
+        )
     table = [("minute", "arm", "what", "block", "seconds")]
     runs = sorted(runs, key=lambda run: run.began)
     first = runs[0].began
@@ -98,7 +101,7 @@ def _runs(subject: Subject, arm: str) -> list[Run]:
     return [run for run in subject.result.runs if run.arm == arm]
 
 
-def _lag(subject: Subject, arm: str) -> Spread | None:
+def _lag(subject: Subject, arm: str) -> Estimate | None:
     """Milliseconds."""
     return spread(
         [one.lag_p99 * 1e3 for cell in subject.cells for one in cell.figures.get(arm, {}).values()]
@@ -111,9 +114,9 @@ def _reasons(runs: Sequence[Run]) -> Counter[str]:
     )
 
 
-def _health(lags: Sequence[Row], failed: dict[str, Counter[str]], sent: int) -> str:
-    worst = max(lags, key=lambda row: row.high)
-    late = f"The client was at most {digits(worst.high)} ms late (p99, {worst.label})."
+def _health(lags: Mapping[str, Estimate], failed: dict[str, Counter[str]], sent: int) -> str:
+    worst = max(lags, key=lambda arm: lags[arm].high)
+    late = f"The client was at most {digits(lags[worst].high)} ms late (p99, {worst})."
     reasons: Counter[str] = sum(failed.values(), Counter())
     if not reasons:
         return f"All {sent:,} requests were answered in full. {late}"
@@ -122,7 +125,7 @@ def _health(lags: Sequence[Row], failed: dict[str, Counter[str]], sent: int) -> 
     return f"{count:,} of {sent:,} requests failed, {times:,} of them with “{reason}”. {late}"
 
 
-def _drift(subject: Subject) -> list[Row]:
+def _drift(subject: Subject) -> dict[str, Estimate]:
     """For each block, how much slower its runs were than the median of their arm and cell."""
     off: dict[int, list[float]] = {}
     for cell in subject.cells:
@@ -133,30 +136,24 @@ def _drift(subject: Subject) -> list[Row]:
                 continue
             for block, one in by_block.items():
                 if (value := one.values.get(metric)) is not None:
-                    off.setdefault(block, []).append((value / middle.median - 1) * 100)
-    return [
-        Row(
-            f"block {block}",
-            _BLOCK,
-            own.median,
-            own.low,
-            own.high,
-            percent_tick(round(own.median, 1)),
-        )
-        for block, values in sorted(off.items())
-        if (own := spread(values)) is not None
-    ]
+                    off.setdefault(block, []).append((value / middle.value - 1) * 100)
+    found = {f"block {block}": spread(values) for block, values in sorted(off.items())}
+    return {name: one for name, one in found.items() if one is not None}
 
 
-def _steadiness(drift: Sequence[Row]) -> str:
+def _row(name: str, drift: Estimate) -> Series:
+    return Series(name, _BLOCK, [Mark(drift, "", percent_tick(round(drift.value, 1)))])
+
+
+def _steadiness(drift: Mapping[str, Estimate]) -> str:
     if len(drift) < 2:
         return "Too few runs to see whether the machine drifted."
-    slowest, fastest = max(drift, key=lambda row: row.value), min(drift, key=lambda row: row.value)
-    apart = percent((slowest.value - fastest.value) / 100)
-    furthest = max(abs(end) for row in drift for end in (row.low, row.high)) / 100
+    fastest, *_, slowest = sorted(drift, key=lambda name: drift[name].value)
+    apart = percent((drift[slowest].value - drift[fastest].value) / 100)
+    furthest = max(abs(end) for one in drift.values() for end in (one.low, one.high)) / 100
     if apart == percent(0.0):
         return f"No block was slower than another; runs were at most {percent(furthest)} % off."
     return (
-        f"Runs of {slowest.label} were {apart} % slower than those of {fastest.label} (medians); "
+        f"Runs of {slowest} were {apart} % slower than those of {fastest} (medians); "
         f"single runs were at most {percent(furthest)} % off the median of their arm and cell."
     )

@@ -1,12 +1,13 @@
 """Plots of the servers' own counters: cache behaviour, positional work, context shifts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from ropewalk.load_tests.common.types import Run
-from ropewalk.load_tests.report.cells import Spread, spread
-from ropewalk.load_tests.report.charts import Row, bars, dots
+from ropewalk.load_tests.report.charts import bars, dots, plain
 from ropewalk.load_tests.report.formatting import digits, listed
-from ropewalk.load_tests.report.plot import Plot, Subject, Table, plain_tick
+from ropewalk.load_tests.report.plot import Plot, Subject, Table
+from ropewalk.report.figure import Picture
+from ropewalk.report.statistics import Estimate, spread
 
 Counters = Mapping[str, float]
 Figure = Callable[[Counters], float | None]  # None if the counters for it are missing
@@ -108,8 +109,8 @@ def shift_plots(subject: Subject) -> Iterator[Plot]:
         charts = _bars(subject, found)
         if seconds:
             head = "time of one shift, ms"
-            charts = (dots(head, {"": seconds}, "milliseconds", plain_tick), *charts)
-        means = {row.label: row.value for row in seconds}
+            charts = (dots(head, {"": subject.rows(seconds)}, "milliseconds", plain), *charts)
+        means = {arm: one.value for arm, one in seconds.items()}
         table = _table({"shifts": shifts, "ms per shift": means, **found})
         said = [_said(name, values) for name, values in found.items()]
         yield Plot(
@@ -144,9 +145,9 @@ def _of(totals: Mapping[str, Counters], figure: Figure) -> dict[str, float]:
     return {arm: value for arm, value in found.items() if value is not None}
 
 
-def _seconds(subject: Subject, workload: str) -> list[Row]:
+def _seconds(subject: Subject, workload: str) -> dict[str, Estimate]:
     """Milliseconds per shift, for each arm."""
-    found: list[Row] = []
+    found: dict[str, Estimate] = {}
     for arm in subject.arms:
         views = [
             run.server.counters
@@ -155,14 +156,14 @@ def _seconds(subject: Subject, workload: str) -> list[Row]:
         ]
         means = [mean * 1e3 for view in views if (mean := _SHIFT_SECONDS(view)) is not None]
         if one := spread(means):
-            found.append(subject.row(arm, one))
+            found[arm] = one
     return found
 
 
-def _bars(subject: Subject, found: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
+def _bars(subject: Subject, found: Mapping[str, Mapping[str, float]]) -> tuple[Picture, ...]:
     """One chart for each figure that any arm has above zero."""
     return tuple(
-        bars(name, [subject.row(arm, Spread(n, n, n)) for arm, n in values.items()])
+        bars(name, subject.rows({arm: Estimate(n, n, n) for arm, n in values.items()}))
         for name, values in found.items()
         if any(values.values())
     )
@@ -194,15 +195,14 @@ def _said(name: str, values: Mapping[str, float]) -> str:
     return f"{title}: {', '.join(parts)}, {largest} for {others}."
 
 
-def _dearest_shift(seconds: Sequence[Row]) -> Iterator[str]:
+def _dearest_shift(seconds: Mapping[str, Estimate]) -> Iterator[str]:
     if len(seconds) > 1:
-        dearest = max(seconds, key=lambda row: row.value)
-        cheapest = min(seconds, key=lambda row: row.value)
-        yield f"A shift takes {_time(dearest)} and {_time(cheapest)}."
+        cheapest, *_, dearest = sorted(seconds, key=lambda arm: seconds[arm].value)
+        times = " and ".join(_time(arm, seconds[arm]) for arm in (dearest, cheapest))
+        yield f"A shift takes {times}."
 
 
-def _time(row: Row) -> str:
+def _time(arm: str, found: Estimate) -> str:
     """4.1 ms (3.9 to 4.4) under rope"""
-    if row.low == row.high:
-        return f"{row.text} ms under {row.label}"
-    return f"{row.text} ms ({digits(row.low)} to {digits(row.high)}) under {row.label}"
+    ends = "" if found.low == found.high else f" ({digits(found.low)} to {digits(found.high)})"
+    return f"{digits(found.value)} ms{ends} under {arm}"

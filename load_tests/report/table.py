@@ -73,4 +73,4 @@ def _table(subject: Subject, cells: Sequence[Cell]) -> str:
 
 def _median(cell: Cell, arm: str, metric: str) -> str:
     found = cell.spread(arm, metric)
-    return "–" if found is None else number(metric, found.median)
+    return "–" if found is None else number(metric, found.value)

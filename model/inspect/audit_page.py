@@ -1,22 +1,36 @@
 """An audit as a picture: positions across, steps down, one panel for each encoding.
 
-One HTML file with inline SVG that loads nothing else. A script shows the numbers of the cell under
-the pointer; without it the picture is complete.
+A script shows the numbers of the cell under the pointer; without it the picture is complete.
 """
 
-import html
-import json
 from collections.abc import Iterator
 from itertools import groupby
+from typing import Any
+
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
 
 from ropewalk.model.inspect.audit import Audit, AuditStep, entries
 from ropewalk.model.inspect.audit_report import COLUMNS, HEADLINE, Report, as_json, cells, summary
+from ropewalk.report import page
+from ropewalk.report.figure import INK, SMALL, SOFT, THEME, Picture
+from ropewalk.report.page import Page, Section
+from ropewalk.report.svg import svg
 
-WIDTH = 600.0  # of a panel's cells, in SVG units, like all sizes below
-HEIGHT = 300.0
-LOW, HIGH = 7.0, 20.0  # limits of a row's height
-LEFT, TOP, BOTTOM = 34.0, 4.0, 16.0  # for the labels
-# Marks of a cell: class, name, meaning. Several of them share the cell, in this order.
+WIDTH = 430.0  # of a panel's cells, in points, like all sizes below
+HEIGHT = 215.0
+LOW, HIGH = 5.0, 14.0  # limits of a row's height
+LEFT, TOP, BOTTOM = 28.0, 3.0, 14.0  # for the labels
+COLORS = {  # beside the page's own
+    "kept": ("#eceef2", "#262a31"),
+    "w": ("#2268c9", "#5b9dff"),
+    "c": ("#b5179e", "#e352cd"),
+    "x": ("#e00000", "#ff5252"),
+    "s": ("#f08c00", "#ffab3d"),
+    "t": ("#37b48f", "#37a383"),
+}
+# Marks of a cell: colour, name, meaning. Several of them share the cell, in this order.
 MARKS = (
     ("w", "written", "stored for the first time"),
     ("c", "rewritten", "an earlier key or value whose bytes this step changed"),
@@ -24,49 +38,19 @@ MARKS = (
     ("s", "stale", "should have changed at this length, and is still wrong"),
     ("t", "positional term", "computed in this step for this position"),
 )
-
 SHARES = {"c": 3, "x": 3}  # parts of a cell's height, 1 for others: rewrites must stand out
 
-STYLE = """\
-:root { color-scheme: light dark; --page: #fff; --ink: #1b1d21; --soft: #626a75; --line: #d5d9df;
-        --kept: #eceef2; --w: #2268c9; --c: #b5179e; --x: #e00000; --s: #f08c00; --t: #37b48f; }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #14161a; --ink: #e6e8ec; --soft: #9aa3af; --line: #363b44; --kept: #262a31;
-          --w: #5b9dff; --c: #e352cd; --x: #ff5252; --s: #ffab3d; --t: #37a383; }
-}
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
-       max-width: 100rem; margin: 2rem auto; padding: 0 1.5rem; }
-h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.05rem; margin: 0; }
-p, ul { max-width: 60rem; } .headline { font-size: 1.1rem; } .soft { color: var(--soft); }
-.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem 1.6rem; }
-.legend i { display: inline-block; width: .9rem; height: .9rem; margin-right: .45rem;
-            vertical-align: -.1rem; border-radius: 2px; }
-.arms { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 29rem), 1fr));
-        gap: 1.8rem 2.2rem; margin: 1.6rem 0 2rem; }
-figure { margin: 0; } figcaption { margin-bottom: .3rem; min-height: 4.9rem; }
-figcaption p { margin: 0; font-size: .9rem; line-height: 1.35; color: var(--soft); }
-.badge { font-size: .78rem; font-weight: 600; padding: .05rem .5rem; border-radius: 1rem;
-         margin-left: .5rem; vertical-align: .1rem; border: 1.5px solid; }
-svg { width: 100%; height: auto; display: block; } svg:focus { outline: 1px dotted var(--soft); }
-svg text { font: 11px system-ui, sans-serif; fill: var(--soft); }
-.cells rect { shape-rendering: crispEdges; }
-.kept { fill: var(--kept); } .w { fill: var(--w); } .c { fill: var(--c); } .x { fill: var(--x); }
-.s { fill: var(--s); } .t { fill: var(--t); }
-.badge.w { color: var(--t); } .badge.c { color: var(--c); } .badge.s { color: var(--s); }
-.badge.x { color: var(--x); }
-.trained { stroke: var(--ink); stroke-dasharray: 4 3; } svg text.mark { fill: var(--ink); }
-.at { fill: none; stroke: var(--ink); stroke-width: 1.5; visibility: hidden; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .92rem; }
-td, th { padding: .25rem .9rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line); }
-td:first-child, th:first-child { text-align: left; } th { font-weight: 600; }
-#told { position: fixed; display: none; pointer-events: none; max-width: 20rem; z-index: 1;
-        background: var(--page); border: 1px solid var(--soft); border-radius: 4px;
-        padding: .4rem .6rem; font-size: .86rem; line-height: 1.4; white-space: pre-line; }
-"""
+LEAD = (
+    HEADLINE,
+    "Across: positions. Down: steps, the prompt first, then one token each, labelled with the "
+    "length that they reach. Every step's cache is compared byte by byte with the one before, "
+    "and with keys and values computed from scratch at the new length. Point at a cell for its "
+    "numbers.",
+)
 
 # `panel` sets these attributes for the script: data-arm, -width, -height, -left, -top.
 SCRIPT = """\
-const audit = JSON.parse(document.getElementById("audit").textContent);
+const audit = JSON.parse(document.getElementById("data").textContent);
 const told = document.getElementById("told");
 const counted = (list, position) => {
   const found = list.find(one => one[0] === position);
@@ -87,7 +71,12 @@ const words = (arm, row, position) => {
 };
 for (const svg of document.querySelectorAll("svg[data-arm]")) {
   const { arm, width, height, left, top } = svg.dataset;
-  const of = audit.arms[+arm], at = svg.querySelector(".at");
+  const of = audit.arms[+arm];
+  const at = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+  for (const [name, value] of Object.entries({ width, height, fill: "none", stroke: "var(--ink)" }))
+    at.setAttribute(name, value);
+  at.style.visibility = "hidden";
+  svg.append(at);
   let position = 0, row = 0;
   const show = () => {
     if (position < 0 || row < 0 || row >= of.steps.length || position >= of.steps[row].length)
@@ -126,80 +115,48 @@ for (const svg of document.querySelectorAll("svg[data-arm]")) {
 
 def to_html(report: Report) -> str:
     """A whole page."""
-    data = json.dumps(as_json(report), separators=(",", ":")).replace("<", "\\u003c")
-    legend = "\n".join(
-        f'<li title="{meaning}"><i class="{mark}" style="background: var(--{mark})"></i>'
-        f"<b>{name}</b> {meaning}</li>"
-        for mark, name, meaning in MARKS
-        if mark != "x" or report.unexpected
+    legend = [mark for mark in MARKS if mark[0] != "x" or report.unexpected]
+    return page.to_html(
+        Page(
+            title=f"What each step changes in the cache: {report.model}",
+            lead=LEAD,
+            legend=[*legend, ("kept", "stored", "and untouched")],
+            sections=[panel(index, one) for index, one in enumerate(report.audits)],
+            beside=True,
+            table=[COLUMNS, *map(cells, report.audits)],
+            note="“Changed”, “should change” and “stale” count an entry again in every step. "
+            + report.note,
+            colors=COLORS,
+            data=as_json(report),
+            script=SCRIPT,
+        )
     )
-    panels = "\n".join(panel(index, one) for index, one in enumerate(report.audits))
-    title = f"What each step changes in the cache: {html.escape(report.model)}"
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
-      content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
-<title>{title}</title>
-<style>
-{STYLE}</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p class="headline">{html.escape(HEADLINE)}</p>
-<p>Across: positions. Down: steps, the prompt first, then one token each, labelled with the length
-that they reach. Every step's cache is
-compared byte by byte with the one before, and with keys and values computed from scratch at the
-new length. Point at a cell for its numbers.</p>
-<ul class="legend">
-{legend}
-<li><i style="background: var(--kept)"></i><b>stored</b> and untouched</li>
-</ul>
-<div class="arms">
-{panels}
-</div>
-<div class="wide">
-{_table(report)}
-</div>
-<p class="soft">“Changed”, “should change” and “stale” count an entry again in every step.
-{html.escape(report.note)}</p>
-<div id="told" role="status"></div>
-<script type="application/json" id="audit">{data}</script>
-<script>
-{SCRIPT}</script>
-</body>
-</html>
-"""
 
 
-def panel(index: int, audit: Audit) -> str:
-    """One encoding's <figure>."""
+def panel(index: int, audit: Audit) -> Section:
+    """One encoding's section."""
     rows, positions = len(audit.steps), audit.steps[-1].length
-    width = round(WIDTH / positions, 3)
-    height = round(min(max(HEIGHT / rows, LOW), HIGH), 3)
-    across, down = width * positions, height * rows
-    cells = "".join(
-        rectangle
-        for row, step in enumerate(audit.steps)
-        for rectangle in _row(step, LEFT, TOP + row * height, width, height)
-    )
-    name = html.escape(audit.name)
+    width, height = WIDTH / positions, _height(rows)
     badge, verdict = told(audit)
-    classes, word = badge
-    note = f" {html.escape(audit.note[0].upper() + audit.note[1:])}." if audit.note else ""
-    return f"""<figure>
-<figcaption><h2>{name}<span class="badge {classes}">{word}</span></h2>
-<p>{html.escape(verdict)}{note}</p></figcaption>
-<svg viewBox="0 0 {LEFT + across + 2:g} {TOP + down + BOTTOM:g}" role="img" tabindex="0"
- aria-label="{name}: {html.escape(verdict, quote=True)}" data-arm="{index}"
- data-width="{width}" data-height="{height}" data-left="{LEFT:g}" data-top="{TOP:g}">
-<g class="cells">{cells}</g>
-{"".join(_labels(audit, across, down, height))}
-<rect class="at" width="{width}" height="{height}"/>
-</svg>
-</figure>"""
+    picture = Picture(
+        "panel",
+        f"{audit.name}: {verdict}",
+        "",
+        lambda figure: _draw(figure, audit),
+        (TOP + rows * height + BOTTOM) / 72,
+        (LEFT + WIDTH + 2) / 72,
+        placed=True,
+    )
+    places = {"arm": index, "width": width, "height": height, "left": LEFT, "top": TOP}
+    data = " ".join(f'data-{name}="{value:.5g}"' for name, value in places.items())
+    image = svg(picture, f"p{index}-", dict(THEME) | COLORS)
+    return Section(
+        audit.name,
+        [image.replace("<svg ", f'<svg tabindex="0" {data} ', 1)],
+        [f"{verdict} {audit.note[:1].upper()}{audit.note[1:]}{'.' if audit.note else ''}".strip()],
+        badge=badge,
+        wide=True,
+    )
 
 
 def told(audit: Audit) -> tuple[tuple[str, str], str]:
@@ -212,7 +169,7 @@ def told(audit: Audit) -> tuple[tuple[str, str], str]:
     elif found.stale:
         badge = ("s", "goes stale")
     else:
-        badge = ("w", "0 changed")
+        badge = ("t", "0 changed")
     verdict = (
         f"Last token: {entries(last.changed):,} earlier entries changed, "
         f"{entries(last.should_change):,} should have changed; {_terms(last)}."
@@ -229,18 +186,19 @@ def _terms(step: AuditStep) -> str:
     return f"positional terms for the newest {f'{count:,} positions' if count > 1 else 'position'}"
 
 
-def _row(step: AuditStep, x: float, y: float, width: float, height: float) -> Iterator[str]:
-    """Rectangles of one step; runs of equal cells are merged."""
-    yield _rectangle("kept", x, y, step.length * width, height)
+def rectangles(step: AuditStep) -> Iterator[tuple[str, int, int, float, float]]:
+    """Colour, first position and number of positions, and top and bottom within the row.
+
+    Equal cells side by side are one rectangle.
+    """
+    yield "kept", 0, step.length, 0.0, 1.0
     marks = _marks(step)
     for kinds, run in groupby(range(step.length), lambda position: marks[position]):
-        of = list(run)
-        unit = height / sum(SHARES.get(kind, 1) for kind in kinds) if kinds else 0.0
-        top = y
+        of, top = list(run), 0.0
         for kind in kinds:
-            share = SHARES.get(kind, 1) * unit
-            yield _rectangle(kind, x + of[0] * width, top, len(of) * width, share)
-            top += share
+            bottom = top + SHARES.get(kind, 1) / sum(SHARES.get(one, 1) for one in kinds)
+            yield kind, of[0], len(of), top, bottom
+            top = bottom
 
 
 def _marks(step: AuditStep) -> list[tuple[str, ...]]:
@@ -256,32 +214,33 @@ def _marks(step: AuditStep) -> list[tuple[str, ...]]:
     return [tuple(mark for mark, *_ in MARKS if mark in one) for one in said]
 
 
-def _rectangle(kind: str, x: float, y: float, width: float, height: float) -> str:
-    return (
-        f'<rect class="{kind}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"/>'
-    )
+def _height(rows: int) -> float:
+    return min(max(HEIGHT / rows, LOW), HIGH)
 
 
-def _labels(audit: Audit, across: float, down: float, height: float) -> Iterator[str]:
-    """Lengths at the left, positions below, and the length where frequencies begin to change."""
-    first, last = audit.steps[0].length, audit.steps[-1].length
-    beside, below = LEFT - 5, TOP + down + 12
-    yield f'<text x="{beside}" y="{TOP + 9}" text-anchor="end">{first}</text>'
-    yield f'<text x="{beside}" y="{TOP + down - 1}" text-anchor="end">{last}</text>'
-    ends = ((LEFT, "start", "position 0"), (LEFT + across, "end", f"position {last - 1}"))
-    for x, anchor, text in ends:
-        yield f'<text x="{x:.1f}" y="{below}" text-anchor="{anchor}">{text}</text>'
+def _draw(figure: Figure | SubFigure, audit: Audit) -> None:
+    """A path for each colour; lengths at the left, positions below, the trained length."""
+    first, last, rows = audit.steps[0].length, audit.steps[-1].length, len(audit.steps)
+    across, down = LEFT + WIDTH + 2, TOP + rows * _height(rows) + BOTTOM
+    at = (LEFT / across, BOTTOM / down, WIDTH / across, 1 - (TOP + BOTTOM) / down)
+    axes = figure.add_axes(at, xlim=(0, last), ylim=(rows, 0))
+    axes.axis("off")
+    found: dict[str, list[Path]] = {}
+    for row, step in enumerate(audit.steps):
+        for kind, start, count, top, bottom in rectangles(step):
+            x, y = (start, start + count), (row + top, row + bottom)
+            corners = [(x[0], y[0]), (x[1], y[0]), (x[1], y[1]), (x[0], y[1]), (x[0], y[0])]
+            found.setdefault(kind, []).append(Path(corners, closed=True))
+    for kind, paths in found.items():
+        whole = Path.make_compound_path(*paths)
+        axes.add_patch(PathPatch(whole, facecolor=COLORS[kind][0], linewidth=0, clip_on=False))
+    beside: Any = {"color": SOFT, "fontsize": SMALL, "ha": "right", "va": "center"}
+    axes.text(-0.008 * last, 0.5, f"{first}", **beside)
+    axes.text(-0.008 * last, rows - 0.5, f"{last}", **beside)
+    below: Any = {"color": SOFT, "fontsize": SMALL, "va": "top"}
+    axes.text(0, 1.012 * rows, "position 0", **below)
+    axes.text(last, 1.012 * rows, f"position {last - 1}", ha="right", **below)
     if audit.trained_length is not None and first <= audit.trained_length < last:
-        y = TOP + (audit.trained_length - first + 1) * height
-        yield f'<line class="trained" x1="{LEFT}" x2="{LEFT + across}" y1="{y}" y2="{y}"/>'
-        yield f'<text class="mark" x="{beside}" y="{y + 4}" text-anchor="end">'
-        yield f"{audit.trained_length}</text>"
-
-
-def _table(report: Report) -> str:
-    rows = [_cells("th", COLUMNS), *(_cells("td", cells(one)) for one in report.audits)]
-    return "<table>\n" + "\n".join(rows) + "\n</table>"
-
-
-def _cells(tag: str, texts: tuple[str, ...]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"
+        place = audit.trained_length - first + 1
+        axes.plot([0, last], [place, place], "--", color=INK, linewidth=1, clip_on=False)
+        axes.text(-0.008 * last, place, f"{audit.trained_length}", **beside | {"color": INK})

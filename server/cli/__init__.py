@@ -1,1 +1,1 @@
-"""The `ropewalk` command and its subcommands."""
+"""The `ropewalk` command: a file for each of its commands, with its options and what it calls."""

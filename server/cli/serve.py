@@ -371,7 +371,7 @@ def as_told(ctx: click.Context) -> dict[str, Any]:
 
 def from_program(options: Mapping[str, object]) -> dict[str, Any]:
     """The command's values where a program names options, and no variable or file is read."""
-    known = {each.name: each for each in settings_of(serve) if each.name}
+    known = {each.name: each for each in settings_of(serve)}
     for name in options.keys() - known.keys():
         raise UsageError(f"{name} is not an option of ropewalk serve; see its --help")
     ctx = click.Context(serve)

@@ -11,11 +11,11 @@ from typing import Any
 from ropewalk.cache.types import BLOCK_SIZE
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import EncodingError
-from ropewalk.model.inspect.explain.figure import Picture
 from ropewalk.model.inspect.explain.page import to_html, to_png
 from ropewalk.model.inspect.explain.pictures import pictures
 from ropewalk.model.inspect.explain.subject import Subject, from_checkpoint, from_name, shape
 from ropewalk.model.loading.checkpoints import CheckpointError, open_checkpoint
+from ropewalk.report.figure import Picture
 from ropewalk.server import download
 from ropewalk.server.errors import CommandError, UsageError
 from ropewalk.server.studies.output_file import require_folder, write_file

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ropewalk.server.app.app import create_app
-from ropewalk.server.cli.serve import SETTINGS
-from ropewalk.server.config import HttpOptions, ModelSource, ServerConfig, server_config
+from ropewalk.server.cli.serve import from_program
+from ropewalk.server.config import HttpOptions, ServerConfig, server_config
 from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.in_thread import HOST, in_thread
@@ -67,14 +67,9 @@ def _asked(port: int, prompt: Sequence[int]) -> list[float]:
 
 def _configured(folder: Path, dtype: str, context: int, trusted: Collection[str]) -> ServerConfig:
     """That of `ropewalk serve` with these values; what variables and files say does not count."""
-    told = {
-        "models": (ModelSource(NAME, str(folder)),),
-        "dtype": dtype,
-        "max_model_len": context,
-        "kv_memory": 256 << 20,
-        "trust_encoding": tuple(trusted),
-    }
-    return server_config({setting.name: setting.default for setting in SETTINGS} | told)
+    options = {"dtype": dtype, "max_model_len": context, "kv_memory": "256M"}
+    told = {"models": [f"{NAME}={folder}"], "trust_encoding": tuple(trusted)}
+    return server_config(from_program(options | told))
 
 
 @contextmanager

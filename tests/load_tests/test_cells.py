@@ -27,9 +27,9 @@ def test_figures_spread_over_the_runs_and_compare_with_the_zero():
     (cell,) = cells(made)
     one = cell.spread("t5", "itl_p50")
     assert one is not None
-    assert one.low < one.median < one.high
+    assert one.low < one.value < one.high
     against = cell.against("nope", ["t5"], "itl_p50")["t5"]
-    assert abs(against.estimate - 1.5) < 0.02
+    assert abs(against.value - 1.5) < 0.02
     assert against.verdict == "slower"
 
 

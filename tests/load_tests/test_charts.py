@@ -5,37 +5,42 @@ from xml.etree import ElementTree
 import pytest
 
 from ropewalk.load_tests.report.charts import (
+    WIDTH,
     Mark,
-    Row,
     Series,
-    Span,
     bars,
     dots,
     lines,
-    standalone,
+    side_by_side,
     timeline,
 )
-from ropewalk.load_tests.report.svg import LINE, WIDTH, looks, wide
+from ropewalk.report.figure import PAGE, SMALL, looks
+from ropewalk.report.statistics import Estimate
+from ropewalk.report.svg import svg
 
 ARMS = ["nope", "rope", 'a<b & "c"', "t5:materialised"]
 LOOKS = looks(ARMS, "nope")
 
 
+def flat(value: float) -> Estimate:
+    return Estimate(value, value, value)
+
+
 def series(factor: float = 1.0) -> list[Series]:
-    return [
-        Series(
-            arm,
-            LOOKS[arm],
-            tuple(Mark(x, y := factor * (i + x / 512), y - 0.1, y + 0.1, "x") for x in (512, 4096)),
-        )
+    marks = {
+        arm: [
+            Mark(Estimate(y := factor * (i + x / 512), y - 0.1, y + 0.1), "x", x=x)
+            for x in (512, 4096)
+        ]
         for i, arm in enumerate(ARMS)
-    ]
+    }
+    return [Series(arm, LOOKS[arm], own) for arm, own in marks.items()]
 
 
-def rows(*values: float) -> list[Row]:
+def rows(*values: float) -> list[Series]:
     return [
-        Row(arm, LOOKS[arm], value, value - 1, value + 1, f"{value:+g} %", hollow=value < 2)
-        for arm, value in zip(ARMS, values, strict=True)
+        Series(arm, LOOKS[arm], [Mark(Estimate(v, v - 1, v + 1), "", f"{v:+g} %", hollow=v < 2)])
+        for arm, v in zip(ARMS, values, strict=True)
     ]
 
 
@@ -43,7 +48,37 @@ def plain(value: float) -> str:
     return f"{value:g}"
 
 
-SPANS = [Span(arm, LOOKS[arm], i, i + 0.9, arm) for i, arm in enumerate(ARMS)]
+def drawn(chart) -> str:
+    return svg(chart, "c")
+
+
+def elements(text: str, name: str) -> list[ElementTree.Element]:
+    return [one for one in ElementTree.fromstring(text).iter() if one.tag.endswith(f"}}{name}")]
+
+
+def style(element: ElementTree.Element, text: str) -> str:
+    """Its own, or that of its class; a mark's is that of its uses."""
+    rules = dict(re.findall(r"\.(\w+) {(.*?)}", text))
+    return element.get("style") or rules.get(element.get("class"), "")
+
+
+def hollow(text: str) -> list[bool]:
+    """Whether each mark is."""
+    return [f"fill: {PAGE}" in style(use, text) for use in elements(text, "use")]
+
+
+def ways(text: str) -> list[list[tuple[float, float]]]:
+    """The points of each line of a chart of lines, from left to right."""
+    return [
+        [tuple(map(float, at.split())) for at in re.split("[ML]", path.get("d"))[1:]]
+        for path in elements(text, "path")
+        if "stroke-width: 1.4" in style(path, text)
+    ]
+
+
+SPANS = [
+    Series(arm, LOOKS[arm], [Mark(Estimate(i, i, i + 0.9), arm)]) for i, arm in enumerate(ARMS)
+]
 CHARTS = {
     "lines": lines("a title", series(), "tokens", plain),
     "differences": lines("a title", series(3.0), "tokens", plain, centred=True),
@@ -56,102 +91,99 @@ CHARTS = {
 }
 
 
-@pytest.mark.parametrize("name", CHARTS)
-def test_a_chart_is_well_formed_named_and_within_its_borders(name):
-    root = ElementTree.fromstring(CHARTS[name])
+@pytest.fixture(scope="module", params=CHARTS)
+def chart(request) -> str:
+    return drawn(CHARTS[request.param])
+
+
+def test_a_chart_is_well_formed_named_and_within_its_borders(chart):
+    root = ElementTree.fromstring(chart)
     assert root.get("aria-label") == "a title"
     assert root.get("role") == "img"
     _, _, wide, high = map(float, root.attrib["viewBox"].split())
-    assert wide == WIDTH
-    for text in root.iter("text"):
+    assert wide == pytest.approx(72 * WIDTH)
+    for text in elements(chart, "text"):
         assert 0 <= float(text.attrib["x"]) <= wide
         assert 0 <= float(text.attrib["y"]) <= high
-    for line in root.iter("line"):
-        assert 0 <= float(line.attrib["y1"]) <= high
-        assert 0 <= float(line.attrib["x1"]) <= wide
 
 
-@pytest.mark.parametrize("name", CHARTS)
-def test_every_arm_is_named_beside_its_data(name):
-    written = [text.text for text in ElementTree.fromstring(CHARTS[name]).iter("text")]
-    assert set(ARMS) <= set(written)
-
-
-@pytest.mark.parametrize("name", CHARTS)
-def test_names_do_not_touch(name):
-    texts = ElementTree.fromstring(CHARTS[name]).iter("text")
+def test_every_arm_is_named_beside_its_data_and_names_do_not_touch(chart):
+    texts = elements(chart, "text")
+    assert set(ARMS) <= {text.text for text in texts}
     heights = sorted(float(text.attrib["y"]) for text in texts if text.text in ARMS)
-    assert all(after - before >= LINE - 0.2 for before, after in pairwise(heights))
+    assert all(after - before >= SMALL for before, after in pairwise(heights))
 
 
 def test_every_mark_tells_its_numbers():
-    titles = [title.text for title in ElementTree.fromstring(CHARTS["lines"]).iter("title")]
+    titles = [title.text for title in elements(drawn(CHARTS["lines"]), "title")]
     assert titles.count("rope: x") == 2
 
 
 def test_what_does_not_differ_is_hollow():
-    # One of four rows, whose marker is drawn beside its name and at its place.
-    assert CHARTS["centred"].count('class="open"') == 2
-    assert 'class="open"' not in dots("", {"": rows(5, 5, 5, 5)}, "", plain)
+    assert hollow(drawn(CHARTS["centred"])) == [True, False, False, False]
+    assert not any(hollow(drawn(dots("", {"": rows(5, 5, 5, 5)}, "", plain))))
 
 
 def test_what_does_not_differ_is_hollow_on_a_line_too():
-    marks = (Mark(1, 0, -1, 1, "", hollow=True), Mark(2, 5, 4, 6, ""))
-    drawn = lines("", [Series("rope", LOOKS["rope"], marks)], "", plain, centred=True)
-    # The last full one is beside the name.
-    assert re.findall('class="(open|full)"', drawn) == ["open", "full", "full"]
+    marks = (Mark(Estimate(0, -1, 1), "", x=1, hollow=True), Mark(Estimate(5, 4, 6), "", x=2))
+    found = drawn(lines("", [Series("rope", LOOKS["rope"], marks)], "", plain, centred=True))
+    # The first is beside the name.
+    assert hollow(found) == [False, True, False]
 
 
 def test_higher_values_are_drawn_higher_and_longer():
-    groups = re.findall(r'points="([^"]+)"', CHARTS["lines"])
-    ends = [float(points.split()[-1].split(",")[1]) for points in groups]
-    assert ends == sorted(ends, reverse=True)
-    widths = [float(width) for width in re.findall(r'<rect[^>]* width="([\d.]+)"', CHARTS["bars"])]
+    ends = [points[-1][1] for points in ways(drawn(CHARTS["lines"]))]
+    assert len(ends) == 4 and ends == sorted(ends, reverse=True)
+    found = re.findall(r'd="M([\d.]+) [\d.]+H([\d.]+)V', drawn(CHARTS["bars"]))[1:]
+    widths = [float(end) - float(start) for start, end in found]
     assert widths[:2] == [0, 0]
     assert widths[3] == pytest.approx(2 * widths[2], abs=0.2)
 
 
 def test_small_differences_are_seen_beside_a_large_one():
-    drawn = dots("", {"": rows(1, 2, 3, 400)}, "", plain, centred=True)
-    assert ">100<" in drawn
-    assert ">1<" in drawn
+    found = drawn(dots("", {"": rows(1, 2, 3, 400)}, "", plain, centred=True))
+    assert ">100<" in found
+    assert ">1<" in found
 
 
 def test_latencies_that_differ_thirtyfold_are_on_a_logarithmic_axis():
-    marks = tuple(Mark(x, y, y, y, "") for x, y in ((1, 5.0), (2, 5000.0)))
-    drawn = lines("", [Series("rope", LOOKS["rope"], marks)], "", plain)
-    assert ">1000<" in drawn
-    assert ">0<" not in drawn
+    marks = tuple(Mark(flat(y), "", x=x) for x, y in ((1, 5.0), (2, 5000.0)))
+    found = drawn(lines("", [Series("rope", LOOKS["rope"], marks)], "", plain))
+    assert ">1000<" in found
+    assert ">0<" not in found
 
 
 def test_a_stray_run_does_not_stretch_a_logarithmic_axis():
-    marks = (Mark(1, 5, 0.001, 6, ""), Mark(2, 5000, 5000, 5000, ""))
-    drawn = lines("", [Series("rope", LOOKS["rope"], marks)], "", plain)
-    assert ">0.1<" not in drawn
-    heights = [float(y) for y in re.findall(r'class="interval"[^>]* y1="([\d.]+)"', drawn)]
-    assert max(heights) <= 244  # where the axis is
+    marks = (Mark(Estimate(5, 0.001, 6), "", x=1), Mark(flat(5000), "", x=2))
+    found = drawn(lines("", [Series("rope", LOOKS["rope"], marks)], "", plain))
+    assert ">0.1<" not in found
+    lowest = max(float(text.attrib["y"]) for text in elements(found, "text") if text.text == "1")
+    (bar,) = [path for path in elements(found, "path") if "1.2" in style(path, found)]
+    assert all(float(at.split()[1]) <= lowest for at in re.split("[ML]", bar.get("d"))[1:])
 
 
 def test_labels_below_do_not_touch():
-    drawn = dots("", {"": rows(-99, 99, 3, 1)}, "", lambda at: f"{at:+g} %", centred=True)
-    texts = ElementTree.fromstring(drawn).iter("text")
+    found = drawn(dots("", {"": rows(-99, 99, 3, 1)}, "", lambda at: f"{at:+g} %", centred=True))
     below = [
-        (float(t.attrib["x"]), t.text or "") for t in texts if t.get("text-anchor") == "middle"
+        (float(text.attrib["x"]), text.text)
+        for text in elements(found, "text")
+        if "text-anchor: middle" in style(text, found)
     ]
     assert "+0 %" in [label for _, label in below]
-    edges = [(x - wide(label) / 2, x + wide(label) / 2) for x, label in sorted(below) if label]
+    edges = [(x - 2.9 * len(label), x + 2.9 * len(label)) for x, label in sorted(below)]
     assert all(right <= left for (_, right), (left, _) in pairwise(edges))
 
 
 def test_one_point_and_one_arm_are_drawn_too():
-    drawn = lines("", [Series("rope", LOOKS["rope"], (Mark(8, 1, 1, 1, ""),))], "", plain)
-    assert ">8<" in drawn
+    found = drawn(lines("", [Series("rope", LOOKS["rope"], [Mark(flat(1), "", x=8)])], "", plain))
+    assert ">8<" in found
 
 
-def test_a_file_has_its_colours_and_its_ground():
-    text = standalone([CHARTS["lines"], CHARTS["dots"]])
+def test_charts_side_by_side_are_one_file_with_its_colours_and_its_ground():
+    text = drawn(side_by_side([CHARTS["lines"], CHARTS["dots"]]))
     root = ElementTree.fromstring(text)
-    assert float(root.attrib["width"]) == 2 * WIDTH
-    assert "--a1: #" in text
-    assert "prefers-color-scheme" not in text
-    assert [child.get("x") for child in root if child.tag.endswith("}svg")] == ["0", f"{WIDTH:g}"]
+    assert float(root.attrib["width"].removesuffix("pt")) == pytest.approx(2 * 72 * WIDTH)
+    assert LOOKS["rope"].color in text and PAGE in text
+    assert "prefers-color-scheme" not in text and "var(" not in text
+    starts = [float(one.attrib["x"]) for one in elements(text, "text") if one.text == "a title"]
+    assert starts[1] - starts[0] == pytest.approx(72 * WIDTH, abs=8)

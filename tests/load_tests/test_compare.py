@@ -143,4 +143,4 @@ def test_a_condition_needs_a_verdict():
     slower = Difference(1.2, 1.15, 1.25, 0.001, "slower")
     assert condition.holds(slower)
     assert not condition.holds(replace(slower, verdict="no difference"))
-    assert not condition.holds(replace(slower, estimate=1.09))
+    assert not condition.holds(replace(slower, value=1.09))

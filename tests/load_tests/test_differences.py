@@ -45,7 +45,7 @@ def test_runs_are_compared_within_their_block():
     slow = runs_at(*(1.2 * each for each in drift))
     found = compared(runs_at(*drift), slow, "ttft_p50")
     assert found.verdict == "slower"
-    assert found.estimate == pytest.approx(1.2)
+    assert found.value == pytest.approx(1.2)
     assert found.low <= 1.2 <= found.high
     shuffled = compared(runs_at(*drift), list(reversed(slow)), "ttft_p50")
     assert shuffled == found  # by block number, not by place
@@ -54,7 +54,7 @@ def test_runs_are_compared_within_their_block():
 def test_less_throughput_is_slower():
     found = compared(runs_at(1, 1, 1), runs_at(2, 2.01, 1.99), "output_tokens_per_s")
     assert found.verdict == "slower"
-    assert found.estimate == pytest.approx(0.5, rel=0.02)
+    assert found.value == pytest.approx(0.5, rel=0.02)
     assert compared(runs_at(2, 2, 2), runs_at(1, 1, 1), "ttft_p50").verdict == "faster"
 
 
@@ -66,7 +66,7 @@ def test_noise_as_large_as_the_difference_is_no_compared():
 
 def test_equal_figures_are_no_compared():
     found = compared(runs_at(1, 1, 1), runs_at(1, 1, 1), "ttft_p50")
-    assert (found.verdict, found.estimate) == ("no difference", 1.0)
+    assert (found.verdict, found.value) == ("no difference", 1.0)
 
 
 def test_what_cannot_be_concluded_is_said():

@@ -77,7 +77,8 @@ def test_cells_go_from_few_tokens_to_many(made):
 @pytest.mark.triton
 def test_few_rows_are_measured_with_linear_layers_by_torch_too(monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
-    decoder = tiny("rope", TritonAttention, torch.float32, device=DEVICE)
+    one_layer = {"layers": 1, "windows": (None,)}  # interpreted, each takes long
+    decoder = tiny("rope", TritonAttention, torch.float32, device=DEVICE, **one_layer)
     substitute_on_gpu(decoder, torch.float32)
     # Without graphs, which would hide what is launched.
     monkeypatch.setattr(parts, "replayed", lambda decoder, *_: decoder)
@@ -87,7 +88,7 @@ def test_few_rows_are_measured_with_linear_layers_by_torch_too(monkeypatch):
         TritonLinear, "few", lambda *of, **more: launched.append(1) or few(*of, **more)
     )
     cells, found = [Cell(1, 16), Cell(FEW_ROWS + 1, 16)], []
-    setting = replace(SETTING, device=DEVICE)
+    setting = replace(SETTING, device=DEVICE, rounds=1)
     for each in passes_of("tiny", decoder, cells, setting, Budget(60)):
         found.append((each.system, each.cell.batch, bool(launched)))
         launched.clear()

@@ -1,13 +1,13 @@
-from ropewalk.load_tests.common.rounds import Interval
 from ropewalk.load_tests.gpu.parts import Cell, Figure, LeftOut
 from ropewalk.load_tests.gpu.table import as_json, tables
 from ropewalk.load_tests.micro.roofline import Ceiling
+from ropewalk.report.statistics import Estimate
 
 CEILING = Ceiling(4.3e12, 790e12)
 
 
 def figure(work, system, batch, context, seconds, least=None, how=""):
-    found = Interval(seconds, -float("inf"), float("inf"))
+    found = Estimate(seconds, -float("inf"), float("inf"))
     return Figure(work, system, "smollm2", Cell(batch, context), found, (seconds,), least, how)
 
 

@@ -8,6 +8,7 @@ import pytest
 from ropewalk.load_tests.common.types import Point, Profile, Result
 from ropewalk.load_tests.report.plot import Plot, context_axes, measured, relative, subject
 from ropewalk.load_tests.report.plots import plots
+from ropewalk.report.svg import svg
 from tests.load_tests.made_up import counted, failed, longctx, result
 
 CHAT = Point("chat", "chat")
@@ -74,7 +75,9 @@ def test_every_plot_is_well_formed_and_has_its_numbers(name):
     assert found
     for plot in found:
         assert plot.charts
-        assert all(ElementTree.fromstring(chart).get("aria-label") for chart in plot.charts)
+        assert all(
+            ElementTree.fromstring(svg(chart, "c")).get("aria-label") for chart in plot.charts
+        )
         assert {len(row) for row in plot.table} == {len(plot.table[0])}
         assert all(sentence.endswith((".", "”")) for sentence in plot.findings)
 
@@ -94,13 +97,19 @@ def test_step_latency_by_context_comes_first_with_its_difference_to_the_zero():
 def test_marks_are_where_their_findings_say():
     made_up = subject(MANY["longctx"])
     (axis,) = context_axes(made_up)
-    found = {one.label: one.marks for one in relative(made_up, axis, "itl_p50")}
+    found = {
+        one.label: one.marks for one in relative(made_up, axis, "itl_p50", "nope", made_up.others)
+    }
     assert list(found) == ["rope", "t5", "alibi", "learned", "sinusoidal"]
-    assert [mark.y for mark in found["t5"]] == pytest.approx([20, 20, 20], abs=0.5)
-    assert all(mark.low < mark.y < mark.high for marks in found.values() for mark in marks)
-    assert [mark.hollow for mark in (found["t5"] + found["alibi"])] == [False] * 3 + [True] * 3
+    assert [mark.found.value for mark in found["t5"]] == pytest.approx([20, 20, 20], abs=0.5)
+    assert all(
+        mark.found.low < mark.found.value < mark.found.high
+        for marks in found.values()
+        for mark in marks
+    )
+    assert [mark.hollow for mark in (*found["t5"], *found["alibi"])] == [False] * 3 + [True] * 3
     milliseconds = {one.label: one.marks for one in measured(made_up, axis, "itl_p50")}
-    assert milliseconds["nope"][-1].y == pytest.approx(21, abs=0.2)
+    assert milliseconds["nope"][-1].found.value == pytest.approx(21, abs=0.2)
 
 
 def test_findings_change_with_the_data():
@@ -133,14 +142,14 @@ def test_one_arm_for_each_encoding_needs_no_plot_of_settings():
 
 def test_several_rates_give_curves_and_throughput_against_latency():
     found = by_key("rates")
-    assert "polyline" in found["chat-rate"].charts[0]
+    assert found["chat-rate"].charts[0].key == "lines"
     assert len(found["chat-rate"].charts) == 4
     assert found["chat-rate-throughput"].findings[0].startswith("Under chat, poisson:4, t5")
 
 
 def test_one_load_gives_a_dot_for_each_arm():
     plot = by_key(result(SIX, [CHAT]))["chat-concurrency"]
-    assert all("polyline" not in chart for chart in plot.charts)
+    assert {chart.key for chart in plot.charts} == {"dots"}
 
 
 def test_goodput_is_there_where_objectives_were_given():
@@ -168,7 +177,7 @@ def test_keys_are_fit_for_a_link():
 def test_goodput_over_several_loads_is_a_curve():
     whole = result({"nope": 1, "t5": 1.5}, [CHAT], RATES)
     plot = by_key(replace(whole, arguments={"slo": "ttft=150ms"}))["chat-rate-goodput"]
-    assert "polyline" in plot.charts[0]
+    assert plot.charts[0].key == "lines"
     assert len(plot.findings) == 3
 
 
@@ -178,7 +187,7 @@ def test_an_arm_that_served_nothing_is_left_out_and_reported():
         "; t5 cannot be compared with nope: 0 blocks have this figure"
         in found["longctx"].findings[0]
     )
-    assert not any("t5" in chart for chart in found["longctx"].charts)
+    assert not any("t5" in svg(chart, "c") for chart in found["longctx"].charts)
     assert found["client"].findings[0].startswith("32 of 192 requests failed, 32 of them with")
     assert found["client"].table[3][:3] == ("t5", "32", "32")
 

@@ -43,8 +43,8 @@ OUTSIDE = {SAMPLING, SCHEDULER, BATCH, AUDIT, METRICS, REST}
 MODULES = {LINEAR, HEAD, ATTENTION, POSITION, NORM, ACTIVATION, STORE, EMBEDDING, DECODER}
 
 
-def times(decoder, **more):
-    return step_times(decoder, 3, 20, STEPS, **{"kernels": "not asked for"} | more)
+def times(decoder, steps=STEPS, **more):
+    return step_times(decoder, 3, 20, steps, **{"kernels": "not asked for"} | more)
 
 
 class Clock:
@@ -107,10 +107,11 @@ def test_norms_and_activations_of_other_models_are_watched():
 @pytest.mark.triton
 def test_parts_that_triton_computes_are_watched():
     pytest.importorskip("triton", reason="Triton is not installed")
-    decoder = tiny("rope", TritonAttention, torch.float32, device=DEVICE)
+    one_layer = {"layers": 1, "windows": (None,)}  # interpreted, each takes long
+    decoder = tiny("rope", TritonAttention, torch.float32, device=DEVICE, **one_layer)
     substitute_on_gpu(decoder, torch.float32)
     before = state(decoder)
-    found = times(decoder)
+    found = times(decoder, steps=1)
     assert set(found.parts) == (MODULES | OUTSIDE) - {ACTIVATION}  # linear layers do it
     assert all(seconds > 0 for seconds in found.parts.values())
     assert state(decoder) == before

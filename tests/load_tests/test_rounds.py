@@ -4,7 +4,8 @@ from math import inf
 import pytest
 import torch
 
-from ropewalk.load_tests.common.rounds import Interval, clock_of, median_of, ratios, rounds, seconds
+from ropewalk.load_tests.common.rounds import clock_of, ratios, rounds, seconds
+from ropewalk.report.statistics import Estimate, median_of
 
 
 def test_every_call_runs_once_in_a_round_and_the_first_round_is_not_told():
@@ -52,18 +53,18 @@ def test_clock(wanted, device, clock):
 
 def test_interval_by_order():
     # Binomial tables: 6 values take the ends, 20 the 6th from each, 100 the 40th and 61st.
-    assert median_of([3, 1, 2, 6, 5, 4]) == Interval(3.5, 1, 6)
-    assert median_of(range(1, 21)) == Interval(10.5, 6, 15)
-    assert median_of(range(1, 101)) == Interval(50.5, 40, 61)
+    assert median_of([3, 1, 2, 6, 5, 4]) == Estimate(3.5, 1, 6)
+    assert median_of(range(1, 21)) == Estimate(10.5, 6, 15)
+    assert median_of(range(1, 101)) == Estimate(50.5, 40, 61)
 
 
 def test_too_few_values_have_no_interval():
-    assert median_of([1, 2, 3, 4, 5]) == Interval(3, -inf, inf)
+    assert median_of([1, 2, 3, 4, 5]) == Estimate(3, -inf, inf)
 
 
 def test_interval_of_very_many_values():
     found = median_of(range(3001))
-    assert found.median == 1500 and 1440 < found.low < 1450
+    assert found.value == 1500 and 1440 < found.low < 1450
 
 
 def test_interval_holds_the_median_as_often_as_it_says():

@@ -60,8 +60,8 @@ def grown(power: float, *, fixed: float = 0.0, noise: float = 0.02) -> list[dict
 def test_exponents_are_found_round_by_round():
     growth = growth_of(part(1), grown(1.5))
     assert growth.sizes == [1, 10, 100, 1000]
-    assert [each.median for each in growth.exponents] == pytest.approx([1.5] * 3, abs=0.02)
-    assert growth.seconds[0].median == pytest.approx(3, rel=0.1)
+    assert [each.value for each in growth.exponents] == pytest.approx([1.5] * 3, abs=0.02)
+    assert growth.seconds[0].value == pytest.approx(3, rel=0.1)
 
 
 @pytest.mark.parametrize(

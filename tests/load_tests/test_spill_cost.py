@@ -1,6 +1,5 @@
 import json
 
-from ropewalk.load_tests.common.rounds import Interval
 from ropewalk.load_tests.micro.spill_cost import (
     BESIDE,
     COMING,
@@ -10,6 +9,7 @@ from ropewalk.load_tests.micro.spill_cost import (
     main,
     table,
 )
+from ropewalk.report.statistics import Estimate
 
 
 def test_measures_prints_and_writes(tmp_path, capsys):
@@ -25,7 +25,7 @@ def test_measures_prints_and_writes(tmp_path, capsys):
 
 
 def test_steps_have_a_limit():
-    one = Interval(0.001, 0.001, 0.001)
+    one = Estimate(0.001, 0.001, 0.001)
     rows = [line.split("|") for line in table({COMPUTED: one, COMING: one}, one).splitlines()]
     assert [row[1] for row in rows[2:4]] == [COMPUTED, COMING]
     assert [row[5] for row in rows[2:4]] == ["", "2.00"]

@@ -3,9 +3,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from ropewalk.load_tests.common.rounds import Interval
 from ropewalk.load_tests.micro import step_cost
 from ropewalk.load_tests.micro.step_cost import AGAIN, costs_of, main, verdict
+from ropewalk.report.statistics import Estimate
 
 TINY = ["--context", "32", "--batch", "2", "--chunk", "8", "--device", "cpu"]
 
@@ -60,9 +60,9 @@ def taken(rope: float, t5: float) -> list[dict[str, float]]:
 
 def test_costs_are_compared_within_their_round():
     nope, rope, table = costs_of(taken(1.01, 1.5), 1.02)
-    assert nope.seconds == 6.0 and nope.ratio == Interval(1, 1, 1)
+    assert nope.seconds == 6.0 and nope.ratio == Estimate(1, 1, 1)
     assert rope.ratio.low == pytest.approx(1.01) and rope.verdict == "holds"
-    assert table.ratio.median == 1.5 and table.verdict is None and table.limit is None
+    assert table.ratio.value == 1.5 and table.verdict is None and table.limit is None
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_costs_are_compared_within_their_round():
     ],
 )
 def test_verdict(low, high, expected):
-    assert verdict(Interval(1.0, low, high), 1.02) == expected
+    assert verdict(Estimate(1.0, low, high), 1.02) == expected
 
 
 def test_a_limit_that_does_not_hold_is_an_exit_status(monkeypatch, capsys):

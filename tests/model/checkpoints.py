@@ -1,6 +1,7 @@
 """Tiny random checkpoints as transformers writes them, and the same weights as GGUF."""
 
 import math
+import re
 
 import gguf
 import numpy as np
@@ -53,6 +54,20 @@ def qwen3(**changes):
     return transformers.Qwen3Config(**COMMON | shape | {"num_key_value_heads": 2} | changes)
 
 
+def phi3(**changes):
+    """Two key heads for six query heads."""
+    shape = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 6}
+    more = {"num_key_value_heads": 2, "original_max_position_embeddings": 16}
+    return transformers.Phi3Config(**COMMON | shape | more | changes)
+
+
+def smollm3(**changes):
+    """Odd numbers of layers and heads."""
+    shape = {"hidden_size": 50, "intermediate_size": 56, "num_attention_heads": 5}
+    more = {"num_key_value_heads": 1, "num_hidden_layers": 5}
+    return transformers.SmolLM3Config(**COMMON | shape | more | changes)
+
+
 def random_model(config):
     """A float32 model whose every weight matters: norms off one, biases off zero."""
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -81,31 +96,19 @@ def save(model, folder, **options):
     return folder
 
 
-GGUF_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "self_attn.qkv_proj": "attn_qkv",
-    "mlp.gate_up_proj": "ffn_up",
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "model.layers": "blk",
-}
+def gguf_architecture(config):
+    name = {"mistral": "llama", "gpt_neox": "gptneox"}.get(config.model_type, config.model_type)
+    return next(arch for arch, its in gguf.MODEL_ARCH_NAMES.items() if its == name)
 
 
-def gguf_name(name):
-    for theirs, ours in GGUF_NAMES.items():
-        name = name.replace(theirs, ours)
-    return name
+def gguf_name(config):
+    """A function: a tensor's name in transformers to that in GGUF, as the gguf package has it."""
+    names = gguf.get_tensor_name_map(gguf_architecture(config), config.num_hidden_layers)
+    suffixes = (".weight", ".bias")
+    return lambda name: (
+        names.get_name(name, suffixes)
+        or names.get_name(name.removeprefix("transformer."), suffixes)
+    )
 
 
 def paired_heads(name, config):
@@ -116,26 +119,43 @@ def paired_heads(name, config):
     return heads.get(name.split(".")[-2])
 
 
+def stored_values(name, values, config):
+    """As llama.cpp's converters reorder them."""
+    if heads := paired_heads(name, config):
+        return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+    if "query_key_value" in name:  # head by head in transformers, all of q first in GGUF
+        parts = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
+        return parts.swapaxes(0, 1).reshape(values.shape)
+    if config.model_type == "gpt2" and re.search(r"\.c_\w+\.weight$", name):
+        return values.T  # stored the other way round by transformers
+    return values
+
+
 def gguf_tensors(model):
-    """{GGUF name: array}, queries and keys in the order that GGUF's Llama has."""
-    config, tensors = model.config, {}
+    """{GGUF name: array}, with the divisors or factors of the frequencies."""
+    config, tensors, gguf_named = model.config, {}, gguf_name(model.config)
     for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        values = tensor.numpy().astype(np.float32)
-        if heads := paired_heads(name, config):
-            halves = values.reshape(heads, 2, -1, *values.shape[1:])
-            values = halves.swapaxes(1, 2).reshape(values.shape)
-        tensors[gguf_name(name)] = np.ascontiguousarray(values)
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            values = stored_values(name, tensor.numpy().astype(np.float32), config)
+            tensors[gguf_named(name)] = np.ascontiguousarray(values)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "llama3":
+        width = config.head_dim
+        unscaled = rope["rope_theta"] ** -(torch.arange(0, width, 2) / width)
+        tensors["rope_freqs.weight"] = (unscaled / model.model.rotary_emb.inv_freq).numpy()
+    if rope.get("rope_type") == "longrope":
+        for kind in ("short", "long"):
+            tensors[f"rope_factors_{kind}.weight"] = np.float32(rope[f"{kind}_factor"])
     return tensors
 
 
 def fill_from_gguf(model, reader):
     """Load into a transformers model with tied embeddings, with the gguf package's own reader."""
     stored = {tensor.name: tensor for tensor in reader.tensors}
+    gguf_named = gguf_name(model.config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            tensor = stored.pop(gguf_name(name))
+            tensor = stored.pop(gguf_named(name))
             rows = tensor.data.reshape(-1, tensor.data.shape[-1])
             # Long ones: the package works through a few at a time.
             rows = rows.reshape(len(rows) // math.gcd(len(rows), 256), -1)
@@ -163,25 +183,76 @@ def add_tokenizer(writer, vocab_size, more=None):
 
 def gguf_writer(path, config, more=None):
     """A writer with all metadata of the model and its tokenizer, with these tokens more."""
-    arch = "llama" if config.model_type == "mistral" else config.model_type
-    head_dim = getattr(config, "head_dim", None)
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(config.max_position_embeddings)
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf_architecture(config)])
+    writer.add_context_length(
+        first_of(config, "seq_length", "max_seq_len", "max_position_embeddings")
+    )
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    ffn_width = first_of(config, "intermediate_size", "n_inner") or 4 * config.hidden_size
+    writer.add_feed_forward_length(ffn_width)
     writer.add_head_count(config.num_attention_heads)
+    if hasattr(config, "rms_norm_eps"):
+        describe_gated(writer, config)
+    else:
+        describe_plain(writer, config)
+    add_tokenizer(writer, config.vocab_size, more)
+    return writer
+
+
+def first_of(config, *names):
+    return next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+
+
+def describe_gated(writer, config):
+    head_dim = getattr(config, "head_dim", None)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if head_dim is not None:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if arch == "llama":
+    if config.model_type in ("llama", "mistral"):
         writer.add_vocab_size(config.vocab_size)
         writer.add_rope_dimension_count(head_dim)
-    add_tokenizer(writer, config.vocab_size, more)
-    return writer
+
+
+def describe_plain(writer, config):
+    kind = config.model_type
+    writer.add_layer_norm_eps(first_of(config, "layer_norm_epsilon", "layer_norm_eps"))
+    if kind == "bloom":
+        writer.add_head_count_kv(config.n_head)
+    elif kind == "mpt":
+        writer.add_max_alibi_bias(config.attn_config.alibi_bias_max)
+        if config.attn_config.clip_qkv is not None:
+            writer.add_clamp_kqv(config.attn_config.clip_qkv)
+    elif kind == "gptj":
+        writer.add_rope_dimension_count(config.rotary_dim)
+    elif kind == "gpt_neox":
+        rope, head_dim = config.rope_parameters, config.hidden_size // config.num_attention_heads
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+        writer.add_rope_freq_base(rope["rope_theta"])
+        writer.add_parallel_residual(config.use_parallel_residual)
+
+
+def describe_rotation(writer, model):
+    """How frequencies are scaled; of Phi-3 also its window and how much of a head turns."""
+    config, rope = model.config, getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    elif rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+    if config.model_type == "phi3":
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        writer.add_sliding_window(config.sliding_window or 0)
+        head_dim = config.hidden_size // config.num_attention_heads
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+        if rope["rope_type"] == "longrope":
+            writer.add_rope_scaling_attn_factors(model.model.rotary_emb.attention_scaling)
 
 
 def write_gguf(path, model, kind="F32", metadata=None, tensors=()):
@@ -191,6 +262,7 @@ def write_gguf(path, model, kind="F32", metadata=None, tensors=()):
     """
     kind = gguf.GGMLQuantizationType[kind]
     writer = gguf_writer(path, model.config)
+    describe_rotation(writer, model)
     if metadata is not None:
         metadata(writer)
     for name, values in {**gguf_tensors(model), **dict(tensors)}.items():

@@ -9,7 +9,7 @@ import pytest
 
 from ropewalk.model.inspect import audit_arms
 from ropewalk.model.inspect.audit import Audit, AuditStep, Entry, Touched, audit
-from ropewalk.model.inspect.audit_page import panel, to_html
+from ropewalk.model.inspect.audit_page import panel, rectangles, to_html
 from ropewalk.model.inspect.audit_report import HEADLINE, Report, as_json, summary
 
 VOID = {"meta", "rect", "line"}  # of those on the page; in SVG they close themselves
@@ -54,17 +54,15 @@ def step(**changes) -> AuditStep:
     return replace(usual, **changes)
 
 
-def drawn(*steps: AuditStep) -> list[tuple[str, float, float]]:
-    """Class, first position and how many positions, of each rectangle of the last row."""
-    text = panel(0, Audit("rope", "", None, steps))
-    width = float(re.search(r'data-width="([\d.]+)"', text)[1])
-    left = float(re.search(r'data-left="([\d.]+)"', text)[1])
-    found = re.findall(r'<rect class="(\w+)" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"', text)
-    start = max(index for index, (kind, *_) in enumerate(found) if kind == "kept")
-    return [
-        (kind, round((float(x) - left) / width), round(float(across) / width))
-        for kind, x, _, across in found[start + 1 :]
-    ]
+def drawn(step: AuditStep) -> list[tuple[str, int, int]]:
+    """Colour, first position and how many positions, of each rectangle."""
+    return [(kind, *places) for kind, *places, _, _ in rectangles(step) if kind != "kept"]
+
+
+def shown(audit: Audit) -> str:
+    """All texts of its section, and the picture."""
+    found = panel(0, audit)
+    return f"{found.badge[1]} {' '.join(found.findings)} {found.images[0]}"
 
 
 def test_the_page_is_whole(page) -> None:
@@ -81,14 +79,15 @@ def test_the_page_asks_for_nothing(page) -> None:
     tags.feed(page)
     for _, attributes in tags.seen:
         assert not {"src", "href", "srcset", "data", "action"} & attributes.keys()
-    assert "://" not in page and "@import" not in page and "url(" not in page
+    assert "://" not in page.replace("http://www.w3.org/2000/svg", "")  # the name of a language
+    assert "@import" not in page and "url(" not in page
     assert "fetch(" not in page and "XMLHttpRequest" not in page
     assert "default-src 'none'" in page
 
 
 def test_the_page_carries_the_headline_and_the_reports_numbers(page, report) -> None:
-    assert HEADLINE.replace("'", "&#x27;") in page
-    data = re.search(r'<script type="application/json" id="audit">(.*?)</script>', page)[1]
+    assert HEADLINE.replace("'", "&#39;") in page
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1]
     assert json.loads(data) == as_json(report)
     assert "tiny &lt;/script&gt;&lt;b&gt;" in page and "a &amp; b" in page
 
@@ -134,12 +133,26 @@ def test_cells_light_up_where_something_happened() -> None:
     ],
 )
 def test_each_panel_says_what_became_of_it(changes, badge, words) -> None:
-    text = panel(0, Audit("rope", "", None, (step(**changes),)))
-    assert f">{badge}</span>" in text and words in text
+    text = shown(Audit("rope", "", None, (step(**changes),)))
+    assert text.startswith(badge) and words in text
 
 
 def test_the_trained_length_is_marked_where_the_run_passes_it() -> None:
     steps = tuple(step(length=length) for length in (3, 4, 5))
-    assert 'class="trained"' in panel(0, Audit("a", "", 4, steps))
-    assert 'class="trained"' not in panel(0, Audit("a", "", 9, steps))
-    assert 'class="trained"' not in panel(0, Audit("a", "", None, steps))
+    assert "dasharray" in shown(Audit("a", "", 4, steps))
+    assert "dasharray" not in shown(Audit("a", "", 9, steps))
+    assert "dasharray" not in shown(Audit("a", "", None, steps))
+
+
+def test_a_cell_is_where_the_script_looks_for_it() -> None:
+    steps = tuple(step(length=length, first_term=length) for length in (4, 5))
+    image = panel(0, Audit("a", "", None, steps)).images[0]
+    width, height, left, top = (
+        float(re.search(rf'data-{name}="([\d.]+)"', image)[1])
+        for name in ("width", "height", "left", "top")
+    )
+    (box,) = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', image)
+    assert float(box[0]) == pytest.approx(left + 5 * width + 2)
+    for row in (0, 1):  # position 3 was written; places are rounded to a tenth
+        x, y, end = left + 3 * width, top + row * height, left + 4 * width
+        assert f"M{x:.10g} {y:.10g}H{end:.10g}V" in image

@@ -1,4 +1,4 @@
-"""The same weights here and in transformers, through both formats."""
+"""The same weights here and in transformers: every family, stored and run in every way."""
 
 import copy
 
@@ -7,37 +7,19 @@ import pytest
 import torch
 import transformers
 
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.kernels.cpu.attention import CpuBackend
 from ropewalk.model.kernels.cpu.layers import KernelLayers
 from ropewalk.model.kernels.substitutes import substitute
 from ropewalk.model.loading.checkpoints import open_checkpoint
-from tests.model import checkpoints
-from tests.model.checkpoints import llama, loaded, mistral, qwen2, qwen3
+from tests.model import checkpoints, plain
+from tests.model.checkpoints import llama, loaded, qwen3
+from tests.model.families import FAMILIES
 from tests.model.running import Running, make_batch, new_cache
 from tests.smollm2 import smollm2_path
 
 BLOCK = 16
-MODELS = {
-    "llama": llama(),
-    "llama-tied": llama(tie_word_embeddings=True, num_key_value_heads=1),
-    "llama-biases": llama(attention_bias=True, mlp_bias=True, num_key_value_heads=3),
-    "llama-multi-head": llama(num_key_value_heads=6, head_dim=None),
-    "mistral": mistral(),
-    "mistral-window": mistral(sliding_window=7),
-    "qwen2": qwen2(),
-    "qwen2-tied": qwen2(tie_word_embeddings=True, num_key_value_heads=2),
-    "qwen2-windows": qwen2(use_sliding_window=True, sliding_window=5, max_window_layers=1),
-    "qwen3": qwen3(),
-    "qwen3-biases-windows": qwen3(
-        attention_bias=True,
-        tie_word_embeddings=True,
-        use_sliding_window=True,
-        sliding_window=6,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    ),
-}
-LONG = ("llama-tied", "mistral-window", "qwen2-windows", "qwen3-biases-windows")  # answers
-IN_GGUF = [name for name in MODELS if "window" not in name]
 # Rows of whole blocks, so that every matrix is quantised.
 BLOCKED = {"hidden_size": 96, "intermediate_size": 64, "num_attention_heads": 6, "head_dim": 32}
 
@@ -97,53 +79,108 @@ def check_greedy(decoder, model, prompt, count):
 
 @torch.no_grad()
 def logits_of(model, tokens):
-    return model(torch.tensor([tokens])).logits[0]
+    """From a model that has seen no other sequence: frequencies remember the longest one."""
+    unused = getattr(model.base_model, "rotary_emb", None)
+    model.base_model.rotary_emb = copy.deepcopy(unused)
+    logits = model(torch.tensor([tokens])).logits[0]
+    model.base_model.rotary_emb = unused
+    return logits
 
 
-def difference(decoder, model, *lengths, logits=logits_of):
+def difference(decoder, model, *lengths):
     """The largest of any logit, over a ragged batch of prompts."""
     sequences = prompts(model.config.vocab_size, *lengths)
     found = []
     for ours, tokens in zip(ragged_logits(decoder, sequences), sequences, strict=True):
-        theirs = logits(model, tokens)
+        theirs = logits_of(model, tokens)
         assert theirs.std() > 0.3  # flat logits would agree whatever the weights
         found.append((ours - theirs).abs().max())
     return torch.stack(found).max()
 
 
-def check_parity(decoder, model, answer=8):
-    """Logits, and as many tokens of a greedy answer: of the weights the logits tell all."""
-    lengths = (1, 40, 17, 2, 16)
-    assert difference(decoder, model, *lengths) <= 1e-4
-    check_greedy(decoder, model, prompts(model.config.vocab_size, *lengths)[2], answer)
+def drawn(config):
+    """A random model of transformers, which changes the config that it is given."""
+    draw = checkpoints.random_model if hasattr(config, "rms_norm_eps") else plain.random_model
+    return draw(copy.deepcopy(config))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_safetensors(name, tmp_path):
-    model = checkpoints.random_model(copy.deepcopy(MODELS[name]))
-    checkpoint = open_checkpoint(checkpoints.save(model, tmp_path))
-    check_parity(loaded(checkpoint), model, answer=64 if name in LONG else 16)
+def stretched(model, context):
+    """The same weights in transformers, which has tables of its own for the trained length."""
+    if model.config.model_type == "mpt":
+        model.config.max_seq_len = max(context or 0, model.config.max_seq_len)
+    if model.config.model_type != "gptj":
+        return model
+    config = copy.deepcopy(model.config)
+    config.n_positions = max(context or 0, config.n_positions)
+    longer = transformers.GPTJForCausalLM(config).eval()
+    longer.load_state_dict(model.state_dict())
+    return longer
+
+
+def in_safetensors(model, folder):
+    return open_checkpoint(checkpoints.save(model, folder))
+
+
+def in_gguf(model, folder):
+    return open_checkpoint(checkpoints.write_gguf(folder / "tiny.gguf", model))
+
+
+def in_one_call(checkpoint, context, kernels):
+    decoder = loaded(checkpoint, context=context, backend=CpuBackend(kernels))
+    substitute(decoder, kernels, torch.float32)
+    assert decoder.one_call is not None
+    return decoder
+
+
+# How a model is stored, and what runs it: (checkpoint, positions, kernels) → decoder.
+def on(backend=lambda kernels: SdpaAttention):
+    return lambda checkpoint, context, kernels: loaded(
+        checkpoint, context=context, backend=backend(kernels)
+    )
+
+
+WAYS = {
+    "safetensors": (in_safetensors, on()),
+    "gguf": (in_gguf, on()),
+    "reference": (in_safetensors, on(lambda kernels: ReferenceAttention)),
+    "cpu": (in_safetensors, on(CpuBackend)),
+    "one call": (in_safetensors, in_one_call),
+}
+
+
+def check(decoder, model, row, answer=8):
+    """Logits, and tokens of a greedy answer from the cache: of the weights the logits tell all."""
+    model = stretched(model, row.context)
+    assert difference(decoder, model, *row.lengths) <= row.tolerance
+    check_greedy(decoder, model, prompts(model.config.vocab_size, row.prompt)[0], answer)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, way) for name, row in FAMILIES.items() for way in row.ways]
+)
+def test_family(name, way, tmp_path, kernels):
+    row, (store, run) = FAMILIES[name], WAYS[way]
+    model = drawn(row.config)
+    checkpoint = store(model, tmp_path)
+    assert row.trained in (None, checkpoint.config.trained_context)
+    assert checkpoint.config.tied_embeddings is model.config.tie_word_embeddings
+    decoder = run(checkpoint, row.context, kernels)
+    check(decoder, model, row, row.answer if way == "safetensors" else min(row.answer, 12))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
 def test_shards(name, tmp_path):
-    model = checkpoints.random_model(copy.deepcopy(MODELS[name]))
+    row = FAMILIES[name]
+    model = drawn(row.config)
     checkpoints.save(model, tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    check_parity(loaded(open_checkpoint(tmp_path)), model)
-
-
-@pytest.mark.parametrize("name", IN_GGUF)
-def test_gguf(name, tmp_path):
-    model = checkpoints.random_model(copy.deepcopy(MODELS[name]))
-    path = checkpoints.write_gguf(tmp_path / "tiny.gguf", model)
-    check_parity(loaded(open_checkpoint(path)), model)
+    check(loaded(open_checkpoint(tmp_path)), model, row)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 @pytest.mark.parametrize("config", [llama(**BLOCKED), qwen3(**BLOCKED)], ids=lambda c: c.model_type)
 def test_quantised_gguf(config, kind, tmp_path):
-    model = checkpoints.random_model(copy.deepcopy(config))
+    model = drawn(config)
     path = checkpoints.write_gguf(tmp_path / "tiny.gguf", model, kind)
     rounded = 0
     with torch.no_grad():
@@ -154,7 +191,7 @@ def test_quantised_gguf(config, kind, tmp_path):
                 parameter.copy_(torch.from_numpy(values))
                 rounded += 1
     assert rounded == 2 + 7 * config.num_hidden_layers
-    check_parity(loaded(open_checkpoint(path)), model)
+    check(loaded(open_checkpoint(path)), model, FAMILIES["llama"])
 
 
 def test_bfloat16_holds_the_rounded_weights(tmp_path):

@@ -18,7 +18,7 @@ from ropewalk.model.layers.decoder import Decoder
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.model.loading.save import save_checkpoint
 from tests.model import checkpoints, tiny
-from tests.model.architectures.test_configs import ABSENT
+from tests.model.architectures.descriptions import ABSENT
 from tests.model.checkpoints import CPU
 from tests.model.refusals import refused
 from tests.model.running import run_uncached

@@ -2,24 +2,18 @@
 
 import json
 import re
-import shlex
-from pathlib import Path
 
 import pytest
 import torch
 
 from ropewalk.model.inspect import audit_arms
 from ropewalk.model.inspect.audit import Watch
-from ropewalk.model.inspect.audit_report import COLUMNS, HEADLINE
 from ropewalk.server.cli import main
 from ropewalk.server.studies import audit as audit_command
-from tests.command_line import understood
 from tests.model import encoder_decoders
 from tests.model.checkpoints import llama, random_model, save
 from tests.server.test_cli import sentence
 
-DOCS = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
-COMMANDS = re.findall(r"^\.venv/bin/ropewalk (.+)$", DOCS, re.MULTILINE)
 SHORT = ("--prompt-tokens", "6", "--steps", "4")
 
 
@@ -192,19 +186,3 @@ def test_threads_are_as_before() -> None:
     with audit_command.threads(before + 1):
         assert torch.get_num_threads() == before + 1
     assert torch.get_num_threads() == before
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_documented_commands_are_understood(command) -> None:
-    asked = understood(*shlex.split(command))
-    assert asked.info_name == "audit"
-    for name in (asked.params["encodings"] or "").split(","):
-        assert name in ("", *audit_arms.ALL, *audit_arms.VARIANTS)
-
-
-def test_the_page_says_what_the_command_says() -> None:
-    assert len(COMMANDS) == 4
-    assert f"> {HEADLINE}" in DOCS
-    table = DOCS.partition("## The table")[2]
-    for column in COLUMNS[2:]:
-        assert f"|{column}|" in table

@@ -441,3 +441,7 @@ def test_a_variable_means_one_thing() -> None:
     assert shared == {f"ROPEWALK_{name}" for name in names}
     for command in (serve, chat, health):
         assert len(settings_of(command)) == len(variables([command])) > 5
+
+
+def test_keys_never_show_in_the_configuration() -> None:
+    assert not HttpOptions.__dataclass_fields__["api_keys"].repr

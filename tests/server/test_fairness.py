@@ -54,9 +54,9 @@ def ask(url, key="", **body):
 
 
 LISTS = {
-    "texts": ["a prompt"] * 150,
-    "ids": [[1, 2, 3]] * 150,
-    "long ones": [[1, 2, 3] * 20] * 120,
+    "texts": ["a prompt"] * 80,
+    "ids": [[1, 2, 3]] * 80,
+    "long ones": [[1, 2, 3] * 20] * 80,
 }
 
 
@@ -65,17 +65,17 @@ def test_a_small_request_does_not_wait_for_a_list_of_another(name):
     """H10: it gets its tokens in steps of its own number, and a few more."""
     flooded = Flooded(max_queue=500)
     with running(flooded.app) as (url, _), ThreadPoolExecutor(1) as flood:
-        body = {"prompt": LISTS[name], "max_tokens": 20}
+        body = {"prompt": LISTS[name], "max_tokens": 12}
         big = flood.submit(ask, url, **body)
         wait_for(lambda: flooded.waiting() > 50)
         before = flooded.steps
         small = ask(url, prompt=[7, 8], max_tokens=4)
         assert small.json()["usage"]["completion_tokens"] == 4
-        assert flooded.steps - before <= 20  # of some hundred
+        assert flooded.steps - before <= 20  # of a hundred and more
         assert not big.done()
         answer = big.result().json()
     assert [each["index"] for each in answer["choices"]] == list(range(len(LISTS[name])))
-    assert answer["usage"]["completion_tokens"] == 20 * len(LISTS[name])
+    assert answer["usage"]["completion_tokens"] == 12 * len(LISTS[name])
 
 
 def test_a_small_request_does_not_wait_for_many_of_another_key():

@@ -172,7 +172,7 @@ TALK = [{"role": "user", "content": SECRET}]
     ],
 )
 def test_no_line_has_a_text(path, body, caplog):
-    caplog.set_level(logging.DEBUG, "server")
+    caplog.set_level(logging.DEBUG, "ropewalk.server")
     ask(toy_app(), "POST", path, json=body)
     assert len(lines(caplog)) == 1
     assert SECRET not in caplog.text

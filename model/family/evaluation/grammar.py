@@ -17,12 +17,12 @@ from itertools import product
 import numpy as np
 
 from ropewalk.model.family.errors import FamilyError
-from ropewalk.model.family.evaluation.estimates import Estimate, wilson
 from ropewalk.model.family.evaluation.reading import Reads
 from ropewalk.model.family.evaluation.samples import continuation
 from ropewalk.model.family.texts.corpus import Corpus
 from ropewalk.model.family.texts.recall import is_made_up
 from ropewalk.model.tokenizers.base import Tokenizer
+from ropewalk.report.statistics import Estimate, wilson
 
 PARSER = "link-parser"  # Debian's package link-grammar
 PROMPTS = (

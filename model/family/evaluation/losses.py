@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ropewalk.model.family.evaluation.estimates import Estimate, Floats, by_document
 from ropewalk.model.family.evaluation.reading import Reads
 from ropewalk.model.family.evaluation.texts import Texts
+from ropewalk.report.statistics import Estimate, Floats, by_document
 
 FIRST = 16  # tokens of the first bin
 BEYOND = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # edges, in trained lengths

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, repeat
 
-from ropewalk.model.family.evaluation.estimates import Estimate, wilson
 from ropewalk.model.family.evaluation.reading import Reads
 from ropewalk.model.family.texts.recall import KINDS, recalls
 from ropewalk.model.tokenizers.base import Tokenizer
+from ropewalk.report.statistics import Estimate, wilson
 
 SEED = 77  # none of training's seeds
 

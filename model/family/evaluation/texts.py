@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ropewalk.model.family.errors import FamilyError
-from ropewalk.model.family.evaluation.estimates import Floats
 from ropewalk.model.family.texts.corpus import Split
+from ropewalk.report.statistics import Floats
 
 _TRANSLATION = re.compile(r"^bible-\w+/")
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import matplotlib
 import numpy as np
 import torch
 from matplotlib.axes import Axes
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from ropewalk.model.encodings.base import KeyBias, TableBias
 from ropewalk.model.formatting import listed
-from ropewalk.model.inspect.explain.figure import (
+from ropewalk.model.inspect.explain.subject import Subject, Weights
+from ropewalk.report.figure import (
     BLUE,
     GREY,
     INK,
@@ -25,9 +25,9 @@ from ropewalk.model.inspect.explain.figure import (
     axes_row,
     label_bottoms,
     label_ends,
+    looks,
     one_axes,
 )
-from ropewalk.model.inspect.explain.subject import Subject, Weights
 
 LONGEST = 4096
 FLOOR = -16.0  # lower biases make weights below e^-16, one in nine million
@@ -37,7 +37,6 @@ WIDE = 3.29  # 5% to 95% of a standard normal
 BIASES, SCORES = "Bias by distance, per head", "Score by distance"
 STEPPED = 200  # a bias with fewer distinct values is drawn in steps
 EXACT = 256  # distances up to here are drawn one by one
-DASHES = ("-", "--", "-.", ":")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,8 @@ def _constant_from(values: Tensor) -> int:
 
 def _draw_biases(figure: Figure | SubFigure, found: Biases, heads: Sequence[int]) -> None:
     axes = one_axes(figure)
-    colors = matplotlib.colormaps["viridis"](torch.linspace(0, 0.72, len(heads)).numpy())
+    names = [f"head {head}" for head in heads]
+    styles = looks(names, names[0])
     values = found.values[list(heads)]
     lowest, highest = float(values.min()), float(values.max())
     margin = 0.05 * (highest - max(lowest, FLOOR)) or 1.0
@@ -132,20 +132,19 @@ def _draw_biases(figure: Figure | SubFigure, found: Biases, heads: Sequence[int]
     axes.set(xlabel="distance (tokens), query − key", ylabel="added to the score (nats)")
     steps = all(len(row.unique()) < STEPPED for row in values)
     at_end, at_bottom = [], []
-    for row, head, color in zip(values, heads, colors, strict=True):
+    for row, (name, look) in zip(values, styles.items(), strict=True):
         axes.plot(
             *_sampled(found.distances, row.clamp(min=2 * FLOOR)),
-            color=color,
-            linestyle=DASHES[head % len(DASHES)],
+            color=look.color,
+            linestyle=look.dash,
             linewidth=1.4,
             drawstyle="steps-mid" if steps else "default",
         )
-        name, shade = f"head {head}", matplotlib.colors.to_hex(color)
         if float(row[-1]) >= floor:
-            at_end.append((float(row[-1]), name, shade))
+            at_end.append((float(row[-1]), name, look.color))
         else:
             leaves = float(found.distances[(row >= floor).nonzero().max()])
-            at_bottom.append((leaves, name, shade))
+            at_bottom.append((leaves, name, look.color))
     if len({height for height, *_ in at_end}) == 1 < len(at_end):
         at_end = [(at_end[0][0], "all heads", INK)]
     if at_end:

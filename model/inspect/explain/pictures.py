@@ -1,5 +1,7 @@
 """Selects the pictures that an encoding has, in reading order, and says why it lacks others."""
 
+from typing import Any
+
 from matplotlib.figure import Figure, SubFigure
 
 from ropewalk.model.encodings.base import KeyBias, LinearBias
@@ -16,19 +18,26 @@ from ropewalk.model.inspect.explain.codes import (
     query_positions,
     vector_codes,
 )
-from ropewalk.model.inspect.explain.figure import (
-    FORMAT_STYLES,
+from ropewalk.model.inspect.explain.rotating import turning
+from ropewalk.model.inspect.explain.subject import Subject
+from ropewalk.report.figure import (
+    BLUE,
     GREY,
+    INK,
+    ORANGE,
     Omitted,
     Picture,
     count_axis,
     label_ends,
     one_axes,
 )
-from ropewalk.model.inspect.explain.rotating import turning
-from ropewalk.model.inspect.explain.subject import Subject
 
 CODES = f"Distinct codes among the nearest {NEAREST} positions"
+FORMAT_STYLES: dict[str, dict[str, Any]] = {
+    "bf16": {"color": ORANGE, "linestyle": "-", "marker": "o"},
+    "fp16": {"color": BLUE, "linestyle": "--", "marker": "s"},
+    "fp32": {"color": INK, "linestyle": ":", "marker": "^"},
+}
 REACH = 32768  # positions at which codes are counted, unless the encoding has a lower limit
 
 

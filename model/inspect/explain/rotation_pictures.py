@@ -7,7 +7,16 @@ import torch
 from matplotlib import ticker
 from matplotlib.figure import Figure, SubFigure
 
-from ropewalk.model.inspect.explain.figure import (
+from ropewalk.model.inspect.explain.rotating import (
+    Turning,
+    bound,
+    envelope,
+    equal_vectors,
+    random_scores,
+    turning,
+)
+from ropewalk.model.inspect.explain.subject import Subject
+from ropewalk.report.figure import (
     BLUE,
     GREY,
     INK,
@@ -20,15 +29,6 @@ from ropewalk.model.inspect.explain.figure import (
     count_axis,
     label_ends,
 )
-from ropewalk.model.inspect.explain.rotating import (
-    Turning,
-    bound,
-    envelope,
-    equal_vectors,
-    random_scores,
-    turning,
-)
-from ropewalk.model.inspect.explain.subject import Subject
 
 SHOWN = 128  # positions in the map of angles
 LONGEST = 4096  # distances in the pictures of scores
@@ -201,8 +201,8 @@ def _draw_scores(
     label_ends(
         right,
         [
-            (float(high[-1]), "95%", "#2c7fb0"),
+            (float(high[-1]), "95%", SKY),
             (float(drawn[:, -1].mean()), "mean", BLUE),
-            (float(low[-1]), "5%", "#2c7fb0"),
+            (float(low[-1]), "5%", SKY),
         ],
     )

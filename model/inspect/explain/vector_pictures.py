@@ -5,7 +5,8 @@ from matplotlib.figure import Figure, SubFigure
 from torch import Tensor
 
 from ropewalk.model.formatting import listed
-from ropewalk.model.inspect.explain.figure import (
+from ropewalk.model.inspect.explain.subject import Subject
+from ropewalk.report.figure import (
     BLUE,
     GREY,
     INK,
@@ -19,7 +20,6 @@ from ropewalk.model.inspect.explain.figure import (
     label_ends,
     one_axes,
 )
-from ropewalk.model.inspect.explain.subject import Subject
 
 SHOWN = 128  # positions in the map
 ROWS = 128  # dimensions in the map, at most
@@ -163,8 +163,8 @@ def _draw_scores(figure: Figure | SubFigure, table: Tensor) -> None:
     label_ends(
         right,
         [
-            (float(high[-1]), "95%", "#2c7fb0"),
+            (float(high[-1]), "95%", SKY),
             (float(drawn[:, -1].mean()), "mean", BLUE),
-            (float(low[-1]), "5%", "#2c7fb0"),
+            (float(low[-1]), "5%", SKY),
         ],
     )

@@ -16,7 +16,7 @@ from ropewalk.model.architectures.common import HARMLESS, TRANSFORMERS
 from ropewalk.model.architectures.fields import Fields
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.model import checkpoints, refusals
-from tests.model.architectures.test_configs import ABSENT, Stored, from_gguf, hf
+from tests.model.architectures.descriptions import ABSENT, Stored, from_gguf, hf
 from tests.model.checkpoints import loaded
 from tests.model.test_parity import difference
 
@@ -189,11 +189,11 @@ def test_gguf_without_a_base_and_with_foreign_keys(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "phi3", "smollm3"])
 def test_every_rotating_family_in_gguf(arch):
-    assert from_gguf(arch, own__rope__freq_base=ABSENT).encoding.options["base"] == 10000.0
+    assert from_gguf(arch, **{"rope.freq_base": ABSENT}).encoding.options["base"] == 10000.0
 
 
 def test_unknown_keys_of_the_architecture_stay_refused():
-    for key in ("own__mine", "own__mradermacher__x", "own__attention__scale"):
+    for key in ("mine", "mradermacher.x", "attention.scale"):
         refusals.refused("is not supported", from_gguf, **{key: 7})
 
 
@@ -219,7 +219,7 @@ def test_what_was_assumed_is_told_in_one_line(caplog):
     from_gguf()
     assert caplog.messages == []
     hf(rope_theta=ABSENT, num_key_value_heads=ABSENT)
-    from_gguf(own__rope__freq_base=ABSENT)
+    from_gguf(**{"rope.freq_base": ABSENT})
     assert caplog.messages == [
         "config.json: num_key_value_heads is absent, which means num_attention_heads "
         "(transformers); rope_theta is absent, which means 10000.0 (transformers)",

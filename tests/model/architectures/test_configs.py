@@ -1,111 +1,42 @@
 """Descriptions in both formats: what is read, and what is refused by name."""
 
 import re
+from dataclasses import replace
 
 import pytest
-import torch
 
-from ropewalk.model.architectures.base import by_gguf_name, by_model_type
-from ropewalk.model.architectures.fields import Fields
-from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.config import EncodingSpec
 from ropewalk.model.weights.base import CheckpointError
-from tests.model import refusals
-
-
-class Stored:
-    """Tensors by shape alone, but for those whose values are part of the description."""
-
-    def __init__(self, shapes, metadata=None, values=None):
-        self.shapes = shapes
-        self.metadata = metadata or {}
-        self.values = values or {}
-
-    def read(self, name):
-        return torch.tensor(self.values[name])
-
-    def names(self):
-        return frozenset(self.shapes)
-
-    def shape(self, name):
-        return self.shapes[name]
-
-
-HF = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 99,
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "intermediate_size": 100,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 512,
-    "rope_theta": 5e5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
-ROPE = {"base": 5e5, "width": 8, "layout": "half"}
-EXPECTED = {
-    "vocab_size": 99,
-    "width": 48,
-    "layers": 3,
-    "heads": 6,
-    "kv_heads": 2,
-    "head_dim": 8,
-    "ffn_width": 100,
-    "norm_eps": 1e-5,
-    "trained_context": 512,
-    "encoding": EncodingSpec("rope", ROPE),
-    "windows": (None, None, None),
-}
-NAMED = {
-    "llama": {},
-    "mistral": {
-        "model_type": "mistral",
-        "architectures": ["MistralForCausalLM"],
-        "sliding_window": None,
-    },
-    "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
-    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 8},
-    "phi3": {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]},
-    "smollm3": {
-        "model_type": "smollm3",
-        "architectures": ["SmolLM3ForCausalLM"],
-        "no_rope_layers": [1, 1, 0],
-    },
-}
-ABSENT = object()
-
-
-def hf(kind="llama", stored=(), **changes):
-    values = {k: v for k, v in (HF | NAMED[kind] | changes).items() if v is not ABSENT}
-    architecture = by_model_type(values["model_type"], "config.json")
-    weights = Stored(dict.fromkeys(stored, (1,)))
-    return architecture.config_from_hf(Fields("config.json", values), weights)
-
-
-def refused(saying, *args, **changes):
-    assert refusals.refused(saying, hf, *args, **changes).startswith("config.json: ")
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("llama", {}),
-        ("mistral", {}),
-        ("qwen2", {"qkv_bias": True}),
-        ("qwen3", {"qk_norm": True}),
-        ("phi3", {}),
-        ("smollm3", {"encoding": EncodingSpec("rope", ROPE | {"layers": [0, 1]})}),
-    ],
+from tests.model.architectures.descriptions import (
+    ABSENT,
+    EXPECTED,
+    EXPECTED_GGUF,
+    HF,
+    ROPE,
+    TENSORS,
+    TIED,
+    attention,
+    from_gguf,
+    hf,
+    refused,
+    refused_in_gguf,
+    rope,
 )
-def test_plain(kind, expected):
-    assert hf(kind) == ModelConfig(**EXPECTED | expected)
+
+GATED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3")
+
+
+@pytest.mark.parametrize("family", HF)
+def test_as_published(family):
+    assert hf(family) == EXPECTED[family]
+
+
+NEWER = {"rotary_pct": ABSENT, "rotary_emb_base": ABSENT}
+PARAMETERS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "expected"),
+    ("family", "changes", "expected"),
     [
         ("llama", {"num_key_value_heads": ABSENT}, {"kv_heads": 6}),
         ("llama", {"num_key_value_heads": None}, {"kv_heads": 6}),
@@ -119,10 +50,57 @@ def test_plain(kind, expected):
         ("llama", {"_name_or_path": "/x", "_commit_hash": "1f", "use_flash_attn": True}, {}),
         ("mistral", {"sliding_window": 40}, {"windows": (40, 40, 40)}),
         ("qwen3", {"attention_bias": True}, {"qkv_bias": True, "out_bias": True, "qk_norm": True}),
+        ("bloom", {"tie_word_embeddings": False}, {"tied_embeddings": False}),
+        ("mpt", attention(clip_qkv=6), {"qkv_clip": 6.0}),
+        ("mpt", attention(softmax_scale=0.25), {"attention_scale": 0.25}),
+        (
+            "mpt",
+            attention(alibi_bias_max=16),
+            {"encoding": EncodingSpec("alibi", {"bias_max": 16})},
+        ),
+        ("mpt", attention(_name_or_path="x", _attn_implementation="eager"), {}),
+        ("mpt", attention(alibi_bias_max=ABSENT), {"encoding": EncodingSpec("alibi", {})}),
+        ("mpt", {"architectures": ["MptForCausalLM"], "auto_map": ABSENT}, {}),
+        ("mpt", {"norm_type": "layernorm"}, {}),
+        ("mpt", {"layer_norm_epsilon": 1e-6}, {"norm_eps": 1e-6}),
+        (
+            "falcon",
+            {"bias": False},
+            {"qkv_bias": False, "out_bias": False, "mlp_bias": False},
+        ),
+        ("falcon", {"ffn_hidden_size": 999}, {"ffn_width": 999}),
+        ("falcon", {"activation": "relu"}, {"activation": "relu"}),
+        ("falcon", {"max_position_embeddings": 1024}, {"trained_context": 1024}),
+        ("pythia", {"use_parallel_residual": False}, {"block": "pre_norm"}),
+        ("pythia", {"attention_bias": False}, {"qkv_bias": False, "out_bias": False}),
+        ("pythia", {"tie_word_embeddings": True}, {"tied_embeddings": True}),
+        ("pythia", {"rotary_pct": 1.0}, {"encoding": rope(1e4, 64)}),
+        ("pythia", {"rotary_emb_base": 25000}, {"encoding": rope(25000.0, 16)}),
+        (
+            "pythia",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"encoding": rope(1e4, 16, scaling={"type": "linear", "factor": 2.0})},
+        ),
+        ("pythia", {"hidden_act": "relu"}, {"activation": "relu"}),
+        ("gpt-j", {"n_inner": 999}, {"ffn_width": 999}),
+        ("gpt-j", {"n_positions": 512, "n_ctx": 512}, {"trained_context": 512}),
+        ("gpt-j", {"activation_function": ABSENT}, {"activation": "gelu_tanh"}),
+        ("gpt-j", {"activation_function": "gelu"}, {"activation": "gelu"}),
+        ("gpt-j", {"tie_word_embeddings": True}, {"tied_embeddings": True}),
+        ("gpt-j", {"rotary_dim": 256}, {"encoding": rope(1e4, 256, "interleaved")}),
+        ("pythia", NEWER | {"rope_parameters": PARAMETERS}, {}),
+        ("pythia", NEWER | {"rope_theta": 1e4, "partial_rotary_factor": 0.25}, {}),
+        ("pythia", {"rope_parameters": PARAMETERS}, {}),  # in both places, and the same
+        (
+            "pythia",
+            {"use_parallel_residual": ABSENT, "attention_bias": True, "hidden_dropout": 0.1},
+            {},
+        ),
+        ("pythia", {"rope_scaling": None, "is_decoder": False, "gradient_checkpointing": True}, {}),
     ],
 )
-def test_variants(kind, changes, expected):
-    assert hf(kind, **changes) == ModelConfig(**EXPECTED | expected)
+def test_variants(family, changes, expected):
+    assert hf(family, **changes) == replace(EXPECTED[family], **expected)
 
 
 def test_heads_wider_than_their_share():
@@ -136,50 +114,11 @@ def test_tied_as_stored_when_the_file_does_not_say():
     assert not hf(tie_word_embeddings=ABSENT, stored=["lm_head.weight"]).tied_embeddings
 
 
-@pytest.mark.parametrize(
-    ("changes", "saying"),
-    [
-        ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
-        ({"architectures": "LlamaForCausalLM"}, "list of strings"),
-        ({"hidden_act": "tanh"}, "'tanh' is not supported"),
-        ({"hidden_act": 3}, "string"),
-        ({"auto_map": {"AutoModel": "modeling.Mine"}}, "auto_map asks to run code"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"sliding_window": 4096}, "'sliding_window' = 4096 is not supported"),
-        ({"rope_interleaved": True}, "'rope_interleaved' = True"),
-        ({"logit_scale": 0.5}, "'logit_scale' = 0.5"),
-        ({"no_rope_layers": [1, 0]}, "no_rope_layers"),
-        ({"x\n" * 99: 1}, r"'x\\nx"),
-        ({"attention_bias": 1}, "true or false"),
-        ({"tie_word_embeddings": "yes"}, "true or false"),
-        ({"num_key_value_heads": 4}, "evenly"),
-        ({"num_key_value_heads": 12}, "from 1 to 6"),
-        ({"num_attention_heads": 7, "num_key_value_heads": 7}, "multiple"),
-        ({"num_hidden_layers": 10**9}, "from 1 to 1024"),
-        ({"vocab_size": 1 << 40}, "from 1 to"),
-        ({"hidden_size": -48}, "from 1 to"),
-        ({"hidden_size": 48.0}, "from 1 to"),
-        ({"hidden_size": True}, "from 1 to"),
-        ({"hidden_size": None}, "hidden_size is missing"),
-        ({"rms_norm_eps": -1e-5}, "above 0"),
-        ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
-        ({"max_position_embeddings": 0}, "from 1 to"),
-        ({"head_dim": 1 << 20}, "from 1 to"),
-        ({"intermediate_size": [100] * 10_000}, "from 1 to"),
-    ],
-)
-def test_descriptions_that_cannot_be_honoured(changes, saying):
-    refused(saying, **changes)
-
-
-def test_what_relatives_must_say():
-    refused("sliding_window is missing, and its abs.* 4096", "mistral", sliding_window=ABSENT)
-    # As many as transformers says, whatever the heads: not a multiple.
-    refused("num_key_value_heads must be .* 6, not 8", "mistral", num_key_value_heads=ABSENT)
-    refused("num_key_value_heads must be .* 6, not 32", "qwen2", num_key_value_heads=ABSENT)
-    for kind in NAMED:
-        assert hf(kind, num_key_value_heads=None).kv_heads == 6
-    assert hf("qwen3", head_dim=ABSENT).head_dim == 128
+def test_newer_spellings_of_bloom():
+    newer = {"n_embed": ABSENT, "hidden_size": 1024, "num_attention_heads": ABSENT, "n_head": 16}
+    assert hf("bloom", **newer) == hf("bloom")
+    assert hf("bloom", hidden_size=1024, n_head=16) == hf("bloom")
+    assert hf("bloom", seq_length=ABSENT).trained_context == 2048
 
 
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 16}
@@ -208,108 +147,226 @@ def test_windows_by_layer(kind, changes, windows):
 
 
 @pytest.mark.parametrize(
-    ("changes", "saying"),
+    ("family", "changes", "saying"),
     [
-        (QWEN_WINDOWS | {"max_window_layers": None}, "max_window_layers is missing"),
-        ({"layer_types": ["full_attention"]}, "once for each layer"),
-        ({"layer_types": ["full_attention", "mamba", "full_attention"]}, "once for each layer"),
-        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 9}, "no sliding_window"),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
+        ("llama", {"architectures": "LlamaForCausalLM"}, "list of strings"),
+        ("llama", {"hidden_act": "tanh"}, "'tanh' is not supported"),
+        ("llama", {"hidden_act": 3}, "string"),
+        ("llama", {"auto_map": {"AutoModel": "modeling.Mine"}}, "auto_map asks to run code"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ("llama", {"sliding_window": 4096}, "'sliding_window' = 4096 is not supported"),
+        ("llama", {"rope_interleaved": True}, "'rope_interleaved' = True"),
+        ("llama", {"logit_scale": 0.5}, "'logit_scale' = 0.5"),
+        ("llama", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        ("llama", {"x\n" * 99: 1}, r"'x\\nx"),
+        ("llama", {"attention_bias": 1}, "true or false"),
+        ("llama", {"tie_word_embeddings": "yes"}, "true or false"),
+        ("llama", {"num_key_value_heads": 4}, "evenly"),
+        ("llama", {"num_key_value_heads": 12}, "from 1 to 6"),
+        ("llama", {"num_attention_heads": 7, "num_key_value_heads": 7}, "multiple"),
+        ("llama", {"num_hidden_layers": 10**9}, "from 1 to 1024"),
+        ("llama", {"vocab_size": 1 << 40}, "from 1 to"),
+        ("llama", {"hidden_size": -48}, "from 1 to"),
+        ("llama", {"hidden_size": 48.0}, "from 1 to"),
+        ("llama", {"hidden_size": True}, "from 1 to"),
+        ("llama", {"hidden_size": None}, "hidden_size is missing"),
+        ("llama", {"rms_norm_eps": -1e-5}, "above 0"),
+        ("llama", {"rms_norm_eps": None}, "rms_norm_eps is missing"),
+        ("llama", {"max_position_embeddings": 0}, "from 1 to"),
+        ("llama", {"head_dim": 1 << 20}, "from 1 to"),
+        ("llama", {"intermediate_size": [100] * 10_000}, "from 1 to"),
+        ("qwen2", QWEN_WINDOWS | {"max_window_layers": None}, "max_window_layers is missing"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "once for each layer"),
+        (
+            "qwen2",
+            {"layer_types": ["full_attention", "mamba", "full_attention"]},
+            "once for each layer",
+        ),
+        (
+            "qwen2",
+            {"layer_types": ["sliding_attention"] * 3, "sliding_window": 9},
+            "no sliding_window",
+        ),
+        (
+            "bloom",
+            {"apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm is not supported",
+        ),
+        ("bloom", {"hidden_size": 2048}, "hidden_size is 2048, but n_embed is 1024"),
+        ("bloom", {"num_attention_heads": 7}, "1024 is not a multiple of 7 heads"),
+        ("bloom", {"layer_norm_epsilon": None}, "layer_norm_epsilon is missing"),
+        ("bloom", {"rope_theta": 1e4}, "'rope_theta' = 10000.0 is not supported"),
+        ("bloom", {"architectures": ["BloomForTokenClassification"]}, "only BloomForCausalLM"),
+        (
+            "mpt",
+            {"attn_config": ABSENT},
+            "attn_config is missing, and its absence means ALiBi to transf",
+        ),
+        ("mpt", attention(alibi=False), "alibi is false, but MPT is served with ALiBi only"),
+        ("mpt", attention(qk_ln=True), "qk_ln is not supported"),
+        ("mpt", attention(prefix_lm=True), "prefix_lm is not supported"),
+        ("mpt", attention(attn_uses_sequence_id=True), "attn_uses_sequence_id is not supported"),
+        ("mpt", attention(attn_type="multiquery_attention"), "must be multihead_attention"),
+        ("mpt", attention(kv_n_heads=4), "'kv_n_heads' = 4 is not supported"),
+        ("mpt", attention(rope=True), "'rope' = True is not supported"),
+        ("mpt", attention(clip_qkv=0), "clip_qkv must be a number above 0"),
+        ("mpt", {"no_bias": False}, "no_bias is false"),
+        ("mpt", {"logit_scale": "inv_sqrt_d_model"}, "logit_scale is not supported"),
+        ("mpt", {"norm_type": "rmsnorm"}, "norm_type must be low_precision_layernorm"),
+        ("mpt", {"expansion_ratio": 3}, "expansion_ratio must be 4"),
+        ("mpt", {"ffn_config": {"ffn_type": "mptgeglu"}}, "'ffn_config'"),
+        ("mpt", {"architectures": ["MPTForX"]}, "only MptForCausalLM can be served"),
+        ("mpt", {"auto_map": {"AutoModelForCausalLM": "a.B"}}, "asks to run code"),
+        ("falcon", {"alibi": False}, "alibi is not true, but of Falcon only Falcon-RW is served"),
+        ("falcon", {"alibi": ABSENT}, "alibi is not true"),
+        ("falcon", {"multi_query": True}, "multi_query is not false"),
+        ("falcon", {"parallel_attn": ABSENT}, "parallel_attn is not false"),
+        ("falcon", {"new_decoder_architecture": True}, "new_decoder_architecture is not false"),
+        ("falcon", {"activation": "quick_gelu"}, "activation 'quick_gelu' is not supported"),
+        ("pythia", {"rotary_pct": ABSENT}, "rotary_pct is missing, and its absence means 0.25"),
+        ("pythia", {"rotary_emb_base": None}, "rotary_emb_base is missing"),
+        ("pythia", {"rotary_pct": 1.5}, "partial_rotary_factor must be at most 1"),
+        ("pythia", {"rotary_pct": 0.02}, "1 coordinates cannot be rotated in pairs"),
+        ("pythia", {"rope_theta": 5000.0}, "rotary_emb_base is 10000.0 here but 5000.0 elsewhere"),
+        ("pythia", {"partial_rotary_factor": 0.5}, "rotary_pct is 0.25 here but 0.5 elsewhere"),
+        ("pythia", {"rope_scaling": {"type": "own"}}, "the type 'own' is not supported"),
+        ("pythia", {"num_attention_heads": 7}, "512 is not a multiple of 7 heads"),
+        ("pythia", {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not supported"),
+        ("pythia", {"use_parallel_residual": "yes"}, "use_parallel_residual must be true or false"),
+        ("pythia", {"num_key_value_heads": 2}, "'num_key_value_heads' = 2 is not supported"),
+        ("pythia", {"architectures": ["GPTNeoXModel"]}, "only GPTNeoXForCausalLM can be served"),
+        ("gpt-j", {"rotary_dim": None}, "rotary_dim is missing"),
+        ("gpt-j", {"rotary_dim": 63}, "63 coordinates cannot be rotated in pairs"),
+        ("gpt-j", {"n_head": 15}, "4096 is not a multiple of 15 heads"),
+        ("gpt-j", {"rope_theta": 5e5}, "'rope_theta' = 500000.0 is not supported"),
+        ("gpt-j", {"rope_scaling": {"type": "linear"}}, "'rope_scaling' = .* is not supported"),
+        ("gpt-j", {"layer_norm_epsilon": None}, "layer_norm_epsilon is missing"),
+        ("gpt-j", {"n_positions": None}, "n_positions is missing"),
+        ("gpt-j", {"architectures": ["GPTJForQuestionAnswering"]}, "only GPTJForCausalLM"),
     ],
 )
-def test_windows_that_cannot_be_honoured(changes, saying):
-    refused(saying, "qwen2", **changes)
+def test_what_cannot_be_honoured_is_refused_by_name(family, changes, saying):
+    refused(saying, family, **changes)
 
 
-GGUF = {
-    "general.architecture": "llama",
-    "general.name": "x",
-    "tokenizer.ggml.model": "gpt2",
-    "llama.embedding_length": 48,
-    "llama.block_count": 3,
-    "llama.feed_forward_length": 100,
-    "llama.attention.head_count": 6,
-    "llama.attention.head_count_kv": 2,
-    "llama.rope.freq_base": 5e5,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "llama.context_length": 512,
-}
-TENSORS = {"token_embd.weight": (99, 48), "output.weight": (99, 48)}
+def test_what_relatives_must_say():
+    refused("sliding_window is missing, and its abs.* 4096", "mistral", sliding_window=ABSENT)
+    # As many as transformers says, whatever the heads: not a multiple.
+    refused("num_key_value_heads must be .* 6, not 8", "mistral", num_key_value_heads=ABSENT)
+    refused("num_key_value_heads must be .* 6, not 32", "qwen2", num_key_value_heads=ABSENT)
+    for kind in GATED:
+        assert hf(kind, num_key_value_heads=None).kv_heads == 6
+    assert hf("qwen3", head_dim=ABSENT).head_dim == 128
 
 
-def from_gguf(arch="llama", tensors=None, stored=None, **changes):
-    values = {key.replace("llama.", f"{arch}."): value for key, value in GGUF.items()}
-    for key, value in changes.items():
-        values[key.replace("own__", f"{arch}.").replace("__", ".")] = value
-    values = {key: value for key, value in values.items() if value is not ABSENT}
-    stored = stored or {}
-    shapes = (TENSORS if tensors is None else tensors) | {
-        name: (len(numbers),) for name, numbers in stored.items()
-    }
-    weights = Stored(shapes, values, stored)
-    return by_gguf_name(arch, "x.gguf").config_from_gguf(Fields("x.gguf", values), weights)
+# ---------------------------------------------------------------------------------- GGUF
 
 
-def test_gguf():
-    assert from_gguf() == ModelConfig(**EXPECTED)
-    assert from_gguf("qwen2") == ModelConfig(**EXPECTED, qkv_bias=True)
-    assert from_gguf("qwen3") == ModelConfig(**EXPECTED, qk_norm=True)
+@pytest.mark.parametrize("family", EXPECTED_GGUF)
+def test_gguf(family):
+    assert from_gguf(family) == EXPECTED_GGUF[family]
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"own__attention__head_count_kv": ABSENT}, {"kv_heads": 6}),
-        ({"own__attention__key_length": 8, "own__attention__value_length": 8}, {}),
-        ({"own__vocab_size": 99}, {}),
-        ({"own__rope__scaling__type": "none", "own__expert_count": None}, {}),
+        ({"attention.head_count_kv": ABSENT}, {"kv_heads": 6}),
+        ({"attention.key_length": 8, "attention.value_length": 8}, {}),
+        ({"vocab_size": 99}, {}),
+        ({"rope.scaling.type": "none", "expert_count": None}, {}),
         (
-            {"own__rope__dimension_count": 4},
+            {"rope.dimension_count": 4},
             {"encoding": EncodingSpec("rope", ROPE | {"width": 4})},
         ),
         (
-            {"own__rope__freq_base": ABSENT},
+            {"rope.freq_base": ABSENT},
             {"encoding": EncodingSpec("rope", ROPE | {"base": 1e4})},
         ),
-        ({"mradermacher__quantize_version": "2"}, {}),
-        ({"quantize__imatrix__file": "x", "split__count": 1, "qwen2__expert_count": 8}, {}),
-        ({"llamafile__note": "x", "mine": 7, "": 1}, {}),
+        ({"elsewhere": {"mradermacher.quantize_version": "2"}}, {}),
+        (
+            {
+                "elsewhere": {
+                    "quantize.imatrix.file": "x",
+                    "split.count": 1,
+                    "qwen2.expert_count": 8,
+                }
+            },
+            {},
+        ),
+        ({"elsewhere": {"llamafile.note": "x", "mine": 7, "": 1}}, {}),
     ],
 )
 def test_gguf_variants(changes, expected):
-    assert from_gguf(**changes) == ModelConfig(**EXPECTED | expected)
+    assert from_gguf(**changes) == replace(EXPECTED["llama"], **expected)
+
+
+def test_gguf_of_bloom_and_mpt():
+    assert from_gguf("bloom", **{"attention.head_count_kv": 6}) == from_gguf("bloom")
+    assert not from_gguf("bloom", TENSORS).tied_embeddings
+    config = from_gguf("mpt", **{"attention.max_alibi_bias": 16.0, "attention.clamp_kqv": 6.0})
+    assert config.encoding == EncodingSpec("alibi", {"bias_max": 16.0})
+    assert config.qkv_clip == 6.0
+
+
+def test_gguf_of_gpt_neox_and_gpt_j():
+    for family in ("gptneox", "gptj"):
+        assert from_gguf(family, TIED).tied_embeddings
+        assert from_gguf(family, **{"rope.freq_base": 5e5}).encoding.options["base"] == 5e5
+        assert from_gguf(family, **{"attention.head_count_kv": 6}) == from_gguf(family)
+    assert from_gguf("gptneox", use_parallel_residual=False).block == "pre_norm"
+    whole = from_gguf("gptneox", **{"rope.dimension_count": ABSENT})
+    assert whole.encoding == rope(1e4, 8)  # as in llama.cpp
 
 
 def test_gguf_tells_by_its_tensors():
     biases = ["blk.0.attn_q.bias", "blk.0.attn_output.bias", "blk.0.ffn_down.bias"]
-    config = from_gguf(tensors={"token_embd.weight": (99, 48)} | dict.fromkeys(biases, (48,)))
-    assert config == ModelConfig(
-        **EXPECTED, tied_embeddings=True, qkv_bias=True, out_bias=True, mlp_bias=True
-    )
+    told = {"tied_embeddings": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True}
+    config = from_gguf(tensors=TIED | dict.fromkeys(biases, (48,)))
+    assert config == replace(EXPECTED["llama"], **told)
 
 
 @pytest.mark.parametrize(
-    ("changes", "saying"),
+    ("family", "changes", "saying"),
     [
-        ({"own__rope__scaling__type": "dynamic"}, "'dynamic' is not supported"),
+        ("llama", {"rope.scaling.type": "dynamic"}, "'dynamic' is not supported"),
         (
-            {"own__rope__scaling__type": "none", "own__rope__scaling__factor": 4.0},
+            "llama",
+            {"rope.scaling.type": "none", "rope.scaling.factor": 4.0},
             "scaling.factor' = 4.0",
         ),
-        ({"own__attention__sliding_window": 4096}, "sliding_window"),
-        ({"own__expert_count": 8}, "expert_count"),
-        ({"own__attention__head_count_kv": [2, 2, 2]}, "from 1 to 6"),
-        ({"own__attention__value_length": 16}, "value_length"),
-        ({"own__rope__dimension_count": 3}, "pairs"),
-        ({"own__rope__dimension_count": 16}, "from 1 to 8"),
-        ({"own__vocab_size": 98}, "98, but token_embd.weight has 99 rows"),
-        ({"own__block_count": 1 << 31}, "from 1 to 1024"),
-        ({"own__attention__layer_norm_rms_epsilon": float("nan")}, "above 0"),
-        ({"split__count": 3}, "split model"),
+        ("llama", {"attention.sliding_window": 4096}, "sliding_window"),
+        ("llama", {"expert_count": 8}, "expert_count"),
+        ("llama", {"attention.head_count_kv": [2, 2, 2]}, "from 1 to 6"),
+        ("llama", {"attention.value_length": 16}, "value_length"),
+        ("llama", {"rope.dimension_count": 3}, "pairs"),
+        ("llama", {"rope.dimension_count": 16}, "from 1 to 8"),
+        ("llama", {"vocab_size": 98}, "98, but token_embd.weight has 99 rows"),
+        ("llama", {"block_count": 1 << 31}, "from 1 to 1024"),
+        ("llama", {"attention.layer_norm_rms_epsilon": float("nan")}, "above 0"),
+        ("llama", {"elsewhere": {"split.count": 3}}, "split model"),
+        ("bloom", {"attention.head_count_kv": 2}, "head_count_kv differs from"),
+        ("bloom", {"attention.max_alibi_bias": 4.0}, "max_alibi_bias' = 4.0 is not supported"),
+        ("bloom", {"attention.head_count": 5}, "48 is not a multiple of 5 heads"),
+        ("bloom", {"attention.layer_norm_epsilon": ABSENT}, "layer_norm_epsilon is missing"),
+        ("bloom", {"vocab_size": 98}, "vocab_size is 98, but token_embd.weight has 99 rows"),
+        ("mpt", {"attention.max_alibi_bias": ABSENT}, "max_alibi_bias is missing"),
+        ("mpt", {"attention.max_alibi_bias": 0.0}, "max_alibi_bias is 0, but MPT is served with"),
+        ("mpt", {"attention.head_count_kv": 2}, "head_count_kv differs from"),
+        ("mpt", {"rope.freq_base": 1e4}, "rope.freq_base' = 10000.0 is not supported"),
+        ("gptneox", {"use_parallel_residual": ABSENT}, "use_parallel_residual is missing"),
+        ("gptneox", {"rope.dimension_count": 10}, "must be an integer from 1 to 8"),
+        ("gptneox", {"rope.dimension_count": 3}, "3 coordinates cannot be rotated in pairs"),
+        ("gptneox", {"rope.scaling.type": "yarn"}, "rope.scaling.type' = 'yarn' is not supported"),
+        ("gptneox", {"attention.head_count_kv": 2}, "head_count_kv differs from"),
+        ("gptneox", {"context_length": ABSENT}, "context_length is missing"),
+        ("gptj", {"rope.dimension_count": ABSENT}, "rope.dimension_count is missing"),
+        ("gptj", {"use_parallel_residual": True}, "use_parallel_residual' = True is not supp"),
+        ("gptj", {"rope.scaling.factor": 2.0}, "rope.scaling.factor' = 2.0 is not supported"),
     ],
 )
-def test_gguf_that_cannot_be_honoured(changes, saying):
-    with pytest.raises(CheckpointError, match=saying):
-        from_gguf(**changes)
+def test_gguf_that_cannot_be_honoured(family, changes, saying):
+    refused_in_gguf(saying, family, **changes)
 
 
 @pytest.mark.parametrize(
@@ -322,3 +379,7 @@ def test_gguf_that_cannot_be_honoured(changes, saying):
 def test_gguf_tensors_that_cannot_be_honoured(tensors, saying):
     with pytest.raises(CheckpointError, match=re.escape(saying)):
         from_gguf(tensors=tensors)
+
+
+def test_gguf_has_no_falcon_with_alibi():
+    refused_in_gguf("general.architecture is 'falcon'; supported are .*bloom", "falcon")

@@ -17,7 +17,7 @@ from ropewalk.model.architectures.fields import Fields
 from ropewalk.model.encodings.base import create
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.model import checkpoints
-from tests.model.architectures.test_configs import Stored, from_gguf, hf
+from tests.model.architectures.descriptions import Stored, from_gguf, hf
 from tests.model.checkpoints import CPU, loaded
 from tests.model.test_parity import difference
 
@@ -203,7 +203,7 @@ def test_yarn_reaches_the_original_context_times_the_factor(kind, changes, conte
     ],
 )
 def test_yarn_in_gguf_does_too(changes, context):
-    changes = {f"own__rope__scaling__{key}": value for key, value in changes.items()}
+    changes = {f"rope.scaling.{key}": value for key, value in changes.items()}
     assert from_gguf(**changes).trained_context == context
 
 
@@ -213,19 +213,19 @@ def test_yarn_in_gguf_does_too(changes, context):
 @pytest.mark.parametrize(
     ("changes", "scaling"),
     [
-        ({"scaling__type": "linear"}, None),
+        ({"scaling.type": "linear"}, None),
         ({"scale_linear": 4.0}, {"type": "linear", "factor": 4.0}),
         ({"scale_linear": 1.0}, None),
-        ({"scaling__factor": 2.0, "scale_linear": 4.0}, {"type": "linear", "factor": 2.0}),
+        ({"scaling.factor": 2.0, "scale_linear": 4.0}, {"type": "linear", "factor": 2.0}),
     ],
 )
 def test_gguf_factors(changes, scaling):
-    encoding = from_gguf(**{f"own__rope__{key}": value for key, value in changes.items()}).encoding
+    encoding = from_gguf(**{f"rope.{key}": value for key, value in changes.items()}).encoding
     assert encoding.options.get("scaling") == scaling
 
 
 def test_yarn_without_a_factor_in_gguf_changes_nothing():
-    plain, yarn = from_gguf(), from_gguf(own__rope__scaling__type="yarn")
+    plain, yarn = from_gguf(), from_gguf(**{"rope.scaling.type": "yarn"})
     served = [create(one.encoding, replace(one), 64, CPU) for one in (plain, yarn)]
     assert torch.equal(served[0].frequencies, served[1].frequencies)
     assert served[0].magnitude == served[1].magnitude == 1.0

@@ -1,12 +1,13 @@
 """RoPE's settings in both formats, and those of Phi-3 and SmolLM3: read, or refused by name."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.config import EncodingSpec
 from ropewalk.model.weights.base import CheckpointError
-from tests.model.architectures.test_configs import ABSENT, EXPECTED, ROPE, from_gguf, hf, refused
+from tests.model.architectures.descriptions import ABSENT, EXPECTED, ROPE, from_gguf, hf, refused
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ PHI3_CODE = {
     ],
 )
 def test_phi3(changes, expected):
-    assert hf("phi3", **changes) == ModelConfig(**EXPECTED | expected)
+    assert hf("phi3", **changes) == replace(EXPECTED["phi3"], **expected)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +330,7 @@ FACTORS = {SHORT: [1.0, 1.5, 2.0, 2.0], LONG: [1.0, 4.0, 8.0, 16.0]}
     ],
 )
 def test_gguf_scalings(changes, stored, scaling):
-    changes = {f"own__rope__scaling__{key}": value for key, value in changes.items()}
+    changes = {f"rope.scaling.{key}": value for key, value in changes.items()}
     encoding = from_gguf(stored=stored, **changes).encoding
     assert encoding == EncodingSpec("rope", ROPE | {"scaling": scaling})
 
@@ -354,16 +355,16 @@ def test_gguf_scalings(changes, stored, scaling):
     ],
 )
 def test_gguf_scalings_that_cannot_be_honoured(changes, stored, saying):
-    changes = {f"own__rope__scaling__{key}": value for key, value in changes.items()}
+    changes = {f"rope.scaling.{key}": value for key, value in changes.items()}
     with pytest.raises(CheckpointError, match=saying):
         from_gguf(stored=stored, **changes)
 
 
 def test_gguf_of_families_with_conventions_of_their_own():
-    key = "own__attention__sliding_window"
-    assert from_gguf("phi3") == from_gguf("phi3", **{key: 0}) == ModelConfig(**EXPECTED)
+    key = "attention.sliding_window"
+    assert from_gguf("phi3") == from_gguf("phi3", **{key: 0}) == EXPECTED["phi3"]
     assert from_gguf("phi3", **{key: 40}).windows == (40, 40, 40)
-    layers = from_gguf("smollm3", own__block_count=9).encoding.options["layers"]
+    layers = from_gguf("smollm3", block_count=9).encoding.options["layers"]
     assert layers == [0, 1, 2, 4, 5, 6, 8]
     with pytest.raises(CheckpointError, match="sliding_window must be an integer"):
         from_gguf("phi3", **{key: -1})

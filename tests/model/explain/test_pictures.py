@@ -12,13 +12,12 @@ from matplotlib.image import imread
 
 from ropewalk.model.encodings.base import LinearBias, PositionalEncoding, TableBias, names
 from ropewalk.model.encodings.rope import RoPE
-from ropewalk.model.inspect.explain.figure import Omitted, Picture
 from ropewalk.model.inspect.explain.page import to_html, to_png
 from ropewalk.model.inspect.explain.pictures import pictures
 from ropewalk.model.inspect.explain.subject import from_checkpoint, from_name, shape
 from ropewalk.model.loading.checkpoints import open_checkpoint
+from ropewalk.report.figure import Omitted, Picture
 from tests.model.checkpoints import random_model, save
-from tests.test_layers import SOURCES, imports, parsed
 
 CONFIG = shape(heads=3, head_dim=16, context=300)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -239,29 +238,3 @@ def test_trained_vectors_are_those_of_the_checkpoint(tmp_path) -> None:
     found = pictures(subject)
     assert set(by_key(found, Picture)) == {"vector", "score"}
     assert "also depends on the query's position" in caption(found, "score")
-
-
-# ---- nothing but the command loads it ----
-
-
-def test_no_module_of_the_server_reaches_matplotlib() -> None:
-    """Over imports at the top of files; the command imports it late."""
-
-    def reached(start):
-        seen, todo = set(), [start]
-        while todo:
-            path = todo.pop()
-            for name, late in imports(parsed(SOURCES[path])):
-                if late:
-                    continue
-                seen.add(name.removeprefix("ropewalk.").split(".")[0])
-                base = name.removeprefix("ropewalk.").replace(".", "/")
-                for target in (f"{base}.py", f"{base}/__init__.py"):
-                    if target in SOURCES and target not in seen:
-                        seen.add(target)
-                        todo.append(target)
-        return seen
-
-    assert "matplotlib" in reached("server/studies/explain.py")
-    for path in ("server/launch/build.py", "server/cli/main.py", "server/studies/encodings.py"):
-        assert "matplotlib" not in reached(path)

@@ -26,7 +26,7 @@ from ropewalk.model.family.texts.recall import WORDS
 from ropewalk.model.family.training.pack import COST_WINDOWS
 from ropewalk.model.family.training.recipe import Recipe
 from ropewalk.model.formatting import listed
-from ropewalk.model.inspect.explain.page import svg
+from ropewalk.report.svg import svg
 
 CARD = "MODEL_CARD.md"
 GOOD = 3.6  # nats per token of held-out text
@@ -47,7 +47,7 @@ def write(evaluation: Evaluation, data: str | None, notes: str | None, folder: P
     written = []
     for picture in pictures(evaluation.members):
         path = folder / PLOT_NAMES.format(picture.key)
-        path.write_text(svg(picture) + "\n", encoding="utf-8")
+        path.write_text(svg(picture, picture.key) + "\n", encoding="utf-8")
         written.append(path)
     card = folder / CARD
     card.write_text(text(evaluation, data, notes), encoding="utf-8")

@@ -9,31 +9,23 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
 from ropewalk.model.family.evaluation.curves import Curve, Point
-from ropewalk.model.family.evaluation.estimates import Estimate
-from ropewalk.model.family.evaluation.losses import Losses
+from ropewalk.model.family.evaluation.losses import LossBin, Losses
 from ropewalk.model.family.evaluation.recalled import Recalls
 from ropewalk.model.family.evaluation.report.findings import shipped
 from ropewalk.model.family.evaluation.results import Measured
 from ropewalk.model.family.texts.recall import KINDS
-from ropewalk.model.inspect.explain.figure import (
+from ropewalk.report.figure import (
     GREY,
     INK,
     Picture,
     axes_row,
     count_axis,
     label_ends,
+    looks,
 )
+from ropewalk.report.statistics import Estimate
 
-# The colours of the load tests' charts; NoPE is ink, as the baseline of all comparisons.
-LOOKS = {
-    "rope": ("#0b6bab", "s"),
-    "t5": ("#c8500a", "^"),
-    "alibi": ("#00845f", "D"),
-    "learned": ("#a8458a", "X"),
-    "sinusoidal": ("#9a7200", "v"),
-    "nope": ("#30343b", "o"),
-}
-OTHERS = (("#3d9ad1", "P"), ("#7b7f87", "p"), ("#d1495b", "<"), ("#5b8c2a", ">"))
+NAMES = ("rope", "t5", "alibi", "learned", "sinusoidal")  # whose looks are the same everywhere
 BAND = 0.12  # opacity of an interval
 ASIDE = 0.035  # offset between encodings' error bars, in powers of e
 FAR = 1.5  # nats: costs up to this are drawn on a linear scale
@@ -42,10 +34,8 @@ SKIPPED = 0.02  # fraction of a training that may lie above the picture
 
 def look(label: str, labels: Sequence[str]) -> tuple[str, str]:
     """Colour and marker: fixed for the six encodings, assigned in turn to others."""
-    if label in LOOKS:
-        return LOOKS[label]
-    others = [one for one in labels if one not in LOOKS]
-    return OTHERS[others.index(label) % len(OTHERS)]
+    found = looks([*dict.fromkeys((*NAMES, "nope", *labels))], "nope")[label]
+    return found.color, found.marker
 
 
 def pictures(members: Sequence[Measured]) -> list[Picture]:
@@ -77,37 +67,13 @@ def _draw_losses(
     whole, *costs = axes_row(figure, 2 if far else 1)
     trained = max(own.trained for own in losses.values())
     whole.set_title("Nats per token")
-    ends = []
-    for label, own in losses.items():
-        color, marker = look(label, labels)
-        middle = [_middle(one.start, one.stop) for one in own.bins]
-        bars = [one.loss for one in own.bins]
-        whole.plot(middle, [bar.value for bar in bars], color=color, marker=marker)
-        whole.fill_between(
-            middle, [b.low for b in bars], [b.high for b in bars], color=color, alpha=BAND, lw=0
-        )
-        ends.append((_last(bars), label, color))
+    _draw_bins(whole, losses, labels, lambda one: one.loss)
     whole.axvline(trained, color=GREY, linestyle=":", linewidth=1)
     _positions(whole, "position")
     if not costs:
-        label_ends(whole, ends)
         return
     (cost,) = costs
     cost.set_title("More than from the nearest tokens alone, nats")
-    ends = []
-    for label, own in losses.items():
-        color, marker = look(label, labels)
-        bins = [one for one in own.bins if one.change is not None]
-        changes = [one.change for one in bins if one.change is not None]
-        if not changes:
-            ends.append((0.0, f"{label}: refuses", color))
-            continue
-        middle = [_middle(one.start, one.stop) for one in bins]
-        cost.plot(middle, [each.value for each in changes], color=color, marker=marker)
-        low, high = [each.low for each in changes], [each.high for each in changes]
-        cost.fill_between(middle, low, high, color=color, alpha=BAND, lw=0)
-        ends.append((_last(changes), label, color))
-    cost.axhline(0, color=GREY, linewidth=1)
     every = [one.change for own in losses.values() for one in own.bins if one.change is not None]
     found = [each for each in every if math.isfinite(each.low + each.high)]
     reached = 1.5 * max((max(abs(each.low), abs(each.high)) for each in found), default=0.0)
@@ -117,8 +83,31 @@ def _draw_losses(
     cost.set_ylim(min([-0.1, *(1.5 * each.low for each in found)]), max(reached, 0.1))
     if not found:  # nothing to choose the axis by
         cost.set_xlim(trained, max(one.stop for own in losses.values() for one in own.bins))
+    _draw_bins(cost, losses, labels, lambda one: one.change)
+    cost.axhline(0, color=GREY, linewidth=1)
     _positions(cost, f"position, past the {trained:,} trained")
-    label_ends(cost, ends)
+
+
+def _draw_bins(
+    axes: Axes,
+    losses: dict[str, Losses],
+    labels: Sequence[str],
+    of: Callable[[LossBin], Estimate | None],
+) -> None:
+    """A line with its band for each encoding, over the bins that have the figure."""
+    ends = []
+    for label, own in losses.items():
+        color, marker = look(label, labels)
+        found = {one: each for one in own.bins if (each := of(one)) is not None}
+        if not found:
+            ends.append((0.0, f"{label}: refuses", color))
+            continue
+        middle = [_middle(one.start, one.stop) for one in found]
+        axes.plot(middle, [each.value for each in found.values()], color=color, marker=marker)
+        low, high = zip(*((each.low, each.high) for each in found.values()), strict=True)
+        axes.fill_between(middle, low, high, color=color, alpha=BAND, lw=0)
+        ends.append((_last(list(found.values())), label, color))
+    label_ends(axes, ends)
 
 
 def _last(estimates: Sequence[Estimate]) -> float:
@@ -228,6 +217,8 @@ def _draw_operations(
                 sides = ([max(value.value - value.low, 0)], [max(value.high - value.value, 0)])
                 axes.errorbar(value.value, place, xerr=sides, color=color, marker=marker)
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
         axes.set_xlabel("KL, nats")
         _refused(axes, known, operation)
     row[0].set_yticks(range(len(known)), [one.label for one in known])

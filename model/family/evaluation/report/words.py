@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ropewalk.model.family.evaluation.estimates import Estimate
+from ropewalk.report.statistics import Estimate
 
 MISSING = "not measured"
 

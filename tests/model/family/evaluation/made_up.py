@@ -4,7 +4,6 @@ import math
 from itertools import pairwise
 
 from ropewalk.model.family.evaluation.curves import Curve, Point
-from ropewalk.model.family.evaluation.estimates import Estimate, wilson
 from ropewalk.model.family.evaluation.grammar import Grammar
 from ropewalk.model.family.evaluation.losses import HeldOut, LossBin, Losses, edges
 from ropewalk.model.family.evaluation.recalled import RecallCell, Recalls
@@ -12,6 +11,7 @@ from ropewalk.model.family.evaluation.results import SCHEMA, Evaluation, Measure
 from ropewalk.model.family.evaluation.samples import Sample
 from ropewalk.model.family.evaluation.served import ServedLoss
 from ropewalk.model.family.evaluation.shortened import Divergence
+from ropewalk.report.statistics import Estimate, wilson
 
 TRAINED, CONTEXT = 512, 4096
 REFUSAL = "refuses: there is no vector for such a position"

@@ -11,7 +11,6 @@ import torch
 from ropewalk.model.family.errors import FamilyError
 from ropewalk.model.family.evaluation import evaluate as module
 from ropewalk.model.family.evaluation import results, samples, shortened
-from ropewalk.model.family.evaluation.estimates import Estimate
 from ropewalk.model.family.evaluation.evaluate import Task, evaluate
 from ropewalk.model.family.evaluation.losses import token_losses
 from ropewalk.model.family.evaluation.members import find_members
@@ -20,6 +19,7 @@ from ropewalk.model.family.evaluation.results import Sizes
 from ropewalk.model.family.texts.prepare import SHIPPED_TOKENIZER
 from ropewalk.model.family.training.pack import pack
 from ropewalk.model.tokenizers.spm import SpmModel, SpmTokenizer
+from ropewalk.report.statistics import Estimate
 from tests.model.family.evaluation.trained import (
     CPU,
     ENCODINGS,

@@ -8,7 +8,6 @@ import torch
 
 from ropewalk.model.family.errors import FamilyError
 from ropewalk.model.family.evaluation import grammar
-from ropewalk.model.family.evaluation.estimates import wilson
 from ropewalk.model.family.evaluation.grammar import (
     PARSER,
     PEOPLE,
@@ -22,6 +21,7 @@ from ropewalk.model.family.evaluation.grammar import (
 from ropewalk.model.family.texts.corpus import Corpus, Split
 from ropewalk.model.family.texts.prepare import SHIPPED_TOKENIZER
 from ropewalk.model.tokenizers.spm import SpmModel, SpmTokenizer
+from ropewalk.report.statistics import wilson
 
 NEEDS_PARSER = pytest.mark.skipif(
     shutil.which(PARSER) is None, reason=f"{PARSER} is not installed (Debian: link-grammar)"

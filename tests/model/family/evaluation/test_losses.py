@@ -10,12 +10,12 @@ from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.encodings.base import create
 from ropewalk.model.family.errors import FamilyError
 from ropewalk.model.family.evaluation import losses, reading
-from ropewalk.model.family.evaluation.estimates import Estimate
 from ropewalk.model.family.evaluation.losses import HeldOut
 from ropewalk.model.family.evaluation.reading import Reader
 from ropewalk.model.family.evaluation.texts import texts_of
 from ropewalk.model.family.training.dense import DenseAttention, dense_logits
 from ropewalk.model.layers.decoder import Decoder
+from ropewalk.report.statistics import Estimate
 from tests.model.family.evaluation.trained import (
     CPU,
     ENCODINGS,

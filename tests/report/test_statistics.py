@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ropewalk.model.family.evaluation.estimates import by_document, wilson
+from ropewalk.report.statistics import by_document, wilson
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,309 @@
+"""Descriptions in the form of published checkpoints, and what is read from them, by family."""
+
+import json
+from dataclasses import replace
+
+import torch
+
+from ropewalk.model.architectures.base import by_gguf_name, by_model_type
+from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.config import EncodingSpec, ModelConfig
+from tests.model import refusals
+
+ABSENT = object()
+
+
+class Stored:
+    """Tensors by shape alone, but for those whose values are part of the description."""
+
+    def __init__(self, shapes, metadata=None, values=None):
+        self.shapes = shapes
+        self.metadata = metadata or {}
+        self.values = values or {}
+
+    def read(self, name):
+        return torch.tensor(self.values[name])
+
+    def names(self):
+        return frozenset(self.shapes)
+
+    def shape(self, name):
+        return self.shapes[name]
+
+
+def changed(values, changes):
+    return {key: value for key, value in (values | changes).items() if value is not ABSENT}
+
+
+# --------------------------------------------------------------------------- config.json
+
+GATED = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 99,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 100,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "rope_theta": 5e5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+# In the form of bloom-560m, mpt-7b, falcon-rw-1b, pythia-70m, gpt-neox-20b and gpt-j-6b, whose
+# spellings are older than today's.
+PLAIN = {
+    "bloom": """{
+        "apply_residual_connection_post_layernorm": false, "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": true, "bias_dropout_fusion": true, "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 3, "unk_token_id": 0, "hidden_dropout": 0.0,
+        "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "masked_softmax_fusion": true,
+        "model_type": "bloom", "n_embed": 1024, "n_inner": null, "n_layer": 24,
+        "num_attention_heads": 16, "offset_alibi": 100, "pretraining_tp": 1, "seq_length": 4096,
+        "skip_bias_add": true, "skip_bias_add_qkv": false, "transformers_version": "4.20.0",
+        "use_cache": true, "vocab_size": 250880, "architectures": ["BloomForCausalLM"]
+    }""",
+    "mpt": """{
+        "architectures": ["MPTForCausalLM"],
+        "attn_config": {
+            "alibi": true, "alibi_bias_max": 8, "attn_impl": "torch", "attn_pdrop": 0,
+            "attn_type": "multihead_attention", "attn_uses_sequence_id": false, "clip_qkv": null,
+            "prefix_lm": false, "qk_ln": false, "softmax_scale": null
+        },
+        "auto_map": {
+            "AutoConfig": "configuration_mpt.MPTConfig",
+            "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"
+        },
+        "d_model": 4096, "emb_pdrop": 0, "embedding_fraction": 1.0, "expansion_ratio": 4,
+        "init_config": {
+            "emb_init_std": null, "emb_init_uniform_lim": null, "fan_mode": "fan_in",
+            "init_div_is_residual": true, "init_gain": 0, "init_nonlinearity": "relu",
+            "init_std": 0.02, "name": "kaiming_normal_", "verbose": 0
+        },
+        "init_device": "cpu", "learned_pos_emb": true, "logit_scale": null, "max_seq_len": 2048,
+        "model_type": "mpt", "n_heads": 32, "n_layers": 32, "no_bias": true,
+        "norm_type": "low_precision_layernorm", "resid_pdrop": 0,
+        "tokenizer_name": "EleutherAI/gpt-neox-20b", "torch_dtype": "bfloat16",
+        "transformers_version": "4.28.1", "use_cache": false, "verbose": 0, "vocab_size": 50432
+    }""",
+    "falcon": """{
+        "alibi": true, "apply_residual_connection_post_layernorm": false,
+        "architectures": ["FalconForCausalLM"], "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_falcon.FalconConfig",
+            "AutoModel": "modeling_falcon.FalconModel",
+            "AutoModelForCausalLM": "modeling_falcon.FalconForCausalLM"
+        },
+        "bias": true, "bos_token_id": 1, "eos_token_id": 2, "hidden_dropout": 0.0,
+        "hidden_size": 2048, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+        "model_type": "falcon", "multi_query": false, "new_decoder_architecture": false,
+        "num_attention_heads": 32, "num_hidden_layers": 24, "parallel_attn": false,
+        "torch_dtype": "bfloat16", "transformers_version": "4.27.4", "use_cache": true,
+        "vocab_size": 50304
+    }""",
+    "pythia": """{
+        "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0,
+        "hidden_act": "gelu", "hidden_size": 512, "initializer_range": 0.02,
+        "intermediate_size": 2048, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048,
+        "model_type": "gpt_neox", "num_attention_heads": 8, "num_hidden_layers": 6,
+        "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": false,
+        "torch_dtype": "float16", "transformers_version": "4.24.0", "use_cache": true,
+        "use_parallel_residual": true, "vocab_size": 50304
+    }""",
+    "gpt-neox-20b": """{
+        "architectures": ["GPTNeoXForCausalLM"], "attention_probs_dropout_prob": 0,
+        "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu_fast", "hidden_dropout_prob": 0,
+        "hidden_size": 6144, "initializer_range": 0.02, "intermediate_size": 24576,
+        "layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "model_type": "gpt_neox",
+        "num_attention_heads": 64, "num_hidden_layers": 44, "rotary_emb_base": 10000,
+        "rotary_pct": 0.25, "tie_word_embeddings": false, "torch_dtype": "float16",
+        "transformers_version": "4.19.0.dev0", "use_cache": true, "vocab_size": 50432
+    }""",
+    "gpt-j": """{
+        "activation_function": "gelu_new", "architectures": ["GPTJForCausalLM"], "attn_pdrop": 0.0,
+        "bos_token_id": 50256, "embd_pdrop": 0.0, "eos_token_id": 50256,
+        "gradient_checkpointing": false, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+        "model_type": "gptj", "n_embd": 4096, "n_head": 16, "n_inner": null, "n_layer": 28,
+        "n_positions": 2048, "resid_pdrop": 0.0, "rotary": true, "rotary_dim": 64,
+        "scale_attn_weights": true, "summary_activation": null, "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": true, "summary_type": "cls_index", "summary_use_proj": true,
+        "task_specific_params": {
+            "text-generation": {"do_sample": true, "max_length": 50, "temperature": 1.0}
+        },
+        "tie_word_embeddings": false, "tokenizer_class": "GPT2Tokenizer",
+        "transformers_version": "4.18.0.dev0", "use_cache": true, "vocab_size": 50400
+    }""",
+}
+HF = {
+    name: GATED | differs
+    for name, differs in {
+        "llama": {},
+        "mistral": {
+            "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": None,
+        },
+        "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+        "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 8},
+        "phi3": {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]},
+        "smollm3": {
+            "model_type": "smollm3",
+            "architectures": ["SmolLM3ForCausalLM"],
+            "no_rope_layers": [1, 1, 0],
+        },
+    }.items()
+} | {name: json.loads(text) for name, text in PLAIN.items()}
+
+
+def rope(base, width, layout="half", **others):
+    return EncodingSpec("rope", {"base": base, "width": width, "layout": layout, **others})
+
+
+ROPE = {"base": 5e5, "width": 8, "layout": "half"}
+GATED_CONFIG = ModelConfig(
+    vocab_size=99,
+    width=48,
+    layers=3,
+    heads=6,
+    kv_heads=2,
+    head_dim=8,
+    ffn_width=100,
+    norm_eps=1e-5,
+    trained_context=512,
+    encoding=EncodingSpec("rope", ROPE),
+    windows=(None, None, None),
+)
+
+
+def plain(layers, heads, width, vocab_size, **others):
+    """What families with layer norms and without gates have in common."""
+    return ModelConfig(
+        **{
+            "vocab_size": vocab_size,
+            "width": width,
+            "layers": layers,
+            "heads": heads,
+            "kv_heads": heads,
+            "head_dim": width // heads,
+            "ffn_width": 4 * width,
+            "norm_eps": 1e-5,
+            "trained_context": 2048,
+            "windows": (None,) * layers,
+            "norm": "layer",
+            "gated": False,
+        }
+        | others
+    )
+
+
+BIASES = {"norm_bias": True, "mlp_bias": True, "qkv_bias": True, "out_bias": True}
+ALIBI = {"encoding": EncodingSpec("alibi", {}), "tied_embeddings": True}
+ROUNDED = {"encoding": EncodingSpec("alibi", {"scaled": True, "hf_exact": True})}
+BLOOM = ALIBI | BIASES | {"activation": "gelu_tanh", "embed_norm": True}
+MPT = ALIBI | {"activation": "gelu"}
+NEOX = BIASES | {"block": "parallel", "activation": "gelu"}
+GPTJ = {
+    "norm_bias": True,
+    "mlp_bias": True,
+    "block": "parallel_one_norm",
+    "activation": "gelu_tanh",
+    "head_bias": True,
+}
+EXPECTED = {
+    "llama": GATED_CONFIG,
+    "mistral": GATED_CONFIG,
+    "qwen2": replace(GATED_CONFIG, qkv_bias=True),
+    "qwen3": replace(GATED_CONFIG, qk_norm=True),
+    "phi3": GATED_CONFIG,
+    "smollm3": replace(GATED_CONFIG, encoding=EncodingSpec("rope", ROPE | {"layers": [0, 1]})),
+    "bloom": plain(24, 16, 1024, 250880, **BLOOM, trained_context=4096),
+    "mpt": plain(32, 32, 4096, 50432, **MPT),
+    "falcon": plain(24, 32, 2048, 50304, **MPT | BIASES | ROUNDED),
+    "pythia": plain(6, 8, 512, 50304, **NEOX, encoding=rope(1e4, 16)),
+    "gpt-neox-20b": plain(
+        44, 64, 6144, 50432, **NEOX | {"activation": "gelu_tanh"}, encoding=rope(1e4, 24)
+    ),
+    "gpt-j": plain(28, 16, 4096, 50400, **GPTJ, encoding=rope(1e4, 64, "interleaved")),
+}
+
+
+def hf(family="llama", stored=(), **changes):
+    """The config that is read. stored: names of tensors that the checkpoint holds."""
+    values = changed(HF[family], changes)
+    architecture = by_model_type(values["model_type"], "config.json")
+    weights = Stored(dict.fromkeys(stored, (1,)))
+    return architecture.config_from_hf(Fields("config.json", values), weights)
+
+
+def attention(**changes):
+    """An attn_config of MPT."""
+    return {"attn_config": changed(HF["mpt"]["attn_config"], changes)}
+
+
+def refused(saying, *args, **changes):
+    assert refusals.refused(saying, hf, *args, **changes).startswith("config.json: ")
+
+
+# ---------------------------------------------------------------------------------- GGUF
+
+GGUF = {
+    "embedding_length": 48,
+    "block_count": 3,
+    "feed_forward_length": 100,
+    "attention.head_count": 6,
+    "attention.head_count_kv": 2,
+    "rope.freq_base": 5e5,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "context_length": 512,
+}
+PLAIN_GGUF = {
+    "context_length": 2048,
+    "embedding_length": 48,
+    "block_count": 2,
+    "feed_forward_length": 192,
+    "attention.head_count": 6,
+    "attention.layer_norm_epsilon": 1e-5,
+}
+OWN_GGUF = {
+    "bloom": PLAIN_GGUF,
+    "mpt": PLAIN_GGUF | {"attention.max_alibi_bias": 8.0},
+    "gptneox": PLAIN_GGUF | {"rope.dimension_count": 4, "use_parallel_residual": True},
+    "gptj": PLAIN_GGUF | {"rope.dimension_count": 4},
+}
+TENSORS = {"token_embd.weight": (99, 48), "output.weight": (99, 48)}
+TIED = {"token_embd.weight": (99, 48)}
+EXPECTED_GGUF = {
+    "llama": GATED_CONFIG,
+    "qwen2": EXPECTED["qwen2"],
+    "qwen3": EXPECTED["qwen3"],
+    "phi3": GATED_CONFIG,
+    "bloom": plain(2, 6, 48, 99, **BLOOM),
+    "mpt": plain(2, 6, 48, 99, **MPT),
+    "gptneox": plain(2, 6, 48, 99, **NEOX, encoding=rope(1e4, 4)),
+    "gptj": plain(2, 6, 48, 99, **GPTJ, encoding=rope(1e4, 4, "interleaved")),
+}
+
+
+def from_gguf(arch="llama", tensors=None, stored=None, elsewhere=None, **own):
+    """The config that is read.
+
+    tensors: shapes by name. stored: values of others. elsewhere: metadata whose keys do not begin
+    with the architecture's name. own: metadata whose keys do.
+    """
+    if tensors is None:
+        tensors = TIED if arch in ("bloom", "mpt") else TENSORS
+    values = {
+        f"{arch}.{key}": value for key, value in changed(OWN_GGUF.get(arch, GGUF), own).items()
+    }
+    values |= {"general.architecture": arch, "general.name": "x", "general.file_type": 0}
+    values |= {"tokenizer.ggml.model": "gpt2"} | (elsewhere or {})
+    stored = stored or {}
+    shapes = tensors | {name: (len(numbers),) for name, numbers in stored.items()}
+    weights = Stored(shapes, values, stored)
+    return by_gguf_name(arch, "x.gguf").config_from_gguf(Fields("x.gguf", values), weights)
+
+
+def refused_in_gguf(saying, *args, **changes):
+    refusals.refused(saying, from_gguf, *args, **changes)
