@@ -268,6 +268,8 @@ def test_serving_imports_no_studies_and_a_prompt_passes_few_files() -> None:
     assert len(way) <= MAX_ON_THE_WAY, way
     assert sum(path.startswith("server/") for path in found["passed"]) <= MAX_IN_SERVER
     assert {"server/http/protocol.py", "server/engine/engine.py"} < set(way)  # it was followed
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert [path for path in way[:-1] if f"(../{path})" not in page] == []
 
 
 def test_rooms_lean_one_way() -> None:
