@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ropewalk.server.scheduling.request import ServeError
+from ropewalk.server.errors import ServeError
 from tests.command_line import understood
 from tests.server.toy import toy_app
 
