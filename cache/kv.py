@@ -1,8 +1,7 @@
 """The tensors of the paged KV cache. Which sequence holds which block is cache/manager.py's job."""
 
 from collections.abc import Callable
-from copy import copy
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -107,19 +106,6 @@ class KVCache:
         self._scales: Tensor | None = None  # [2, ...]: those of keys and those of values
         if dtype is torch.int8:
             self._scales = torch.empty(2, *size, dtype=SCALE, device=device)
-
-    def first_layer_for(self, layers: int) -> Self:
-        """A view for `layers` layers run in turn, all in the memory of this cache's first layer.
-
-        Each layer overwrites what the one before it wrote.
-        """
-        shared = copy(self)
-        shared.layers = layers
-        shared._keys = self._keys[:1].expand(layers, -1, -1, -1, -1)
-        shared._values = self._values[:1].expand(layers, -1, -1, -1, -1)
-        if self._scales is not None:
-            shared._scales = self._scales[:, :1].expand(-1, layers, -1, -1, -1)
-        return shared
 
     def layer(self, index: int) -> PagedKV:
         keys, values = self._keys[index], self._values[index]

@@ -116,7 +116,7 @@ def facts(name: str, place: Place) -> EncodingFacts:
         unbuilt = str(error)
     else:
         bias = encoding.for_layer(0).score_bias()
-        backends = tuple(_support(place))
+        backends = tuple(_support(place, encoding))
         work = {length: encoding.work(SHAPE, length, BLOCK_SIZE) for length in LENGTHS}
         operations = abilities(kind, SHAPE, place.dtype)
     return EncodingFacts(
@@ -200,8 +200,13 @@ def example(
 
 def hooks(kind: type[PositionalEncoding]) -> tuple[str, ...]:
     """The hooks that a class overrides, in the order in which a forward pass calls them."""
+
+    def overrides(name: str) -> bool:
+        return getattr(kind, name) is not getattr(PositionalEncoding, name)
+
+    # `vectors` are what `embed` adds.
     return tuple(
-        name for name in HOOKS if getattr(kind, name) is not getattr(PositionalEncoding, name)
+        name for name in HOOKS if overrides(name) or (name == "embed" and overrides("vectors"))
     )
 
 
@@ -219,8 +224,8 @@ def bias_name(kind: type[ScoreBias]) -> str:
     return kind.__name__.removesuffix("Bias").lower()
 
 
-def _support(place: Place) -> Iterable[Support]:
-    spec = spec_for(SHAPE, place.dtype, place.device)
+def _support(place: Place, encoding: PositionalEncoding) -> Iterable[Support]:
+    spec = spec_for(SHAPE, place.dtype, place.device, encoding)
     for backend in place.backends:
         reason = backend.why_not(spec)
         yield Support(backend.name, reason is None, reason)

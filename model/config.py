@@ -1,5 +1,6 @@
 """The shape of a decoder: everything but its weights. Plain data, no torch."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,7 +44,8 @@ class ModelConfig:
     norm_bias: bool = False
     activation: Activation = "silu"
     gated: bool = True  # two up-projections: one through the activation, times the other
-    block: BlockKind = "pre_norm"
+    # Or a family's own, in an order that none here has: model/recipes.py's Layer → ops.
+    block: BlockKind | Callable[..., Iterator[Any]] = "pre_norm"
     embed_scale: float = 1.0  # factor on token embeddings, before positions are added
     embed_norm: bool = False  # after positions are added
     embed_width: int | None = None  # of the embedding, when projected to `width` and back

@@ -14,7 +14,7 @@ import torch
 
 from ropewalk.cache.kv import KVCache, bytes_per_token
 from ropewalk.model.config import ModelConfig
-from ropewalk.model.kernels.substitutes import has_bf16_arithmetic
+from ropewalk.model.kernels.cpu.bindings import has_bf16_arithmetic
 from ropewalk.server.errors import CommandError
 from ropewalk.server.terminal import counted
 

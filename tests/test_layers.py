@@ -373,8 +373,7 @@ def test_what_is_allowed_passes() -> None:
         == []
     )
     assert (
-        faults("load_tests/micro/step_cost.py", "from ropewalk.model.layers.decoder import Decoder")
-        == []
+        faults("load_tests/micro/step_cost.py", "from ropewalk.model.decoder import Decoder") == []
     )
     assert (
         faults("server/engine/engine.py", "import torch\nfrom ropewalk.cache.kv import KVCache")

@@ -28,7 +28,7 @@ from ropewalk.load_tests.micro.step_cost import ARMS
 from ropewalk.load_tests.report.formatting import digits
 from ropewalk.load_tests.run.options import count, counts
 from ropewalk.model.formatting import in_one_line
-from ropewalk.model.kernels.triton.modules import FEW_ROWS
+from ropewalk.model.kernels.triton.launches import FEW_ROWS
 from ropewalk.model.loading.random_weights import SHAPES
 from ropewalk.server import hardware
 from ropewalk.server.launch.load_model import find_kernels

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
@@ -15,10 +14,10 @@ from ropewalk.load_tests.micro.engines import decoding
 from ropewalk.load_tests.micro.in_process import blocks_for, new_cache, passes, replayed, step
 from ropewalk.load_tests.micro.roofline import Ceiling
 from ropewalk.load_tests.micro.step_cost import AGAIN, LIMITS, ZERO, Cost, costs_of
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.formatting import in_one_line
 from ropewalk.model.kernels.cpu.bindings import Kernels
-from ropewalk.model.kernels.triton.modules import TritonLinear
-from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.kernels.triton.executor import TritonExecutor
 from ropewalk.report.statistics import Estimate, median_of
 from ropewalk.server.launch.graphs import recorder
 
@@ -88,7 +87,6 @@ COMPARED = Cell(8, 4096)  # where encodings are compared
 CHUNK = 512  # tokens in the prefill pass of that comparison
 
 Found = Figure | Encodings | LeftOut
-Way = Callable[[Decoder], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,42 +146,27 @@ def passes_of(
         least = setting.ceiling.decode_seconds(
             decoder.config, setting.dtype, cell.batch, cell.context
         )
-        for system, way in _ways(decoder, cell).items():
+        for system, own in _ways(decoder, cell).items():
 
             def measured(
-                cell: Cell = cell, least: float = least, system: str = system, way: Way = way
+                cell: Cell = cell, least: float = least, system: str = system, own: Decoder = own
             ) -> Figure:
-                with way(decoder):
-                    forward = replayed(decoder, kv, cell.batch, cell.context)
-                    batch = step(cell.batch, cell.context, 1, torch.device("cpu"))
-                    samples = sampled(partial(forward, batch, kv), setting, budget)
-                how = NOT_REPLAYED if forward is decoder and recorder(decoder) else ""
+                forward = replayed(own, kv, cell.batch, cell.context)
+                batch = step(cell.batch, cell.context, 1, torch.device("cpu"))
+                samples = sampled(partial(forward, batch, kv), setting, budget)
+                how = NOT_REPLAYED if forward is own and recorder(own) else ""
                 return figure("pass", system, shape, cell, samples, least=least, how=how)
 
             yield _tried("pass", system, shape, cell, measured)
 
 
-def _ways(decoder: Decoder, cell: Cell) -> dict[str, Way]:
-    """By system: in which state of the decoder its pass in this cell is measured."""
-    ways: dict[str, Way] = {OWN: lambda decoder: nullcontext()}
-    linears = [each for each in decoder.modules() if isinstance(each, TritonLinear)]
-    if linears and cell.batch <= linears[0].few_rows:
-        ways[BY_TORCH] = _linears_by_torch
-    return ways
-
-
-@contextmanager
-def _linears_by_torch(decoder: Decoder) -> Iterator[None]:
-    """Few rows are computed as many are, until it ends."""
-    found = [each for each in decoder.modules() if isinstance(each, TritonLinear)]
-    before = [each.few_rows for each in found]
-    for each in found:
-        each.few_rows = 0
-    try:
-        yield
-    finally:
-        for each, few in zip(found, before, strict=True):
-            each.few_rows = few
+def _ways(decoder: Decoder, cell: Cell) -> dict[str, Decoder]:
+    """By system: whose pass in this cell is measured. All share their weights."""
+    executor = decoder.executor
+    if not isinstance(executor, TritonExecutor) or cell.batch > executor.few_rows:
+        return {OWN: decoder}
+    by_torch = TritonExecutor(executor.program, few_rows=0)
+    return {OWN: decoder, BY_TORCH: Decoder(executor.program, by_torch)}
 
 
 def prefill_of(

@@ -11,10 +11,10 @@ from ropewalk.cache.types import BLOCK_SIZE
 from ropewalk.load_tests.micro.in_process import blocks_for, new_cache, replayed, request
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import ModelConfig
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import create
 from ropewalk.model.kernels.cpu.bindings import Kernels
 from ropewalk.model.kernels.graphs.replay import Forward
-from ropewalk.model.layers.decoder import Decoder
 from ropewalk.server.engine.assemble import Wired, wired
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.statistics import PositionMeter
@@ -38,14 +38,15 @@ def decoding(
     `kernels` are the CPU's, for what is outside the decoder, or why there are none. ahead: whether
     a step is launched before the previous one's tokens are waited for.
     """
-    config, weight = decoder.config, decoder.embed.weight
+    config, device = decoder.config, decoder.device
     longest = context + steps + 1
-    kv = new_cache(config, blocks_for(requests, longest), dtype=weight.dtype, device=weight.device)
+    kv = new_cache(config, blocks_for(requests, longest), dtype=decoder.dtype, device=device)
     compute = forward or replayed(decoder, kv, requests, longest)
 
     def past_prompts(batch: ForwardBatch, kv: KVCache) -> Tensor:
         if batch.max_query > 1:  # prompts need no computation: the cache is full of numbers anyway
-            return weight.new_zeros(len(batch.output_rows), config.vocab_size)
+            size = len(batch.output_rows), config.vocab_size
+            return torch.zeros(size, dtype=decoder.dtype, device=device)
         logits: Tensor = compute(batch, kv)
         return logits
 

@@ -16,14 +16,15 @@ from ropewalk.load_tests.common.rounds import Call
 from ropewalk.model.attention.base import choose, spec_for
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import EncodingError, create, names
-from ropewalk.model.kernels.backends import all_backends
+from ropewalk.model.kernels.backends import all_backends, decoder_on
 from ropewalk.model.kernels.cpu.bindings import Kernels
 from ropewalk.model.kernels.graphs.replay import Bucket, Forward, ReplayedDecoder
-from ropewalk.model.kernels.substitutes import substitute, substitute_on_gpu
-from ropewalk.model.layers.decoder import Decoder
-from ropewalk.model.loading.checkpoints import Checkpoint, load_decoder, load_encoding
+from ropewalk.model.loading.checkpoints import Checkpoint, load_encoding, load_program
 from ropewalk.model.loading.random_weights import PREFIX, random_checkpoint
+from ropewalk.model.program import Program
+from ropewalk.model.recipes import program
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.engine.batch import build_batch
 from ropewalk.server.launch.graphs import recorder
@@ -67,22 +68,24 @@ def decoders(
     """
     if isinstance(kernels, Kernels):
         kernels = PackedOnce(kernels)
-    made: dict[str, Decoder] = {}
+    made: dict[str, Program] = {}
     for arm in arms:
         checkpoint = _checkpoint(shape, arm, context)
-        decoder = _decoder(checkpoint.config, context, dtype, device, kernels)
+        config = checkpoint.config
+        assert not isinstance(config, EncoderDecoderConfig), "a shape is a decoder alone"
+        encoding = create(config.encoding, config, context, device)
         if made:
-            _share(next(iter(made.values())), decoder)
-            load_encoding(checkpoint, decoder.encoding)
-            decoder.bind_encoding()
+            load_encoding(checkpoint, encoding)
+            made[arm] = program(config, next(iter(made.values())).weights, encoding)
         else:
-            load_decoder(checkpoint, decoder)
-        made[arm] = decoder
-    for decoder in made.values():
-        if isinstance(kernels, Kernels):
-            substitute(decoder, kernels, dtype)
-        substitute_on_gpu(decoder, dtype)
-    return made
+            made[arm] = load_program(checkpoint, encoding, dtype=dtype, device=device)
+    backends = all_backends(kernels)
+    return {
+        arm: decoder_on(
+            choose(backends, spec_for(each.config, dtype, device, each.encoding)), each, kernels
+        )
+        for arm, each in made.items()
+    }
 
 
 def new_cache(
@@ -165,25 +168,3 @@ def _checkpoint(shape: str, arm: str, context: int) -> Checkpoint:
     spec = checkpoint.config.encoding
     spec = EncodingSpec(name, {**spec.options, VARIANTS[name]: variant})
     return replace(checkpoint, config=replace(checkpoint.config, encoding=spec))
-
-
-def _decoder(
-    config: ModelConfig,
-    context: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: Kernels | str,
-) -> Decoder:
-    assert not isinstance(config, EncoderDecoderConfig), "a shape is a decoder alone"
-    encoding = create(config.encoding, config, context, device)
-    backend = choose(all_backends(kernels), spec_for(config, dtype, device))
-    return Decoder(config, encoding, backend, dtype=dtype, device=device)
-
-
-def _share(first: Decoder, decoder: Decoder) -> None:
-    """Give `decoder` the same parameter objects as `first`, except those of its encoding."""
-    # Tied parameters under both names: else one name would keep what it was allocated with.
-    for name, _ in list(decoder.named_parameters(remove_duplicate=False)):
-        if "encoding" not in name.split("."):  # the names in layers contain it, too
-            owner, _, leaf = name.rpartition(".")
-            setattr(decoder.get_submodule(owner), leaf, first.get_parameter(name))

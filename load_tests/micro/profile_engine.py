@@ -3,58 +3,48 @@
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ropewalk.cache.kv import KVCache
 from ropewalk.load_tests.micro.engines import decoding
-from ropewalk.load_tests.micro.stopwatch import Stopwatch
+from ropewalk.load_tests.micro.stopwatch import Stopwatch, watched
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.encodings.base import PositionalEncoding
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.kernels.cpu.bindings import Kernels
-from ropewalk.model.kernels.cpu.layers import KernelLayers, Part
-from ropewalk.model.kernels.cpu.modules import GatedPanelLinear, KernelNorm, PanelLinear
-from ropewalk.model.kernels.triton.layers import TritonLayers
-from ropewalk.model.kernels.triton.modules import TritonGate, TritonLinear
-from ropewalk.model.layers.decoder import Activate, Attention, Decoder, Gate, LayerNorm, RMSNorm
-from ropewalk.model.layers.linear import Int8Linear, Linear
+from ropewalk.model.program import Part
+from ropewalk.model.watch import Watch
 from ropewalk.server.engine.assemble import Wired
-from ropewalk.server.engine.forward_timer import told_by, watched
 from ropewalk.server.metrics.exporter import Metrics
 
 T = TypeVar("T")
 
 LINEAR, HEAD, ATTENTION, POSITION = "linear layers", "head", "attention", "position"
 NORM, ACTIVATION, STORE, RESIDUAL = "norm", "activation", "keys and values stored", "residual"
-CALLS, EMBEDDING, DECODER = "kernel call", "embedding", "rest of the decoder"
+EMBEDDING, DECODER = "embedding", "rest of the decoder"
 SAMPLING, SCHEDULER, BATCH = "sampling", "scheduler", "batch building"
 AUDIT, METRICS, REST = "audit", "metrics", "rest"
 PARTS = (
-    *(LINEAR, HEAD, ATTENTION, POSITION, NORM, ACTIVATION, STORE, RESIDUAL, CALLS),
+    *(LINEAR, HEAD, ATTENTION, POSITION, NORM, ACTIVATION, STORE, RESIDUAL),
     *(EMBEDDING, DECODER, SAMPLING, SCHEDULER, BATCH, AUDIT, METRICS, REST),
 )
 
 _TOLD: Mapping[Part, str] = {
+    Part.EMBEDDING: EMBEDDING,
+    Part.POSITION: POSITION,
     Part.NORM: NORM,
     Part.LINEAR: LINEAR,
-    Part.TURN: POSITION,
+    Part.ACTIVATION: ACTIVATION,
     Part.STORE: STORE,
     Part.ATTENTION: ATTENTION,
     Part.RESIDUAL: RESIDUAL,
-    Part.EMBEDDING: EMBEDDING,
     Part.HEAD: HEAD,
-}
-_MODULES: Mapping[type[nn.Module], str] = {
-    **dict.fromkeys((Linear, Int8Linear, PanelLinear, GatedPanelLinear), LINEAR),
-    **dict.fromkeys((RMSNorm, LayerNorm, KernelNorm), NORM),
-    **dict.fromkeys((Gate, TritonGate, Activate), ACTIVATION),
-    nn.Embedding: EMBEDDING,
 }
 _NAME = "profiled"
 _WARM = 4  # steps before any is timed
@@ -82,11 +72,6 @@ def metrics_for(name: str, kv: KVCache) -> Metrics:
     return metrics
 
 
-def told_by_kernels(decoder: Decoder) -> bool:
-    """Whether all layers are one call, which measures its parts; else modules are watched."""
-    return isinstance(decoder.layers, KernelLayers)
-
-
 def step_times(
     decoder: Decoder,
     requests: int,
@@ -102,12 +87,18 @@ def step_times(
     token, set up as by `decoding`. `kernels` are the CPU's, for what is outside the decoder, or why
     there are none.
     """
-    clock = clock or partial(_clock, decoder.embed.weight.device)
-    watch = Stopwatch(clock)
+    clock = clock or partial(_clock, decoder.device)
+    stopwatch = Stopwatch(clock)
+    watching = True
 
     def forward(batch: ForwardBatch, kv: KVCache) -> Tensor:
-        with watch.during(DECODER):
-            logits: Tensor = decoder(batch, kv)
+        with stopwatch.during(DECODER):
+            watch = Watch(clock) if watching else None
+            logits = decoder(batch, kv, watch)
+        if watch is not None:
+            for part, seconds in zip(Part, watch.seconds.tolist(), strict=True):
+                if seconds:
+                    stopwatch.move(seconds, DECODER, _TOLD[part])
         return logits
 
     made = decoding(
@@ -118,18 +109,20 @@ def step_times(
         kernels=kernels,
         forward=forward,
     )
-    observe = watch.during(METRICS)(metrics_for(_NAME, made.kv).observe_step)
+    observe = stopwatch.during(METRICS)(metrics_for(_NAME, made.kv).observe_step)
     draw = random.Random(0)
     taken: list[dict[str, float]] = []
     unwatched: list[float] = []
     for watching in [True] * _WARM + draw.sample([True, False], 2 * steps, counts=[steps, steps]):
-        watch.drain()
+        stopwatch.drain()
         began = clock()
-        seams = _seams(decoder, made, watch) if watching else nullcontext()
-        with seams, watch.during(REST):
-            observe(_NAME, made.engine.step().stats)
+        with ExitStack() as seams:
+            for owner, name, part in _of_engine(made) if watching else ():
+                seams.enter_context(watched(owner, name, stopwatch, part))
+            with stopwatch.during(REST):
+                observe(_NAME, made.engine.step().stats)
         if watching:
-            taken.append(watch.drain())
+            taken.append(stopwatch.drain())
         else:
             unwatched.append(clock() - began)
     faster = _faster_half(taken[_WARM:], lambda each: sum(each.values()))
@@ -144,21 +137,7 @@ def needed_context(context: int, steps: int) -> int:
     return context + _WARM + 2 * steps + 1
 
 
-@contextmanager
-def _seams(decoder: Decoder, made: Wired, watch: Stopwatch) -> Iterator[None]:
-    """Watch the parts that could not be wrapped when the engine was made."""
-    stacks = [each for each in decoder.modules() if isinstance(each, KernelLayers)]
-    with ExitStack() as seams:
-        for owner, name, part in _watched_in(decoder, made):
-            seams.enter_context(watched(owner, name, watch, part))
-        told = seams.enter_context(told_by(stacks))
-        yield
-    if stacks:
-        for kind in Part:
-            watch.move(float(told[kind]), CALLS, _TOLD[kind])
-
-
-def _watched_in(decoder: Decoder, made: Wired) -> Iterator[tuple[object, str, str]]:
+def _of_engine(made: Wired) -> Iterator[tuple[object, str, str]]:
     """Owner and name of each watched method, and its part."""
     yield made.runner, "build", BATCH
     yield made.runner, "sample", SAMPLING
@@ -167,28 +146,6 @@ def _watched_in(decoder: Decoder, made: Wired) -> Iterator[tuple[object, str, st
     yield made.auditor, "look", AUDIT
     yield made.auditor, "sample", AUDIT
     yield made.meter, "measure", METRICS
-    if decoder.one_call is not None:
-        yield decoder, "one_call", CALLS
-    of_head = set(decoder.head.modules())
-    yield decoder.head, "forward", HEAD
-    for module in decoder.modules():
-        if module in of_head:
-            continue
-        if type(module) in _MODULES:
-            yield module, "forward", _MODULES[type(module)]
-        elif hasattr(module, "attend"):
-            yield module, "attend", ATTENTION
-            if isinstance(module, Attention):
-                yield module, "stored", STORE
-                yield module, "rotated", POSITION  # within it, unless one kernel does both
-        elif isinstance(module, KernelLayers):
-            yield module, "forward", CALLS
-        elif isinstance(module, TritonLinear):
-            yield module, "few", LINEAR  # and what it computes of a layer besides
-        elif isinstance(module, TritonLayers):
-            yield module, "add_norm", NORM
-        elif isinstance(module, PositionalEncoding):
-            yield module, "embed", POSITION
 
 
 def _clock(device: torch.device) -> float:

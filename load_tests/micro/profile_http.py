@@ -19,7 +19,7 @@ from ropewalk.load_tests.client.client import Server as Address
 from ropewalk.load_tests.micro.engines import manager_of
 from ropewalk.load_tests.micro.in_process import blocks_for, new_cache
 from ropewalk.load_tests.micro.profile_engine import metrics_for
-from ropewalk.load_tests.micro.stopwatch import Stopwatch
+from ropewalk.load_tests.micro.stopwatch import Stopwatch, watched
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.encodings.base import PositionalEncoding
 from ropewalk.model.loading.random_weights import SHAPES
@@ -28,7 +28,6 @@ from ropewalk.server.app.app import create_app
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.assemble import wired
 from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.engine.forward_timer import watched
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.in_thread import HOST, in_thread

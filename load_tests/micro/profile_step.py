@@ -13,7 +13,6 @@ from ropewalk.load_tests.micro.profile_engine import (
     StepTimes,
     needed_context,
     step_times,
-    told_by_kernels,
 )
 from ropewalk.load_tests.micro.profile_http import http_times
 from ropewalk.load_tests.report.formatting import fine_milliseconds, percent
@@ -61,7 +60,7 @@ class Profile:
     """One arm's steps, and seconds by part outside the engine, both by requests in the batch."""
 
     arm: str
-    told_by_kernels: bool
+    executor: str
     steps: Mapping[int, StepTimes]
     outside: Mapping[int, Mapping[str, float]]
 
@@ -163,7 +162,7 @@ def _measure(args: argparse.Namespace) -> list[Profile]:
             )
             outside[requests] = http_times(requests, steps[requests].unwatched, args.steps)
             progress.finish()
-        measured.append(Profile(arm, told_by_kernels(decoder), steps, outside))
+        measured.append(Profile(arm, decoder.executor.name, steps, outside))
     progress.clear()
     return measured
 
@@ -186,13 +185,8 @@ def table(profile: Profile, context: int) -> str:
     for name in next(iter(found.values())):
         cells = [_cells(found[requests][name], steps[requests].step) for requests in steps]
         rows.append([name, *_flat(cells)])
-    way = (
-        "layers are timed by their kernels"
-        if profile.told_by_kernels
-        else "layers are timed module by module; `rest of the decoder` includes storing keys and "
-        "values, and the residual"
-    )
-    return f"{profile.arm}, context {context:,}: {way}\n\n{markdown(rows)}"
+    by = f"computed by the {profile.executor} executor"
+    return f"{profile.arm}, context {context:,}, {by}\n\n{markdown(rows)}"
 
 
 def _cells(seconds: float, step: float) -> list[str]:

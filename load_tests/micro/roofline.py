@@ -7,6 +7,7 @@ at the speed of one large matrix product. The read bandwidth of all cores bounds
 the servers that load_tests/peers/peers.py compares.
 """
 
+import math
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 from ropewalk.cache.huge_pages import HugePages
 from ropewalk.cache.kv import bytes_per_token
 from ropewalk.load_tests.common.rounds import Clock, rounds
-from ropewalk.model.architectures.ropewalk import without_weights
+from ropewalk.model.architectures.ropewalk import shapes
 from ropewalk.model.config import ModelConfig
 
 COPIED = {"cuda": 1 << 30, "cpu": 1 << 28}  # bytes copied or read: many times a processor's cache
@@ -89,10 +90,9 @@ def kv_bytes(config: ModelConfig, dtype: torch.dtype, requests: int, context: in
 
 def _weights(config: ModelConfig) -> int:
     """Number of weights, without tables of which a token reads one row: untied embeddings."""
-    decoder = without_weights(config)
     found = {
-        name: parameter.numel()
-        for name, parameter in decoder.named_parameters()
+        name: math.prod(shape)
+        for name, shape in shapes(config).items()
         if "encoding" not in name.split(".")
     }
     if not config.tied_embeddings:

@@ -20,8 +20,8 @@ from ropewalk.load_tests.micro.in_process import (
     step,
     untouched_cache,
 )
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.kernels.cpu.bindings import Kernels
-from ropewalk.model.layers.decoder import Decoder
 from ropewalk.model.loading.random_weights import SHAPES
 from ropewalk.server.engine.engine import Engine
 
@@ -82,7 +82,7 @@ def bookkeeping(kernels: Kernels | str) -> list[Part]:
 
 
 def _passes(decoder: Decoder, largest: Mapping[str, int]) -> list[Part]:
-    device, dtype = decoder.embed.weight.device, decoder.embed.weight.dtype
+    device, dtype = decoder.device, decoder.dtype
     short = 512
     blocks = max(blocks_for(largest["batch"], short), blocks_for(1, largest["context"]))
     kv = new_cache(decoder.config, blocks, dtype=dtype, device=device)

@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class Stopwatch:
@@ -41,3 +42,22 @@ class Stopwatch:
         if self._open:
             self._seconds[self._open[-1]] += now - self._since
         self._since = now
+
+
+@contextmanager
+def watched(owner: object, name: str, watch: Stopwatch, part: str) -> Iterator[None]:
+    """Time the calls of `owner.name`, then restore it as it was: own attribute or inherited."""
+    act = getattr(owner, name)
+    own = name in vars(owner)
+
+    def watching(*arguments: Any, **named: Any) -> Any:
+        with watch.during(part):
+            return act(*arguments, **named)
+
+    setattr(owner, name, watching)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        if own:
+            setattr(owner, name, act)

@@ -23,10 +23,10 @@ from ropewalk.model.architectures.common import (
 )
 from ropewalk.model.architectures.fields import Fields
 from ropewalk.model.architectures.stored import Parameters, Stored
-from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.config import Activation, BlockKind, EncodingSpec, ModelConfig, NormKind
 from ropewalk.model.encodings.base import create
-from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.program import encoding_parameters
+from ropewalk.model.recipes import allocate
 from ropewalk.model.weights.base import CheckpointError, WeightFile, shown
 
 META = torch.device("meta")
@@ -70,14 +70,11 @@ class Ropewalk(Architecture):
         return config
 
     def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> Parameters:
-        return {
-            name: (Stored(name, tuple(parameter.shape)),)
-            for name, parameter in without_weights(config).named_parameters()
-        }
+        return {name: (Stored(name, shape),) for name, shape in shapes(config).items()}
 
 
-def without_weights(config: ModelConfig) -> Decoder:
-    """The decoder without memory for its parameters. Raises CheckpointError.
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Those of the decoder's parameters, by name. Raises CheckpointError.
 
     Built for one position: the served context determines the length of tables, not what is stored.
     """
@@ -91,7 +88,11 @@ def without_weights(config: ModelConfig) -> Decoder:
             f"Encoding {shown(spec.name)} cannot be made with the options "
             f"{shown(str(spec.options))}: {reason}."
         ) from error
-    return Decoder(config, encoding, ReferenceAttention, dtype=torch.float32, device=META)
+    weights = allocate(config, encoding, dtype=torch.float32, device=META)
+    if config.tied_embeddings:
+        del weights["head.weight"]
+    parameters = dict(encoding_parameters(encoding)) | weights
+    return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
 
 Reader = Callable[[Fields, str], Any]  # None where the field is null or absent

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import PagedKV
+from ropewalk.cache.types import KeyFrame
 from ropewalk.model.attention.bias import StepBias
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import ModelConfig
+from ropewalk.model.encodings.base import BIASES, PositionalEncoding, ScoreBias
 from ropewalk.model.encodings.common.rotary import Rotation
 
 log = getLogger(__name__)
@@ -33,17 +35,18 @@ class AttentionSpec:
     device: torch.device
     window: int | None = None  # keys a query attends to, its own included; None: all before it
     causal: bool = True  # False: a query attends to all keys of its request
+    bias: type[ScoreBias] | None = None  # the kind that is added to scores
+    frame: KeyFrame | None = None  # of stored keys that are not fully rotated yet
 
 
 def spec_for(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    window: int | None = None,
-    causal: bool = True,
+    encoding: PositionalEncoding | None = None,
 ) -> AttentionSpec:
-    """The spec of a layer with this window; without arguments, what all layers have in common."""
+    """What all layers have in common, with the bias and the rotation of the first."""
+    bias, frame = of_encoding(None if encoding is None else encoding.for_layer(0))
     return AttentionSpec(
         heads=config.heads,
         kv_heads=config.kv_heads,
@@ -51,9 +54,28 @@ def spec_for(
         scale=config.attention_scale or config.head_dim**-0.5,
         dtype=dtype,
         device=device,
-        window=window,
-        causal=causal,
+        window=next(filter(None, config.windows), None),
+        bias=bias,
+        frame=frame,
     )
+
+
+def of_encoding(
+    encoding: PositionalEncoding | None,
+) -> tuple[type[ScoreBias] | None, KeyFrame | None]:
+    """What attention has to do for a layer's encoding, as in AttentionSpec."""
+    if encoding is None:
+        return None, None
+    bias, rotation = encoding.score_bias(), encoding.rotation()
+    return None if bias is None else type(bias), None if rotation is None else rotation.frame
+
+
+def why_not_bias(spec: AttentionSpec) -> str | None:
+    """For backends whose kernels know biases by kind."""
+    if spec.bias is None or issubclass(spec.bias, BIASES):
+        return None
+    known = ", ".join(each.__name__ for each in BIASES)
+    return f"it does not know a bias of the kind {spec.bias.__name__}, only {known}"
 
 
 class Attend(Protocol):

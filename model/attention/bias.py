@@ -1,6 +1,5 @@
 """The bias of a step's scores: the encodings' biases, prepared for the backends."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,25 +26,14 @@ class DenseBias:
 StepBias = LinearBias | TableBias | KeyBias | DenseBias
 
 
-def step_biases(
-    encoding: PositionalEncoding, layers: int, batch: ForwardBatch, block_size: int
-) -> Iterator[StepBias | None]:
-    """What each layer in turn adds to its scores; consecutive layers share their encoding's.
-
-    A generator, so that at most two layers' dense biases exist at once.
-    """
-    bias: StepBias | None = None
-    built_for: PositionalEncoding | None = None
-    for layer in range(layers):
-        own = encoding.for_layer(layer)
-        if own is not built_for:
-            added = own.score_bias()
-            if isinstance(added, MaterialisedBias | PairBias):
-                bias = _dense(added, batch, block_size)
-            else:
-                bias = added
-            built_for = own
-        yield bias
+def step_bias(
+    encoding: PositionalEncoding, batch: ForwardBatch, block_size: int
+) -> StepBias | None:
+    """What an encoding of one layer adds to its scores."""
+    added = encoding.score_bias()
+    if isinstance(added, MaterialisedBias | PairBias):
+        return _dense(added, batch, block_size)
+    return added
 
 
 def _dense(bias: MaterialisedBias | PairBias, batch: ForwardBatch, block_size: int) -> DenseBias:

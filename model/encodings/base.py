@@ -99,6 +99,14 @@ class PairBias:
         return self.of(queries, keys)
 
 
+@dataclass(frozen=True, slots=True)
+class PositionVectors:
+    """Adds table[position] · scale to the embedding: an absolute encoding."""
+
+    table: Tensor  # [positions, width] float32
+    scale: float = 1.0
+
+
 BIASES = (LinearBias, TableBias, MaterialisedBias, KeyBias, PairBias)
 ScoreBias = LinearBias | TableBias | KeyBias | PairBias
 
@@ -150,9 +158,19 @@ class PositionalEncoding(nn.Module):
         """
         return {}
 
+    def vectors(self) -> PositionVectors | None:
+        """What `embed` adds to token embeddings, if it is a vector for each position.
+
+        Prefer this to overriding `embed`, which kernels cannot look into.
+        """
+        return None
+
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: token embeddings [T, width]."""
-        return x
+        vectors = self.vectors()
+        if vectors is None:
+            return x
+        return torch.add(x, vectors.table[positions], alpha=vectors.scale).to(x.dtype)
 
     def rotate(
         self, q: Tensor, k: Tensor, positions: Tensor, offsets: Tensor
@@ -263,16 +281,6 @@ def freeze_all(module: nn.Module) -> None:
     for each in module.modules():
         if isinstance(each, PositionalEncoding):
             each.freeze()
-
-
-def outside_encodings(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that belong to no encoding, and so may be replaced.
-
-    An encoding may use its submodules in ways that a substitute does not support.
-    """
-    encodings = [each for each in model.modules() if isinstance(each, PositionalEncoding)]
-    inside = {part for each in encodings for part in each.modules()}
-    return [each for each in model.modules() if each not in inside]
 
 
 def find(name: str) -> type[PositionalEncoding]:

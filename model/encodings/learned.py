@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import (
     MAX_POSITIONS,
     EncodingError,
     PositionalEncoding,
+    PositionVectors,
     need_integer,
     need_scale,
 )
@@ -72,9 +73,8 @@ class Learned(PositionalEncoding):
     def usual_options(cls, config: ModelConfig) -> dict[str, Any]:
         return {"positions": config.trained_context, "offset": 0}
 
-    def embed(self, x: Tensor, positions: Tensor) -> Tensor:
-        rows = self.table[positions + self.offset]
-        return torch.add(x, rows, alpha=self.scale).to(x.dtype)
+    def vectors(self) -> PositionVectors:
+        return PositionVectors(self.table[self.offset :], self.scale)
 
     def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
         """One row is read and added, however long the context."""

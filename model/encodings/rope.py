@@ -5,6 +5,7 @@ or not at all. Attention applies what is left. Frequencies are fixed when the mo
 nothing that happens later invalidates stored keys.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self, get_args
 
@@ -13,7 +14,13 @@ from torch import Tensor
 
 from ropewalk.cache.types import Capability, KeyFrame, Op
 from ropewalk.model.config import ModelConfig
-from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, chunks, need_table
+from ropewalk.model.encodings.base import (
+    EncodingError,
+    PositionalEncoding,
+    chunks,
+    inherits,
+    need_table,
+)
 from ropewalk.model.encodings.common.cost import PositionalWork
 from ropewalk.model.encodings.common.rope_scaling import Scaling, frequencies, scaling_from
 from ropewalk.model.encodings.common.rotary import Layout, Rotation, turn
@@ -227,3 +234,18 @@ class RoPE(PositionalEncoding):
             flops=turning * heads * 3 * self.width,
             bytes=angles * self.width * self.cos.element_size() if turning else 0,
         )
+
+
+def tables_of(encoding: PositionalEncoding, head_dim: int) -> RoPE | None:
+    """The encoding, if it rotates exactly as RoPE does, by tables that kernels can read."""
+    if not isinstance(encoding, RoPE) or not inherits(encoding.rotate, encoding, RoPE.rotate):
+        return None
+    cos, sin = encoding.cos, encoding.sin
+    fits = (
+        cos.dtype is sin.dtype is torch.float32
+        and cos.shape == sin.shape
+        and cos.dim() == 2
+        and len(cos) >= (encoding.max_positions or math.inf)
+        and 2 * cos.shape[1] <= head_dim
+    )
+    return encoding if fits else None

@@ -15,6 +15,7 @@ from ropewalk.model.encodings.base import (
     MAX_POSITIONS,
     EncodingError,
     PositionalEncoding,
+    PositionVectors,
     chunks,
     need_integer,
     need_scale,
@@ -124,8 +125,8 @@ class Sinusoidal(PositionalEncoding):
     def fixed_tensors(self) -> dict[str, Tensor]:
         return {"table": self.table}
 
-    def embed(self, x: Tensor, positions: Tensor) -> Tensor:
-        return (x + self.table[positions]).to(x.dtype)
+    def vectors(self) -> PositionVectors:
+        return PositionVectors(self.table)
 
     def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
         """One row is read and added, however long the context."""

@@ -17,8 +17,8 @@ from ropewalk.cache.types import BLOCK_SIZE, KeyFrame
 from ropewalk.model.batch import in_order, of_one
 from ropewalk.model.catalogue import hooks
 from ropewalk.model.config import ModelConfig
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import PositionalEncoding
-from ropewalk.model.layers.decoder import Decoder
 
 # Relative to an entry's norm. In float64, one pass and token-by-token passes agree to 1e-12.
 TOLERANCE = 1e-9
@@ -180,13 +180,12 @@ class Watch:
         return logits
 
     def _cache(self, capacity: int) -> KVCache:
-        weight = self.arm.decoder.embed.weight
         kv = KVCache(
             self.config,
             blocks=-(-capacity // BLOCK_SIZE),
             block_size=BLOCK_SIZE,
-            dtype=weight.dtype,
-            device=weight.device,
+            dtype=self.arm.decoder.dtype,
+            device=self.arm.decoder.device,
         )
         for layer in range(kv.layers):
             for tensor in kv.layer(layer):

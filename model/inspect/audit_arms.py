@@ -13,9 +13,11 @@ from torch import Tensor
 
 from ropewalk.cache.kv import KVCache
 from ropewalk.cache.types import BLOCK_SIZE
+from ropewalk.model import recipes
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.catalogue import example
 from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import (
     EncodingError,
     PositionalEncoding,
@@ -27,8 +29,9 @@ from ropewalk.model.encodings.base import (
 from ropewalk.model.encodings.common.rotary import turn
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.inspect.audit import Arm
-from ropewalk.model.layers.decoder import Decoder
-from ropewalk.model.loading.checkpoints import Checkpoint, load_decoder
+from ropewalk.model.layers.executor import TorchExecutor
+from ropewalk.model.loading.checkpoints import Checkpoint, load_program
+from ropewalk.model.program import Program
 
 Encoding = TypeVar("Encoding", bound=PositionalEncoding)
 
@@ -115,50 +118,47 @@ class FollowingRoPE(RoPE):
         return turned
 
 
-def tiny(context: int) -> Decoder:
+def tiny(context: int) -> Program:
     """A small decoder with random weights and no encoding, for runs of `context` tokens."""
     config = replace(TINY, trained_context=max(context, TINY.trained_context))
     encoding = create(config.encoding, config, context, CPU)
-    decoder = Decoder(config, encoding, SdpaAttention, dtype=DTYPE, device=CPU)
+    weights = recipes.allocate(config, encoding, dtype=DTYPE, device=CPU)
     generator = torch.Generator().manual_seed(SEED)
-    with torch.inference_mode():
-        for name, parameter in decoder.named_parameters():
-            parameter.normal_(0, 0.35, generator=generator)
-            if name.endswith("norm.weight"):
-                parameter.add_(1)
-    return decoder
+    for name, weight in weights.items():
+        weight.normal_(0, 0.35, generator=generator)
+        if name.endswith("norm.weight"):
+            weight.add_(1)
+    return recipes.program(config, weights, encoding)
 
 
-def from_checkpoint(checkpoint: Checkpoint, context: int) -> Decoder:
+def from_checkpoint(checkpoint: Checkpoint, context: int) -> Program:
     """A decoder with its trained weights in float64. Raises EncodingError, CheckpointError.
 
     The encoding's settings are those that `serve` uses for the trained context.
     """
     config = checkpoint.config
     encoding = create(config.encoding, config, max(context, config.trained_context), CPU)
-    decoder = Decoder(config, encoding, SdpaAttention, dtype=DTYPE, device=CPU)
-    load_decoder(checkpoint, decoder)
-    return decoder
+    return load_program(checkpoint, encoding, dtype=DTYPE, device=CPU)
 
 
-def arm(name: str, decoder: Decoder, context: int, trained_length: int) -> Arm:
-    """`decoder` under an encoding, for runs of `context` tokens.
+def arm(name: str, program: Program, context: int, trained_length: int) -> Arm:
+    """`program` under an encoding, for runs of `context` tokens.
 
     name: an encoding, one of ALL or VARIANTS, or "package.module:Class". The dynamic arms behave
     as if trained for `trained_length` tokens. Raises EncodingError.
     """
     if name in (DYNAMIC, REWRITTEN):
-        return _dynamic(name, decoder, context, trained_length)
+        return _dynamic(name, program, context, trained_length)
     if name not in VARIANTS and name.partition(":")[0] in names():
         _refuse_unknown_variant(name)
     plain, options = VARIANTS.get(name, (name, {}))
-    encoding = _built(find(plain), plain, options, decoder, context)
+    encoding = _built(find(plain), plain, options, program, context)
     notes = [NOTES[name]] if name in NOTES else []
-    if plain == decoder.config.encoding.name:
-        _copy_weights(decoder.encoding, encoding)
+    if plain == program.config.encoding.name:
+        _copy_weights(program.encoding, encoding)
     elif any(True for _ in encoding.parameters()):
         notes.append("the encoding's weights are random")
-    return Arm(name, "; ".join(notes), _with_encoding(decoder, plain, encoding))
+    return Arm(name, "; ".join(notes), _with_encoding(program, plain, encoding))
 
 
 def _refuse_unknown_variant(name: str) -> None:
@@ -170,13 +170,13 @@ def _refuse_unknown_variant(name: str) -> None:
         )
 
 
-def _dynamic(name: str, decoder: Decoder, context: int, trained_length: int) -> Arm:
+def _dynamic(name: str, program: Program, context: int, trained_length: int) -> Arm:
     scaling = {"type": "dynamic", "factor": FACTOR, "original_context": trained_length}
-    encoding = _built(FollowingRoPE, "rope", {"scaling": scaling}, decoder, context)
+    encoding = _built(FollowingRoPE, "rope", {"scaling": scaling}, program, context)
     return Arm(
         name,
         f"as if trained for {trained_length} tokens, scaled by {FACTOR:g}; {NOTES[name]}",
-        _with_encoding(decoder, "rope", encoding),
+        _with_encoding(program, "rope", encoding),
         rewrite=encoding.retune if name == REWRITTEN else None,
         trained_length=trained_length,
     )
@@ -186,15 +186,15 @@ def _built(
     kind: type[Encoding],
     name: str,
     options: Mapping[str, Any],
-    decoder: Decoder,
+    program: Program,
     context: int,
 ) -> Encoding:
-    """Uses the decoder's own options if this is the decoder's own encoding."""
-    own = decoder.config.encoding
+    """Uses the program's own options if this is the program's own encoding."""
+    own = program.config.encoding
     if name == own.name:
         options = {**own.options, **options}
-    longest = max(context, decoder.config.trained_context)
-    encoding = example(kind, decoder.config, longest, options)
+    longest = max(context, program.config.trained_context)
+    encoding = example(kind, program.config, longest, options)
     if encoding.max_positions is not None and encoding.max_positions < context:
         raise EncodingError(
             f"{name} has positions for only {encoding.max_positions} tokens, so it cannot be "
@@ -212,12 +212,8 @@ def _copy_weights(source: PositionalEncoding, target: PositionalEncoding) -> Non
         freeze_all(target)
 
 
-def _with_encoding(decoder: Decoder, name: str, encoding: PositionalEncoding) -> Decoder:
-    """Another decoder that shares this one's weights."""
-    config = replace(decoder.config, encoding=EncodingSpec(name, {}))
-    made = Decoder(config, encoding, SdpaAttention, dtype=DTYPE, device=CPU)
-    weights = dict(decoder.named_parameters())
-    for name, parameter in made.named_parameters():
-        if not name.startswith("encoding."):
-            parameter.data = weights[name].data
-    return made
+def _with_encoding(program: Program, name: str, encoding: PositionalEncoding) -> Decoder:
+    """A decoder with these weights under another encoding."""
+    config = replace(program.config, encoding=EncodingSpec(name, {}))
+    made = recipes.program(config, program.weights, encoding)
+    return Decoder(made, TorchExecutor(made, SdpaAttention))

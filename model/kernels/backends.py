@@ -1,13 +1,28 @@
-"""Every attention backend, fastest first: the one list that serving chooses from."""
+"""Every attention backend and executor, fastest first: the one list that serving chooses from."""
 
 from ropewalk.model.attention.base import AttentionBackend
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.decoder import Decoder
+from ropewalk.model.kernels.cpu import executor as cpu
 from ropewalk.model.kernels.cpu.attention import CpuBackend
 from ropewalk.model.kernels.cpu.bindings import Kernels
+from ropewalk.model.kernels.triton import executor as triton
 from ropewalk.model.kernels.triton.attention import TritonAttention
+from ropewalk.model.layers.executor import TorchExecutor
+from ropewalk.model.program import Program
 
 
 def all_backends(kernels: Kernels | str) -> list[AttentionBackend]:
     """`kernels`: the compiled CPU kernels, or the reason why there are none."""
     return [TritonAttention, CpuBackend(kernels), SdpaAttention, ReferenceAttention]
+
+
+def decoder_on(backend: AttentionBackend, program: Program, kernels: Kernels | str) -> Decoder:
+    """The program on the fastest executor that computes attention with this backend."""
+    if backend is TritonAttention and triton.why_not(program) is None:
+        return Decoder(program, triton.TritonExecutor(program))
+    if isinstance(kernels, Kernels) and cpu.why_not(program, kernels) is None:
+        own = isinstance(backend, CpuBackend)
+        return Decoder(program, cpu.CpuExecutor(program, kernels, None if own else backend))
+    return Decoder(program, TorchExecutor(program, backend))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ropewalk.model.architectures.base import Architecture, by_gguf_name, by_model_type
 from ropewalk.model.architectures.fields import Fields
@@ -22,7 +22,8 @@ from ropewalk.model.chat.template import (
 )
 from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
 from ropewalk.model.encodings.base import PositionalEncoding, freeze_all
-from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.program import Program, encoding_parameters
+from ropewalk.model.recipes import allocate, program
 from ropewalk.model.tokenizers.base import MAX_FILE, Tokenizer, TokenizerError
 from ropewalk.model.tokenizers.loading import (
     tokenizer_from_directory,
@@ -41,7 +42,7 @@ from ropewalk.model.weights.files import (
 from ropewalk.model.weights.gguf_file import MAGIC, GGUFFile
 from ropewalk.model.weights.safetensors_dir import SafetensorsDirectory
 
-__all__ = ["Checkpoint", "CheckpointError", "load_decoder", "load_encoding", "open_checkpoint"]
+__all__ = ["Checkpoint", "CheckpointError", "load_encoding", "load_program", "open_checkpoint"]
 
 # What a folder's tokenizer and chat template are read from, besides the vocabulary.
 TOKENIZER_FILES = (
@@ -91,17 +92,39 @@ def open_checkpoint(
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def load_decoder(
+def load_program(
     checkpoint: Checkpoint,
-    decoder: nn.Module,
+    encoding: PositionalEncoding,
+    encoder_encoding: PositionalEncoding | None = None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
     progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Copy the weights into a decoder built from the checkpoint's config, in its dtype and device.
+) -> Program:
+    """The checkpoint's program with its weights, also those of the encodings, which are frozen.
 
     `progress` is called with the number of parameters done and the total. Raises CheckpointError
-    when the decoder's parameters are not the checkpoint's, or a weight is not finite.
+    when the program's parameters are not the checkpoint's, or a weight is not finite.
     """
-    targets = dict(decoder.named_parameters())
+    config, sides = checkpoint.config, (encoding, encoder_encoding)
+    weights = allocate(config, *sides, dtype=dtype, device=device)
+    targets = dict(encoding_parameters(*sides)) | weights
+    if config.tied_embeddings:
+        del targets["head.weight"]
+    _check_shapes(checkpoint, targets)
+    with torch.inference_mode():
+        for done, (name, target) in enumerate(targets.items(), start=1):
+            _fill(checkpoint, target, checkpoint.parameters[name])
+            if progress is not None:
+                progress(done, len(targets))
+        _check_copies(checkpoint)
+        for side in sides:
+            if side is not None:
+                freeze_all(side)
+    return program(config, weights, *sides)
+
+
+def _check_shapes(checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> None:
     expected = {name: _joined_shape(pieces) for name, pieces in checkpoint.parameters.items()}
     for name in sorted(targets.keys() | expected.keys()):
         wanted = tuple(targets[name].shape) if name in targets else None
@@ -110,15 +133,6 @@ def load_decoder(
                 f"{checkpoint.path}: parameter {name} of the decoder has the shape {wanted}, "
                 f"but the checkpoint gives {expected.get(name)}."
             )
-    with torch.inference_mode():
-        for done, (name, target) in enumerate(targets.items(), start=1):
-            _fill(checkpoint, target, checkpoint.parameters[name])
-            if progress is not None:
-                progress(done, len(targets))
-        _check_copies(checkpoint)
-        freeze_all(decoder)
-    if isinstance(decoder, Decoder):
-        decoder.bind_encoding()
 
 
 def load_encoding(checkpoint: Checkpoint, encoding: PositionalEncoding) -> None:

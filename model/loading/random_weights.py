@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ropewalk.model.architectures.base import by_model_type
 from ropewalk.model.architectures.fields import Fields
-from ropewalk.model.architectures.ropewalk import without_weights
+from ropewalk.model.architectures.ropewalk import shapes
 from ropewalk.model.architectures.stored import Stored
 from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
 from ropewalk.model.encodings.base import find
@@ -99,7 +99,7 @@ def random_checkpoint(source: str, encoding: str | None, context: int | None) ->
     config = SHAPES[shape] if shape in SHAPES else _described(shape)
     config = replace(config, trained_context=context or config.trained_context)
     config = replace(config, encoding=_encoding(config, encoding or named))
-    found = {name: tuple(each.shape) for name, each in without_weights(config).named_parameters()}
+    found = shapes(config)
     return Checkpoint(
         path=Path(source),
         architecture="random",

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ropewalk.model.architectures.ropewalk import Ropewalk, without_weights
+from ropewalk.model.architectures.ropewalk import Ropewalk
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.model.weights.base import CheckpointError, shown
@@ -43,7 +43,7 @@ def save_checkpoint(
 ) -> None:
     """Write a new folder for `open_checkpoint`. Raises CheckpointError and leaves nothing behind.
 
-    state: the decoder's named_parameters or state_dict, stored in their own dtypes.
+    state: the program's parameters by name, stored in their own dtypes.
     tokenizer: tokenizer.json or tokenizer.model, and any of TOKENIZER_FILES that go with it.
     stop_ids: tokens that end an answer, besides those that the tokenizer declares.
     """
@@ -91,13 +91,7 @@ def _description(config: ModelConfig, stop_ids: Collection[int], folder: Path) -
 
 def _to_store(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> dict[str, Tensor]:
     """Every parameter once; other names in the state must be duplicates of parameters."""
-    decoder = without_weights(config)
-    names = {id(parameter): name for name, parameter in decoder.named_parameters()}
-    again = {  # as in state_dict: a tied head, an encoding that every layer refers to
-        name: names[id(parameter)]
-        for name, parameter in decoder.named_parameters(remove_duplicate=False)
-        if name != names[id(parameter)]
-    }
+    again = {"head.weight": "embed.weight"} if config.tied_embeddings else {}
     for copy, original in again.items():
         if copy in state and original in state and not torch.equal(state[copy], state[original]):
             raise CheckpointError(f"{folder}: {copy} should be tied to {original}, but differs.")

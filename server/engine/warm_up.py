@@ -16,11 +16,10 @@ from ropewalk.cache.manager import Table
 from ropewalk.cache.operations import BLOCKS_AT_ONCE
 from ropewalk.model.batch import Cross, ForwardBatch, of_one
 from ropewalk.model.catalogue import example
-from ropewalk.model.config import ModelConfig
+from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import find
 from ropewalk.model.formatting import in_one_line
-from ropewalk.model.layers.decoder import Decoder
-from ropewalk.model.layers.encoder_decoder import EncoderDecoder
 from ropewalk.server.errors import CommandError
 
 REPETITIONS = 3
@@ -37,9 +36,7 @@ class Speed:
     compute: float  # computing its tokens, with none before them
 
 
-def warm_up(
-    decoder: Decoder | EncoderDecoder, kv: KVCache, shape: ModelConfig, context: int, name: str
-) -> Speed:
+def warm_up(decoder: Decoder, kv: KVCache, shape: ModelConfig, context: int, name: str) -> Speed:
     """Raises CommandError when the first pass fails, or its logits are not finite.
 
     Leaves nothing that a request reads.
@@ -52,13 +49,13 @@ def warm_up(
         of_one([0] * count, 0, first, kv.block_size, wanted=1, device=kv.device)
         for count in (min(kv.block_size, context), 1)
     )
-    if isinstance(decoder, EncoderDecoder):
+    if isinstance(decoder.config, EncoderDecoderConfig):
         batch = replace(batch, cross=Cross(new=batch, seen=batch))
         single = replace(single, cross=Cross(new=single, seen=single))
     # On a GPU a token by itself takes other kernels; a request would wait until they are compiled.
     if not all(_is_finite(decoder, each, kv, name) for each in (batch, single)):
         raise CommandError(f"{name} computes logits that are not finite; try --dtype float32")
-    if isinstance(decoder, EncoderDecoder):
+    if isinstance(decoder.config, EncoderDecoderConfig):
         batch = replace(batch, cross=Cross(new=None, seen=batch))
     return Speed(
         turn=_seconds(_turn(kv, shape), kv.device) / BLOCKS_AT_ONCE,
@@ -67,9 +64,7 @@ def warm_up(
     )
 
 
-def _is_finite(
-    decoder: Decoder | EncoderDecoder, batch: ForwardBatch, kv: KVCache, name: str
-) -> bool:
+def _is_finite(decoder: Decoder, batch: ForwardBatch, kv: KVCache, name: str) -> bool:
     try:
         return bool(decoder(batch, kv).isfinite().all())
     except Exception as error:  # out of memory, a kernel's, or from somebody else's encoding

@@ -23,10 +23,8 @@ from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
 from ropewalk.model.encodings.base import EncodingError, create
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.kernels.cpu.bindings import Kernels
-from ropewalk.model.layers.encoder_decoder import EncoderDecoder
 from ropewalk.model.loading.checkpoints import Checkpoint, CheckpointError
 from ropewalk.model.weights.checksums import Seals
-from ropewalk.model.weights.fixed import fixed_tensors
 from ropewalk.server import hardware, listen
 from ropewalk.server.app.app import create_app, own_version
 from ropewalk.server.app.cache_plan import CachePlanner
@@ -164,7 +162,7 @@ def _complete(
     shape, name, block_size = model.checkpoint.config, model.name, config.cache.block_size
     audit = Audit(config.cache.audit)
     # Before anything is computed with them.
-    weights = Seals({} if audit is Audit.OFF else fixed_tensors(model.decoder), sums_by(kernels))
+    weights = Seals({} if audit is Audit.OFF else model.decoder.fixed_tensors(), sums_by(kernels))
     budget, sharers = config.cache.kv_memory, len(config.models)
     # An encoder-decoder keeps prompt and answer apart, each in blocks of its own.
     sides = 2 if isinstance(shape, EncoderDecoderConfig) else 1
@@ -202,7 +200,7 @@ def _complete(
         several_clients=len(config.http.api_keys) > 1,
     )
     rules = [model.decoder.encoding.for_layer(layer) for layer in range(shape.layers)]
-    decoder = TimedDecoder(model.decoder, device)
+    decoder = TimedDecoder(model.decoder)
     made = wired(
         name,
         replayed(model.decoder, kv, limits, name, otherwise=decoder),
@@ -236,7 +234,7 @@ def _complete(
         sides=sides,
         quantize=config.loading.quantize,
     )
-    _register(metrics, facts, shape, position_apart=decoder.position_apart)
+    _register(metrics, facts, shape, position_apart=model.decoder.position_apart)
     metrics.compared(name, parity.error, parity.tolerance)
     defect = parity.defect(name)
     if defect is not None:
@@ -258,8 +256,9 @@ def _meter(model: Prepared, block_size: int) -> PositionMeter:
     decoder, shape = model.decoder, model.checkpoint.config
     cost = partial(decoder.encoding.work, shape, block_size=block_size)
     source_cost: Cost = no_cost
-    if isinstance(decoder, EncoderDecoder) and isinstance(shape, EncoderDecoderConfig):
-        encoding = decoder.encoder.encoding
+    if isinstance(shape, EncoderDecoderConfig):
+        encoding = decoder.encoder_encoding
+        assert encoding is not None, "an encoder-decoder has an encoding on each side"
         source_cost = partial(encoding.work, shape.encoder, block_size=block_size)
     return PositionMeter(cost, source_cost, shape.trained_context)
 

@@ -9,11 +9,10 @@ from tqdm import tqdm
 
 from ropewalk.cache.kv import KVCache
 from ropewalk.model.batch import Cross, ForwardBatch
+from ropewalk.model.config import EncoderDecoderConfig
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.kernels.graphs.cuda_graph import CudaGraphs
 from ropewalk.model.kernels.graphs.replay import Bucket, Forward, Record, ReplayedDecoder, buckets
-from ropewalk.model.kernels.substitutes import attends_in_triton
-from ropewalk.model.layers.decoder import Decoder
-from ropewalk.model.layers.encoder_decoder import EncoderDecoder
 from ropewalk.server.launch.self_check import TOLERANCES
 from ropewalk.server.scheduling.request import Limits
 
@@ -21,7 +20,7 @@ log = getLogger(__name__)
 
 
 def replayed(
-    decoder: Decoder | EncoderDecoder,
+    decoder: Decoder,
     kv: KVCache,
     limits: Limits,
     name: str,
@@ -37,7 +36,7 @@ def replayed(
     if record is None:
         return otherwise
     try:
-        encoded = isinstance(decoder, EncoderDecoder)
+        encoded = isinstance(decoder.config, EncoderDecoderConfig)
         made = buckets(kv, limits.max_seqs, limits.max_context, encoded=encoded)
         told = f"recording {name}"
         with tqdm(made, desc=told, unit="graph", leave=False, file=sys.stderr) as bar:
@@ -57,16 +56,12 @@ def replayed(
         return otherwise
 
 
-def recorder(decoder: Decoder | EncoderDecoder) -> Record | None:
-    """Records CUDA graphs if Triton computes attention, as only its kernel skips unused rows."""
-    if not attends_in_triton(decoder):
-        return None
-    return CudaGraphs(decoder.embed.weight.device)
+def recorder(decoder: Decoder) -> Record | None:
+    """Records CUDA graphs of the decoder's passes, if its executor's can be recorded."""
+    return CudaGraphs(decoder.device) if decoder.executor.recordable else None
 
 
-def _agrees(
-    over: ReplayedDecoder, decoder: Decoder | EncoderDecoder, kv: KVCache, bucket: Bucket
-) -> bool:
+def _agrees(over: ReplayedDecoder, decoder: Decoder, kv: KVCache, bucket: Bucket) -> bool:
     """Whether replaying a full bucket gives the decoder's logits up to rounding."""
     batch = _within_block_0(bucket, kv.block_size, decoder.config.vocab_size)
     replayed, plain = over(batch, kv), decoder(batch, kv)

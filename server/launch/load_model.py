@@ -9,31 +9,29 @@ from logging import getLogger
 from typing import Any
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from ropewalk.model.attention.base import AttentionBackend, choose, spec_for
 from ropewalk.model.catalogue import Place
 from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import PositionalEncoding, create, find
 from ropewalk.model.encodings.common.validate import check_hooks
 from ropewalk.model.formatting import listed
-from ropewalk.model.kernels.backends import all_backends
+from ropewalk.model.kernels.backends import all_backends, decoder_on
 from ropewalk.model.kernels.cpu.bindings import SUFFIXES, Kernels
 from ropewalk.model.kernels.cpu.bindings import load as load_kernels
 from ropewalk.model.kernels.cpu.library import NoKernels
-from ropewalk.model.kernels.substitutes import substitute, substitute_on_gpu
-from ropewalk.model.layers.decoder import Decoder
-from ropewalk.model.layers.encoder_decoder import EncoderDecoder
-from ropewalk.model.layers.linear import Int4Linear, Int8Linear, quantize
 from ropewalk.model.loading.checkpoints import (
     Checkpoint,
     CheckpointError,
-    load_decoder,
+    load_program,
     open_checkpoint,
 )
 from ropewalk.model.loading.random_weights import PREFIX, random_checkpoint
+from ropewalk.model.program import Program, quantized
 from ropewalk.model.weights.gguf_file import GGUFFile
+from ropewalk.model.weights.quantize import Int4, Int8
 from ropewalk.server import download, hardware
 from ropewalk.server.config import ModelOptions, ModelSource
 from ropewalk.server.errors import CommandError
@@ -49,7 +47,7 @@ class Prepared:
     name: str
     aliases: tuple[str, ...]
     checkpoint: Checkpoint
-    decoder: Decoder | EncoderDecoder
+    decoder: Decoder
     backend: AttentionBackend
     dtype: torch.dtype
     context: int
@@ -99,28 +97,31 @@ def prepare(
         )
     if loading.encoding is not None:
         _refuse_missing_weights(checkpoint, encoding)
-    backend = _backend(checkpoint, loading, dtype, device, kernels)
+    backends = all_backends(kernels)
+    if loading.attention is not None:
+        backends = [backend for backend in backends if backend.name == loading.attention]
+    choose(backends, spec_for(shape, dtype, device))  # before the weights are waited for
     lacking = _lacking_for_int4(kernels, dtype)
     if loading.quantize == "int4" and lacking is not None:
         raise CommandError(f"--quantize int4 needs {lacking}; use int8")
-    decoder = _assembled(checkpoint, encoding, backend, context, dtype, device)
-    _load(checkpoint, source.name, decoder)
-    if not isinstance(shape, EncoderDecoderConfig):  # which have no foreign encodings
+    of_encoder = None
+    if isinstance(shape, EncoderDecoderConfig):
+        of_encoder = create(shape.encoder.encoding, shape.encoder, context, device)
+    program = _loaded(checkpoint, source.name, encoding, of_encoder, dtype, device)
+    if of_encoder is None:  # encoder-decoders have no foreign encodings
         check_hooks(encoding, shape, context, device)
-    if loading.quantize == "int8":
-        quantize(decoder)
+    backend = choose(backends, spec_for(shape, dtype, device, encoding))
+    if loading.quantize is not None:
+        program = quantized(program, 8 if loading.quantize == "int8" else 4)
     if loading.quantize == "int4":
-        quantize(decoder, 4)
-        _tell_of_int4(source.name, decoder)
+        _tell_of_int4(source.name, program)
     if loading.quantize is None and lacking is None and _in_4_bits(checkpoint):
         log.info(
             "%s: the file's weights are in 4 bits; --quantize int4 keeps them in 4 bits, which is "
             "faster and changes answers a little",
             source.name,
         )
-    if isinstance(kernels, Kernels):
-        substitute(decoder, kernels, dtype)
-    substitute_on_gpu(decoder, dtype)
+    decoder = decoder_on(backend, program, kernels)
     place = Place(all_backends(kernels), dtype, device)
     return Prepared(
         source.name, source.aliases, checkpoint, decoder, backend, dtype, context, place
@@ -214,9 +215,9 @@ def _in_4_bits(checkpoint: Checkpoint) -> bool:
     return isinstance(checkpoint.weights, GGUFFile) and checkpoint.weights.in_4_bits
 
 
-def _tell_of_int4(name: str, decoder: nn.Module) -> None:
-    in_4 = sum(isinstance(module, Int4Linear) for module in decoder.modules())
-    in_8 = sum(isinstance(module, Int8Linear) for module in decoder.modules())
+def _tell_of_int4(name: str, program: Program) -> None:
+    in_4 = sum(isinstance(weight, Int4) for weight in program.weights.values())
+    in_8 = sum(isinstance(weight, Int8) for weight in program.weights.values())
     if in_4 == 0:
         log.warning(
             "%s: 4 bits would lose accuracy in every layer, so all are in 8 bits; use a GGUF file "
@@ -227,38 +228,18 @@ def _tell_of_int4(name: str, decoder: nn.Module) -> None:
         log.info("%s: %d linear layers in 4 bits, %d in 8", name, in_4, in_8)
 
 
-def _backend(
+def _loaded(
     checkpoint: Checkpoint,
-    loading: ModelOptions,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: Kernels | str,
-) -> AttentionBackend:
-    """The first backend that supports the model, or the one asked for. Raises NoBackend."""
-    backends = all_backends(kernels)
-    if loading.attention is not None:
-        backends = [backend for backend in backends if backend.name == loading.attention]
-    return choose(backends, spec_for(checkpoint.config, dtype, device))
-
-
-def _assembled(
-    checkpoint: Checkpoint,
+    name: str,
     encoding: PositionalEncoding,
-    backend: AttentionBackend,
-    context: int,
+    of_encoder: PositionalEncoding | None,
     dtype: torch.dtype,
     device: torch.device,
-) -> Decoder | EncoderDecoder:
-    shape = checkpoint.config
-    if not isinstance(shape, EncoderDecoderConfig):
-        return Decoder(shape, encoding, backend, dtype=dtype, device=device)
-    of_encoder = create(shape.encoder.encoding, shape.encoder, context, device)
-    return EncoderDecoder(shape, of_encoder, encoding, backend, dtype=dtype, device=device)
-
-
-def _load(checkpoint: Checkpoint, name: str, decoder: Decoder | EncoderDecoder) -> None:
+) -> Program:
     with bar_if_long(f"loading {name}", 0, "tensor") as bar:
-        load_decoder(checkpoint, decoder, _progress(bar))
+        return load_program(
+            checkpoint, encoding, of_encoder, dtype=dtype, device=device, progress=_progress(bar)
+        )
 
 
 def _progress(bar: "tqdm[None]") -> Callable[[int, int], None]:

@@ -18,9 +18,7 @@ from torch import Tensor
 from ropewalk.cache.kv import KVCache
 from ropewalk.cache.manager import CacheManager
 from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
-from ropewalk.model.kernels.cpu.modules import PanelLinear
-from ropewalk.model.layers.decoder import Decoder
-from ropewalk.model.layers.encoder_decoder import EncoderDecoder
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.engine.batch import build_batch
 from ropewalk.server.scheduling.request import Request, Work
@@ -62,9 +60,7 @@ class Parity:
         )
 
 
-def check_parity(
-    decoder: Decoder | EncoderDecoder, shape: ModelConfig, kv: KVCache, context: int
-) -> Parity:
+def check_parity(decoder: Decoder, shape: ModelConfig, kv: KVCache, context: int) -> Parity:
     """Uses caches of its own, made like `kv`; no sequence is longer than `context`."""
     requests = _requests(shape, context)
     cached = _in_steps(requests, _Bench(decoder, shape, kv, min(kv.block_size, BLOCK_SIZE)))
@@ -76,8 +72,7 @@ def check_parity(
         difference = (logits - whole).abs().nan_to_num(nan=torch.inf)
         error = max(error, float(difference.max()))
         largest = max(largest, float(whole.abs().max()))
-    panels = [each for each in decoder.modules() if isinstance(each, PanelLinear)]
-    rounded = any(each.bits for each in panels)
+    rounded = decoder.executor.rounds_inputs
     tolerance = max(TOLERANCES[kv.dtype], TOLERANCES[torch.int8] if rounded else 0.0)
     return Parity(error, tolerance * largest)
 
@@ -128,9 +123,7 @@ def _pieces(request: Request) -> list[Work]:
 class _Bench:
     """A decoder with a small cache that, as fresh memory may, initially holds NaN."""
 
-    def __init__(
-        self, decoder: Decoder | EncoderDecoder, shape: ModelConfig, kv: KVCache, block_size: int
-    ) -> None:
+    def __init__(self, decoder: Decoder, shape: ModelConfig, kv: KVCache, block_size: int) -> None:
         self._decoder = decoder
         # Block 0 is reserved, and a pool needs one more.
         blocks = 2 + sum(-(-length // block_size) for length in (*LENGTHS, *SOURCES))

@@ -21,8 +21,8 @@ from ropewalk.model.inspect import audit_arms
 from ropewalk.model.inspect.audit import Arm, Audit, AuditStep, audit, entries
 from ropewalk.model.inspect.audit_page import to_html
 from ropewalk.model.inspect.audit_report import COLUMNS, HEADLINE, Report, as_json, cells
-from ropewalk.model.layers.decoder import Decoder
 from ropewalk.model.loading.checkpoints import CheckpointError, open_checkpoint
+from ropewalk.model.program import Program
 from ropewalk.model.tokenizers.base import InvalidText
 from ropewalk.server import download
 from ropewalk.server.config import model_source
@@ -53,7 +53,7 @@ class Subject:
     name: str
     note: str
     own: str | None  # the encoding that it was trained with
-    decoder: Decoder
+    program: Program
     prompt: Sequence[int]
 
 
@@ -108,7 +108,7 @@ def _audited(subject: Subject, arms: Sequence[Arm], steps: int) -> Report:
         threads(1 if subject.name == TINY else torch.get_num_threads()),
     ):
         audits = tuple(_audit(arm, subject.prompt, steps, bar.update) for arm in arms)
-    return Report(subject.name, subject.note, subject.decoder.config, audits)
+    return Report(subject.name, subject.note, subject.program.config, audits)
 
 
 def _audit(arm: Arm, prompt: Sequence[int], steps: int, tell: Callable[[], object]) -> Audit:
@@ -161,10 +161,10 @@ def _loaded(
             )
     _refuse_empty(prompt)
     with said_if_long(f"loading {source.name}"):
-        decoder = audit_arms.from_checkpoint(checkpoint, len(prompt) + steps)
+        program = audit_arms.from_checkpoint(checkpoint, len(prompt) + steps)
     own = checkpoint.config.encoding.name
     note = f"{source.name} was trained with {own}; the other arms show mechanics, not quality."
-    return Subject(source.name, note, own, decoder, prompt)
+    return Subject(source.name, note, own, program, prompt)
 
 
 def _drawn(count: int, vocabulary: int) -> list[int]:
@@ -191,7 +191,7 @@ def _arms(
     start = len(subject.prompt)
     trained_length = trained_length or start + steps // 2
     for name in dict.fromkeys(wanted):
-        yield audit_arms.arm(name, subject.decoder, start + steps, trained_length)
+        yield audit_arms.arm(name, subject.program, start + steps, trained_length)
 
 
 def lines(report: Report, *, every_step: bool) -> Iterator[str]:

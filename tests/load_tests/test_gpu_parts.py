@@ -21,11 +21,9 @@ from ropewalk.load_tests.gpu.parts import (
 from ropewalk.load_tests.gpu.peer import steady_steps
 from ropewalk.load_tests.micro.in_process import decoders, new_cache, step
 from ropewalk.load_tests.micro.roofline import Ceiling
-from ropewalk.model.kernels.substitutes import substitute_on_gpu
-from ropewalk.model.kernels.triton.attention import TritonAttention
-from ropewalk.model.kernels.triton.modules import FEW_ROWS, TritonLinear
+from ropewalk.model.kernels.triton.launches import FEW_ROWS, TritonLinear
 from tests.model.attention.triton_here import DEVICE
-from tests.model.tiny import tiny
+from tests.model.tiny import on_triton, tiny
 
 CPU = torch.device("cpu")
 SETTING = Setting(CPU, torch.float32, "processor", "0", 2, Ceiling(1e9, 1e9))
@@ -78,14 +76,13 @@ def test_cells_go_from_few_tokens_to_many(made):
 def test_few_rows_are_measured_with_linear_layers_by_torch_too(monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     one_layer = {"layers": 1, "windows": (None,)}  # interpreted, each takes long
-    decoder = tiny("rope", TritonAttention, torch.float32, device=DEVICE, **one_layer)
-    substitute_on_gpu(decoder, torch.float32)
+    decoder = on_triton(tiny("rope", dtype=torch.float32, device=DEVICE, **one_layer))
     # Without graphs, which would hide what is launched.
     monkeypatch.setattr(parts, "replayed", lambda decoder, *_: decoder)
     monkeypatch.setattr(parts, "recorder", lambda decoder: None)
-    few, launched = TritonLinear.few, []
+    few, launched = TritonLinear.__call__, []
     monkeypatch.setattr(
-        TritonLinear, "few", lambda *of, **more: launched.append(1) or few(*of, **more)
+        TritonLinear, "__call__", lambda *of, **more: launched.append(1) or few(*of, **more)
     )
     cells, found = [Cell(1, 16), Cell(FEW_ROWS + 1, 16)], []
     setting = replace(SETTING, device=DEVICE, rounds=1)
@@ -116,7 +113,7 @@ def test_steps_that_fail_are_no_figures(made, monkeypatch):
     def fails(*_):
         raise ValueError("no kernel")
 
-    monkeypatch.setattr(type(made["rope"]), "forward", fails)
+    monkeypatch.setattr(type(made["rope"]), "__call__", fails)
     found = list(steps_of("tiny", made["rope"], CELLS, SETTING, "none", Budget(60)))
     assert [each.cell for each in found] == CELLS[::-1] and all(each.failed for each in found)
     assert found[0].reason == "RuntimeError: a step gave 0 tokens; the log has the reason"

@@ -7,10 +7,10 @@ from ropewalk.cache.types import BLOCK_SIZE
 from ropewalk.load_tests.micro import in_process
 from ropewalk.load_tests.micro.in_process import blocks_for, decoders, new_cache, passes, step
 from ropewalk.load_tests.micro.step_cost import ARMS
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.alibi import ALiBi
 from ropewalk.model.encodings.base import EncodingError, MaterialisedBias, TableBias
-from ropewalk.model.kernels.cpu.modules import PanelLinear
-from ropewalk.model.layers.decoder import Decoder
+from tests.model.tiny import program_of
 
 CPU = torch.device("cpu")
 
@@ -40,17 +40,17 @@ def test_one_decoder_for_each_arm(every):
 
 
 def test_weights_are_the_same_tensors(plain):
-    first = dict(plain["nope"].named_parameters(remove_duplicate=False))
+    first = program_of(plain["nope"]).weights
     for arm, decoder in plain.items():
-        for name, parameter in decoder.named_parameters(remove_duplicate=False):
-            assert "encoding" in name.split(".") or parameter is first[name], (arm, name)
-    assert plain["t5"].embed.weight is plain["t5"].head.weight
+        for name, weight in program_of(decoder).weights.items():
+            assert weight is first[name], (arm, name)
+    assert first["embed.weight"] is first["head.weight"]
 
 
 def test_panels_are_the_same_tensors(every):
     def panels(decoder):
-        linears = [each for each in decoder.modules() if isinstance(each, PanelLinear)]
-        return [linear.panels.data_ptr() for linear in linears]
+        held = decoder.executor.fixed_tensors()
+        return [each.data_ptr() for name, each in held.items() if name.endswith(".panels")]
 
     assert len(set(panels(every["nope"]))) == 4 * 4 + 1  # of four layers, and the head
     for arm in ARMS:

@@ -8,7 +8,6 @@ from ropewalk.load_tests.micro.profile_engine import (
     ATTENTION,
     AUDIT,
     BATCH,
-    CALLS,
     DECODER,
     EMBEDDING,
     HEAD,
@@ -23,12 +22,9 @@ from ropewalk.load_tests.micro.profile_engine import (
     SCHEDULER,
     STORE,
     step_times,
-    told_by_kernels,
 )
 from ropewalk.model.attention.reference import ReferenceAttention
-from ropewalk.model.kernels.cpu.attention import CpuBackend
-from ropewalk.model.kernels.substitutes import substitute, substitute_on_gpu
-from ropewalk.model.kernels.triton.attention import TritonAttention
+from ropewalk.model.layers import executor
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.integrity import Auditor
 from ropewalk.server.engine.runner import Runner
@@ -36,11 +32,11 @@ from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.model.attention.triton_here import DEVICE
-from tests.model.tiny import CONFIG, tiny
+from tests.model.tiny import CONFIG, on_kernels, on_triton, tiny
 
 STEPS = 4
 OUTSIDE = {SAMPLING, SCHEDULER, BATCH, AUDIT, METRICS, REST}
-MODULES = {LINEAR, HEAD, ATTENTION, POSITION, NORM, ACTIVATION, STORE, EMBEDDING, DECODER}
+OPS = {*(LINEAR, HEAD, ATTENTION, POSITION, NORM, ACTIVATION, STORE, RESIDUAL, EMBEDDING, DECODER)}
 
 
 def times(decoder, steps=STEPS, **more):
@@ -69,52 +65,36 @@ class Clock:
         return {part: seconds for part, seconds in found.parts.items() if seconds}
 
 
-def state(decoder):
-    """What each module has of its own."""
-    return [{**vars(module)} for module in decoder.modules()]
-
-
-def test_modules_are_watched_one_by_one():
-    decoder = tiny("rope")
-    before = state(decoder)
-    found = times(decoder)
-    assert not told_by_kernels(decoder)
-    assert set(found.parts) == MODULES | OUTSIDE
+def test_ops_are_watched_one_by_one():
+    found = times(tiny("rope"))
+    assert set(found.parts) == OPS | OUTSIDE
     assert all(seconds > 0 for seconds in found.parts.values())
     assert found.step == pytest.approx(sum(found.parts.values())) and found.unwatched > 0
-    assert state(decoder) == before
 
 
-def test_layers_tell_their_own_times(kernels):
-    decoder = tiny("rope", CpuBackend(kernels), torch.float32)
-    substitute(decoder, kernels, torch.float32)
-    before = state(decoder)
-    found = times(decoder, kernels=kernels)
-    assert told_by_kernels(decoder)
+def test_kernels_tell_their_own_times(kernels):
+    found = times(on_kernels(tiny("rope", dtype=torch.float32), kernels), kernels=kernels)
     assert list(found.parts) == [
         part for part in PARTS if part != ACTIVATION
     ]  # linear layers do it
-    assert set(PARTS) == MODULES | OUTSIDE | {RESIDUAL, CALLS}
+    assert set(PARTS) == OPS | OUTSIDE
     assert all(seconds > 0 for seconds in found.parts.values())
-    assert state(decoder) == before
 
 
 def test_norms_and_activations_of_other_models_are_watched():
     found = times(tiny("learned", norm="layer", gated=False, activation="gelu"))
-    assert set(found.parts) == MODULES | OUTSIDE
+    assert set(found.parts) == OPS | OUTSIDE
 
 
 @pytest.mark.triton
 def test_parts_that_triton_computes_are_watched():
     pytest.importorskip("triton", reason="Triton is not installed")
     one_layer = {"layers": 1, "windows": (None,)}  # interpreted, each takes long
-    decoder = tiny("rope", TritonAttention, torch.float32, device=DEVICE, **one_layer)
-    substitute_on_gpu(decoder, torch.float32)
-    before = state(decoder)
+    decoder = on_triton(tiny("rope", dtype=torch.float32, device=DEVICE, **one_layer))
     found = times(decoder, steps=1)
-    assert set(found.parts) == (MODULES | OUTSIDE) - {ACTIVATION}  # linear layers do it
+    # Linear layers do it, with the norm before and the residual after them.
+    assert set(found.parts) == (OPS | OUTSIDE) - {ACTIVATION, NORM, POSITION} | {POSITION}
     assert all(seconds > 0 for seconds in found.parts.values())
-    assert state(decoder) == before
 
 
 @pytest.mark.parametrize(
@@ -148,31 +128,27 @@ def test_slow_attention_is_attention():
 
 
 @pytest.mark.parametrize(
-    ("find", "part"),
+    ("compute", "part", "count"),
     [
-        (lambda decoder: decoder.head, HEAD),
-        (lambda decoder: decoder.layers[1].mlp.down, LINEAR),
-        (lambda decoder: decoder.norm, NORM),
-        (lambda decoder: decoder.layers[0].mlp.gate, ACTIVATION),
-        (lambda decoder: decoder.embed, EMBEDDING),
-        (lambda decoder: decoder.layers[2], DECODER),
+        ("linear", LINEAR, 4 * CONFIG.layers),
+        ("norm", NORM, 1 + 2 * CONFIG.layers),
     ],
 )
-def test_a_slow_module_is_its_part(find, part):
-    clock, decoder = Clock(), tiny("rope")
-    module = find(decoder)
-    module.forward = clock.late(module.forward)
-    assert clock.slow(decoder) == {part: 1}
+def test_a_slow_op_is_its_part(compute, part, count, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(executor, compute, clock.late(getattr(executor, compute)))
+    found = clock.slow(tiny("rope"))
+    assert found == {part: count} | ({HEAD: 1} if part == LINEAR else {})
 
 
-def test_what_layers_do_not_tell_of_is_their_call(kernels):
-    clock, decoder = Clock(), tiny("rope", CpuBackend(kernels), torch.float32)
-    substitute(decoder, kernels, torch.float32)
-    decoder.one_call = clock.late(decoder.one_call)
+def test_what_executors_do_not_tell_of_is_the_rest(kernels):
+    clock = Clock()
+    decoder = on_kernels(tiny("rope", dtype=torch.float32), kernels)
+    decoder.executor = clock.late(decoder.executor)
     found = times(decoder, clock=lambda: clock.now, kernels=kernels).parts
     told = (NORM, LINEAR, POSITION, STORE, ATTENTION, RESIDUAL, EMBEDDING, HEAD)
-    assert sum(found[part] for part in (CALLS, *told)) == pytest.approx(1)
-    assert 0 < found[CALLS] < 1 and found[DECODER] == 0
+    assert sum(found[part] for part in (DECODER, *told)) == pytest.approx(1)
+    assert 0 < found[DECODER] < 1
 
 
 @pytest.mark.parametrize(("encoding", "name"), [("learned", "embed"), ("rope", "rotate")])

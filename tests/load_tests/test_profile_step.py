@@ -39,17 +39,17 @@ def test_measures_prints_and_writes(tmp_path, capsys):
         assert list(profile["outside"]["2"]) == list(profile_http.PARTS)
 
 
-def profile(told_by_kernels):
+def profile(executor):
     def times(factor):
         return StepTimes({LINEAR: 0.006 * factor, ATTENTION: 0.001, REST: 0.0005}, 0.007)
 
     outside = {1: {"HTTP": 0.00015}, 8: {"HTTP": 0.001}}
-    return Profile("rope", told_by_kernels, {1: times(1), 8: times(2)}, outside)
+    return Profile("rope", executor, {1: times(1), 8: times(2)}, outside)
 
 
 def test_table():
-    caption, empty, header, _rule, *lines = table(profile(True), 512).splitlines()
-    assert caption == "rope, context 512: layers are timed by their kernels" and not empty
+    caption, empty, header, _rule, *lines = table(profile("cpu"), 512).splitlines()
+    assert caption == "rope, context 512, computed by the cpu executor" and not empty
     assert header == "|part|batch 1, ms|of the step|batch 8, ms|of the step|"
     assert lines == [
         "|linear layers|6.00|80.0 %|12.0|88.9 %|",
@@ -62,7 +62,7 @@ def test_table():
 
 
 def test_the_caption_says_how_it_was_measured():
-    assert "layers are timed module by module" in table(profile(False), 512)
+    assert "computed by the torch executor" in table(profile("torch"), 512)
 
 
 @pytest.mark.parametrize(

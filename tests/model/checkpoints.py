@@ -12,8 +12,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.encodings.base import create
-from ropewalk.model.layers.decoder import Decoder
-from ropewalk.model.loading.checkpoints import load_decoder
+from ropewalk.model.loading.checkpoints import load_program
+from tests.model.tiny import in_torch
 
 CPU = torch.device("cpu")
 END = "<|end|>"
@@ -285,6 +285,4 @@ def loaded(checkpoint, dtype=torch.float32, context=None, backend=SdpaAttention)
     """The checkpoint in a decoder."""
     config = checkpoint.config
     encoding = create(config.encoding, config, context or config.trained_context, CPU)
-    decoder = Decoder(config, encoding, backend, dtype=dtype, device=CPU)
-    load_decoder(checkpoint, decoder)
-    return decoder
+    return in_torch(load_program(checkpoint, encoding, dtype=dtype, device=CPU), backend)

@@ -11,10 +11,10 @@ from ropewalk.cache.kv import KVCache
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.batch import Cross
 from ropewalk.model.encodings.base import create
-from ropewalk.model.layers.encoder_decoder import EncoderDecoder
-from ropewalk.model.loading.checkpoints import load_decoder
+from ropewalk.model.loading.checkpoints import load_program
 from tests.model.checkpoints import CPU, END, TOKENS, finish
 from tests.model.running import Running, make_batch
+from tests.model.tiny import in_torch
 
 BLOCK = 16
 START, STOP = 0, TOKENS.index(END)
@@ -86,16 +86,14 @@ def scales(model):
 
 def loaded(checkpoint, dtype=torch.float32, backend=SdpaAttention, context=512, device=CPU):
     config = checkpoint.config
-    decoder = EncoderDecoder(
-        config,
-        create(config.encoder.encoding, config.encoder, context, device),
+    program = load_program(
+        checkpoint,
         create(config.encoding, config, context, device),
-        backend,
+        create(config.encoder.encoding, config.encoder, context, device),
         dtype=dtype,
         device=device,
     )
-    load_decoder(checkpoint, decoder)
-    return decoder
+    return in_torch(program, backend)
 
 
 class Answering:
@@ -119,8 +117,8 @@ def new_cache(decoder, blocks=201, block_size=BLOCK):
         config,
         blocks=blocks,
         block_size=block_size,
-        dtype=decoder.embed.weight.dtype,
-        device=decoder.embed.weight.device,
+        dtype=decoder.dtype,
+        device=decoder.device,
     )
     kv._keys.fill_(torch.nan)
     kv._values.fill_(torch.nan)

@@ -16,15 +16,14 @@ import sentencepiece
 import torch
 import torch.nn.functional as F
 
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import create
 from ropewalk.model.family.texts import corpus
 from ropewalk.model.family.texts.prepare import SHIPPED_TOKENIZER
-from ropewalk.model.kernels.cpu.attention import CpuBackend
 from ropewalk.model.kernels.cpu.bindings import Kernels, load
-from ropewalk.model.kernels.substitutes import substitute
-from ropewalk.model.layers.decoder import Decoder
-from ropewalk.model.layers.linear import quantize
-from ropewalk.model.loading.checkpoints import load_decoder, open_checkpoint
+from ropewalk.model.kernels.cpu.executor import CpuExecutor
+from ropewalk.model.loading.checkpoints import load_program, open_checkpoint
+from ropewalk.model.program import quantized
 from ropewalk.server.download import home
 from tests.model.running import CPU, Running, make_batch, new_cache, run_uncached
 from tests.smollm2 import smollm2_path
@@ -42,12 +41,10 @@ def decoders(kernels: Kernels, precisions: Sequence[str] = PRECISIONS) -> dict[s
     for precision in precisions:
         dtype = torch.float32 if precision == "float32" else torch.bfloat16
         encoding = create(config.encoding, config, 1024, CPU)
-        decoder = Decoder(config, encoding, CpuBackend(kernels), dtype=dtype, device=CPU)
-        load_decoder(checkpoint, decoder)
+        program = load_program(checkpoint, encoding, dtype=dtype, device=CPU)
         if precision in ROUNDED:
-            quantize(decoder, ROUNDED[precision])
-        substitute(decoder, kernels, dtype)
-        made[precision] = decoder
+            program = quantized(program, ROUNDED[precision])
+        made[precision] = Decoder(program, CpuExecutor(program, kernels))
     return made
 
 

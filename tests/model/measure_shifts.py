@@ -21,13 +21,12 @@ from ropewalk.cache.rounding import restored, rounded
 from ropewalk.cache.types import Audit, Evict
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import EncodingSpec
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import create
 from ropewalk.model.encodings.rope import RoPE
-from ropewalk.model.kernels.cpu.attention import CpuBackend
 from ropewalk.model.kernels.cpu.bindings import load
-from ropewalk.model.kernels.substitutes import substitute
-from ropewalk.model.layers.decoder import Decoder
-from ropewalk.model.loading.checkpoints import Checkpoint, load_decoder, open_checkpoint
+from ropewalk.model.kernels.cpu.executor import CpuExecutor
+from ropewalk.model.loading.checkpoints import Checkpoint, load_program, open_checkpoint
 from ropewalk.server.download import home
 from tests.model.running import CPU, new_cache
 from tests.smollm2 import smollm2_path
@@ -139,10 +138,9 @@ def decoder_of(checkpoint: Checkpoint, frame: str, dtype: torch.dtype) -> Decode
     options = {**checkpoint.config.encoding.options, "frame": frame}
     config = replace(checkpoint.config, encoding=EncodingSpec("rope", options))
     encoding = create(config.encoding, config, CONTEXT, CPU)
-    decoder = Decoder(config, encoding, CpuBackend(kernels), dtype=dtype, device=CPU)
-    load_decoder(replace(checkpoint, config=config), decoder)
-    substitute(decoder, kernels, dtype)
-    return decoder
+    changed = replace(checkpoint, config=config)
+    program = load_program(changed, encoding, dtype=dtype, device=CPU)
+    return Decoder(program, CpuExecutor(program, kernels))
 
 
 def divergences() -> None:

@@ -8,6 +8,8 @@ import math
 
 import torch
 
+from tests.model.tiny import parameters_of, program_of
+
 WIDE = torch.float64
 
 
@@ -17,7 +19,8 @@ def logits(decoder, tokens, *, base=0, tables=torch.float32):
     tables: how angles, their sines and cosines, and linear biases are rounded. Published
     models use float32; float64 gives what the formulas say.
     """
-    weights = {name: values.to(WIDE) for name, values in decoder.state_dict().items()}
+    own = {**program_of(decoder).weights, **parameters_of(decoder)}
+    weights = {name: values.to(WIDE) for name, values in own.items()}
     model = _Model(decoder.config, weights)
     rule = RULES[decoder.config.encoding.name](decoder.config, weights, tables)
     positions = torch.arange(base, base + len(tokens))

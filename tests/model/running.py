@@ -7,7 +7,7 @@ import torch
 
 from ropewalk.cache.kv import KVCache
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.decoder import Decoder
 
 CPU = torch.device("cpu")
 
@@ -21,8 +21,8 @@ def new_cache(
         config,
         blocks=blocks,
         block_size=block_size,
-        dtype=stored or decoder.embed.weight.dtype,
-        device=decoder.embed.weight.device,
+        dtype=stored or decoder.dtype,
+        device=decoder.device,
     )
 
 

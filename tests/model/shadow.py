@@ -11,8 +11,8 @@ import torch
 
 from ropewalk.cache.types import KeyFrame
 from ropewalk.model.batch import ForwardBatch
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.rope import RoPE
-from ropewalk.model.layers.decoder import Decoder
 from tests.model.running import new_cache
 
 

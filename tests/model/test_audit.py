@@ -8,7 +8,7 @@ import torch
 from ropewalk.model.encodings.base import EncodingError, names
 from ropewalk.model.inspect import audit_arms
 from ropewalk.model.inspect.audit import Arm, Audit, Entry, Touched, Watch, audit, entries
-from tests.model.tiny import CONFIG, ENCODINGS, tiny
+from tests.model.tiny import CONFIG, ENCODINGS, program_of, tiny
 
 STEPS = 4
 LAYERS, KV_HEADS, HEADS = 2, 2, 4  # of audit_arms.tiny
@@ -162,26 +162,26 @@ def test_tokens_are_the_likeliest() -> None:
 
 
 def test_arms_share_the_decoders_weights() -> None:
-    decoder = audit_arms.tiny(24)
-    made = audit_arms.arm("t5", decoder, 24, 12).decoder
-    assert made.embed.weight.data_ptr() == decoder.embed.weight.data_ptr()
+    program = audit_arms.tiny(24)
+    made = audit_arms.arm("t5", program, 24, 12).decoder
+    assert program_of(made).weights["embed.weight"] is program.weights["embed.weight"]
 
 
 def test_a_run_past_the_trained_positions_is_refused() -> None:
     decoder = tiny("learned")
     with pytest.raises(EncodingError, match="learned has positions for only 256 tokens"):
-        audit_arms.arm("learned", decoder, 257, 128)
+        audit_arms.arm("learned", program_of(decoder), 257, 128)
 
 
 def test_the_models_own_encoding_keeps_its_weights_and_settings() -> None:
     decoder = tiny("t5")
-    made = audit_arms.arm("t5:table", decoder, 24, 12)
+    made = audit_arms.arm("t5:table", program_of(decoder), 24, 12)
     (weight,) = made.decoder.encoding.parameters()
     (own,) = decoder.encoding.parameters()
     assert made.note == "" and torch.equal(weight, own)
-    drawn = audit_arms.arm("t5", tiny("rope"), 24, 12)
+    drawn = audit_arms.arm("t5", program_of(tiny("rope")), 24, 12)
     assert drawn.note == "the encoding's weights are random"
-    slowed = audit_arms.arm("rope", tiny("rope-slowed"), 24, 12).decoder.encoding
+    slowed = audit_arms.arm("rope", program_of(tiny("rope-slowed")), 24, 12).decoder.encoding
     assert torch.equal(slowed.frequencies, tiny("rope-slowed").encoding.frequencies)
 
 

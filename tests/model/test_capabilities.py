@@ -7,6 +7,7 @@ in later layers context error comes in, under every encoding alike.
 """
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -26,8 +27,9 @@ from ropewalk.cache.types import (
     Truncate,
     Unsupported,
 )
+from ropewalk.model.program import Keep
 from tests.model.running import Running, make_batch, new_cache
-from tests.model.tiny import ABSOLUTE, ENCODINGS, tiny
+from tests.model.tiny import ABSOLUTE, ENCODINGS, in_torch, program_of, tiny
 from tests.products import combined
 
 BLOCK, BLOCKS = 4, 24
@@ -77,8 +79,12 @@ def decoder_of(encoding, frame, dtype):
 def first_layer_of(encoding, frame, dtype):
     """The same without the layers that what the first one stores does not depend on."""
     decoder = tiny(encoding, dtype=dtype, options={} if frame is None else {"frame": frame})
-    del decoder.layers[1:]
-    return decoder
+    ops = program_of(decoder).ops
+    second = next(i for i, op in enumerate(ops) if getattr(op, "name", "").startswith("layers.1."))
+    last = ops[-2:]  # the norm and the head
+    kept = next(op for op in ops if isinstance(op, Keep))
+    ops = (*ops[:second], replace(kept, reads="x", writes="x"), *last)
+    return in_torch(replace(program_of(decoder), ops=ops))
 
 
 class World:

@@ -12,14 +12,14 @@ import torch
 
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.encodings.base import freeze_all
 from ropewalk.model.kernels.cpu.attention import CpuBackend
-from ropewalk.model.kernels.substitutes import substitute
 from tests.model import oracle
 from tests.model.attention.triton_here import TritonHere
 from tests.model.in_8_bits import cache_by_hand
 from tests.model.paths import BLOCK, PATHS, four_ragged
 from tests.model.running import make_batch, new_cache, run_uncached
-from tests.model.tiny import ABSOLUTE, ENCODINGS, freeze, tiny
+from tests.model.tiny import ABSOLUTE, ENCODINGS, on_kernels, parameters_of, tiny
 from tests.products import combined, thirds
 
 WINDOWS = (None, 5, None)  # the second layer's is longer than a block, and no multiple of it
@@ -102,10 +102,10 @@ def exactly(encoding, weights=torch.float64):
     """One uncached pass in float64, with weights rounded to a dtype: each is computed once."""
     decoder = tiny(encoding, windows=WINDOWS)
     if weights is not torch.float64:
-        rounded = dict(tiny(encoding, dtype=weights, windows=WINDOWS).named_parameters())
-        for name, parameter in decoder.named_parameters():
+        rounded = parameters_of(tiny(encoding, dtype=weights, windows=WINDOWS))
+        for name, parameter in parameters_of(decoder).items():
             parameter.copy_(rounded[name])
-        freeze(decoder)
+        freeze_all(decoder.encoding)
     return cache(partial(run_uncached, decoder))
 
 
@@ -229,8 +229,7 @@ def test_adding_a_constant_to_all_positions(encoding):
 
 def test_batch_mates_change_no_bit(kernels):
     """The CPU kernels sum every row independently of the rest of the batch."""
-    decoder = tiny("table", CpuBackend(kernels), torch.float32)
-    substitute(decoder, kernels, torch.float32)
+    decoder = on_kernels(tiny("table", dtype=torch.float32), kernels)
     rng = random.Random(5)
     together = four_ragged(rng)
     kv = new_cache(decoder, 40, BLOCK)

@@ -9,10 +9,9 @@ from ropewalk.cache.types import KeyFrame
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.kernels.cpu.attention import CpuBackend
-from ropewalk.model.kernels.substitutes import substitute
 from tests.model.paths import BLOCK, PATHS
 from tests.model.running import Running, make_batch, new_cache, run_uncached
-from tests.model.tiny import ENCODINGS, ROPE, WIDE_ROPE, YARN, tiny
+from tests.model.tiny import ENCODINGS, ROPE, WIDE_ROPE, YARN, Unchanged, on_kernels, tiny, wrapped
 from tests.products import combined
 
 TOKENS = random.Random(2).choices(range(61), k=70)
@@ -78,7 +77,7 @@ def test_frames_give_the_same_logits(frame, turning, path, backend, backends):
 def test_kernels_keep_the_frame(frame, turning, dtype, kernels):
     decoder = framed(frame, CpuBackend(kernels), dtype, **TURNING[turning])
     before = run_uncached(decoder, TOKENS)
-    substitute(decoder, kernels, dtype)
+    decoder = on_kernels(decoder, kernels)
     assert decoder.encoding.key_frame is frame
     allowed = 1e-4 if dtype is torch.float32 else 0.5  # of logits whose deviation is 1.8
     assert (run_uncached(decoder, TOKENS) - before).abs().max() < allowed
@@ -90,22 +89,21 @@ def keys_at(decoder, base):
     kv = new_cache(decoder, 1 + len(blocks), BLOCK)
     batch = make_batch([(Running(TOKENS, blocks, base=base), len(TOKENS))], BLOCK)
     decoder(batch, kv)
-    layers = range(len(decoder.layers))
+    layers = range(kv.layers)
     return torch.stack([kv.layer(layer).keys.flatten(0, 1)[batch.slots] for layer in layers])
 
 
 def projected(decoder, base):
     """The keys that the layers project, before any encoding."""
     found = []
-    for layer in decoder.layers:
 
-        def listening(qkv, parts=layer.attention.parts):
-            q, k, v = parts(qkv)
+    class Listening(Unchanged):
+        def rotate(self, q, k, positions, offsets):
             found.append(k.clone())
-            return q, k, v
+            return super().rotate(q, k, positions, offsets)
 
-        layer.attention.parts = listening
-    return torch.stack([keys_at(decoder, base), torch.stack(found)])
+    listening = wrapped(decoder, Listening)
+    return torch.stack([keys_at(listening, base), torch.stack(found)])
 
 
 @pytest.mark.parametrize("turning", TURNING)

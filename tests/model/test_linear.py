@@ -6,18 +6,19 @@ import pytest
 import torch
 
 from ropewalk.model.attention.reference import ReferenceAttention
-from ropewalk.model.layers.linear import (
+from ropewalk.model.layers.executor import linear
+from ropewalk.model.program import quantized, shapes_of
+from ropewalk.model.weights.quantize import (
     GROUP,
     ROUNDED_AT_ONCE,
-    Int4Linear,
-    Int8Linear,
-    Linear,
-    quantize,
+    Int4,
+    Int8,
+    round_matrices,
     rounded_groups,
     rounded_rows,
 )
 from tests.model.running import run_uncached
-from tests.model.tiny import CPU, tiny
+from tests.model.tiny import in_torch, program_of, tiny
 
 
 def test_rows_are_within_half_a_step() -> None:
@@ -45,32 +46,37 @@ def test_large_matrices_are_rounded_row_by_row_and_left_as_they_are() -> None:
 
 def test_the_rounded_weights_are_multiplied_exactly() -> None:
     drawn = torch.Generator().manual_seed(1)
-    layer = Linear(40, 9, bias=True, dtype=torch.float64, device=CPU)
-    layer.weight.copy_(torch.randn(9, 40, generator=drawn))
-    layer.bias.copy_(torch.randn(9, generator=drawn))
-    rounded, scale = rounded_rows(layer.weight)
+    weight = torch.randn(9, 40, generator=drawn).double()
+    bias = torch.randn(9, generator=drawn).double()
+    rounded, scale = rounded_rows(weight)
     x = torch.randn(5, 40, generator=drawn, dtype=torch.float64)
-    expected = x @ (rounded.double() * scale.double()[:, None]).T + layer.bias
-    assert (Int8Linear(layer)(x) - expected).abs().max() < 1e-5  # scales are float32
+    expected = x @ (rounded.double() * scale.double()[:, None]).T + bias
+    assert (linear(x, Int8.of(weight), bias) - expected).abs().max() < 1e-5  # scales are float32
 
 
 def test_sums_fit_where_the_answer_fits() -> None:
     """127 · 200 · 64 is more than float16 holds."""
-    layer = Linear(64, 3, dtype=torch.float16, device=CPU)
-    layer.weight.copy_(torch.tensor([[0.05], [-3.0], [1e-4]]).expand(3, 64))
+    weight = torch.tensor([[0.05], [-3.0], [1e-4]]).expand(3, 64).half()
     x = torch.full((2, 64), 200.0, dtype=torch.float16)
-    exact = x.double() @ layer.weight.double().T
-    assert ((Int8Linear(layer)(x) - exact).abs() <= 2e-3 * exact.abs()).all()
+    exact = x.double() @ weight.double().T
+    assert ((linear(x, Int8.of(weight), None) - exact).abs() <= 2e-3 * exact.abs()).all()
 
 
 def test_every_linear_layer_is_rounded_and_the_model_computes_nearly_the_same() -> None:
     decoder = tiny("rope", ReferenceAttention, torch.float32)
     tokens = list(range(30))
     before = run_uncached(decoder, tokens)
-    quantize(decoder)
-    assert not [m for m in decoder.modules() if isinstance(m, Linear)]
-    after = run_uncached(decoder, tokens)
+    program = quantized(program_of(decoder))
+    matrices = matrices_of(program)
+    assert matrices and all(isinstance(each, Int8) for each in matrices.values())
+    after = run_uncached(in_torch(program), tokens)
     assert 0 < (after - before).square().mean().sqrt() < 0.1 * before.std()
+
+
+def matrices_of(program):
+    """Those of linear layers, by name."""
+    names = (name for name, shape in shapes_of(program.ops).items() if len(shape) == 2)
+    return {name: program.weights[name] for name in names if name != "embed.weight"}
 
 
 def drawn(*shape, seed=0):
@@ -115,39 +121,34 @@ def test_any_weight_is_within_half_a_step(columns):
 
 def test_4_bits_are_for_layers_that_lose_nothing_by_them():
     decoder = tiny("rope", ReferenceAttention, torch.float32)
-    mlp, attention = decoder.layers[1].mlp, decoder.layers[2].attention
-    for layer in (mlp.down, attention.out):
-        layer.weight.copy_(rounded_groups(layer.weight).widened())
+    fitting = {"layers.1.mlp.down.weight", "layers.2.attention.out.weight"}
+    for name in fitting:
+        weight = program_of(decoder).weights[name]
+        weight.copy_(rounded_groups(weight).widened())
     tokens = list(range(30))
     before = run_uncached(decoder, tokens)
-    quantize(decoder, 4)
-    assert isinstance(mlp.down, Int4Linear)
-    assert isinstance(attention.out, Int4Linear)
-    assert sum(isinstance(each, Int4Linear) for each in decoder.modules()) == 2
-    assert not [each for each in decoder.modules() if isinstance(each, Linear)]
-    after = run_uncached(decoder, tokens)
+    program = quantized(program_of(decoder), 4)
+    for name, weight in matrices_of(program).items():
+        assert isinstance(weight, Int4 if name in fitting else Int8)
+    after = run_uncached(in_torch(program), tokens)
     assert 0 < (after - before).square().mean().sqrt() < 0.1 * before.std()
 
 
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, 1e5, 1e-7])
 def test_what_float16_does_not_hold_is_not_put_into_4_bits(odd):
-    model = torch.nn.Sequential(Linear(64, 2, dtype=torch.float32, device=CPU))
-    model[0].weight.copy_(odd * (torch.arange(128).view(2, 64) % 16 + 1))
-    quantize(model, 4)
-    assert isinstance(model[0], Int8Linear)
+    weights = {"it": odd * (torch.arange(128).view(2, 64) % 16 + 1).float()}
+    assert isinstance(round_matrices(weights, ["it"], 4)["it"], Int8)
 
 
 def test_weights_in_4_bits_are_multiplied_exactly():
-    layer = Linear(40, 9, bias=True, dtype=torch.float64, device=CPU)
-    layer.weight.copy_(drawn(9, 40))
-    layer.bias.copy_(drawn(9, seed=1))
-    groups, x = rounded_groups(layer.weight), drawn(5, 40, seed=2).double()
+    weight, bias = drawn(9, 40).double(), drawn(9, seed=1).double()
+    groups, x = rounded_groups(weight), drawn(5, 40, seed=2).double()
     numbers = groups.numbers.double()
-    expected = layer.bias.expand(5, 9).clone()
+    expected = bias.expand(5, 9).clone()
     for first in (0, 32):
         each = slice(first, first + 32)
-        weight = (
+        widened = (
             numbers[:, each] * groups.scales[:, [first // 32]] + groups.leasts[:, [first // 32]]
         )
-        expected += x[:, each] @ weight.T
-    assert (Int4Linear(groups, layer.bias)(x) - expected).abs().max() < 1e-5
+        expected += x[:, each] @ widened.T
+    assert (linear(x, groups, bias) - expected).abs().max() < 1e-5

@@ -14,12 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ropewalk.model.architectures.stored import Pairs
-from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.encodings.base import create
-from ropewalk.model.layers.decoder import Decoder
-from ropewalk.model.loading.checkpoints import CheckpointError, load_decoder, open_checkpoint
+from ropewalk.model.loading.checkpoints import CheckpointError, load_program, open_checkpoint
 from tests.model import checkpoints, refusals
 from tests.model.checkpoints import CPU, END, TOKENS, llama, loaded
+from tests.model.tiny import parameters_of
 
 SMALL = {"num_hidden_layers": 2}
 
@@ -96,20 +95,20 @@ def test_a_gguf_file_gives_the_same(pristine, gguf_path):
     assert ours.config.norm_eps == norm_eps
     assert ours.stop_ids == theirs.stop_ids
     assert ours.tokenizer.encode("the", bos=False) == theirs.tokenizer.encode("the", bos=False)
-    expected = dict(loaded(theirs).named_parameters())
-    found = dict(loaded(ours).named_parameters())
+    expected = parameters_of(loaded(theirs))
+    found = parameters_of(loaded(ours))
     assert found.keys() == expected.keys()
     for name, parameter in found.items():
         assert torch.equal(parameter, expected[name]), name
 
 
 def test_weights_are_joined_in_order(pristine, tied):
-    layer, theirs = loaded(open_checkpoint(pristine)).layers[1], tied.model.layers[1]
+    ours, theirs = parameters_of(loaded(open_checkpoint(pristine))), tied.model.layers[1]
     attention = theirs.self_attn
     joined = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    assert torch.equal(layer.attention.qkv.weight, torch.cat(joined))
+    assert torch.equal(ours["layers.1.attention.qkv.weight"], torch.cat(joined))
     joined = [theirs.mlp.gate_proj.weight, theirs.mlp.up_proj.weight]
-    assert torch.equal(layer.mlp.gate_up.weight, torch.cat(joined))
+    assert torch.equal(ours["layers.1.mlp.gate_up.weight"], torch.cat(joined))
 
 
 @pytest.mark.parametrize("width", [8, 6, 2])
@@ -127,9 +126,14 @@ def test_progress_counts_every_parameter(pristine):
     checkpoint, heard = open_checkpoint(pristine), []
     config = checkpoint.config
     encoding = create(config.encoding, config, 16, CPU)
-    decoder = Decoder(config, encoding, SdpaAttention, dtype=torch.float32, device=CPU)
-    load_decoder(checkpoint, decoder, progress=lambda done, total: heard.append((done, total)))
-    total = len(list(decoder.parameters()))
+    program = load_program(
+        checkpoint,
+        encoding,
+        dtype=torch.float32,
+        device=CPU,
+        progress=lambda done, total: heard.append((done, total)),
+    )
+    total = len(list(program.named_parameters()))
     assert heard == [(done, total) for done in range(1, total + 1)]
 
 
@@ -142,11 +146,10 @@ def test_no_parameter_is_left_out(pristine):
         ({"layers": 1, "windows": (None,)}, r"layers\.1\..*has the shape None"),
         ({"ffn_width": 41}, r"mlp\.down\.weight"),
     ]:
-        config = replace(checkpoint.config, **change)
-        encoding = create(config.encoding, config, 16, CPU)
-        decoder = Decoder(config, encoding, SdpaAttention, dtype=torch.float32, device=CPU)
+        changed = replace(checkpoint, config=replace(checkpoint.config, **change))
+        encoding = create(changed.config.encoding, changed.config, 16, CPU)
         with pytest.raises(CheckpointError, match=saying):
-            load_decoder(checkpoint, decoder)
+            load_program(changed, encoding, dtype=torch.float32, device=CPU)
 
 
 def test_stop_ids_are_everyones(folder):
@@ -198,7 +201,7 @@ def test_harmless_extra_tensors(folder):
 
     decoder = loaded(open_checkpoint(edit_tensors(folder, change)))
     stored = load_file(folder / "model.safetensors")["lm_head.weight"]
-    assert torch.equal(decoder.embed.weight, stored)
+    assert torch.equal(parameters_of(decoder)["embed.weight"], stored)
 
 
 def test_a_tied_head_that_differs(folder):
@@ -505,7 +508,7 @@ def test_flipped_bytes_in_gguf(seed, gguf_path):
     try:
         checkpoint = open_checkpoint(gguf_path)
         decoder = loaded(checkpoint, context=16)
-        assert all(parameter.isfinite().all() for parameter in decoder.parameters())
+        assert all(parameter.isfinite().all() for parameter in parameters_of(decoder).values())
     except CheckpointError as error:
         assert str(gguf_path) in str(error)
         assert "\n" not in str(error)

@@ -10,13 +10,12 @@ import transformers
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.kernels.cpu.attention import CpuBackend
-from ropewalk.model.kernels.cpu.layers import KernelLayers
-from ropewalk.model.kernels.substitutes import substitute
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.model import checkpoints, plain
 from tests.model.checkpoints import llama, loaded, qwen3
 from tests.model.families import FAMILIES
 from tests.model.running import Running, make_batch, new_cache
+from tests.model.tiny import on_kernels, parameters_of
 from tests.smollm2 import smollm2_path
 
 BLOCK = 16
@@ -126,9 +125,8 @@ def in_gguf(model, folder):
 
 
 def in_one_call(checkpoint, context, kernels):
-    decoder = loaded(checkpoint, context=context, backend=CpuBackend(kernels))
-    substitute(decoder, kernels, torch.float32)
-    assert decoder.one_call is not None
+    decoder = on_kernels(loaded(checkpoint, context=context), kernels)
+    assert len(decoder.executor._answers.stages) == 1
     return decoder
 
 
@@ -197,7 +195,7 @@ def test_quantised_gguf(config, kind, tmp_path):
 def test_bfloat16_holds_the_rounded_weights(tmp_path):
     model = checkpoints.random_model(llama())
     decoder = loaded(open_checkpoint(checkpoints.save(model, tmp_path)), torch.bfloat16)
-    ours, theirs = decoder.embed.weight, model.model.embed_tokens.weight
+    ours, theirs = parameters_of(decoder)["embed.weight"], model.model.embed_tokens.weight
     assert ours.dtype is torch.bfloat16
     assert torch.equal(ours, theirs.to(torch.bfloat16))
 
@@ -269,10 +267,7 @@ def decoder(request, smollm2):
     if request.param == "torch":
         return loaded(checkpoint, context=1024)
     kernels = request.getfixturevalue("kernels")
-    decoder = loaded(checkpoint, context=1024, backend=CpuBackend(kernels))
-    substitute(decoder, kernels, torch.float32)
-    assert isinstance(decoder.layers, KernelLayers)
-    return decoder
+    return on_kernels(loaded(checkpoint, context=1024), kernels)
 
 
 @pytest.mark.smollm2

@@ -7,9 +7,7 @@ import torch
 
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.rope import RoPE
-from ropewalk.model.kernels.cpu.attention import CpuBackend
-from ropewalk.model.kernels.cpu.modules import KernelRotate
-from ropewalk.model.kernels.substitutes import substitute
+from ropewalk.model.kernels.cpu.lowering import Kind
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.model import checkpoints
 from tests.model.checkpoints import llama, loaded, phi3, qwen2
@@ -23,6 +21,7 @@ from tests.model.test_parity import (
     reference_greedy,
 )
 from tests.model.test_parity_files import with_description
+from tests.model.tiny import on_kernels, parameters_of
 
 CONTEXT = 96
 TOLERANCE = 1e-4
@@ -129,13 +128,14 @@ def test_longrope_in_gguf(name, tmp_path):
 def test_kernels(name, tmp_path, kernels):
     """Substituted where a layer turns, and left alone where none does."""
     model, checkpoint = saved(FAMILIES[name].config, tmp_path)
-    decoder = loaded(checkpoint, context=CONTEXT, backend=CpuBackend(kernels))
-    substitute(decoder, kernels, torch.float32)
-    turning = decoder.config.encoding.options.get("layers", range(9))
-    for index, layer in enumerate(decoder.layers):
-        rotate, original = layer.attention.kernel_rotate, decoder.encoding.for_layer(index)
-        kinds = isinstance(original, RoPE), isinstance(rotate, KernelRotate)
-        assert kinds == (index in turning,) * 2
+    decoder = on_kernels(loaded(checkpoint, context=CONTEXT), kernels)
+    layers = decoder.config.layers
+    turning = decoder.config.encoding.options.get("layers", range(layers))
+    lowered = decoder.executor._answers
+    assert [op.kind for op in lowered.ops].count(Kind.TURN) == len(turning)
+    assert len(lowered.stages) == 1
+    for index in range(layers):
+        assert isinstance(decoder.encoding.for_layer(index), RoPE) == (index in turning)
     assert difference(decoder, model, 66, 1, 20) <= TOLERANCE
 
 
@@ -147,8 +147,8 @@ def test_interleaved_layout(name, tmp_path):
     changed = replace(checkpoint.config, encoding=EncodingSpec("rope", options))
     decoder = loaded(replace(checkpoint, config=changed), context=CONTEXT)
     rows = (changed.heads + changed.kv_heads) * changed.head_dim
-    for layer in decoder.layers:
-        weight = layer.attention.qkv.weight
+    for layer in range(changed.layers):
+        weight = parameters_of(decoder)[f"layers.{layer}.attention.qkv.weight"]
         halves = weight[:rows].reshape(-1, 2, changed.head_dim // 2, changed.width)
         weight[:rows] = halves.transpose(1, 2).reshape(rows, changed.width)
     assert difference(decoder, model, 66, 1, 20) <= TOLERANCE
@@ -160,7 +160,7 @@ def test_bfloat16_leaves_the_angles_alone(name, tmp_path):
     exact = loaded(checkpoint, context=CONTEXT).encoding
     for encoding in (
         loaded(checkpoint, torch.bfloat16, context=CONTEXT).encoding,
-        loaded(checkpoint, context=CONTEXT).to(torch.bfloat16).encoding,
+        loaded(checkpoint, context=CONTEXT).encoding.to(torch.bfloat16),
     ):
         assert encoding.cos.dtype is encoding.sin.dtype is torch.float32
         assert torch.equal(encoding.cos, exact.cos)

@@ -10,15 +10,15 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, EncoderDecoderCache
 
 from ropewalk.model.config import EncodingSpec
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.kernels.cpu.attention import CpuBackend
-from ropewalk.model.kernels.cpu.layers import KernelLayers
-from ropewalk.model.kernels.cpu.modules import PanelLinear
-from ropewalk.model.kernels.substitutes import substitute
-from ropewalk.model.layers.decoder import Layers
+from ropewalk.model.kernels.cpu.executor import CpuExecutor
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.model import encoder_decoders as tiny
 from tests.model.checkpoints import save
 from tests.model.encoder_decoders import START, Answering, mt5, t5, t5_v11, umt5
+from tests.model.kernels.test_cpu_executor import OpByOp
+from tests.model.tiny import on_kernels, program_of
 
 UNEVEN = {"relative_attention_num_buckets": 13, "relative_attention_max_distance": 50}
 MODELS = {
@@ -139,25 +139,21 @@ def in_form(config, form):
 
 def test_the_cpu_kernels_agree(pair, kernels):
     checkpoint, model = pair
-    decoder = tiny.loaded(checkpoint, backend=CpuBackend(kernels))
-    substitute(decoder, kernels, torch.float32)
-    assert isinstance(decoder.layers[0].cross.kv, PanelLinear)
-    assert isinstance(decoder.layers, KernelLayers)
+    decoder = on_kernels(tiny.loaded(checkpoint), kernels)
+    assert len(decoder.executor._answers.stages) == len(decoder.executor._prompts.stages) == 1
     check_logits(decoder, model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["window", "materialised"])
-def test_layers_in_one_call_give_what_their_parts_give(pair, form, dtype, kernels, monkeypatch):
+def test_one_call_gives_what_its_ops_give(pair, form, dtype, kernels):
     """Bit by bit, of prompts, of some rows of answers, and of single tokens."""
     checkpoint, _ = pair
     config = in_form(checkpoint.config, form)
-    decoder = tiny.loaded(replace(checkpoint, config=config), dtype, CpuBackend(kernels))
-    substitute(decoder, kernels, dtype)
-    assert isinstance(decoder.encoder.layers, KernelLayers)
+    program = program_of(tiny.loaded(replace(checkpoint, config=config), dtype))
     found = []
-    for forward in (KernelLayers.forward, Layers.forward):
-        monkeypatch.setattr(KernelLayers, "forward", forward)
+    for executor in (CpuExecutor, OpByOp):
+        decoder = Decoder(program, executor(program, kernels))
         take = tiny.allocator(torch.Generator().manual_seed(5))
         requests = [Answering(*both, take) for both in questions()]
         kv, logits = tiny.new_cache(decoder), []

@@ -14,8 +14,8 @@ import torch
 from ropewalk.cache.types import KeyFrame
 from ropewalk.model.attention.bias import DenseBias
 from ropewalk.model.attention.reference import ReferenceAttention
-from ropewalk.model.encodings.base import KeyBias, LinearBias, PositionalEncoding, TableBias
-from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.decoder import Decoder
+from ropewalk.model.encodings.base import KeyBias, LinearBias, TableBias
 from tests.model import oracle
 from tests.model.paths import BLOCK
 from tests.model.test_contract import (
@@ -27,7 +27,7 @@ from tests.model.test_contract import (
     check_rounding,
     exactly,
 )
-from tests.model.tiny import ENCODINGS, tiny
+from tests.model.tiny import ENCODINGS, Unchanged, in_torch, program_of, tiny, wrapped
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,8 +55,8 @@ def in_options(**options):
 
     def plant(encoding):
         decoder = right(encoding, options=options)
-        decoder.config = right(encoding).config
-        return decoder
+        told = replace(program_of(decoder), config=right(encoding).config)
+        return in_torch(told)
 
     return plant
 
@@ -88,43 +88,21 @@ def in_batch(change):
 
     def plant(encoding):
         decoder = right(encoding)
-        decoder.forward = lambda batch, kv: Decoder.forward(decoder, change(batch), kv)
+        execute = decoder.executor
+        decoder.executor = lambda batch, kv, watch: execute(change(batch), kv, watch)
         return decoder
 
     return plant
-
-
-class Wrapped(PositionalEncoding):
-    """An encoding of one layer, to override."""
-
-    def __init__(self, inner, config, layer):
-        super().__init__()
-        self.inner, self.config, self.layer = inner, config, layer
-
-    def rotate(self, q, k, positions, offsets):
-        return self.inner.rotate(q, k, positions, offsets)
-
-    def rotation(self):
-        return self.inner.rotation()
-
-    def score_bias(self):
-        return self.inner.score_bias()
 
 
 def in_layers(wrapper):
-    def plant(encoding):
-        decoder = right(encoding)
-        for index, layer in enumerate(decoder.layers):
-            layer.attention.encoding = wrapper(layer.attention.encoding, decoder.config, index)
-        return decoder
-
-    return plant
+    return lambda encoding: wrapped(right(encoding), wrapper)
 
 
 # ------------------------------------------------------------------------------- mistakes
 
 
-class QueriesOneOff(Wrapped):
+class QueriesOneOff(Unchanged):
     """Alone: with the keys off as well, a relative encoding is right again."""
 
     def rotate(self, q, k, positions, offsets):
@@ -132,7 +110,7 @@ class QueriesOneOff(Wrapped):
         return self.inner.rotate(q, k, positions + 1, offsets)[0], k
 
 
-class CoarseAngles(Wrapped):
+class CoarseAngles(Unchanged):
     """Positions, frequencies and their products in bfloat16."""
 
     def rotate(self, q, k, positions, offsets):

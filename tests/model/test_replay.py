@@ -11,15 +11,15 @@ from ropewalk.cache.kv import KVCache
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.batch import Cross
-from ropewalk.model.encodings.base import create
+from ropewalk.model.decoder import Decoder
+from ropewalk.model.encodings.base import create, freeze_all
 from ropewalk.model.kernels.graphs.cuda_graph import CudaGraphs
 from ropewalk.model.kernels.graphs.replay import SHORTEST, Bucket, ReplayedDecoder, buckets
-from ropewalk.model.kernels.substitutes import substitute_on_gpu
-from ropewalk.model.kernels.triton import attention, layers, modules
+from ropewalk.model.kernels.triton import attention, launches
 from ropewalk.model.kernels.triton.attention import TritonAttention
-from ropewalk.model.layers.decoder import Decoder
-from ropewalk.model.layers.encoder_decoder import EncoderDecoder
+from ropewalk.model.kernels.triton.executor import TritonExecutor
 from ropewalk.model.loading.checkpoints import open_checkpoint
+from ropewalk.model.recipes import allocate, program
 from tests.cache.shape import Shape
 from tests.model import encoder_decoders
 from tests.model.attention.triton_here import TritonHere
@@ -27,7 +27,7 @@ from tests.model.checkpoints import save
 from tests.model.paths import BLOCK, VOCABULARY, tokens
 from tests.model.running import Running, make_batch, new_cache
 from tests.model.test_contract import EXACT, KINDS, ROUNDED, WINDOWS, check_path, even, exactly
-from tests.model.tiny import CONFIG, CONTEXT, ENCODINGS, freeze, tiny
+from tests.model.tiny import CONFIG, CONTEXT, ENCODINGS, in_torch, parameters_of, tiny
 from tests.products import combined
 
 BACKENDS = {"reference": ReferenceAttention, "sdpa": SdpaAttention}
@@ -45,14 +45,15 @@ class Replaying:
 
     def __init__(self, decoder, sizes=((1, 20), (2, 20), (2, CONTEXT), (4, CONTEXT))):
         self.decoder = decoder
-        self.config, self.encoding, self.embed = decoder.config, decoder.encoding, decoder.embed
+        self.config, self.encoding = decoder.config, decoder.encoding
+        self.dtype, self.device = decoder.dtype, decoder.device
         self.sizes = sizes
         self.replays, self.others = [], []  # requests of the buckets, and batches
         self.kv = self.over = None
 
     def __call__(self, batch, kv):
         if self.kv is not kv:
-            encoded = isinstance(self.decoder, EncoderDecoder)
+            encoded = self.decoder.encoder_encoding is not None
             made = [Bucket(*size, kv, encoded=encoded) for size in reversed(self.sizes)]
             self.over = ReplayedDecoder(self.decoder, kv, self._other, made, self._record)
             self.kv = kv
@@ -319,13 +320,25 @@ def on(device, encoding, backend, stored=torch.float32):
         dtype=stored,
         device=device,
     )
-    return Decoder(config, made, backend, dtype=torch.float32, device=device), kv
+    weights = allocate(config, made, dtype=torch.float32, device=device)
+    told = program(config, weights, made)
+    if backend is TritonAttention:
+        return Decoder(told, TritonExecutor(told)), kv
+    return in_torch(told, backend), kv
+
+
+def with_weights(decoder, encoding):
+    """Those of a tiny decoder, copied."""
+    own = parameters_of(decoder)
+    for name, values in parameters_of(tiny(encoding, dtype=torch.float32, windows=WINDOWS)).items():
+        own[name].copy_(values)
+    freeze_all(decoder.encoding)
+    return decoder
 
 
 def replayed_without_values(encoding, backend, stored=torch.float32):
     """On a device that has none, whatever asks for a value raises."""
     decoder, kv = on(META, encoding, backend, stored)
-    substitute_on_gpu(decoder, torch.float32)
     over = ReplayedDecoder(decoder, kv, decoder, [Bucket(4, 28, kv)], lambda compute: compute)
     return over(step([1, 1]), kv)
 
@@ -346,7 +359,7 @@ def replayed_without_values(encoding, backend, stored=torch.float32):
 def test_a_replayed_step_asks_the_device_for_nothing(encoding, backend, stored, monkeypatch):
     names = ("attend", "merge", "store", "add_norm", "gate", "linear")
     none = SimpleNamespace(**dict.fromkeys(names, NoKernel()))
-    for using in (attention, modules, layers):
+    for using in (attention, launches):
         monkeypatch.setattr(using, "import_module", lambda name: none)
     assert replayed_without_values(encoding, backend, stored).shape == (2, VOCABULARY)
 
@@ -369,9 +382,7 @@ def test_cuda_graphs_compute_what_the_decoder_does(encoding):
     """In any order, though all work in the same memory; and nobody waits for the device."""
     device = torch.device("cuda")
     decoder, kv = on(device, encoding, TritonAttention)
-    decoder.load_state_dict(tiny(encoding, dtype=torch.float32, windows=WINDOWS).state_dict())
-    freeze(decoder)
-    substitute_on_gpu(decoder, torch.float32)
+    with_weights(decoder, encoding)
     _, other = on(device, encoding, TritonAttention)
     replaying = ReplayedDecoder(decoder, kv, None, buckets(kv, 4, 200), CudaGraphs(device))
     sequences = ragged([60, 9, 33, 20])

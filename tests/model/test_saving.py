@@ -13,17 +13,25 @@ from torch import nn
 
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
-from ropewalk.model.encodings.base import PositionalEncoding, TableBias, create, find, names
-from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.encodings.base import (
+    PositionalEncoding,
+    TableBias,
+    create,
+    find,
+    freeze_all,
+    names,
+)
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.model.loading.save import save_checkpoint
+from ropewalk.model.program import encoding_parameters
+from ropewalk.model.recipes import allocate, program
 from tests.model import checkpoints, tiny
 from tests.model.architectures.descriptions import ABSENT
 from tests.model.checkpoints import CPU
 from tests.model.refusals import refused
 from tests.model.running import run_uncached
 from tests.model.test_parity import greedy
-from tests.model.tiny import ROPE
+from tests.model.tiny import ROPE, in_torch, parameters_of, program_of
 from tests.server.fake_engine import loaded_app
 from tests.server.toy import running, spelled_apart
 
@@ -104,16 +112,14 @@ WEIGHTS = {  # of the encodings that have some
 def decoder_of(config, dtype=torch.float32):
     """With random weights that all matter."""
     encoding = create(config.encoding, config, CONTEXT, CPU)
-    decoder = Decoder(config, encoding, SdpaAttention, dtype=dtype, device=CPU)
+    weights = allocate(config, encoding, dtype=dtype, device=CPU)
     generator = torch.Generator().manual_seed(0)
-    for name, parameter in decoder.named_parameters():
+    for name, parameter in (weights | dict(encoding_parameters(encoding))).items():
         values = torch.randn(parameter.shape, generator=generator)
         norm = name.endswith("norm.weight")
         parameter.copy_(1 + 0.2 * values if norm else 0.35 * values)
-    for module in decoder.modules():
-        if isinstance(module, PositionalEncoding):
-            module.freeze()
-    return decoder
+    freeze_all(encoding)
+    return in_torch(program(config, weights, encoding), SdpaAttention)
 
 
 @pytest.fixture
@@ -128,7 +134,7 @@ def tokenizer(tmp_path):
 def save(tmp_path, tokenizer):
     def save(decoder, state=None, folder=tmp_path / "saved", **options):
         options = {"tokenizer": [tokenizer]} | options
-        state = dict(decoder.named_parameters()) if state is None else state
+        state = parameters_of(decoder) if state is None else state
         save_checkpoint(state, decoder.config, folder, **options)
         return folder
 
@@ -144,8 +150,8 @@ def check_same(decoder, folder, dtype=torch.float32):
     """The same config, the same weights to the last bit, and so the same logits."""
     other = loaded(folder, dtype)
     assert other.config == decoder.config
-    theirs = dict(other.named_parameters())
-    for name, parameter in decoder.named_parameters():
+    theirs = parameters_of(other)
+    for name, parameter in parameters_of(decoder).items():
         assert theirs.pop(name).equal(parameter), name
     assert not theirs
     logits = run_uncached(other, TOKENS)
@@ -211,21 +217,20 @@ def test_every_dtype(dtype, save):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_state_dict_names_some_twice(tied, save):
+def test_a_tied_head_may_be_named_too(tied, save):
     decoder = decoder_of(replace(CONFIG, encoding=ENCODINGS["t5"], tied_embeddings=tied))
-    state = decoder.state_dict()
-    assert "layers.1.attention.encoding.weight" in state
+    state = {**program_of(decoder).weights, **parameters_of(decoder)}
+    assert "head.weight" in state
     folder = save(decoder, state)
-    assert load_file(folder / "model.safetensors").keys() == {
-        name for name, _ in decoder.named_parameters()
-    }
+    assert load_file(folder / "model.safetensors").keys() == parameters_of(decoder).keys()
     check_same(decoder, folder)
 
 
 def test_views_of_one_memory_are_stored_apart(save):
     decoder = decoder_of(CONFIG)
-    decoder.head.weight = decoder.embed.weight
-    folder = save(decoder, decoder.state_dict())
+    state = parameters_of(decoder)
+    state["head.weight"] = state["embed.weight"]
+    folder = save(decoder, state)
     stored = load_file(folder / "model.safetensors")
     assert stored["head.weight"].equal(stored["embed.weight"])
 
@@ -307,13 +312,13 @@ def nan(state):
 )
 def test_weights_that_are_not_the_decoders(change, saying, save, tmp_path):
     decoder = decoder_of(CONFIG)
-    refused(saying, save, decoder, change(dict(decoder.named_parameters())))
+    refused(saying, save, decoder, change(parameters_of(decoder)))
     assert [path.name for path in tmp_path.iterdir()] == ["of"]
 
 
 def test_a_tied_head_that_differs(save):
     decoder = decoder_of(replace(CONFIG, tied_embeddings=True))
-    state = dict(decoder.named_parameters())
+    state = parameters_of(decoder)
     state["head.weight"] = state["embed.weight"] + 1
     refused("head.weight should be tied to embed.weight, but differs", save, decoder, state)
 
@@ -392,7 +397,7 @@ def written(tmp_path_factory):
     checkpoints.tiny_tokenizer().save(str(tokenizer))
     decoder = decoder_of(replace(CONFIG, encoding=ENCODINGS["t5"]))
     folder = tmp_path_factory.mktemp("written") / "saved"
-    state = dict(decoder.named_parameters())
+    state = parameters_of(decoder)
     save_checkpoint(state, decoder.config, folder, tokenizer=[tokenizer])
     return folder
 

@@ -6,27 +6,27 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 import torch
-from torch import nn
 
 from ropewalk.cache.ledger import fold_sums
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.types import Audit
 from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.base import PositionalEncoding
 from ropewalk.model.encodings.t5 import T5
-from ropewalk.model.kernels.cpu.attention import CpuBackend
-from ropewalk.model.kernels.substitutes import substitute
-from ropewalk.model.layers.linear import Int8Linear, quantize
 from ropewalk.model.loading.checkpoints import open_checkpoint
+from ropewalk.model.program import quantized
 from ropewalk.model.weights import checksums
 from ropewalk.model.weights.checksums import CHUNK, PORTIONS, STEPS, Changed, Seals
-from ropewalk.model.weights.fixed import fixed_tensors
+from ropewalk.model.weights.quantize import Int8
 from ropewalk.server.engine.assemble import ledger_of, wired
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.scheduling.request import Limits, Overflow
 from tests.model.checkpoints import save
 from tests.model.encoder_decoders import loaded, random_model, t5
 from tests.model.running import new_cache
-from tests.model.tiny import ENCODINGS, tiny
+from tests.model.tiny import ENCODINGS, in_torch, program_of, tiny
+from tests.model.tiny import on_kernels as tiny_on_kernels
 from tests.server.fake_engine import make_request
 
 
@@ -42,11 +42,7 @@ def found(sealed):
 
 def on_kernels(encoding, kernels, bits, dtype=torch.float32):
     """A tiny decoder as the server computes it on a CPU, with weights of so many bits."""
-    decoder = tiny(encoding, CpuBackend(kernels), dtype)
-    if bits < 16:
-        quantize(decoder, bits)
-    substitute(decoder, kernels, dtype)
-    return decoder
+    return tiny_on_kernels(tiny(encoding, dtype=dtype), kernels, bits)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +54,7 @@ def encoder_decoder(folder, kernels=None):
     checkpoint = open_checkpoint(folder)
     if kernels is None:
         return loaded(checkpoint)
-    decoder = loaded(checkpoint, backend=CpuBackend(kernels))
-    substitute(decoder, kernels, torch.float32)
-    return decoder
+    return tiny_on_kernels(loaded(checkpoint), kernels)
 
 
 # ----------------------------------------------------------------- any change of any tensor
@@ -159,7 +153,7 @@ def tensors_in(holder, path="", seen=None):
 
 def unsealed(model):
     """Tensors that the model holds outside the memory of the fixed ones."""
-    fixed = fixed_tensors(model).values()
+    fixed = model.fixed_tensors().values()
     ranges = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in fixed]
     return [
         path
@@ -170,8 +164,8 @@ def unsealed(model):
 
 def test_the_search_for_tensors_finds_one_that_is_not_sealed():
     decoder = tiny("rope")
-    decoder.layers[1].attention.scratch = [{"deep": torch.zeros(3)}]
-    assert unsealed(decoder) == ["._modules.layers._modules.1._modules.attention.scratch.0.deep"]
+    decoder.executor.scratch = [{"deep": torch.zeros(3)}]
+    assert unsealed(decoder) == [".executor.scratch.0.deep"]
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -182,23 +176,23 @@ def test_whatever_a_decoder_on_kernels_holds_is_sealed(encoding, bits, kernels):
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_whatever_a_decoder_without_kernels_holds_is_sealed(bits):
-    decoder = tiny("rope-block", SdpaAttention, torch.float32)
+    program = program_of(tiny("rope-block", SdpaAttention, torch.float32))
     if bits < 16:
-        quantize(decoder, bits)
-    assert unsealed(decoder) == []
+        program = quantized(program, bits)
+    assert unsealed(in_torch(program, SdpaAttention)) == []
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_whatever_an_encoder_decoder_holds_is_sealed(compiled, t5_folder, kernels):
     model = encoder_decoder(t5_folder, kernels if compiled else None)
     assert unsealed(model) == []
-    names = fixed_tensors(model)
+    names = model.fixed_tensors()
     assert "encoding.table" in names and "encoder.encoding.table" in names
 
 
 def test_tied_weights_are_sealed_once():
     decoder = tiny("nope", tied_embeddings=True)
-    names = fixed_tensors(decoder)
+    names = decoder.fixed_tensors()
     assert "embed.weight" in names and "head.weight" not in names
 
 
@@ -226,7 +220,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_a_flipped_bit_of_what_kernels_read_is_seen(place, kernels):
     encoding, bits, name = PLACES[place]
-    tensors = fixed_tensors(on_kernels(encoding, kernels, bits))
+    tensors = on_kernels(encoding, kernels, bits).fixed_tensors()
     sealed = Seals(tensors, kernels.fold_sums)
     flip(tensors[name], byte=tensors[name].nbytes // 2, bit=3)
     (fault,) = found(sealed)
@@ -234,20 +228,19 @@ def test_a_flipped_bit_of_what_kernels_read_is_seen(place, kernels):
 
 
 def test_a_flipped_bit_of_8_bit_weights_that_no_kernel_packed_is_seen():
-    decoder = tiny("rope", SdpaAttention, torch.float32)
-    quantize(decoder)
-    sealed = Seals(fixed_tensors(decoder))
-    linear = decoder.layers[1].mlp.down
-    assert isinstance(linear, Int8Linear)
+    program = quantized(program_of(tiny("rope", SdpaAttention, torch.float32)))
+    sealed = Seals(in_torch(program, SdpaAttention).fixed_tensors())
+    weight = program.weights["layers.1.mlp.down.weight"]
+    assert isinstance(weight, Int8)
     for part in ("rounded", "scale", "rest", "power"):
-        flip(getattr(linear, part), byte=5)
+        flip(getattr(weight, part), byte=5)
         assert [fault.tensor for fault in found(sealed)][:1] == [f"layers.1.mlp.down.{part}"]
-        flip(getattr(linear, part), byte=5)
+        flip(getattr(weight, part), byte=5)
 
 
 @pytest.mark.parametrize("name", ["encoder.encoding.table", "encoding.table", "layers.0.cross.kv"])
 def test_a_flipped_bit_of_either_side_of_an_encoder_decoder_is_seen(name, t5_folder, kernels):
-    tensors = fixed_tensors(encoder_decoder(t5_folder, kernels))
+    tensors = encoder_decoder(t5_folder, kernels).fixed_tensors()
     (held,) = [each for each in tensors if each.startswith(name)]
     sealed = Seals(tensors, kernels.fold_sums)
     flip(tensors[held], byte=9)
@@ -257,7 +250,7 @@ def test_a_flipped_bit_of_either_side_of_an_encoder_decoder_is_seen(name, t5_fol
 # ---------------------------------------------------------------------------- no false alarm
 
 
-class Twice(nn.Module):
+class Twice(PositionalEncoding):
     """Computes with scratch of its own, as a foreign part of a model may."""
 
     def __init__(self):
@@ -265,14 +258,16 @@ class Twice(nn.Module):
         self.scratch = torch.zeros(4)
         self.register_buffer("last", torch.zeros(4))
 
-    def forward(self, x):
+    def embed(self, x, positions):
         self.scratch += 1
         self.last += 1
         return 2 * x
 
 
-def test_scratch_and_buffers_are_not_sealed():
-    assert fixed_tensors(Twice()) == {}
+def test_scratch_and_buffers_are_not_sealed(monkeypatch):
+    monkeypatch.setitem(ENCODINGS, "twice", EncodingSpec(f"{__name__}:Twice", {}))
+    found = tiny("twice").fixed_tensors()
+    assert found.keys() == tiny("nope").fixed_tensors().keys()
 
 
 @pytest.mark.parametrize(
@@ -298,7 +293,7 @@ def test_hundreds_of_steps_with_shifts_change_no_weight(encoding, bits, kernels,
             changed += stats.changed_weights
             verified += stats.verified_weights
     assert changed == 0 and not engine.weights_changed
-    assert verified > 20 * sum(each.nbytes for each in fixed_tensors(decoder).values())
+    assert verified > 20 * sum(each.nbytes for each in decoder.fixed_tensors().values())
     assert bool(shifts) == moves(decoder)
 
 
@@ -318,6 +313,6 @@ def an_engine(decoder, kernels, context=48):
         PositionMeter(),
         kernels,
         ledger=ledger_of(kv, kernels, Audit.FULL),
-        weights=Seals(fixed_tensors(decoder), kernels.fold_sums),
+        weights=Seals(decoder.fixed_tensors(), kernels.fold_sums),
     )
     return made.engine

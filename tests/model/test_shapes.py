@@ -5,13 +5,12 @@ import json
 import pytest
 import torch
 
-from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.encodings.base import EncodingError, create, names
-from ropewalk.model.layers.decoder import Decoder
-from ropewalk.model.loading.checkpoints import CheckpointError, load_decoder
+from ropewalk.model.loading.checkpoints import CheckpointError, load_program
 from ropewalk.model.loading.random_weights import CONTEXT, SHAPES, RandomWeights, random_checkpoint
 from tests.model.encoder_decoders import t5
 from tests.model.running import CPU, run_uncached
+from tests.model.tiny import in_torch, parameters_of
 
 MIXED = {
     "model_type": "llama",
@@ -33,9 +32,7 @@ def made(source, encoding=None, context=None):
     checkpoint = random_checkpoint(source, encoding, context)
     config = checkpoint.config
     own = create(config.encoding, config, config.trained_context, CPU)
-    decoder = Decoder(config, own, ReferenceAttention, dtype=torch.float32, device=CPU)
-    load_decoder(checkpoint, decoder)
-    return decoder
+    return in_torch(load_program(checkpoint, own, dtype=torch.float32, device=CPU))
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +41,9 @@ def decoders():
 
 
 def test_weights_differ_in_nothing_but_the_encodings_own(decoders) -> None:
-    plain = dict(decoders["nope"].named_parameters())
+    plain = parameters_of(decoders["nope"])
     for decoder in decoders.values():
-        found = dict(decoder.named_parameters())
+        found = parameters_of(decoder)
         assert {name for name in found if not name.startswith("encoding.")} == plain.keys()
         assert all(torch.equal(found[name], weights) for name, weights in plain.items())
 

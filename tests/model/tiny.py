@@ -9,15 +9,22 @@ import torch
 from ropewalk.model.attention.base import AttentionBackend
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import (
     LinearBias,
     PairBias,
     PositionalEncoding,
     TableBias,
     create,
+    freeze_all,
 )
 from ropewalk.model.encodings.rope import RoPE
-from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.kernels.cpu.bindings import Kernels
+from ropewalk.model.kernels.cpu.executor import CpuExecutor
+from ropewalk.model.kernels.triton.executor import TritonExecutor
+from ropewalk.model.layers.executor import TorchExecutor
+from ropewalk.model.program import Attend, Program, Rotate, encoding_parameters, quantized
+from ropewalk.model.recipes import allocate, program
 
 CPU = torch.device("cpu")
 CONTEXT = 256
@@ -154,7 +161,7 @@ def tiny(
     device: torch.device = CPU,
     **changes: Any,
 ) -> Decoder:
-    """A decoder with the same weights for every dtype, up to rounding, and every backend.
+    """A decoder in torch with the same weights for every dtype, up to rounding, and every backend.
 
     options: added to the encoding's own, or replacing them. changes: to CONFIG.
     """
@@ -163,21 +170,79 @@ def tiny(
     )
     config = replace(CONFIG, encoding=spec, **SHAPES.get(spec.name, {}) | changes)
     made = create(config.encoding, config, CONTEXT, device)
-    decoder = Decoder(config, made, backend, dtype=dtype, device=device)
+    weights = allocate(config, made, dtype=dtype, device=device)
+    parameters = dict(encoding_parameters(made)) | weights
+    if config.tied_embeddings:
+        del parameters["head.weight"]
     generator = torch.Generator().manual_seed(0)
-    for name, parameter in decoder.named_parameters():
+    for name, parameter in parameters.items():
         values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.copy_(_of_use(name, values, config))
-    return freeze(decoder)
+    freeze_all(made)  # as after loading: tables are built from the encoding's parameters
+    return in_torch(program(config, weights, made), backend)
 
 
-def freeze(decoder: Decoder) -> Decoder:
-    """As after loading: tables are built from the encoding's parameters."""
-    for module in decoder.modules():
-        if isinstance(module, PositionalEncoding):
-            module.freeze()
-    decoder.bind_encoding()
-    return decoder
+def in_torch(program: Program, backend: AttentionBackend = ReferenceAttention) -> Decoder:
+    return Decoder(program, TorchExecutor(program, backend))
+
+
+def program_of(decoder: Decoder) -> Program:
+    """What a decoder in torch computes, to be given to another executor."""
+    assert isinstance(decoder.executor, TorchExecutor)
+    return decoder.executor.program
+
+
+def parameters_of(decoder: Decoder) -> dict[str, torch.Tensor]:
+    """Of a decoder in torch, by name."""
+    return dict(program_of(decoder).named_parameters())
+
+
+def on_kernels(decoder: Decoder, kernels: Kernels, bits: int = 16) -> Decoder:
+    """The same on the CPU's kernels, with weights of so many bits."""
+    program = program_of(decoder)
+    if bits < 16:
+        program = quantized(program, bits)
+    return Decoder(program, CpuExecutor(program, kernels))
+
+
+def on_triton(decoder: Decoder, bits: int = 16) -> Decoder:
+    """The same on Triton's kernels."""
+    program = program_of(decoder)
+    if bits < 16:
+        program = quantized(program, bits)
+    return Decoder(program, TritonExecutor(program))
+
+
+class Unchanged(PositionalEncoding):
+    """An encoding of one layer, to override."""
+
+    def __init__(self, inner, config, layer):
+        super().__init__()
+        self.inner, self.config, self.layer = inner, config, layer
+
+    def rotate(self, q, k, positions, offsets):
+        return self.inner.rotate(q, k, positions, offsets)
+
+    def rotation(self):
+        return self.inner.rotation()
+
+    def score_bias(self):
+        return self.inner.score_bias()
+
+
+def wrapped(decoder: Decoder, wrapper: type[Unchanged]) -> Decoder:
+    """The same decoder with each layer's encoding in one of that class."""
+    program, made = program_of(decoder), {}
+
+    def other(op):
+        if not isinstance(op, Rotate | Attend):
+            return op
+        layer = len(made) if isinstance(op, Rotate) else len(made) - 1
+        if layer not in made:
+            made[layer] = wrapper(op.encoding, program.config, layer)
+        return replace(op, encoding=made[layer])
+
+    return in_torch(replace(program, ops=tuple(map(other, program.ops))), decoder.executor.backend)
 
 
 def _of_use(name: str, values: torch.Tensor, config: ModelConfig) -> torch.Tensor:

@@ -30,6 +30,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 AROUND = {
     "cache/ledger.py",
     "model/encodings/common/cost.py",
+    "model/watch.py",
     "model/weights/checksums.py",
     "server/engine/forward_timer.py",
     "server/engine/integrity.py",
@@ -38,7 +39,13 @@ AROUND = {
     "server/metrics/exporter.py",
 }
 # Inside the forward pass: the way of a key, not of a prompt.
-INSIDE = ("model/attention/", "model/encodings/", "model/kernels/", "model/layers/")
+INSIDE = (
+    "model/attention/",
+    "model/decoder.py",
+    "model/encodings/",
+    "model/kernels/",
+    "model/layers/",
+)
 SAMPLERS = {"model/kernels/cpu/sampler.py"}
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ropewalk.model.kernels.triton import attention as triton
-from ropewalk.model.kernels.triton import layers, modules
+from ropewalk.model.kernels.triton import launches
 from ropewalk.server import hardware
 from ropewalk.server.engine.assemble import wired
 from ropewalk.server.launch import build, graphs
@@ -75,7 +75,7 @@ def record(compute):
 
 
 def interpret():
-    for using in (triton, modules, layers):
+    for using in (triton, launches):
         using.import_module = kernels_there
     triton.TritonAttention.why_not = classmethod(
         lambda backend, spec: None if spec.device == OTHER else "it is the CPU"

@@ -20,9 +20,8 @@ from ropewalk.model.sampler import Sampler
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.engine.runner import Runner
 from ropewalk.server.scheduling.request import Limits, Overflow, Request
-from tests.model.test_contract import WINDOWS
-from tests.model.test_replay import Replaying, on
-from tests.model.tiny import freeze, tiny
+from tests.model.test_replay import Replaying, on, with_weights
+from tests.model.tiny import tiny
 from tests.server.recording import engine
 
 LIMITS = Limits(max_seqs=4, max_step_tokens=16, max_context=40, max_queue=100)
@@ -294,8 +293,7 @@ class Graphs:
 @pytest.mark.parametrize("encoding", ["rope", "t5"])
 def test_a_gpu_gives_the_same_answers(encoding, graphs, caplog):
     decoder, _ = on(torch.device("cuda"), encoding, TritonAttention)
-    decoder.load_state_dict(tiny(encoding, dtype=torch.float32, windows=WINDOWS).state_dict())
-    freeze(decoder)
+    with_weights(decoder, encoding)
     plain, _, _ = engine(decoder, decoder, 60, LIMITS)
     expected = answers(plain, workload(WAYS[:5], seed=2))
     forward = Graphs(decoder)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from ropewalk.cache.huge_pages import HugePages
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.kernels.cpu.bindings import Kernels
 from ropewalk.model.kernels.cpu.library import NoKernels
-from ropewalk.model.layers.decoder import Decoder
 from ropewalk.server import hardware
 from ropewalk.server.errors import CommandError
 from ropewalk.server.launch import build, load_model
@@ -81,21 +81,21 @@ def test_a_tokenizer_larger_than_the_embedding(folder, tmp_path):
 )
 @pytest.mark.parametrize(
     ("where", "what"),
-    [("load_decoder", "for the weights of m"), ("substitute", "for the weights of m")],
+    [("load_program", "for the weights of m"), ("decoder_on", "for the weights of m")],
 )
 def test_memory_that_runs_out_while_loading_is_one_sentence(
     where, what, taken, folder, monkeypatch
 ):
-    monkeypatch.setattr(load_model, where, lambda *given: taken())
+    monkeypatch.setattr(load_model, where, lambda *given, **more: taken())
     with pytest.raises(CommandError, match=f"not have enough memory {what}; free some"):
         load(f"m={folder}", *SMALL)
 
 
 def test_other_failures_while_loading_are_no_lack_of_memory(folder, monkeypatch):
-    def failing(*given):
+    def failing(*given, **more):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(load_model, "load_decoder", failing)
+    monkeypatch.setattr(load_model, "load_program", failing)
     with pytest.raises(RuntimeError, match="a bug"):
         load(f"m={folder}", *SMALL)
 
@@ -315,10 +315,12 @@ def test_refusals(folder, flags, words):
 def test_memory_is_shared_out_once_all_weights_are_there(folder, monkeypatch):
     """What is free is only known then; before, the weights themselves would be given away."""
     order = []
-    free, loading = hardware.free_memory, load_model.load_decoder
+    free, loading = hardware.free_memory, load_model.load_program
     monkeypatch.setattr(hardware, "free_memory", lambda d: order.append("free") or free(d))
     monkeypatch.setattr(
-        load_model, "load_decoder", lambda *more: order.append("weights") or loading(*more)
+        load_model,
+        "load_program",
+        lambda *of, **more: order.append("weights") or loading(*of, **more),
     )
     load(f"a={folder}", f"b={folder}")
     assert order == ["weights", "weights", "free"]
@@ -334,7 +336,8 @@ def test_threads_that_loading_needed_end_when_all_is_warm(folder, monkeypatch):
 
 
 def test_numbers_that_are_not_finite_are_found_at_the_start(folder, monkeypatch):
-    monkeypatch.setattr(Decoder, "forward", lambda self, batch, kv: torch.full((1, 4), torch.nan))
+    nan = torch.full((1, 4), torch.nan)
+    monkeypatch.setattr(Decoder, "__call__", lambda self, batch, kv, watch=None: nan)
     with pytest.raises(CommandError, match="not finite; try --dtype float32"):
         load(str(folder), "--kv-memory", "1M")
 

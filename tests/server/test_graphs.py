@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from ropewalk.model.attention.sdpa import SdpaAttention
-from ropewalk.model.kernels import substitutes
 from ropewalk.model.kernels.graphs.replay import ReplayedDecoder
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.server.launch import graphs
@@ -67,7 +66,7 @@ class Recorded(list):
 
 def on_triton(decoder, monkeypatch):
     """As if Triton attended in it, and a GPU could record that."""
-    monkeypatch.setattr(substitutes, "TritonAttention", type(decoder.layers[0].attention.attend))
+    monkeypatch.setattr(type(decoder.executor), "recordable", True)
     monkeypatch.setattr(graphs, "CudaGraphs", Recorded)
     return decoder
 
@@ -90,7 +89,7 @@ def test_steps_are_recorded_where_triton_attends(monkeypatch, capsys):
     assert graphs.recorder(decoder) is None
     assert isinstance(made(on_triton(decoder, monkeypatch), kv), ReplayedDecoder)
     assert "recording m:" in capsys.readouterr().err
-    assert graphs.recorder(decoder).device == decoder.embed.weight.device
+    assert graphs.recorder(decoder).device == decoder.device
 
 
 def test_steps_of_an_encoder_decoder_are_recorded(tmp_path, monkeypatch):

@@ -7,10 +7,9 @@ import torch
 
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
-from ropewalk.model.kernels.cpu.attention import CpuBackend
-from ropewalk.model.kernels.substitutes import substitute
-from ropewalk.model.layers import decoder as transformer
-from ropewalk.model.layers import encoder_decoder
+from ropewalk.model.decoder import Decoder
+from ropewalk.model.kernels.cpu import executor as cpu
+from ropewalk.model.layers import executor
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.server.app.app import create_app
 from ropewalk.server.config import HttpOptions
@@ -23,7 +22,7 @@ from tests.model.checkpoints import save
 from tests.model.few_bits import round_weights
 from tests.model.running import new_cache
 from tests.model.test_planted_mistakes import Backend
-from tests.model.tiny import CONTEXT, ENCODINGS, tiny
+from tests.model.tiny import CONTEXT, ENCODINGS, program_of, tiny
 from tests.products import thirds
 from tests.server.fake_engine import configured
 from tests.server.toy import ask, sample
@@ -50,10 +49,8 @@ def test_a_model_that_is_right(encoding, backend, dtype):
 @pytest.mark.parametrize("encoding", ["rope", "sinusoidal", "nope"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_kernels_with_weights_of_few_bits(bits, encoding, dtype, kernels):
-    decoder = tiny(encoding, CpuBackend(kernels), dtype)
-    round_weights(decoder, bits, kernels)
-    substitute(decoder, kernels, dtype)
-    assert defect(decoder) is None
+    program = round_weights(program_of(tiny(encoding, dtype=dtype)), bits, kernels)
+    assert defect(Decoder(program, cpu.CpuExecutor(program, kernels))) is None
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 256])
@@ -135,14 +132,17 @@ def test_an_encoded_prompt_that_moves_is_found(tmp_path, monkeypatch):
     model = encoder_decoders.random_model(encoder_decoders.umt5(), own_head=True)
     checkpoint = open_checkpoint(save(model, tmp_path))
     decoder = encoder_decoders.loaded(checkpoint)
-    right = encoder_decoder.CrossAttention.forward
+    right = executor.attended
 
-    def short(self, x, seen, kv):
-        if seen.max_query == 1:
+    def short(op, attend, now, q):
+        if op.crosses and now.batch.max_query == 1:
+            seen = now.batch.cross.seen
             seen = replace(seen, context_lens=seen.context_lens - 1)
-        return right(self, x, seen, kv)
+            cross = replace(now.batch.cross, seen=seen)
+            now = replace(now, batch=replace(now.batch, cross=cross))
+        return right(op, attend, now, q)
 
-    monkeypatch.setattr(encoder_decoder.CrossAttention, "forward", short)
+    monkeypatch.setattr(executor, "attended", short)
     assert defect(decoder)
 
 
@@ -185,13 +185,13 @@ def test_a_server_that_is_right_is_ready_and_shows_how_exactly(folder):
 
 
 def test_a_server_whose_decoding_is_wrong_is_never_ready(folder, monkeypatch, caplog):
-    right = transformer.step_biases
+    right = executor.step_bias
 
-    def wrong(encoding, layers, batch, block_size):
-        for bias in right(encoding, layers, batch, block_size):
-            yield nothing_when_decoding(bias, batch)
+    def wrong(encoding, batch, block_size):
+        return nothing_when_decoding(right(encoding, batch, block_size), batch)
 
-    monkeypatch.setattr(transformer, "step_biases", wrong)
+    for each in (executor, cpu):
+        monkeypatch.setattr(each, "step_bias", wrong)
     app, metrics = started(folder)
     answer = ask(app, "GET", "/health/ready")
     assert answer.status_code == 503

@@ -10,9 +10,10 @@ from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.server.engine.forward_timer import TimedDecoder
 from ropewalk.server.scheduling.request import PassTimes
 from tests.model import encoder_decoders
+from tests.model.attention.triton_here import DEVICE
 from tests.model.checkpoints import save
-from tests.model.running import CPU, Running, make_batch, new_cache
-from tests.model.tiny import CONFIG, tiny
+from tests.model.running import Running, make_batch, new_cache
+from tests.model.tiny import CONFIG, on_triton, program_of, tiny
 
 LAYERS = CONFIG.layers
 TOKENS = [3, 1, 4, 1, 5]
@@ -28,22 +29,18 @@ def one_pass(forward, decoder):
     return forward(make_batch([(Running(TOKENS, [1]), len(TOKENS))], 16), new_cache(decoder, 2))
 
 
-def state(decoder):
-    """What each module has of its own."""
-    return [{**vars(module)} for module in decoder.modules()]
+def looks(decoder):
+    """At the clock: when a pass begins, after each op, and when it ends."""
+    return 1 + len(program_of(decoder).ops)
 
 
 @pytest.mark.parametrize("encoding", ["rope", "learned", "sinusoidal", "nope"])
 def test_work_that_is_apart_from_attention(encoding):
     decoder = tiny(encoding)
-    timed = TimedDecoder(decoder, CPU, every=1, clock=ticking())
-    assert timed.position_apart
-    before = state(decoder)
+    timed = TimedDecoder(decoder, every=1, clock=ticking())
+    assert decoder.position_apart
     assert torch.equal(one_pass(timed, decoder), one_pass(decoder, decoder))
-    assert state(decoder) == before
-    # One look when it begins and one when it ends, two for each part between.
-    parts = LAYERS + LAYERS + 1
-    assert timed.drain() == (PassTimes(1 + 2 * parts, LAYERS, LAYERS + 1),)
+    assert timed.drain() == (PassTimes(looks(decoder), LAYERS, LAYERS + 1),)
     assert timed.drain() == ()
 
 
@@ -53,42 +50,27 @@ def test_work_that_is_apart_from_attention(encoding):
 )  # fmt: skip
 def test_work_that_attention_does_is_not_told_from_it(encoding):
     decoder = tiny(encoding)
-    timed = TimedDecoder(decoder, CPU, every=1, clock=ticking())
-    assert not timed.position_apart
+    timed = TimedDecoder(decoder, every=1, clock=ticking())
+    assert not decoder.position_apart
     one_pass(timed, decoder)
-    assert timed.drain() == (PassTimes(1 + 2 * LAYERS, LAYERS, None),)
+    assert timed.drain() == (PassTimes(looks(decoder), LAYERS, None),)
 
 
-def storing(attention):
-    """In the place of a kernel that rotates and stores: the same by parts."""
-
-    def store(q, k, v, batch, kv):
-        q, k = attention.encoding.rotate(q, k, batch.positions, batch.offsets)
-        kv.write(k, v, batch.slots)
-        return q
-
-    return store
-
-
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("encoding", "position"), [("rope", None), ("rope-scaled", None), ("learned", 1), ("nope", 1)]
 )
 def test_a_rotation_in_the_kernel_that_stores_is_not_told_from_it(encoding, position):
-    decoder = tiny(encoding)
-    for layer in decoder.layers:
-        layer.attention.kernel_store = storing(layer.attention)
-    timed = TimedDecoder(decoder, CPU, every=1, clock=ticking())
-    assert timed.position_apart == (position is not None)
-    one_pass(timed, decoder)
-    (times,) = timed.drain()
-    assert (times.attention, times.position) == (LAYERS, position)
+    pytest.importorskip("triton", reason="Triton is not installed")
+    decoder = on_triton(tiny(encoding, dtype=torch.float32, device=DEVICE))
+    assert decoder.position_apart == (position is not None)
 
 
 def test_an_encoder_and_what_looks_at_it_count_as_attention(tmp_path):
     model = encoder_decoders.random_model(encoder_decoders.t5())
     checkpoint = open_checkpoint(save(model, tmp_path))
     decoder = encoder_decoders.loaded(checkpoint)
-    timed = TimedDecoder(decoder, CPU, every=1, clock=ticking())
+    timed = TimedDecoder(decoder, every=1, clock=ticking())
     ids = itertools.count(1)
     request = encoder_decoders.Answering(
         [5, 6, 7], [0, 8], lambda count: list(itertools.islice(ids, count))
@@ -109,11 +91,9 @@ def test_a_pass_that_fails_leaves_nothing_behind():
             return super().__call__(*arguments)
 
     decoder = tiny("rope", Failing)
-    timed = TimedDecoder(decoder, CPU, every=1, clock=ticking())
-    before = state(decoder)
+    timed = TimedDecoder(decoder, every=1, clock=ticking())
     with pytest.raises(RuntimeError, match="gave up"):
         one_pass(timed, decoder)
-    assert state(decoder) == before
     assert timed.drain() == ()
     one_pass(timed, decoder)
     assert [times.attention for times in timed.drain()] == [LAYERS]
@@ -121,8 +101,9 @@ def test_a_pass_that_fails_leaves_nothing_behind():
 
 def test_one_of_so_many_is_timed_and_the_others_look_at_no_clock():
     looks = []
-    timed = TimedDecoder(torch.nn.Identity(), CPU, every=4, clock=lambda: looks.append(0) or 0.0)
-    timed._decoder = lambda batch, kv: batch
+    decoder = tiny("nope")
+    timed = TimedDecoder(decoder, every=4, clock=lambda: looks.append(0) or 0.0)
+    decoder.executor = lambda batch, kv, watch: batch
     for _ in range(400):
         timed(None, None)
     count = len(timed.drain())

@@ -6,12 +6,11 @@ import httpx
 import pytest
 import torch
 
-from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.base import create, find
 from ropewalk.model.encodings.common.cost import PositionalWork
-from ropewalk.model.layers.decoder import Decoder
 from ropewalk.model.loading.save import save_checkpoint
+from ropewalk.model.recipes import allocate, program
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.scheduling.request import Work
 from tests.model import checkpoints, tiny
@@ -119,13 +118,12 @@ def workload(tmp_path_factory):
     for name, spec in ENCODINGS.items():
         config = configs[name] = replace(CONFIG, encoding=spec)
         encoding = create(spec, config, CONTEXT, checkpoints.CPU)
-        decoder = Decoder(
-            config, encoding, SdpaAttention, dtype=torch.float32, device=checkpoints.CPU
-        )
-        for parameter in decoder.parameters():
+        weights = allocate(config, encoding, dtype=torch.float32, device=checkpoints.CPU)
+        parameters = dict(program(config, weights, encoding).named_parameters())
+        for parameter in parameters.values():
             parameter.normal_(std=0.1)
         tokenizer = [tokenizer_folder / "tokenizer.json"]
-        save_checkpoint(decoder.state_dict(), config, folder / name, tokenizer=tokenizer)
+        save_checkpoint(parameters, config, folder / name, tokenizer=tokenizer)
     flags = ("--dtype", "float32", "--kv-memory", "16M", "--max-model-len", str(CONTEXT))
     sources = [f"{name}={folder / name}" for name in ENCODINGS]
     app = loaded_app(*sources, *flags)

@@ -2,18 +2,21 @@
 
 from itertools import chain
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
 
+from ropewalk.model.attention.base import AttentionSpec
+from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.server.engine import warm_up
 from ropewalk.server.errors import CommandError
 from tests.model import encoder_decoders
 from tests.model.checkpoints import save
 from tests.model.running import CPU, new_cache
-from tests.model.tiny import CONFIG, tiny
+from tests.model.tiny import CONFIG, parameters_of, tiny
 
 
 @pytest.mark.parametrize(
@@ -51,30 +54,30 @@ def test_a_context_may_be_shorter_than_a_block() -> None:
     warm_up.warm_up(decoder, new_cache(decoder, 2), CONFIG, 5, "m")
 
 
-def rows_of(module: nn.Module) -> set[int]:
-    """Grows by the rows of each call."""
-    rows: set[int] = set()
-    module.register_forward_pre_hook(lambda _, given: rows.add(len(given[0])))
-    return rows
+class Counting(SdpaAttention):
+    """Remembers how many rows each kind of attention had."""
+
+    rows: ClassVar[dict[AttentionSpec, set[int]]] = {}
+
+    def __call__(self, q: Tensor, *others: Any) -> Tensor:
+        self.rows.setdefault(self.spec, set()).add(len(q))
+        return super().__call__(q, *others)
 
 
 def test_a_token_by_itself_is_computed_too(tmp_path: Path) -> None:
     """By an encoder too, whose steps are not recorded."""
     model = encoder_decoders.random_model(encoder_decoders.t5())
     checkpoint = open_checkpoint(save(model, tmp_path))
-    loaded = encoder_decoders.loaded(checkpoint)
-    for decoder, shape, stacks in (
-        (tiny(dtype=torch.float32), CONFIG, ()),
-        (loaded, checkpoint.config, (loaded.encoder.layers,)),
-    ):
-        found = [rows_of(each) for each in (decoder.layers, *stacks)]
-        warm_up.warm_up(decoder, new_cache(decoder, 4), shape, 256, "m")
-        assert all(rows == {1, 16} for rows in found)
+    loaded = encoder_decoders.loaded(checkpoint, backend=Counting)
+    for decoder, kinds in ((tiny("rope", Counting, torch.float32), 1), (loaded, 3)):
+        Counting.rows.clear()
+        warm_up.warm_up(decoder, new_cache(decoder, 4), decoder.config, 256, "m")
+        assert list(Counting.rows.values()) == [{1, 16}] * kinds
 
 
 def test_numbers_that_are_not_finite_are_refused() -> None:
     decoder = tiny(dtype=torch.float32)
-    decoder.head.weight.fill_(torch.inf)
+    parameters_of(decoder)["head.weight"].fill_(torch.inf)
     with pytest.raises(CommandError, match="m computes logits that are not finite"):
         warm_up.warm_up(decoder, new_cache(decoder, 2), CONFIG, 256, "m")
 
@@ -85,7 +88,7 @@ def test_a_first_pass_that_fails_says_why_in_one_sentence() -> None:
     def fails(*given: object) -> None:
         raise RuntimeError("out of memory\nand a long report")
 
-    decoder.forward = fails
+    decoder.executor = fails
     with pytest.raises(
         CommandError, match=r"m: the first forward pass failed \(RuntimeError: out of"
     ) as said:

@@ -12,8 +12,8 @@ import torch
 
 from ropewalk.cache.ledger import Ledger
 from ropewalk.cache.types import Audit
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.weights.checksums import PORTIONS, STEPS, Seals
-from ropewalk.model.weights.fixed import fixed_tensors
 from ropewalk.server.app.app import create_app
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine import integrity
@@ -129,11 +129,13 @@ def serving(monkeypatch, *flags, idle_s=30.0):
     """Models as `serve` makes them: (client, metrics, the first model's fixed tensors)."""
     held = []
 
-    def recorded(model):
-        held.append(fixed_tensors(model))
+    fixed_tensors = Decoder.fixed_tensors
+
+    def recorded(decoder):
+        held.append(fixed_tensors(decoder))
         return held[-1]
 
-    monkeypatch.setattr(build, "fixed_tensors", recorded)
+    monkeypatch.setattr(Decoder, "fixed_tensors", recorded)
     monkeypatch.setattr(build, "IDLE_S", idle_s)
     config, metrics = configured(*flags, "--kv-memory", "2M"), Metrics()
     loaded = build.load_models(config, metrics)

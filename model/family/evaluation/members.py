@@ -9,14 +9,15 @@ from pathlib import Path
 import torch
 
 from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import EncodingError, create
 from ropewalk.model.family.errors import FamilyError
 from ropewalk.model.family.training.recipe import ENCODINGS, code_digest
-from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.layers.executor import TorchExecutor
 from ropewalk.model.loading.checkpoints import (
     Checkpoint,
     CheckpointError,
-    load_decoder,
+    load_program,
     open_checkpoint,
 )
 from ropewalk.model.tokenizers.loading import vocabulary_file
@@ -89,8 +90,7 @@ def load(checkpoint: Checkpoint, context: int, device: torch.device) -> Decoder:
     config = checkpoint.config
     try:
         encoding = create(config.encoding, config, context, device)
-        decoder = Decoder(config, encoding, SdpaAttention, dtype=torch.float32, device=device)
-        load_decoder(checkpoint, decoder)
+        program = load_program(checkpoint, encoding, dtype=torch.float32, device=device)
     except (CheckpointError, EncodingError) as error:
         raise FamilyError(str(error)) from error
     except Exception as error:  # a custom class may raise anything
@@ -98,4 +98,4 @@ def load(checkpoint: Checkpoint, context: int, device: torch.device) -> Decoder:
             f"{checkpoint.path}: {config.encoding.name} fails at {context:,} positions "
             f"({type(error).__name__}: {error})"
         ) from error
-    return decoder
+    return Decoder(program, TorchExecutor(program, SdpaAttention))

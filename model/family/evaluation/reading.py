@@ -13,7 +13,7 @@ from ropewalk.cache.kv import KVCache
 from ropewalk.cache.manager import Table
 from ropewalk.cache.types import BLOCK_SIZE
 from ropewalk.model.batch import in_order, of_one
-from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.decoder import Decoder
 
 CHUNK = 512  # tokens per pass
 
@@ -45,13 +45,12 @@ class Reader:
 
 def new_cache(decoder: Decoder, blocks: int) -> KVCache:
     """A cache in the decoder's dtype, on its device."""
-    weight = decoder.embed.weight
     return KVCache(
         decoder.config,
         blocks=blocks,
         block_size=BLOCK_SIZE,
-        dtype=weight.dtype,
-        device=weight.device,
+        dtype=decoder.dtype,
+        device=decoder.device,
     )
 
 

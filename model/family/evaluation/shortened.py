@@ -19,9 +19,9 @@ from ropewalk.cache.ledger import Ledger
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.operations import Operations
 from ropewalk.cache.types import BLOCK_SIZE, Audit, Evict, Move, Op, Unsupported
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.family.evaluation.reading import forward, new_cache
 from ropewalk.model.family.evaluation.texts import Texts
-from ropewalk.model.layers.decoder import Decoder
 from ropewalk.report.statistics import Estimate, by_document
 
 SEQUENCE, OTHER = "sequence", "other"  # names in the cache

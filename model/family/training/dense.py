@@ -16,7 +16,7 @@ from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import PositionalEncoding
 from ropewalk.model.encodings.common.rotary import Rotation
-from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.layers.executor import TorchExecutor
 
 QUERIES = 128  # of a window, whose scores are computed as one product
 
@@ -124,20 +124,21 @@ def dense_batch(tokens: Tensor) -> ForwardBatch:
     )
 
 
-def dense_logits(decoder: Decoder, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+def dense_logits(decoder: TorchExecutor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """[windows, length] → [windows · length, vocab], with gradients. dtype: as in DenseKV."""
     windows, length = tokens.shape
-    kv = DenseKV(decoder.config, windows=windows, length=length, dtype=dtype, device=tokens.device)
+    config = decoder.program.config
+    kv = DenseKV(config, windows=windows, length=length, dtype=dtype, device=tokens.device)
     return decoder.compute(dense_batch(tokens), kv)
 
 
-def refreeze(decoder: Decoder) -> None:
+def refreeze(decoder: TorchExecutor) -> None:
     """Recompute what the encoding derives from its parameters, so that gradients reach these.
 
     Tensors left by the previous pass belong to its graph: they are detached first, so that
     `freeze` may write into them.
     """
-    for module in decoder.modules():
+    for module in decoder.program.encoding.modules():
         if isinstance(module, PositionalEncoding):
             for name, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
                 if isinstance(value, Tensor):

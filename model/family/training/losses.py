@@ -8,12 +8,12 @@ from torch import Tensor
 from ropewalk.model.family.errors import FamilyError
 from ropewalk.model.family.texts.corpus import Split
 from ropewalk.model.family.training.dense import dense_logits, refreeze
-from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.layers.executor import TorchExecutor
 
 _AT_ONCE = 8  # windows
 
 
-def token_losses(decoder: Decoder, tokens: Tensor, autocast: bool = False) -> Tensor:
+def token_losses(decoder: TorchExecutor, tokens: Tensor, autocast: bool = False) -> Tensor:
     """tokens [windows, length + 1] → nats [windows, length] of each next token.
 
     autocast: compute in bfloat16, where the hardware supports it.
@@ -26,7 +26,7 @@ def token_losses(decoder: Decoder, tokens: Tensor, autocast: bool = False) -> Te
 
 
 @torch.no_grad()
-def later_half(decoder: Decoder, windows: Tensor, autocast: bool = False) -> float:
+def later_half(decoder: TorchExecutor, windows: Tensor, autocast: bool = False) -> float:
     """Nats per token over the later half of the positions of windows [windows, length + 1]."""
     refreeze(decoder)
     half = windows.shape[1] // 2

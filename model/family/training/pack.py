@@ -14,9 +14,9 @@ from ropewalk.model.encodings.base import create
 from ropewalk.model.family.files import put, replacing
 from ropewalk.model.family.training.dense import DenseAttention
 from ropewalk.model.family.training.losses import later_half
-from ropewalk.model.layers.decoder import Decoder
-from ropewalk.model.layers.linear import rounded_rows
-from ropewalk.model.loading.checkpoints import load_decoder, open_checkpoint
+from ropewalk.model.layers.executor import TorchExecutor
+from ropewalk.model.loading.checkpoints import load_program, open_checkpoint
+from ropewalk.model.weights.quantize import rounded_rows
 from ropewalk.model.weights.safetensors_dir import ROW_SCALE, SINGLE, SafetensorsDirectory
 
 COST_WINDOWS = 64  # of held-out text, to measure what packing costs
@@ -75,6 +75,5 @@ def loss_of(folder: Path, windows: Tensor) -> float:
     checkpoint = open_checkpoint(folder)
     config, device = checkpoint.config, windows.device
     encoding = create(config.encoding, config, config.trained_context, device)
-    decoder = Decoder(config, encoding, DenseAttention, dtype=torch.float32, device=device)
-    load_decoder(checkpoint, decoder)
-    return later_half(decoder, windows)
+    program = load_program(checkpoint, encoding, dtype=torch.float32, device=device)
+    return later_half(TorchExecutor(program, DenseAttention), windows)

@@ -18,7 +18,8 @@ from ropewalk.model.digests import of_file
 from ropewalk.model.encodings.base import create, find
 from ropewalk.model.family.texts.tokenizer import PIECES
 from ropewalk.model.family.training.dense import DenseAttention
-from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.layers.executor import TorchExecutor
+from ropewalk.model.recipes import allocate, program
 
 ENCODINGS = ("rope", "t5", "alibi", "learned", "sinusoidal", "nope")
 CONTEXT = 512  # tokens per training window
@@ -105,16 +106,19 @@ def shape(encoding: str) -> ModelConfig:
     return replace(config, encoding=EncodingSpec(encoding, options))
 
 
-def new_decoder(config: ModelConfig, seed: int, device: torch.device) -> Decoder:
+def new_decoder(config: ModelConfig, seed: int, device: torch.device) -> TorchExecutor:
     """A decoder with its initial weights, float32, with gradients. Raises EncodingError."""
     encoding = create(config.encoding, config, config.trained_context, device)
-    decoder = Decoder(config, encoding, DenseAttention, dtype=torch.float32, device=device)
+    weights = allocate(config, encoding, dtype=torch.float32, device=device)
+    made = program(config, weights, encoding)
     with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
+        for name, parameter in made.named_parameters():
             if not name.startswith("encoding."):
                 parameter.copy_(_first_values(name, parameter, config, seed))
         encoding.first_values(torch.Generator().manual_seed(_seed(seed, "encoding")))
-    return decoder.requires_grad_(True)
+    for _, parameter in made.named_parameters():
+        parameter.requires_grad_(True)
+    return TorchExecutor(made, DenseAttention)
 
 
 def _first_values(

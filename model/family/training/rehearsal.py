@@ -37,7 +37,7 @@ def rehearse(encoding: str, context: int) -> None:
             f"{encoding} cannot be trained ({where(error)}); docs/encodings.md says what a class "
             "must keep to"
         ) from error
-    still = [name for name, each in decoder.named_parameters() if each.grad is None]
+    still = [name for name, each in decoder.program.named_parameters() if each.grad is None]
     if still:
         raise FamilyError(
             f"{encoding}: no gradient reaches {', '.join(still)}; derive values from the "

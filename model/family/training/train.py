@@ -64,7 +64,7 @@ class Training:
         self._bos = corpus.train.bos
         held_out = windows_of(corpus.held_out, config.trained_context, HELD_OUT_WINDOWS)
         self._held_out = held_out.to(pace.device)
-        self._parameters = dict(self.decoder.named_parameters())
+        self._parameters = dict(self.decoder.program.named_parameters())
         matrices = {name: p for name, p in self._parameters.items() if _is_matrix(name, p)}
         self._muon = Muon(
             {name: _parts(name, p.detach()) for name, p in matrices.items()},
@@ -128,7 +128,7 @@ class Training:
         refreeze(self.decoder)
         save_checkpoint(
             {name: p.detach() for name, p in self._parameters.items()},
-            self.decoder.config,
+            self.decoder.program.config,
             made,
             tokenizer=[tokenizer],
         )

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ropewalk.cache.kv import Int8LayerKV, PagedKV
 from ropewalk.cache.types import KeyFrame
-from ropewalk.model.attention.base import AttentionSpec
+from ropewalk.model.attention.base import AttentionSpec, why_not_bias
 from ropewalk.model.attention.bias import DenseBias, StepBias
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.encodings.base import KeyBias, LinearBias, TableBias
@@ -29,7 +29,7 @@ class CpuBackend:
             return f"the device is {spec.device.type}"
         if spec.dtype not in ATTENTION_SUFFIXES:
             return f"it computes float32, float64 and bfloat16, not {spec.dtype}"
-        return self.kernels if isinstance(self.kernels, str) else None
+        return self.kernels if isinstance(self.kernels, str) else why_not_bias(spec)
 
     def __call__(self, spec: AttentionSpec) -> "CpuAttention":
         assert isinstance(self.kernels, Kernels), "ask why_not first"

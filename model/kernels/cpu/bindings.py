@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ropewalk.cache.huge_pages import HugePages
 from ropewalk.model.kernels.cpu.library import NoKernels, library
-from ropewalk.model.layers.linear import Groups
 from ropewalk.model.sampling import SamplingParams
+from ropewalk.model.weights.quantize import Int4
 
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 PACKED_SUFFIXES = SUFFIXES | {torch.int8: "i8"}
@@ -48,50 +48,48 @@ class LinearArguments(ctypes.Structure):
 
 
 class NormArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in layer.hpp."""
+    """Mirrors the struct of the same name in program.hpp."""
 
     _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("centred", c_int64))
 
 
-class LayerArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in layer.hpp."""
+class Columns(ctypes.Structure):
+    """Mirrors the struct of the same name in program.hpp."""
+
+    _fields_ = tuple((name, c_int64) for name in ("start", "width", "first", "count", "where"))
+
+
+class OpArguments(ctypes.Structure):
+    """Mirrors the struct of the same name in program.hpp."""
 
     _fields_ = (
-        *((name, NormArguments) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
-        *((name, LinearArguments) for name in ("qkv", "out", "up", "down")),
-        ("cross_norm", NormArguments),
-        *((name, LinearArguments) for name in ("cross_q", "cross_out")),
-        *((name, c_void_p) for name in ("cosines", "sines")),
-        *((name, c_int64) for name in ("pairs", "interleaved", "turned")),
-        *((name, c_int64) for name in ("parallel", "index", "kind")),
-        *((name, c_double) for name in ("eps", "clip")),
+        *((name, c_int64) for name in ("kind", "part", "kept", "begins")),
+        *((name, Columns) for name in ("x", "y", "z", "to")),
+        ("norm", NormArguments),
+        ("linear", LinearArguments),
+        *((name, c_void_p) for name in ("table", "vectors", "cosines", "sines")),
+        *((name, c_int64) for name in ("rows", "pairs", "interleaved", "by_offset", "head_dim")),
+        *((name, c_int64) for name in ("activation", "layer", "attends", "heedless")),
+        ("number", c_double),
     )
 
 
 class StepArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in layer.hpp."""
+    """Mirrors the struct of the same name in program.hpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "y", "scratch", "offsets", "slots", "kept")),
-        *((name, c_int64) for name in ("rows", "kept_rows")),
-        *((name, c_void_p) for name in ("qkv", "q", "k")),
-        *((name, POINTER(AttendArguments)) for name in ("attends", "cross")),
+        *((name, c_void_p) for name in ("scratch", "result", "tokens", "positions", "offsets")),
+        *((name, c_void_p) for name in ("slots", "kept")),
+        *((name, c_int64) for name in ("rows", "kept_rows", "each_row", "run")),
+        ("attends", POINTER(AttendArguments)),
         *((name, c_int64) for name in ("layer_bytes", "layer_scales")),
         ("seconds", c_void_p),
     )
 
 
-class EndsArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in layer.hpp."""
-
-    _fields_ = (
-        ("embedding", c_void_p),
-        ("vocab", c_int64),
-        ("vectors", c_void_p),
-        *((name, c_double) for name in ("embed_scale", "vector_scale", "eps")),
-        ("norm", NormArguments),
-        ("head", LinearArguments),
-    )
+def has_bf16_arithmetic() -> bool:
+    """Whether this CPU multiplies bfloat16 directly, without widening it."""
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 def in_strips(rows: Tensor) -> Tensor:
@@ -131,7 +129,7 @@ class Kernels:
         """Whether this processor has a format for `pack_int4`."""
         return self._size_of_int4(1, 1) > 0
 
-    def pack_int4(self, weight: Groups, gated: bool = False) -> Tensor:
+    def pack_int4(self, weight: Int4, gated: bool = False) -> Tensor:
         """Like `pack`."""
         order = in_strips if gated else Tensor.contiguous
         given = [order(each) for each in (weight.numbers, weight.scales, weight.leasts)]
@@ -146,37 +144,6 @@ class Kernels:
         pack.restype = c_int64
         size: int = pack(None, None, None, None, c_int64(outputs), c_int64(inputs))
         return size
-
-    def linear(self, arguments: LinearArguments, x: Tensor) -> Tensor:
-        """x [T, inputs] → [T, outputs]."""
-        x = x.contiguous()
-        y = x.new_empty(len(x), arguments.outputs)
-        rows = c_int64(len(x))
-        self._function("linear", x.dtype)(ctypes.byref(arguments), _as_c(x), _as_c(y), rows)
-        return y
-
-    def norm(self, arguments: NormArguments, x: Tensor, eps: float) -> Tensor:
-        """Normalise over the last dimension of x."""
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        width = x.shape[-1]
-        sizes = c_int64(x.numel() // width), c_int64(width), c_float(eps)
-        self._function("norm", x.dtype)(ctypes.byref(arguments), _as_c(x), _as_c(y), *sizes)
-        return y
-
-    def rotate(
-        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool
-    ) -> Tensor:
-        """Rotary embedding of x [T, heads, head_dim], each row's heads contiguous.
-
-        cos and sin are float32 tables [positions, pairs].
-        """
-        rows, heads, dim = x.shape
-        y = x.new_empty(x.shape)
-        pairs = cos.shape[1]
-        sizes = (rows, x.stride(0), heads, dim, pairs, int(interleaved))
-        self._call("rotate", x.dtype, x, y, cos, sin, positions, *sizes)
-        return y
 
     def largest(self, logits: Tensor) -> tuple[list[float], list[int]]:
         """Per row of logits [S, vocab]: its maximum, NaN if it has one, and its first index."""
@@ -223,35 +190,16 @@ class Kernels:
     def attend(self, dtype: torch.dtype, arguments: AttendArguments) -> None:
         getattr(self._library, f"attend_{ATTENTION_SUFFIXES[dtype]}")(ctypes.byref(arguments))
 
-    def layers(
+    def run(
         self,
         dtype: torch.dtype,
-        layers: "ctypes.Array[LayerArguments]",
-        run: range,
-        halves: range,
+        ops: "ctypes.Array[OpArguments]",
+        which: range,
         step: StepArguments,
     ) -> None:
-        """Run these half-layers of the layers in `run`, numbered from its first layer."""
-        first = ctypes.byref(layers, run.start * ctypes.sizeof(LayerArguments))
-        counts = map(c_int64, (len(run), halves.start, halves.stop))
-        self._function("layers", dtype)(first, *counts, ctypes.byref(step))
-
-    def decoder_pass(
-        self,
-        ends: EndsArguments,
-        layers: "ctypes.Array[LayerArguments]",
-        step: StepArguments,
-        tokens: Tensor | None,
-        logits: Tensor,
-    ) -> None:
-        """Compute logits [kept rows, vocab]. Without tokens, `step` holds the input vectors.
-
-        Raises IndexError for a token that is not in the vocabulary.
-        """
-        known: int = self._function("pass", logits.dtype)(
-            *(ctypes.byref(ends), layers, c_int64(len(layers)), ctypes.byref(step)),
-            *map(_as_c, (tokens, logits)),
-        )
+        """Run some of a program's ops. Raises IndexError for a token that is in no embedding."""
+        first = ctypes.byref(ops, which.start * ctypes.sizeof(OpArguments))
+        known: int = self._function("run", dtype)(first, c_int64(len(which)), ctypes.byref(step))
         if not known:
             raise IndexError("a token is not in the vocabulary")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import Int8LayerKV, PagedKV
-from ropewalk.model.attention.base import AttentionSpec
+from ropewalk.model.attention.base import AttentionSpec, why_not_bias
 from ropewalk.model.attention.bias import DenseBias, StepBias
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.encodings.base import KeyBias, LinearBias, TableBias
@@ -46,7 +46,7 @@ class TritonAttention:
             return f"it computes bfloat16, float16 and float32, not {spec.dtype}"
         if spec.head_dim > WIDEST_HEAD:
             return f"heads have {spec.head_dim} coordinates, and it takes {WIDEST_HEAD} at most"
-        return _lacking()
+        return _lacking() or why_not_bias(spec)
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec

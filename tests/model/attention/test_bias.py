@@ -2,15 +2,17 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ropewalk.model.attention.bias import DenseBias, step_biases
+from ropewalk.model.attention.bias import DenseBias
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.encodings.base import TableBias
 from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.layers.executor import Pass
 from tests.model.attention.test_cpu import problem, spec
 from tests.model.paths import BLOCK, four_ragged
 from tests.model.running import make_batch, new_cache
@@ -34,7 +36,8 @@ def with_holes(batch, block_size):
 
 
 def built(encoding, batch, block_size):
-    return list(step_biases(encoding, 3, batch, block_size))
+    now = Pass(batch, SimpleNamespace(block_size=block_size))
+    return [now.bias(encoding.for_layer(layer)) for layer in range(3)]
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -278,3 +278,14 @@ def test_a_refusal_names_every_reason(kernels):
     )
     with pytest.raises(NoBackend, match="cpu: no compiler"):
         choose([CpuBackend("no compiler")], spec())
+
+
+def test_a_bias_of_an_unknown_kind_is_refused(kernels):
+    """Rather than ignored: no kernel would add it."""
+
+    class Unknown:
+        pass
+
+    known, unknown = (replace(spec(6, 2), bias=kind) for kind in (LinearBias, Unknown))
+    assert CpuBackend(kernels).why_not(known) is None
+    assert "does not know a bias of the kind Unknown" in CpuBackend(kernels).why_not(unknown)

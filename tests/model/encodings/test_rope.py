@@ -186,12 +186,7 @@ def test_a_decoder_turns_in_those_layers_alone():
     tokens = list(range(20))
     found = {}
     for layers in ((), (0,), (0, 2), (0, 1, 2)):
-        decoder = tiny("rope")
-        decoder.encoding = encoding = create(
-            EncodingSpec("rope", ROPE | {"layers": list(layers)}), CONFIG, 64, CPU
-        )
-        for index, layer in enumerate(decoder.layers):
-            layer.attention.encoding = encoding.for_layer(index)
+        decoder = tiny("rope", options={"layers": list(layers)})
         found[layers] = run_uncached(decoder, tokens)
     assert torch.equal(found[()], run_uncached(tiny("nope"), tokens))
     assert torch.equal(found[(0, 1, 2)], run_uncached(tiny("rope"), tokens))

@@ -6,9 +6,9 @@ import torch
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.family.training import dense
 from ropewalk.model.family.training.dense import DenseAttention, dense_logits, refreeze
-from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.layers.executor import TorchExecutor
 from tests.model.running import run_uncached
-from tests.model.tiny import ENCODINGS, tiny
+from tests.model.tiny import ENCODINGS, in_torch, program_of, tiny
 
 WINDOWS, LENGTH = 3, 40
 TOKENS = torch.randint(61, (WINDOWS, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -21,8 +21,16 @@ def pieces(monkeypatch) -> None:
     monkeypatch.setattr(dense, "QUERIES", 16)
 
 
-def logits(decoder: Decoder) -> torch.Tensor:
-    return dense_logits(decoder, TOKENS, decoder.embed.weight.dtype)
+def training(*args, **options) -> TorchExecutor:
+    """A tiny program as training computes it, with gradients."""
+    program = program_of(tiny(*args, **options))
+    for _, parameter in program.named_parameters():
+        parameter.requires_grad_(True)
+    return TorchExecutor(program, DenseAttention)
+
+
+def logits(executor: TorchExecutor) -> torch.Tensor:
+    return dense_logits(executor, TOKENS, executor.program.dtype)
 
 
 def served(*args, **options) -> torch.Tensor:
@@ -33,7 +41,7 @@ def served(*args, **options) -> torch.Tensor:
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_what_is_trained_is_what_is_served(encoding) -> None:
-    trained = logits(tiny(encoding, DenseAttention, torch.float32))
+    trained = logits(training(encoding, dtype=torch.float32))
     expected = served(encoding, dtype=torch.float32)
     assert expected.std() > 0.1
     assert (trained - expected).abs().max() < 2e-5
@@ -41,21 +49,22 @@ def test_what_is_trained_is_what_is_served(encoding) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_of_attention(shape) -> None:
-    trained = logits(tiny("t5", DenseAttention, **SHAPES[shape]))
+    trained = logits(training("t5", **SHAPES[shape]))
     assert (trained - served("t5", **SHAPES[shape])).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_gradients_reach_every_parameter_in_every_step(encoding) -> None:
     """The second step has tables of its own: no step goes back through one before it."""
-    decoder = tiny(encoding, DenseAttention).requires_grad_(True)
+    decoder = training(encoding)
     for _ in range(2):
-        decoder.zero_grad()
+        for _, parameter in decoder.program.named_parameters():
+            parameter.grad = None
         refreeze(decoder)
         logits(decoder).square().sum().backward()
         missing = [
             name
-            for name, parameter in decoder.named_parameters()
+            for name, parameter in decoder.program.named_parameters()
             if parameter.grad is None or not parameter.grad.any()
         ]
         assert missing == []
@@ -63,8 +72,8 @@ def test_gradients_reach_every_parameter_in_every_step(encoding) -> None:
 
 def test_a_gradient_is_the_slope() -> None:
     """Of T5's bias, which reaches the scores by the longest way: a table built from it."""
-    decoder = tiny("t5", DenseAttention).requires_grad_(True)
-    bias = decoder.get_parameter("encoding.weight")
+    decoder = training("t5")
+    bias = dict(decoder.program.named_parameters())["encoding.weight"]
 
     def loss() -> torch.Tensor:
         refreeze(decoder)
@@ -82,5 +91,5 @@ def test_a_gradient_is_the_slope() -> None:
 
 
 def test_serving_keeps_no_gradients() -> None:
-    decoder = tiny().requires_grad_(True)
-    assert not run_uncached(decoder, [1, 2, 3]).requires_grad
+    program = training().program
+    assert not run_uncached(in_torch(program), [1, 2, 3]).requires_grad

@@ -11,11 +11,9 @@ from dataclasses import fields, replace
 import torch
 
 from ropewalk.model.batch import in_one_copy
-from ropewalk.model.kernels.substitutes import substitute_on_gpu
-from ropewalk.model.kernels.triton.attention import TritonAttention
 from tests.model.kernels.no_gpu import NoGPU
 from tests.model.running import CPU, Running, make_batch, new_cache
-from tests.model.tiny import tiny
+from tests.model.tiny import on_triton, tiny
 
 BLOCK = 16
 STEPS = 150
@@ -40,10 +38,9 @@ def step(lengths, draw):
 
 def main(encoding, stored=""):
     gpu, draw = NoGPU(90, 227 * 1024), random.Random(0)
-    decoder = tiny(encoding, TritonAttention, torch.bfloat16)
-    substitute_on_gpu(decoder, torch.bfloat16)
+    decoder = on_triton(tiny(encoding, dtype=torch.bfloat16))
     kv = new_cache(decoder, 400, BLOCK, torch.int8 if stored == "int8" else None)
-    compute = torch.inference_mode()(decoder.compute)
+    compute = torch.inference_mode()(decoder.executor.compute)
     # What a start computes: one token for each of few requests and of many, and a prompt.
     for lengths in ([(20, 1)], [(20, 1)] * 20, [(0, 20)]):
         compute(step(lengths, draw), kv)

@@ -13,19 +13,23 @@ import torch
 
 from ropewalk.cache.types import KeyFrame
 from ropewalk.model.encodings.common.rotary import Layout
-from ropewalk.model.kernels.cpu.modules import RotationTables
 from ropewalk.model.kernels.triton import (
     attention_kernels,
+    launches,
     layer_kernels,
     linear_kernels,
-    modules,
     store_kernels,
 )
 from ropewalk.model.kernels.triton.attention import TritonAttention, tile_bytes
-from ropewalk.model.kernels.triton.layers import TritonLayers
-from ropewalk.model.kernels.triton.modules import TritonGate, TritonLinear, TritonStore
-from ropewalk.model.layers.decoder import ACTIVATIONS, Gate, LayerNorm, Layers, RMSNorm
-from ropewalk.model.layers.linear import Int8Linear, Linear
+from ropewalk.model.kernels.triton.launches import (
+    TritonGate,
+    TritonLinear,
+    TritonNorm,
+    TritonStore,
+)
+from ropewalk.model.layers.executor import ACTIVATIONS
+from ropewalk.model.program import Norm
+from ropewalk.model.weights.quantize import Int8
 from tests.model.attention.test_cpu import biases, problem, spec
 from tests.model.attention.test_rotation import made
 from tests.model.in_8_bits import in_8_bits as rounded
@@ -46,29 +50,30 @@ def main(capability, shared, dtype, head_dim, bias, frame, stored=""):
 
     for layout in (*get_args(Layout), None):
         half = layout and made(KeyFrame.ABSOLUTE, dtype, layout=layout, width=head_dim // 2)
-        store = TritonStore(RotationTables(half) if half else None)
+        store = TritonStore(half)
         store.kernels = on_gpu(store_kernels, "store")
         store(q, q[:, :8], q[:, 8:16], batch, kv)
 
     x = q.flatten(1)
-    like = {"dtype": dtype, "device": x.device}
-    norm = RMSNorm(x.shape[1], 1e-5, **like)
-    layers = TritonLayers(Layers())
-    layers.kernels = on_gpu(layer_kernels, "add_norm")
-    layers.add_norm(x, x, norm)
-    layers.add_norm(x, None, LayerNorm(x.shape[1], 1e-5, True, **like))
+    width, weight = x.shape[1], torch.empty_like(x[0])
+    norm = TritonNorm(Norm("x", "n", "rms", width, 1e-5), weight, None)
+    centred = TritonNorm(Norm("x", "n", "layer", width, 1e-5, True, True), weight, weight)
+    for each, added in ((norm, x), (centred, None)):
+        each.kernels = on_gpu(layer_kernels, "add_norm")
+        each(x, added)
     for activation in ACTIVATIONS:
-        gate = TritonGate(Gate(activation))
+        gate = TritonGate(activation)
         gate.kernels = on_gpu(layer_kernels, "gate")
         gate(x)
 
-    modules.MANY_PROGRAMS = 1  # so that tiles are as large as they ever are
+    launches.MANY_PROGRAMS = 1  # so that tiles are as large as they ever are
     for more in ({"added": x[:8, :64]}, {"norm": norm}, {"norm": norm, "gated": True}):
         if dtype in TritonLinear.DTYPES:
-            linear = Linear(x.shape[1], 128 if "gated" in more else 64, bias=True, **like)
-            linear = TritonLinear(Int8Linear(linear) if in_8_bits else linear)
+            weight = torch.zeros(128 if "gated" in more else 64, width, dtype=dtype)
+            bias = torch.zeros(len(weight), dtype=dtype)
+            linear = TritonLinear(Int8.of(weight) if in_8_bits else weight, bias)
             linear.kernels = on_gpu(linear_kernels, "linear")
-            linear.few(x[:8], activation="gelu", **more)
+            linear(x[:8], activation="gelu", **more)
     for name, used in gpu.compiled:
         print(name, used, "bytes shared")
 

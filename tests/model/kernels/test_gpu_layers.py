@@ -7,19 +7,19 @@ import torch
 
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.config import EncodingSpec
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import PositionalEncoding
 from ropewalk.model.kernels.graphs.replay import Bucket
-from ropewalk.model.kernels.substitutes import substitute_on_gpu
-from ropewalk.model.kernels.triton.attention import TritonAttention
-from ropewalk.model.kernels.triton.layers import TritonLayers
-from ropewalk.model.kernels.triton.modules import FEW_ROWS, TritonLinear
-from ropewalk.model.layers.linear import quantize
+from ropewalk.model.kernels.triton.executor import AddNorm, Around, TritonExecutor
+from ropewalk.model.kernels.triton.launches import FEW_ROWS
 from ropewalk.model.loading.checkpoints import open_checkpoint
+from ropewalk.model.program import Linear, quantized
 from tests.model import encoder_decoders
 from tests.model.attention.triton_here import DEVICE
 from tests.model.checkpoints import save
+from tests.model.kernels.test_cpu_executor import in_any_order
 from tests.model.running import Running, full_of_nan, make_batch, new_cache
-from tests.model.tiny import ENCODINGS, tiny
+from tests.model.tiny import CONFIG, ENCODINGS, in_torch, on_triton, program_of, tiny
 from tests.products import combined
 
 pytestmark = pytest.mark.triton
@@ -31,6 +31,7 @@ SHAPES = {
     "norms of queries": {"qk_norm": True},
     "parallel": {"block": "parallel"},
     "norms last": {"block": "post_norm"},
+    "in any order": {"block": in_any_order},
     "in 8 bits": {},
 }
 
@@ -41,15 +42,17 @@ def triton():
 
 
 def decoders(encoding, shape, dtype=torch.float32):
-    """The same decoder by its own modules and in Triton."""
-    made = []
-    for backend in (ReferenceAttention, TritonAttention):
-        decoder = tiny(encoding, backend, dtype, device=DEVICE, **SHAPES[shape])
-        if shape == "in 8 bits":
-            quantize(decoder)
-        substitute_on_gpu(decoder, dtype)
-        made.append(decoder)
-    return made
+    """The same decoder in torch and in Triton."""
+    program = program_of(tiny(encoding, dtype=dtype, device=DEVICE, **SHAPES[shape]))
+    if shape == "in 8 bits":
+        program = quantized(program)
+    return [in_torch(program), Decoder(program, TritonExecutor(program))]
+
+
+def kinds(decoder, rows=1):
+    """The kinds of ops, fused and not, for so many rows."""
+    every = (steps(rows) for steps in decoder.executor._answers)
+    return [type(step.op) for steps in every for step in steps]
 
 
 def steps():
@@ -75,8 +78,10 @@ def steps():
 )
 def test_a_decoder_computes_what_its_modules_do(encoding, shape):
     plain, fast = decoders(encoding, shape)
-    assert isinstance(fast.layers, TritonLayers) == ("block" not in SHAPES[shape])
-    assert isinstance(fast.head, TritonLinear)
+    few, many = kinds(fast), kinds(fast, FEW_ROWS + 1)
+    assert few.count(Around) == 1 + 4 * CONFIG.layers and Linear not in few
+    assert Around not in many or SHAPES[shape].get("gated", True)
+    assert AddNorm in many
     kept, used = (full_of_nan(new_cache(decoder, 8, 16)) for decoder in (plain, fast))
     for batch in steps():
         exact, found = plain(batch, kept), fast(batch, used)
@@ -106,7 +111,7 @@ def test_the_embedded_tokens_may_lie_anyhow(shape, monkeypatch):
 
 def test_float16_leaves_linear_layers_to_torch():
     _, fast = decoders("rope", "gated", torch.float16)
-    assert not any(isinstance(each, TritonLinear) for each in fast.modules())
+    assert Linear in kinds(fast)
     kv = new_cache(fast, 8, 16)
     assert all(fast(batch, kv).isfinite().all() for batch in steps())
 
@@ -136,15 +141,12 @@ def test_encoder_decoders(tmp_path):
         model = encoder_decoders.random_model(kind())
         checkpoint = open_checkpoint(save(model, tmp_path / str(index)))
         logits = []
-        for backend in (ReferenceAttention, TritonAttention):
-            decoder = encoder_decoders.loaded(checkpoint, backend=backend, device=DEVICE)
-            substitute_on_gpu(decoder, torch.float32)
+        plain = encoder_decoders.loaded(checkpoint, backend=ReferenceAttention, device=DEVICE)
+        for decoder in (plain, on_triton(plain)):
             take = encoder_decoders.allocator(torch.Generator().manual_seed(0))
             request = encoder_decoders.Answering([5, 6, 7] * 5, range(14), take)
             kv = encoder_decoders.new_cache(decoder)
             for count in (FEW_ROWS + 2, 2, 1):
                 logits += encoder_decoders.step(decoder, [(request, count)], kv)
-        assert isinstance(decoder.encoder.layers, TritonLayers)
-        assert isinstance(decoder.layers, TritonLayers)
         for exact, found in zip(logits[:3], logits[3:], strict=True):
             assert (found - exact).abs().max() <= 1e-4 * exact.abs().max()

@@ -9,15 +9,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk.cache.kv import KVCache
-from ropewalk.model.encodings.base import create
+from ropewalk.model.encodings.base import create, freeze_all
 from ropewalk.model.kernels.graphs.replay import Bucket
-from ropewalk.model.kernels.substitutes import substitute_on_gpu
-from ropewalk.model.kernels.triton import attention, modules
-from ropewalk.model.kernels.triton import layers as gpu_layers
-from ropewalk.model.kernels.triton.attention import TritonAttention
-from ropewalk.model.kernels.triton.modules import FEW_ROWS
-from ropewalk.model.layers.decoder import Decoder
-from tests.model.tiny import CONFIG, CONTEXT, ENCODINGS, freeze
+from ropewalk.model.kernels.triton import attention
+from ropewalk.model.kernels.triton import launches as fused
+from ropewalk.model.kernels.triton.executor import TritonExecutor
+from ropewalk.model.kernels.triton.launches import FEW_ROWS
+from ropewalk.model.recipes import allocate, program
+from tests.model.tiny import CONFIG, CONTEXT, ENCODINGS
 
 META = torch.device("meta")
 ALLOCATE = ("aten::empty", "aten::new_empty")
@@ -57,16 +56,16 @@ class Kernel:
 def launches(monkeypatch, encoding, layers, stored, requests):
     """Of a decoding step."""
     counting = Launches()
-    for using in (attention, modules, gpu_layers):
+    for using in (attention, fused):
         monkeypatch.setattr(using, "import_module", lambda name: counting.kernels)
     config = replace(CONFIG, encoding=ENCODINGS[encoding], layers=layers, windows=(None,) * layers)
     kv = KVCache(config, blocks=40, block_size=16, dtype=stored, device=META)
     made = create(config.encoding, config, CONTEXT, META)
-    decoder = Decoder(config, made, TritonAttention, dtype=torch.bfloat16, device=META)
-    freeze(decoder)
-    substitute_on_gpu(decoder, torch.bfloat16)
+    weights = allocate(config, made, dtype=torch.bfloat16, device=META)
+    freeze_all(made)
+    executor = TritonExecutor(program(config, weights, made))
     with counting:
-        decoder.compute(Bucket(requests, CONTEXT, kv).batch, kv)
+        executor.compute(Bucket(requests, CONTEXT, kv).batch, kv)
     return counting.counts
 
 

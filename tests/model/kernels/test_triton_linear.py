@@ -6,11 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ropewalk.model.kernels.triton import modules
-from ropewalk.model.kernels.triton.modules import FEW_ROWS, OUTPUTS_AT_ONCE, TritonLinear
-from ropewalk.model.layers.decoder import ACTIVATIONS, RMSNorm
-from ropewalk.model.layers.linear import Int8Linear, Linear
-from tests.model.attention.triton_here import DEVICE, drawn
+from ropewalk.model.kernels.triton import launches
+from ropewalk.model.kernels.triton.launches import (
+    FEW_ROWS,
+    OUTPUTS_AT_ONCE,
+    TritonLinear,
+    TritonNorm,
+)
+from ropewalk.model.layers.executor import ACTIVATIONS
+from ropewalk.model.program import Norm
+from ropewalk.model.weights.quantize import Int8
+from tests.model.attention.triton_here import drawn
 from tests.products import thirds
 
 pytestmark = pytest.mark.triton
@@ -24,34 +30,39 @@ def triton():
     pytest.importorskip("triton", reason="Triton is not installed")
 
 
+@dataclass(frozen=True)
+class Layer:
+    weight: torch.Tensor | Int8
+    bias: torch.Tensor | None
+
+    def in_triton(self):
+        return TritonLinear(self.weight, self.bias)
+
+
 def linear(inputs, outputs, dtype=torch.float32, bias=True, in_8_bits=False):
-    made = Linear(inputs, outputs, bias=bias, dtype=dtype, device=DEVICE)
-    made.weight.copy_(drawn(outputs, inputs, dtype=dtype, seed=1, scale=inputs**-0.5))
-    if bias:
-        made.bias.copy_(drawn(outputs, dtype=dtype, seed=2))
-    return Int8Linear(made) if in_8_bits else made
+    weight = drawn(outputs, inputs, dtype=dtype, seed=1, scale=inputs**-0.5)
+    of_each = drawn(outputs, dtype=dtype, seed=2) if bias else None
+    return Layer(Int8.of(weight) if in_8_bits else weight, of_each)
 
 
 def normed(width, dtype=torch.float32):
-    norm = RMSNorm(width, EPS, dtype, DEVICE)
-    norm.weight.copy_(drawn(width, dtype=dtype, seed=3))
-    return norm
+    return TritonNorm(Norm("", "", "", width, EPS), drawn(width, dtype=dtype, seed=3), None)
 
 
 @dataclass
 class Exactly:
     """In float64, from the literature's formulas."""
 
-    linear: Linear | Int8Linear
+    linear: Layer
 
-    def few(self, x, *, norm=None, activation=None, gated=False, added=None):
+    def __call__(self, x, *, norm=None, activation=None, gated=False, added=None):
         x = x.double()
         if norm is not None:
-            x = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
-        if isinstance(self.linear, Int8Linear):
-            weight = self.linear.rounded.double() * self.linear.scale.double()[:, None]
-        else:
-            weight = self.linear.weight.double()
+            x = x / (x.square().mean(-1, keepdim=True) + norm.op.eps).sqrt() * norm.weight.double()
+        weight = self.linear.weight
+        if isinstance(weight, Int8):
+            weight = weight.rounded.double() * weight.scale.double()[:, None]
+        weight = weight.double()
         bias = None if self.linear.bias is None else self.linear.bias.double()
         y = F.linear(x, weight, bias)
         if gated:
@@ -63,8 +74,8 @@ class Exactly:
 
 
 def check(of, x, **more):
-    found = TritonLinear(of).few(x, **more)
-    exact = Exactly(of).few(x, **more)
+    found = of.in_triton()(x, **more)
+    exact = Exactly(of)(x, **more)
     assert (found.dtype, found.shape) == (x.dtype, exact.shape)
     # Sums are float32. Of a norm's products with its weights each is rounded, and the sum is.
     roundings = 32 if x.dtype is torch.float32 else 4
@@ -116,31 +127,20 @@ def test_norms_of_small_and_large_rows(far):
 
 
 def test_tiles_of_twice_as_many_outputs(monkeypatch):
-    monkeypatch.setattr(modules, "MANY_PROGRAMS", 2)
+    monkeypatch.setattr(launches, "MANY_PROGRAMS", 2)
     check(linear(24, 4 * OUTPUTS_AT_ONCE + 3), drawn(3, 24))
 
 
-def test_more_rows_are_torch_s():
-    of, x = linear(24, 40), drawn(FEW_ROWS + 1, 24)
-    assert torch.equal(TritonLinear(of)(x), of(x))
-    few = TritonLinear(of)(x[:FEW_ROWS])
-    torch.testing.assert_close(few, of(x[:FEW_ROWS]))
-
-
-def test_no_rows():
-    assert TritonLinear(linear(24, 40))(drawn(0, 24)).shape == (0, 40)
-
-
 def test_rows_change_no_bit_of_others():
-    of, x = TritonLinear(linear(300, 17)), drawn(FEW_ROWS, 300)
-    together = of.few(x, norm=normed(300))
+    of, x = linear(300, 17).in_triton(), drawn(FEW_ROWS, 300)
+    together = of(x, norm=normed(300))
     for row in range(FEW_ROWS):
-        assert torch.equal(of.few(x[row : row + 1], norm=normed(300))[0], together[row])
+        assert torch.equal(of(x[row : row + 1], norm=normed(300))[0], together[row])
 
 
 def test_not_a_number_stays_in_its_row():
     x = drawn(3, 24)
     x[1, 5] = torch.nan
-    found = TritonLinear(linear(24, 40)).few(x, norm=normed(24), activation="relu")
+    found = linear(24, 40).in_triton()(x, norm=normed(24), activation="relu")
     assert found.isnan().all(-1).tolist() == [False, True, False]
     assert found[[0, 2]].isfinite().all()

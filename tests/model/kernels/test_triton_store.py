@@ -7,18 +7,14 @@ import torch
 
 from ropewalk.cache.kv import KVCache
 from ropewalk.cache.types import KeyFrame
-from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.base import LinearBias
 from ropewalk.model.encodings.common.rope_scaling import scaling_from
 from ropewalk.model.encodings.rope import RoPE
-from ropewalk.model.kernels.cpu.modules import RotationTables
-from ropewalk.model.kernels.substitutes import substitute_on_gpu
-from ropewalk.model.kernels.triton.attention import TritonAttention
-from ropewalk.model.kernels.triton.modules import TritonStore
+from ropewalk.model.kernels.triton.launches import TritonStore
 from tests.cache.shape import Shape
 from tests.model.attention.triton_here import DEVICE
-from tests.model.tiny import CONFIG, ENCODINGS, WIDE_ROPE, YARN, tiny
+from tests.model.tiny import CONFIG, ENCODINGS, WIDE_ROPE, YARN, on_triton, tiny
 from tests.products import thirds
 
 pytestmark = pytest.mark.triton
@@ -68,7 +64,7 @@ def by_torch(encoding, q, k, v, batch, kv):
 
 
 def in_triton(encoding):
-    return TritonStore(None if encoding is None else RotationTables(encoding))
+    return TritonStore(encoding)
 
 
 def equal(found, exact):
@@ -211,20 +207,13 @@ def test_one_launch(encoding, stored):
 
 def stores(decoder):
     """Of each layer."""
-    return [layer.attention.kernel_store for layer in decoder.layers]
+    return decoder.executor._stores[: CONFIG.layers]
 
 
 def test_it_rotates_where_rope_does():
     """Layers 0 and 2 alone."""
-    decoder = tiny("rope-scaled", TritonAttention, torch.float32)
-    substitute_on_gpu(decoder, torch.float32)
-    assert [store.tables is not None for store in stores(decoder)] == [True, False, True]
-
-
-def test_other_attention_leaves_all_to_torch():
-    decoder = tiny("rope", ReferenceAttention, torch.float32)
-    substitute_on_gpu(decoder, torch.float32)
-    assert stores(decoder) == [None] * CONFIG.layers
+    decoder = on_triton(tiny("rope-scaled", dtype=torch.float32))
+    assert [store.rotates for store in stores(decoder)] == [True, False, True]
 
 
 class Biased(RoPE):
@@ -237,9 +226,8 @@ class Biased(RoPE):
 def test_it_rotates_where_a_class_does_as_rope_does(monkeypatch):
     spec = EncodingSpec(f"{__name__}:Biased", ENCODINGS["rope"].options)
     monkeypatch.setitem(ENCODINGS, "biased", spec)
-    decoder = tiny("biased", TritonAttention, torch.float32)
-    substitute_on_gpu(decoder, torch.float32)
-    assert all(store.tables is not None for store in stores(decoder))
+    decoder = on_triton(tiny("biased", dtype=torch.float32))
+    assert stores(decoder) and all(store.rotates for store in stores(decoder))
 
 
 class Unlike(RoPE):
@@ -253,6 +241,4 @@ class Unlike(RoPE):
 def test_what_turns_otherwise_is_left_alone(kind, monkeypatch):
     spec = EncodingSpec(kind, ENCODINGS["rope"].options)
     monkeypatch.setitem(ENCODINGS, "other", spec)
-    decoder = tiny("other", TritonAttention, torch.float32)
-    substitute_on_gpu(decoder, torch.float32)
-    assert stores(decoder) == [None] * CONFIG.layers
+    assert stores(on_triton(tiny("other", dtype=torch.float32))) == []

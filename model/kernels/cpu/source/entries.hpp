@@ -11,37 +11,18 @@
 
 #pragma once
 
-#include "layer.hpp"
+#include "program.hpp"
 #include "sampling.hpp"
 
 #define DEFINE_ENTRIES(SUFFIX, T) \
   int64_t pack_##SUFFIX(const T *w, Packed<T> *packed, int64_t outputs, int64_t inputs) { \
     return together([=](Team &team) { return pack(team, w, packed, outputs, inputs); }); \
   } \
-  void linear_##SUFFIX(const LinearArguments *a, const T *x, T *y, int64_t rows) { \
-    together([=](Team &team) { linear(team, *a, x, y, rows); }); \
-  } \
-  void norm_##SUFFIX(const NormArguments *a, const T *x, T *y, int64_t rows, int64_t width, \
-                     float eps) { \
-    together([=](Team &team) { norm_rows(team, *a, x, y, rows, width, eps); }); \
-  } \
-  void rotate_##SUFFIX(const T *x, T *y, const float *cosines, const float *sines, \
-                       const int64_t *positions, int64_t rows, int64_t stride, int64_t heads, \
-                       int64_t dim, int64_t half, int64_t interleaved) { \
-    together([=](Team &team) { \
-      (interleaved ? rotate<true, T> : rotate<false, T>)(team, x, y, cosines, sines, positions, \
-                                                         rows, stride, heads, dim, half); \
-    }); \
-  } \
-  void layers_##SUFFIX(const LayerArguments *each, int64_t count, int64_t first, int64_t end, \
-                       const StepArguments *step) { \
-    PartTimes times(step->seconds); \
-    together([&](Team &team) { layers<T>(team, each, count, first, end, *step, times); }); \
-  } \
-  int64_t pass_##SUFFIX(const EndsArguments *ends, const LayerArguments *each, int64_t count, \
-                        const StepArguments *step, const int64_t *tokens, T *logits) { \
+  int64_t run_##SUFFIX(const OpArguments *ops, int64_t count, const StepArguments *step) { \
     return together([=](Team &team) { \
-      return pass(team, *ends, each, count, *step, tokens, logits); \
+      const bool known = are_known(ops, count, *step); \
+      if (known) run<T>(team, ops, count, *step); \
+      return known; \
     }); \
   } \
   void largest_##SUFFIX(const T *logits, float *values, int64_t *tokens, int64_t rows, \

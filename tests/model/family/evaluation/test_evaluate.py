@@ -28,6 +28,7 @@ from tests.model.family.evaluation.trained import (
     save,
     write_log,
 )
+from tests.model.tiny import parameters_of
 
 SIZES = Sizes(
     context=128,
@@ -111,7 +112,7 @@ def test_every_part_of_every_model_is_there(found) -> None:
     assert (rope.name, rope.encoding) == ("ropewalk-rope", "rope")
     assert rope.config["trained_context"] == 64
     decoder = random_decoder(ENCODINGS["rope"])
-    assert rope.parameters == sum(each.numel() for each in decoder.parameters())
+    assert rope.parameters == sum(each.numel() for each in parameters_of(decoder).values())
     assert rope.losses.reach == 128 and rope.losses.bins[-1].stop == 128
     assert learned.losses.reach == 64 and learned.losses.refusal.startswith("refuses")
     assert len(rope.divergences) == 4 and learned.divergences[0].refusal

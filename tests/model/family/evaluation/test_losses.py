@@ -6,7 +6,6 @@ from math import log
 import pytest
 import torch
 
-from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.encodings.base import create
 from ropewalk.model.family.errors import FamilyError
 from ropewalk.model.family.evaluation import losses, reading
@@ -14,7 +13,8 @@ from ropewalk.model.family.evaluation.losses import HeldOut
 from ropewalk.model.family.evaluation.reading import Reader
 from ropewalk.model.family.evaluation.texts import texts_of
 from ropewalk.model.family.training.dense import DenseAttention, dense_logits
-from ropewalk.model.layers.decoder import Decoder
+from ropewalk.model.layers.executor import TorchExecutor
+from ropewalk.model.recipes import program
 from ropewalk.report.statistics import Estimate
 from tests.model.family.evaluation.trained import (
     CPU,
@@ -24,6 +24,7 @@ from tests.model.family.evaluation.trained import (
     corpus,
     random_decoder,
 )
+from tests.model.tiny import in_torch, program_of
 
 TEXTS = texts_of(corpus().held_out, 4 * TRAINED, 5)
 
@@ -59,6 +60,14 @@ def test_translations_of_a_book_are_one_document() -> None:
     assert found.weights.tolist() == [2, 3, 1]
 
 
+def with_weights_of(decoder, encoding):
+    """The decoder's program under the same encoding for another context."""
+    own = program_of(decoder)
+    encoding.load_state_dict(own.encoding.state_dict())
+    encoding.freeze()
+    return program(own.config, own.weights, encoding)
+
+
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_chunks_read_what_a_whole_pass_reads(encoding, monkeypatch) -> None:
     monkeypatch.setattr(reading, "CHUNK", 24)  # no multiple of a block, and several in a window
@@ -66,16 +75,9 @@ def test_chunks_read_what_a_whole_pass_reads(encoding, monkeypatch) -> None:
     decoder = random_decoder(ENCODINGS[encoding])
     found = losses.token_losses(Reader(decoder, TRAINED), tokens)
     shape = decoder.config
-    whole = Decoder(
-        shape,
-        create(shape.encoding, shape, TRAINED, CPU),
-        DenseAttention,
-        dtype=torch.float32,
-        device=CPU,
-    )
-    whole.load_state_dict(decoder.state_dict())
-    whole.encoding.freeze()
-    logits = dense_logits(whole, torch.tensor([tokens[:-1]]), torch.float32)
+    whole = with_weights_of(decoder, create(shape.encoding, shape, TRAINED, CPU))
+    training = TorchExecutor(whole, DenseAttention)
+    logits = dense_logits(training, torch.tensor([tokens[:-1]]), torch.float32)
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none")
     assert expected.std() > 0.1
     assert (found - expected).abs().max() < 1e-4
@@ -122,15 +124,7 @@ def test_the_oracle_reads_the_same() -> None:
     """The backend that evaluation uses against the reference one, past the trained length."""
     decoder = random_decoder(ENCODINGS["t5"])
     shape = decoder.config
-    oracle = Decoder(
-        shape,
-        create(shape.encoding, shape, 256, CPU),
-        ReferenceAttention,
-        dtype=torch.float32,
-        device=CPU,
-    )
-    oracle.load_state_dict(decoder.state_dict())
-    oracle.encoding.freeze()
+    oracle = in_torch(with_weights_of(decoder, create(shape.encoding, shape, 256, CPU)))
     tokens = TEXTS.tokens[1]
     a, b = (losses.token_losses(Reader(each, 256), tokens) for each in (decoder, oracle))
     assert (a - b).abs().max() < 1e-4

@@ -8,11 +8,13 @@ import torch
 
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import create
 from ropewalk.model.family.texts.corpus import Corpus, Split
 from ropewalk.model.family.texts.prepare import SHIPPED_TOKENIZER
-from ropewalk.model.layers.decoder import Decoder
 from ropewalk.model.loading.save import save_checkpoint
+from ropewalk.model.recipes import allocate, program
+from tests.model.tiny import in_torch, parameters_of
 
 CPU = torch.device("cpu")
 VOCAB = 4096
@@ -48,23 +50,20 @@ def config(encoding: EncodingSpec, layers: int = 2) -> ModelConfig:
 def random_decoder(encoding: EncodingSpec, scale: float = 0.3, layers: int = 2) -> Decoder:
     """Weights drawn once; `scale` 0 makes every token as likely as any."""
     shape = config(encoding, layers)
-    decoder = Decoder(
-        shape, create(encoding, shape, 4096, CPU), SdpaAttention, dtype=torch.float32, device=CPU
-    )
+    made = create(encoding, shape, 4096, CPU)
+    told = program(shape, allocate(shape, made, dtype=torch.float32, device=CPU), made)
     drawn = torch.Generator().manual_seed(0)
-    for name, parameter in decoder.named_parameters():
+    for name, parameter in told.named_parameters():
         values = torch.randn(parameter.shape, generator=drawn) * scale
         parameter.copy_(values + 1 if name.endswith("norm.weight") else values)
-    decoder.encoding.freeze()
-    return decoder
+    made.freeze()
+    return in_torch(told, SdpaAttention)
 
 
 def save(folder: Path, encoding: EncodingSpec, log: bool = True) -> Path:
     """Write a folder as training leaves it."""
     decoder = random_decoder(encoding)
-    save_checkpoint(
-        dict(decoder.named_parameters()), decoder.config, folder, tokenizer=[SHIPPED_TOKENIZER]
-    )
+    save_checkpoint(parameters_of(decoder), decoder.config, folder, tokenizer=[SHIPPED_TOKENIZER])
     if log:
         write_log(folder)
     return folder

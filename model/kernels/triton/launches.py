@@ -1,21 +1,21 @@
-"""Faster substitutes for parts of the decoder on a GPU: one launch where torch takes several.
+"""Parts of a layer on a GPU: one launch where torch takes several.
 
-Each computes what the part does up to rounding. Nothing waits for the device.
+Each computes what the ops do up to rounding. Nothing waits for the device.
 """
 
 from importlib import import_module
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ropewalk.cache.kv import Int8LayerKV, PagedKV
 from ropewalk.cache.types import KeyFrame
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import Activation
-from ropewalk.model.kernels.cpu.modules import RotationTables
+from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.kernels.triton.attention import FUSED
-from ropewalk.model.layers.decoder import Gate, RMSNorm
-from ropewalk.model.layers.linear import Int8Linear, Linear
+from ropewalk.model.program import Norm
+from ropewalk.model.weights.quantize import Int8
 
 # Which of these numbers are fastest has not been measured.
 HEADS_AT_ONCE = 8  # per program
@@ -28,30 +28,37 @@ MANY_PROGRAMS = 1024
 
 
 class TritonStore:
-    """Attention's `stored` in one launch: rotates, and writes keys and values to the cache.
+    """Rotates queries and keys, and writes keys and values to the cache, in one launch.
 
     Positions and slots are not checked: positions must be below max_positions, as the server's are.
     """
 
-    def __init__(self, tables: RotationTables | None) -> None:
-        """`tables`: None for an encoding that does not rotate."""
-        rotates = tables is not None and tables.key_frame is not KeyFrame.RAW
-        self.tables = tables if rotates else None
+    def __init__(self, rope: RoPE | None) -> None:
+        """`rope`: whose tables rotate; None for an encoding that does not."""
+        self.rope = rope if rope is not None and rope.key_frame is not KeyFrame.RAW else None
+        if self.rope is not None:
+            self.tables = self.rope.cos.contiguous(), self.rope.sin.contiguous()
         # Imported by name, and only here: machines without a GPU have no Triton.
         self.kernels = import_module("ropewalk.model.kernels.triton.store_kernels")
 
+    @property
+    def rotates(self) -> bool:
+        return self.rope is not None
+
     def fixed_tensors(self) -> dict[str, Tensor]:
-        """See model/weights/fixed.py."""
-        return {} if self.tables is None else self.tables.fixed_tensors()
+        """The tables, which may be copies of the encoding's."""
+        if self.rope is None:
+            return {}
+        return dict(zip(("cos", "sin"), self.tables, strict=True))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        tables = self.tables
+        rope = self.rope
         rows, kv_heads, head_dim = k.shape
         at, cos, sin, pairs = batch.offsets, q, q, 0  # placeholders, which are not read
-        if tables is not None:
-            at = batch.offsets if tables.key_frame is KeyFrame.BLOCK else batch.positions
-            cos, sin, pairs = tables.cos, tables.sin, tables.cos.shape[1]
-        turns = tables is not None and tables.key_frame is KeyFrame.ABSOLUTE
+        if rope is not None:
+            at = batch.offsets if rope.key_frame is KeyFrame.BLOCK else batch.positions
+            (cos, sin), pairs = self.tables, rope.cos.shape[1]
+        turns = rope is not None and rope.key_frame is KeyFrame.ABSOLUTE
         heads = q.shape[1] if turns else 0
         turned = torch.empty(q.shape, dtype=q.dtype, device=q.device) if turns else q
         scales = kv[2:] if isinstance(kv, Int8LayerKV) else kv
@@ -63,7 +70,7 @@ class TritonStore:
             KV_HEADS=kv_heads,
             HEAD_DIM=head_dim,
             PAIRS=pairs,
-            INTERLEAVED=tables is not None and tables.interleaved,
+            INTERLEAVED=rope is not None and rope.layout == "interleaved",
             SCALED=isinstance(kv, Int8LayerKV),
             TILE=HEADS_AT_ONCE,
             TURNED=power_of_2(pairs),
@@ -74,15 +81,14 @@ class TritonStore:
         return turned
 
 
-class TritonGate(nn.Module):
-    """As Gate, in one launch."""
+class TritonGate:
+    """x [T, 2 · width] = gate, up → activation(gate) · up."""
 
-    def __init__(self, gate: Gate) -> None:
-        super().__init__()
-        self.activation = gate.activation
+    def __init__(self, activation: Activation) -> None:
+        self.activation = activation
         self.kernels = import_module("ropewalk.model.kernels.triton.layer_kernels")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         rows, width = len(x), x.shape[1] // 2
         out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
         self.kernels.gate[rows, -(-width // GATES_AT_ONCE)](
@@ -95,8 +101,32 @@ class TritonGate(nn.Module):
         return out
 
 
-class TritonLinear(nn.Module):
-    """A linear layer that reads its weights once for few rows; with more rows it is torch's.
+class TritonNorm:
+    """A norm over whole rows, perhaps of a sum, which is returned as well."""
+
+    def __init__(self, op: Norm, weight: Tensor, bias: Tensor | None) -> None:
+        self.op, self.weight, self.bias = op, weight, bias
+        self.kernels = import_module("ropewalk.model.kernels.triton.layer_kernels")
+
+    def __call__(self, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x + added [T, width], and its norm."""
+        out = torch.empty_like(x)
+        total = x if added is None else torch.empty_like(x)
+        self.kernels.add_norm[(len(x),)](
+            *(x, x if added is None else added, total, out, self.weight),
+            *(_or(self.bias, self.weight), self.op.eps),
+            WIDTH=x.shape[1],
+            ADDS=added is not None,
+            CENTRED=self.op.centred,
+            BIASED=self.bias is not None,
+            COLUMNS=power_of_2(x.shape[1]),
+            **FUSED,
+        )
+        return total, out
+
+
+class TritonLinear:
+    """A linear layer that reads its weights once, for few rows.
 
     For bfloat16 and float32: float16 could not hold a row times RMSNorm's weights before the norm
     divides it.
@@ -104,27 +134,15 @@ class TritonLinear(nn.Module):
 
     DTYPES = (torch.bfloat16, torch.float32)
 
-    def __init__(self, linear: Linear | Int8Linear) -> None:
-        super().__init__()
-        self.linear = linear
-        self.few_rows = FEW_ROWS
+    def __init__(self, weight: Tensor | Int8, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
         self.kernels = import_module("ropewalk.model.kernels.triton.linear_kernels")
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.takes(x):
-            return self.few(x)
-        y: Tensor = self.linear(x)
-        return y
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether x has few rows."""
-        return 0 < len(x) <= self.few_rows
-
-    def few(
+    def __call__(
         self,
         x: Tensor,
         *,
-        norm: RMSNorm | None = None,
+        norm: TritonNorm | None = None,
         activation: Activation | None = None,
         gated: bool = False,
         added: Tensor | None = None,
@@ -133,11 +151,11 @@ class TritonLinear(nn.Module):
 
         Gated, the activation is that of the first half of the outputs, times the other half.
         """
-        linear, scale = self.linear, None
-        if isinstance(linear, Int8Linear):
-            weight, scale = linear.rounded, linear.scale
+        scale: Tensor | None = None
+        if isinstance(self.weight, Int8):
+            weight, scale = self.weight.rounded, self.weight.scale
         else:
-            weight = linear.weight
+            weight = self.weight
         outputs, inputs = weight.shape
         outputs //= 2 if gated else 1
         out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
@@ -145,13 +163,13 @@ class TritonLinear(nn.Module):
         twice = not gated and outputs >= 2 * OUTPUTS_AT_ONCE * MANY_PROGRAMS
         tile = OUTPUTS_AT_ONCE * (2 if twice else 1)
         self.kernels.linear[(-(-outputs // tile),)](
-            *(x, weight, _or(scale, x), _or(linear.bias, x)),
-            *(x if norm is None else norm.weight, 0.0 if norm is None else norm.eps),
+            *(x, weight, _or(scale, x), _or(self.bias, x)),
+            *(x if norm is None else norm.weight, 0.0 if norm is None else norm.op.eps),
             *(_or(added, x), out, len(x)),
             INPUTS=inputs,
             OUTPUTS=outputs,
             SCALED=scale is not None,
-            BIASED=linear.bias is not None,
+            BIASED=self.bias is not None,
             NORMED=norm is not None,
             GATED=gated,
             ACTIVATION=activation or "none",

@@ -1,0 +1,285 @@
+"""What each kind of decoder computes, as lists of ops: the order of norms, attention and MLP.
+
+Values: x the residual stream, n its norm, d what is added to it next; q, k and v; y what attention
+found; gate, up and h inside an MLP. Layers are numbered, and so are the names of their weights.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ropewalk.model.config import BlockKind, EncoderDecoderConfig, ModelConfig
+from ropewalk.model.encodings.base import PositionalEncoding
+from ropewalk.model.program import (
+    Activate,
+    Add,
+    Attend,
+    Clip,
+    Embed,
+    Gate,
+    Linear,
+    Norm,
+    Op,
+    Part,
+    Place,
+    Program,
+    Rotate,
+    Scale,
+    Store,
+    keeping,
+    shapes_of,
+)
+from ropewalk.model.weights.quantize import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The parts of one layer. at: what its weights' names begin with."""
+
+    config: ModelConfig
+    at: str
+    index: int  # of its keys and values in the cache
+    encoding: PositionalEncoding
+    window: int | None = None
+    causal: bool = True
+
+    def norm(self, name: str, x: str = "x", to: str = "n") -> Op:
+        return norm(self.config, f"{self.at}{name}", x, to)
+
+    def attention(self, x: str = "n") -> Iterator[Op]:
+        """x → d."""
+        config, at, dim = self.config, f"{self.at}attention.", self.config.head_dim
+        of_queries, of_keys = config.heads * dim, config.kv_heads * dim
+        outputs = (of_queries, of_keys, of_keys)
+        yield Linear(x, "q k v", f"{at}qkv", config.width, outputs, config.qkv_bias)
+        if config.qkv_clip is not None:
+            yield Clip("q k v", "q k v", config.qkv_clip)
+        if config.qk_norm:
+            yield Norm("q", "q", f"{at}q_norm", dim, config.norm_eps)
+            yield Norm("k", "k", f"{at}k_norm", dim, config.norm_eps)
+        yield Rotate("q k", "q k", dim, self.encoding)
+        yield Store("k v", "", dim, self.index)
+        yield self._attend(self.encoding, crosses=False)
+        yield Linear("y", "d", f"{at}out", of_queries, (config.width,), config.out_bias)
+
+    def cross(self, x: str = "n") -> Iterator[Op]:
+        """x → d, over the encoded prompt; without positions."""
+        config, at = self.config, f"{self.at}cross."
+        inside = config.heads * config.head_dim
+        yield Linear(x, "q", f"{at}q", config.width, (inside,), config.qkv_bias)
+        yield self._attend(None, crosses=True)
+        yield Linear("y", "d", f"{at}out", inside, (config.width,), config.out_bias)
+
+    def crossed(self, encoded: str) -> Iterator[Op]:
+        """Store the encoded prompt's keys and values for `cross`."""
+        config = self.config
+        outputs = (config.kv_heads * config.head_dim,) * 2
+        yield Linear(encoded, "k v", f"{self.at}cross.kv", config.width, outputs, config.qkv_bias)
+        yield Store("k v", "", config.head_dim, self.index)
+
+    def mlp(self, x: str = "n") -> Iterator[Op]:
+        """x → d."""
+        config, at, width = self.config, f"{self.at}mlp.", self.config.ffn_width
+        bias = config.mlp_bias
+        if config.gated:
+            yield Linear(x, "gate up", f"{at}gate_up", config.width, (width, width), bias)
+            yield Gate("gate up", "h", config.activation)
+        else:
+            yield Linear(x, "up", f"{at}up", config.width, (width,), bias)
+            yield Activate("up", "h", config.activation)
+        yield Linear("h", "d", f"{at}down", width, (config.width,), bias)
+
+    def _attend(self, encoding: PositionalEncoding | None, crosses: bool) -> Op:
+        config = self.config
+        return Attend(
+            "q",
+            "y",
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            scale=config.attention_scale or config.head_dim**-0.5,
+            layer=self.index,
+            encoding=encoding,
+            window=None if crosses else self.window,
+            causal=self.causal and not crosses,
+            crosses=crosses,
+        )
+
+
+ADD = Add("x d", "x")
+
+
+def pre_norm(layer: Layer) -> Iterator[Op]:
+    """x + attention(norm(x)), then x + mlp(norm(x)): Llama."""
+    yield layer.norm("attention_norm")
+    yield from layer.attention()
+    yield ADD
+    yield layer.norm("mlp_norm")
+    yield from layer.mlp()
+    yield ADD
+
+
+def post_norm(layer: Layer) -> Iterator[Op]:
+    """norm(x + attention(x)), then norm(x + mlp(x)): OPT-350m."""
+    yield from layer.attention("x")
+    yield ADD
+    yield layer.norm("attention_norm", to="x")
+    yield from layer.mlp("x")
+    yield ADD
+    yield layer.norm("mlp_norm", to="x")
+
+
+def parallel(layer: Layer) -> Iterator[Op]:
+    """x + attention(norm(x)) + mlp(another norm(x)): GPT-NeoX."""
+    yield layer.norm("attention_norm")
+    yield from layer.attention()
+    yield layer.norm("mlp_norm")
+    yield ADD
+    yield from layer.mlp()
+    yield ADD
+
+
+def parallel_one_norm(layer: Layer) -> Iterator[Op]:
+    """x + attention(norm(x)) + mlp(norm(x)), the same norm: GPT-J."""
+    yield layer.norm("attention_norm")
+    yield from layer.attention()
+    yield ADD
+    yield from layer.mlp()
+    yield ADD
+
+
+def with_cross(layer: Layer) -> Iterator[Op]:
+    """x + attention(norm(x)), x + cross(norm(x)), x + mlp(norm(x)): T5's decoder."""
+    yield layer.norm("attention_norm")
+    yield from layer.attention()
+    yield ADD
+    yield layer.norm("cross_norm")
+    yield from layer.cross()
+    yield ADD
+    yield layer.norm("mlp_norm")
+    yield from layer.mlp()
+    yield ADD
+
+
+BLOCKS: Mapping[BlockKind, Callable[[Layer], Iterator[Op]]] = {
+    "pre_norm": pre_norm,
+    "post_norm": post_norm,
+    "parallel": parallel,
+    "parallel_one_norm": parallel_one_norm,
+}
+
+
+def norm(config: ModelConfig, name: str, x: str = "x", to: str = "n") -> Op:
+    """The config's kind of norm, over the residual's width."""
+    centred = config.norm == "layer"
+    bias = centred and config.norm_bias
+    return Norm(x, to, name, config.width, config.norm_eps, centred, bias)
+
+
+def decoder(config: ModelConfig, encoding: PositionalEncoding) -> Iterator[Op]:
+    """Embed, blocks, norm, head."""
+    width = config.embed_width or config.width
+    yield from embedded(config, width)
+    if config.embed_width is not None:
+        yield Linear("x", "x", "project_in", width, (config.width,))
+    yield Place("x", "x", encoding)
+    if config.embed_norm:
+        yield norm(config, "embed_norm", to="x")
+    yield from blocks(config, encoding)
+    if config.block != "post_norm":
+        yield norm(config, "norm", to="x")
+    if config.embed_width is not None:
+        yield Linear("x", "x", "project_out", config.width, (width,))
+    yield head(config, width)
+
+
+def answers(config: EncoderDecoderConfig, encoding: PositionalEncoding) -> Iterator[Op]:
+    """The decoder of an encoder-decoder."""
+    yield from embedded(config, config.width)
+    yield Place("x", "x", encoding)
+    for layer in range(config.layers):
+        yield from with_cross(Layer(config, f"layers.{layer}.", layer, encoding.for_layer(layer)))
+    yield norm(config, "norm", to="x")
+    if config.output_scale != 1.0:
+        yield Scale("x", "x", config.output_scale)
+    yield head(config, config.width)
+
+
+def prompts(
+    config: EncoderDecoderConfig, encoding: PositionalEncoding, of_answers: PositionalEncoding
+) -> Iterator[Op]:
+    """The encoder, and keys and values of what it found for each of the decoder's layers.
+
+    Until these are stored, the prompts' blocks of the cache's first layer hold the encoder's own
+    keys and values, one layer after another, so that no second cache is needed.
+    """
+    yield from embedded(config, config.width)
+    yield Place("x", "x", encoding)
+    encoder = config.encoder
+    for layer in range(encoder.layers):
+        own = encoding.for_layer(layer)
+        yield from pre_norm(Layer(encoder, f"encoder.layers.{layer}.", 0, own, causal=False))
+    yield norm(encoder, "encoder.norm", to="x")
+    for layer in range(config.layers):
+        own = of_answers.for_layer(layer)
+        yield from Layer(config, f"layers.{layer}.", layer, own).crossed("x")
+
+
+def embedded(config: ModelConfig, width: int) -> Iterator[Op]:
+    yield Embed("", "x", "embed", config.vocab_size, width)
+    if config.embed_scale != 1.0:
+        yield Scale("x", "x", config.embed_scale)
+
+
+def blocks(config: ModelConfig, encoding: PositionalEncoding) -> Iterator[Op]:
+    block = config.block if callable(config.block) else BLOCKS[config.block]
+    for layer in range(config.layers):
+        own = encoding.for_layer(layer)
+        yield from block(Layer(config, f"layers.{layer}.", layer, own, config.windows[layer]))
+
+
+def head(config: ModelConfig, width: int) -> Op:
+    return Linear("x", "logits", "head", width, (config.vocab_size,), config.head_bias, Part.HEAD)
+
+
+def program(
+    config: ModelConfig,
+    weights: Mapping[str, Weight],
+    encoding: PositionalEncoding,
+    encoder_encoding: PositionalEncoding | None = None,
+) -> Program:
+    """The config's program. The encodings' weights are loaded, and they are frozen."""
+    ops, prompt_ops = _ops(config, encoding, encoder_encoding)
+    return Program(config, ops, prompt_ops, weights, encoding, encoder_encoding)
+
+
+def allocate(
+    config: ModelConfig,
+    encoding: PositionalEncoding,
+    encoder_encoding: PositionalEncoding | None = None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Memory for all weights but the encodings', uninitialised."""
+    ops, prompt_ops = _ops(config, encoding, encoder_encoding)
+    shapes = shapes_of((*prompt_ops, *ops))
+    if config.tied_embeddings:
+        del shapes["head.weight"]
+    made = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+    return made | ({"head.weight": made["embed.weight"]} if config.tied_embeddings else {})
+
+
+def _ops(
+    config: ModelConfig,
+    encoding: PositionalEncoding,
+    encoder_encoding: PositionalEncoding | None,
+) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    """Of a pass, and of new prompts."""
+    if not isinstance(config, EncoderDecoderConfig):
+        return keeping(tuple(decoder(config, encoding))), ()
+    assert encoder_encoding is not None, "an encoder-decoder has an encoding on each side"
+    of_prompts = tuple(prompts(config, encoder_encoding, encoding))
+    return keeping(tuple(answers(config, encoding))), of_prompts
