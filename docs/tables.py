@@ -279,7 +279,7 @@ def configuration_page() -> str:
 def rooms() -> str:
     """A row for each room, its sentence taken from its __init__.py."""
     rows = ["|room|is for|", "|---|---|"]
-    for package in ("server", "model", "cache", "load_tests"):
+    for package in ("server", "model", "cache", "load_tests", "ropewalk/report"):
         for path in sorted((DOCS.parent / package).rglob("__init__.py")):
             said = ast.get_docstring(ast.parse(path.read_text()))
             room = path.parent.relative_to(DOCS.parent)

@@ -167,7 +167,3 @@ def test_chat_streams_from_the_running_server(address: str) -> None:
     answer, stats = done.stdout.rsplit("\n(", 1)
     assert len(answer.split()) > 5
     assert "first after" in stats
-
-
-if __name__ == "__main__":
-    print(configuration_page(), end="")

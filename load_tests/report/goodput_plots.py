@@ -7,19 +7,18 @@ from ropewalk.load_tests.report.cells import Cell
 from ropewalk.load_tests.report.charts import Mark
 from ropewalk.load_tests.report.formatting import digits, listed
 from ropewalk.load_tests.report.plot import (
-    Plot,
     Subject,
-    Table,
     chart,
     context_axes,
     load_axes,
 )
+from ropewalk.report.page import Section, Table
 from ropewalk.report.statistics import Estimate, spread
 
 _HEAD = "requests that met the objectives, %"
 
 
-def goodput_plots(subject: Subject) -> Iterator[Plot]:
+def goodput_plots(subject: Subject) -> Iterator[Section]:
     """A plot for each workload, if objectives were given."""
     text = subject.result.arguments.get("slo")
     if not isinstance(text, str):
@@ -35,11 +34,11 @@ def goodput_plots(subject: Subject) -> Iterator[Plot]:
                 share = digits(one.value)
                 mark = Mark(one, f"{cell.label}: {share} %", share, axis.x(cell))
                 marks.setdefault(arm, []).append(mark)
-        yield Plot(
+        yield Section(
             key=f"{axis.name}-{axis.by}-goodput",
             title=f"Goodput by {axis.by}: {axis.name}",
             findings=tuple(_said(cell, shares) for cell, shares in reversed(found) if shares),
-            charts=(chart(_HEAD, subject.series(marks), axis),),
+            pictures=(chart(_HEAD, subject.series(marks), axis),),
             table=_table(subject, axis.cells, objectives),
             note=(
                 f"Objectives: {text}. A request is good if it was served and each of its latencies "

@@ -7,9 +7,7 @@ from ropewalk.load_tests.report.charts import Mark, dots, lines, plain
 from ropewalk.load_tests.report.formatting import column, compared, defined, heading, interval
 from ropewalk.load_tests.report.plot import (
     Axis,
-    Plot,
     Subject,
-    Table,
     chart,
     context_axes,
     load_axes,
@@ -19,6 +17,7 @@ from ropewalk.load_tests.report.plot import (
     relative,
     shown,
 )
+from ropewalk.report.page import Section, Table
 
 STEP, FIRST, THROUGHPUT = "itl_p50", "ttft_p50", "output_tokens_per_s"
 LATENCIES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
@@ -29,7 +28,7 @@ _INTERVAL = (
 )
 
 
-def context_plots(subject: Subject) -> Iterator[Plot]:
+def context_plots(subject: Subject) -> Iterator[Section]:
     """Latency over the length of the context, for each workload that varies it."""
     for axis in context_axes(subject):
         name = axis.name
@@ -38,7 +37,7 @@ def context_plots(subject: Subject) -> Iterator[Plot]:
         yield _over_context(subject, key, title, axis, FIRST)
 
 
-def setting_plots(subject: Subject) -> Iterator[Plot]:
+def setting_plots(subject: Subject) -> Iterator[Section]:
     """Bias forms and RoPE frames of one encoding, against the zero and against each other."""
     cells = [cell for axis in context_axes(subject) for cell in axis.cells]
     cells = cells or [cell for cell in subject.cells if not cell.profile.open_loop]
@@ -55,17 +54,17 @@ def setting_plots(subject: Subject) -> Iterator[Plot]:
                 charts.append(dots(head, groups, "", percent_tick, centred=True))
         if charts:
             said = [_dearest(cells[-1], arms, metric) for metric in (STEP, FIRST)]
-            yield Plot(
+            yield Section(
                 key=f"{encoding}-settings",
                 title=f"Bias forms and frames: {encoding}",
                 findings=tuple(filter(None, said)),
-                charts=tuple(charts),
+                pictures=tuple(charts),
                 table=_table(subject, cells, (STEP, FIRST), arms),
                 note=f"{_INTERVAL} {defined((STEP, FIRST))}",
             )
 
 
-def load_plots(subject: Subject) -> Iterator[Plot]:
+def load_plots(subject: Subject) -> Iterator[Section]:
     """Latency under each load, and throughput against it where there are several."""
     for axis in load_axes(subject):
         charts = [
@@ -75,11 +74,11 @@ def load_plots(subject: Subject) -> Iterator[Plot]:
         ]
         if not charts:
             continue
-        yield Plot(
+        yield Section(
             key=f"{axis.name}-{axis.by}",
             title=f"Latency by {axis.by}: {axis.name}",
             findings=_against_zero(subject, axis.cells[-1], (FIRST, "tpot_p50")),
-            charts=tuple(charts),
+            pictures=tuple(charts),
             table=_table(subject, axis.cells, LATENCIES, subject.arms),
             note=f"{_RUNS} {defined(LATENCIES)}",
         )
@@ -96,7 +95,7 @@ def _settings(subject: Subject) -> Mapping[str, list[str]]:
     return {encoding: arms for encoding, arms in found.items() if len(arms) > 1}
 
 
-def _over_context(subject: Subject, key: str, title: str, axis: Axis, metric: str) -> Plot:
+def _over_context(subject: Subject, key: str, title: str, axis: Axis, metric: str) -> Section:
     charts = []
     if series := measured(subject, axis, metric):
         charts.append(lines(column(metric), series, axis.title, plain))
@@ -104,28 +103,28 @@ def _over_context(subject: Subject, key: str, title: str, axis: Axis, metric: st
         head = f"{heading(metric)}, difference to {subject.zero}"
         charts.append(lines(head, series, axis.title, percent_tick, centred=True))
     ends = [axis.cells[-1], axis.cells[0]]
-    return Plot(
+    return Section(
         key=key,
         title=title,
         findings=tuple(said for cell in ends for said in _against_zero(subject, cell, (metric,))),
-        charts=tuple(charts),
+        pictures=tuple(charts),
         table=_table(subject, axis.cells, (metric,), subject.arms),
         note=f"{_RUNS} {_INTERVAL} {defined([metric])}",
     )
 
 
-def _throughput(subject: Subject, axis: Axis) -> Plot:
+def _throughput(subject: Subject, axis: Axis) -> Section:
     charts = []
     for metric in ("ttft_p99", "tpot_p99"):
         reached = {arm: list(_reached(arm, axis.cells, metric)) for arm in subject.arms}
         if series := subject.series(reached):
             head = f"{column(metric)}, by throughput"
             charts.append(lines(head, series, heading(THROUGHPUT), plain, free=True))
-    return Plot(
+    return Section(
         key=f"{axis.name}-{axis.by}-throughput",
         title=f"Throughput against latency: {axis.name}, by {axis.by}",
         findings=_against_zero(subject, axis.cells[-1], (THROUGHPUT,)),
-        charts=tuple(charts),
+        pictures=tuple(charts),
         table=_table(subject, axis.cells, (THROUGHPUT,), subject.arms),
         note=f"A line joins the loads of one arm, lightest first. {defined([THROUGHPUT])}",
     )

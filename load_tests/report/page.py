@@ -13,24 +13,13 @@ from ropewalk.load_tests.report.charts import side_by_side
 from ropewalk.load_tests.report.plots import plots
 from ropewalk.load_tests.report.result import BadResult, read
 from ropewalk.load_tests.report.table import all_warnings
-from ropewalk.report.figure import THEME
-from ropewalk.report.page import Page, Section, to_html
+from ropewalk.report.page import Page, to_html
 from ropewalk.report.svg import svg
 
 
 def page(result: Result) -> str:
     """A whole page."""
-    sections = [
-        Section(
-            plot.title,
-            [svg(one, f"{chr(97 + i)}{j}", THEME) for j, one in enumerate(plot.charts)],
-            plot.findings,
-            plot.note,
-            plot.table,
-            plot.key,
-        )
-        for i, plot in enumerate(plots(result))
-    ]
+    sections = plots(result)
     workloads = list(dict.fromkeys(run.point.workload for run in result.runs))
     names = list(dict.fromkeys(name for facts in result.arms.values() for name in facts))
     arms = [
@@ -101,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = ", ".join(found) or "none"
         print(f"there is no plot {chosen.plot!r} here; there are: {known}", file=sys.stderr)
         return 2
-    text = svg(side_by_side(found[chosen.plot].charts), "a")
+    text = svg(side_by_side(found[chosen.plot].pictures), "a")
     chosen.output.write_text(text + "\n", encoding="utf-8")
     return 0
 

@@ -11,25 +11,11 @@ from ropewalk.load_tests.report.formatting import digits, interval, number, sign
 from ropewalk.report.figure import Look, Picture, looks
 from ropewalk.report.statistics import Estimate
 
-Table = Sequence[tuple[str, ...]]  # the first line is the header
-
 _ACROSS = {
     "context": "tokens of context",
     "rate": "requests per second",
     "concurrency": "requests in flight",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """Charts with their findings in words, and the same numbers as a table."""
-
-    key: str  # what `--plot` takes
-    title: str
-    findings: tuple[str, ...]  # sentences, the main one first
-    charts: tuple[Picture, ...]
-    table: Table
-    note: str  # how to read it, and what its metrics mean
 
 
 @dataclass(frozen=True, slots=True)

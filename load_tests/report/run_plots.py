@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from ropewalk.load_tests.common.types import Run
 from ropewalk.load_tests.report.charts import Mark, Series, bars, dots, plain, timeline
 from ropewalk.load_tests.report.formatting import digits, percent
-from ropewalk.load_tests.report.plot import Plot, Subject, percent_tick
+from ropewalk.load_tests.report.plot import Subject, percent_tick
 from ropewalk.report.figure import INK, Look
+from ropewalk.report.page import Section
 from ropewalk.report.statistics import Estimate, spread
 
 _DRIFT_METRICS = ("itl_p50", "ttft_p50")  # the first of these that a cell has
@@ -15,7 +16,7 @@ _MINUTE = 60.0
 _BLOCK = Look(INK, "o", "-")
 
 
-def client_plots(subject: Subject) -> Iterator[Plot]:
+def client_plots(subject: Subject) -> Iterator[Section]:
     """How late the client sent, and what failed: whether the other figures are reliable."""
     lags = {arm: _lag(subject, arm) for arm in subject.arms}
     known = {arm: lag for arm, lag in lags.items() if lag is not None}
@@ -38,11 +39,11 @@ def client_plots(subject: Subject) -> Iterator[Plot]:
         number = "–" if lag is None else f"{digits(lag.value)} (at most {digits(lag.high)})"
         count = f"{failed[arm].total():,}"
         table.append((arm, f"{sent[arm]:,}", count, number, reasons or "–"))
-    yield Plot(
+    yield Section(
         key="client",
         title="The client: lag and failures",
         findings=(_health(known, failed, sum(sent.values())),),
-        charts=tuple(charts),
+        pictures=tuple(charts),
         table=table,
         note=(
             "Lag is how late a request was sent; shown are the median and range over the runs of "
@@ -52,7 +53,7 @@ def client_plots(subject: Subject) -> Iterator[Plot]:
     )
 
 
-def order_plots(subject: Subject) -> Iterator[Plot]:
+def order_plots(subject: Subject) -> Iterator[Section]:
     """What ran when, and whether the machine became slower or faster meanwhile."""
     runs = [run for run in subject.result.runs if run.outcomes]
     if not runs:
@@ -82,11 +83,11 @@ def order_plots(subject: Subject) -> Iterator[Plot]:
         minute, seconds = (run.began - first) / _MINUTE, run.ended - run.began
         what = f"{run.point.label}, {run.profile.label}"
         table.append((f"{minute:.1f}", run.arm, what, str(run.block), digits(seconds)))
-    yield Plot(
+    yield Section(
         key="order",
         title="The order of the runs",
         findings=(_steadiness(drift),),
-        charts=tuple(charts),
+        pictures=tuple(charts),
         table=table,
         note=(
             "Within a block the arms run in random order, so drift of the machine affects all "

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Mapping
 from ropewalk.load_tests.common.types import Run
 from ropewalk.load_tests.report.charts import bars, dots, plain
 from ropewalk.load_tests.report.formatting import digits, listed
-from ropewalk.load_tests.report.plot import Plot, Subject, Table
+from ropewalk.load_tests.report.plot import Subject
 from ropewalk.report.figure import Picture
+from ropewalk.report.page import Section, Table
 from ropewalk.report.statistics import Estimate, spread
 
 Counters = Mapping[str, float]
@@ -82,23 +83,23 @@ _SHIFT_NOTE = (
 )
 
 
-def cache_plots(subject: Subject) -> Iterator[Plot]:
+def cache_plots(subject: Subject) -> Iterator[Section]:
     """What each encoding writes, rewrites, finds in the cache and computes for positions."""
     for workload, totals in _totals(subject).items():
         found = {name: _of(totals, figure) for name, figure in CACHE.items()}
         found = {name: values for name, values in found.items() if values}
         if found:
-            yield Plot(
+            yield Section(
                 key=f"{workload}-cache",
                 title=f"Cache and positional work: {workload}",
                 findings=tuple(_said(name, values) for name, values in found.items()),
-                charts=_bars(subject, found),
+                pictures=_bars(subject, found),
                 table=_table(found),
                 note=_CACHE_NOTE,
             )
 
 
-def shift_plots(subject: Subject) -> Iterator[Plot]:
+def shift_plots(subject: Subject) -> Iterator[Section]:
     """What one context shift costs each encoding, in the workloads that had any."""
     for workload, totals in _totals(subject).items():
         shifts = {arm: counted(one, "context_shifts_total") for arm, one in totals.items()}
@@ -113,11 +114,11 @@ def shift_plots(subject: Subject) -> Iterator[Plot]:
         means = {arm: one.value for arm, one in seconds.items()}
         table = _table({"shifts": shifts, "ms per shift": means, **found})
         said = [_said(name, values) for name, values in found.items()]
-        yield Plot(
+        yield Section(
             key=f"{workload}-shift",
             title=f"Cost of a context shift: {workload}",
             findings=(*_dearest_shift(seconds), *said),
-            charts=charts,
+            pictures=charts,
             table=table,
             note=_SHIFT_NOTE,
         )

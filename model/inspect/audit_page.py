@@ -14,9 +14,8 @@ from matplotlib.path import Path
 from ropewalk.model.inspect.audit import Audit, AuditStep, entries
 from ropewalk.model.inspect.audit_report import COLUMNS, HEADLINE, Report, as_json, cells, summary
 from ropewalk.report import page
-from ropewalk.report.figure import INK, SMALL, SOFT, THEME, Picture
+from ropewalk.report.figure import INK, SMALL, SOFT, Picture
 from ropewalk.report.page import Page, Section
-from ropewalk.report.svg import svg
 
 WIDTH = 430.0  # of a panel's cells, in points, like all sizes below
 HEIGHT = 215.0
@@ -77,6 +76,7 @@ for (const svg of document.querySelectorAll("svg[data-arm]")) {
     at.setAttribute(name, value);
   at.style.visibility = "hidden";
   svg.append(at);
+  svg.tabIndex = 0;
   let position = 0, row = 0;
   const show = () => {
     if (position < 0 || row < 0 || row >= of.steps.length || position >= of.steps[row].length)
@@ -145,14 +145,12 @@ def panel(index: int, audit: Audit) -> Section:
         lambda figure: _draw(figure, audit),
         (TOP + rows * height + BOTTOM) / 72,
         (LEFT + WIDTH + 2) / 72,
+        {"arm": index, "width": width, "height": height, "left": LEFT, "top": TOP},
         placed=True,
     )
-    places = {"arm": index, "width": width, "height": height, "left": LEFT, "top": TOP}
-    data = " ".join(f'data-{name}="{value:.5g}"' for name, value in places.items())
-    image = svg(picture, f"p{index}-", dict(THEME) | COLORS)
     return Section(
         audit.name,
-        [image.replace("<svg ", f'<svg tabindex="0" {data} ', 1)],
+        [picture],
         [f"{verdict} {audit.note[:1].upper()}{audit.note[1:]}{'.' if audit.note else ''}".strip()],
         badge=badge,
         wide=True,

@@ -6,7 +6,7 @@ user's and no font but its own.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +86,7 @@ class Picture:
     draw: "Callable[[Figure | SubFigure], None]"
     height: float = 3.2  # inches
     width: float = WIDTH
+    data: Mapping[str, float] = field(default_factory=dict)  # for a page's script
     placed: bool = False  # `draw` places its axes; else they are laid out with their labels
 
 

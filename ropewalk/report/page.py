@@ -1,13 +1,15 @@
 """A report as one HTML page that loads nothing else, for light and dark screens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import jinja2
 
-from ropewalk.report.figure import THEME
+from ropewalk.report.figure import THEME, Picture
+from ropewalk.report.svg import svg
 
 Table = Sequence[Sequence[str]]  # the first line is the header
 
@@ -17,7 +19,7 @@ class Section:
     """What was found, the pictures that show it, and below them the same in numbers."""
 
     title: str
-    images: Sequence[str]  # <svg> elements, which are not escaped
+    pictures: Sequence[Picture]
     findings: Sequence[str] = ()
     note: str = ""  # how to read it
     table: Table = ()
@@ -48,9 +50,16 @@ class Page:
     script: str = ""  # trusted: not escaped
 
 
-def to_html(page: Page) -> str:
-    """A whole page. What comes from elsewhere is escaped."""
-    return _template().render(page=page, colors=dict(THEME) | dict(page.colors))
+def to_html(page: Page, drawn: Callable[[], object] = lambda: None) -> str:
+    """A whole page. What comes from elsewhere is escaped. `drawn` is called for each picture."""
+    colors, numbers = dict(THEME) | dict(page.colors), count()
+
+    def image(picture: Picture) -> str:
+        text = svg(picture, f"p{next(numbers)}-", colors)
+        drawn()
+        return text
+
+    return _template().render(page=page, colors=colors, image=image)
 
 
 @cache

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from ropewalk.report.figure import TOLD, Picture, own_settings, render
+from ropewalk.report.figure import PAGE, TOLD, Picture, own_settings, render
 
 UNDATED: Any = {"Date": None, "Creator": None}  # so that equal pictures are equal files
 # What is so for the whole picture, or without being said.
@@ -27,13 +27,15 @@ def svg(picture: Picture, prefix: str, colors: Mapping[str, tuple[str, str]] | N
     """
     file = io.StringIO()
     with own_settings(prefix):
-        render(picture).savefig(file, format="svg", metadata=UNDATED)
+        ground = PAGE if colors is None else "none"
+        render(picture).savefig(file, format="svg", metadata=UNDATED, facecolor=ground)
     text = _with_classes(_with_ids(_short(file.getvalue()), prefix), prefix)
     start = f'<svg role="img" aria-label="{html.escape(picture.title, quote=True)}"'
     if colors is None:
         return text.replace("<svg", f'{start} style="stroke-linejoin: round; {_FAMILY}"', 1)
     names = {light: f"var(--{name})" for name, (light, _) in colors.items()}
     text = re.sub(r"(?<=: )#\w{6}", lambda color: names.get(color[0], color[0]), text)
+    start += "".join(f' data-{name}="{value:.5g}"' for name, value in picture.data.items())
     return re.sub(r'<svg width="\S+" height="\S+"', start, text, count=1)
 
 

@@ -12,8 +12,6 @@ import click
 from click.shell_completion import get_completion_class
 
 from ropewalk.server import download
-from ropewalk.server.cli.chat import chat
-from ropewalk.server.cli.health import health
 from ropewalk.server.cli.options import Command, Group
 from ropewalk.server.cli.serve import DEFAULT_MODEL, serve
 from ropewalk.server.errors import CommandError
@@ -73,7 +71,7 @@ def version() -> None:
 
 @click.group(
     cls=Group,
-    commands=[serve, chat, pull, health, completion, version],
+    commands=[serve, pull, completion, version],
     names=[
         *("serve", "chat", "pull", "encodings", "explain", "audit", "family", "health", "bench"),
         *("completion", "version"),

@@ -125,9 +125,16 @@ class Command(click.Command):
         formatter.write(f"\n{self.epilog}" if self.epilog else "")
 
     def invoke(self, ctx: click.Context) -> Any:
-        root = ctx.find_root().command
-        commands = root.commands.values() if isinstance(root, click.Group) else [root]
-        refuse_unknown(os.environ, [*OTHER_VARIABLES, *variables(commands)])
+        root = ctx.find_root()
+        try:
+            refuse_unknown(os.environ, [*OTHER_VARIABLES, *variables([self])])
+        except UsageError:
+            if not isinstance(root.command, click.Group):
+                raise
+            # It may be another command's, all of which are imported only now.
+            names = root.command.list_commands(root)
+            commands = [root.command.get_command(root, name) for name in names]
+            refuse_unknown(os.environ, [*OTHER_VARIABLES, *variables(filter(None, commands))])
         return super().invoke(ctx)
 
 

@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import ssl
+import sys
 import threading
 import time
 import uuid
@@ -43,6 +44,9 @@ LINGER_SECONDS = 1.0
 UNREAD_SECONDS = 60.0
 # How often a client that sends nothing more is looked at: has it left?
 LEFT_SECONDS = 0.05
+# To a client that closed its side. Once it has left, its system knows the connection for a minute
+# at most, and from then on answers that there is none.
+PROBE_SECONDS = 5
 # How long the server waits for connections to close once everything is answered or cut.
 CLOSING_SECONDS = 2
 
@@ -164,6 +168,7 @@ class Protocol(H11Protocol):
     request_seconds = REQUEST_SECONDS
     linger_seconds = LINGER_SECONDS
     unread_seconds = UNREAD_SECONDS
+    probe_seconds = PROBE_SECONDS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -224,7 +229,8 @@ class Protocol(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Stay open for a client that may be waiting for its answer.
 
-        One that has left looks the same until something is sent to it: its system then says so.
+        One that has left looks the same until something is sent to it, be it a probe: its system
+        then says so.
         """
         first, self._ended = not self._ended, True
         if not self._answering() or self.scheme == "https":  # TLS has no half-closed connections
@@ -233,6 +239,7 @@ class Protocol(H11Protocol):
             if not self.cycle.response_started:
                 assert isinstance(self.conn, StrictConnection)
                 self.transport.write(self.conn.begin_answer())
+            probe(self.transport.get_extra_info("socket"), self.probe_seconds)
             self._look_if_left()
         return True
 
@@ -372,6 +379,14 @@ class Protocol(H11Protocol):
 
     def _abort(self) -> None:
         self.transport.abort()
+
+
+def probe(connection: socket.socket, seconds: int) -> None:
+    """Ask the peer's system so often whether the connection is still there, where it is TCP."""
+    if connection.family is not socket.AF_UNIX and sys.platform == "linux":
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            connection.setsockopt(socket.IPPROTO_TCP, option, seconds)
 
 
 def has_left(descriptor: int) -> bool:

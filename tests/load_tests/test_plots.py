@@ -6,8 +6,9 @@ from xml.etree import ElementTree
 import pytest
 
 from ropewalk.load_tests.common.types import Point, Profile, Result
-from ropewalk.load_tests.report.plot import Plot, context_axes, measured, relative, subject
+from ropewalk.load_tests.report.plot import context_axes, measured, relative, subject
 from ropewalk.load_tests.report.plots import plots
+from ropewalk.report.page import Section
 from ropewalk.report.svg import svg
 from tests.load_tests.made_up import counted, failed, longctx, result
 
@@ -22,11 +23,11 @@ SETTINGS = {
 
 
 @cache
-def made(name: str) -> list[Plot]:
+def made(name: str) -> list[Section]:
     return plots(MANY[name])
 
 
-def by_key(whole: Result | str) -> dict[str, Plot]:
+def by_key(whole: Result | str) -> dict[str, Section]:
     """Of one of MANY, or of another result."""
     found = made(whole) if isinstance(whole, str) else plots(whole)
     assert len({plot.key for plot in found}) == len(found)
@@ -74,9 +75,9 @@ def test_every_plot_is_well_formed_and_has_its_numbers(name):
     found = made(name)
     assert found
     for plot in found:
-        assert plot.charts
+        assert plot.pictures
         assert all(
-            ElementTree.fromstring(svg(chart, "c")).get("aria-label") for chart in plot.charts
+            ElementTree.fromstring(svg(chart, "c")).get("aria-label") for chart in plot.pictures
         )
         assert {len(row) for row in plot.table} == {len(plot.table[0])}
         assert all(sentence.endswith((".", "”")) for sentence in plot.findings)
@@ -85,7 +86,7 @@ def test_every_plot_is_well_formed_and_has_its_numbers(name):
 def test_step_latency_by_context_comes_first_with_its_difference_to_the_zero():
     plot = made("longctx")[0]
     assert plot.key == "longctx"
-    assert len(plot.charts) == 2
+    assert len(plot.pictures) == 2
     longest, shortest = plot.findings
     assert re.match(r"At 8,192 tokens of context, t5 costs (19\.[5-9]|20\.[0-4]) % \(", longest)
     assert re.search(r"; rope (4\.[5-9]|5\.[0-4]) % \([^)]+\) more;", longest)
@@ -121,7 +122,7 @@ def test_findings_change_with_the_data():
 
 def test_without_a_zero_there_are_figures_and_no_differences():
     plot = plots(result({"rope": 1}, longctx(512, 2048)))[0]
-    assert len(plot.charts) == 1
+    assert len(plot.pictures) == 1
     assert plot.findings[0].startswith("At 2,048 tokens of context, time per token p50 of rope is")
     assert plot.table[0] == ("at", "arm", "time per token p50, ms")
 
@@ -142,14 +143,14 @@ def test_one_arm_for_each_encoding_needs_no_plot_of_settings():
 
 def test_several_rates_give_curves_and_throughput_against_latency():
     found = by_key("rates")
-    assert found["chat-rate"].charts[0].key == "lines"
-    assert len(found["chat-rate"].charts) == 4
+    assert found["chat-rate"].pictures[0].key == "lines"
+    assert len(found["chat-rate"].pictures) == 4
     assert found["chat-rate-throughput"].findings[0].startswith("Under chat, poisson:4, t5")
 
 
 def test_one_load_gives_a_dot_for_each_arm():
     plot = by_key(result(SIX, [CHAT]))["chat-concurrency"]
-    assert {chart.key for chart in plot.charts} == {"dots"}
+    assert {chart.key for chart in plot.pictures} == {"dots"}
 
 
 def test_goodput_is_there_where_objectives_were_given():
@@ -177,7 +178,7 @@ def test_keys_are_fit_for_a_link():
 def test_goodput_over_several_loads_is_a_curve():
     whole = result({"nope": 1, "t5": 1.5}, [CHAT], RATES)
     plot = by_key(replace(whole, arguments={"slo": "ttft=150ms"}))["chat-rate-goodput"]
-    assert plot.charts[0].key == "lines"
+    assert plot.pictures[0].key == "lines"
     assert len(plot.findings) == 3
 
 
@@ -187,7 +188,7 @@ def test_an_arm_that_served_nothing_is_left_out_and_reported():
         "; t5 cannot be compared with nope: 0 blocks have this figure"
         in found["longctx"].findings[0]
     )
-    assert not any("t5" in svg(chart, "c") for chart in found["longctx"].charts)
+    assert not any("t5" in svg(chart, "c") for chart in found["longctx"].pictures)
     assert found["client"].findings[0].startswith("32 of 192 requests failed, 32 of them with")
     assert found["client"].table[3][:3] == ("t5", "32", "32")
 
@@ -221,7 +222,7 @@ def test_the_cost_of_a_shift_is_per_shift():
     plot = by_key("counters")["chat-shift"]
     assert plot.findings[0].startswith("A shift takes 4.00 ms under rope and 1.00 ms under nope.")
     # Time and keys; nothing was recomputed or moved, which needs no picture.
-    assert len(plot.charts) == 2
+    assert len(plot.pictures) == 2
     assert "Keys rewritten per shift: 96.0 for rope, 0 for nope." in plot.findings
     assert plot.table[1][:3] == ("nope", "12.0", "1.00")
 

@@ -11,6 +11,8 @@ from ropewalk.model.inspect import audit_arms
 from ropewalk.model.inspect.audit import Audit, AuditStep, Entry, Touched, audit
 from ropewalk.model.inspect.audit_page import panel, rectangles, to_html
 from ropewalk.model.inspect.audit_report import HEADLINE, Report, as_json, summary
+from ropewalk.report.figure import THEME
+from ropewalk.report.svg import svg
 
 VOID = {"meta", "rect", "line"}  # of those on the page; in SVG they close themselves
 NAMES = ("rope", "rope:dynamic", "rope:dynamic-rewrite", "t5", "nope")
@@ -62,7 +64,7 @@ def drawn(step: AuditStep) -> list[tuple[str, int, int]]:
 def shown(audit: Audit) -> str:
     """All texts of its section, and the picture."""
     found = panel(0, audit)
-    return f"{found.badge[1]} {' '.join(found.findings)} {found.images[0]}"
+    return f"{found.badge[1]} {' '.join(found.findings)} {svg(found.pictures[0], 'p', THEME)}"
 
 
 def test_the_page_is_whole(page) -> None:
@@ -146,7 +148,8 @@ def test_the_trained_length_is_marked_where_the_run_passes_it() -> None:
 
 def test_a_cell_is_where_the_script_looks_for_it() -> None:
     steps = tuple(step(length=length, first_term=length) for length in (4, 5))
-    image = panel(0, Audit("a", "", None, steps)).images[0]
+    (picture,) = panel(0, Audit("a", "", None, steps)).pictures
+    image = svg(picture, "p", THEME)
     width, height, left, top = (
         float(re.search(rf'data-{name}="([\d.]+)"', image)[1])
         for name in ("width", "height", "left", "top")

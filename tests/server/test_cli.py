@@ -9,6 +9,7 @@ import sys
 import types
 from pathlib import Path
 
+import click
 import pytest
 
 from ropewalk.server import download, launch
@@ -307,7 +308,7 @@ def test_help_names_every_flag_default_and_variable(command, capsys) -> None:
     assert cli.main([command, "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     said = "".join(lines).replace(" ", "")  # words are broken at hyphens, too
-    for one in settings_of(cli.ropewalk.commands[command]):
+    for one in settings_of(cli.ropewalk.get_command(click.Context(cli.ropewalk), command)):
         for flag in (*(one.opts if one.opts != ["models"] else ["MODEL"]), *one.secondary_opts):
             assert flag in said
         meaning = f"{one.help} (default: {one.default_in_words}; {one.envvar})"

@@ -10,6 +10,7 @@ from ropewalk.server.engine.batch import build_batch
 from ropewalk.server.scheduling.request import Overflow, Work
 from tests.model import encoder_decoders
 from tests.model.checkpoints import save
+from tests.products import combined
 from tests.server.disturbed import load, requests, run
 from tests.server.fake_engine import make_request
 
@@ -54,8 +55,17 @@ def assert_undisturbed(source, flags, count, places, **ways):
         assert not differing, place
 
 
-@pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("encoding", ENCODINGS)
+# Usually each encoding in two of the three, so that all places are met as often.
+@pytest.mark.parametrize(
+    ("encoding", "stored"),
+    combined(
+        ENCODINGS,
+        STORED,
+        always=lambda encoding, stored: (
+            (ENCODINGS.index(encoding) - list(STORED).index(stored)) % 3 != 0
+        ),
+    ),
+)
 def test_every_encoding(encoding, stored, kernels):
     case = ENCODINGS.index(encoding) + list(STORED).index(stored)
     place = PLACES[case % len(PLACES)]
@@ -97,9 +107,9 @@ def test_an_encoder_decoder(stored, tmp_path, kernels):
     [
         ("rope", Overflow.SHIFT, ()),
         ("rope", Overflow.SLIDE, ("--encoding-option", "frame=block", "--kv-dtype", "int8")),
-        ("alibi", Overflow.SLIDE, ()),
         ("t5", Overflow.SHIFT, ()),
-        ("nope", Overflow.SHIFT, ("--kv-dtype", "int8")),
+        pytest.param("alibi", Overflow.SLIDE, (), marks=pytest.mark.full),
+        pytest.param("nope", Overflow.SHIFT, ("--kv-dtype", "int8"), marks=pytest.mark.full),
     ],
 )
 def test_contexts_that_were_shortened(encoding, overflow, flags, kernels):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import sys
 import time
 
 import pytest
@@ -482,6 +483,23 @@ def test_a_half_closed_client_gets_its_answer(pause):
         assert b"200 OK" in half_closed(address, expecting)
         wait_for(lambda: not server.server_state.connections)
     assert engine.live == 0 and not engine.aborted
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="probes need Linux")
+def test_a_half_closed_client_that_leaves_later_frees_its_request(monkeypatch):
+    """Nothing is sent to it before its whole answer, so only a probe can tell."""
+    monkeypatch.setattr(Protocol, "probe_seconds", 1)
+    engine = ScriptedEngine()
+    engine.pause = 60
+    with running(toy_app(engine)) as (address, _):
+        with connect(address) as client:
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_LINGER2, 1)  # forgotten after 1 s
+            client.sendall(completion(max_tokens=20))
+            client.shutdown(socket.SHUT_WR)
+            wait_for(lambda: engine.live == 1)
+            assert client.recv(99) == b"HTTP/1.1 "
+        wait_for(lambda: engine.live == 0, 10)
+    assert len(engine.aborted) == 1
 
 
 def refusal_code(raw: bytes) -> str:

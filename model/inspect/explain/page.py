@@ -11,9 +11,8 @@ from typing import Any
 from matplotlib.figure import Figure, SubFigure
 
 from ropewalk.report import page
-from ropewalk.report.figure import THEME, Omitted, Picture, own_settings, render
+from ropewalk.report.figure import Omitted, Picture, own_settings, render
 from ropewalk.report.page import Page, Section
-from ropewalk.report.svg import svg
 
 Progress = Callable[[], object]  # called once for each picture drawn
 DPI = 150
@@ -29,16 +28,14 @@ def to_html(
     drawn: Progress,
 ) -> str:
     """A whole page."""
-    sections = []
-    for picture in parts:
-        if isinstance(picture, Picture):
-            image = svg(picture, picture.key, THEME)
-            sections.append(Section(picture.title, [image], note=picture.caption, wide=True))
-            drawn()
+    sections = [
+        Section(part.title, [part], note=part.caption, wide=True)
+        for part in parts
+        if isinstance(part, Picture)
+    ]
     left_out = {part.title: part.reason for part in parts if isinstance(part, Omitted)}
-    return page.to_html(
-        Page(title, lead=[summary], facts=facts, sections=sections, left_out=left_out)
-    )
+    whole = Page(title, lead=[summary], facts=facts, sections=sections, left_out=left_out)
+    return page.to_html(whole, drawn)
 
 
 def to_png(
