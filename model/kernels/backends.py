@@ -1,5 +1,7 @@
 """Every attention backend and executor, fastest first: the one list that serving chooses from."""
 
+from logging import getLogger
+
 from ropewalk.model.attention.base import AttentionBackend
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
@@ -12,6 +14,8 @@ from ropewalk.model.kernels.triton.attention import TritonAttention
 from ropewalk.model.layers.executor import TorchExecutor
 from ropewalk.model.program import Program
 
+log = getLogger(__name__)
+
 
 def all_backends(kernels: Kernels | str) -> list[AttentionBackend]:
     """`kernels`: the compiled CPU kernels, or the reason why there are none."""
@@ -22,7 +26,10 @@ def decoder_on(backend: AttentionBackend, program: Program, kernels: Kernels | s
     """The program on the fastest executor that computes attention with this backend."""
     if backend is TritonAttention and triton.why_not(program) is None:
         return Decoder(program, triton.TritonExecutor(program))
-    if isinstance(kernels, Kernels) and cpu.why_not(program, kernels) is None:
+    reason = cpu.why_not(program, kernels)
+    if reason is None and isinstance(kernels, Kernels):
         own = isinstance(backend, CpuBackend)
         return Decoder(program, cpu.CpuExecutor(program, kernels, None if own else backend))
+    if isinstance(kernels, Kernels):
+        log.info("computed op by op in torch, not by the CPU's kernels: %s", reason)
     return Decoder(program, TorchExecutor(program, backend))

@@ -111,7 +111,8 @@ class TorchExecutor:
         if batch.cross is not None and batch.cross.new is not None:
             new = batch.cross.new
             _run(self._prompts(len(new.tokens)), Pass(new, kv), {}, watch)
-        now, values = Pass(batch, kv), dict[str, Tensor]()
+        now = Pass(batch, kv)
+        values: dict[str, Tensor] = {}
         all_rows, kept_rows = self._answers
         _run(all_rows(len(batch.tokens)), now, values, watch)
         _run(kept_rows(len(batch.output_rows)), now, values, watch)

@@ -244,7 +244,7 @@ def test_the_decoders_bias_is_in_the_form_asked_for(name, form, models):
     )
     decoder = prepare(asked.loading, asked.models[0], CPU, "not asked for").decoder
     assert decoder.encoding.for_layer(1).form == form
-    assert decoder.encoder.encoding.for_layer(1).form == "table"
+    assert decoder.encoder_encoding.for_layer(1).form == "table"
 
 
 @pytest.mark.parametrize("form", ["table", "materialised"])

@@ -28,7 +28,7 @@ from ropewalk.model.kernels.cpu.bindings import (
     Kernels,
     StepArguments,
 )
-from ropewalk.model.kernels.cpu.lowering import Lowered, Span, Stage, is_dense, lower
+from ropewalk.model.kernels.cpu.lowering import KNOWN, Lowered, Span, Stage, is_dense, lower
 from ropewalk.model.layers.executor import Pass, attended, embedded, in_heads, rotated
 from ropewalk.model.program import (
     Attend,
@@ -47,6 +47,9 @@ def why_not(program: Program, kernels: Kernels | str) -> str | None:
         return f"the device is {program.device.type}"
     if program.dtype not in SUFFIXES:
         return f"it computes float32 and bfloat16, not {program.dtype}"
+    unknown = {type(op).__name__ for op in (*program.prompt_ops, *program.ops)} - KNOWN
+    if unknown:
+        return f"its kernels do not know the op {', '.join(sorted(unknown))}"
     return kernels if isinstance(kernels, str) else None
 
 

@@ -93,3 +93,13 @@ def test_a_gradient_is_the_slope() -> None:
 def test_serving_keeps_no_gradients() -> None:
     program = training().program
     assert not run_uncached(in_torch(program), [1, 2, 3]).requires_grad
+
+
+def test_a_compiled_pass_is_one_graph() -> None:
+    """Or `--compile` would gain little."""
+    executor = training("rope", dtype=torch.float32)
+    refreeze(executor)
+    expected = logits(executor).detach()
+    refreeze(executor)
+    compiled = torch.compile(lambda: logits(executor), backend="eager", fullgraph=True)
+    assert torch.equal(compiled().detach(), expected)

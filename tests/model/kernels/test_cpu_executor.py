@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -15,7 +15,9 @@ from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import EncodingError, LinearBias, PositionalEncoding
 from ropewalk.model.encodings.learned import Learned
 from ropewalk.model.encodings.rope import RoPE
-from ropewalk.model.kernels.cpu.executor import CpuExecutor
+from ropewalk.model.kernels.backends import decoder_on
+from ropewalk.model.kernels.cpu.attention import CpuBackend
+from ropewalk.model.kernels.cpu.executor import CpuExecutor, why_not
 from ropewalk.model.kernels.cpu.lowering import Kind, Lowering, fused
 from ropewalk.model.program import Add, Attend, Clip, Gate, Part, Scale
 from ropewalk.model.recipes import ADD, Layer
@@ -269,6 +271,23 @@ def test_what_is_not_fused_runs_in_the_same_call(kernels):
     assert Kind.GATE in kinds(decoders[0]) and len(stages(decoders[0])) == 1
     assert equal(decoders)
     assert close(decoders[0], in_torch(program), torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Unheard(Scale):
+    """An op that no kernel knows."""
+
+
+def test_what_kernels_do_not_know_runs_in_torch(kernels, caplog):
+    """All of the program, and the log says why."""
+    caplog.set_level("INFO")
+    program = program_of(tiny("rope", dtype=torch.float32))
+    assert decoder_on(CpuBackend(kernels), program, kernels).executor.name == "cpu"
+    unheard = replace(program, ops=(*program.ops[:1], Unheard("x", "x", 2.0), *program.ops[1:]))
+    assert why_not(unheard, kernels) == "its kernels do not know the op Unheard"
+    exact = program_of(tiny("rope"))
+    assert decoder_on(CpuBackend(kernels), exact, kernels).executor.name == "torch"
+    assert "it computes float32 and bfloat16, not torch.float64" in caplog.text
 
 
 # ---------------------------------------------------------------------- foreign encodings
