@@ -241,6 +241,12 @@ def inherits(hook: Callable[..., object], encoding: PositionalEncoding, function
     return own and getattr(hook, "__func__", None) is function
 
 
+def embeds(encoding: PositionalEncoding) -> bool:
+    """Whether the encoding adds something to the embeddings."""
+    plain = inherits(encoding.embed, encoding, PositionalEncoding.embed)
+    return not (plain and inherits(encoding.vectors, encoding, PositionalEncoding.vectors))
+
+
 def rotates(encoding: PositionalEncoding) -> bool:
     """Whether the encoding changes queries or keys before keys are stored."""
     return not inherits(encoding.rotate, encoding, PositionalEncoding.rotate)

@@ -11,7 +11,7 @@ import torch
 
 from ropewalk.model.catalogue import example, hooks, summary
 from ropewalk.model.config import EncodingSpec, ModelConfig
-from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, find, inherits, rotates
+from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, embeds, find, rotates
 from ropewalk.model.encodings.common.validate import check_hooks
 from ropewalk.model.loading.checkpoints import Checkpoint, load_encoding
 
@@ -44,7 +44,7 @@ class Subject:
     @property
     def embeds(self) -> bool:
         """Whether something is added to the embeddings."""
-        return not inherits(self.whole.embed, self.whole, PositionalEncoding.embed)
+        return embeds(self.whole)
 
 
 def shape(*, heads: int, head_dim: int, context: int) -> ModelConfig:
