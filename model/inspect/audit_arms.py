@@ -69,19 +69,11 @@ NOTES = {
     f"block of {BLOCK_SIZE}",
     "t5:materialised": "the bias of every key is looked up and stored before it is added",
 }
-ALL = (
-    "rope",
-    DYNAMIC,
-    REWRITTEN,
-    "rope:raw",
-    "rope:block",
-    "t5",
-    "t5:materialised",
-    "alibi",
-    "learned",
-    "sinusoidal",
-    "nope",
-)
+_FIRST = ("rope", DYNAMIC, REWRITTEN, "rope:raw", "rope:block", "t5", "t5:materialised", "alibi")
+_LAST = ("learned", "sinusoidal", "nope")
+# Encodings that are added to the folder come between those that leave the cache as it is and those
+# that every stored entry depends on.
+ALL = (*_FIRST, *(name for name in names() if name not in _FIRST + _LAST), *_LAST)
 
 
 class FollowingRoPE(RoPE):

@@ -153,7 +153,7 @@ def test_leaks_and_failures_are_findings(running):
         log.write("2026-01-01 ERROR ropewalk.server.engine.engine: a step failed\n")
     assert [each[:6] for each in kind.settle()] == ["logged"]
     assert kind.settle() == []
-    assert running.leaks(running.open_files(), seconds=0) == []
+    assert running.leaks(running.open_files()) == []
     assert "descriptors" in running.leaks(3, seconds=0)[0]
     with holding_blocks(running):
         assert any("blocks" in leak for leak in running.leaks(1000, seconds=0))
