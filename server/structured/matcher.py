@@ -103,8 +103,7 @@ def mask_of(state: State) -> bytes | None:
 
 def any_but(mask: bytes, ends: Collection[int]) -> bool:
     """Whether the mask has a token that is no end."""
-    left = _cleared(mask, ends)
-    return left.count(0) < len(left)
+    return _cleared(mask, ends) != bytes(len(mask))
 
 
 def without(mask: bytes, held: Collection[int]) -> bytes:
@@ -112,7 +111,7 @@ def without(mask: bytes, held: Collection[int]) -> bytes:
     if not held:
         return mask
     left = _cleared(mask, held)
-    return bytes(left) if left.count(0) < len(left) else mask
+    return bytes(left) if left != bytes(len(left)) else mask
 
 
 def _cleared(mask: bytes, tokens: Collection[int]) -> bytearray:
