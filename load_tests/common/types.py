@@ -22,9 +22,8 @@ The modules, in the order of a load test (an arrow: uses):
     compare                             two results
 
 Programs of their own, over HTTP: self_test (is the client fast enough?), overload and soak (what
-happens when more is asked than a server can?), agreement (does aiperf say the same?), peers with
-systems, peer_table, footprint, roofline, openvino_server, export_hf and drawn_hf (beside another
-server). Without a server:
+happens when more is asked than a server can?), peers with systems, peer_table, footprint, roofline
+and openvino_server (beside another server). Without a server:
 
     step_cost, scaling → scaling_parts       what encodings and sizes cost a step
     gpu_check → gpu_parts, gpu_peer, gpu_table, roofline

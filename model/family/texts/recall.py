@@ -84,11 +84,6 @@ def recalls(seed: int, distances: Iterator[int], measure: Measure) -> Iterator[R
         yield make(drawn, distance, counted)
 
 
-def is_made_up(sentence: str) -> bool:
-    """Whether a sentence contains a phrase of these texts."""
-    return any(each in sentence for each in (*_DEEDS, *_PHRASES))
-
-
 def _pairs(drawn: random.Random, distance: int, measure: Measure) -> Recall:
     names, things = drawn.sample(_NAMES, FACTS), drawn.sample(_THINGS, FACTS)
     places = drawn.sample(_PLACES, FACTS)
