@@ -17,7 +17,6 @@ from statistics import median
 from ropewalk.load_tests.client.client import Arm, complete
 from ropewalk.load_tests.client.environment import environment
 from ropewalk.load_tests.client.facts import Facts, arms_of
-from ropewalk.load_tests.client.footprint import resident_bytes
 from ropewalk.load_tests.common.progress import Progress
 from ropewalk.load_tests.common.types import Request
 from ropewalk.load_tests.micro.roofline import read_rates
@@ -36,6 +35,7 @@ from ropewalk.load_tests.peers.systems import (
     ROPEWALK,
     System,
     peer_from,
+    resident_bytes,
     running,
     system_from,
 )
