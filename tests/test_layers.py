@@ -77,7 +77,6 @@ NO_TORCH = (  # files, and what begins so
 ONLY_IN = {  # third-party package: the files that may know it
     "prometheus_client": (
         "server/metrics/exporter.py",
-        "server/metrics/families.py",
         "load_tests/client/scrape.py",
     ),
     "click": ("server/cli/",),
