@@ -7,7 +7,7 @@ every step.
 import tomllib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from ropewalk.cache.manager import BlockCounts
 from ropewalk.cache.types import OpReport
 from ropewalk.model.encodings.common.cost import PositionalWork
 from ropewalk.server.errors import REJECTIONS, ServeError
-from ropewalk.server.metrics.compat import ALIASES, Alias
 from ropewalk.server.scheduling.request import (
     ContextShift,
     FinishReason,
@@ -47,8 +46,28 @@ METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"}
 BUILD = ("ropewalk", "python", "torch")
 _END = b"# EOF\n"  # of a page in OpenMetrics
 
+_TOLD = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
 KINDS: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 MODEL_LABELS = ("model_name", "encoding")
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A family's second name, without `_total`, and the labels that are named differently there."""
+
+    name: str
+    labels: Mapping[str, str]  # ours: theirs
+
+
+# By our families' names.
+ALIASES: Mapping[str, Mapping[str, Alias]] = {
+    "off": {},
+    "vllm": {
+        f"ropewalk_{name}": Alias(f"vllm:{about['vllm']}", about.get("vllm_labels", {}))
+        for name, about in _TOLD["metric"].items()
+        if "vllm" in about
+    },
+}
 
 
 class _Registry(CollectorRegistry):
@@ -95,14 +114,13 @@ class Families:
     """Every family that families.toml lists, by its name; registered when it is made."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        told = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
         self.labels: dict[str, tuple[str, ...]] = {}  # beside MODEL_LABELS
         self._made: dict[str, Any] = {}
-        for name, about in told["metric"].items():
+        for name, about in _TOLD["metric"].items():
             self.labels[name] = labels = tuple(about.get("labels", ()))
             if "apart" not in about:
                 labels = (*MODEL_LABELS, *labels)
-            more = {"buckets": told["buckets"][about["buckets"]]} if "buckets" in about else {}
+            more = {"buckets": _TOLD["buckets"][about["buckets"]]} if "buckets" in about else {}
             made = KINDS[about["kind"]]
             self._made[name] = made(
                 f"ropewalk_{name}", about["help"], labels, registry=registry, **more
