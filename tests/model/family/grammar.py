@@ -11,7 +11,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 
-from ropewalk.model.family.texts.recall import _DEEDS, _PHRASES
+from ropewalk.model.family.texts.recall import _DEEDS
 
 PARSER = "link-parser"  # Debian's package link-grammar
 PROMPTS = (
@@ -83,4 +83,5 @@ def taken(sentences: Sequence[str], parser: str) -> list[bool]:
 
 def is_made_up(sentence: str) -> bool:
     """Whether it contains a phrase of the recall texts."""
-    return any(each in sentence for each in (*_DEEDS, *_PHRASES))
+    phrases = (" keeps the ", " keep the ", "Where does ", "Remember these words", "Say the words")
+    return any(each in sentence for each in (*_DEEDS, *phrases))
