@@ -57,7 +57,7 @@ def shuffled(sentence: str, drawn: random.Random) -> str:
 
 
 def taken(sentences: Sequence[str], parser: str) -> list[bool]:
-    """Whether the parser links all words of each. Raises ValueError when the parser fails."""
+    """Whether the parser links all words of each."""
     options = ("-batch", "-echo=1", "-spell=0", "-limit=1000", "-timeout=10", "-panic=0")
     # The leading space keeps a sentence from being read as a command; as it is echoed, it also
     # distinguishes sentences from the messages about them.
@@ -76,8 +76,7 @@ def taken(sentences: Sequence[str], parser: str) -> list[bool]:
             found.append(True)
         elif line.startswith("+++++ error"):
             found[-1] = False
-    if len(found) != len(sentences):
-        raise ValueError(f"{parser} judged {len(found)} sentences: {answer.stderr}")
+    assert len(found) == len(sentences), f"{parser} judged {len(found)}: {answer.stderr}"
     return found
 
 
