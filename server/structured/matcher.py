@@ -6,14 +6,14 @@ them once: preemption, a shortened context and steps computed again change nothi
 
 from collections.abc import Collection, Mapping
 from time import thread_time
-from typing import Protocol
+from typing import Any, Protocol
 
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import RequestFailed
 
 # What llguidance may spend: on a grammar, and on a single mask. Less than its own limits, so that a
 # grammar made to be slow holds up a step by some milliseconds and then fails.
-LIMITS: Mapping[str, int] = {
+LIMITS: Mapping[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 50_000,
     "step_max_items": 10_000,
