@@ -12,10 +12,9 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ropewalk.cache.kv import KVCache
+from ropewalk.cache.kv import KVCache, tensor_on
 from ropewalk.cache.ledger import Ledger
 from ropewalk.cache.manager import CacheManager, Copy
-from ropewalk.cache.tensors import tensor_on
 from ropewalk.cache.types import (
     Capability,
     Evict,

@@ -14,6 +14,7 @@ from ropewalk.model.weights.base import CheckpointError, shown
 
 MAX_DEPTH = 32
 MAX_CONFIG = 1 << 20  # bytes
+GGUF = b"GGUF"  # the first bytes of such a file
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 

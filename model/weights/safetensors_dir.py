@@ -59,6 +59,8 @@ class Entry(NamedTuple):
 class SafetensorsDirectory:
     """The safetensors weights of a folder; a WeightFile."""
 
+    in_4_bits = False
+
     def __init__(self, folder: Path) -> None:
         """Read and check every header. Raises CheckpointError."""
         if (folder / SINGLE).exists():

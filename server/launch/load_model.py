@@ -23,14 +23,13 @@ from ropewalk.model.kernels.cpu.bindings import SUFFIXES, Kernels
 from ropewalk.model.kernels.cpu.bindings import load as load_kernels
 from ropewalk.model.kernels.cpu.library import NoKernels
 from ropewalk.model.loading.checkpoints import (
+    RANDOM,
     Checkpoint,
     CheckpointError,
     load_program,
     open_checkpoint,
 )
-from ropewalk.model.loading.random_weights import PREFIX, random_checkpoint
 from ropewalk.model.program import Program, quantized
-from ropewalk.model.weights.gguf_file import GGUFFile
 from ropewalk.model.weights.quantize import Int4, Int8
 from ropewalk.server import download, hardware
 from ropewalk.server.config import ModelOptions, ModelSource
@@ -115,7 +114,7 @@ def prepare(
         program = quantized(program, 8 if loading.quantize == "int8" else 4)
     if loading.quantize == "int4":
         _tell_of_int4(source.name, program)
-    if loading.quantize is None and lacking is None and _in_4_bits(checkpoint):
+    if loading.quantize is None and lacking is None and checkpoint.weights.in_4_bits:
         log.info(
             "%s: the file's weights are in 4 bits; --quantize int4 keeps them in 4 bits, which is "
             "faster and changes answers a little",
@@ -129,12 +128,14 @@ def prepare(
 
 
 def _opened(loading: ModelOptions, source: ModelSource) -> Checkpoint:
-    if source.source.startswith(PREFIX):
+    if source.source.startswith(RANDOM):
         if loading.chat_template is not None:
             raise CommandError(
                 f"--chat-template: {source.source} has random weights and answers no chats; leave "
                 "the option out"
             )
+        from ropewalk.model.loading.random_weights import random_checkpoint
+
         return random_checkpoint(source.source, loading.encoding, loading.max_model_len)
     trusted = {*loading.trust_encoding, loading.encoding or ""}
     return open_checkpoint(download.locate(source.source), trusted, loading.chat_template)
@@ -209,10 +210,6 @@ def _lacking_for_int4(kernels: Kernels | str, dtype: torch.dtype) -> str | None:
     if dtype not in SUFFIXES:
         return "--dtype bfloat16 or float32"
     return None
-
-
-def _in_4_bits(checkpoint: Checkpoint) -> bool:
-    return isinstance(checkpoint.weights, GGUFFile) and checkpoint.weights.in_4_bits
 
 
 def _tell_of_int4(name: str, program: Program) -> None:

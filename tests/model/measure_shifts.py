@@ -13,11 +13,10 @@ from statistics import mean
 
 import torch
 
-from ropewalk.cache.kv import KVCache
+from ropewalk.cache.kv import KVCache, restored, rounded
 from ropewalk.cache.ledger import Ledger
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.operations import Operations
-from ropewalk.cache.rounding import restored, rounded
 from ropewalk.cache.types import Audit, Evict
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import EncodingSpec

@@ -125,10 +125,10 @@ def _put(
 ):
     """Rotate heads in float32, rounding once; coordinates that are not rotated are copied.
 
-    In 8 bits the same numbers and scales as by cache/rounding.py, to the bit.
+    In 8 bits the same numbers and scales as by cache/kv.py, to the bit.
     """
     narrow = source.dtype.element_ty
-    largest = tl.full([source.shape[0], 1], 1e-30, tl.float32)  # as cache/rounding.py's LEAST
+    largest = tl.full([source.shape[0], 1], 1e-30, tl.float32)  # as cache/kv.py's LEAST
     if PAIRS:
         pair = tl.arange(0, TURNED)[None, :]
         left = pair * 2 if INTERLEAVED else pair

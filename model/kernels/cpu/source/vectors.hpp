@@ -240,7 +240,7 @@ inline Vec<Real> exponentials(Real *x, int64_t count, Real base) {
   return sum;
 }
 
-// x in 8 bits: equal steps, the largest magnitude at ±127. cache/rounding.py defines it, and both
+// x in 8 bits: equal steps, the largest magnitude at ±127. cache/kv.py defines it, and both
 // give the same bits.
 template <class T>
 inline void round_numbers(const T *x, int8_t *numbers, float *scale, int64_t count) {
