@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 # Of keys and values in 8 bits: equal steps, with an entry's largest magnitude at ±127. All of it is
-# float32 in one fixed order, as the CPU kernels (integers.hpp) must store identical bits.
+# float32 in one fixed order, as the CPU kernels (linear/integers.hpp) must store identical bits.
 SCALE = torch.float32
 STEPS = 127
 LEAST = 1e-30  # lower bound of the largest magnitude: avoids dividing by 0 for an entry of zeros

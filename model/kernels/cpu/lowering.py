@@ -83,7 +83,7 @@ KNOWN = {  # what `_lower` has a case for
     )
 }
 EACH_ROW, RUN, RESULT = 0, 1, 2  # program.hpp's codes for where a value lies
-# Numbered as in outputs.hpp.
+# Numbered as in linear/outputs.hpp.
 ACTIVATIONS: Mapping[Activation | None, int] = {
     None: 0,
     "silu": 1,

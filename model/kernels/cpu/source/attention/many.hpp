@@ -2,8 +2,8 @@
 
 #pragma once
 
-#include "attention_base.hpp"
-#include "attention_panels.hpp"
+#include "base.hpp"
+#include "panels.hpp"
 
 namespace {
 

@@ -10,7 +10,7 @@
 #include <new>
 #include <type_traits>
 
-#include "vectors.hpp"
+#include "../vectors.hpp"
 
 namespace {
 

@@ -5,7 +5,7 @@
 #include <atomic>
 #include <vector>
 
-#include "attention_base.hpp"
+#include "base.hpp"
 
 namespace {
 
