@@ -116,13 +116,17 @@ def step(requests: int, context: int, rows: int, device: torch.device) -> Forwar
 
     It outputs the logits of each request's last token. The cache must have `blocks_for` them.
     """
-    manager = CacheManager(blocks_for(requests, context), BLOCK_SIZE, prefix_sharing=False)
-    work = []
-    for index in range(requests):
-        made = request(str(index), [7] * context)
-        manager.reserve(made.id, made.tokens, context)
-        work.append(Work(made, context - rows, rows))
-    return build_batch(tuple(work), manager.table, BLOCK_SIZE).forward.to(device)
+    return step_of([request(str(i), [7] * context) for i in range(requests)], rows, device)
+
+
+def step_of(requests: Sequence[Request], rows: int, device: torch.device) -> ForwardBatch:
+    """The same of these requests, which have equally many tokens."""
+    context = len(requests[0].tokens)
+    manager = CacheManager(blocks_for(len(requests), context), BLOCK_SIZE, prefix_sharing=False)
+    for each in requests:
+        manager.reserve(each.id, each.tokens, context)
+    work = tuple(Work(each, context - rows, rows) for each in requests)
+    return build_batch(work, manager.table, BLOCK_SIZE).forward.to(device)
 
 
 def passes(
