@@ -26,15 +26,18 @@ from ropewalk.model.program import Program, encoding_parameters
 from ropewalk.model.recipes import allocate, program
 from ropewalk.model.tokenizers.base import MAX_FILE, Tokenizer, TokenizerError
 from ropewalk.model.tokenizers.loading import tokenizer_from_directory, vocabulary_file
-from ropewalk.model.weights.base import PICKLE_SUFFIXES, CheckpointError, WeightFile, shown
-from ropewalk.model.weights.files import (
+from ropewalk.model.weights.base import (
     GGUF,
     MAX_CONFIG,
+    PICKLE_SUFFIXES,
+    CheckpointError,
+    WeightFile,
     advise_conversion,
     open_regular,
     read_json,
     refuse_large,
     refuse_mistaken,
+    shown,
 )
 from ropewalk.model.weights.safetensors_dir import SafetensorsDirectory
 

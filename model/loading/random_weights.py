@@ -20,8 +20,7 @@ from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec, ModelConfi
 from ropewalk.model.encodings.base import find
 from ropewalk.model.loading.checkpoints import RANDOM, Checkpoint
 from ropewalk.model.tokenizers.numbers import NumberTokenizer
-from ropewalk.model.weights.base import CheckpointError
-from ropewalk.model.weights.files import MAX_CONFIG, read_json
+from ropewalk.model.weights.base import MAX_CONFIG, CheckpointError, read_json
 
 CONTEXT = 8192  # by default: no training implies a context
 

@@ -16,8 +16,14 @@ import torch
 from gguf import GGMLQuantizationType, GGUFValueType
 from torch import Tensor
 
-from ropewalk.model.weights.base import CheckpointError, shown
-from ropewalk.model.weights.files import GGUF, open_regular, read_range, size_of
+from ropewalk.model.weights.base import (
+    GGUF,
+    CheckpointError,
+    open_regular,
+    read_range,
+    shown,
+    size_of,
+)
 
 MAX_HEADER = 64 << 20  # bytes; a vocabulary of 256,000 takes about 15 MB
 MAX_ENTRIES = 10_000  # metadata keys, and tensors

@@ -13,14 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ropewalk.model.weights.base import PICKLE_SUFFIXES, CheckpointError, shown
-from ropewalk.model.weights.files import (
+from ropewalk.model.weights.base import (
+    PICKLE_SUFFIXES,
+    CheckpointError,
     advise_conversion,
     open_regular,
     parse_json,
     read_json,
     read_range,
     refuse_mistaken,
+    shown,
     size_of,
 )
 
