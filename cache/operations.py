@@ -139,10 +139,10 @@ class Operations:
         ]
 
     def _report(self, operation: Operation, moving: Sequence[_Moving]) -> OpReport:
-        turning = sum(
+        rotating = sum(
             rules.capability(operation.op, self._kv.dtype) in REWRITES for rules in self._rules
         )
-        rewritten = turning * self._kv.kv_heads * sum(each.slots for each in moving if each.delta)
+        rewritten = rotating * self._kv.kv_heads * sum(each.slots for each in moving if each.delta)
         copied = self._kv.entries_per_token * self._copied_slots(operation, moving)
         return OpReport(
             operation.op,

@@ -122,10 +122,10 @@ class SdpaAttention:
         positions = batch.key_positions(block_size)
         offsets = torch.arange(positions.shape[1], device=positions.device) % block_size
         rows = keys.transpose(1, 2)
-        turned = rotation.keys(
+        rotated = rotation.keys(
             rows.flatten(0, 1), positions.flatten(), offsets.repeat(len(positions))
         )
-        return turned.view(rows.shape).transpose(1, 2)
+        return rotated.view(rows.shape).transpose(1, 2)
 
     @staticmethod
     def _padded_rows(batch: ForwardBatch) -> Tensor:

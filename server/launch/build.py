@@ -203,7 +203,7 @@ def _complete(
     decoder = TimedDecoder(model.decoder)
     made = wired(
         name,
-        _forward(model, kv, limits, decoder),
+        _choose_forward(model, kv, limits, decoder),
         kv,
         manager,
         rules,
@@ -251,13 +251,13 @@ def _complete(
     return Loaded(served, made.engine, facts, model.place, planner, defect)
 
 
-def _forward(model: Prepared, kv: KVCache, limits: Limits, plain: Forward) -> Forward:
+def _choose_forward(model: Prepared, kv: KVCache, limits: Limits, plain: Forward) -> Forward:
     """The decoder's passes, of which CUDA graphs replay those that they can."""
     if not model.decoder.executor.recordable:
         return plain
-    from ropewalk.server.launch.graphs import replayed
+    from ropewalk.server.launch.graphs import record_graphs
 
-    return replayed(model.decoder, kv, limits, model.name, otherwise=plain)
+    return record_graphs(model.decoder, kv, limits, model.name, otherwise=plain)
 
 
 def _meter(model: Prepared, block_size: int) -> PositionMeter:

@@ -19,7 +19,7 @@ from ropewalk.server.scheduling.request import Limits
 log = getLogger(__name__)
 
 
-def replayed(
+def record_graphs(
     decoder: Decoder,
     kv: KVCache,
     limits: Limits,

@@ -69,10 +69,10 @@ def prepare(
     loading: ModelOptions, source: ModelSource, device: torch.device, kernels: Kernels | str
 ) -> Prepared:
     """Raises CheckpointError, EncodingError, NoBackend, or CommandError for unusable options."""
-    checkpoint = _opened(loading, source)
+    checkpoint = _open(loading, source)
     if loading.encoding is not None and loading.encoding != checkpoint.config.encoding.name:
-        checkpoint = _with_encoding(checkpoint, loading.encoding)
-    checkpoint = _with_options(checkpoint, dict(loading.encoding_option))
+        checkpoint = _replace_encoding(checkpoint, loading.encoding)
+    checkpoint = _add_options(checkpoint, dict(loading.encoding_option))
     shape = checkpoint.config
     if (more := checkpoint.tokenizer.vocab_size - shape.vocab_size) > 0:
         log.info(
@@ -88,7 +88,7 @@ def prepare(
             "of float16; use --dtype bfloat16 or float32."
         )
     context = loading.max_model_len or shape.trained_context
-    encoding = _created(shape.encoding, dict(loading.encoding_option), shape, context, device)
+    encoding = _create(shape.encoding, dict(loading.encoding_option), shape, context, device)
     if encoding.max_positions is not None and context > encoding.max_positions:
         raise CommandError(
             f"{source.name} has positions for only {encoding.max_positions} tokens, so it cannot "
@@ -106,7 +106,7 @@ def prepare(
     of_encoder = None
     if isinstance(shape, EncoderDecoderConfig):
         of_encoder = create(shape.encoder.encoding, shape.encoder, context, device)
-    program = _loaded(checkpoint, source.name, encoding, of_encoder, dtype, device)
+    program = _load(checkpoint, source.name, encoding, of_encoder, dtype, device)
     if of_encoder is None:  # encoder-decoders have no foreign encodings
         check_hooks(encoding, shape, context, device)
     backend = choose(backends, spec_for(shape, dtype, device, encoding))
@@ -127,7 +127,7 @@ def prepare(
     )
 
 
-def _opened(loading: ModelOptions, source: ModelSource) -> Checkpoint:
+def _open(loading: ModelOptions, source: ModelSource) -> Checkpoint:
     if source.source.startswith(RANDOM):
         if loading.chat_template is not None:
             raise CommandError(
@@ -141,7 +141,7 @@ def _opened(loading: ModelOptions, source: ModelSource) -> Checkpoint:
     return open_checkpoint(download.locate(source.source), trusted, loading.chat_template)
 
 
-def _with_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:
+def _replace_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:
     """Replace the encoding that the weights were trained with: an experiment."""
     if isinstance(checkpoint.config, EncoderDecoderConfig):
         raise CommandError(
@@ -158,7 +158,7 @@ def _with_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:
     return replace(checkpoint, config=config, parameters=kept)
 
 
-def _with_options(checkpoint: Checkpoint, given: Mapping[str, Any]) -> Checkpoint:
+def _add_options(checkpoint: Checkpoint, given: Mapping[str, Any]) -> Checkpoint:
     """Add options to the decoder's encoding, on top of its own."""
     spec = checkpoint.config.encoding
     known = tuple(find(spec.name).OPTIONS)
@@ -173,7 +173,7 @@ def _with_options(checkpoint: Checkpoint, given: Mapping[str, Any]) -> Checkpoin
     return replace(checkpoint, config=replace(checkpoint.config, encoding=spec))
 
 
-def _created(
+def _create(
     spec: EncodingSpec,
     given: Mapping[str, Any],
     shape: ModelConfig,
@@ -225,7 +225,7 @@ def _tell_of_int4(name: str, program: Program) -> None:
         log.info("%s: %d linear layers in 4 bits, %d in 8", name, in_4, in_8)
 
 
-def _loaded(
+def _load(
     checkpoint: Checkpoint,
     name: str,
     encoding: PositionalEncoding,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ropewalk.model.encodings.base import EncodingError
 from ropewalk.model.encodings.common.rope_scaling import frequencies
-from ropewalk.model.encodings.common.rotary import Layout, turn
+from ropewalk.model.encodings.common.rotary import Layout, rotate_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class MultiAxisRotation:
         """q [T, heads, head_dim], k [T, kv_heads, head_dim], positions [axes, T]."""
         angles = positions.float()[self.axes].t() * self.frequencies  # [T, pairs]
         cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
-        return turn(q, cos, sin, self.layout), turn(k, cos, sin, self.layout)
+        return rotate_pairs(q, cos, sin, self.layout), rotate_pairs(k, cos, sin, self.layout)
 
 
 def axial(base: float, width: int, *, axes: int = 2, layout: Layout = "half") -> MultiAxisRotation:

@@ -74,8 +74,8 @@ class DenseAttention:
         keys, values = kv.keys, kv.values  # [windows, length, kv_heads, head_dim]
         if rotation is not None:
             q = rotation.queries(q, batch.positions)
-            turned = rotation.keys(keys.flatten(0, 1), batch.positions, batch.offsets)
-            keys = turned.view(keys.shape)
+            rotated = rotation.keys(keys.flatten(0, 1), batch.positions, batch.offsets)
+            keys = rotated.view(keys.shape)
         repeat = self.spec.heads // self.spec.kv_heads
         if repeat > 1:
             keys, values = (x.repeat_interleave(repeat, dim=2) for x in (keys, values))

@@ -221,7 +221,7 @@ def _of_rotation(rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
             "FRAME": "none",
             "PAIRS": 0,
             "INTERLEAVED": False,
-            "TURNED": LEAST,
+            "ROTATED": LEAST,
             "REST": LEAST,
         }
     pairs = rotation.cos.shape[1]
@@ -232,7 +232,7 @@ def _of_rotation(rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
         "FRAME": rotation.frame.value,
         "PAIRS": pairs,
         "INTERLEAVED": rotation.layout == "interleaved",
-        "TURNED": _padded(pairs),
+        "ROTATED": _padded(pairs),
         "REST": _padded(q.shape[2] - 2 * pairs),
     }
 
