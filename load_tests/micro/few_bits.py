@@ -9,7 +9,6 @@ from math import sqrt
 from statistics import mean, median, quantiles, stdev
 from typing import Literal
 
-import sentencepiece
 import torch
 import torch.nn.functional as F
 
@@ -29,6 +28,8 @@ from ropewalk.model.kernels.cpu.bindings import Kernels, load
 from ropewalk.model.kernels.cpu.executor import CpuExecutor
 from ropewalk.model.loading.checkpoints import Checkpoint, load_program, open_checkpoint
 from ropewalk.model.program import quantized
+from ropewalk.model.tokenizers.base import decode
+from ropewalk.model.tokenizers.spm import SpmTokenizer, read_model
 from ropewalk.server.download import SMOLLM2, home, stored
 
 CPU = torch.device("cpu")
@@ -63,9 +64,9 @@ def decoders(checkpoint: Checkpoint, kernels: Kernels) -> dict[str, Decoder]:
 def windows(checkpoint: Checkpoint) -> list[list[int]]:
     """Evenly from the held-out documents, in SmolLM2's tokens."""
     tokens = corpus.load(home() / "family" / "corpus.npz").held_out.tokens
-    spoken = sentencepiece.SentencePieceProcessor(str(SHIPPED_TOKENIZER))
+    family = SpmTokenizer(read_model(SHIPPED_TOKENIZER.read_bytes()))
     apart = len(tokens) // TEXTS
-    texts = [spoken.decode(tokens[i * apart :][: 2 * LENGTH].tolist()) for i in range(TEXTS)]
+    texts = [decode(family, tokens[i * apart :][: 2 * LENGTH].tolist()) for i in range(TEXTS)]
     encode = checkpoint.tokenizer.encode
     return [encode(text, bos=False)[: LENGTH + 1] for text in texts]
 

@@ -55,14 +55,14 @@ def assert_undisturbed(source, flags, count, places, **ways):
         assert not differing, place
 
 
-# Usually each encoding in two of the three, so that all places are met as often.
+# Usually each encoding in one of the three, so that all places are met as often.
 @pytest.mark.parametrize(
     ("encoding", "stored"),
     combined(
         ENCODINGS,
         STORED,
         always=lambda encoding, stored: (
-            (ENCODINGS.index(encoding) - list(STORED).index(stored)) % 3 != 0
+            (ENCODINGS.index(encoding) - list(STORED).index(stored)) % 3 == 0
         ),
     ),
 )
@@ -108,7 +108,7 @@ def test_an_encoder_decoder(stored, tmp_path, kernels):
     [
         ("rope", Overflow.SHIFT, ()),
         ("rope", Overflow.SLIDE, ("--encoding-option", "frame=block", "--kv-dtype", "int8")),
-        ("t5", Overflow.SHIFT, ()),
+        pytest.param("t5", Overflow.SHIFT, (), marks=pytest.mark.full),
         pytest.param("alibi", Overflow.SLIDE, (), marks=pytest.mark.full),
         pytest.param("nope", Overflow.SHIFT, ("--kv-dtype", "int8"), marks=pytest.mark.full),
     ],
