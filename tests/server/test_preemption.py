@@ -93,7 +93,7 @@ def test_a_thousand_requests(encoding, stored, seeded, kernels):
     ],
 )
 def test_other_forms(encoding, flags, kernels):
-    assert_undisturbed(family(encoding), flags, 30, [7], seeded=True)
+    assert_undisturbed(family(encoding), flags, 20, [7], seeded=True)
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -117,7 +117,7 @@ def test_contexts_that_were_shortened(encoding, overflow, flags, kernels):
     """While nothing is lost: what depends on dropped tokens cannot be computed again."""
     flags = ("--dtype", "bfloat16", *flags)
     ways = {"seeded": True, "overflow": overflow}
-    assert_undisturbed(family(encoding), flags, 30, [400], **ways)
+    assert_undisturbed(family(encoding), flags, 20, [400], **ways)
 
 
 def test_shortened_answers_of_an_encoder_decoder(tmp_path, kernels):
