@@ -46,7 +46,6 @@ from ropewalk.server.config import (
     web_origin,
 )
 from ropewalk.server.errors import UsageError
-from ropewalk.server.metrics.compat import ALIASES
 from ropewalk.server.terminal import configure_logs
 
 DEFAULT_MODEL = "smollm2"
@@ -307,7 +306,7 @@ SETTINGS: tuple[Variable, ...] = (
         "--metrics-compat",
         "vllm: also export metrics under vLLM's names, for gateways and dashboards that expect "
         "them",
-        choice(*ALIASES),
+        choice("off", "vllm"),
         "off",
     ),
     _http(
