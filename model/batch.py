@@ -27,7 +27,7 @@ class ForwardBatch:
     context_lens: Tensor  # [R]  keys visible after this step, this step's included
     block_tables: Tensor  # [R, max_blocks]
     block_bases: Tensor  # [R, max_blocks]  position of each block's offset 0
-    output_rows: Tensor  # [S]  rows whose results are needed: logits, or with `hidden` what is before
+    output_rows: Tensor  # [S]  rows whose logits, or hidden states, are needed
     max_query: int  # host copies, so that no kernel has to read from the device
     max_context: int
     cross: "Cross | None" = None  # encoder-decoders only

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from ropewalk.model.catalogue import Place
 from ropewalk.server.app.cache import cache_routes
 from ropewalk.server.app.cache_plan import CachePlanner
+from ropewalk.server.app.embeddings import embedding_routes
 from ropewalk.server.app.encodings import encoding_routes
 from ropewalk.server.app.openai import Serving, openai_routes
 from ropewalk.server.app.operations import operation_routes
@@ -79,7 +80,7 @@ def create_app(
     app.state.drain = drain
     door = Door((served.name for served in models), engine.outlook)
     serving = Serving(models, engine, metrics, drain, options)
-    routers = [openai_routes(serving), token_routes(serving)]
+    routers = [openai_routes(serving), embedding_routes(serving), token_routes(serving)]
     if place is not None:
         routers.append(encoding_routes(models, place))
     if planners is not None:

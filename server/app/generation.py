@@ -52,26 +52,21 @@ class Answer:
     stream: StreamOptions | None
 
 
-class Generation(Response):
-    """Runs the engine for an Answer. Raises errors before the first byte, to become a status."""
+class EngineResponse(Response):
+    """What the engine computes, sent. Raises errors before the first byte, to become a status."""
 
     def __init__(
-        self,
-        answer: Answer,
-        engine: AsyncEngine,
-        metrics: Metrics,
-        drain: Drain,
-        options: HttpOptions,
+        self, model: str, engine: AsyncEngine, metrics: Metrics, drain: Drain, options: HttpOptions
     ) -> None:
         super().__init__()
-        self._answer = answer
+        self._model = model
         self._engine = engine
         self._metrics = metrics
         self._drain = drain
         self._options = options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        options, model = self._options, self._answer.model
+        options, model = self._options, self._model
         stalled_s = options.stalled_write_s
         lifeline = Lifeline(receive, options.request_timeout_s, self._drain)
         out = EventStream(send, lifeline, ping_s=options.ping_s, stalled_s=stalled_s)
@@ -103,6 +98,36 @@ class Generation(Response):
                 await out.finish(b"data: " + error.body() + b"\n\n")
         except TimeoutError:
             _abort_connection(scope)
+
+    async def _run(
+        self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
+    ) -> None:
+        """Compute, and send: events to `out`, or one body to `send`."""
+        raise NotImplementedError
+
+    async def _send_whole(self, body: bytes, lifeline: Lifeline, send: Send) -> None:
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+        lifeline.complete()
+
+
+class Generation(EngineResponse):
+    """Runs the engine for an Answer."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        engine: AsyncEngine,
+        metrics: Metrics,
+        drain: Drain,
+        options: HttpOptions,
+    ) -> None:
+        super().__init__(answer.model, engine, metrics, drain, options)
+        self._answer = answer
 
     async def _run(
         self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
@@ -145,7 +170,7 @@ class Generation(Response):
                 break
             await out.write("".join(events).encode())
         else:
-            raise _no_end()
+            raise no_end()
         if options.include_usage:
             events.append(wire.usage_chunk(total_usage(choices, answer.n)))
         events.append(DONE)
@@ -163,7 +188,7 @@ class Generation(Response):
             if all(choice.finished for choice in choices):
                 break
         else:
-            raise _no_end()
+            raise no_end()
         done = [(choice, _joined(parts[choice.index])) for choice in choices]
         usage = total_usage(choices, answer.n)
 
@@ -171,17 +196,10 @@ class Generation(Response):
             return json_bytes(answer.wire.whole(done, usage))
 
         size = sum(1 + len(piece.tokens) + len(piece.scored) for _, piece in done)
-        body = await off_loop(written, size, MANY)
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-        lifeline.complete()
+        await self._send_whole(await off_loop(written, size, MANY), lifeline, send)
 
 
-def _no_end() -> RequestFailed:
+def no_end() -> RequestFailed:
     return RequestFailed("the engine ended this request without a reason; send it again")
 
 

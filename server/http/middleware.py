@@ -39,7 +39,8 @@ from ropewalk.server.scheduling.queue import Door
 
 # Reachable without a key, and while draining: for load balancers and supervisors.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
-ANSWERED = frozenset({"/v1/completions", "/v1/chat/completions"})  # by the engine
+# By the engine.
+ANSWERED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings"})
 _PROBES = OPEN_PATHS | {"/metrics"}  # asked for every few seconds; also answered while draining
 
 # What clients get wrong is the part before: a base URL without /v1, or with it twice.

@@ -368,6 +368,8 @@ def _served(
         max_context=facts.max_context,
         created=int(time.time()),
         aliases=aliases,
+        embedding=checkpoint.embedding,
+        hidden_size=shape.embed_width or shape.width,
         encoder_decoder=(
             EncoderDecoderTokens(shape.start_token, shape.end_token)
             if isinstance(shape, EncoderDecoderConfig)

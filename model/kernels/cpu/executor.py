@@ -28,7 +28,15 @@ from ropewalk.model.kernels.cpu.bindings import (
     Kernels,
     StepArguments,
 )
-from ropewalk.model.kernels.cpu.lowering import KNOWN, Lowered, Span, Stage, is_dense, lower, without_head
+from ropewalk.model.kernels.cpu.lowering import (
+    KNOWN,
+    Lowered,
+    Span,
+    Stage,
+    is_dense,
+    lower,
+    without_head,
+)
 from ropewalk.model.layers.executor import Pass, attended, embedded, in_heads, rotated
 from ropewalk.model.program import (
     Attend,
