@@ -14,6 +14,7 @@ from starlette.routing import Route
 from ropewalk.model.catalogue import Place
 from ropewalk.server.app.cache import cache_routes
 from ropewalk.server.app.cache_plan import CachePlanner
+from ropewalk.server.app.described import described_routes
 from ropewalk.server.app.embeddings import embedding_routes
 from ropewalk.server.app.encodings import encoding_routes
 from ropewalk.server.app.openai import Serving, openai_routes
@@ -86,6 +87,7 @@ def create_app(
     if planners is not None:
         routers.append(cache_routes(serving, planners))
     routers.append(operation_routes(serving, own_version()))
+    routers.append(described_routes(with_key=bool(options.api_keys)))
     for router in routers:
         app.include_router(router)
     routes = [each for router in routers for each in router.routes if isinstance(each, Route)]

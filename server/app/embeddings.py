@@ -1,4 +1,4 @@
-"""The route of OpenAI's API for embeddings: bodies to requests, what the engine returns to answers."""
+"""The route for embeddings: bodies to requests, and what the engine returns to answers."""
 
 import random
 import time
@@ -13,6 +13,7 @@ from starlette.types import Send
 
 from ropewalk.model.config import Pooling
 from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.app.described import accepts
 from ropewalk.server.app.generation import EngineResponse, no_end
 from ropewalk.server.app.openai import Serving
 from ropewalk.server.errors import InvalidField, UnsupportedField
@@ -41,8 +42,9 @@ MANY = 4  # vectors, which take milliseconds to write
 def embedding_routes(serving: Serving) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/embeddings", response_model=None)
+    @router.post("/v1/embeddings", **accepts(EmbeddingBody))
     async def embeddings(request: Request) -> Response:
+        """One vector for each input: of the last token or the mean of all, normalised."""
         body = await body_of(request, EmbeddingBody)
         served = serving.find(request, body.model)
         state = state_of(request.scope)

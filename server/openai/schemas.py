@@ -46,7 +46,7 @@ Count = Annotated[int, Field(ge=1, lt=2**31), _WHOLE]
 CountFromZero = Annotated[int, Field(ge=0, lt=2**31), _WHOLE]
 MaxTokens = Annotated[int, Field(ge=AS_MANY_AS_FIT, lt=2**31), _WHOLE]
 Priority = Annotated[int, Field(ge=-(2**63), lt=2**63), _WHOLE]
-CacheSalt = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._-]{1,128}\z")]
+CacheSalt = Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,128}$")]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), _WHOLE]
 
 
@@ -66,7 +66,9 @@ Prompt = Annotated[
         list[StrictStr], Field(min_length=1, max_length=MAX_PROMPTS), _FAIL_FAST, Tag("texts")
     ]
     | Annotated[TokenIds, Tag("ids")]
-    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS), _FAIL_FAST, Tag("id lists")],
+    | Annotated[
+        list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), _FAIL_FAST, Tag("id lists")
+    ],
     Discriminator(_prompt_form),
 ]
 
@@ -102,14 +104,28 @@ def _bias_keys(value: Any) -> Any:
     return {int(key): bias for key, bias in value.items()}
 
 
+_StopForms = (
+    Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+    | Annotated[
+        list[Annotated[str, Field(max_length=MAX_STOP_LENGTH)]], Field(max_length=MAX_STOPS)
+    ]
+)
+_BiasForms = Annotated[
+    dict[
+        Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")],
+        Annotated[float, Field(ge=-100, le=100)],
+    ],
+    Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False}),
+]
 Stops = Annotated[
     list[Annotated[str, Field(max_length=MAX_STOP_LENGTH)]],
     Field(max_length=MAX_STOPS),
     _FAIL_FAST,
-    BeforeValidator(_stop_list),
+    BeforeValidator(_stop_list, json_schema_input_type=_StopForms),
 ]
 Biases = Annotated[
-    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_bias_keys)
+    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(_bias_keys, json_schema_input_type=_BiasForms),
 ]
 
 
