@@ -3,6 +3,7 @@
 Is passed everything it uses: server/launch/build.py makes the models, the engine and the server.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import NoReturn
@@ -34,6 +35,8 @@ from ropewalk.server.http.middleware import (
     Origins,
     Paths,
     Recorded,
+    Traced,
+    Traces,
 )
 from ropewalk.server.http.streaming import Drain
 from ropewalk.server.long_work import share_interpreter
@@ -50,6 +53,7 @@ def create_app(
     options: HttpOptions,
     place: Place | None = None,
     planners: Mapping[str, CachePlanner] | None = None,
+    traces: Traces | None = None,
 ) -> FastAPI:
     """The application. Its lifespan starts and stops the engine.
 
@@ -68,6 +72,8 @@ def create_app(
         finally:
             await engine.stop()
             log.close()
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
 
     app = FastAPI(
         title="Ropewalk",
@@ -87,7 +93,8 @@ def create_app(
     if planners is not None:
         routers.append(cache_routes(serving, planners))
     routers.append(operation_routes(serving, own_version()))
-    routers.append(described_routes(with_key=bool(options.api_keys)))
+    names = [name for served in models for name in (served.name, *served.aliases)]
+    routers.append(described_routes(names, with_key=bool(options.api_keys)))
     for router in routers:
         app.include_router(router)
     routes = [each for router in routers for each in router.routes if isinstance(each, Route)]
@@ -110,6 +117,8 @@ def create_app(
     app.add_middleware(Guard)
     if options.allowed_origins:  # without these headers browsers cannot even read errors
         app.add_middleware(Origins, origins=options.allowed_origins)
+    if traces is not None:
+        app.add_middleware(Traced, traces=traces)
     app.add_middleware(Recorded, log=log, paths=paths)
     app.add_middleware(Addressed, prefix=prefix, paths=paths)
     return app

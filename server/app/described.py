@@ -6,7 +6,7 @@ is made before somebody asks.
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from html import escape
 from typing import Any
@@ -49,13 +49,13 @@ def accepts(body: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
     }
 
 
-def described_routes(*, with_key: bool) -> APIRouter:
-    """with_key: whether requests need one."""
+def described_routes(names: Sequence[str], *, with_key: bool) -> APIRouter:
+    """names: all that models are served under. with_key: whether requests need one."""
     router = APIRouter(include_in_schema=False)
 
     @cache
     def found(app: FastAPI) -> tuple[bytes, str]:
-        about = describe(app, with_key=with_key)
+        about = describe(app, names, with_key=with_key)
         return json_bytes(about), "".join(_page(about))
 
     @router.get("/openapi.json", response_model=None)
@@ -71,7 +71,7 @@ def described_routes(*, with_key: bool) -> APIRouter:
     return router
 
 
-def describe(app: FastAPI, *, with_key: bool) -> dict[str, Any]:
+def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str, Any]:
     """The application in OpenAPI 3.1."""
     about = get_openapi(
         title=app.title,
@@ -84,7 +84,8 @@ def describe(app: FastAPI, *, with_key: bool) -> dict[str, Any]:
     )
     schemas: dict[str, Any] = {name: _nullable(each) for name, each in defined["$defs"].items()}
     for body in _BODIES:
-        schemas[body.__name__]["properties"] |= _also_accepted(body)
+        fields = schemas[body.__name__]["properties"]
+        fields |= {"model": {"enum": [*names, None]}, **_also_accepted(body)}
     codes = error_codes()
     schemas["Error"] = _error(sorted({code for each in codes.values() for code in each}))
     about["components"] = {"schemas": schemas}

@@ -66,11 +66,10 @@ class Embeddings(EngineResponse):
         requests: Sequence[EngineRequest],
     ) -> None:
         super().__init__(
-            served.name, serving.engine, serving.metrics, serving.drain, serving.options
+            served.name, requests, serving.engine, serving.metrics, serving.drain, serving.options
         )
         self._body = body
         self._served = served
-        self._requests = requests
 
     async def _run(
         self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None

@@ -37,6 +37,7 @@ from ropewalk.server.engine.openmp import end_idle_threads
 from ropewalk.server.engine.statistics import Cost, PositionMeter, no_cost
 from ropewalk.server.engine.warm_up import warm_up
 from ropewalk.server.errors import CommandError
+from ropewalk.server.http.middleware import Traces
 from ropewalk.server.http.protocol import Server, uvicorn_config
 from ropewalk.server.launch.banner import ModelFacts, banner
 from ropewalk.server.launch.graphs import replayed
@@ -68,10 +69,15 @@ class Loaded:
     defect: str | None  # why it should not answer although it computes
 
 
-def run(config: ServerConfig, listener: socket.socket, tls: ssl.SSLContext | None) -> int:
+def run(
+    config: ServerConfig,
+    listener: socket.socket,
+    tls: ssl.SSLContext | None,
+    traces: Traces | None = None,
+) -> int:
     """Load every model and serve until stopped; returns the exit status. Raises CommandError.
 
-    listener: a bound socket. tls: None for plain HTTP.
+    listener: a bound socket. tls: None for plain HTTP. traces: where requests are told of.
     """
     threads = hardware.pick_threads(config.loading.threads)
     if threads != torch.get_num_threads():
@@ -87,7 +93,7 @@ def run(config: ServerConfig, listener: socket.socket, tls: ssl.SSLContext | Non
 
     engine = engine_of(config, loaded, metrics, stop)
     planners = {model.served.name: model.planner for model in loaded}
-    app = create_app(served, engine, metrics, config.http, loaded[0].place, planners)
+    app = create_app(served, engine, metrics, config.http, loaded[0].place, planners, traces)
     port = config.port if config.uds else listener.getsockname()[1]
     listening = uvicorn_config(
         app,

@@ -88,6 +88,8 @@ def test_every_route_is_described(app, about):
         {"messages": []},
         {"tokens": [2**31]},
         {"nonsense": 1},
+        {"model": "toy"},
+        {"model": 3},
         {"stream_options": {"include_usage": None}, "stream": True},
     ],
     ids=str,
