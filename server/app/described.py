@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -51,7 +52,7 @@ def accepts(body: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
 
 def described_routes(names: Sequence[str], *, with_key: bool) -> APIRouter:
     """names: all that models are served under. with_key: whether requests need one."""
-    router = APIRouter(include_in_schema=False)
+    router = APIRouter()
 
     @cache
     def found(app: FastAPI) -> tuple[bytes, str]:
@@ -60,13 +61,15 @@ def described_routes(names: Sequence[str], *, with_key: bool) -> APIRouter:
 
     @router.get("/openapi.json", response_model=None)
     async def openapi(request: Request) -> Response:
+        """This description, in OpenAPI."""
         data, _ = await asyncio.to_thread(found, request.app)
         return Response(data, media_type="application/json")
 
-    @router.get("/docs", response_model=None)
+    @router.get("/docs", response_model=None, response_class=HTMLResponse)
     async def docs(request: Request) -> Response:
+        """This description, as a page."""
         _, page = await asyncio.to_thread(found, request.app)
-        return Response(page, media_type="text/html")
+        return HTMLResponse(page)
 
     return router
 
