@@ -36,7 +36,7 @@ from ropewalk.server.scheduling.request import Vector
 
 # Nothing is sampled: this only says that no tokens follow.
 _NO_ANSWER = SamplingParams(max_tokens=1, temperature=0.0)
-MANY = 4  # vectors, which take milliseconds to write
+MANY = 2048  # numbers, which take a millisecond or two to write
 
 
 def embedding_routes(serving: Serving) -> APIRouter:
@@ -91,7 +91,7 @@ class Embeddings(EngineResponse):
         def written() -> bytes:
             return json_bytes(answer(self._requests, vectors, self._body, self._served))
 
-        await self._send_whole(await off_loop(written, len(vectors), MANY), lifeline, send)
+        await self._send_whole(await off_loop(written, len(vectors) * len(vectors[0]), MANY), lifeline, send)
 
 
 async def embedding_requests(
