@@ -42,7 +42,7 @@ def accepts(body: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
     """What a route that reads `body` by itself tells `router.post` of it."""
     schema = {"$ref": f"{_AT}{body.__name__}"}
     content = {"application/json": {"schema": schema}}
-    events = {"text/event-stream": {"schema": {"type": "string"}}} if streams else {}
+    events: dict[str, Any] = {"text/event-stream": {}} if streams else {}
     return {
         "response_model": None,
         "responses": {200: {"content": {"application/json": {}, **events}}},

@@ -91,7 +91,9 @@ class Embeddings(EngineResponse):
         def written() -> bytes:
             return json_bytes(answer(self._requests, vectors, self._body, self._served))
 
-        await self._send_whole(await off_loop(written, len(vectors) * len(vectors[0]), MANY), lifeline, send)
+        await self._send_whole(
+            await off_loop(written, len(vectors) * len(vectors[0]), MANY), lifeline, send
+        )
 
 
 async def embedding_requests(
