@@ -4,7 +4,7 @@ hidden states.
 Knows no requests and no sampling.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -14,6 +14,8 @@ from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.encodings.base import PositionalEncoding, rotates
 from ropewalk.model.program import Program, encoding_parameters
 from ropewalk.model.watch import Watch
+
+Forward = Callable[[ForwardBatch, KVCache], Tensor]  # a decoder, or what stands in for one
 
 
 class Executor(Protocol):

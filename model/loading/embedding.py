@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ropewalk.model.config import USUAL, Embedding, Pooling
-from ropewalk.model.weights.base import CheckpointError, shown
-from ropewalk.model.weights.files import (
+from ropewalk.model.weights.base import (
     MAX_CONFIG,
+    CheckpointError,
     open_regular,
     parse_json,
     read_json,
     read_range,
     refuse_large,
+    shown,
     size_of,
 )
 

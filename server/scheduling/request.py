@@ -8,7 +8,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from ropewalk.cache.kept import SpillCounts
+from ropewalk.cache.keeper import SpillCounts
 from ropewalk.cache.manager import BlockCounts
 from ropewalk.cache.types import OpReport
 from ropewalk.model.config import Pooling
