@@ -314,7 +314,7 @@ def test_states_that_are_not_finite_fail_their_request_alone():
     assert events["good"].embedding.tolist() == [16, 2]
 
 
-@pytest.mark.parametrize("place", [0, 7, 200])
+@pytest.mark.parametrize("place", [0, 4, 200])
 def test_a_preempted_embedding_is_the_same(place, tmp_path):
     """Beside answers that take the room; of a mean nothing is counted twice, and nothing missed."""
     model = drawn(checkpoints.qwen3())
