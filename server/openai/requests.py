@@ -60,12 +60,12 @@ async def completion_prompts(body: CompletionBody, served: Served) -> list[Promp
 def _prompt(source: str | list[int], body: CompletionBody, served: Served) -> Prompt:
     if isinstance(source, str):
         text: str | None = source
-        tokens = _encode(source, served, bos=body.add_special_tokens, param="prompt")
-        _check_prompt(tokens, served, "prompt")
+        tokens = encode_now(source, served, bos=body.add_special_tokens, param="prompt")
+        check_prompt(tokens, served, "prompt")
     else:
         tokens = source
         check_ids(tokens, served, "prompt")
-        _check_prompt(tokens, served, "prompt")
+        check_prompt(tokens, served, "prompt")
         text = "".join(spell_prompt(served.tokenizer, tokens)) if body.echo else None
     return Prompt(tokens, text if body.echo else None)
 
@@ -79,7 +79,7 @@ async def chat_prompt(body: ChatBody, served: Served) -> Prompt:
         variables=body.variables,
         bos=body.add_special_tokens,
     )
-    _check_prompt(tokens, served, "messages")
+    check_prompt(tokens, served, "messages")
     return Prompt(tokens)
 
 
@@ -117,10 +117,11 @@ async def encode_chat(
 
 async def encode(text: str, served: Served, *, bos: bool, param: str) -> list[int]:
     """Tokens of a text. Raises PromptTooLong, before tokenising, on hopelessly long ones."""
-    return await off_loop(lambda: _encode(text, served, bos=bos, param=param), len(text))
+    return await off_loop(lambda: encode_now(text, served, bos=bos, param=param), len(text))
 
 
-def _encode(text: str, served: Served, *, bos: bool, param: str) -> list[int]:
+def encode_now(text: str, served: Served, *, bos: bool, param: str) -> list[int]:
+    """As `encode`, for callers that are beside the event loop."""
     _check_bytes(len(text.encode()), served, param)
     try:
         tokens = served.tokenizer.encode(text, bos=bos)
@@ -141,7 +142,9 @@ def _check_bytes(size: int, served: Served, param: str) -> None:
         )
 
 
-def _check_prompt(tokens: Collection[int], served: Served, param: str) -> None:
+def check_prompt(
+    tokens: Collection[int], served: Served, param: str, *, answered: bool = True
+) -> None:
     if not tokens:
         raise InvalidField(f"{param} has no tokens; send at least one", param)
     if (highest := max(tokens)) >= served.vocab_size:
@@ -151,7 +154,9 @@ def _check_prompt(tokens: Collection[int], served: Served, param: str) -> None:
             param,
         )
     prompt, source = (1, len(tokens)) if served.encoder_decoder else (len(tokens), 0)
-    check_length(prompt, source, served.max_context, model=served.name, param=param)
+    check_length(
+        prompt, source, served.max_context, model=served.name, param=param, answered=answered
+    )
 
 
 def check_ids(
@@ -246,7 +251,7 @@ def choices_for(
     grammar: Compiled | None = None,
 ) -> list[Choice]:
     """`n` choices per prompt, each with its own request, random numbers and place in `grammar`."""
-    _check_count(body, prompts, served)
+    check_count(len(prompts) * body.n, "n" if len(prompts) == 1 else "prompt", served)
     _check_scores(body, prompts)
     arrival = time.monotonic()
     choices: list[Choice] = []
@@ -293,13 +298,9 @@ def choices_for(
     return choices
 
 
-def _check_count(
-    body: CompletionBody | ChatBody, prompts: Sequence[Prompt], served: Served
-) -> None:
+def check_count(count: int, name: str, served: Served) -> None:
     """Refuses what would find the queue full however often it is sent."""
-    count = len(prompts) * body.n
     if served.max_at_once is not None and count > served.max_at_once:
-        name = "n" if len(prompts) == 1 else "prompt"
         raise InvalidField(
             f"{name} asks for {count} answers, but {served.name} takes at most "
             f"{served.max_at_once} at once (--max-seqs and --max-queue together); request fewer, "
