@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 MAX_FILES = 16  # in a room
 # Of `ropewalk serve`: the files that it imports, those in server/ that run from socket to streamed
 # token, and all on that way, the forward pass being one; tests/server/follow.py lists them.
-MAX_IMPORTED, MAX_IN_SERVER, MAX_ON_THE_WAY = 115, 26, 35
+MAX_IMPORTED, MAX_IN_SERVER, MAX_ON_THE_WAY = 115, 27, 35
 STUDIES = ("model/inspect/", "model/family/", "load_tests/")
 PACKAGES = ("server", "model", "cache", "load_tests", "report")
 
@@ -40,6 +40,7 @@ IN_PROCESS = (  # load tests in one process with what they measure, which they m
     "load_tests/gpu/peer.py",
     "load_tests/micro/few_bits.py",
     "load_tests/micro/in_process.py",
+    "load_tests/micro/mask_cost.py",
     "load_tests/micro/measured.py",
     "load_tests/micro/profile_engine.py",
     "load_tests/micro/profile_http.py",

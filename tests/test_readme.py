@@ -1,5 +1,6 @@
 """The commands of README.md and docs/serving.md: each is run, or would be understood."""
 
+import json
 import os
 import re
 import shlex
@@ -137,6 +138,11 @@ def test_curl_line_is_answered(command: str, address: str) -> None:
     elif '"stream": true' in command:
         assert done.stdout.rstrip().endswith("data: [DONE]")
         assert '"completion_tokens"' in done.stdout
+    elif "json_schema" in command:
+        answer = json.loads(done.stdout)["choices"][0]
+        assert answer["finish_reason"] == "stop"
+        sailor = json.loads(answer["message"]["content"])
+        assert sailor.keys() == {"name", "age"} and sailor["age"] <= 99
     elif "France" in command:
         assert "Paris" in done.stdout
     else:

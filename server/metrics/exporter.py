@@ -304,6 +304,7 @@ class ModelMetrics:
             (self._computed, stats.computed_prompt_tokens),
             (self._cached, stats.cached_prompt_tokens),
             (self.of["generated_tokens"], stats.generated_tokens),
+            (self.of["forced_tokens"], stats.forced_tokens),
             (self.of["kv_written_bytes"], stats.written_bytes),
             (self.of["kv_written_entries"], stats.written_entries),
             (self.of["preemptions"], stats.preemptions),

@@ -26,6 +26,7 @@ from ropewalk.server.openai.schemas import (
 )
 from ropewalk.server.openai.served_models import Served
 from ropewalk.server.scheduling.request import Overflow, Request, check_length
+from ropewalk.server.structured.compiler import Compiled
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_BYTES_PER_TOKEN = 16
@@ -228,14 +229,28 @@ def _max_tokens(body: GenerationBody, served: Served, num_prompt: int) -> int:
     return wanted
 
 
+async def compiled_grammar(body: CompletionBody | ChatBody, served: Served) -> Compiled | None:
+    """What the answers must satisfy, if anything. Raises InvalidField, or QueueFull."""
+    grammar = body.grammar
+    if grammar is None:
+        return None
+    if served.grammars is None:
+        raise UnsupportedField(
+            f"{grammar.param} is not possible with {served.name}, an encoder-decoder; leave it out",
+            grammar.param,
+        )
+    return await served.grammars.compile(grammar)
+
+
 def choices_for(
     body: CompletionBody | ChatBody,
     prompts: Sequence[Prompt],
     served: Served,
     salt: str,
     client: str = "",
+    grammar: Compiled | None = None,
 ) -> list[Choice]:
-    """`n` choices per prompt, each with its own request and random numbers."""
+    """`n` choices per prompt, each with its own request, random numbers and place in `grammar`."""
     check_count(len(prompts) * body.n, "n" if len(prompts) == 1 else "prompt", served)
     _check_scores(body, prompts)
     arrival = time.monotonic()
@@ -256,6 +271,7 @@ def choices_for(
                 num_prompt=len(tokens),
                 source=source,
                 params=params,
+                matcher=None if grammar is None else grammar.begin(),
                 arrival=arrival,
                 rng=choice_rng(body.seed, index),
                 salt=salt,

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from ropewalk.server.errors import InvalidField
+from ropewalk.server.structured.fields import StructuredFields
 
 MAX_PROMPTS = 1024
 MAX_STOP_IDS = 128
@@ -139,7 +140,7 @@ class StreamOptions(_Strict):
     include_obfuscation: Literal[False] = False
 
 
-class GenerationBody(_Strict):
+class GenerationBody(StructuredFields, _Strict):
     """What completions and chat share."""
 
     model: str | None = None

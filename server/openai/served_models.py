@@ -11,6 +11,7 @@ from ropewalk.model.chat.template import ChatTemplate
 from ropewalk.model.config import USUAL, Embedding
 from ropewalk.model.tokenizers.base import Tokenizer
 from ropewalk.server.errors import ModelNotFound, quoted
+from ropewalk.server.structured.compiler import Grammars
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Served:
     hidden_size: int = 1  # numbers in an embedding
     aliases: tuple[str, ...] = ()  # further names that requests may give
     max_at_once: int | None = None  # answers that an idle engine takes; None: any number
+    grammars: Grammars | None = None  # None: answers cannot be held to one
 
     def room(self, num_prompt: int) -> int:
         """The most tokens that an answer to a prompt of that length can have."""

@@ -1,6 +1,7 @@
 """Calls the C functions of the compiled kernels."""
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 
@@ -177,6 +178,21 @@ class Kernels:
             c_double(uniform),
         )
         return token
+
+    def pick_allowed(
+        self, logits: Tensor, rows: Sequence[int], masks: Tensor, rules: Sequence[Sequence[float]]
+    ) -> list[int]:
+        """A token for some rows of float32 logits [S, vocab], among those that masks allow.
+
+        masks [R, bytes] uint8: as `masks_of` makes them. rules, R of them: temperature (0: the
+        largest logit), top_k, top_p, min_p, and a number in [0, 1) that selects the token.
+        """
+        logits = logits.contiguous()
+        tokens = (c_int64 * len(rows))()
+        tensors = (torch.tensor(rows), masks, torch.tensor(rules, dtype=torch.float64))
+        sizes = c_int64(len(rows)), c_int64(logits.shape[1])
+        self._library.pick_allowed(*map(_as_c, (logits, *tensors)), tokens, *sizes)
+        return list(tokens)
 
     def fold_sums(self, stored: Tensor, blocks: Tensor, multipliers: Tensor) -> Tensor:
         """Like cache/ledger.py's function of that name."""

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from ropewalk.model.kernels.cpu.bindings import SUFFIXES, Kernels
-from ropewalk.model.sampler import FIRST_CANDIDATES, Ask, Picked, Sampler, adjusted, note, taken
+from ropewalk.model.sampler import (
+    FIRST_CANDIDATES,
+    Ask,
+    Picked,
+    Sampler,
+    adjusted,
+    masks_of,
+    note,
+    taken,
+)
 
 
 class KernelSampler(Sampler):
@@ -30,10 +39,13 @@ class KernelSampler(Sampler):
         drawing = [i for i, ask in enumerate(asks) if not ask.takes_largest]
         if drawing:
             asked = [asks[i] for i in drawing]
-            for i, row, ask in zip(
-                drawing, adjusted(taken(rows, drawing), asked), asked, strict=True
-            ):
-                tokens[i] = self._drawn(row, ask)
+            wide = adjusted(taken(rows, drawing), asked)
+            held = [at for at, ask in enumerate(asked) if ask.allowed is not None]
+            for at, token in zip(held, self._allowed(wide, asked, held), strict=True):
+                tokens[drawing[at]] = token
+            for at, ask in enumerate(asked):
+                if ask.allowed is None:
+                    tokens[drawing[at]] = self._drawn(wide[at], ask)
         picked = [
             Picked(token, isfinite(value)) for token, value in zip(tokens, largest, strict=True)
         ]
@@ -47,7 +59,21 @@ class KernelSampler(Sampler):
             return super().scores(rows, tokens, count)
         return self._kernels.scores(rows, tokens, count)
 
+    def _allowed(self, wide: Tensor, asks: Sequence[Ask], held: Sequence[int]) -> list[int]:
+        """Tokens for those of the rows that `allowed` restricts."""
+        some = [asks[at] for at in held]
+        masks = masks_of(some, wide.shape[-1])
+        if masks is None:
+            return []
+        return self._kernels.pick_allowed(wide, held, masks, [_rule(ask) for ask in some])
+
     def _drawn(self, row: Tensor, ask: Ask) -> int:
         if ask.params.greedy:
             return int(row.argmax())
         return self._kernels.draw(row, ask.params, ask.uniform)
+
+
+def _rule(ask: Ask) -> tuple[float, ...]:
+    params = ask.params
+    temperature = 0.0 if params.greedy else params.temperature
+    return temperature, params.top_k, params.top_p, params.min_p, ask.uniform
