@@ -47,7 +47,7 @@ from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import EncoderDecoderTokens, Models, Served
 from ropewalk.server.scheduling.request import Limits
 from ropewalk.server.terminal import discard_output
-from ropewalk.server.tools.conventions import Conventions, conventions_of
+from ropewalk.server.tools.conventions import NO_TEMPLATE, conventions_of
 
 log = getLogger(__name__)
 
@@ -364,7 +364,7 @@ def _served(
         encoding=facts.encoding,
         tokenizer=checkpoint.tokenizer,
         chat_template=template,
-        conventions=Conventions() if template is None else conventions_of(template),
+        conventions=NO_TEMPLATE if template is None else conventions_of(template),
         stop_ids=checkpoint.stop_ids,
         vocab_size=vocab_size,
         max_context=facts.max_context,

@@ -70,7 +70,7 @@ def read_body(schema: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
 
 
 def _meant(message: Any) -> Any:
-    """Without the fields that say nothing. An answer of tool calls alone has an empty text."""
+    """Without the fields that say nothing. An answer without text has an empty one."""
     if not isinstance(message, dict):
         return message
     kept = {
@@ -78,7 +78,7 @@ def _meant(message: Any) -> Any:
         for name, value in message.items()
         if value is not None and not (name in _EMPTY_MESSAGE_FIELDS and value == [])
     }
-    if kept.get("role") == "assistant":
+    if "tool_calls" in kept or kept.get("reasoning_content"):
         kept.setdefault("content", "")
     return kept
 

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from ropewalk.server.errors import InvalidField
+from ropewalk.server.errors import InvalidField, MissingField
 
 MAX_PROMPTS = 1024
 MAX_STOP_IDS = 128
@@ -254,16 +254,6 @@ class Message(_Strict):
     tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_CALLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
 
-    @model_validator(mode="after")
-    def _check_role(self) -> Self:
-        if self.tool_calls is not None and self.role != "assistant":
-            raise ValueError(
-                "should have no tool_calls, which only an assistant's message may have"
-            )
-        if (self.tool_call_id is None) is (self.role == "tool"):
-            raise ValueError("should have a tool_call_id if its role is tool, and only then")
-        return self
-
     def plain(self) -> dict[str, Any]:
         """As a chat template reads it, with OpenAI's newer role "developer" as "system"."""
         content = (
@@ -272,17 +262,33 @@ class Message(_Strict):
             else "".join(part.text for part in self.content)
         )
         role = "system" if self.role == "developer" else self.role
-        more = self.model_dump(
-            include={"name": True, "tool_call_id": True, "tool_calls": {"__all__": _OF_A_CALL}},
-            exclude_none=True,
-        )
-        reasoning = self.reasoning_content or self.reasoning
-        if reasoning is not None:  # templates read one name or the other
-            more |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        more = self.model_dump(include=_SHOWN, exclude_none=True)
         return {"role": role, "content": content, **more}
 
 
-_OF_A_CALL = {"id": True, "type": True, "function": True}
+_SHOWN: Any = {
+    **dict.fromkeys(("name", "reasoning", "reasoning_content", "tool_call_id"), True),
+    "tool_calls": {"__all__": {"id", "type", "function"}},
+}
+
+
+def _check_calls(messages: list[Message]) -> list[Message]:
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
+        if message.role == "tool" and message.tool_call_id is None:
+            raise MissingField(
+                f"{path}.tool_call_id is missing; it is required", f"{path}.tool_call_id"
+            )
+        for name, role in (("tool_call_id", "tool"), ("tool_calls", "assistant")):
+            if getattr(message, name) is not None and message.role != role:
+                raise InvalidField(
+                    f"{path}.{name} is only for messages of the role {role}; leave it out",
+                    f"{path}.{name}",
+                )
+    return messages
+
+
+Messages = Annotated[list[Message], Field(min_length=1), _FAIL_FAST, AfterValidator(_check_calls)]
 
 
 class Function(_Strict):
@@ -377,7 +383,7 @@ class TemplateBody(_Strict):
 
 
 class ChatBody(TemplateBody, GenerationBody):
-    messages: Annotated[list[Message], Field(min_length=1), _FAIL_FAST]
+    messages: Messages
     logprobs: bool = False
     top_logprobs: Logprobs | None = None
     echo: Literal[False] = False
@@ -423,7 +429,7 @@ class TokenizeBody(TemplateBody):
     model: str | None = None
     prompt: str | None = None
     text: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1), _FAIL_FAST] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 from ropewalk.model.chat.template import ChatTemplate, ChatTemplateError
@@ -29,7 +29,7 @@ class Told(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Conventions:
-    """What one model's template expects and its answers contain. The defaults are for none."""
+    """What one model's template expects and its answers contain."""
 
     format: Format = HERMES
     told: Told = Told.TEXT
@@ -40,6 +40,7 @@ class Conventions:
     variables: frozenset[str] = frozenset()  # of those below
 
 
+NO_TEMPLATE = Conventions()
 VARIABLES = ("documents", "thinking")  # those that are given only to templates that name them
 
 _NAMES = ("first_sent", "second_sent")
@@ -138,7 +139,7 @@ def _different(
     """The format of the two calls that are `shown`; None where their arguments are not JSON."""
     plain = render([_USER, {"role": "assistant", "content": _TEXT}], **tools)
     start, _, turn_end = plain.partition(_TEXT)
-    start = commonprefix((start, shown))
+    start = _common_prefix(start, shown)
     one, two = (
         re.search(rf'{name}(.*?)(\{{\s*"{_KEY}"\s*:\s*"{value}"\s*\}})', shown, re.DOTALL)
         for name, value in zip(_NAMES, _VALUES, strict=True)
@@ -148,9 +149,9 @@ def _different(
     ahead = shown[len(start) : one.start()]  # begin and before
     amid = shown[one.end() : two.start()]  # after, between and before
     behind = shown[two.end() :].removesuffix(turn_end)  # after and end
-    before = _common_suffix(ahead, amid)
+    before = _common_prefix(ahead[::-1], amid[::-1])[::-1]
     amid = amid[: len(amid) - len(before)]
-    after = commonprefix((amid, behind))
+    after = _common_prefix(amid, behind)
     written = Written(
         before=before,
         middle=one.group(1),
@@ -172,5 +173,6 @@ def _different(
     )
 
 
-def _common_suffix(one: str, other: str) -> str:
-    return commonprefix((one[::-1], other[::-1]))[::-1]
+def _common_prefix(one: str, other: str) -> str:
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(character for character, _ in same)

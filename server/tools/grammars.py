@@ -40,10 +40,7 @@ def required_calls(
     if format.think is not None and (thinking or may_think):
         opened, closed = format.think
         reasoning = f"THOUGHT {spelled(closed)} {_turn(format, tokenizer)} /\\n*/"
-        if thinking:
-            start = f"{reasoning} {start}"
-        else:
-            start = f"({spelled(opened)} {reasoning})? {start}"
+        start = f"{reasoning if thinking else f'({spelled(opened)} {reasoning})?'} {start}"
         rules.append(r"THOUGHT: /(.|\n)*/")
     return Grammar(
         Kind.LARK, "\n".join(("%llguidance {}", f"start: {start}", f"call: {calls}", *rules))
