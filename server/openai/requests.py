@@ -29,6 +29,7 @@ from ropewalk.server.openai.schemas import (
 from ropewalk.server.openai.served_models import Served
 from ropewalk.server.scheduling.request import Overflow, Request, check_length
 from ropewalk.server.structured.grammar import Grammar
+from ropewalk.server.tools.grammars import required_calls, strict_calls
 from ropewalk.server.tools.parser import Parser
 from ropewalk.server.tools.prompts import template_input
 
@@ -299,21 +300,22 @@ def _parser(body: CompletionBody | ChatBody, prompt: Prompt, served: Served) -> 
 
 def _grammar(body: CompletionBody | ChatBody, prompt: Prompt, served: Served) -> Grammar | None:
     """What an answer has to satisfy; None: anything goes."""
-    if not isinstance(body, ChatBody) or body.tool_choice in ("none", "auto"):
+    if not isinstance(body, ChatBody) or not body.told_tools:
         return None
-    from ropewalk.server.tools.grammars import required_calls
-
-    tools = _schemas(body)
+    schemas, format = _schemas(body), served.conventions.format
+    if body.tool_choice == "auto":
+        if not any(tool.function.strict for tool in body.tools):
+            return None
+        strict = {
+            tool.function.name: schemas[tool.function.name] if tool.function.strict else {}
+            for tool in body.tools
+        }
+        return strict_calls(strict, format, served.tokenizer)
     if body.named_tool is not None:
-        tools = {body.named_tool: tools[body.named_tool]}
-    return required_calls(
-        tools,
-        served.conventions.format,
-        served.tokenizer,
-        thinking=prompt.thinking,
-        may_think=body.variables.get("enable_thinking") is not False,
-        several=body.parallel_tool_calls and body.named_tool is None,
-    )
+        schemas = {body.named_tool: schemas[body.named_tool]}
+    several = body.parallel_tool_calls and body.named_tool is None
+    thinking = prompt.thinking
+    return required_calls(schemas, format, served.tokenizer, thinking=thinking, several=several)
 
 
 def _schemas(body: ChatBody) -> dict[str, Mapping[str, Any]]:
