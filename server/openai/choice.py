@@ -140,7 +140,7 @@ class Choice:
             piece.tokens.append(event.token)
             if self._scores:
                 piece.scored.append((event.token, event.logprob))
-            if event.finish is FinishReason.STOP:
+            if event.finish is FinishReason.STOP and event.token in self.request.params.stop_ids:
                 if event.token in self._stop_token_ids:
                     piece.stop_reason = event.token
             else:
