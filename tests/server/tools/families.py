@@ -82,8 +82,8 @@ PHI4 = (
 GEMMA4 = (
     "{% for t in tools or [] %}<|tool>{{ t.function.name }}<tool|>{% endfor %}"
     "{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}"
-    "<|tool_call>call:{{ c.function.name }}{"
-    '{% for k, v in c.function.arguments.items() %}{{ k }}:<|"|>{{ v }}<|"|>{% endfor %}}'
+    "<|tool_call>call:{{ c.function.name ~ '{' }}"
+    '{% for k, v in c.function.arguments.items() %}{{ k }}:<|"|>{{ v }}<|"|>{% endfor %}{{ "}" }}'
     "<tool_call|>{% endfor %}<turn|>\n{% endfor %}"
 )
 HARMONY = (
