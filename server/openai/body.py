@@ -312,13 +312,16 @@ def refusal(details: ErrorDetails) -> InvalidField:
     return InvalidField(f"{path} {message}", path)
 
 
+_UNIONS = ("prompt", "content", "tool_choice")
+
+
 def _path(location: tuple[int | str, ...]) -> str:
     """("messages", 0, "content", "parts", 1, "text") as messages[0].content[1].text"""
     path = ""
     for index, step in enumerate(location):
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step == "[key]" or (index and location[index - 1] in ("prompt", "content")):
+        elif step == "[key]" or (index and location[index - 1] in _UNIONS):
             continue  # the tag of the union, not something the client wrote
         else:
             safe = step if re.fullmatch(r"[A-Za-z0-9_]{1,64}", step) else "?"

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from ropewalk.model.tokenizers.base import Detokenizer, Tokenizer
-from ropewalk.model.tokenizers.stops import StopText
+from ropewalk.model.tokenizers.base import Detokenizer, StopText, Tokenizer
 from ropewalk.server.scheduling.request import FinishReason, Request, TokenEvent, TokenLogprob
 from ropewalk.server.tools.parser import Delta, Parser
 
