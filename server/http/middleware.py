@@ -10,7 +10,6 @@ import hmac
 import logging
 import re
 import time
-import uuid
 from collections.abc import Collection, Iterable, MutableMapping
 from typing import Any
 
@@ -33,7 +32,7 @@ from ropewalk.server.errors import (
     WrongOrigin,
     quoted,
 )
-from ropewalk.server.http.access_log import Exchange, HttpLog
+from ropewalk.server.http.access_log import Exchange, HttpLog, choose_id
 from ropewalk.server.http.streaming import Drain
 from ropewalk.server.scheduling.queue import Door
 
@@ -44,7 +43,6 @@ _PROBES = OPEN_PATHS | {"/metrics"}  # asked for every few seconds; also answere
 
 # What clients get wrong is the part before: a base URL without /v1, or with it twice.
 _MOST_BEFORE = 3
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _log = logging.getLogger("ropewalk.http")
 
 
@@ -139,8 +137,7 @@ class Recorded:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         began, state = time.perf_counter(), state_of(scope)
-        given = header(scope, b"x-request-id") or b""
-        own = given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        own = choose_id(header(scope, b"x-request-id"))
         # A connection that was refused meanwhile has given it one already.
         shown = str(state.setdefault("id", own)).encode()
         sent = 0
@@ -261,23 +258,53 @@ class Admission:
             self._drain.in_flight -= 1
 
 
-class AllowedHosts:
-    """Refuses requests for other host names: a web page may aim such at a loopback port."""
+class Hosts:
+    """The names by which this server may be asked: a web page may aim others at a loopback port."""
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = frozenset(name.lower() for name in names)
+
+    def check(self, scope: Scope) -> None:
+        """Raises WrongHost."""
+        host = (header(scope, b"host") or b"").decode("latin-1").lower()
+        name = re.sub(r":[0-9]*\Z", "", host)
+        if name not in self._names:
+            raise WrongHost(
+                f"this server does not serve the host {quoted(name)}; use the server's own "
+                "name, or start it with --allowed-host"
+            )
+
+
+class AllowedHosts:
+    """Refuses requests for other host names."""
+
+    def __init__(self, app: ASGIApp, hosts: Hosts) -> None:
         self._app = app
-        self._hosts = frozenset(host.lower() for host in hosts)
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            host = (header(scope, b"host") or b"").decode("latin-1").lower()
-            name = re.sub(r":[0-9]*\Z", "", host)
-            if name not in self._hosts:
-                raise WrongHost(
-                    f"this server does not serve the host {quoted(name)}; use the server's own "
-                    "name, or start it with --allowed-host"
-                )
+            self._hosts.check(scope)
         return await self._app(scope, receive, send)
+
+
+class Keys:
+    """The API keys, each of them a client."""
+
+    def __init__(self, keys: Collection[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def client(self, scope: Scope) -> str:
+        """Whose key a request brings. Raises Unauthorized."""
+        scheme, _, key = (header(scope, b"authorization") or b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not key:
+            raise Unauthorized("the API key is missing; send the header Authorization: Bearer KEY")
+        given = hashlib.sha256(key).digest()
+        # Compares every key, so that the time does not reveal which one matches.
+        matches = [digest for digest in self._digests if hmac.compare_digest(digest, given)]
+        if not matches:
+            raise Unauthorized("this API key is not valid; check the Authorization header")
+        return matches[0].hex()
 
 
 class Auth:
@@ -287,30 +314,18 @@ class Auth:
     `shared_prefixes` is set.
     """
 
-    def __init__(self, app: ASGIApp, keys: Collection[str], shared_prefixes: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, shared_prefixes: bool) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._keys = keys
         self._shared = shared_prefixes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The path that the router sees, never a URL built from headers.
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            digest = self._match(header(scope, b"authorization"))
-            state = state_of(scope)
-            state["client"] = digest.hex()
-            state["salt"] = "" if self._shared else digest.hex()
+            client, state = self._keys.client(scope), state_of(scope)
+            state["client"] = client
+            state["salt"] = "" if self._shared else client
         return await self._app(scope, receive, send)
-
-    def _match(self, authorization: bytes | None) -> bytes:
-        scheme, _, key = (authorization or b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not key:
-            raise Unauthorized("the API key is missing; send the header Authorization: Bearer KEY")
-        given = hashlib.sha256(key).digest()
-        # Compares every key, so that the time does not reveal which one matches.
-        matches = [digest for digest in self._digests if hmac.compare_digest(digest, given)]
-        if not matches:
-            raise Unauthorized("this API key is not valid; check the Authorization header")
-        return matches[0]
 
 
 class BodyLimit:
