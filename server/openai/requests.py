@@ -95,7 +95,7 @@ async def chat_text(body: TemplateBody, messages: Sequence[Message], served: Ser
         raise UnsupportedField(
             f"the model {served.name} has no chat template; use /v1/completions", "messages"
         )
-    if body.documents and "documents" not in served.conventions.variables:
+    if body.documents and not served.conventions.documents:
         raise UnsupportedField(
             f"the chat template of {served.name} takes no documents; put them into a message",
             "documents",
