@@ -54,6 +54,7 @@ class Conventions:
     calls: Calls = Calls.TEXT
     results: Results = Results.USER
     arguments_as_text: bool = False  # of `tool_calls`: JSON, not objects
+    short_ids: bool = False  # of calls: nine characters, as Mistral's demand
     documents: bool = False  # it reads the variable of that name
     thinking: bool = False  # it calls an answer's reasoning so
 
@@ -104,6 +105,7 @@ def conventions_of(template: ChatTemplate) -> Conventions:
         calls=calls,
         results=Results.USER if told is Told.TEXT else _results(render, as_text, tools),
         arguments_as_text=as_text,
+        short_ids=calls is not Calls.TEXT and not render([_USER, _answer(as_text, id="call_1")]),
         documents="documents" in source,
         thinking=re.search(r"""message\.thinking|['"]thinking['"]""", source) is not None,
     )
@@ -135,10 +137,10 @@ _WAYS: Mapping[Told, Callable[[Render], str]] = {
 }
 
 
-def _answer(as_text: bool, count: int = 1) -> dict[str, Any]:
+def _answer(as_text: bool, count: int = 1, *, id: str = "12345678") -> dict[str, Any]:
     calls = [
         {
-            "id": f"12345678{index}",
+            "id": f"{id}{index}",
             "type": "function",
             "function": {
                 "name": name,

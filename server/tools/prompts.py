@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
 
@@ -33,6 +34,8 @@ def template_input(
     messages, tools: in OpenAI's form. An empty list of tools tells it of none.
     """
     given = list(_named(messages))
+    if conventions.short_ids:
+        given = [_with_short_ids(message) for message in given]
     if conventions.calls is Calls.SINGLE:
         given = list(_one_by_one(given))
     if conventions.calls is not Calls.TEXT:
@@ -72,6 +75,19 @@ def _named(messages: Iterable[Mapping[str, Any]]) -> Iterable[Message]:
             names[call["id"]] = call["function"]["name"]
         name = names.get(message.get("tool_call_id", ""))
         yield {"name": name, **message} if name else dict(message)
+
+
+def _with_short_ids(message: Message) -> Message:
+    if "tool_calls" in message:
+        calls = [{**call, "id": _short(call["id"])} for call in message["tool_calls"]]
+        return {**message, "tool_calls": calls}
+    id = message.get("tool_call_id")
+    return message if id is None else {**message, "tool_call_id": _short(id)}
+
+
+def _short(id: str) -> str:
+    """The same for the same id; those that this server has given are short."""
+    return id if len(id) == 9 and id.isalnum() else blake2b(id.encode()).hexdigest()[:9]
 
 
 def _one_by_one(messages: Sequence[Message]) -> Iterable[Message]:

@@ -196,6 +196,14 @@ def test_calls_come_one_by_one_where_a_template_writes_a_single_one() -> None:
     assert text.index("result 0") < text.index("functions.now<|channel|>") < text.index("result 1")
 
 
+def test_ids_of_others_are_made_short_where_they_must_be() -> None:
+    called = {**ASKED[2], "tool_calls": [{**ASKED[2]["tool_calls"][0], "id": "call_1"}]}
+    messages = [ASKED[1], called, {**ASKED[3], "tool_call_id": "call_1"}]
+    assert '"city": "Rome"}, "id": "' in prompt(families.MISTRAL, messages)
+    assert "call_1" not in prompt(families.MISTRAL, messages)
+    assert ID in prompt(families.MISTRAL)
+
+
 def test_reasoning_has_the_name_that_the_template_reads() -> None:
     thought = {"role": "assistant", "content": "Hi.", "reasoning_content": "Hm."}
     assert "analysis<|message|>Hm.<|end|>Hi." in prompt(families.HARMONY, [ASKED[1], thought], ())
