@@ -39,6 +39,7 @@ IN_PROCESS = (  # load tests in one process with what they measure, which they m
     "load_tests/gpu/parts.py",
     "load_tests/gpu/peer.py",
     "load_tests/micro/in_process.py",
+    "load_tests/micro/mask_cost.py",
     "load_tests/micro/measured.py",
     "load_tests/micro/profile_engine.py",
     "load_tests/micro/profile_http.py",

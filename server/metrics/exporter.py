@@ -211,6 +211,7 @@ class ModelMetrics:
         self._computed = child(families.prompt_tokens, "computed")
         self._cached = child(families.prompt_tokens, "cached")
         self._generated = child(families.generated_tokens)
+        self._forced = child(families.forced_tokens)
         self._first_token = child(families.first_token)
         self._inter_token = child(families.inter_token)
         self._per_token = child(families.per_token)
@@ -282,6 +283,7 @@ class ModelMetrics:
             (self._computed, stats.computed_prompt_tokens),
             (self._cached, stats.cached_prompt_tokens),
             (self._generated, stats.generated_tokens),
+            (self._forced, stats.forced_tokens),
             (self._written_bytes, stats.written_bytes),
             (self._written_entries, stats.written_entries),
             (self._preemptions, stats.preemptions),

@@ -73,6 +73,10 @@ class Families:
             "source",
         )
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated.")
+        self.forced_tokens = self._counter(
+            "forced_tokens",
+            "Generated tokens that a grammar left no choice about, computed several in a step.",
+        )
         self.first_token = self._histogram(
             "time_to_first_token_seconds",
             "Time from arrival to the first token.",
