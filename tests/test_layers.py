@@ -49,7 +49,6 @@ IN_PROCESS = (  # load tests in one process with what they measure, which they m
     "load_tests/micro/scaling_parts.py",
     "load_tests/micro/spill_cost.py",
     "load_tests/micro/step_cost.py",
-    "load_tests/micro/template_cost.py",
 )
 NO_TORCH = (  # files, and what begins so
     "cache/types.py",
@@ -79,7 +78,6 @@ NO_TORCH = (  # files, and what begins so
 ONLY_IN = {  # third-party package: the files that may know it
     "prometheus_client": (
         "server/metrics/exporter.py",
-        "server/metrics/families.py",
         "load_tests/client/scrape.py",
     ),
     "click": ("server/cli/",),

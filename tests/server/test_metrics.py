@@ -16,8 +16,7 @@ from ropewalk.cache.manager import BlockCounts
 from ropewalk.cache.types import Capability, Op, OpReport
 from ropewalk.model.encodings.common.cost import PositionalWork
 from ropewalk.server.errors import REJECTIONS
-from ropewalk.server.metrics.compat import ALIASES
-from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.metrics.exporter import ALIASES, Metrics
 from ropewalk.server.scheduling.request import (
     ContextShift,
     FinishReason,
