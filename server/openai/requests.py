@@ -312,7 +312,7 @@ def choices_for(
                 num_prompt=len(tokens),
                 source=source,
                 params=params,
-                matcher=grammar and grammar.begin(),
+                matcher=None if grammar is None else grammar.begin(),
                 arrival=arrival,
                 rng=choice_rng(body.seed, index),
                 salt=salt,
