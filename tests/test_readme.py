@@ -143,6 +143,11 @@ def test_curl_line_is_answered(command: str, address: str) -> None:
         (call,) = choice["message"]["tool_calls"]
         assert choice["finish_reason"] == "tool_calls" and call["function"]["name"] == "weather"
         assert set(json.loads(call["function"]["arguments"])) >= {"city"}
+    elif "json_schema" in command:
+        answer = json.loads(done.stdout)["choices"][0]
+        assert answer["finish_reason"] == "stop"
+        sailor = json.loads(answer["message"]["content"])
+        assert sailor.keys() == {"name", "age"} and sailor["age"] <= 99
     elif "France" in command:
         assert "Paris" in done.stdout
     else:

@@ -88,7 +88,7 @@ def main() -> None:
         ]
         begun = [compiled.begin() for _ in requests]
         held = [Unforced(each._state, each._mask, each._ends) for each in begun]
-        kinds = {"free": [None] * count, "held": held}
+        kinds: dict[str, Sequence[Matcher | None]] = {"free": [None] * count, "held": held}
         if count > 1:
             kinds["half held"] = [each if i % 2 else None for i, each in enumerate(held)]
         for request in requests:

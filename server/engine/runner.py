@@ -12,9 +12,8 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from ropewalk.cache.kv import KVCache
+from ropewalk.cache.kv import KVCache, tensor_on
 from ropewalk.cache.manager import CacheManager
-from ropewalk.cache.tensors import tensor_on
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.sampler import Ask, Picked, Picking, Sampler, ranked
 from ropewalk.server.engine.batch import PromptRows, Sample, StepBatch, StepBatches
@@ -34,13 +33,13 @@ class Sampling:
 
     def __init__(self, logits: Tensor, batch: StepBatch, sampler: Sampler) -> None:
         self._requests = [each.request for each in batch.samples]
-        self._begin = lambda: sampler.begin(logits, [_ask(each) for each in batch.samples])
+        self._logits, self._samples, self._sampler = logits, batch.samples, sampler
         if all(request.matcher is None for request in self._requests):
             _ = self._picking
 
     @cached_property
     def _picking(self) -> Picking:
-        return self._begin()
+        return self._sampler.begin(self._logits, [_ask(each) for each in self._samples])
 
     def tokens(self, requests: Sequence[Request]) -> Tensor:
         """The tokens of some of its requests, [S] on the device, perhaps not picked yet."""
@@ -133,7 +132,9 @@ def _sample_rows(logits: Tensor, batch: StepBatch, sampler: Sampler) -> dict[str
 def _ask(sample: Sample) -> Ask:
     request = sample.request
     uniform = 0.0 if request.params.greedy else request.draw(sample.place)
-    allowed = request.matcher and request.matcher.allowed(request.params, sample.place)
+    allowed = None
+    if request.matcher is not None:
+        allowed = request.matcher.allowed(request.params, sample.place)
     return Ask(request.params, request.tokens, request.num_prompt, uniform, allowed)
 
 

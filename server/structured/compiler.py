@@ -56,10 +56,7 @@ class Grammars:
         from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 
         vocabulary = vocabulary_of(tokenizer, vocab_size, ends)
-        self._library = LLTokenizer(
-            TokenizerWrapper(vocabulary),  # type: ignore[no-untyped-call]
-            eos_token=list(vocabulary.ends),
-        )
+        self._library = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=vocabulary.ends)
         self._limits = LLParserLimits(**LIMITS)
         self._ends = frozenset(vocabulary.ends)
         self._vocabulary = vocabulary.written()

@@ -6,14 +6,14 @@ them once: preemption, a shortened context and steps computed again change nothi
 
 from collections.abc import Collection, Mapping
 from time import thread_time
-from typing import Protocol
+from typing import Any, Protocol
 
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import RequestFailed
 
 # What llguidance may spend: on a grammar, and on a single mask. Less than its own limits, so that a
 # grammar made to be slow holds up a step by some milliseconds and then fails.
-LIMITS: Mapping[str, int] = {
+LIMITS: Mapping[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 50_000,
     "step_max_items": 10_000,
@@ -103,8 +103,7 @@ def mask_of(state: State) -> bytes | None:
 
 def any_but(mask: bytes, ends: Collection[int]) -> bool:
     """Whether the mask has a token that is no end."""
-    left = _cleared(mask, ends)
-    return left.count(0) < len(left)
+    return _cleared(mask, ends) != bytes(len(mask))
 
 
 def without(mask: bytes, held: Collection[int]) -> bytes:
@@ -112,7 +111,7 @@ def without(mask: bytes, held: Collection[int]) -> bytes:
     if not held:
         return mask
     left = _cleared(mask, held)
-    return bytes(left) if left.count(0) < len(left) else mask
+    return bytes(left) if left != bytes(len(left)) else mask
 
 
 def _cleared(mask: bytes, tokens: Collection[int]) -> bytearray:

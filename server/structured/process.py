@@ -38,23 +38,24 @@ class Trial:
         given = json.loads(work)
         try:
             grammar = written(Kind(given["kind"]), given["text"], given["whitespace"])
-            self._try(grammar)
+            _try(grammar, self._tokenizer)
         except Refused as error:
             return json.dumps({"error": str(error)}).encode()
         return json.dumps({"grammar": grammar}).encode()
 
-    def _try(self, grammar: str) -> None:
-        """Compile it and follow it at random, a little."""
-        matcher = LLMatcher(self._tokenizer, grammar, limits=LLParserLimits(**LIMITS), log_level=0)
-        draw = random.Random(0)
-        for _ in range(STEPS):
-            if matcher.is_error():
-                raise Refused(_reason(matcher.get_error()))
-            if matcher.is_stopped():
-                return
-            mask = mask_of(matcher)
-            if mask is not None:
-                matcher.consume_token(_any_of(mask, draw))
+
+def _try(grammar: str, tokenizer: LLTokenizer) -> None:
+    """Compile it and follow it at random, a little. Raises Refused."""
+    matcher = LLMatcher(tokenizer, grammar, limits=LLParserLimits(**LIMITS), log_level=0)
+    draw = random.Random(0)
+    for _ in range(STEPS):
+        if matcher.is_error():
+            raise Refused(_reason(matcher.get_error()))
+        if matcher.is_stopped():
+            return
+        mask = mask_of(matcher)
+        if mask is not None:
+            matcher.consume_token(_any_of(mask, draw))
 
 
 def _any_of(mask: bytes, draw: random.Random) -> int:

@@ -19,7 +19,7 @@ class Vocabulary:
         self,
         tokens: Sequence[bytes],
         special: Sequence[int],
-        ends: Sequence[int],
+        ends: list[int],
         encode: Callable[[str], list[int]] = lambda text: [],
     ) -> None:
         """tokens: by id, special ones by their names. ends: at least one. encode: as it can."""

@@ -43,9 +43,9 @@ class KernelSampler(Sampler):
             held = [at for at, ask in enumerate(asked) if ask.allowed is not None]
             for at, token in zip(held, self._allowed(wide, asked, held), strict=True):
                 tokens[drawing[at]] = token
-            for i, row, ask in zip(drawing, wide, asked, strict=True):
+            for at, ask in enumerate(asked):
                 if ask.allowed is None:
-                    tokens[i] = self._drawn(row, ask)
+                    tokens[drawing[at]] = self._drawn(wide[at], ask)
         picked = [
             Picked(token, isfinite(value)) for token, value in zip(tokens, largest, strict=True)
         ]

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <vector>
@@ -196,42 +197,57 @@ struct Rule {
   double temperature, top_k, top_p, min_p, uniform;
 };
 
-// The tokens of a mask, a bit each, lowest first, and their logits in a row.
-struct Allowed {
-  std::vector<float> logits;
-  std::vector<int64_t> tokens;
-
-  Allowed(const float *row, const uint8_t *mask, int64_t vocab) : logits(vocab), tokens(vocab) {
-    int64_t count = 0;
-    for (int64_t byte = 0; byte < (vocab + 7) / 8; ++byte) {
-      for (unsigned bits = mask[byte]; bits; bits &= bits - 1) {
-        const int64_t token = 8 * byte + __builtin_ctz(bits);
-        if (token >= vocab) break;
-        logits[count] = row[token];
-        tokens[count++] = token;
-      }
+// Calls `take` with each token of a mask: a bit each, lowest first, in whole bytes.
+template <class Take>
+void for_allowed(const uint8_t *mask, int64_t vocab, Take &&take) {
+  const int64_t bytes = (vocab + 7) / 8;
+  for (int64_t byte = 0; byte < bytes; byte += 8) {
+    uint64_t bits = 0;  // of 64 tokens: most masks are nearly empty
+    std::memcpy(&bits, mask + byte, std::min<int64_t>(8, bytes - byte));
+    for (; bits; bits &= bits - 1) {
+      const int64_t token = 8 * byte + __builtin_ctzll(bits);
+      if (token < vocab) take(token);
     }
-    logits.resize(count);
-    tokens.resize(count);
   }
-};
+}
+
+inline int64_t largest_allowed(const float *row, const uint8_t *mask, int64_t vocab) {
+  float most = -std::numeric_limits<float>::infinity();
+  int64_t found = 0;
+  for_allowed(mask, vocab, [&](int64_t token) {
+    if (row[token] <= most) return;
+    most = row[token];
+    found = token;
+  });
+  return found;
+}
+
+inline int64_t draw_allowed(const float *row, const uint8_t *mask, int64_t vocab,
+                            const Rule &rule) {
+  // Kept by each thread: to clear, or to be given, so much memory takes longer than to draw.
+  thread_local std::vector<float> logits;
+  thread_local std::vector<int64_t> tokens;
+  logits.resize(std::max<size_t>(logits.size(), vocab));
+  tokens.resize(logits.size());
+  int64_t count = 0;
+  for_allowed(mask, vocab, [&](int64_t token) {
+    logits[count] = row[token];
+    tokens[count++] = token;
+  });
+  if (!count) return 0;
+  const Truncation truncation{rule.temperature, int64_t(rule.top_k), rule.top_p, rule.min_p};
+  return tokens[draw(logits.data(), count, truncation, rule.uniform)];
+}
 
 // One token for each of `count` rows of logits, among those that its mask allows.
 inline void pick_allowed(Team &team, const float *logits, const int64_t *rows,
                          const uint8_t *masks, const Rule *rules, int64_t *tokens, int64_t count,
                          int64_t vocab) {
   team.share(count, [=](int64_t i) {
-    const Allowed own(logits + rows[i] * vocab, masks + i * ((vocab + 7) / 8), vocab);
-    const std::vector<float> &found = own.logits;
-    const Rule &rule = rules[i];
-    tokens[i] = 0;
-    if (found.empty()) return;
-    const int64_t at = rule.temperature
-                           ? draw(found.data(), found.size(),
-                                  {rule.temperature, int64_t(rule.top_k), rule.top_p, rule.min_p},
-                                  rule.uniform)
-                           : std::max_element(found.begin(), found.end()) - found.begin();
-    tokens[i] = own.tokens[at];
+    const float *row = logits + rows[i] * vocab;
+    const uint8_t *mask = masks + i * ((vocab + 7) / 8);
+    tokens[i] = rules[i].temperature ? draw_allowed(row, mask, vocab, rules[i])
+                                     : largest_allowed(row, mask, vocab);
   });
 }
 
