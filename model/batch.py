@@ -27,7 +27,7 @@ class ForwardBatch:
     context_lens: Tensor  # [R]  keys visible after this step, this step's included
     block_tables: Tensor  # [R, max_blocks]
     block_bases: Tensor  # [R, max_blocks]  position of each block's offset 0
-    output_rows: Tensor  # [S]  rows whose logits are needed
+    output_rows: Tensor  # [S]  rows whose logits, or hidden states, are needed
     max_query: int  # host copies, so that no kernel has to read from the device
     max_context: int
     cross: "Cross | None" = None  # encoder-decoders only
@@ -35,6 +35,7 @@ class ForwardBatch:
     # [R]  1 where a request's rows are of its prompt: kernels that round prompts and answers
     # differently then go by this, not by the number of rows that a step happens to compute.
     prompts: Tensor | None = None
+    hidden: bool = False  # hidden states are wanted, as the head reads them, and no logits
 
     def to(self, device: torch.device) -> "ForwardBatch":
         """The batch on `device`: itself if already there, else moved in one copy, plus `cross`'s.

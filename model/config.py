@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Literal
 
 NormKind = Literal["rms", "layer"]
@@ -9,6 +10,23 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 # How attention and MLP are joined: each normalised before (Llama), each after it is added
 # (OPT-350m), both reading the layer's input (GPT-NeoX), or both reading one norm of it (GPT-J).
 BlockKind = Literal["pre_norm", "post_norm", "parallel", "parallel_one_norm"]
+
+
+class Pooling(StrEnum):
+    LAST = "last"  # the last token's
+    MEAN = "mean"  # the mean of all tokens'
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """What a checkpoint says of its embeddings; the defaults hold where it says nothing."""
+
+    pooling: Pooling = Pooling.LAST
+    normalize: bool = True  # to length 1
+    why_not: str | None = None  # what it says that is not computed here, after the model's name
+
+
+USUAL = Embedding()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""A decoder: a program on an executor. Called with a packed ragged batch, it gives logits.
+"""A decoder: a program on an executor. Called with a packed ragged batch, it gives logits or
+hidden states.
 
 Knows no requests and no sampling.
 """
@@ -51,6 +52,7 @@ class Decoder:
     def __call__(self, batch: ForwardBatch, kv: KVCache, watch: Watch | None = None) -> Tensor:
         """Logits [S, vocab] of `batch.output_rows`; keys and values of all rows are stored.
 
+        With `batch.hidden` it is what the head would read, [S, width], and the head is left out.
         An encoder-decoder's batch has `cross`: new prompts are encoded first, and their keys and
         values stored for all later steps. The batch may still be in host memory.
         """

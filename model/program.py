@@ -207,6 +207,13 @@ class Program:
     encoder_encoding: PositionalEncoding | None = None
 
     @property
+    def head(self) -> Linear:
+        """What makes logits, after all else; it reads what a batch calls hidden states."""
+        head = self.ops[-1]
+        assert isinstance(head, Linear) and head.part is Part.HEAD
+        return head
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.full("embed.weight").dtype
 

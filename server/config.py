@@ -106,6 +106,7 @@ class ServerConfig:
     ssl_keyfile: Path | None  # None: in `ssl_certfile`
     drain_timeout_s: float
     metrics_compat: str  # off or vllm
+    otlp_endpoint: str | None  # where traces are sent; None: there are none
     log_level: str
     log_format: str  # text or json
 
@@ -196,6 +197,12 @@ def web_origin(value: str) -> str:
     raise ValueError(f"{value!r} is not an origin; write for example https://chat.example, or *")
 
 
+def http_url(value: str) -> str:
+    if re.fullmatch(r"https?://[^?#\s]+", value):
+        return value
+    raise ValueError(f"{value!r} is not an address; write for example http://localhost:4318")
+
+
 T = TypeVar("T", ModelOptions, CacheOptions, LimitOptions)
 
 
@@ -232,6 +239,7 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
         ssl_keyfile=values["ssl_keyfile"],
         drain_timeout_s=values["drain_timeout"],
         metrics_compat=values["metrics_compat"],
+        otlp_endpoint=values["otlp_endpoint"],
         log_level=values["log_level"],
         log_format=values["log_format"],
     )

@@ -299,6 +299,14 @@ def _kinds(kind: type[ServeError]) -> Iterator[type[ServeError]]:
         yield from _kinds(more)
 
 
+def error_codes() -> dict[int, list[str]]:
+    """The codes of every status that is no success."""
+    found: dict[int, set[str]] = {}
+    for kind in _kinds(ServeError):
+        found.setdefault(kind.status, set()).add(kind.code)
+    return {status: sorted(codes) for status, codes in found.items()}
+
+
 # Reasons and codes of all refusals: a closed set of metric labels.
 REJECTIONS = tuple(
     sorted({(kind.reason, kind.code) for kind in _kinds(ServeError) if kind.reason is not None})

@@ -69,8 +69,9 @@ def harmless_in_hf(*more: str) -> Callable[[str], bool]:
 
 
 def harmless_in_gguf(own: str) -> Callable[[str], bool]:
-    """Whether a metadata key is not the model's own: of the file, its tokenizer or its maker."""
-    return lambda key: not key.startswith(own)
+    """Whether a metadata key says nothing of the decoder: of the file, its tokenizer or its maker,
+    or of embeddings (model/loading/embedding.py)."""
+    return lambda key: not key.startswith(own) or key == f"{own}pooling_type"
 
 
 def refuse_foreign(
@@ -82,7 +83,9 @@ def refuse_foreign(
     transformers. Checkpoints may still name it or its class; it is never run.
     """
     classes = fields.texts("architectures")
-    served = {model_class} if adopted is None else {model_class, adopted.split(".")[-1]}
+    # Embedding models are published as the bare decoder; its head is then the tied embedding.
+    served = {model_class, model_class.replace("ForCausalLM", "Model")}
+    served |= set() if adopted is None else {adopted.split(".")[-1]}
     if classes is not None and served.isdisjoint(classes):
         raise fields.error(
             f"architectures is {shown(', '.join(classes))}, "

@@ -5,6 +5,7 @@ Reads their descriptions in both formats. An architecture's own file states only
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from ropewalk.model.architectures import rotation, rotation_gguf, stored
@@ -152,7 +153,16 @@ class GatedDecoder(Architecture):
         return config
 
     def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> stored.Parameters:
-        return stored.decoder(config, self.names)
+        return stored.decoder(config, self._names(names))
+
+    def _names(self, names: frozenset[str]) -> stored.Names:
+        """Embedding models are published as the bare decoder, whose tensors have no prefix."""
+        own = self.names
+        if f"{own.embed}.weight" in names:
+            return own
+        names_of = (own.embed, own.norm, own.layer)
+        embed, norm, layer = (each.removeprefix("model.") for each in names_of)
+        return replace(own, embed=embed, norm=norm, layer=layer)
 
     def parameters_in_gguf(self, config: ModelConfig) -> stored.Parameters:
         orders: tuple[stored.Order | None, ...] = ()
@@ -166,7 +176,8 @@ class GatedDecoder(Architecture):
         return stored.decoder(config, self.gguf_names, qkv_orders=orders)
 
     def copies(self, config: ModelConfig, names: frozenset[str]) -> dict[str, str]:
-        return {"lm_head.weight": "model.embed_tokens.weight"} if config.tied_embeddings else {}
+        embed = self._names(names).embed
+        return {"lm_head.weight": f"{embed}.weight"} if config.tied_embeddings else {}
 
 
 def windows_by_layer(fields: Fields, layers: int) -> tuple[int | None, ...]:

@@ -87,10 +87,11 @@ class TorchExecutor:
         kept = next(i for i, op in enumerate(program.ops) if isinstance(op, Keep))
         before, after = program.ops[:kept], program.ops[kept:]
         self._prompts = self._compiled(program.prompt_ops, ())
-        self._answers = (
-            self._compiled(before, after[0].reads.split()),
-            self._compiled(after, ["logits"]),
-        )
+        self._all_rows = self._compiled(before, after[0].reads.split())
+        # Of the rows that are kept: the value that is wanted, and how it is found.
+        hidden = program.head.reads
+        self._logits = "logits", self._compiled(after, ["logits"])
+        self._hidden = hidden, self._compiled(after[:-1], [hidden])
 
     @property
     def rotates_apart(self) -> bool:
@@ -118,10 +119,10 @@ class TorchExecutor:
             _run(self._prompts(len(new.tokens)), Pass(new, kv), {}, watch)
         now = Pass(batch, kv)
         values: dict[str, Tensor] = {}
-        all_rows, kept_rows = self._answers
-        _run(all_rows(len(batch.tokens)), now, values, watch)
+        wanted, kept_rows = self._hidden if batch.hidden else self._logits
+        _run(self._all_rows(len(batch.tokens)), now, values, watch)
         _run(kept_rows(len(batch.output_rows)), now, values, watch)
-        return values["logits"]
+        return values[wanted]
 
     def _compiled(
         self, ops: Sequence[Op], results: Sequence[str]

@@ -20,8 +20,9 @@ from ropewalk.model.chat.template import (
     chat_template_from_directory,
     chat_template_from_gguf,
 )
-from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
+from ropewalk.model.config import USUAL, Embedding, EncoderDecoderConfig, ModelConfig
 from ropewalk.model.encodings.base import PositionalEncoding, freeze_all
+from ropewalk.model.loading.embedding import embedding_from_directory, embedding_from_gguf
 from ropewalk.model.program import Program, encoding_parameters
 from ropewalk.model.recipes import allocate, program
 from ropewalk.model.tokenizers.base import MAX_FILE, Tokenizer, TokenizerError
@@ -71,6 +72,7 @@ class Checkpoint:
     weights: WeightFile
     parameters: Parameters
     copies: Mapping[str, str]  # stored tensors that must equal another one: {copy: original}
+    embedding: Embedding = USUAL
 
 
 def open_checkpoint(
@@ -214,6 +216,7 @@ def _open_directory(folder: Path, trusted: Collection[str], template: Path | Non
         weights=weights,
         parameters=parameters,
         copies=architecture.copies(config, weights.names()),
+        embedding=embedding_from_directory(folder),
     )
 
 
@@ -248,6 +251,7 @@ def _open_gguf(path: Path, template: Path | None) -> Checkpoint:
         weights=weights,
         parameters=parameters,
         copies={},
+        embedding=embedding_from_gguf(weights.metadata),
     )
 
 

@@ -45,6 +45,7 @@ class Tokenizer(Protocol):
     vocab_size: int  # ids are 0 .. vocab_size - 1
     bos: int | None  # the declared id; encode(bos=True) prepends it only to models trained with it
     eos: frozenset[int]  # ids that end a text
+    ends: Sequence[int]  # follow a text that is embedded; never a prompt, which goes on
 
     def encode(self, text: str, *, bos: bool) -> list[int]:
         """Raises InvalidText. Text without any token gives an empty list."""

@@ -135,6 +135,11 @@ class TokenizerFields:
     def bos(self) -> int | None:
         return self._id("bos_token_id")
 
+    def ends(self) -> tuple[int, ...]:
+        """What follows a text that is embedded."""
+        end = self._id("eos_token_id") if self.flag("add_eos_token", False) else None
+        return () if end is None else (end,)
+
     def eos(self) -> frozenset[int]:
         """Every id that ends an answer: declared, or recognised by the token's text."""
         tokens = self.texts("tokens")

@@ -74,7 +74,9 @@ def _byte_level(fields: TokenizerFields) -> HfTokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     _add_markers(tokenizer, tokens, types)
     add_bos = fields.flag("add_bos_token", name in _BEGUN)
-    return HfTokenizer(tokenizer, bos=fields.bos(), eos=fields.eos(), add_bos=add_bos)
+    return HfTokenizer(
+        tokenizer, bos=fields.bos(), eos=fields.eos(), add_bos=add_bos, ends=fields.ends()
+    )
 
 
 def _merges(lines: Iterable[str]) -> list[tuple[str, str]]:
@@ -141,6 +143,7 @@ def _sentencepiece(fields: TokenizerFields, kind: ModelType, *, add_bos: bool) -
         bos=fields.bos(),
         eos=fields.eos(),
         add_bos=fields.flag("add_bos_token", add_bos),
+        ends=fields.ends(),
         added=markers,
     )
 

@@ -39,8 +39,9 @@ class HfTokenizer:
         bos: int | None = None,
         eos: Iterable[int] = (),
         add_bos: bool | None = None,
+        ends: Sequence[int] = (),
     ) -> None:
-        """add_bos None follows the file's post-processor. Raises TokenizerError.
+        """Without add_bos or ends these follow the file's post-processor. Raises TokenizerError.
 
         The file's padding and truncation are switched off: they would change prompts.
         """
@@ -49,7 +50,8 @@ class HfTokenizer:
         self._tokenizer = tokenizer
         self._table = TokenTable(_entries(tokenizer))
         self.vocab_size = len(self._table)
-        prefix = _prefix(tokenizer)
+        prefix, after = _around(tokenizer)
+        self.ends: Sequence[int] = ends or after
         self.bos: int | None = bos if bos is not None else prefix[-1] if prefix else None
         self.eos: frozenset[int] = frozenset(eos)
         if add_bos is not None:
@@ -155,14 +157,14 @@ def add_tokens(tokenizer: tokenizers.Tokenizer, tokens: Iterable[AddedToken]) ->
             )
 
 
-def _prefix(tokenizer: tokenizers.Tokenizer) -> list[int]:
-    """The tokens that the post-processor puts before a text."""
+def _around(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """The tokens that the post-processor puts before a text and after it."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     full = tokenizer.encode("a", add_special_tokens=True).ids
     for start in range(len(full) - len(plain) + 1):
         if full[start : start + len(plain)] == plain:
-            return full[:start]
-    return []
+            return full[:start], full[start + len(plain) :]
+    return [], []
 
 
 def _entries(tokenizer: tokenizers.Tokenizer) -> Iterator[tuple[bytes, bytes]]:

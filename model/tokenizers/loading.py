@@ -54,7 +54,8 @@ def _from_json(path: Path, config: TokenizerConfig) -> Tokenizer:
 
     add_tokens(tokenizer, _with_special(added, config, find_unlisted))
     bos, eos = _declared(config, tokenizer.token_to_id)
-    return HfTokenizer(tokenizer, bos=bos, eos=eos, add_bos=config.add_bos)
+    ends = eos if config.add_eos else ()
+    return HfTokenizer(tokenizer, bos=bos, eos=eos, add_bos=config.add_bos, ends=ends)
 
 
 def _from_sentencepiece(path: Path, config: TokenizerConfig) -> Tokenizer:
@@ -74,6 +75,7 @@ def _from_sentencepiece(path: Path, config: TokenizerConfig) -> Tokenizer:
         bos=bos,
         eos=eos,
         add_bos=add_bos,
+        ends=eos if config.add_eos else (),
         added=_with_special(config.all_added, config, find),
         prefix_each_part=_prefixes_each_part(config),
     )

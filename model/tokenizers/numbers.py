@@ -1,6 +1,7 @@
 """A tokenizer that needs no file: token 17 is the text " 17". For models without a vocabulary."""
 
 import zlib
+from collections.abc import Sequence
 
 from ropewalk.model.tokenizers.base import require_unicode
 
@@ -13,6 +14,7 @@ class NumberTokenizer:
 
     bos: int | None = None
     eos: frozenset[int] = frozenset()
+    ends: Sequence[int] = ()
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

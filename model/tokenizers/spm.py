@@ -5,7 +5,7 @@ Face directories do for chat markers.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import sentencepiece
 
@@ -106,6 +106,7 @@ class SpmTokenizer:
         bos: int | None = None,
         eos: Iterable[int] = (),
         add_bos: bool = True,
+        ends: Sequence[int] = (),
         added: Iterable[AddedToken] = (),
         prefix_each_part: bool = True,
     ) -> None:
@@ -118,8 +119,9 @@ class SpmTokenizer:
         self.vocab_size = len(self._table)
         own: int = model.processor.bos_id()
         self.bos: int | None = bos if bos is not None else own if own >= 0 else None
-        ends = frozenset(eos) or frozenset({model.processor.eos_id()})
-        self.eos: frozenset[int] = ends - {-1}
+        known = frozenset(eos) or frozenset({model.processor.eos_id()})
+        self.eos: frozenset[int] = known - {-1}
+        self.ends: Sequence[int] = ends
         self._start = [self.bos] if add_bos and self.bos is not None else []
         self._ids = {token.text: token.id for token in tokens.values()}
         self._names = {token.id: token.text for token in tokens.values()}

@@ -26,6 +26,7 @@ class TokenizerConfig:
 
     special_tokens: SpecialTokens
     add_bos: bool | None
+    add_eos: bool
     added: tuple[AddedToken, ...]
     older: tuple[AddedToken, ...]  # of added_tokens.json, which states text and id alone
     legacy: bool | None
@@ -74,6 +75,7 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
     return TokenizerConfig(
         special_tokens=_special_tokens(values),
         add_bos=_flag(values, "add_bos_token"),
+        add_eos=_flag(values, "add_eos_token") is True,
         added=tuple(_added(values.get("added_tokens_decoder", {}))),
         older=tuple(_added_by_text(older)),
         legacy=_flag(values, "legacy"),

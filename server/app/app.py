@@ -3,6 +3,7 @@
 Is passed everything it uses: server/launch/build.py makes the models, the engine and the server.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import NoReturn
@@ -15,6 +16,8 @@ from starlette.types import Scope
 from ropewalk.model.catalogue import Place
 from ropewalk.server.app.cache import cache_routes
 from ropewalk.server.app.cache_plan import CachePlanner
+from ropewalk.server.app.described import described_routes
+from ropewalk.server.app.embeddings import embedding_routes
 from ropewalk.server.app.encodings import encoding_routes
 from ropewalk.server.app.openai import Serving, openai_routes
 from ropewalk.server.app.operations import operation_routes
@@ -35,6 +38,8 @@ from ropewalk.server.http.middleware import (
     Origins,
     Paths,
     Recorded,
+    Traced,
+    Traces,
 )
 from ropewalk.server.http.shedding import Shedder
 from ropewalk.server.http.streaming import Drain
@@ -52,6 +57,7 @@ def create_app(
     options: HttpOptions,
     place: Place | None = None,
     planners: Mapping[str, CachePlanner] | None = None,
+    traces: Traces | None = None,
 ) -> FastAPI:
     """The application. Its lifespan starts and stops the engine.
 
@@ -71,6 +77,8 @@ def create_app(
         finally:
             await engine.stop()
             log.close()
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
 
     app = FastAPI(
         title="Ropewalk",
@@ -91,12 +99,14 @@ def create_app(
         return keys.client(scope) if options.api_keys else ""
 
     serving = Serving(models, engine, metrics, drain, options)
-    routers = [openai_routes(serving), token_routes(serving)]
+    routers = [openai_routes(serving), embedding_routes(serving), token_routes(serving)]
     if place is not None:
         routers.append(encoding_routes(models, place))
     if planners is not None:
         routers.append(cache_routes(serving, planners))
     routers.append(operation_routes(serving, own_version()))
+    names = [name for served in models for name in (served.name, *served.aliases)]
+    routers.append(described_routes(names, with_key=bool(options.api_keys)))
     for router in routers:
         app.include_router(router)
     routes = [each for router in routers for each in router.routes if isinstance(each, Route)]
@@ -119,6 +129,8 @@ def create_app(
     app.add_middleware(Guard)
     if options.allowed_origins:  # without these headers browsers cannot even read errors
         app.add_middleware(Origins, origins=options.allowed_origins)
+    if traces is not None:
+        app.add_middleware(Traced, traces=traces)
     app.add_middleware(Recorded, log=log, paths=paths)
     app.add_middleware(Addressed, prefix=prefix, paths=paths)
     return app

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 
 from ropewalk.cache.keeper import SpillCounts
 from ropewalk.server.app.cache_plan import CachePlanner
+from ropewalk.server.app.described import accepts
 from ropewalk.server.app.openai import Serving
 from ropewalk.server.engine.cache_view import CacheView, RequestView, SequenceView
 from ropewalk.server.engine.openmp import aside
@@ -25,6 +26,7 @@ def cache_routes(serving: Serving, planners: Mapping[str, CachePlanner]) -> APIR
 
     @router.get("/v1/cache", response_model=None)
     async def cache(request: Request, model: str | None = None) -> Response:
+        """Blocks, sequences and sharing, as they are between two steps."""
         chosen = list(serving.models) if model is None else [serving.find(request, model)]
         data = [
             described(served, planners[served.name], await _view(serving, served.name))
@@ -34,6 +36,7 @@ def cache_routes(serving: Serving, planners: Mapping[str, CachePlanner]) -> APIR
 
     @router.post("/v1/cache/flush", response_model=None)
     async def flush(request: Request, model: str | None = None) -> Response:
+        """Forgets every cached block that no request holds."""
         chosen = list(serving.models) if model is None else [serving.find(request, model)]
         data = [
             {"model": served.name, "flushed_blocks": await _flushed(serving, served.name)}
@@ -41,8 +44,9 @@ def cache_routes(serving: Serving, planners: Mapping[str, CachePlanner]) -> APIR
         ]
         return JSONResponse({"object": "list", "data": data})
 
-    @router.post("/v1/cache/plan", response_model=None)
+    @router.post("/v1/cache/plan", **accepts(CachePlanBody))
     async def plan(request: Request) -> Response:
+        """What an operation would cost, encoding by encoding, without touching any cache."""
         body = await body_of(request, CachePlanBody)
         served = serving.find(request, body.model)
         planner = planners[served.name]

@@ -32,7 +32,7 @@ from ropewalk.server.openai.choice import Choice, Piece, choice_usage, total_usa
 from ropewalk.server.openai.responses import Wire
 from ropewalk.server.openai.schemas import StreamOptions
 from ropewalk.server.scheduling.queue import Visit
-from ropewalk.server.scheduling.request import FinishReason
+from ropewalk.server.scheduling.request import FinishReason, Request
 
 MANY = 1024  # tokens, which take milliseconds to serialise where they have scores
 
@@ -52,34 +52,41 @@ class Answer:
     stream: StreamOptions | None
 
 
-class Generation(Response):
-    """Runs the engine for an Answer. Raises errors before the first byte, to become a status."""
+class EngineResponse(Response):
+    """What the engine computes, sent. Raises errors before the first byte, to become a status."""
 
     def __init__(
         self,
-        answer: Answer,
+        model: str,
+        requests: Sequence[Request],
         engine: AsyncEngine,
         metrics: Metrics,
         drain: Drain,
         options: HttpOptions,
+        n: int = 1,
     ) -> None:
+        """n: how many of the requests are for each prompt."""
         super().__init__()
-        self._answer = answer
+        self._model = model
+        self._requests = requests
+        self._n = n
         self._engine = engine
         self._metrics = metrics
         self._drain = drain
         self._options = options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        options, model = self._options, self._answer.model
+        options, model, state = self._options, self._model, state_of(scope)
+        state["requests"], state["n"] = self._requests, self._n
         stalled_s = options.stalled_write_s
         lifeline = Lifeline(receive, options.request_timeout_s, self._drain)
         out = EventStream(send, lifeline, ping_s=options.ping_s, stalled_s=stalled_s)
         try:
             async with lifeline:
-                await self._run(out, lifeline, send, state_of(scope).get("visit"))
+                await self._run(out, lifeline, send, state.get("visit"))
             return
         except Ended as ended:
+            state["failure"] = ended.why.name.lower()
             if ended.why in (End.DISCONNECTED, End.STALLED):
                 self._metrics.disconnected(model)
                 _abort_connection(scope)
@@ -88,15 +95,16 @@ class Generation(Response):
         except ServeError as refused:
             error = refused
             if isinstance(refused, RequestFailed):
-                _log.error("request %s failed: %s", state_of(scope)["id"], refused.message)
+                _log.error("request %s failed: %s", state["id"], refused.message)
         except Exception:
             # Even a bug must end the stream with an error that the client sees.
-            _log.exception("request %s failed unexpectedly", state_of(scope)["id"])
+            _log.exception("request %s failed unexpectedly", state["id"])
             error = InternalError("the server failed on this request; see its log")
         finally:
             out.close()
         if not out.started:
             raise error
+        state["failure"] = error.code
         self._metrics.stream_error(model)
         try:
             async with asyncio.timeout(stalled_s):
@@ -107,9 +115,39 @@ class Generation(Response):
     async def _run(
         self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
     ) -> None:
-        answer = self._answer
+        """Compute, and send: events to `out`, or one body to `send`."""
+        raise NotImplementedError
+
+    async def _send_whole(self, body: bytes, lifeline: Lifeline, send: Send) -> None:
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+        lifeline.complete()
+
+
+class Generation(EngineResponse):
+    """Runs the engine for an Answer."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        engine: AsyncEngine,
+        metrics: Metrics,
+        drain: Drain,
+        options: HttpOptions,
+    ) -> None:
         requests = [choice.request for choice in answer.choices]
-        async with aclosing(self._engine.generate(answer.model, requests)) as batches:
+        super().__init__(answer.model, requests, engine, metrics, drain, options, answer.n)
+        self._answer = answer
+
+    async def _run(
+        self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
+    ) -> None:
+        answer = self._answer
+        async with aclosing(self._engine.generate(answer.model, self._requests)) as batches:
             if answer.stream is None:
                 await self._whole(batches, visit, lifeline, send)
             else:
@@ -145,7 +183,7 @@ class Generation(Response):
                 break
             await out.write("".join(events).encode())
         else:
-            raise _no_end()
+            raise no_end()
         if options.include_usage:
             events.append(wire.usage_chunk(total_usage(choices, answer.n)))
         events.append(DONE)
@@ -163,7 +201,7 @@ class Generation(Response):
             if all(choice.finished for choice in choices):
                 break
         else:
-            raise _no_end()
+            raise no_end()
         done = [(choice, _joined(parts[choice.index])) for choice in choices]
         usage = total_usage(choices, answer.n)
 
@@ -171,17 +209,10 @@ class Generation(Response):
             return json_bytes(answer.wire.whole(done, usage))
 
         size = sum(1 + len(piece.tokens) + len(piece.scored) for _, piece in done)
-        body = await off_loop(written, size, MANY)
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-        lifeline.complete()
+        await self._send_whole(await off_loop(written, size, MANY), lifeline, send)
 
 
-def _no_end() -> RequestFailed:
+def no_end() -> RequestFailed:
     return RequestFailed("the engine ended this request without a reason; send it again")
 
 

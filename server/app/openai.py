@@ -9,6 +9,7 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from ropewalk.server.app.described import accepts
 from ropewalk.server.app.generation import Answer, Generation
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
@@ -77,16 +78,18 @@ class Serving:
 def openai_routes(serving: Serving) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post("/v1/completions", **accepts(CompletionBody, streams=True))
     async def completions(request: Request) -> Response:
+        """Continues prompts, which are texts or token ids."""
         body = await body_of(request, CompletionBody)
         served = serving.find(request, body.model)
         prompts = await completion_prompts(body, served)
         wire = CompletionWire(_id("cmpl"), served.name, int(time.time()), _token_ids(body))
         return await serving.answer(request, body, served, prompts, wire)
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", **accepts(ChatBody, streams=True))
     async def chat_completions(request: Request) -> Response:
+        """Answers a chat, in the model's own template."""
         body = await body_of(request, ChatBody)
         served = serving.find(request, body.model)
         prompt = await chat_prompt(body, served)
@@ -95,6 +98,7 @@ def openai_routes(serving: Serving) -> APIRouter:
 
     @router.get("/v1/models", response_model=None)
     async def models() -> Response:
+        """What is served, under all its names."""
         data = [
             _described(served, name)
             for served in serving.models
@@ -104,6 +108,7 @@ def openai_routes(serving: Serving) -> APIRouter:
 
     @router.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str) -> Response:
+        """One of these."""
         return JSONResponse(_described(serving.models.get(name), name))
 
     return router

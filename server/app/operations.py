@@ -5,7 +5,7 @@ import re
 import zlib
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 from ropewalk.server.app.openai import Serving
 from ropewalk.server.errors import NotReady
@@ -38,7 +38,7 @@ def operation_routes(serving: Serving, version: str) -> APIRouter:
     router.add_api_route("/health/ready", ready, response_model=None)
     router.add_api_route("/health", ready, response_model=None)
 
-    @router.get("/metrics", response_model=None)
+    @router.get("/metrics", response_model=None, response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """In the format that is asked for, text or OpenMetrics, compressed if that is accepted."""
         accepted = request.headers.get("accept", "")
@@ -60,6 +60,7 @@ def operation_routes(serving: Serving, version: str) -> APIRouter:
 
     @router.get("/version", response_model=None)
     async def show_version() -> Response:
+        """Of Ropewalk."""
         return JSONResponse({"version": version})
 
     return router

@@ -3,6 +3,7 @@
 from fastapi import APIRouter, Request, Response
 
 from ropewalk.model.tokenizers.base import decode
+from ropewalk.server.app.described import accepts
 from ropewalk.server.app.openai import Serving
 from ropewalk.server.errors import InvalidField, MissingField
 from ropewalk.server.long_work import LONG_LIST, json_bytes, off_loop
@@ -16,8 +17,9 @@ from ropewalk.server.openai.served_models import Served
 def token_routes(serving: Serving) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/tokenize", response_model=None)
+    @router.post("/tokenize", **accepts(TokenizeBody))
     async def tokenize(request: Request) -> Response:
+        """Token ids of a text, or of a chat in the model's template."""
         body = await body_of(request, TokenizeBody)
         served = serving.find(request, body.model)
         tokens = await _tokens(body, served)
@@ -40,8 +42,9 @@ def token_routes(serving: Serving) -> APIRouter:
 
         return _json(await off_loop(answer, len(tokens), LONG_LIST))
 
-    @router.post("/detokenize", response_model=None)
+    @router.post("/detokenize", **accepts(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
         body = await body_of(request, DetokenizeBody)
         served = serving.find(request, body.model)
         # Ids that the model does not embed have a text too.

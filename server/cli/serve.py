@@ -38,6 +38,7 @@ from ropewalk.server.config import (
     existing_file,
     host_address,
     host_name,
+    http_url,
     key_file,
     model_name,
     model_source,
@@ -310,6 +311,13 @@ SETTINGS: tuple[Variable, ...] = (
         "off",
     ),
     _http(
+        "--otlp-endpoint",
+        "OpenTelemetry collector that gets a span for each request over OTLP/HTTP, such as "
+        "http://localhost:4318; needs the extra otel",
+        Value(http_url, "url"),
+        shown="none, no traces",
+    ),
+    _http(
         "--log-level",
         "least severe messages to log",
         choice("debug", "info", "warning", "error"),
@@ -353,6 +361,7 @@ def serve(ctx: click.Context, /, **_: Any) -> int:
         if config.ssl_certfile is not None:
             tls = listen.tls_context(config.ssl_certfile, config.ssl_keyfile)
         configure_logs(config.log_level, config.log_format)
+        traces = None if config.otlp_endpoint is None else _traces(config.otlp_endpoint)
         wait_briefly(os.environ)
         # Until all is loaded: it stays, and looking for garbage in it would take a third of a
         # second.
@@ -360,7 +369,14 @@ def serve(ctx: click.Context, /, **_: Any) -> int:
         # Late: it loads torch, which takes seconds.
         from ropewalk.server.launch import build
 
-        return build.run(config, listener, tls)
+        return build.run(config, listener, tls, traces)
+
+
+def _traces(endpoint: str) -> Any:
+    # Late: nobody else needs it.
+    from ropewalk.server.tracing import Tracing
+
+    return Tracing(endpoint)
 
 
 def as_told(ctx: click.Context) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from ropewalk.cache.manager import Table
 from ropewalk.model.batch import Cross, ForwardBatch
+from ropewalk.model.config import Pooling
 from ropewalk.server.scheduling.request import Request, Work
 
 
@@ -194,6 +195,27 @@ def _outputs(
             samples.append(Sample(request, len(rows), known - request.num_prompt))
             rows.append(start + item.count - 1)
     return rows, samples, prompts
+
+
+def build_hidden(
+    work: tuple[Work, ...], table_of: Callable[[str], Table], block_size: int
+) -> tuple[ForwardBatch, list[slice]]:
+    """A batch whose results are hidden states, and which of these each work's embedding is of.
+
+    Of those that take the last token's state, there are none before the last token.
+    """
+    spans = [
+        _Span(each.request.tokens[each.start : each.start + each.count], each.start, table)
+        for each in work
+        for table in [table_of(each.request.id)]
+    ]
+    rows: list[int] = []
+    parts = []
+    for each, end in zip(work, accumulate(each.count for each in work), strict=True):
+        count = each.count if each.request.pooling is Pooling.MEAN else int(each.samples)
+        parts.append(slice(len(rows), len(rows) + count))
+        rows.extend(range(end - count, end))
+    return replace(_pack(spans, rows, block_size), hidden=True), parts
 
 
 class StepBatches:

@@ -9,6 +9,7 @@ from functools import cached_property
 from logging import getLogger
 from math import isfinite
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from ropewalk.cache.kv import KVCache, tensor_on
 from ropewalk.cache.manager import CacheManager
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.sampler import Ask, Picked, Picking, Sampler, ranked
-from ropewalk.server.engine.batch import PromptRows, Sample, StepBatch, StepBatches
+from ropewalk.server.engine.batch import PromptRows, Sample, StepBatch, StepBatches, build_hidden
 from ropewalk.server.errors import NumericalError, RequestFailed
 from ropewalk.server.scheduling.request import Request, Sampled, TokenLogprob, Work
 
@@ -74,13 +75,33 @@ class Runner:
         self._forward = forward
         self._kv = kv
         self._sampler = sampler
+        self._table_of = manager.table
         self._batches = StepBatches(manager.table, kv.block_size)
 
     def __call__(self, work: tuple[Work, ...]) -> Mapping[str, Sampled]:
-        """The next token of every request whose last known token is computed in this step."""
-        batch = self.build(work)
-        logits = self._forward(batch.forward, self._kv)
-        return self.sample(logits, batch)
+        """The next token of every request whose last known token is computed in this step.
+
+        Embeddings are computed in a pass of their own, which has no logits.
+        """
+        answered = tuple(each for each in work if each.request.pooling is None)
+        embedded = tuple(each for each in work if each.request.pooling is not None)
+        found: dict[str, Sampled] = {}
+        if answered:
+            batch = self.build(answered)
+            found |= self.sample(self._forward(batch.forward, self._kv), batch)
+        if embedded:
+            found |= self._pool(embedded)
+        return found
+
+    def _pool(self, work: tuple[Work, ...]) -> Mapping[str, Sampled]:
+        """For each request the sum of the hidden states that its embedding is made of."""
+        batch, parts = build_hidden(work, self._table_of, self._kv.block_size)
+        states = self._forward(batch, self._kv)
+        sums = torch.stack([states[part].sum(dim=0, dtype=torch.float64) for part in parts])
+        return {
+            each.request.id: Sampled(0, pooled=own) if np.isfinite(own).all() else _not_finite()
+            for each, own in zip(work, sums.cpu().numpy(), strict=True)
+        }
 
     def launch(self, work: tuple[Work, ...], after: Sampling | None) -> Sampling:
         """Like a call, but without waiting for the device; every request must get a token.

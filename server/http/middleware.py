@@ -11,7 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Collection, Iterable, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -38,7 +38,8 @@ from ropewalk.server.scheduling.queue import Door
 
 # Reachable without a key, and while draining: for load balancers and supervisors.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
-ANSWERED = frozenset({"/v1/completions", "/v1/chat/completions"})  # by the engine
+# By the engine.
+ANSWERED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings"})
 _PROBES = OPEN_PATHS | {"/metrics"}  # asked for every few seconds; also answered while draining
 
 # What clients get wrong is the part before: a base URL without /v1, or with it twice.
@@ -55,8 +56,9 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 def state_of(scope: Scope) -> MutableMapping[str, Any]:
     """Shared by all that handle a request: `id`, `method`, `client`, `salt`, `model`, `visit`.
 
-    `abort` is the protocol's. `status` is of the answer once it has begun; `refusal` is the error
-    that it was answered with.
+    `requests` are what the engine was asked for, `n` of them for each prompt; `failure` says how
+    they ended if not well. `abort` is the protocol's. `status` is of the answer once it has begun;
+    `refusal` is the error that it was answered with.
     """
     state: MutableMapping[str, Any] = scope.setdefault("state", {})
     return state
@@ -172,6 +174,33 @@ class Recorded:
                 self._log.refused(exchange, error, state.get("model"))
             else:
                 self._log.answered(exchange, quiet=scope["path"] in _PROBES)
+
+
+class Traces(Protocol):
+    """Where requests are told of that are over: server/tracing.py."""
+
+    def record(self, scope: Scope, began: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Traced:
+    """Tells of each request that the engine was to answer, refused ones included."""
+
+    def __init__(self, app: ASGIApp, traces: Traces) -> None:
+        self._app = app
+        self._traces = traces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in ANSWERED or scope["method"] != "POST":
+            return await self._app(scope, receive, send)
+        began = time.time_ns()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            try:
+                self._traces.record(scope, began)
+            except Exception:  # the request has its answer
+                _log.exception("request %s could not be traced", state_of(scope)["id"])
 
 
 class Origins(CORSMiddleware):

@@ -38,6 +38,7 @@ from ropewalk.server.engine.openmp import end_idle_threads
 from ropewalk.server.engine.statistics import Cost, PositionMeter, no_cost
 from ropewalk.server.engine.warm_up import warm_up
 from ropewalk.server.errors import CommandError
+from ropewalk.server.http.middleware import Traces
 from ropewalk.server.http.protocol import Server, uvicorn_config
 from ropewalk.server.launch.banner import ModelFacts, banner
 from ropewalk.server.launch.load_model import Prepared, find_kernels, prepare
@@ -69,10 +70,15 @@ class Loaded:
     defect: str | None  # why it should not answer although it computes
 
 
-def run(config: ServerConfig, listener: socket.socket, tls: ssl.SSLContext | None) -> int:
+def run(
+    config: ServerConfig,
+    listener: socket.socket,
+    tls: ssl.SSLContext | None,
+    traces: Traces | None = None,
+) -> int:
     """Load every model and serve until stopped; returns the exit status. Raises CommandError.
 
-    listener: a bound socket. tls: None for plain HTTP.
+    listener: a bound socket. tls: None for plain HTTP. traces: where requests are told of.
     """
     threads = hardware.pick_threads(config.loading.threads)
     if threads != torch.get_num_threads():
@@ -88,7 +94,7 @@ def run(config: ServerConfig, listener: socket.socket, tls: ssl.SSLContext | Non
 
     engine = engine_of(config, loaded, metrics, stop)
     planners = {model.served.name: model.planner for model in loaded}
-    app = create_app(served, engine, metrics, config.http, loaded[0].place, planners)
+    app = create_app(served, engine, metrics, config.http, loaded[0].place, planners, traces)
     port = config.port if config.uds else listener.getsockname()[1]
     listening = uvicorn_config(
         app,
@@ -381,6 +387,8 @@ def _served(
         max_context=facts.max_context,
         created=int(time.time()),
         aliases=aliases,
+        embedding=checkpoint.embedding,
+        hidden_size=shape.embed_width or shape.width,
         encoder_decoder=(
             EncoderDecoderTokens(shape.start_token, shape.end_token)
             if isinstance(shape, EncoderDecoderConfig)

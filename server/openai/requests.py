@@ -69,12 +69,12 @@ async def completion_prompts(body: CompletionBody, served: Served) -> list[Promp
 def _prompt(source: str | list[int], body: CompletionBody, served: Served) -> Prompt:
     if isinstance(source, str):
         text: str | None = source
-        tokens = _encode(source, served, bos=body.add_special_tokens, param="prompt")
-        _check_prompt(tokens, served, "prompt")
+        tokens = encode_now(source, served, bos=body.add_special_tokens, param="prompt")
+        check_prompt(tokens, served, "prompt")
     else:
         tokens = source
         check_ids(tokens, served, "prompt")
-        _check_prompt(tokens, served, "prompt")
+        check_prompt(tokens, served, "prompt")
         text = "".join(spell_prompt(served.tokenizer, tokens)) if body.echo else None
     return Prompt(tokens, text if body.echo else None)
 
@@ -83,7 +83,7 @@ async def chat_prompt(body: ChatBody, served: Served) -> Prompt:
     """The messages in the model's chat template. Raises QueueFull besides, where it is busy."""
     text = await chat_text(body, body.messages, served)
     tokens = await encode(text, served, bos=body.add_special_tokens, param="messages")
-    _check_prompt(tokens, served, "messages")
+    check_prompt(tokens, served, "messages")
     think = served.conventions.format.think
     return Prompt(tokens, thinking=think is not None and text.rstrip().endswith(think[0]))
 
@@ -127,10 +127,11 @@ def _size(tool: Mapping[str, object]) -> int:
 
 async def encode(text: str, served: Served, *, bos: bool, param: str) -> list[int]:
     """Tokens of a text. Raises PromptTooLong, before tokenising, on hopelessly long ones."""
-    return await off_loop(lambda: _encode(text, served, bos=bos, param=param), len(text))
+    return await off_loop(lambda: encode_now(text, served, bos=bos, param=param), len(text))
 
 
-def _encode(text: str, served: Served, *, bos: bool, param: str) -> list[int]:
+def encode_now(text: str, served: Served, *, bos: bool, param: str) -> list[int]:
+    """As `encode`, for callers that are beside the event loop."""
     _check_bytes(len(text.encode()), served, param)
     try:
         tokens = served.tokenizer.encode(text, bos=bos)
@@ -151,7 +152,9 @@ def _check_bytes(size: int, served: Served, param: str) -> None:
         )
 
 
-def _check_prompt(tokens: Collection[int], served: Served, param: str) -> None:
+def check_prompt(
+    tokens: Collection[int], served: Served, param: str, *, answered: bool = True
+) -> None:
     if not tokens:
         raise InvalidField(f"{param} has no tokens; send at least one", param)
     if (highest := max(tokens)) >= served.vocab_size:
@@ -161,7 +164,9 @@ def _check_prompt(tokens: Collection[int], served: Served, param: str) -> None:
             param,
         )
     prompt, source = (1, len(tokens)) if served.encoder_decoder else (len(tokens), 0)
-    check_length(prompt, source, served.max_context, model=served.name, param=param)
+    check_length(
+        prompt, source, served.max_context, model=served.name, param=param, answered=answered
+    )
 
 
 def check_ids(
@@ -292,7 +297,7 @@ def choices_for(
     grammar: Compiled | None = None,
 ) -> list[Choice]:
     """`n` choices per prompt, each with its own request, random numbers and place in `grammar`."""
-    _check_count(body, prompts, served)
+    check_count(len(prompts) * body.n, "n" if len(prompts) == 1 else "prompt", served)
     _check_scores(body, prompts)
     arrival = time.monotonic()
     choices: list[Choice] = []
@@ -356,13 +361,9 @@ def _schemas(body: ChatBody) -> dict[str, Mapping[str, Any]]:
     return {tool.function.name: tool.function.arguments for tool in body.told_tools}
 
 
-def _check_count(
-    body: CompletionBody | ChatBody, prompts: Sequence[Prompt], served: Served
-) -> None:
+def check_count(count: int, name: str, served: Served) -> None:
     """Refuses what would find the queue full however often it is sent."""
-    count = len(prompts) * body.n
     if served.max_at_once is not None and count > served.max_at_once:
-        name = "n" if len(prompts) == 1 else "prompt"
         raise InvalidField(
             f"{name} asks for {count} answers, but {served.name} takes at most "
             f"{served.max_at_once} at once (--max-seqs and --max-queue together); request fewer, "

@@ -48,6 +48,8 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1), _FAIL_FAST]
 Count = Annotated[int, Field(ge=1, lt=2**31), _WHOLE]
 CountFromZero = Annotated[int, Field(ge=0, lt=2**31), _WHOLE]
 MaxTokens = Annotated[int, Field(ge=AS_MANY_AS_FIT, lt=2**31), _WHOLE]
+Priority = Annotated[int, Field(ge=-(2**63), lt=2**63), _WHOLE]
+CacheSalt = Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,128}$")]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), _WHOLE]
 
 
@@ -67,9 +69,18 @@ Prompt = Annotated[
         list[StrictStr], Field(min_length=1, max_length=MAX_PROMPTS), _FAIL_FAST, Tag("texts")
     ]
     | Annotated[TokenIds, Tag("ids")]
-    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS), _FAIL_FAST, Tag("id lists")],
+    | Annotated[
+        list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), _FAIL_FAST, Tag("id lists")
+    ],
     Discriminator(_prompt_form),
 ]
+
+
+def several(prompt: Any) -> Sequence[str | list[int]]:
+    """One of the Prompt's forms as a list of prompts."""
+    alone = isinstance(prompt, str) or isinstance(prompt[0], int)
+    found: Sequence[str | list[int]] = [prompt] if alone else prompt
+    return found
 
 
 def _stop_list(value: Any) -> Any:
@@ -96,14 +107,28 @@ def _bias_keys(value: Any) -> Any:
     return {int(key): bias for key, bias in value.items()}
 
 
+_StopForms = (
+    Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+    | Annotated[
+        list[Annotated[str, Field(max_length=MAX_STOP_LENGTH)]], Field(max_length=MAX_STOPS)
+    ]
+)
+_BiasForms = Annotated[
+    dict[
+        Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")],
+        Annotated[float, Field(ge=-100, le=100)],
+    ],
+    Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False}),
+]
 Stops = Annotated[
     list[Annotated[str, Field(max_length=MAX_STOP_LENGTH)]],
     Field(max_length=MAX_STOPS),
     _FAIL_FAST,
-    BeforeValidator(_stop_list),
+    BeforeValidator(_stop_list, json_schema_input_type=_StopForms),
 ]
 Biases = Annotated[
-    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_bias_keys)
+    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(_bias_keys, json_schema_input_type=_BiasForms),
 ]
 
 
@@ -141,9 +166,9 @@ class GenerationBody(StructuredFields, _Strict):
     echo: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    priority: Annotated[int, Field(ge=-(2**63), lt=2**63), _WHOLE] = 0
+    priority: Priority = 0
     overflow: Literal["refuse", "shift", "slide"] = "refuse"
-    cache_salt: Annotated[str, Field(pattern=r"\A[A-Za-z0-9._-]{1,128}\z")] | None = None
+    cache_salt: CacheSalt | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
@@ -186,9 +211,7 @@ class CompletionBody(GenerationBody):
     @property
     def prompts(self) -> Sequence[str | list[int]]:
         """Prompts to complete independently."""
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt
+        return several(self.prompt)
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -204,6 +227,22 @@ class CompletionBody(GenerationBody):
                 "prompt",
             )
         return self
+
+
+class EmbeddingBody(_Strict):
+    input: Prompt
+    model: str | None = None
+    dimensions: Count | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    pooling: Literal["last", "mean"] | None = None
+    add_special_tokens: bool = True
+    priority: Priority = 0
+    cache_salt: CacheSalt | None = None
+
+    @property
+    def inputs(self) -> Sequence[str | list[int]]:
+        """Texts to embed independently."""
+        return several(self.input)
 
 
 class TextPart(_Strict):
@@ -461,4 +500,12 @@ class CachePlanBody(_Strict):
     offset: Count | None = None
 
 
-AnyBody = TypeVar("AnyBody", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, CachePlanBody)
+AnyBody = TypeVar(
+    "AnyBody",
+    CompletionBody,
+    ChatBody,
+    EmbeddingBody,
+    TokenizeBody,
+    DetokenizeBody,
+    CachePlanBody,
+)

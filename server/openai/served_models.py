@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ropewalk.model.chat.template import ChatTemplate
+from ropewalk.model.config import USUAL, Embedding
 from ropewalk.model.tokenizers.base import Tokenizer
 from ropewalk.server.errors import ModelNotFound, quoted
 from ropewalk.server.structured.compiler import Grammars
@@ -41,6 +42,8 @@ class Served:
     created: int
     details: Mapping[str, object]
     encoder_decoder: EncoderDecoderTokens | None = None  # None: decoder only
+    embedding: Embedding = USUAL
+    hidden_size: int = 1  # numbers in an embedding
     aliases: tuple[str, ...] = ()  # further names that requests may give
     max_at_once: int | None = None  # answers that an idle engine takes; None: any number
     conventions: Conventions = NO_TEMPLATE  # of the chat template

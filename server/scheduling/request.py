@@ -5,9 +5,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ropewalk.cache.keeper import SpillCounts
 from ropewalk.cache.manager import BlockCounts
 from ropewalk.cache.types import OpReport
+from ropewalk.model.config import Pooling
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import PromptTooLong, ServeError
@@ -38,6 +42,9 @@ def owner(sequence: str) -> str:
     return sequence.removesuffix(ENCODED)
 
 
+Vector = NDArray[np.float64]
+
+
 @dataclass(slots=True)
 class Request:
     """One sequence. The scheduler narrows the gap between *known* and *computed* tokens.
@@ -59,6 +66,7 @@ class Request:
     group: str = ""  # of the prompts that one HTTP request asks for; empty: this is the only one
     priority: int = 0  # within its client; lower is earlier
     overflow: Overflow = Overflow.REFUSE
+    pooling: Pooling | None = None  # an embedding is wanted, and no answer
     sibling: str | None = None  # id of another request with the same prompt, to fork from
     front: int = 0  # tokens at the beginning that stay when others are dropped
     dropped: int = 0  # tokens after the front that the model no longer sees
@@ -71,6 +79,7 @@ class Request:
     abort_as: FinishReason = FinishReason.ABORT  # STOP once a stop string has ended the text
     # By position; nothing predicts the first token of a prompt.
     prompt_logprobs: list["TokenLogprob | None"] = field(default_factory=lambda: [None])
+    pooled: "Vector | None" = None  # the sum of what an embedding is made of, as far as computed
 
     @property
     def turn(self) -> str:
@@ -101,6 +110,11 @@ class Request:
             self.tokens[start : min(stop, self.front)]
             + self.tokens[self.front + self.dropped : after]
         )
+
+    def add_pooled(self, start: int, part: "Vector") -> None:
+        """Hidden states were computed from token `start` on; `part` is the sum of those wanted."""
+        first = start == 0 or self.pooled is None
+        self.pooled = part if first or self.pooled is None else self.pooled + part
 
     def draw(self, place: int) -> float:
         """A random number in [0, 1) for a token of the answer, the same each time it is drawn."""
@@ -136,7 +150,8 @@ class TokenLogprob:
 class TokenEvent:
     """One generated token of one request, or its end.
 
-    `token` is None when a request ends without one, by an error. A token in
+    `token` is None when a request ends without one: by an error, or with an `embedding`, the sum
+    of the hidden states that it is made of. A token in
     `params.stop_ids` arrives with `finish` STOP: it counts as usage and is not text.
     `prompt_logprobs` comes with the first token when asked for; its first entry is None.
     """
@@ -148,6 +163,7 @@ class TokenEvent:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     cached_tokens: int = 0
     error: ServeError | None = None
+    embedding: Vector | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +245,17 @@ class Limits:
 
 
 def check_length(
-    prompt: int, source: int, context: int, *, model: str = "", param: str = "prompt"
+    prompt: int,
+    source: int,
+    context: int,
+    *,
+    model: str = "",
+    param: str = "prompt",
+    answered: bool = True,
 ) -> None:
     """Raises PromptTooLong unless prompt, source and a token of an answer fit into contexts.
 
+    answered: False for an embedding, which may take all of the context.
     prompt, source: tokens that the decoder and an encoder read. model: named to a client, like
     the field that it sent.
     """
@@ -243,7 +266,12 @@ def check_length(
         raise PromptTooLong(
             f"{what} has {source} tokens, but the {reads} {context}; shorten it{end}", param
         )
-    if prompt >= context:
+    if prompt > context and not answered:
+        raise PromptTooLong(
+            f"{what} has {prompt} tokens, but the context{of} holds {context}; shorten it{end}",
+            param,
+        )
+    if prompt >= context and answered:
         raise PromptTooLong(
             f"{what} has {prompt} tokens, but the context{of} holds {context}, at least one of "
             f"which is for the answer; shorten it{end}",
@@ -294,11 +322,15 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The sampler's result for one request: its next token, or the error that ends it alone."""
+    """A step's result for one request: its next token, or the error that ends it alone.
+
+    pooled: of an embedding, the sum of the step's hidden states that it is made of.
+    """
 
     token: int
     logprob: TokenLogprob | None = None
     error: ServeError | None = None
+    pooled: Vector | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,14 @@ from typing import TypeVar
 from ropewalk.cache.block_pool import InvariantError
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.types import Fork, NoRoom, OpReport
-from ropewalk.server.errors import CacheChanged, InvalidField, RequestFailed, ServeError
+from ropewalk.model.config import Pooling
+from ropewalk.server.errors import (
+    CacheChanged,
+    InvalidField,
+    PromptTooLong,
+    RequestFailed,
+    ServeError,
+)
 from ropewalk.server.scheduling.context_shift import CacheOperations, ContextShifter
 from ropewalk.server.scheduling.queue import Appointments, Pace, Turns, no_place, no_time
 from ropewalk.server.scheduling.request import (
@@ -325,7 +332,7 @@ class Scheduler:
         following = []
         for work in going:
             request, known = work.request, work.start + work.count
-            if not work.samples or request.params.needs_host:
+            if not work.samples or request.params.needs_host or request.pooling is not None:
                 return None
             if known + 1 - request.num_prompt + request.dropped >= request.params.max_tokens:
                 if self._waiting:
@@ -358,6 +365,8 @@ class Scheduler:
                 events.append(_failure(request, result.error))
                 continue
             self._advance(work)
+            if result is not None and result.pooled is not None:
+                request.add_pooled(work.start, result.pooled)
             if result is not None and samples:
                 events += self._extend(request, result, now)
         return events
@@ -395,8 +404,19 @@ class Scheduler:
     def _require_possible(self, request: Request) -> None:
         if not request.tokens:
             raise InvalidField("The prompt has no tokens; send at least one.", "prompt")
-        check_length(len(request.tokens), len(request.source), self._limits.max_context)
+        check_length(
+            len(request.tokens),
+            len(request.source),
+            self._limits.max_context,
+            answered=request.pooling is None,
+        )
         stored = self._room_for(request)
+        if stored > self._cache.capacity and request.pooling is not None:
+            raise PromptTooLong(
+                f"The input has {stored} tokens, but the cache holds {self._cache.capacity}; "
+                "shorten it.",
+                "input",
+            )
         if stored > self._cache.capacity:
             raise InvalidField(
                 f"The prompt of {request.prompt_length} tokens and its answer need room for "
@@ -407,6 +427,8 @@ class Scheduler:
 
     def _room_for(self, request: Request) -> int:
         """The most tokens it will have stored; those of an encoder rounded up to whole blocks."""
+        if request.pooling is not None:
+            return request.num_prompt
         longest = request.num_prompt + request.params.max_tokens
         size = self._cache.block_size
         # The last token is never computed, so it needs no room.
@@ -543,7 +565,12 @@ class Scheduler:
         Not from a part, if the rest depends on what an encoder returned or on dropped tokens.
         """
         names = [name for name in _sequences(request) if name in self._cache.parked]
-        whole = request.source or request.dropped or self._is_full(request)
+        whole = (
+            request.source
+            or request.dropped
+            or self._is_full(request)
+            or request.pooling is Pooling.MEAN  # `pooled` is of all that was computed
+        )
         return not whole or all(map(self._cache.intact, names))
 
     def _begin(self, call: Callable[..., T], request: Request, name: str) -> T:
@@ -554,11 +581,13 @@ class Scheduler:
         return call(
             name,
             known,
-            min(len(known), self._limits.max_context - 1),
+            min(len(known), self._limits.max_context - (request.pooling is None)),
             salt=request.salt,
-            # Nothing is shared with prompt log-probabilities, which need every row of the prompt
-            # computed, or with a source: a decoder's K and V depend on its encoder's output.
-            share=request.params.prompt_logprobs is None and not request.source,
+            # Nothing is shared with prompt log-probabilities or a mean, which need every row of the
+            # prompt computed, or with a source: a decoder's K and V depend on its encoder's output.
+            share=request.params.prompt_logprobs is None
+            and request.pooling is not Pooling.MEAN
+            and not request.source,
             own=request.context_prompt if request.num_generated else None,
         )
 
@@ -634,6 +663,16 @@ class Scheduler:
 
     def _append(self, request: Request, result: Sampled, now: float, *, last: bool) -> TokenEvent:
         """last: whether its grammar, if any, has come no further than this token."""
+        if request.pooling is not None:
+            request.first_token = now
+            self._end(request, FinishReason.STOP, now)
+            return TokenEvent(
+                request.id,
+                None,
+                FinishReason.STOP,
+                cached_tokens=request.cached,
+                embedding=request.pooled,
+            )
         request.tokens.append(result.token)
         self._turns.charge(request.client, 1)
         first = request.first_token is None
@@ -656,7 +695,7 @@ class Scheduler:
 
     def _is_full(self, request: Request) -> bool:
         """Whether the next token would be computed at a position past the context."""
-        return request.context_length >= self._limits.max_context
+        return request.pooling is None and request.context_length >= self._limits.max_context
 
     def _finish_reason(self, request: Request) -> FinishReason | None:
         params, generated = request.params, request.num_generated
@@ -677,7 +716,7 @@ class Scheduler:
         else:
             self._turns.remove(request)
         if request.admitted is not None:
-            self._pace.end(now, request.num_generated)
+            self._pace.end(now, request.num_generated + (request.pooling is not None))
         for name in _sequences(request):
             self._cache.forget(name)
         self._no_room = None  # another request may be first in the queue now

@@ -132,6 +132,6 @@ def _object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     schema = schema if "type" in schema else {"type": "object", **schema}
     names, required = schema.get("properties"), schema.get("required", [])
     closed = isinstance(names, Mapping) and isinstance(required, list) and not _OPEN & set(schema)
-    if closed and all(name in names for name in required):
+    if closed and set(map(str, required)) <= set(names or ()):
         schema = {**schema, "additionalProperties": False}
     return spaced(schema)

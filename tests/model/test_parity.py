@@ -1,6 +1,7 @@
 """The same weights here and in transformers: every family, stored and run in every way."""
 
 import copy
+from dataclasses import replace
 
 import gguf
 import pytest
@@ -30,15 +31,15 @@ def prompts(vocab_size, *lengths):
     ]
 
 
-def ragged_logits(decoder, sequences):
-    """All sequences in one packed batch → logits of each."""
+def ragged_logits(decoder, sequences, *, hidden=False):
+    """All sequences in one packed batch → logits of each, or what the head would read."""
     running, first = [], 1
     for tokens in sequences:
         count = -(-len(tokens) // BLOCK)
         running.append(Running(tokens, list(range(first, first + count))))
         first += count
     batch = make_batch([(each, len(each.tokens)) for each in running], BLOCK)
-    logits = decoder(batch, new_cache(decoder, first, BLOCK))
+    logits = decoder(replace(batch, hidden=hidden), new_cache(decoder, first, BLOCK))
     return logits.split([len(tokens) for tokens in sequences])
 
 
@@ -77,21 +78,23 @@ def check_greedy(decoder, model, prompt, count):
 
 
 @torch.no_grad()
-def logits_of(model, tokens):
+def logits_of(model, tokens, *, hidden=False):
     """From a model that has seen no other sequence: frequencies remember the longest one."""
     unused = getattr(model.base_model, "rotary_emb", None)
     model.base_model.rotary_emb = copy.deepcopy(unused)
-    logits = model(torch.tensor([tokens])).logits[0]
+    ids = torch.tensor([tokens])
+    found = model.base_model(ids).last_hidden_state if hidden else model(ids).logits
     model.base_model.rotary_emb = unused
-    return logits
+    return found[0]
 
 
-def difference(decoder, model, *lengths):
-    """The largest of any logit, over a ragged batch of prompts."""
+def difference(decoder, model, *lengths, hidden=False):
+    """The largest of any logit or hidden state, over a ragged batch of prompts."""
     sequences = prompts(model.config.vocab_size, *lengths)
     found = []
-    for ours, tokens in zip(ragged_logits(decoder, sequences), sequences, strict=True):
-        theirs = logits_of(model, tokens)
+    results = ragged_logits(decoder, sequences, hidden=hidden)
+    for ours, tokens in zip(results, sequences, strict=True):
+        theirs = logits_of(model, tokens, hidden=hidden)
         assert theirs.std() > 0.3  # flat logits would agree whatever the weights
         found.append((ours - theirs).abs().max())
     return torch.stack(found).max()
@@ -147,9 +150,13 @@ WAYS = {
 
 
 def check(decoder, model, row, answer=8):
-    """Logits, and tokens of a greedy answer from the cache: of the weights the logits tell all."""
+    """Logits, hidden states, and tokens of a greedy answer from the cache.
+
+    Of the weights the logits tell all.
+    """
     model = stretched(model, row.context)
     assert difference(decoder, model, *row.lengths) <= row.tolerance
+    assert difference(decoder, model, *row.lengths, hidden=True) <= row.tolerance
     check_greedy(decoder, model, prompts(model.config.vocab_size, row.prompt)[0], answer)
 
 

@@ -120,6 +120,7 @@ def test_variable_equals_flag(option, tmp_path: Path) -> None:
         "host": "0.0.0.0",
         "api_key": "secret",
         "allowed_origin": "http://localhost:3000",
+        "otlp_endpoint": "http://localhost:4318",
         "log_level": "error",
         "log_format": "json",
         "metrics_compat": "vllm",

@@ -42,6 +42,7 @@ class ByteTokenizer:
     vocab_size = VOCABULARY
     bos = BEGIN
     eos = frozenset({END})
+    ends = (END,)
 
     def encode(self, text: str, *, bos: bool) -> list[int]:
         return [BEGIN] * bos + list(text.encode())

@@ -27,7 +27,15 @@ from ropewalk.model.kernels.cpu.bindings import (
     Kernels,
     StepArguments,
 )
-from ropewalk.model.kernels.cpu.lowering import KNOWN, Lowered, Span, Stage, is_dense, lower
+from ropewalk.model.kernels.cpu.lowering import (
+    KNOWN,
+    Lowered,
+    Span,
+    Stage,
+    is_dense,
+    lower,
+    without_head,
+)
 from ropewalk.model.layers.executor import Pass, attended, embedded, in_heads, rotated
 from ropewalk.model.program import (
     Attend,
@@ -65,6 +73,7 @@ class CpuExecutor:
         """backend: computes attention instead of these kernels."""
         self._dtype = program.dtype
         self._answers = lower(program, program.ops, kernels, backend)
+        self._hidden = without_head(self._answers)
         self._prompts: Lowered | None = None
         if program.prompt_ops:
             self._prompts = lower(program, program.prompt_ops, kernels, backend)
@@ -92,10 +101,11 @@ class CpuExecutor:
             told = _tell(self._answers, batch, kv, self._dtype)
             if batch.cross is None and not self._answers.dense:
                 self._told = told
-        logits = torch.empty(told.step.kept_rows, self._answers.columns, dtype=self._dtype)
-        told.step.result = logits.data_ptr()
-        self._run(self._answers, told, batch, kv, watch)
-        return logits
+        lowered = self._hidden if batch.hidden else self._answers
+        result = torch.empty(told.step.kept_rows, lowered.columns, dtype=self._dtype)
+        told.step.result = result.data_ptr()
+        self._run(lowered, told, batch, kv, watch)
+        return result
 
     def _run(
         self,

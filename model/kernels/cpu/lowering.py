@@ -5,7 +5,7 @@ Done once, before the first pass. What is fused is decided here, and what only P
 
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import Array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import pairwise
 
@@ -191,6 +191,21 @@ def lower(
     backend: as in CpuExecutor.
     """
     return Lowering(program, fused(ops), kernels, backend).done()
+
+
+def without_head(lowered: Lowered) -> Lowered:
+    """The same but for the last op, the head: what that reads is the result, as it is."""
+    ops = type(lowered.ops)(*lowered.ops)
+    head = ops[-1]
+    ops[-1] = OpArguments(
+        kind=Kind.COPY,
+        part=head.part,
+        kept=head.kept,
+        begins=head.begins,
+        x=head.x,
+        to=Columns(0, head.x.count, 0, head.x.count, RESULT),
+    )
+    return replace(lowered, ops=ops, columns=head.x.count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,7 @@ class Bucket:
         requests = len(batch.context_lens)
         return (
             batch.max_query == 1
+            and not batch.hidden
             and len(batch.output_rows) == requests <= self.requests
             and all(each.max_context <= self.context for each in _contexts(batch))
             and (batch.cross is None) == (self.batch.cross is None)

@@ -56,7 +56,8 @@ def decoders(encoding, shape, dtype=torch.float32):
 
 def kinds(decoder, rows=1):
     """The kinds of ops, fused and not, for so many rows."""
-    every = (steps(rows) for steps in decoder.executor._answers)
+    executor = decoder.executor
+    every = (steps(rows) for steps in (executor._all_rows, executor._logits[1]))
     return [type(step.op) for steps in every for step in steps]
 
 
@@ -93,7 +94,7 @@ def test_a_decoder_computes_what_its_modules_do(encoding, shape):
     assert Around not in many or SHAPES[shape].get("gated", True)
     assert AddNorm in many
     kept, used = (full_of_nan(new_cache(decoder, 8, 16)) for decoder in (plain, fast))
-    for batch in steps():
+    for batch in [replace(each, hidden=hidden) for each in steps() for hidden in (True, False)]:
         exact, found = plain(batch, kept), fast(batch, used)
         assert found.shape == exact.shape
         assert (found - exact).abs().max() <= 1e-4 * exact.abs().max()

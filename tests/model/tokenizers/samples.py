@@ -108,6 +108,7 @@ class BytesTokenizer:
 
     bos = None
     eos = frozenset()
+    ends = ()
 
     def __init__(self, pieces):
         self.pieces = pieces

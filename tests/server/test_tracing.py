@@ -1,0 +1,171 @@
+"""Spans, as a collector of OTLP over HTTP receives them."""
+
+import contextlib
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from unittest.mock import patch
+
+import httpx
+import pytest
+
+from ropewalk.server.app.app import create_app
+from ropewalk.server.config import HttpOptions
+from ropewalk.server.errors import CommandError
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.openai.served_models import Models
+from ropewalk.server.tracing import Tracing
+from tests.command_line import configured
+from tests.server.fake_engine import AsyncEngine, make_engine
+from tests.server.test_embeddings import hiding
+from tests.server.toy import running, toy
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.fixture(scope="module")
+def spoken():
+    """The messages of OTLP."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    return pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+
+
+@contextlib.contextmanager
+def collector(spoken, status=200):
+    """(its address, the spans it gets)."""
+    spans = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["content-length"]))
+            asked = spoken.ExportTraceServiceRequest.FromString(body)
+            for each in asked.resource_spans:
+                resource = values(each.resource.attributes)
+                assert resource["service.name"] == "ropewalk"
+                assert self.path == "/v1/traces"
+                spans.extend(span for scope in each.scope_spans for span in scope.spans)
+            self.send_response(status)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", spans
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def values(attributes):
+    found = {}
+    for each in attributes:
+        kind = each.value.WhichOneof("value")
+        value = getattr(each.value, kind)
+        found[each.key] = [v.string_value for v in value.values] if kind == "array_value" else value
+    return found
+
+
+def traced_app(traces):
+    """A real engine over a fake model, under the toy's name."""
+    engine = AsyncEngine({"toy": make_engine(hiding([]))[0]}, lambda model, stats: None)
+    served = toy(max_context=100, vocab_size=50, stop_ids=frozenset({9}))
+    metrics = Metrics()
+    metrics.add_model("toy", "rope", {}, bytes_per_token=64, blocks=8, block_size=16)
+    return create_app(Models([served]), engine, metrics, HttpOptions(), traces=traces)
+
+
+def ask(url, path, **body):
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+    return httpx.post(f"{url}{path}", json=body, headers=headers, timeout=20)
+
+
+def test_a_request_is_a_span_with_its_phases(spoken):
+    with collector(spoken) as (endpoint, spans), running(traced_app(Tracing(endpoint))) as (url, _):
+        began = time.time_ns()
+        answer = ask(
+            url, "/v1/completions", prompt=[[5], [6, 7]], max_tokens=3, temperature=0, stream=True
+        )
+        assert answer.status_code == 200
+    by_name = {span.name: span for span in spans}
+    assert set(by_name) == {"text_completion toy", "queue", "prefill", "decode"}
+    root = by_name["text_completion toy"]
+    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, PARENT)
+    inner = [by_name[name] for name in ("queue", "prefill", "decode")]
+    assert {span.parent_span_id for span in inner} == {root.span_id}
+    times = [at for each in inner for at in (each.start_time_unix_nano, each.end_time_unix_nano)]
+    assert began - 1e9 <= times[0] and times == sorted(times)
+    assert times[-1] <= root.end_time_unix_nano
+    found = values(root.attributes)
+    assert found.pop("http.response.header.x-request-id") == [answer.headers["x-request-id"]]
+    assert found == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "ropewalk",
+        "gen_ai.request.model": "toy",
+        "gen_ai.response.model": "toy",
+        "gen_ai.request.max_tokens": 3,
+        "gen_ai.request.temperature": 0.0,
+        "gen_ai.request.top_p": 1.0,
+        "gen_ai.request.presence_penalty": 0.0,
+        "gen_ai.request.frequency_penalty": 0.0,
+        "gen_ai.usage.input_tokens": 3,
+        "gen_ai.usage.cache_read.input_tokens": 0,
+        "gen_ai.usage.output_tokens": 3 + 2,
+        "gen_ai.response.finish_reasons": ["length", "stop"],
+        "http.request.method": "POST",
+        "http.route": "/v1/completions",
+        "http.response.status_code": 200,
+    }
+
+
+def test_refusals_and_embeddings(spoken):
+    with collector(spoken) as (endpoint, spans), running(traced_app(Tracing(endpoint))) as (url, _):
+        ask(url, "/v1/chat/completions", messages=[{"role": "user", "content": "secret"}], n=99)
+        ask(url, "/v1/embeddings", input=[[1, 2], [3]])
+        ask(url, "/tokenize", prompt="a")
+    roots = {span.name: values(span.attributes) for span in spans if "." not in span.name}
+    assert set(roots) == {"chat", "embeddings toy", "queue", "prefill"}
+    assert roots["chat"]["error.type"] == "invalid_value"
+    assert roots["chat"]["http.response.status_code"] == 400
+    assert roots["embeddings toy"]["gen_ai.usage.input_tokens"] == 3
+    assert "secret" not in str(spans)
+
+
+@pytest.mark.parametrize("status", [None, 400])
+def test_a_collector_that_fails_changes_no_answer(spoken, status):
+    with collector(spoken, status or 200) as (endpoint, _):
+        app = traced_app(Tracing(endpoint if status else "http://127.0.0.1:9"))
+        with running(app) as (url, _):
+            answer = ask(url, "/v1/completions", prompt=[5], max_tokens=3)
+        assert answer.status_code == 200
+
+
+def test_a_span_that_fails_changes_no_answer(caplog):
+    class Broken:
+        def record(self, scope, began):
+            raise ValueError("a bug")
+
+        def close(self):
+            pass
+
+    with running(traced_app(Broken())) as (url, _):
+        assert ask(url, "/v1/completions", prompt=[5], max_tokens=3).status_code == 200
+    assert "could not be traced" in caplog.text
+
+
+def test_without_the_packages_one_sentence_says_so():
+    gone = patch.dict(sys.modules, {"opentelemetry.sdk.trace": None})
+    with gone, pytest.raises(CommandError, match=r'pip install "ropewalk\[otel\]"'):
+        Tracing("http://localhost:4318")
+
+
+def test_the_option():
+    assert configured().otlp_endpoint is None
+    set_ = configured("--otlp-endpoint", "http://localhost:4318")
+    assert set_.otlp_endpoint == "http://localhost:4318"
