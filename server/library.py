@@ -40,7 +40,10 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 T = TypeVar("T")
 
 # Fields of the HTTP API that ask for more than the text of one answer.
-_ELSEWHERE = ("model", "n", "stream", "stream_options", "echo", "logprobs", "top_logprobs")
+_ELSEWHERE = (
+    *("model", "n", "stream", "stream_options", "echo", "logprobs", "top_logprobs"),
+    *("tools", "tool_choice"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,7 @@ class Model:
                     "prompt is a list of prompts; ask for one at a time", "prompt"
                 )
             prompts = opened.wait(completion_prompts(body, served))
-        grammar = opened.wait(compiled_grammar(body, served))
+        grammar = opened.wait(compiled_grammar(body, prompts[0], served))
         return choices_for(body, prompts, served, salt="", grammar=grammar)[0]
 
     def _pieces(self, choice: Choice) -> Iterator[Piece]:

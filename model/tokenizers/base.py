@@ -6,7 +6,7 @@ streams exactly. Knows no file format and no tokenizer library.
 
 import codecs
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,51 +84,23 @@ def require_unicode(text: str) -> None:
         ) from None
 
 
-class Detokenizer:
-    """Converts the tokens of one completion to text, piece by piece.
+class StopText:
+    """Text that goes on up to a stop string. Held back is what may still become part of one."""
 
-    The joined pieces equal the whole text decoded with `errors="replace"`, cut at the stop string
-    that completes first. Held back are at most three bytes of an unfinished character, and the
-    longest tail that may still become a stop string. `first` says that the tokens start a text;
-    the default is a completion, which continues a prompt and so keeps its leading space.
-    """
+    stopped_by: str | None  # the stop string
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        *,
-        include_stop: bool = False,
-        first: bool = False,
-    ) -> None:
-        self.stopped_by: str | None = None  # the stop string
-        self._tokenizer = tokenizer
-        self._first = first
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._finder = StopFinder(stop) if stop else None
+    def __init__(self, stops: Sequence[str], *, include_stop: bool) -> None:
+        self.stopped_by = None
+        self._finder = StopFinder(stops) if stops else None
         self._include_stop = include_stop
-        self._held = ""  # decoded, but possibly the start of a stop string
+        self._held = ""
 
-    def push(self, token: int) -> str:
-        """The text that is certain with this token; empty once stopped."""
-        if self.stopped_by is not None:
-            return ""
-        data = self._tokenizer.token_bytes(token, first=self._first)
-        if self._first:
-            self._first = not self._tokenizer.token_bytes(token, first=False)
-        return self._release(self._decoder.decode(data))
-
-    def finish(self) -> str:
-        """The rest; bytes of an unfinished character become U+FFFD."""
-        if self.stopped_by is not None:
-            return ""
-        text = self._release(self._decoder.decode(b"", final=True))
-        held, self._held = self._held, ""
-        return text + held
-
-    def _release(self, text: str) -> str:
+    def push(self, text: str) -> str:
+        """The text that is certain with this piece; empty once stopped."""
         if self._finder is None:
             return text
+        if self.stopped_by is not None:
+            return ""
         ready = self._held + text
         found = self._finder.feed(text)
         if found is not None:
@@ -139,6 +111,43 @@ class Detokenizer:
         keep = len(ready) - self._finder.pending
         self._held = ready[keep:]
         return ready[:keep]
+
+    def finish(self) -> str:
+        """The rest; empty once stopped."""
+        held, self._held = self._held, ""
+        return held
+
+
+class Detokenizer:
+    """Converts the tokens of one completion to text, piece by piece.
+
+    The joined pieces equal the whole text decoded with `errors="replace"`. Held back are at most
+    three bytes of an unfinished character. `first` says that the tokens start a text; the default
+    is a completion, which continues a prompt and so keeps its leading space. `named` are special
+    tokens that are part of the text, by their names.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, first: bool = False, named: Collection[str] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._first = first
+        self._named = named
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """The text that is certain with this token."""
+        data = self._tokenizer.token_bytes(token, first=self._first)
+        if self._first:
+            self._first = not self._tokenizer.token_bytes(token, first=False)
+        text = self._decoder.decode(data)
+        if self._named and not data and (name := self._tokenizer.name(token)) in self._named:
+            text += self.finish() + name
+        return text
+
+    def finish(self) -> str:
+        """The rest; bytes of an unfinished character become U+FFFD."""
+        return self._decoder.decode(b"", final=True)
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

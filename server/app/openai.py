@@ -63,7 +63,7 @@ class Serving:
         state = state_of(request.scope)
         salt = combined_salt(state.get("salt", ""), body.cache_salt)
         client = state.get("client", "")
-        grammar = await compiled_grammar(body, served)
+        grammar = await compiled_grammar(body, prompts[0], served)
         make = partial(choices_for, body, prompts, served, salt, client, grammar)
         answer = Answer(
             model=served.name,

@@ -48,6 +48,7 @@ from ropewalk.server.openai.served_models import EncoderDecoderTokens, Models, S
 from ropewalk.server.scheduling.request import Limits
 from ropewalk.server.structured.compiler import Grammars
 from ropewalk.server.terminal import discard_output
+from ropewalk.server.tools.conventions import NO_TEMPLATE, conventions_of
 
 log = getLogger(__name__)
 
@@ -373,13 +374,14 @@ def _served(
     facts: ModelFacts,
     limits: Limits,
 ) -> Served:
-    shape = checkpoint.config
+    shape, template = checkpoint.config, checkpoint.chat_template
     vocab_size = min(checkpoint.tokenizer.vocab_size, shape.vocab_size)
     return Served(
         name=name,
         encoding=facts.encoding,
         tokenizer=checkpoint.tokenizer,
-        chat_template=checkpoint.chat_template,
+        chat_template=template,
+        conventions=NO_TEMPLATE if template is None else conventions_of(template),
         stop_ids=checkpoint.stop_ids,
         vocab_size=vocab_size,
         max_context=facts.max_context,

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ropewalk.model.chat.template import ChatTemplateError
 from ropewalk.model.sampling import SamplingParams
@@ -23,12 +24,19 @@ from ropewalk.server.openai.schemas import (
     CompletionBody,
     GenerationBody,
     Message,
+    TemplateBody,
 )
 from ropewalk.server.openai.served_models import Served
 from ropewalk.server.scheduling.request import Overflow, Request, check_length
 from ropewalk.server.structured.compiler import Compiled
+from ropewalk.server.structured.grammar import Grammar, Kind
+from ropewalk.server.tools.conventions import Told
+from ropewalk.server.tools.grammars import calls_or_form, strict_calls
+from ropewalk.server.tools.parser import Parser
+from ropewalk.server.tools.prompts import template_input
 
 DEFAULT_COMPLETION_TOKENS = 16
+JSON_KINDS = (Kind.JSON_OBJECT, Kind.JSON_SCHEMA)
 MAX_BYTES_PER_TOKEN = 16
 MAX_SCORES = 1 << 21  # log-probabilities of prompts in one answer, some 100 bytes each
 RENDER_SECONDS = 4.0  # until a chat must be rendered, the wait for others included
@@ -36,10 +44,11 @@ RENDER_SECONDS = 4.0  # until a chat must be rendered, the wait for others inclu
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`text` is what echo repeats; None without echo."""
+    """`text` is what echo repeats; None without echo. `thinking`: it ends within reasoning."""
 
     tokens: list[int]
     text: str | None = None
+    thinking: bool = False
 
 
 async def completion_prompts(body: CompletionBody, served: Served) -> list[Prompt]:
@@ -72,39 +81,37 @@ def _prompt(source: str | list[int], body: CompletionBody, served: Served) -> Pr
 
 async def chat_prompt(body: ChatBody, served: Served) -> Prompt:
     """The messages in the model's chat template. Raises QueueFull besides, where it is busy."""
-    tokens = await encode_chat(
-        body.messages,
-        served,
-        add_generation_prompt=body.add_generation_prompt,
-        variables=body.variables,
-        bos=body.add_special_tokens,
-    )
+    text = await chat_text(body, body.messages, served)
+    tokens = await encode(text, served, bos=body.add_special_tokens, param="messages")
     check_prompt(tokens, served, "messages")
-    return Prompt(tokens)
+    think = served.conventions.format.think
+    return Prompt(tokens, thinking=think is not None and text.rstrip().endswith(think[0]))
 
 
-async def encode_chat(
-    messages: Sequence[Message],
-    served: Served,
-    *,
-    add_generation_prompt: bool,
-    variables: Mapping[str, object],
-    bos: bool,
-) -> list[int]:
+async def chat_text(body: TemplateBody, messages: Sequence[Message], served: Served) -> str:
+    """What the chat template makes of messages, tools and variables."""
     template = served.chat_template
     if template is None:
         raise UnsupportedField(
             f"the model {served.name} has no chat template; use /v1/completions", "messages"
         )
+    if body.documents and not served.conventions.documents:
+        raise UnsupportedField(
+            f"the chat template of {served.name} takes no documents; put them into a message",
+            "documents",
+        )
     plain = [message.plain() for message in messages]
-    size = sum(len(str(message["content"])) for message in plain)
-    _check_bytes(size, served, "messages")
+    tools = [tool.plain() for tool in body.told_tools]
+    size = sum(len(str(message["content"])) for message in plain) + sum(map(_size, tools))
+    _check_bytes(size, served, "tools" if tools else "messages")
+    given, told = await off_loop(lambda: template_input(plain, tools, served.conventions), size)
+    variables = {**body.variables, **told, "documents": body.documents or None}
 
     rendered = template.begin(
-        plain, add_generation_prompt=add_generation_prompt, variables=variables
+        given, add_generation_prompt=body.add_generation_prompt, variables=variables
     )
     try:
-        text = await asyncio.wait_for(asyncio.wrap_future(rendered), RENDER_SECONDS)
+        return await asyncio.wait_for(asyncio.wrap_future(rendered), RENDER_SECONDS)
     except TimeoutError:
         raise QueueFull(
             f"other chats keep the chat template of {served.name} busy; send this one again later"
@@ -112,7 +119,10 @@ async def encode_chat(
     except ChatTemplateError as error:
         message = f"messages do not fit the chat template: {error}"
         raise InvalidField(message, "messages", quotes=True) from None
-    return await encode(text, served, bos=bos, param="messages")
+
+
+def _size(tool: Mapping[str, object]) -> int:
+    return len(str(tool))
 
 
 async def encode(text: str, served: Served, *, bos: bool, param: str) -> list[int]:
@@ -229,9 +239,11 @@ def _max_tokens(body: GenerationBody, served: Served, num_prompt: int) -> int:
     return wanted
 
 
-async def compiled_grammar(body: CompletionBody | ChatBody, served: Served) -> Compiled | None:
+async def compiled_grammar(
+    body: CompletionBody | ChatBody, prompt: Prompt, served: Served
+) -> Compiled | None:
     """What the answers must satisfy, if anything. Raises InvalidField, or QueueFull."""
-    grammar = body.grammar
+    grammar = _chat_grammar(body, prompt, served) if isinstance(body, ChatBody) else body.grammar
     if grammar is None:
         return None
     if served.grammars is None:
@@ -240,6 +252,40 @@ async def compiled_grammar(body: CompletionBody | ChatBody, served: Served) -> C
             grammar.param,
         )
     return await served.grammars.compile(grammar)
+
+
+def _chat_grammar(body: ChatBody, prompt: Prompt, served: Served) -> Grammar | None:
+    """Calls where they must be, or of strict functions; else the form that the body asks for."""
+    form, format = body.grammar, served.conventions.format
+    tools = [tool.function for tool in body.told_tools]
+    if body.tool_choice in ("none", "auto"):
+        if form is None:
+            if not any(tool.strict for tool in tools):
+                return None
+            schemas = {tool.name: tool.arguments if tool.strict else {} for tool in tools}
+            return strict_calls(schemas, format, served.tokenizer, served.stop_ids)
+        if form.kind not in JSON_KINDS and tools:
+            raise InvalidField(
+                f"{form.param} cannot be combined with tools, unless they are required; send one "
+                "of them",
+                form.param,
+            )
+        if form.kind not in JSON_KINDS or not (tools or format.think):
+            return form
+    else:
+        form = None
+    named = body.named_tool
+    # A model that was not taught to call repeats itself where it may call again.
+    taught = served.conventions.told is not Told.TEXT
+    return calls_or_form(
+        {tool.name: tool.arguments for tool in tools if named in (None, tool.name)},
+        format,
+        served.tokenizer,
+        served.stop_ids,
+        thinking=prompt.thinking,
+        several=body.parallel_tool_calls and taught and named is None,
+        form=form,
+    )
 
 
 def choices_for(
@@ -293,9 +339,26 @@ def choices_for(
                     stop_token_ids=frozenset(body.stop_token_ids),
                     echo=prompt.text or "",
                     prompt_alone=body.wanted_tokens == 0,
+                    parser=_parser(body, prompt, served),
                 )
             )
     return choices
+
+
+def _parser(body: CompletionBody | ChatBody, prompt: Prompt, served: Served) -> Parser | None:
+    """What finds reasoning and calls in an answer; None for one that has text alone."""
+    format = served.conventions.format
+    if not isinstance(body, ChatBody) or not (body.told_tools or format.think or format.noise):
+        return None
+    if body.grammar is not None and body.grammar.kind not in JSON_KINDS and not body.told_tools:
+        return None
+    single = not body.parallel_tool_calls or body.named_tool is not None
+    tools = _schemas(body)
+    return Parser(format, tools, thinking=prompt.thinking, single=single)
+
+
+def _schemas(body: ChatBody) -> dict[str, Mapping[str, Any]]:
+    return {tool.function.name: tool.function.arguments for tool in body.told_tools}
 
 
 def check_count(count: int, name: str, served: Served) -> None:

@@ -12,6 +12,7 @@ from ropewalk.model.config import USUAL, Embedding
 from ropewalk.model.tokenizers.base import Tokenizer
 from ropewalk.server.errors import ModelNotFound, quoted
 from ropewalk.server.structured.compiler import Grammars
+from ropewalk.server.tools.conventions import NO_TEMPLATE, Conventions
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Served:
     hidden_size: int = 1  # numbers in an embedding
     aliases: tuple[str, ...] = ()  # further names that requests may give
     max_at_once: int | None = None  # answers that an idle engine takes; None: any number
+    conventions: Conventions = NO_TEMPLATE  # of the chat template
     grammars: Grammars | None = None  # None: answers cannot be held to one
 
     def room(self, num_prompt: int) -> int:

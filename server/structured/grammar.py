@@ -1,9 +1,12 @@
 """What an answer has to look like. Plain data: knows no library of grammars."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 MAX_TEXT = 1 << 18  # characters of a grammar; the largest published schemas in use have some 50,000
+WHITESPACE = r" |\n[ \t]{0,32}"  # any number of them would let small models write nothing else
 
 
 class Kind(StrEnum):
@@ -29,3 +32,10 @@ class Grammar:
     text: str = ""
     whitespace: str | None = None
     param: str = field(default="response_format", compare=False)  # the client's field, for errors
+
+
+def spaced(schema: Mapping[str, Any], whitespace: str | None = None) -> dict[str, Any]:
+    """A JSON schema that tells llguidance which white space may stand between the parts of JSON."""
+    pattern = WHITESPACE if whitespace is None else whitespace
+    own = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
+    return {**schema, "x-guidance": {**own, **schema.get("x-guidance", {})}}

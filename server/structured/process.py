@@ -12,11 +12,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper,
 from llguidance.gbnf_to_lark import any_to_lark
 
 from ropewalk.model.confined.inside import answer
-from ropewalk.server.structured.grammar import Kind
+from ropewalk.server.structured.grammar import Kind, spaced
 from ropewalk.server.structured.matcher import LIMITS, mask_of
 from ropewalk.server.structured.vocabulary import read
 
-WHITESPACE = r" |\n[ \t]{0,32}"  # any number of them would let small models write nothing else
 STEPS = 64  # tokens of a trial
 
 
@@ -92,11 +91,7 @@ def _schema(kind: Kind, text: str, whitespace: str | None) -> Any:
         raise Refused("the schema is not JSON, or is nested too deeply") from None
     if schema is True:
         schema = {}
-    if isinstance(schema, dict):
-        pattern = WHITESPACE if whitespace is None else whitespace
-        own = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
-        schema = {**schema, "x-guidance": {**own, **schema.get("x-guidance", {})}}
-    return schema
+    return spaced(schema, whitespace) if isinstance(schema, dict) else schema
 
 
 def _reason(error: str) -> str:
