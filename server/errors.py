@@ -33,6 +33,15 @@ MAX_RETRY_AFTER = 60  # seconds; the openai package disregards longer advice
 RESTART_SECONDS = 5
 
 Headers = list[tuple[bytes, bytes]]
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class CommandError(Exception):
@@ -69,11 +78,20 @@ class ServeError(Exception):
         self.quotes = quotes
 
     def body(self) -> bytes:
-        message = self.message
-        if len(message) > MAX_MESSAGE:
-            message = message[: MAX_MESSAGE - 1] + "…"
-        said = {"message": message, "type": self.type, "param": self.param, "code": self.code}
+        said = {"message": self._short(), "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": said}).encode()
+
+    def messages_body(self) -> bytes:
+        """The same in Anthropic's form, for /v1/messages."""
+        kind = _MESSAGES_TYPES.get(self.status)
+        if kind is None:
+            kind = "invalid_request_error" if self.status < 500 else "api_error"
+        said = {"type": kind, "message": self._short()}
+        return json.dumps({"type": "error", "error": said}).encode()
+
+    def _short(self) -> str:
+        long = len(self.message) > MAX_MESSAGE
+        return self.message[: MAX_MESSAGE - 1] + "…" if long else self.message
 
     def headers(self, length: int) -> Headers:
         """Of an answer whose body has `length` bytes."""

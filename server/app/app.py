@@ -18,6 +18,7 @@ from ropewalk.server.app.encodings import encoding_routes
 from ropewalk.server.app.openai import Serving, openai_routes
 from ropewalk.server.app.operations import operation_routes
 from ropewalk.server.app.tokens import token_routes
+from ropewalk.server.app.translated import translated_routes
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.errors import MethodNotAllowed, RouteNotFound, ServeError, quoted
@@ -79,7 +80,7 @@ def create_app(
     app.state.drain = drain
     door = Door((served.name for served in models), engine.outlook)
     serving = Serving(models, engine, metrics, drain, options)
-    routers = [openai_routes(serving), token_routes(serving)]
+    routers = [openai_routes(serving), translated_routes(serving), token_routes(serving)]
     if place is not None:
         routers.append(encoding_routes(models, place))
     if planners is not None:

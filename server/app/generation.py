@@ -25,8 +25,8 @@ from ropewalk.server.errors import (
     ShuttingDown,
 )
 from ropewalk.server.http.middleware import state_of
-from ropewalk.server.http.streaming import DONE, Drain, End, Ended, EventStream, Lifeline
-from ropewalk.server.long_work import json_bytes, off_loop
+from ropewalk.server.http.streaming import Drain, End, Ended, EventStream, Lifeline
+from ropewalk.server.long_work import off_loop
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.choice import Choice, Piece, choice_usage, total_usage
 from ropewalk.server.openai.responses import Wire
@@ -71,10 +71,10 @@ class Generation(Response):
         self._options = options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        options, model = self._options, self._answer.model
-        stalled_s = options.stalled_write_s
+        options, model, wire = self._options, self._answer.model, self._answer.wire
+        ping_s, stalled_s = options.ping_s, options.stalled_write_s
         lifeline = Lifeline(receive, options.request_timeout_s, self._drain)
-        out = EventStream(send, lifeline, ping_s=options.ping_s, stalled_s=stalled_s)
+        out = EventStream(send, lifeline, ping=wire.ping, ping_s=ping_s, stalled_s=stalled_s)
         try:
             async with lifeline:
                 await self._run(out, lifeline, send, state_of(scope).get("visit"))
@@ -100,7 +100,7 @@ class Generation(Response):
         self._metrics.stream_error(model)
         try:
             async with asyncio.timeout(stalled_s):
-                await out.finish(b"data: " + error.body() + b"\n\n")
+                await out.finish(wire.failure(error).encode())
         except TimeoutError:
             _abort_connection(scope)
 
@@ -146,9 +146,8 @@ class Generation(Response):
             await out.write("".join(events).encode())
         else:
             raise _no_end()
-        if options.include_usage:
-            events.append(wire.usage_chunk(total_usage(choices, answer.n)))
-        events.append(DONE)
+        used = total_usage(choices, answer.n) if options.include_usage else None
+        events.append(wire.ending(used))
         await out.finish("".join(events).encode())
 
     async def _whole(
@@ -168,7 +167,7 @@ class Generation(Response):
         usage = total_usage(choices, answer.n)
 
         def written() -> bytes:
-            return json_bytes(answer.wire.whole(done, usage))
+            return answer.wire.whole(done, usage)
 
         size = sum(1 + len(piece.tokens) + len(piece.scored) for _, piece in done)
         body = await off_loop(written, size, MANY)

@@ -39,7 +39,10 @@ from ropewalk.server.scheduling.queue import Door
 
 # Reachable without a key, and while draining: for load balancers and supervisors.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
-ANSWERED = frozenset({"/v1/completions", "/v1/chat/completions"})  # by the engine
+ANSWERED = frozenset(  # by the engine
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
+)
+MESSAGES = "/v1/messages"  # and what is below it has errors in Anthropic's form
 _PROBES = OPEN_PATHS | {"/metrics"}  # asked for every few seconds; also answered while draining
 
 # What clients get wrong is the part before: a base URL without /v1, or with it twice.
@@ -86,10 +89,11 @@ class Paths:
 
 
 class Refusal(Response):
-    """The answer that an error makes."""
+    """The answer that an error makes, in the form of the API that was asked."""
 
-    def __init__(self, error: ServeError) -> None:
-        super().__init__(error.body(), error.status)
+    def __init__(self, error: ServeError, path: str) -> None:
+        messages = f"{path}/".startswith(f"{MESSAGES}/")
+        super().__init__(error.messages_body() if messages else error.body(), error.status)
         self.raw_headers = error.headers(len(self.body))
         self._error = error
 
@@ -198,7 +202,8 @@ class Origins(CORSMiddleware):
                     f"a page of {quoted(request_headers['origin'])} may not send this request "
                     f"({bytes(response.body).decode()}); --allowed-origin names origins that may "
                     "send GET and POST"
-                )
+                ),
+                "*",  # as for OPTIONS
             )
         return response
 
@@ -220,7 +225,8 @@ class Guard:
             # Without this the client would get plain text or a cut connection.
             if "status" in state_of(scope):
                 raise
-            await Refusal(_refusal(error, state_of(scope)["id"]))(scope, receive, send)
+            refusal = Refusal(_refusal(error, state_of(scope)["id"]), scope["path"])
+            await refusal(scope, receive, send)
 
 
 def _refusal(error: BaseException, request_id: str) -> ServeError:
@@ -295,19 +301,21 @@ class Auth:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The path that the router sees, never a URL built from headers.
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            digest = self._match(header(scope, b"authorization"))
+            digest = self._match(header(scope, b"authorization"), header(scope, b"x-api-key"))
             state = state_of(scope)
             state["client"] = digest.hex()
             state["salt"] = "" if self._shared else digest.hex()
         return await self._app(scope, receive, send)
 
-    def _match(self, authorization: bytes | None) -> bytes:
-        scheme, _, key = (authorization or b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not key:
+    def _match(self, authorization: bytes | None, api_key: bytes | None) -> bytes:
+        """Anthropic's clients send a key as X-Api-Key, some beside another as a bearer's."""
+        scheme, _, bearer = (authorization or b"").partition(b" ")
+        sent = [key for key in (bearer if scheme.lower() == b"bearer" else b"", api_key) if key]
+        if not sent:
             raise Unauthorized("the API key is missing; send the header Authorization: Bearer KEY")
-        given = hashlib.sha256(key).digest()
         # Compares every key, so that the time does not reveal which one matches.
-        matches = [digest for digest in self._digests if hmac.compare_digest(digest, given)]
+        given = [hashlib.sha256(key).digest() for key in sent]
+        matches = [own for own in self._digests for key in given if hmac.compare_digest(own, key)]
         if not matches:
             raise Unauthorized("this API key is not valid; check the Authorization header")
         return matches[0]

@@ -330,4 +330,4 @@ class CachePlanBody(_Strict):
     offset: Count | None = None
 
 
-AnyBody = TypeVar("AnyBody", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, CachePlanBody)
+AnyBody = TypeVar("AnyBody", bound=BaseModel)

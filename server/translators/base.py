@@ -1,0 +1,187 @@
+"""What translators share: the fields that they leave to chat, and an answer as a list of parts.
+
+A translator makes a chat's body of another API's body, and is the Wire that makes that API's
+answers and events of what chat generates. Chat checks, runs and ends the request.
+"""
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from json import dumps
+from typing import Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator
+
+from ropewalk.server.errors import InvalidField, UnsupportedField
+from ropewalk.server.openai.choice import Choice, Piece
+from ropewalk.server.openai.responses import PING, Wire
+from ropewalk.server.openai.schemas import ChatBody, GenerationBody, TemplateBody
+
+Fields = dict[str, Any]
+
+
+class TranslatedBody(TemplateBody, GenerationBody):
+    """The fields that mean what they mean in chat; a subclass has those that it translates."""
+
+    n: Literal[1] = 1
+    echo: Literal[False] = False
+    return_token_ids: Literal[False] = False
+
+    def passed_on(self) -> Fields:
+        """Chat's own fields as the client sent them, and the usage that every answer shows."""
+        inherited = TranslatedBody.model_fields.keys() - type(self).translated()
+        fields = self.model_dump(mode="json", exclude_unset=True, include=set(inherited))
+        return fields | ({"stream_options": {"include_usage": True}} if self.stream else {})
+
+    @abstractmethod
+    def chat(self) -> Fields:
+        """The same request as the body of a chat. Raises InvalidField."""
+
+    def fitted(self, chat: ChatBody, room: int) -> ChatBody:
+        """Chat's body, once it is known how many tokens of an answer there is room for."""
+        return chat
+
+    @classmethod
+    def translated(cls) -> set[str]:
+        own = cls.__mro__[: cls.__mro__.index(TranslatedBody)]
+        return {name for each in own for name in each.__annotations__}
+
+
+class Lenient(BaseModel):
+    """An object inside a body. Fields that it does not have are ignored: APIs add ever more."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+def text_or(things: str) -> Discriminator:
+    """Tells the tags <text> and <list> apart; the refusal names the things of the list."""
+
+    def form(value: object) -> str | None:
+        return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
+
+    return Discriminator(
+        form,
+        custom_error_type="form",
+        custom_error_message=f"should be text or a list of {things}",
+    )
+
+
+def by_type(*types: str, default: str | None = None) -> Discriminator:
+    """Tells objects apart by their `type`, whose tag is <type>."""
+    return Discriminator(
+        lambda value: f"<{value.get('type', default)}>" if isinstance(value, dict) else None,
+        custom_error_type="type",
+        custom_error_message=f"should be an object of a supported type: {', '.join(types)}",
+    )
+
+
+def refused(name: str, why: str, neutral: Sequence[object] = ()) -> BeforeValidator:
+    """For a field that is known and cannot be granted."""
+
+    def check(value: object) -> object:
+        if value in neutral:
+            return value
+        raise UnsupportedField(f"{name} is not supported: {why}", name)
+
+    return BeforeValidator(check)
+
+
+@dataclass(frozen=True, slots=True)
+class Translator:
+    """An API. `names` are chat's names of what chat may refuse, and those that the API has."""
+
+    body: type[TranslatedBody]
+    names: Mapping[str, str]
+    wire: Callable[[Any, ChatBody, str], Wire]  # body, chat's, and the model's name
+
+    @contextmanager
+    def renamed(self) -> Iterator[None]:
+        """Tells what chat refuses by the names that the client sent."""
+        try:
+            yield
+        except InvalidField as error:
+            chat = error.param or ""
+            own = self.names.get(chat.partition("[")[0].partition(".")[0])
+            if own is None:
+                raise
+            message = error.message.replace(chat, own)
+            raise type(error)(message, own, quotes=error.quotes) from None
+
+
+@dataclass(slots=True)
+class Part:
+    """A stretch of an answer that is all of one kind. `id` and `name` are a call's."""
+
+    kind: Literal["reasoning", "text", "call"]
+    index: int
+    key: str
+    id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Of a call: its arguments, JSON."""
+        return "".join(self.pieces)
+
+
+class PartsWire(ABC):
+    """An answer of one choice as a list of parts that open, grow and close one after another."""
+
+    ping = PING
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.finish = "stop"
+        self.stop_reason: int | str | None = None
+
+    def chunk(self, choice: Choice, piece: Piece, usage: str) -> str:
+        return "".join(self._changes(piece))
+
+    def gather(self, pieces: Sequence[tuple[Choice, Piece]]) -> None:
+        """All parts at once, for an answer that is not streamed."""
+        for _, piece in pieces:
+            for _ in self._changes(piece):
+                pass
+
+    def _changes(self, piece: Piece) -> Iterator[str]:
+        for kind, key, delta in _deltas(piece):
+            if not self.parts or self.parts[-1].key != key:
+                yield from self._close()
+                self.parts.append(Part(kind, len(self.parts), key))
+                yield self.opened(self.parts[-1])
+            if delta:
+                self.parts[-1].pieces.append(delta)
+                yield self.added(self.parts[-1], delta)
+        if piece.finish is not None:
+            self.finish, self.stop_reason = piece.finish, piece.stop_reason
+            if not self.parts:  # clients read the first one
+                self.parts.append(Part("text", 0, "text"))
+                yield self.opened(self.parts[0])
+            yield from self._close()
+
+    def _close(self) -> Iterator[str]:
+        if self.parts:
+            yield self.closed(self.parts[-1])
+
+    @abstractmethod
+    def opened(self, part: Part) -> str: ...
+    @abstractmethod
+    def added(self, part: Part, delta: str) -> str: ...
+    @abstractmethod
+    def closed(self, part: Part) -> str: ...
+
+
+def _deltas(piece: Piece) -> Iterator[tuple[Literal["reasoning", "text", "call"], str, str]]:
+    if piece.text:
+        yield "text", "text", piece.text
+
+
+def event(kind: str, fields: Mapping[str, object]) -> str:
+    return f"event: {kind}\ndata: {dumps({'type': kind, **fields})}\n\n"
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
