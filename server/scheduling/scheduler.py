@@ -8,7 +8,7 @@ admitted next is decided by turns (server/scheduling/queue.py).
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Container, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import TypeVar
 
@@ -37,10 +37,40 @@ T = TypeVar("T")
 
 ANSWERED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CONTEXT)
 QUICK = 4  # a prompt of up to one in so many of a step's tokens is short
+PATIENT = 8  # of a step's tokens, one in so many is for prompts of those who have many places
 SHRUNK = (
     "The cache is smaller because blocks that changed in memory were taken out of use, and this "
     "request no longer fits; send a shorter one, or restart the server."
 )
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What is left of the tokens that one step may compute."""
+
+    left: int
+    many: set[str]  # clients and turns with many places, beside others that have few
+    left_for_many: int  # for their prompts: the others do not wait for long steps
+
+    def limits(self, request: Request) -> bool:
+        return request.turn in self.many or request.client in self.many
+
+    def of(self, request: Request, kept: int = 0) -> int:
+        """The most tokens of `request` in this step, so that `kept` stay for others; 1 or more."""
+        most = self.left - kept
+        if self.limits(request) and request.computed_prompt < request.num_prompt:
+            most = min(most, self.left_for_many)
+        return max(most, 1)
+
+    def spend(self, work: Work) -> None:
+        self.left -= work.rows
+        if self.limits(work.request) and not work.decodes:
+            self.left_for_many -= work.rows
+
+    @property
+    def barred(self) -> set[str]:
+        """Those that start no other prompt in this step."""
+        return self.many if self.left_for_many <= 0 else set()
 
 
 class Scheduler:
@@ -162,10 +192,14 @@ class Scheduler:
         most = self._limits.most_seqs
         if len(self._running) < most or most == self._limits.max_seqs:
             return set()
+        return {holder for holder, count in self._holders().items() if count >= most}
+
+    def _holders(self) -> Counter[str]:
+        """How many places clients, if there are several, and turns have."""
         holders = Counter(request.turn for request in self._running.values())
         if self._limits.several_clients:
             holders.update(request.client for request in self._running.values())
-        return {holder for holder, count in holders.items() if count >= most}
+        return holders
 
     def abort(self, request_id: str) -> Request | None:
         """End a request and free its blocks at once; None when unknown or already ended."""
@@ -245,18 +279,18 @@ class Scheduler:
         work: list[Work] = []
         preempted = 0
         running = tuple(self._running.values())
-        quick = self._quick(budget)
+        quick = self._quick(budget.left)
         kept = len(running) - 1 + (quick.context_length if quick else 0)  # tokens for others
         for request in running:
-            if budget <= 0 or request.id not in self._running:
+            if budget.left <= 0 or request.id not in self._running:
                 break
             while not self._grow(request):
                 preempted += 1
                 if self._preempt_newest() is request:
                     break
             else:
-                work.append(self._work(request, max(budget - kept, 1)))
-                budget -= work[-1].rows
+                work.append(self._work(request, budget.of(request, kept)))
+                budget.spend(work[-1])
             kept -= 1
         admitted = [] if preempted else self._admit(work, budget, quick)
         self._cache.save_ahead()
@@ -264,10 +298,17 @@ class Scheduler:
         forks, self._forks = self._forks, []
         return Plan(tuple(work), preempted, tuple(admitted), tuple(shifts), tuple(forks))
 
-    def _budget(self) -> int:
+    def _budget(self) -> _Budget:
         """The most tokens that the next step may compute."""
+        limits = self._limits
         alone = len(self._running) + len(self._waiting) == 1
-        return self._limits.max_step_tokens * (self._limits.lone_factor if alone else 1)
+        most = limits.max_step_tokens * (limits.lone_factor if alone else 1)
+        few = limits.max_seqs - limits.most_seqs
+        many = {holder for holder, count in self._holders().items() if count > few > 0}
+        budget = _Budget(most, many, max(most // PATIENT, 1))
+        if self._turns.next(many) is None and all(map(budget.limits, self._running.values())):
+            budget.many = set()  # nobody else is there
+        return budget
 
     def foresee(self, plan: Plan) -> Plan | None:
         """The plan after `plan`, before that is recorded; None if it may depend on `plan`'s tokens.
@@ -423,15 +464,15 @@ class Scheduler:
             return None
         return quick if quick.context_length + len(quick.source) <= budget // QUICK else None
 
-    def _admit(self, work: list[Work], budget: int, quick: Request | None) -> list[Request]:
+    def _admit(self, work: list[Work], budget: _Budget, quick: Request | None) -> list[Request]:
         """Admit waiting requests by turns while places, tokens and blocks last; `quick` first.
 
         A source is always encoded whole, so the last request admitted may exceed the budget.
         """
         first_time = []
         forking: set[str] = set()
-        while self._waiting and budget > 0 and len(self._running) < self._limits.max_seqs:
-            request = quick or self._next(forking | self._barred())
+        while self._waiting and budget.left > 0 and len(self._running) < self._limits.max_seqs:
+            request = quick or self._next(forking | self._barred() | budget.barred)
             if request is None:
                 break
             if self._will_fork(request):
@@ -453,8 +494,8 @@ class Scheduler:
                 first_time.append(request)
                 self._turns.take(request)
                 self._turns.charge(request.client, request.prompt_length - request.cached)
-            work.append(self._work(request, budget))
-            budget -= work[-1].rows
+            work.append(self._work(request, budget.of(request)))
+            budget.spend(work[-1])
         return first_time
 
     def _open(self, request: Request) -> bool:

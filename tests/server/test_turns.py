@@ -188,6 +188,34 @@ def test_a_small_request_beside_a_thousand_prompts_runs_in_the_next_step():
     assert "small" in {event.request_id for event in events}
 
 
+@pytest.mark.parametrize("many", [{"group": "many"}, {"client": "many"}])
+def test_beside_others_the_prompts_of_many_are_a_small_part_of_a_step(many):
+    s = scheduler(seqs=16, tokens=64, several_clients="client" in many)
+
+    def prompts(plan):
+        """Tokens of the many's prompts in a step."""
+        of_many = [work for work in plan.work if work.request.id != "small" and work.start < 20]
+        return sum(work.count for work in of_many)
+
+    for i in range(100):
+        add(s, f"m{i}", 20, max_tokens=30, **many)
+    assert prompts(step(s)[0]) == 64  # alone they have all of it
+    add(s, "small", 3, client="other", max_tokens=3)
+    beside = [step(s)[0] for _ in range(3)]
+    assert [prompts(plan) for plan in beside] == [8, 8, 8]
+    assert all("small" in {work.request.id for work in plan.work} for plan in beside)
+    assert prompts(step(s)[0]) > 32
+
+
+def test_single_requests_share_steps_whatever_their_number():
+    s = scheduler(seqs=16, tokens=64)
+    for i in range(10):
+        add(s, f"m{i}", 20)
+    step(s)
+    add(s, "small", 3)
+    assert sum(work.count for work in step(s)[0].work) == 64
+
+
 def test_a_short_prompt_does_not_wait_for_a_long_one_of_a_list():
     s = scheduler(seqs=16, tokens=64)
     for i in range(100):
