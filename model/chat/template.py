@@ -47,6 +47,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: SpecialTokens) -> None:
         """Tokens that are not declared are undefined in the template. Raises ChatTemplateError."""
+        self.source = source
         if len(source) > MAX_SOURCE:
             raise ChatTemplateError(
                 f"The chat template has more than the {MAX_SOURCE} characters allowed: "
@@ -70,7 +71,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt. Raises ChatTemplateError, with the template's own message if it has one.
 
-        `variables` are whatever else the template may read; they replace none of its own.
+        `variables` are whatever else the template may read, `tools` among them; they replace
+        neither messages nor special tokens.
         """
         return self.begin(
             messages, add_generation_prompt=add_generation_prompt, variables=variables
@@ -85,12 +87,12 @@ class ChatTemplate:
     ) -> Future[str]:
         """What `render` gives, later; it may be cancelled while it waits for others."""
         values = {
+            "tools": None,
+            "documents": None,
             **variables,
             **self._special_tokens,
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
-            "documents": None,
         }
         chat = _Chat(values, Future())
         self._chats.put(chat)
@@ -245,7 +247,10 @@ def _from_source(source: object, special_tokens: SpecialTokens) -> ChatTemplate 
 
 
 def _default_of(named: list[Any]) -> object:
-    """In checkpoints with several templates, the plain one is named `default`."""
+    """In checkpoints with several templates, the plain one is named `default`.
+
+    One named `tool_use` is for chats with tools, so that both together are the template.
+    """
     templates = {
         entry.get("name"): entry.get("template") for entry in named if isinstance(entry, dict)
     }
@@ -254,4 +259,7 @@ def _default_of(named: list[Any]) -> object:
             f"None of the chat templates {sorted(map(str, templates))} is named default: "
             "give that name to the one to use."
         )
-    return templates["default"]
+    plain, with_tools = templates["default"], templates.get("tool_use")
+    if isinstance(plain, str) and isinstance(with_tools, str):
+        return f"{{% if tools %}}{with_tools}{{% else %}}{plain}{{% endif %}}"
+    return plain

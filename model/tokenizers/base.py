@@ -5,11 +5,11 @@ streams exactly. Knows no file format and no tokenizer library.
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ropewalk.model.tokenizers.stops import StopFinder
+from ropewalk.model.tokenizers.stops import StopText
 
 MAX_IDS = 1 << 20  # tokens of a vocabulary; the largest published ones have some 900,000
 MAX_FILE = 64 << 20  # bytes of a tokenizer's file; the largest published ones have some 35 MB
@@ -88,6 +88,7 @@ class Detokenizer:
     that completes first. Held back are at most three bytes of an unfinished character, and the
     longest tail that may still become a stop string. `first` says that the tokens start a text;
     the default is a completion, which continues a prompt and so keeps its leading space.
+    `named` are special tokens that are part of the text, by their names.
     """
 
     def __init__(
@@ -97,14 +98,18 @@ class Detokenizer:
         *,
         include_stop: bool = False,
         first: bool = False,
+        named: Collection[str] = (),
     ) -> None:
-        self.stopped_by: str | None = None  # the stop string
         self._tokenizer = tokenizer
         self._first = first
+        self._named = named
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._finder = StopFinder(stop) if stop else None
-        self._include_stop = include_stop
-        self._held = ""  # decoded, but possibly the start of a stop string
+        self._stops = StopText(stop, include_stop=include_stop)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string."""
+        return self._stops.stopped_by
 
     def push(self, token: int) -> str:
         """The text that is certain with this token; empty once stopped."""
@@ -113,29 +118,16 @@ class Detokenizer:
         data = self._tokenizer.token_bytes(token, first=self._first)
         if self._first:
             self._first = not self._tokenizer.token_bytes(token, first=False)
-        return self._release(self._decoder.decode(data))
+        text = self._decoder.decode(data)
+        if self._named and not data and (name := self._tokenizer.name(token)) in self._named:
+            text += self._decoder.decode(b"", final=True) + name
+        return self._stops.push(text)
 
     def finish(self) -> str:
         """The rest; bytes of an unfinished character become U+FFFD."""
         if self.stopped_by is not None:
             return ""
-        text = self._release(self._decoder.decode(b"", final=True))
-        held, self._held = self._held, ""
-        return text + held
-
-    def _release(self, text: str) -> str:
-        if self._finder is None:
-            return text
-        ready = self._held + text
-        found = self._finder.feed(text)
-        if found is not None:
-            self.stopped_by = found.stop
-            self._held = ""
-            end = len(ready) - len(text) + found.end
-            return ready[:end] if self._include_stop else ready[: end - len(found.stop)]
-        keep = len(ready) - self._finder.pending
-        self._held = ready[keep:]
-        return ready[:keep]
+        return self._stops.push(self._decoder.decode(b"", final=True)) + self._stops.finish()
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

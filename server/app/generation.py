@@ -193,6 +193,7 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
     return Piece(
         first=True,
         text="".join(piece.text for piece in pieces),
+        deltas=[delta for piece in pieces for delta in piece.deltas],
         tokens=[token for piece in pieces for token in piece.tokens],
         scored=[scored for piece in pieces for scored in piece.scored],
         finish=last.finish,

@@ -8,7 +8,7 @@ from ropewalk.server.errors import InvalidField, MissingField
 from ropewalk.server.long_work import LONG_LIST, json_bytes, off_loop
 from ropewalk.server.openai.body import body_of
 from ropewalk.server.openai.choice import spelled
-from ropewalk.server.openai.requests import check_ids, encode, encode_chat
+from ropewalk.server.openai.requests import chat_text, check_ids, encode
 from ropewalk.server.openai.schemas import DetokenizeBody, TokenizeBody
 from ropewalk.server.openai.served_models import Served
 
@@ -66,14 +66,7 @@ async def _tokens(body: TokenizeBody, served: Served) -> list[int]:
     if len(given) > 1:
         raise InvalidField(f"{given[0]} and {given[1]} are both given; send one", given[1])
     if body.messages is not None:
-        return await encode_chat(
-            body.messages,
-            served,
-            add_generation_prompt=body.add_generation_prompt,
-            variables=body.variables,
-            bos=bool(body.add_special_tokens),
-        )
-    text = body.prompt if body.prompt is not None else body.text
-    return await encode(
-        text or "", served, bos=body.add_special_tokens is not False, param=given[0]
-    )
+        text = await chat_text(body, body.messages, served)
+        return await encode(text, served, bos=bool(body.add_special_tokens), param="messages")
+    plain = (body.text if body.prompt is None else body.prompt) or ""
+    return await encode(plain, served, bos=body.add_special_tokens is not False, param=given[0])

@@ -47,6 +47,7 @@ from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import EncoderDecoderTokens, Models, Served
 from ropewalk.server.scheduling.request import Limits
 from ropewalk.server.terminal import discard_output
+from ropewalk.server.tools.conventions import NO_TEMPLATE, conventions_of
 
 log = getLogger(__name__)
 
@@ -356,13 +357,14 @@ def _served(
     facts: ModelFacts,
     limits: Limits,
 ) -> Served:
-    shape = checkpoint.config
+    shape, template = checkpoint.config, checkpoint.chat_template
     vocab_size = min(checkpoint.tokenizer.vocab_size, shape.vocab_size)
     return Served(
         name=name,
         encoding=facts.encoding,
         tokenizer=checkpoint.tokenizer,
-        chat_template=checkpoint.chat_template,
+        chat_template=template,
+        conventions=NO_TEMPLATE if template is None else conventions_of(template),
         stop_ids=checkpoint.stop_ids,
         vocab_size=vocab_size,
         max_context=facts.max_context,

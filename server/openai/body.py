@@ -56,7 +56,7 @@ def read_body(schema: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
     fields = supported_fields(body, schema.model_fields)
     messages = fields.get("messages")
     if isinstance(messages, list):
-        fields["messages"] = [_without_empty_fields(message) for message in messages]
+        fields["messages"] = [_meant(message) for message in messages]
     options = fields.get("stream_options")
     if isinstance(options, dict):
         fields["stream_options"] = {
@@ -69,14 +69,18 @@ def read_body(schema: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
         raise refusal(details[0]) from None
 
 
-def _without_empty_fields(message: Any) -> Any:
+def _meant(message: Any) -> Any:
+    """Without the fields that say nothing. An answer without text has an empty one."""
     if not isinstance(message, dict):
         return message
-    return {
+    kept = {
         name: value
         for name, value in message.items()
         if value is not None and not (name in _EMPTY_MESSAGE_FIELDS and value == [])
     }
+    if "tool_calls" in kept or kept.get("reasoning_content"):
+        kept.setdefault("content", "")
+    return kept
 
 
 def parse_object(data: bytes) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ropewalk.model.tokenizers.base import Detokenizer, Tokenizer
+from ropewalk.model.tokenizers.stops import StopText
 from ropewalk.server.scheduling.request import FinishReason, Request, TokenEvent, TokenLogprob
+from ropewalk.server.tools.parser import Delta, Parser
 
 # A token and its score; the first token of a prompt has none.
 Scored = tuple[int, TokenLogprob | None]
@@ -24,10 +26,14 @@ _ON_THE_WIRE = {
 
 @dataclass(slots=True)
 class Piece:
-    """What one wake-up adds to a choice. `first` is set on the first, `finish` on the last one."""
+    """What one wake-up adds to a choice. `first` is set on the first, `finish` on the last one.
+
+    `deltas` are text, reasoning and calls in order, where there is a parser to tell them apart.
+    """
 
     first: bool = False
     text: str = ""
+    deltas: list[Delta] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # generated
     scored: list[Scored] = field(default_factory=list)
     finish: str | None = None
@@ -40,6 +46,8 @@ class Choice:
     `cut` says that the choice has ended at a stop string, which the engine does not know yet.
     `tokens` counts generated tokens, including the one that ended the choice. With `prompt_alone`
     the request's only token, which is needed to compute the prompt, is left out of the answer.
+    A `parser` tells reasoning and calls from text, in which alone stop strings are looked for.
+    `reasoning` counts the tokens of reasoning; None without a parser.
     """
 
     def __init__(
@@ -53,6 +61,7 @@ class Choice:
         stop_token_ids: frozenset[int] = frozenset(),
         echo: str = "",
         prompt_alone: bool = False,
+        parser: Parser | None = None,
     ) -> None:
         self.index = index
         self.request = request
@@ -64,7 +73,14 @@ class Choice:
         self.cut = False
         # A decoder-only model continues its prompt; after an encoder the answer stands alone.
         alone = bool(request.source)
-        self._detokenizer = Detokenizer(tokenizer, stop, include_stop=include_stop, first=alone)
+        self._detokenizer = Detokenizer(
+            tokenizer, first=alone, named=parser.named if parser else ()
+        )
+        self._stop, self._include_stop = stop, include_stop
+        self._stops = StopText(stop, include_stop=include_stop)
+        self._parser = parser
+        self.parsed = parser is not None
+        self.reasoning = None if parser is None else 0
         self._stop_token_ids = stop_token_ids
         self._prompt_alone = prompt_alone
         self._scores = request.params.logprobs is not None
@@ -128,44 +144,82 @@ class Choice:
                 if event.token in self._stop_token_ids:
                     piece.stop_reason = event.token
             else:
-                piece.text += self._detokenizer.push(event.token)
+                self._write(piece, self._detokenizer.push(event.token))
         if event.finish is not None:
-            piece.text += self._detokenizer.finish()
-        if self._detokenizer.stopped_by is not None:
+            self._write(piece, self._detokenizer.finish(), last=True)
+        if self._stops.stopped_by is not None:
             self.finished, piece.finish = True, "stop"
-            piece.stop_reason = self._detokenizer.stopped_by
-            self.cut = event.finish is None
+            piece.stop_reason = self._stops.stopped_by
         elif event.finish is not None:
             self.finished, piece.finish = True, _ON_THE_WIRE[event.finish]
+        elif self._parser is not None and self._parser.done:
+            self.finished, piece.finish = True, "stop"
+        self.cut = self.finished and event.finish is None
+        if piece.finish == "stop" and self._parser is not None and self._parser.calls:
+            piece.finish = "tool_calls"
+
+    def _write(self, piece: Piece, text: str, *, last: bool = False) -> None:
+        if self._parser is None:
+            piece.text += self._stops.push(text) + (self._stops.finish() if last else "")
+            return
+        thinking = self._parser.thinking
+        deltas = self._parser.push(text) + (self._parser.finish() if last else [])
+        if self.reasoning is not None and not last:
+            self.reasoning += thinking or self._parser.thinking
+        for delta in deltas:
+            if delta.content:
+                self._say(piece, self._stops.push(delta.content))
+            else:  # no stop string spans what is not text
+                self._say(piece, self._stops.finish())
+                self._stops = StopText(self._stop, include_stop=self._include_stop)
+                piece.deltas.append(delta)
+            if self._stops.stopped_by is not None:
+                return
+        if last:
+            self._say(piece, self._stops.finish())
+
+    def _say(self, piece: Piece, text: str) -> None:
+        if text:
+            piece.text += text
+            piece.deltas.append(Delta(content=text))
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """Tokens. `reasoning`, None where nothing looked for it, is part of `completion`."""
+
     prompt: int
     completion: int
     cached: int
+    reasoning: int | None = None
 
     def plain(self) -> dict[str, object]:
+        more = {}
+        if self.reasoning is not None:
+            more["completion_tokens_details"] = {"reasoning_tokens": self.reasoning}
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
+            **more,
         }
 
 
 def total_usage(choices: Sequence[Choice], n: int) -> Usage:
     """The usage of a whole answer: each prompt counts once, with its first choice's hits."""
     firsts = choices[::n]
+    reasoning = [choice.reasoning for choice in choices if choice.reasoning is not None]
     return Usage(
         prompt=sum(len(choice.prompt) for choice in firsts),
         completion=sum(choice.tokens for choice in choices),
         cached=sum(choice.cached for choice in firsts),
+        reasoning=sum(reasoning) if reasoning else None,
     )
 
 
 def choice_usage(choice: Choice) -> Usage:
-    return Usage(len(choice.prompt), choice.tokens, choice.cached)
+    return Usage(len(choice.prompt), choice.tokens, choice.cached, choice.reasoning)
 
 
 _SPACES = re.compile(r"\s{0,256}")

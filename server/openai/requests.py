@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ropewalk.model.chat.template import ChatTemplateError
 from ropewalk.model.sampling import SamplingParams
@@ -23,9 +24,13 @@ from ropewalk.server.openai.schemas import (
     CompletionBody,
     GenerationBody,
     Message,
+    TemplateBody,
 )
 from ropewalk.server.openai.served_models import Served
 from ropewalk.server.scheduling.request import Overflow, Request, check_length
+from ropewalk.server.structured.grammar import Grammar
+from ropewalk.server.tools.parser import Parser
+from ropewalk.server.tools.prompts import template_input
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_BYTES_PER_TOKEN = 16
@@ -35,10 +40,11 @@ RENDER_SECONDS = 4.0  # until a chat must be rendered, the wait for others inclu
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`text` is what echo repeats; None without echo."""
+    """`text` is what echo repeats; None without echo. `thinking`: it ends within reasoning."""
 
     tokens: list[int]
     text: str | None = None
+    thinking: bool = False
 
 
 async def completion_prompts(body: CompletionBody, served: Served) -> list[Prompt]:
@@ -71,39 +77,37 @@ def _prompt(source: str | list[int], body: CompletionBody, served: Served) -> Pr
 
 async def chat_prompt(body: ChatBody, served: Served) -> Prompt:
     """The messages in the model's chat template. Raises QueueFull besides, where it is busy."""
-    tokens = await encode_chat(
-        body.messages,
-        served,
-        add_generation_prompt=body.add_generation_prompt,
-        variables=body.variables,
-        bos=body.add_special_tokens,
-    )
+    text = await chat_text(body, body.messages, served)
+    tokens = await encode(text, served, bos=body.add_special_tokens, param="messages")
     _check_prompt(tokens, served, "messages")
-    return Prompt(tokens)
+    think = served.conventions.format.think
+    return Prompt(tokens, thinking=think is not None and text.rstrip().endswith(think[0]))
 
 
-async def encode_chat(
-    messages: Sequence[Message],
-    served: Served,
-    *,
-    add_generation_prompt: bool,
-    variables: Mapping[str, object],
-    bos: bool,
-) -> list[int]:
+async def chat_text(body: TemplateBody, messages: Sequence[Message], served: Served) -> str:
+    """What the chat template makes of messages, tools and variables."""
     template = served.chat_template
     if template is None:
         raise UnsupportedField(
             f"the model {served.name} has no chat template; use /v1/completions", "messages"
         )
+    if body.documents and "documents" not in served.conventions.variables:
+        raise UnsupportedField(
+            f"the chat template of {served.name} takes no documents; put them into a message",
+            "documents",
+        )
     plain = [message.plain() for message in messages]
-    size = sum(len(str(message["content"])) for message in plain)
-    _check_bytes(size, served, "messages")
+    tools = [tool.plain() for tool in body.told_tools]
+    size = sum(len(str(message["content"])) for message in plain) + sum(map(_size, tools))
+    _check_bytes(size, served, "tools" if tools else "messages")
+    given, told = await off_loop(lambda: template_input(plain, tools, served.conventions), size)
+    variables = {**body.variables, **told, "documents": body.documents or None}
 
     rendered = template.begin(
-        plain, add_generation_prompt=add_generation_prompt, variables=variables
+        given, add_generation_prompt=body.add_generation_prompt, variables=variables
     )
     try:
-        text = await asyncio.wait_for(asyncio.wrap_future(rendered), RENDER_SECONDS)
+        return await asyncio.wait_for(asyncio.wrap_future(rendered), RENDER_SECONDS)
     except TimeoutError:
         raise QueueFull(
             f"other chats keep the chat template of {served.name} busy; send this one again later"
@@ -111,7 +115,10 @@ async def encode_chat(
     except ChatTemplateError as error:
         message = f"messages do not fit the chat template: {error}"
         raise InvalidField(message, "messages", quotes=True) from None
-    return await encode(text, served, bos=bos, param="messages")
+
+
+def _size(tool: Mapping[str, object]) -> int:
+    return len(str(tool))
 
 
 async def encode(text: str, served: Served, *, bos: bool, param: str) -> list[int]:
@@ -238,6 +245,7 @@ def choices_for(
     group = uuid.uuid4().hex if len(prompts) * body.n > 1 else ""
     for prompt in prompts:
         params = sampling_params(body, served, len(prompt.tokens))
+        grammar = _grammar(body, prompt, served)
         first: str | None = None  # the prompt's first request, from which the others fork
         for _ in range(body.n):
             index = len(choices)
@@ -251,6 +259,7 @@ def choices_for(
                 num_prompt=len(tokens),
                 source=source,
                 params=params,
+                grammar=grammar,
                 arrival=arrival,
                 rng=choice_rng(body.seed, index),
                 salt=salt,
@@ -272,9 +281,43 @@ def choices_for(
                     stop_token_ids=frozenset(body.stop_token_ids),
                     echo=prompt.text or "",
                     prompt_alone=body.wanted_tokens == 0,
+                    parser=_parser(body, prompt, served),
                 )
             )
     return choices
+
+
+def _parser(body: CompletionBody | ChatBody, prompt: Prompt, served: Served) -> Parser | None:
+    """What finds reasoning and calls in an answer; None for one that has text alone."""
+    format = served.conventions.format
+    if not isinstance(body, ChatBody) or not (body.told_tools or format.think or format.noise):
+        return None
+    single = not body.parallel_tool_calls or body.named_tool is not None
+    tools = _schemas(body)
+    return Parser(format, tools, thinking=prompt.thinking, single=single)
+
+
+def _grammar(body: CompletionBody | ChatBody, prompt: Prompt, served: Served) -> Grammar | None:
+    """What an answer has to satisfy; None: anything goes."""
+    if not isinstance(body, ChatBody) or body.tool_choice in ("none", "auto"):
+        return None
+    from ropewalk.server.tools.grammars import required_calls
+
+    tools = _schemas(body)
+    if body.named_tool is not None:
+        tools = {body.named_tool: tools[body.named_tool]}
+    return required_calls(
+        tools,
+        served.conventions.format,
+        served.tokenizer,
+        thinking=prompt.thinking,
+        may_think=body.variables.get("enable_thinking") is not False,
+        several=body.parallel_tool_calls and body.named_tool is None,
+    )
+
+
+def _schemas(body: ChatBody) -> dict[str, Mapping[str, Any]]:
+    return {tool.function.name: tool.function.parameters or {} for tool in body.told_tools}
 
 
 def _check_count(

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from ropewalk.server.errors import ServeError
 from ropewalk.server.long_work import json_bytes, json_text
 from ropewalk.server.openai.choice import Choice, Piece, Scored, Usage, special, spelled
+from ropewalk.server.tools.parser import Delta
 
 # Stands for minus infinity, which JSON lacks; float32 softmax gives no finite value this low.
 LOWEST_LOGPROB = -9999.0
@@ -133,18 +134,26 @@ class ChatWire(_Frame):
         )
 
     def chunk(self, choice: Choice, piece: Piece, usage: str) -> str:
+        """One event for each delta; what goes with tokens comes with the last of them."""
+        if choice.parsed:
+            *parts, last = [_delta(delta) for delta in piece.deltas] or [{}]
+            if not (last or piece.finish or piece.scored or self.ids.beside_text):
+                return ""
+        else:
+            parts, last = [], {"content": piece.text}
         scores = json_text(self._scores(choice, piece)) if piece.scored else "null"
         ids = f',"token_ids":{dumps(piece.tokens)}' if self.ids.beside_text else ""
-        return (
-            f'{self.choice_head}{choice.index},"delta":{{"content":{dumps(piece.text)}}},'
-            f'"logprobs":{scores},{_ending(piece)}{ids}}}]{usage}}}\n\n'
+        head = f'{self.choice_head}{choice.index},"delta":'
+        none = f'"logprobs":null,{_ending(Piece())}}}]{usage}}}\n\n'
+        return "".join(f"{head}{dumps(part)},{none}" for part in parts) + (
+            f'{head}{dumps(last)},"logprobs":{scores},{_ending(piece)}{ids}}}]{usage}}}\n\n'
         )
 
     def whole(self, done: Sequence[tuple[Choice, Piece]], usage: Usage) -> bytes:
         choices = [
             {
                 "index": choice.index,
-                "message": {"role": "assistant", "content": piece.text},
+                "message": _message(piece),
                 "logprobs": self._scores(choice, piece) if piece.scored else None,
                 "finish_reason": piece.finish,
                 "stop_reason": piece.stop_reason,
@@ -165,6 +174,36 @@ class ChatWire(_Frame):
 
     def _scores(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         return _chat_scores(choice, piece.scored, as_ids=self.ids.for_scored)
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    if delta.content:
+        return {"content": delta.content}
+    if delta.reasoning:  # some clients read one name, some the other
+        return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
+    if not delta.name:
+        return {"tool_calls": [{"index": delta.call, "function": {"arguments": delta.arguments}}]}
+    function = {"name": delta.name, "arguments": ""}
+    call = {"index": delta.call, "id": delta.id, "type": "function", "function": function}
+    return {"tool_calls": [call]}
+
+
+def _message(piece: Piece) -> dict[str, Any]:
+    reasoning = "".join(delta.reasoning for delta in piece.deltas)
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in piece.deltas:
+        if delta.call is not None:
+            function = {"name": delta.name, "arguments": ""}
+            call = calls.setdefault(
+                delta.call, {"id": delta.id, "type": "function", "function": function}
+            )
+            call["function"]["arguments"] += delta.arguments
+    return {
+        "role": "assistant",
+        "content": None if calls and not piece.text else piece.text,
+        **({"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}),
+        **({"tool_calls": list(calls.values())} if calls else {}),
+    }
 
 
 def _ending(piece: Piece) -> str:

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from ropewalk.server.errors import InvalidField
+from ropewalk.server.errors import InvalidField, MissingField
 
 MAX_PROMPTS = 1024
 MAX_STOP_IDS = 128
@@ -29,6 +29,8 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_BIASES = 300
 MAX_LOGPROBS = 20
+MAX_TOOLS = 256
+MAX_CALLS = 256  # of one answer
 AS_MANY_AS_FIT = -1  # tokens of an answer, as llama.cpp writes it
 
 
@@ -222,17 +224,37 @@ Content = Annotated[
 ]
 
 
+# OpenAI's are 64 letters, digits, _ and -; those of MCP servers may have these characters too.
+FunctionName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_.:/-]{1,128}\z")]
+
+
+class CalledFunction(_Strict):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: str = ""
+
+
+class ToolCall(_Strict):
+    """One that an answer had, as clients send it back."""
+
+    id: Annotated[str, Field(max_length=256)] = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # of a streamed one
+
+
 class Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content
     type: Literal["text"] = "text"  # lm-eval adds it to every message
-    name: Annotated[str, Field(max_length=64)] | None = None
+    name: Annotated[str, Field(max_length=128)] | None = None
     id: str | None = None
     cache_control: dict[str, Any] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_CALLS)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
 
-    def plain(self) -> dict[str, object]:
+    def plain(self) -> dict[str, Any]:
         """As a chat template reads it, with OpenAI's newer role "developer" as "system"."""
         content = (
             self.content
@@ -240,10 +262,78 @@ class Message(_Strict):
             else "".join(part.text for part in self.content)
         )
         role = "system" if self.role == "developer" else self.role
-        more = self.model_dump(
-            include={"name", "reasoning", "reasoning_content"}, exclude_none=True
-        )
+        more = self.model_dump(include=_SHOWN, exclude_none=True)
         return {"role": role, "content": content, **more}
+
+
+_SHOWN: Any = {
+    **dict.fromkeys(("name", "reasoning", "reasoning_content", "tool_call_id"), True),
+    "tool_calls": {"__all__": {"id", "type", "function"}},
+}
+
+
+def _check_calls(messages: list[Message]) -> list[Message]:
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
+        if message.role == "tool" and message.tool_call_id is None:
+            raise MissingField(
+                f"{path}.tool_call_id is missing; it is required", f"{path}.tool_call_id"
+            )
+        for name, role in (("tool_call_id", "tool"), ("tool_calls", "assistant")):
+            if getattr(message, name) is not None and message.role != role:
+                raise InvalidField(
+                    f"{path}.{name} is only for messages of the role {role}; leave it out",
+                    f"{path}.{name}",
+                )
+    return messages
+
+
+Messages = Annotated[list[Message], Field(min_length=1), _FAIL_FAST, AfterValidator(_check_calls)]
+
+
+class Function(_Strict):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # arguments satisfy their schema either way
+
+
+class Tool(_Strict):
+    type: Literal["function"]
+    function: Function
+    cache_control: dict[str, Any] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As a chat template reads it: some fail where a description or parameters are missing."""
+        function = self.function
+        return {
+            "type": "function",
+            "function": {
+                "name": function.name,
+                "description": function.description or "",
+                "parameters": function.parameters or {"type": "object", "properties": {}},
+            },
+        }
+
+
+class FunctionChoice(_Strict):
+    name: str
+
+
+class NamedTool(_Strict):
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+def _tool_choice_form(value: Any) -> str:
+    return "word" if isinstance(value, str) else "named"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedTool, Tag("named")],
+    Discriminator(_tool_choice_form),
+]
 
 
 # What the server gives a chat template, and what it does not let it have.
@@ -269,6 +359,13 @@ class TemplateBody(_Strict):
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
+    documents: list[dict[str, Any]] = []
+
+    @property
+    def told_tools(self) -> Sequence[Tool]:
+        """Those that the model is told of."""
+        return self.tools
 
     @property
     def variables(self) -> Mapping[str, object]:
@@ -286,11 +383,23 @@ class TemplateBody(_Strict):
 
 
 class ChatBody(TemplateBody, GenerationBody):
-    messages: Annotated[list[Message], Field(min_length=1), _FAIL_FAST]
+    messages: Messages
     logprobs: bool = False
     top_logprobs: Logprobs | None = None
     echo: Literal[False] = False
     add_special_tokens: bool = False
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+
+    @property
+    def told_tools(self) -> Sequence[Tool]:
+        return () if self.tool_choice == "none" else self.tools
+
+    @property
+    def named_tool(self) -> str | None:
+        """The only function that may and must be called."""
+        choice = self.tool_choice
+        return choice.function.name if isinstance(choice, NamedTool) else None
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -302,6 +411,17 @@ class ChatBody(TemplateBody, GenerationBody):
             raise InvalidField("top_logprobs needs logprobs to be true", "top_logprobs")
         return self
 
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise InvalidField("tools has two functions of one name; rename one", "tools")
+        if self.tool_choice not in ("none", "auto") and not names:
+            raise InvalidField("tool_choice asks for a call, but there are no tools", "tool_choice")
+        if self.named_tool is not None and self.named_tool not in names:
+            raise InvalidField("tool_choice names a function that tools lacks", "tool_choice")
+        return self
+
 
 class TokenizeBody(TemplateBody):
     """One of `prompt`, `text` and `messages`."""
@@ -309,7 +429,7 @@ class TokenizeBody(TemplateBody):
     model: str | None = None
     prompt: str | None = None
     text: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1), _FAIL_FAST] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 

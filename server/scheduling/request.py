@@ -11,6 +11,7 @@ from ropewalk.cache.types import OpReport
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import PromptTooLong, ServeError
+from ropewalk.server.structured.grammar import Grammar
 
 
 class FinishReason(StrEnum):
@@ -51,6 +52,7 @@ class Request:
     params: SamplingParams
     arrival: float  # time.monotonic() when the server received it
     rng: random.Random
+    grammar: Grammar | None = None  # what the answer must satisfy
     source: tuple[int, ...] = ()  # what an encoder reads; `tokens` then begin with a start token
     salt: str = ""  # prefixes are shared only between equal salts
     client: str = ""  # who sent it, as far as API keys tell

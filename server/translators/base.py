@@ -18,8 +18,10 @@ from ropewalk.server.errors import InvalidField, UnsupportedField
 from ropewalk.server.openai.choice import Choice, Piece
 from ropewalk.server.openai.responses import PING, Wire
 from ropewalk.server.openai.schemas import ChatBody, GenerationBody, TemplateBody
+from ropewalk.server.tools.parser import Delta
 
 Fields = dict[str, Any]
+Kind = Literal["reasoning", "text", "call"]
 
 
 class TranslatedBody(TemplateBody, GenerationBody):
@@ -112,13 +114,11 @@ class Translator:
 
 @dataclass(slots=True)
 class Part:
-    """A stretch of an answer that is all of one kind. `id` and `name` are a call's."""
+    """A stretch of an answer that is all of one kind, and begins with `first`."""
 
-    kind: Literal["reasoning", "text", "call"]
+    kind: Kind
     index: int
-    key: str
-    id: str = ""
-    name: str = ""
+    first: Delta  # a call's has its id and name
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -147,23 +147,24 @@ class PartsWire(ABC):
                 pass
 
     def _changes(self, piece: Piece) -> Iterator[str]:
-        for kind, key, delta in _deltas(piece):
-            if not self.parts or self.parts[-1].key != key:
-                yield from self._close()
-                self.parts.append(Part(kind, len(self.parts), key))
-                yield self.opened(self.parts[-1])
-            if delta:
-                self.parts[-1].pieces.append(delta)
-                yield self.added(self.parts[-1], delta)
+        deltas = piece.deltas or [Delta(content=piece.text)] * bool(piece.text)
         if piece.finish is not None:
             self.finish, self.stop_reason = piece.finish, piece.stop_reason
-            if not self.parts:  # clients read the first one
-                self.parts.append(Part("text", 0, "text"))
-                yield self.opened(self.parts[0])
-            yield from self._close()
-
-    def _close(self) -> Iterator[str]:
-        if self.parts:
+            if not self.parts and not deltas:
+                deltas = [Delta()]  # an empty text: clients read the first part
+        for delta in deltas:
+            last = self.parts[-1] if self.parts else None
+            if last is None or (last.kind, last.first.call) != (_kind(delta), delta.call):
+                if last is not None:
+                    yield self.closed(last)
+                last = Part(_kind(delta), len(self.parts), delta)
+                self.parts.append(last)
+                yield self.opened(last)
+            added = delta.content or delta.reasoning or delta.arguments
+            if added:
+                last.pieces.append(added)
+                yield self.added(last, added)
+        if piece.finish is not None:
             yield self.closed(self.parts[-1])
 
     @abstractmethod
@@ -174,9 +175,10 @@ class PartsWire(ABC):
     def closed(self, part: Part) -> str: ...
 
 
-def _deltas(piece: Piece) -> Iterator[tuple[Literal["reasoning", "text", "call"], str, str]]:
-    if piece.text:
-        yield "text", "text", piece.text
+def _kind(delta: Delta) -> Kind:
+    if delta.call is not None:
+        return "call"
+    return "reasoning" if delta.reasoning else "text"
 
 
 def event(kind: str, fields: Mapping[str, object]) -> str:

@@ -74,7 +74,8 @@ def _block(part: Part) -> Fields:
         case "reasoning":
             return {"type": "thinking", "thinking": part.text, "signature": ""}
         case "call":
-            return {"type": "tool_use", "id": part.id, "name": part.name, "input": _input(part)}
+            call = {"id": part.first.id, "name": part.first.name, "input": _input(part)}
+            return {"type": "tool_use", **call}
 
 
 def _input(part: Part) -> object:

@@ -176,7 +176,7 @@ class CountBody(TranslatedBody):
     max_tokens: Count | None = None
     system: Texts = ""
     stop_sequences: Stops = Field(default=[])
-    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default=[])
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default=[])  # type: ignore[assignment]
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: ThinkingConfig = ThinkingConfig(type="disabled")
     output_config: OutputConfig = OutputConfig()

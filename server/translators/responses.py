@@ -76,7 +76,7 @@ class ResponsesWire(PartsWire):
             said = self._event(
                 "response.function_call_arguments.done",
                 within,
-                name=part.name,
+                name=part.first.name,
                 arguments=part.text,
             )
         else:
@@ -124,8 +124,8 @@ class ResponsesWire(PartsWire):
             case "reasoning":
                 more = {"type": "reasoning", "summary": [], "content": [_content(part)]}
             case "call":
-                more = {"type": "function_call", "call_id": part.id, "name": part.name}
-                more["arguments"] = part.text
+                more = {"type": "function_call", "call_id": part.first.id}
+                more |= {"name": part.first.name, "arguments": part.text}
         return item | more
 
     def _at(self, part: Part) -> Fields:
@@ -155,7 +155,7 @@ def _usage(usage: Usage) -> Fields:
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
         "output_tokens": usage.completion,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning or 0},
         "total_tokens": usage.prompt + usage.completion,
     }
 

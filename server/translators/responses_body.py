@@ -108,7 +108,7 @@ class ResponsesBody(TranslatedBody):
     input: Input
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    tools: list[dict[str, Any]] = Field(default=[])
+    tools: list[dict[str, Any]] = Field(default=[])  # type: ignore[assignment]
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool | None = None
     text: TextConfig = TextConfig()

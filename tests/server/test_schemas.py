@@ -416,7 +416,9 @@ def test_messages():
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "assistant", "content": None}], "messages[0].content"),
         ([{"content": "a"}], "messages[0].role"),
-        ([{"role": "tool", "content": "a"}], "messages[0].role"),
+        ([{"role": "function", "content": "a"}], "messages[0].role"),
+        ([{"role": "tool", "content": "a"}], "messages[0].tool_call_id"),
+        ([{"role": "user", "content": "a", "tool_call_id": "b"}], "messages[0].tool_call_id"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
         ([{"role": "user", "content": []}], "messages[0].content"),
         (
@@ -438,7 +440,7 @@ def test_messages():
         ([{"role": "user", "content": "a", "id": 5}], "messages[0].id"),
         (
             [{"role": "assistant", "content": "a", "tool_calls": [{}]}],
-            "messages[0].tool_calls",
+            "messages[0].tool_calls[0].function",
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """Responses and Messages in front of chat: what they ask chat, and what they make of its answer."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -8,10 +9,12 @@ from ropewalk.server.errors import QueueFull, RequestFailed
 from ropewalk.server.openai.body import read_body
 from ropewalk.server.scheduling.queue import SURE
 from ropewalk.server.scheduling.request import Outlook
+from ropewalk.server.tools.conventions import Conventions, Told
+from ropewalk.server.tools.formats import HERMES, THINK
 from ropewalk.server.translators.messages_body import MessagesBody
 from ropewalk.server.translators.responses_body import ResponsesBody
 from tests.server.sockets import connect, post, read_until
-from tests.server.toy import ScriptedEngine, ask, running, sample, toy_app, wait_for
+from tests.server.toy import ScriptedEngine, ask, chat, running, sample, toy, toy_app, wait_for
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 USER = {"role": "user", "content": "hi"}
@@ -338,6 +341,127 @@ def test_a_streamed_message_builds_the_whole_one():
 def test_why_a_message_ends(more, reason, sequence):
     body = send(toy_app(), MESSAGES, **more).json()
     assert (body["stop_reason"], body["stop_sequence"]) == (reason, sequence)
+
+
+SAID = (
+    '<think>hm</think>Say.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    '<tool_call>{"name": "f", "arguments": {"a": 2}}</tool_call>'
+)
+TOOLS = {
+    RESPONSES: {"type": "function", **FUNCTION},
+    MESSAGES: {"name": "f", "input_schema": SCHEMA},
+}
+
+WRITES = Conventions(format=replace(HERMES, think=THINK), told=Told.TOOLS)
+
+
+def saying(said: str, batch: int):
+    """An application of a model that says it, and writes calls and reasoning as Hermes and Qwen."""
+    engine = ScriptedEngine(lambda request: list(said.encode()))
+    engine.batch = batch
+    return toy_app(engine, [toy(conventions=WRITES)])
+
+
+def asking(path: str, said: str, batch: int = 1, **more):
+    limit = {"max_output_tokens": 200} if path == RESPONSES else {"max_tokens": 200}
+    return send(saying(said, batch), path, tools=[TOOLS[path]], **{**limit, **more})
+
+
+@pytest.mark.parametrize("batch", [1, 7, 1000])
+def test_reasoning_text_and_calls_are_items_of_a_response(batch):
+    whole = asking(RESPONSES, SAID, batch).json()
+    found = events(asking(RESPONSES, SAID, batch, stream=True).text)
+    assert [each["sequence_number"] for each in found] == list(range(len(found)))
+    last = found[-1]["response"]
+    assert found[-1]["type"] == "response.completed" and whole["status"] == "completed"
+    assert whole["usage"] == last["usage"]
+    assert 0 < whole["usage"]["output_tokens_details"]["reasoning_tokens"] < len(SAID)
+    done = [each["item"] for each in found if each["type"] == "response.output_item.done"]
+    assert last["output"] == done
+    for output in (whole["output"], done):
+        thought, message, *calls = output
+        assert thought["summary"] == []
+        assert thought["content"] == [{"type": "reasoning_text", "text": "hm"}]
+        assert message["content"][0]["text"] == "Say."
+        assert [(each["name"], json.loads(each["arguments"])) for each in calls] == [
+            ("f", {"a": 1}),
+            ("f", {"a": 2}),
+        ]
+        assert len({each["id"] for each in output} | {each["call_id"] for each in calls}) == 6
+    kinds = {"reasoning": "reasoning_text", "message": "output_text"}
+    for index, item in enumerate(done):
+        own = [each for each in found if each.get("output_index") == index]
+        kind = kinds.get(item["type"], "function_call_arguments")
+        text = "".join(each["delta"] for each in own if each["type"] == f"response.{kind}.delta")
+        assert text == item.get("arguments") or text == item["content"][0]["text"]
+        assert own[0]["type"] == "response.output_item.added"
+        assert own[0]["item"]["id"] == item["id"] and own[0]["item"]["status"] == "in_progress"
+        (ended,) = [each for each in own if each["type"] == f"response.{kind}.done"]
+        assert text == (ended.get("arguments") or ended["text"])
+
+
+@pytest.mark.parametrize("batch", [1, 7, 1000])
+def test_reasoning_text_and_calls_are_blocks_of_a_message(batch):
+    whole = asking(MESSAGES, SAID, batch).json()
+    thought, said, *calls = whole["content"]
+    assert thought == {"type": "thinking", "thinking": "hm", "signature": ""}
+    assert said == {"type": "text", "text": "Say."}
+    assert [(each["type"], each["name"], each["input"]) for each in calls] == [
+        ("tool_use", "f", {"a": 1}),
+        ("tool_use", "f", {"a": 2}),
+    ]
+    assert whole["stop_reason"] == "tool_use"
+    found = events(asking(MESSAGES, SAID, batch, stream=True).text)
+    assert found[-2]["delta"]["stop_reason"] == "tool_use"
+    built = []
+    for each in found:
+        if each["type"] == "content_block_start":
+            assert each["index"] == len(built)
+            built.append("")
+        elif each["type"] == "content_block_delta":
+            assert each["index"] == len(built) - 1
+            built[-1] += next(each["delta"][name] for name in each["delta"] if name != "type")
+    assert built[:2] == ["hm", "Say."]
+    assert [json.loads(each) for each in built[2:]] == [{"a": 1}, {"a": 2}]
+
+
+def test_a_call_that_is_cut_has_what_is_complete_of_its_arguments():
+    said = '<tool_call>{"name": "f", "arguments": {"a": 1, "b": "x'
+    (call,) = asking(MESSAGES, said, max_tokens=len(said)).json()["content"]
+    assert call["input"].pop("a") == 1
+    (call,) = asking(RESPONSES, said, max_output_tokens=len(said)).json()["output"]
+    assert call["status"] == "incomplete" and call["arguments"].startswith('{"a": 1')
+
+
+def test_what_a_model_called_is_told_it_again():
+    """An answer's items and blocks, and the results, come to the template as chat's do."""
+    engine = ScriptedEngine()
+    app = toy_app(engine)
+    result = {"type": "function_call_output", "call_id": "c1", "output": "2"}
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
+    blocks = [{"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}]
+    results = [{"type": "tool_result", "tool_use_id": "c1", "content": "2"}]
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    answers = [
+        chat(app, messages=messages, max_tokens=1),
+        send(app, RESPONSES, input=[USER, call, result]),
+        send(
+            app,
+            MESSAGES,
+            messages=[
+                USER,
+                {"role": "assistant", "content": blocks},
+                {"role": "user", "content": results},
+            ],
+        ),
+    ]
+    assert [each.status_code for each in answers] == [200] * 3
+    prompts = {bytes(request.tokens[: request.num_prompt]) for request in engine.requests}
+    assert len(prompts) == 1
 
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
