@@ -42,7 +42,6 @@ OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 ANSWERED = frozenset(  # by the engine
     {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
 )
-MESSAGES = "/v1/messages"  # and what is below it has errors in Anthropic's form
 _PROBES = OPEN_PATHS | {"/metrics"}  # asked for every few seconds; also answered while draining
 
 # What clients get wrong is the part before: a base URL without /v1, or with it twice.
@@ -92,8 +91,7 @@ class Refusal(Response):
     """The answer that an error makes, in the form of the API that was asked."""
 
     def __init__(self, error: ServeError, path: str) -> None:
-        messages = f"{path}/".startswith(f"{MESSAGES}/")
-        super().__init__(error.messages_body() if messages else error.body(), error.status)
+        super().__init__(error.body(path), error.status)
         self.raw_headers = error.headers(len(self.body))
         self._error = error
 
@@ -203,7 +201,7 @@ class Origins(CORSMiddleware):
                     f"({bytes(response.body).decode()}); --allowed-origin names origins that may "
                     "send GET and POST"
                 ),
-                "*",  # as for OPTIONS
+                path="",
             )
         return response
 

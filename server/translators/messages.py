@@ -48,7 +48,7 @@ class MessagesWire(PartsWire):
         return event("message_delta", ended) + event("message_stop", {})
 
     def failure(self, error: ServeError) -> str:
-        return f"event: error\ndata: {error.messages_body().decode()}\n\n"
+        return f"event: error\ndata: {error.body('/v1/messages').decode()}\n\n"
 
     def whole(self, done: Sequence[tuple[Choice, Piece]], usage: Usage) -> bytes:
         self.gather(done)
