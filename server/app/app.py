@@ -10,6 +10,7 @@ from typing import NoReturn
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
+from starlette.types import Scope
 
 from ropewalk.model.catalogue import Place
 from ropewalk.server.app.cache import cache_routes
@@ -30,10 +31,13 @@ from ropewalk.server.http.middleware import (
     Auth,
     BodyLimit,
     Guard,
+    Hosts,
+    Keys,
     Origins,
     Paths,
     Recorded,
 )
+from ropewalk.server.http.shedding import Shedder
 from ropewalk.server.http.streaming import Drain
 from ropewalk.server.long_work import share_interpreter
 from ropewalk.server.metrics.exporter import Metrics
@@ -63,7 +67,8 @@ def create_app(
         engine.start()
         share_interpreter()
         try:
-            yield {"unread": log.unread}  # called by server/http/protocol.py
+            # For server/http/protocol.py.
+            yield {"unread": log.unread, "shedder": Shedder(door, drain, identify, log)}
         finally:
             await engine.stop()
             log.close()
@@ -79,6 +84,13 @@ def create_app(
     )
     app.state.drain = drain
     door = Door((served.name for served in models), engine.outlook)
+    hosts, keys = Hosts(options.allowed_hosts), Keys(options.api_keys)
+
+    def identify(scope: Scope) -> str:
+        if options.allowed_hosts:
+            hosts.check(scope)
+        return keys.client(scope) if options.api_keys else ""
+
     serving = Serving(models, engine, metrics, drain, options)
     routers = [openai_routes(serving), translated_routes(serving), token_routes(serving)]
     if place is not None:
@@ -102,9 +114,9 @@ def create_app(
     app.add_middleware(BodyLimit, limit=_body_limit(models, options))
     app.add_middleware(Admission, drain=drain, door=door)
     if options.api_keys:
-        app.add_middleware(Auth, keys=options.api_keys, shared_prefixes=options.share_prefixes)
+        app.add_middleware(Auth, keys=keys, shared_prefixes=options.share_prefixes)
     if options.allowed_hosts:
-        app.add_middleware(AllowedHosts, hosts=options.allowed_hosts)
+        app.add_middleware(AllowedHosts, hosts=hosts)
     app.add_middleware(Guard)
     if options.allowed_origins:  # without these headers browsers cannot even read errors
         app.add_middleware(Origins, origins=options.allowed_origins)

@@ -11,7 +11,10 @@ import resource
 import socket
 import ssl
 from collections.abc import Callable, Set
-from typing import Protocol
+from contextlib import suppress
+from typing import Any, Protocol
+
+from ropewalk.server.http.shedding import Shedder
 
 # Of any machine: each takes some 20 KB, and limits of a million descriptors are common.
 MOST_CONNECTIONS = 8192
@@ -20,6 +23,9 @@ RESERVED = 128
 ROOM_SECONDS = 0.05  # between looks for room
 BURST = 64  # connections that are accepted before others have their turn
 LOG_SECONDS = 1.0
+# While requests are refused, new connections wait so long for one another, and for their requests.
+SHED_SECONDS = 0.02
+MOST_PEEKED = 64 << 10  # bytes of a request that may be refused at once
 # One in so many is closed at a time, so that the search for the longest idle ones is rare.
 _SHARE = 32
 
@@ -66,12 +72,15 @@ class Acceptor:
         *,
         tls: ssl.SSLContext | None = None,
         handshake_seconds: float,
+        shedder: Shedder | None = None,
     ) -> None:
+        """`shedder` is asked what new connections want, before they cost more than a refusal."""
         self._protocol = protocol
         self._connections = connections
         self._limit = limit
         self._tls = tls
         self._handshake_seconds = None if tls is None else handshake_seconds
+        self._shedder = shedder if tls is None else None
         self._loop = asyncio.get_running_loop()
         self._starting: set[asyncio.Task[None]] = set()  # connections that are not open yet
         self._silent_until = 0.0
@@ -81,7 +90,7 @@ class Acceptor:
         listener.setblocking(False)
         while True:
             try:
-                connection, _ = await self._loop.sock_accept(listener)
+                connection, address = await self._loop.sock_accept(listener)
             except ConnectionAbortedError:
                 continue
             except OSError as error:
@@ -89,16 +98,44 @@ class Acceptor:
                 self._warn(f"no connection can be accepted ({error.strerror}); new ones wait")
                 await asyncio.sleep(LOG_SECONDS)
                 continue
+            accepted = [(connection, address)]
             try:
-                await self._make_room()
+                if self._shedder is not None and self._shedder.active:
+                    await asyncio.sleep(SHED_SECONDS)
+                    accepted += _accept_more(listener)
+                    accepted = [each for each in accepted if not self._shed(*each)]
+                while accepted:
+                    await self._make_room()
+                    self._begin(accepted.pop(0)[0])
             except asyncio.CancelledError:
-                connection.close()
+                for connection, _ in accepted:
+                    connection.close()
                 raise
-            task = self._loop.create_task(self._start(connection))
-            self._starting.add(task)
-            task.add_done_callback(self._starting.discard)
             if len(self._starting) >= BURST:
                 await asyncio.sleep(0)
+
+    def _shed(self, connection: socket.socket, address: Any) -> bool:
+        """Whether its request was refused, and the connection closed."""
+        assert self._shedder is not None
+        try:
+            data = connection.recv(MOST_PEEKED, socket.MSG_PEEK)
+            host = address[0] if isinstance(address, tuple) else "-"
+            answer = self._shedder.answer(data, host)
+            if answer is None:
+                return False
+            connection.recv(len(data))  # to close with unread data would discard the answer
+            connection.send(answer)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # it has left
+        connection.close()
+        return True
+
+    def _begin(self, connection: socket.socket) -> None:
+        task = self._loop.create_task(self._start(connection))
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
 
     async def _start(self, connection: socket.socket) -> None:
         try:
@@ -138,3 +175,14 @@ class Acceptor:
         if now >= self._silent_until:
             self._silent_until = now + LOG_SECONDS
             log.warning("%s", message)
+
+
+def _accept_more(listener: socket.socket) -> list[tuple[socket.socket, Any]]:
+    """Those that wait already."""
+    accepted: list[tuple[socket.socket, Any]] = []
+    with suppress(OSError):  # none waits any more; a fault shows with the next one
+        while len(accepted) < BURST:
+            connection, address = listener.accept()
+            connection.setblocking(False)
+            accepted.append((connection, address))
+    return accepted

@@ -5,7 +5,9 @@ Refusals are always shown, but no more than a person can read: a flood of them i
 
 import asyncio
 import logging
+import re
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -15,7 +17,13 @@ from ropewalk.server.metrics.exporter import Metrics
 
 REFUSALS_PER_SECOND = 10  # of one code
 MAX_PATH = 200  # characters
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _log = logging.getLogger("ropewalk.http")
+
+
+def choose_id(given: bytes | None) -> str:
+    """A request's id: the client's own if it is harmless."""
+    return given.decode() if given and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import hmac
 import logging
 import re
 import time
-import uuid
 from collections.abc import Collection, Iterable, MutableMapping
 from typing import Any
 
@@ -33,7 +32,7 @@ from ropewalk.server.errors import (
     WrongOrigin,
     quoted,
 )
-from ropewalk.server.http.access_log import Exchange, HttpLog
+from ropewalk.server.http.access_log import Exchange, HttpLog, choose_id
 from ropewalk.server.http.streaming import Drain
 from ropewalk.server.scheduling.queue import Door
 
@@ -46,7 +45,6 @@ _PROBES = OPEN_PATHS | {"/metrics"}  # asked for every few seconds; also answere
 
 # What clients get wrong is the part before: a base URL without /v1, or with it twice.
 _MOST_BEFORE = 3
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _log = logging.getLogger("ropewalk.http")
 
 
@@ -141,8 +139,7 @@ class Recorded:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         began, state = time.perf_counter(), state_of(scope)
-        given = header(scope, b"x-request-id") or b""
-        own = given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        own = choose_id(header(scope, b"x-request-id"))
         # A connection that was refused meanwhile has given it one already.
         shown = str(state.setdefault("id", own)).encode()
         sent = 0
@@ -265,23 +262,57 @@ class Admission:
             self._drain.in_flight -= 1
 
 
-class AllowedHosts:
-    """Refuses requests for other host names: a web page may aim such at a loopback port."""
+class Hosts:
+    """The names by which this server may be asked: a web page may aim others at a loopback port."""
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = frozenset(name.lower() for name in names)
+
+    def check(self, scope: Scope) -> None:
+        """Raises WrongHost."""
+        host = (header(scope, b"host") or b"").decode("latin-1").lower()
+        name = re.sub(r":[0-9]*\Z", "", host)
+        if name not in self._names:
+            raise WrongHost(
+                f"this server does not serve the host {quoted(name)}; use the server's own "
+                "name, or start it with --allowed-host"
+            )
+
+
+class AllowedHosts:
+    """Refuses requests for other host names."""
+
+    def __init__(self, app: ASGIApp, hosts: Hosts) -> None:
         self._app = app
-        self._hosts = frozenset(host.lower() for host in hosts)
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            host = (header(scope, b"host") or b"").decode("latin-1").lower()
-            name = re.sub(r":[0-9]*\Z", "", host)
-            if name not in self._hosts:
-                raise WrongHost(
-                    f"this server does not serve the host {quoted(name)}; use the server's own "
-                    "name, or start it with --allowed-host"
-                )
+            self._hosts.check(scope)
         return await self._app(scope, receive, send)
+
+
+class Keys:
+    """The API keys, each of them a client."""
+
+    def __init__(self, keys: Collection[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def client(self, scope: Scope) -> str:
+        """Whose key a request brings. Raises Unauthorized.
+
+        Anthropic's clients send a key as x-api-key, some of them beside another as a bearer's.
+        """
+        scheme, _, bearer = (header(scope, b"authorization") or b"").partition(b" ")
+        sent = (bearer if scheme.lower() == b"bearer" else b"", header(scope, b"x-api-key"))
+        given = [hashlib.sha256(key).digest() for key in sent if key]
+        if not given:
+            raise Unauthorized("the API key is missing; send the header Authorization: Bearer KEY")
+        # Compares every key, so that the time does not reveal which one matches.
+        matches = [own for own in self._digests for key in given if hmac.compare_digest(own, key)]
+        if not matches:
+            raise Unauthorized("this API key is not valid; check the Authorization header")
+        return matches[0].hex()
 
 
 class Auth:
@@ -291,32 +322,18 @@ class Auth:
     `shared_prefixes` is set.
     """
 
-    def __init__(self, app: ASGIApp, keys: Collection[str], shared_prefixes: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, shared_prefixes: bool) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._keys = keys
         self._shared = shared_prefixes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The path that the router sees, never a URL built from headers.
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            digest = self._match(header(scope, b"authorization"), header(scope, b"x-api-key"))
-            state = state_of(scope)
-            state["client"] = digest.hex()
-            state["salt"] = "" if self._shared else digest.hex()
+            client, state = self._keys.client(scope), state_of(scope)
+            state["client"] = client
+            state["salt"] = "" if self._shared else client
         return await self._app(scope, receive, send)
-
-    def _match(self, authorization: bytes | None, api_key: bytes | None) -> bytes:
-        """Anthropic's clients send a key as X-Api-Key, some beside another as a bearer's."""
-        scheme, _, bearer = (authorization or b"").partition(b" ")
-        sent = [key for key in (bearer if scheme.lower() == b"bearer" else b"", api_key) if key]
-        if not sent:
-            raise Unauthorized("the API key is missing; send the header Authorization: Bearer KEY")
-        # Compares every key, so that the time does not reveal which one matches.
-        given = [hashlib.sha256(key).digest() for key in sent]
-        matches = [own for own in self._digests for key in given if hmac.compare_digest(own, key)]
-        if not matches:
-            raise Unauthorized("this API key is not valid; check the Authorization header")
-        return matches[0]
 
 
 class BodyLimit:

@@ -427,6 +427,7 @@ class Server(uvicorn.Server):
             max_connections(),
             tls=self.config.ssl,
             handshake_seconds=HEAD_SECONDS,
+            shedder=self.lifespan.state.get("shedder"),
         )
         self._accepting = [
             asyncio.create_task(acceptor.accept(listener)) for listener in self._listeners

@@ -242,7 +242,9 @@ class Visit:
     def choose(self, model: str) -> None:
         """The body names the model. Raises QueueFull."""
         if self.model is None:
-            self._door.check(self.client, [model])
+            refusal = self._door.refusal_of(model, self.client)
+            if refusal is not None:
+                raise refusal
             self._door.count(self, -1)
             self.model = model
             self._door.count(self, 1)
@@ -270,6 +272,7 @@ class Door:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`outlook` is each model's, of the engine."""
+        self.refuses = False  # as it did with the last one who asked
         self._models = tuple(models)
         self._outlook = outlook
         self._clock = clock
@@ -280,17 +283,22 @@ class Door:
 
     def enter(self, client: str) -> Visit:
         """Raises QueueFull when no model would admit another request of this client in time."""
-        self.check(client, self._models)
+        refusal = self.refusal(client)
+        if refusal is not None:
+            raise refusal
         return Visit(self, client, self._models[0] if len(self._models) == 1 else None)
 
-    def check(self, client: str, models: Iterable[str]) -> None:
+    def refusal(self, client: str) -> QueueFull | None:
+        """Why another request of this client would not be let in, whatever its model."""
         refusals = []
-        for model in models:
-            refusal = self._refusal(client, model)
+        for model in self._models:
+            refusal = self.refusal_of(model, client)
             if refusal is None:
-                return
+                self.refuses = False
+                return None
             refusals.append(refusal)
-        raise min(refusals, key=lambda refusal: refusal.retry_after or 0)
+        self.refuses = True
+        return min(refusals, key=lambda refusal: refusal.retry_after or 0)
 
     def count(self, visit: Visit, change: int) -> None:
         waiting = self._waiting[visit.model]
@@ -298,7 +306,7 @@ class Door:
         if not waiting[visit.client]:
             del waiting[visit.client]
 
-    def _refusal(self, client: str, model: str) -> QueueFull | None:
+    def refusal_of(self, model: str, client: str) -> QueueFull | None:
         outlook, waiting = self._outlook(model), self._waiting[model]
         if outlook.idle and not waiting:
             self._appointments[model].forget()

@@ -25,7 +25,11 @@ class Run:
 def load(source, *flags):
     """A loaded model."""
     (loaded,) = load_models(
-        configured(str(source), "--max-model-len", str(CONTEXT), *flags), Metrics()
+        # Requests arrive when they are made, all at once.
+        configured(
+            str(source), "--max-model-len", str(CONTEXT), "--max-queue-time", "3600", *flags
+        ),
+        Metrics(),
     )
     return loaded
 

@@ -76,6 +76,7 @@ def test_every_encoding(encoding, stored, kernels):
 @pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.timeout(900)
 def test_a_thousand_requests(encoding, stored, seeded, kernels):
     assert_undisturbed(family(encoding), STORED[stored], 1000, PLACES, seeded=seeded)
 
