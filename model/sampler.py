@@ -1,7 +1,8 @@
 """From rows of logits to tokens: biases, penalties, truncation, one draw. Never sorts a row.
 
-Order: logit bias, repetition, presence and frequency penalties, forbidden tokens, temperature,
-top_k, top_p, min_p. Log-probabilities are the model's own, before all of these.
+Order: logit bias, repetition, presence and frequency penalties, forbidden tokens and those that a
+grammar does not allow, temperature, top_k, top_p, min_p. Log-probabilities are the model's own,
+before all of these.
 
 On a device, all rows are processed together, and no result is read until all work is queued: one
 copy brings everything back. Meanwhile the tokens can already be used on the device. A row's
@@ -36,6 +37,7 @@ class Ask:
     tokens: Sequence[int]  # prompt and generated tokens
     num_prompt: int
     uniform: float  # in [0, 1): selects the token; unused when greedy
+    allowed: bytes | None = None  # the only tokens that may be picked, a bit each, lowest first
 
     @property
     def changes_logits(self) -> bool:
@@ -46,17 +48,19 @@ class Ask:
             or params.repetition_penalty != 1
             or params.presence_penalty
             or params.frequency_penalty
-            or (self._generated < params.min_tokens and params.stop_ids)
+            or (self._forbids_stops and params.stop_ids)
         )
 
     @property
     def takes_largest(self) -> bool:
         """Whether the pick is simply the row's largest logit."""
-        return self.params.greedy and not self.changes_logits
+        return self.params.greedy and not self.changes_logits and self.allowed is None
 
     @property
-    def _generated(self) -> int:
-        return len(self.tokens) - self.num_prompt
+    def _forbids_stops(self) -> bool:
+        """Whether the answer is too short to end; `allowed` has been made with that in mind."""
+        short = len(self.tokens) - self.num_prompt < self.params.min_tokens
+        return short and self.allowed is None
 
     def changes(self) -> Mapping[int, tuple[float, float, float]]:
         """By token: a bias to add, the repetition penalty, and what to subtract after it.
@@ -73,7 +77,7 @@ class Ask:
         if params.presence_penalty or params.frequency_penalty:
             for token, count in Counter(self.tokens[self.num_prompt :]).items():
                 changes[token][2] = params.presence_penalty + params.frequency_penalty * count
-        if self._generated < params.min_tokens:
+        if self._forbids_stops:
             for token in params.stop_ids:
                 changes[token][2] = torch.inf
         return {token: (bias, penalty, less) for token, (bias, penalty, less) in changes.items()}
@@ -130,7 +134,7 @@ class Sampler:
         drawing = [i for i, ask in enumerate(asks) if not ask.takes_largest]
         if drawing:
             asked = [asks[i] for i in drawing]
-            wide = adjusted(taken(rows, drawing), asked)
+            wide = self.allow(adjusted(taken(rows, drawing), asked), asked)
             parts = [(drawing, self.draw(wide, asked, candidates))]
             others = [i for i, ask in enumerate(asks) if ask.takes_largest]
             if others:
@@ -145,6 +149,15 @@ class Sampler:
         values, tokens = rows.max(dim=-1)
         return values, tokens
 
+    def allow(self, rows: Tensor, asks: Sequence[Ask]) -> Tensor:
+        """Rows [S, vocab] with the logits of tokens that are not `allowed` at -inf."""
+        masks = masks_of(asks, rows.shape[-1])
+        if masks is None:
+            return rows
+        bits = 1 << torch.arange(8, dtype=torch.uint8, device=rows.device)
+        found = (masks.to(rows.device, non_blocking=True)[:, :, None] & bits).flatten(1)
+        return rows.masked_fill(found[:, : rows.shape[-1]] == 0, -torch.inf)
+
     def draw(self, rows: Tensor, asks: Sequence[Ask], candidates: int) -> Drawn:
         """Tokens of adjusted rows [S, vocab], and whether the candidates sufficed [S]."""
         parts = []
@@ -156,6 +169,18 @@ class Sampler:
             else:
                 parts.append((members, _among_all(some, rule)))
         return _joined(parts)
+
+
+def masks_of(asks: Sequence[Ask], vocab: int) -> Tensor | None:
+    """[S, bytes] uint8: a bit for each token that may be picked; None if all may be, everywhere."""
+    if all(ask.allowed is None for ask in asks):
+        return None
+    size = -(-vocab // 8)
+    every = b"\xff" * size
+    masks = [
+        every if ask.allowed is None else ask.allowed.ljust(size, b"\0")[:size] for ask in asks
+    ]
+    return torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).view(len(asks), size)
 
 
 def _joined(parts: Sequence[tuple[list[int], Drawn]]) -> Drawn:

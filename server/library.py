@@ -24,7 +24,12 @@ from ropewalk.server.launch.build import Loaded, engine_of, load_models
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.body import read_body
 from ropewalk.server.openai.choice import Choice, Piece
-from ropewalk.server.openai.requests import chat_prompt, choices_for, completion_prompts
+from ropewalk.server.openai.requests import (
+    chat_prompt,
+    choices_for,
+    compiled_grammar,
+    completion_prompts,
+)
 from ropewalk.server.openai.schemas import ChatBody, CompletionBody
 from ropewalk.server.scheduling.request import FinishReason, TokenEvent
 
@@ -144,15 +149,19 @@ class Model:
         source = prompt if isinstance(prompt, str) else list(prompt)
         # As JSON, so that what is accepted and refused is what a server accepts and refuses.
         given = json.loads(json.dumps({"messages" if chat else "prompt": source, **fields}))
+        body: ChatBody | CompletionBody
         if chat:
-            messages = read_body(ChatBody, given)
-            read = opened.wait(chat_prompt(messages, served))
-            return choices_for(messages, [read], served, salt="")[0]
-        body = read_body(CompletionBody, given)
-        if len(body.prompts) != 1:
-            raise UnsupportedField("prompt is a list of prompts; ask for one at a time", "prompt")
-        prompts = opened.wait(completion_prompts(body, served))
-        return choices_for(body, prompts, served, salt="")[0]
+            body = read_body(ChatBody, given)
+            prompts = [opened.wait(chat_prompt(body, served))]
+        else:
+            body = read_body(CompletionBody, given)
+            if len(body.prompts) != 1:
+                raise UnsupportedField(
+                    "prompt is a list of prompts; ask for one at a time", "prompt"
+                )
+            prompts = opened.wait(completion_prompts(body, served))
+        grammar = opened.wait(compiled_grammar(body, prompts[0], served))
+        return choices_for(body, prompts, served, salt="", grammar=grammar)[0]
 
     def _pieces(self, choice: Choice) -> Iterator[Piece]:
         opened = self._opened()

@@ -1,5 +1,6 @@
 """The commands of README.md and docs/serving.md: each is run, or would be understood."""
 
+import json
 import os
 import re
 import shlex
@@ -137,6 +138,11 @@ def test_curl_line_is_answered(command: str, address: str) -> None:
     elif '"stream": true' in command:
         assert done.stdout.rstrip().endswith("data: [DONE]")
         assert '"completion_tokens"' in done.stdout
+    elif '"tools"' in command:
+        (choice,) = json.loads(done.stdout)["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert choice["finish_reason"] == "tool_calls" and call["function"]["name"] == "weather"
+        assert set(json.loads(call["function"]["arguments"])) >= {"city"}
     elif "France" in command:
         assert "Paris" in done.stdout
     else:

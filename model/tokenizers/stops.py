@@ -41,40 +41,6 @@ class StopFinder:
         return None
 
 
-class StopText:
-    """Text that goes on up to a stop string. Held back is what may still become part of one."""
-
-    stopped_by: str | None  # the stop string
-
-    def __init__(self, stops: Sequence[str], *, include_stop: bool) -> None:
-        self.stopped_by = None
-        self._finder = StopFinder(stops) if stops else None
-        self._include_stop = include_stop
-        self._held = ""
-
-    def push(self, text: str) -> str:
-        """The text that is certain with this piece; empty once stopped."""
-        if self._finder is None:
-            return text
-        if self.stopped_by is not None:
-            return ""
-        ready = self._held + text
-        found = self._finder.feed(text)
-        if found is not None:
-            self.stopped_by = found.stop
-            self._held = ""
-            end = len(ready) - len(text) + found.end
-            return ready[:end] if self._include_stop else ready[: end - len(found.stop)]
-        keep = len(ready) - self._finder.pending
-        self._held = ready[keep:]
-        return ready[:keep]
-
-    def finish(self) -> str:
-        """The rest; empty once stopped."""
-        held, self._held = self._held, ""
-        return held
-
-
 def _advance(stop: str, borders: list[int], matched: int, character: str) -> int:
     while matched and stop[matched] != character:
         matched = borders[matched - 1]

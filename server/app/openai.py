@@ -22,6 +22,7 @@ from ropewalk.server.openai.requests import (
     chat_prompt,
     choices_for,
     combined_salt,
+    compiled_grammar,
     completion_prompts,
 )
 from ropewalk.server.openai.responses import ChatWire, CompletionWire, TokenIds, Wire
@@ -60,7 +61,9 @@ class Serving:
     ) -> Generation:
         state = state_of(request.scope)
         salt = combined_salt(state.get("salt", ""), body.cache_salt)
-        make = partial(choices_for, body, prompts, served, salt, state.get("client", ""))
+        client = state.get("client", "")
+        grammar = await compiled_grammar(body, prompts[0], served)
+        make = partial(choices_for, body, prompts, served, salt, client, grammar)
         answer = Answer(
             model=served.name,
             choices=await off_loop(make, len(prompts) * body.n, MANY),

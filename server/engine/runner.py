@@ -5,6 +5,7 @@ A request whose rows of logits are broken fails alone.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from logging import getLogger
 from math import isfinite
 
@@ -15,7 +16,7 @@ from ropewalk.cache.kv import KVCache
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.tensors import tensor_on
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.sampler import Ask, Picked, Sampler, ranked
+from ropewalk.model.sampler import Ask, Picked, Picking, Sampler, ranked
 from ropewalk.server.engine.batch import PromptRows, Sample, StepBatch, StepBatches
 from ropewalk.server.errors import NumericalError, RequestFailed
 from ropewalk.server.scheduling.request import Request, Sampled, TokenLogprob, Work
@@ -26,12 +27,20 @@ log = getLogger(__name__)
 class Sampling:
     """A `sample` that is under way on the device, for requests none of which `needs_host`.
 
-    logits [S, vocab]: one row of each request, in the order of `batch.samples`.
+    logits [S, vocab]: one row of each request, in the order of `batch.samples`. With a grammar, it
+    begins when its tokens are first asked for: what may come next depends on the tokens of the
+    step before, which are known by then, and were looked at while the device computed `logits`.
     """
 
     def __init__(self, logits: Tensor, batch: StepBatch, sampler: Sampler) -> None:
         self._requests = [each.request for each in batch.samples]
-        self._picking = sampler.begin(logits, [_ask(each) for each in batch.samples])
+        self._begin = lambda: sampler.begin(logits, [_ask(each) for each in batch.samples])
+        if all(request.matcher is None for request in self._requests):
+            _ = self._picking
+
+    @cached_property
+    def _picking(self) -> Picking:
+        return self._begin()
 
     def tokens(self, requests: Sequence[Request]) -> Tensor:
         """The tokens of some of its requests, [S] on the device, perhaps not picked yet."""
@@ -124,7 +133,8 @@ def _sample_rows(logits: Tensor, batch: StepBatch, sampler: Sampler) -> dict[str
 def _ask(sample: Sample) -> Ask:
     request = sample.request
     uniform = 0.0 if request.params.greedy else request.draw(sample.place)
-    return Ask(request.params, request.tokens, request.num_prompt, uniform)
+    allowed = request.matcher and request.matcher.allowed(request.params, sample.place)
+    return Ask(request.params, request.tokens, request.num_prompt, uniform, allowed)
 
 
 def _sampled_together(rows: Tensor, asks: Sequence[Ask], sampler: Sampler) -> list[Sampled] | None:

@@ -112,7 +112,7 @@ class Statistics:
         self._meter = meter
         self._clock = clock
         self._began = 0.0
-        self._before = (0, 0)
+        self._before = (0, 0, 0)
         self._last_token: dict[str, float] = {}
         self._flushed = 0  # blocks, since the last step
         self._moves = Moves()  # counted so far
@@ -140,7 +140,7 @@ class Statistics:
         audit: AuditCounts,
         timed: tuple[PassTimes, ...],
     ) -> StepStats:
-        computed, evicted = self._totals()
+        computed, evicted, forced = self._totals()
         gaps = self._gaps(events)
         written = sum(work.rows for work in plan.work)
         generated = {event.request_id for event in events if event.token is not None}
@@ -154,7 +154,8 @@ class Statistics:
             batch_requests=len(plan.work),
             computed_prompt_tokens=computed - self._before[0],
             cached_prompt_tokens=sum(request.cached for request in plan.admitted),
-            generated_tokens=len(generated),
+            generated_tokens=sum(event.token is not None for event in events),
+            forced_tokens=forced - self._before[2],
             written_entries=written * self._kv.entries_per_token,
             written_bytes=written * self._kv.bytes_per_token,
             preemptions=plan.preempted,
@@ -185,8 +186,13 @@ class Statistics:
             ended=tuple(self._scheduler.drain_ended()),
         )
 
-    def _totals(self) -> tuple[int, int]:
-        return self._scheduler.computed_prompt_tokens, self._manager.evicted_blocks
+    def _totals(self) -> tuple[int, int, int]:
+        scheduler = self._scheduler
+        return (
+            scheduler.computed_prompt_tokens,
+            self._manager.evicted_blocks,
+            scheduler.forced_tokens,
+        )
 
     def _gaps(self, events: Sequence[TokenEvent]) -> tuple[float, ...]:
         """Seconds since the previous token of each request that got one now."""

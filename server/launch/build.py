@@ -46,6 +46,7 @@ from ropewalk.server.metrics.compat import ALIASES
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import EncoderDecoderTokens, Models, Served
 from ropewalk.server.scheduling.request import Limits
+from ropewalk.server.structured.compiler import Grammars
 from ropewalk.server.terminal import discard_output
 from ropewalk.server.tools.conventions import NO_TEMPLATE, conventions_of
 
@@ -376,6 +377,11 @@ def _served(
             else None
         ),
         max_at_once=limits.max_seqs + limits.most_queue,
+        grammars=(
+            None
+            if isinstance(shape, EncoderDecoderConfig)
+            else Grammars(checkpoint.tokenizer, vocab_size, checkpoint.stop_ids)
+        ),
         details={
             "architecture": facts.architecture,
             "vocab_size": vocab_size,

@@ -199,12 +199,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "functions": _EMPTY,
     "grammar": (),
-    "guided_choice": (),
     "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
     "json_schema": (),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
@@ -217,9 +212,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "regex": (),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": _EMPTY,
     "tool_choice": ("none", "auto"),
     "tools": _EMPTY,
@@ -319,17 +312,16 @@ def refusal(details: ErrorDetails) -> InvalidField:
     return InvalidField(f"{path} {message}", path)
 
 
+_UNIONS = ("prompt", "content", "tool_choice")
+
+
 def _path(location: tuple[int | str, ...]) -> str:
     """("messages", 0, "content", "parts", 1, "text") as messages[0].content[1].text"""
     path = ""
     for index, step in enumerate(location):
         if isinstance(step, int):
             path += f"[{step}]"
-        elif (
-            step == "[key]"
-            or step.startswith("<")
-            or (index and location[index - 1] in ("prompt", "content"))
-        ):
+        elif step == "[key]" or step.startswith("<") or (index and location[index - 1] in _UNIONS):
             continue  # the tag of the union, not something the client wrote
         else:
             safe = step if re.fullmatch(r"[A-Za-z0-9_]{1,64}", step) else "?"

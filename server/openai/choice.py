@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from ropewalk.model.tokenizers.base import Detokenizer, Tokenizer
-from ropewalk.model.tokenizers.stops import StopText
+from ropewalk.model.tokenizers.base import Detokenizer, StopText, Tokenizer
 from ropewalk.server.scheduling.request import FinishReason, Request, TokenEvent, TokenLogprob
 from ropewalk.server.tools.parser import Delta, Parser
 
@@ -140,7 +139,7 @@ class Choice:
             piece.tokens.append(event.token)
             if self._scores:
                 piece.scored.append((event.token, event.logprob))
-            if event.finish is FinishReason.STOP:
+            if event.finish is FinishReason.STOP and event.token in self.request.params.stop_ids:
                 if event.token in self._stop_token_ids:
                     piece.stop_reason = event.token
             else:

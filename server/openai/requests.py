@@ -28,11 +28,15 @@ from ropewalk.server.openai.schemas import (
 )
 from ropewalk.server.openai.served_models import Served
 from ropewalk.server.scheduling.request import Overflow, Request, check_length
-from ropewalk.server.structured.grammar import Grammar
+from ropewalk.server.structured.compiler import Compiled
+from ropewalk.server.structured.grammar import Grammar, Kind
+from ropewalk.server.tools.conventions import Told
+from ropewalk.server.tools.grammars import calls_or_form, strict_calls
 from ropewalk.server.tools.parser import Parser
 from ropewalk.server.tools.prompts import template_input
 
 DEFAULT_COMPLETION_TOKENS = 16
+JSON_KINDS = (Kind.JSON_OBJECT, Kind.JSON_SCHEMA)
 MAX_BYTES_PER_TOKEN = 16
 MAX_SCORES = 1 << 21  # log-probabilities of prompts in one answer, some 100 bytes each
 RENDER_SECONDS = 4.0  # until a chat must be rendered, the wait for others included
@@ -230,14 +234,64 @@ def _max_tokens(body: GenerationBody, served: Served, num_prompt: int) -> int:
     return wanted
 
 
+async def compiled_grammar(
+    body: CompletionBody | ChatBody, prompt: Prompt, served: Served
+) -> Compiled | None:
+    """What the answers must satisfy, if anything. Raises InvalidField, or QueueFull."""
+    grammar = _chat_grammar(body, prompt, served) if isinstance(body, ChatBody) else body.grammar
+    if grammar is None:
+        return None
+    if served.grammars is None:
+        raise UnsupportedField(
+            f"{grammar.param} is not possible with {served.name}, an encoder-decoder; leave it out",
+            grammar.param,
+        )
+    return await served.grammars.compile(grammar)
+
+
+def _chat_grammar(body: ChatBody, prompt: Prompt, served: Served) -> Grammar | None:
+    """Calls where they must be, or of strict functions; else the form that the body asks for."""
+    form, format = body.grammar, served.conventions.format
+    tools = [tool.function for tool in body.told_tools]
+    if body.tool_choice in ("none", "auto"):
+        if form is None:
+            if not any(tool.strict for tool in tools):
+                return None
+            schemas = {tool.name: tool.parameters or {} if tool.strict else {} for tool in tools}
+            return strict_calls(schemas, format, served.tokenizer, served.stop_ids)
+        if form.kind not in JSON_KINDS and tools:
+            raise InvalidField(
+                f"{form.param} cannot be combined with tools, unless they are required; send one "
+                "of them",
+                form.param,
+            )
+        if form.kind not in JSON_KINDS or not (tools or format.think):
+            return form
+    else:
+        form = None
+    named = body.named_tool
+    # A model that was not taught to call repeats itself where it may call again.
+    taught = served.conventions.told is not Told.TEXT
+    return calls_or_form(
+        {tool.name: tool.parameters or {} for tool in tools if named in (None, tool.name)},
+        format,
+        served.tokenizer,
+        served.stop_ids,
+        thinking=prompt.thinking,
+        several=body.parallel_tool_calls and taught and named is None,
+        form=form,
+    )
+
+
 def choices_for(
     body: CompletionBody | ChatBody,
     prompts: Sequence[Prompt],
     served: Served,
     salt: str,
     client: str = "",
+    grammar: Compiled | None = None,
 ) -> list[Choice]:
-    """`n` choices per prompt, each with its own request and random numbers."""
+    """`n` choices per prompt, each with its own request, random numbers and place in `grammar`."""
     _check_count(body, prompts, served)
     _check_scores(body, prompts)
     arrival = time.monotonic()
@@ -245,7 +299,6 @@ def choices_for(
     group = uuid.uuid4().hex if len(prompts) * body.n > 1 else ""
     for prompt in prompts:
         params = sampling_params(body, served, len(prompt.tokens))
-        grammar = _grammar(body, prompt, served)
         first: str | None = None  # the prompt's first request, from which the others fork
         for _ in range(body.n):
             index = len(choices)
@@ -259,7 +312,7 @@ def choices_for(
                 num_prompt=len(tokens),
                 source=source,
                 params=params,
-                grammar=grammar,
+                matcher=grammar and grammar.begin(),
                 arrival=arrival,
                 rng=choice_rng(body.seed, index),
                 salt=salt,
@@ -292,28 +345,11 @@ def _parser(body: CompletionBody | ChatBody, prompt: Prompt, served: Served) -> 
     format = served.conventions.format
     if not isinstance(body, ChatBody) or not (body.told_tools or format.think or format.noise):
         return None
+    if body.grammar is not None and body.grammar.kind not in JSON_KINDS and not body.told_tools:
+        return None
     single = not body.parallel_tool_calls or body.named_tool is not None
     tools = _schemas(body)
     return Parser(format, tools, thinking=prompt.thinking, single=single)
-
-
-def _grammar(body: CompletionBody | ChatBody, prompt: Prompt, served: Served) -> Grammar | None:
-    """What an answer has to satisfy; None: anything goes."""
-    if not isinstance(body, ChatBody) or body.tool_choice in ("none", "auto"):
-        return None
-    from ropewalk.server.tools.grammars import required_calls
-
-    tools = _schemas(body)
-    if body.named_tool is not None:
-        tools = {body.named_tool: tools[body.named_tool]}
-    return required_calls(
-        tools,
-        served.conventions.format,
-        served.tokenizer,
-        thinking=prompt.thinking,
-        may_think=body.variables.get("enable_thinking") is not False,
-        several=body.parallel_tool_calls and body.named_tool is None,
-    )
 
 
 def _schemas(body: ChatBody) -> dict[str, Mapping[str, Any]]:

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from ropewalk.server.errors import InvalidField, MissingField
+from ropewalk.server.structured.fields import StructuredFields
 
 MAX_PROMPTS = 1024
 MAX_STOP_IDS = 128
@@ -116,7 +117,7 @@ class StreamOptions(_Strict):
     include_obfuscation: Literal[False] = False
 
 
-class GenerationBody(_Strict):
+class GenerationBody(StructuredFields, _Strict):
     """What completions and chat share."""
 
     model: str | None = None
@@ -231,6 +232,7 @@ FunctionName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_.:/-]{1,128}\z")]
 class CalledFunction(_Strict):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str = ""
+    parsed_arguments: Any = None  # the openai package's own reading of them
 
 
 class ToolCall(_Strict):
@@ -253,6 +255,7 @@ class Message(_Strict):
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_CALLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    parsed: Any = None  # the openai package's own reading of the content
 
     def plain(self) -> dict[str, Any]:
         """As a chat template reads it, with OpenAI's newer role "developer" as "system"."""
@@ -268,7 +271,7 @@ class Message(_Strict):
 
 _SHOWN: Any = {
     **dict.fromkeys(("name", "reasoning", "reasoning_content", "tool_call_id"), True),
-    "tool_calls": {"__all__": {"id", "type", "function"}},
+    "tool_calls": {"__all__": {"id": True, "type": True, "function": {"name", "arguments"}}},
 }
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ropewalk.model.chat.template import ChatTemplate
 from ropewalk.model.tokenizers.base import Tokenizer
 from ropewalk.server.errors import ModelNotFound, quoted
+from ropewalk.server.structured.compiler import Grammars
 from ropewalk.server.tools.conventions import NO_TEMPLATE, Conventions
 
 
@@ -43,6 +44,7 @@ class Served:
     aliases: tuple[str, ...] = ()  # further names that requests may give
     max_at_once: int | None = None  # answers that an idle engine takes; None: any number
     conventions: Conventions = NO_TEMPLATE  # of the chat template
+    grammars: Grammars | None = None  # None: answers cannot be held to one
 
     def room(self, num_prompt: int) -> int:
         """The most tokens that an answer to a prompt of that length can have."""

@@ -11,7 +11,7 @@ from ropewalk.cache.types import OpReport
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import PromptTooLong, ServeError
-from ropewalk.server.structured.grammar import Grammar
+from ropewalk.server.structured.matcher import Matcher
 
 
 class FinishReason(StrEnum):
@@ -52,7 +52,7 @@ class Request:
     params: SamplingParams
     arrival: float  # time.monotonic() when the server received it
     rng: random.Random
-    grammar: Grammar | None = None  # what the answer must satisfy
+    matcher: Matcher | None = None  # follows the answer through the grammar it must satisfy
     source: tuple[int, ...] = ()  # what an encoder reads; `tokens` then begin with a start token
     salt: str = ""  # prefixes are shared only between equal salts
     client: str = ""  # who sent it, as far as API keys tell
@@ -331,6 +331,7 @@ class StepStats:
     running: int = 0
     waiting: int = 0
     batch_requests: int = 0
+    forced_tokens: int = 0  # of the generated ones, those that a grammar left no choice about
     computed_prompt_tokens: int = 0  # once per request: recomputation after preemption excluded
     cached_prompt_tokens: int = 0  # found in the cache, of prefix_queried_tokens
     generated_tokens: int = 0

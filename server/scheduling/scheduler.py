@@ -15,7 +15,7 @@ from typing import TypeVar
 from ropewalk.cache.block_pool import InvariantError
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.types import Fork, NoRoom, OpReport
-from ropewalk.server.errors import CacheChanged, InvalidField, ServeError
+from ropewalk.server.errors import CacheChanged, InvalidField, RequestFailed, ServeError
 from ropewalk.server.scheduling.context_shift import CacheOperations, ContextShifter
 from ropewalk.server.scheduling.queue import Appointments, Pace, Turns, no_place, no_time
 from ropewalk.server.scheduling.request import (
@@ -90,6 +90,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.computed_prompt_tokens = 0  # running total, recomputation excluded
+        self.forced_tokens = 0  # running total of tokens that grammars added without a draw
         self._cache = cache
         self._operations = operations
         self._shifter = ContextShifter(operations, cache.block_size, limits.max_context, clock)
@@ -358,7 +359,7 @@ class Scheduler:
                 continue
             self._advance(work)
             if result is not None and samples:
-                events.append(self._append(request, result, now))
+                events += self._extend(request, result, now)
         return events
 
     def drain_ended(self) -> list[RequestSummary]:
@@ -606,7 +607,33 @@ class Scheduler:
         if work.start < request.num_prompt <= request.computed:
             self._no_room = None  # a waiting request with the same prompt now needs fewer blocks
 
-    def _append(self, request: Request, result: Sampled, now: float) -> TokenEvent:
+    def _extend(self, request: Request, result: Sampled, now: float) -> list[TokenEvent]:
+        """Add its token, and those that its grammar has follow it."""
+        forced: list[int] = []
+        if request.matcher is not None:
+            try:
+                forced = request.matcher.advance(result.token, self._most_forced(request))
+            except RequestFailed as error:
+                self._end(request, FinishReason.ERROR, now)
+                return [_failure(request, error)]
+        results = [result, *map(Sampled, forced)]
+        events = []
+        for each in results:
+            events.append(self._append(request, each, now, last=each is results[-1]))
+            if events[-1].finish is not None:
+                break
+        self.forced_tokens += len(events) - 1
+        return events
+
+    def _most_forced(self, request: Request) -> int:
+        """None where each token's scores are wanted; else less than would fill the context, where
+        a token at a time is dropped or ends the answer."""
+        if request.params.logprobs is not None:
+            return 0
+        return max(0, self._limits.max_context - request.context_length - 2)
+
+    def _append(self, request: Request, result: Sampled, now: float, *, last: bool) -> TokenEvent:
+        """last: whether its grammar, if any, has come no further than this token."""
         request.tokens.append(result.token)
         self._turns.charge(request.client, 1)
         first = request.first_token is None
@@ -614,6 +641,8 @@ class Scheduler:
             request.first_token = now
         wants_prompt = first and request.params.prompt_logprobs is not None
         finish = self._finish_reason(request)
+        if finish is None and last and request.matcher is not None and request.matcher.finished:
+            finish = FinishReason.STOP
         if finish is not None:
             self._end(request, finish, now)
         return TokenEvent(

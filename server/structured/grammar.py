@@ -1,7 +1,12 @@
-"""What an answer has to look like. Plain data: no library of grammars."""
+"""What an answer has to look like. Plain data: knows no library of grammars."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
+
+MAX_TEXT = 1 << 18  # characters of a grammar; the largest published schemas in use have some 50,000
+WHITESPACE = r" |\n[ \t]{0,32}"  # any number of them would let small models write nothing else
 
 
 class Kind(StrEnum):
@@ -9,7 +14,7 @@ class Kind(StrEnum):
 
     JSON_OBJECT = "json_object"  # any JSON object; no text
     JSON_SCHEMA = "json_schema"  # JSON
-    REGEX = "regex"
+    REGEX = "regex"  # of the whole answer, in the dialect of Rust's regex
     CHOICE = "choice"  # a JSON array of strings
     LARK = "lark"
     GBNF = "gbnf"
@@ -17,7 +22,20 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Whoever wants one writes it down; server/structured/compiler.py reads and checks it."""
+    """Not checked yet: `Grammars.compile` does that.
+
+    whitespace: a regular expression of what may stand between the parts of JSON; None: a space, or
+    a line break with an indentation.
+    """
 
     kind: Kind
     text: str = ""
+    whitespace: str | None = None
+    param: str = field(default="response_format", compare=False)  # the client's field, for errors
+
+
+def spaced(schema: Mapping[str, Any], whitespace: str | None = None) -> dict[str, Any]:
+    """A JSON schema that tells llguidance which white space may stand between the parts of JSON."""
+    pattern = WHITESPACE if whitespace is None else whitespace
+    own = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
+    return {**schema, "x-guidance": {**own, **schema.get("x-guidance", {})}}

@@ -140,12 +140,15 @@ def _different(
     plain = render([_USER, {"role": "assistant", "content": _TEXT}], **tools)
     start, _, turn_end = plain.partition(_TEXT)
     start = _common_prefix(start, shown)
-    one, two = (
-        re.search(rf'{name}(.*?)(\{{\s*"{_KEY}"\s*:\s*"{value}"\s*\}})', shown, re.DOTALL)
-        for name, value in zip(_NAMES, _VALUES, strict=True)
-    )
-    if one is None or two is None or one.start() < len(start) or two.start() < one.end():
-        return None
+    place, found = len(start), []
+    for name, value in zip(_NAMES, _VALUES, strict=True):
+        call = re.compile(rf'{name}(.*?)(\{{\s*"{_KEY}"\s*:\s*"{value}"\s*\}})', re.DOTALL)
+        match = call.search(shown, place)
+        if match is None:
+            return None
+        found.append(match)
+        place = match.end()
+    one, two = found
     ahead = shown[len(start) : one.start()]  # begin and before
     amid = shown[one.end() : two.start()]  # after, between and before
     behind = shown[two.end() :].removesuffix(turn_end)  # after and end

@@ -44,7 +44,8 @@ class Format:
     A call begins with one of `opens` and ends with `close`, or where its JSON ends if that is
     empty. `written` is a form of it that the parser reads too. With `bare`, JSON that begins an
     answer and names a tool is a call. `quote` is around strings of arguments; where it is not
-    JSON's, keys have none. Text between `think` is reasoning, and `noise` is no text at all.
+    JSON's, keys have none. Text between `think` is reasoning, `turn` is what follows it, `text`
+    what is before an answer in words, and `noise` is no text at all.
     """
 
     opens: tuple[str, ...] = ("<tool_call>",)
@@ -54,6 +55,8 @@ class Format:
     bare: bool = False
     quote: str = '"'
     think: tuple[str, str] | None = None
+    turn: str = ""
+    text: str = ""
     noise: tuple[str, ...] = ()
 
     @property
@@ -89,6 +92,8 @@ KNOWN: Sequence[tuple[tuple[str, ...], Format]] = (
                 between="<|start|>assistant",
             ),
             think=("<|channel|>analysis<|message|>", "<|end|>"),
+            turn="<|start|>assistant",
+            text="<|channel|>final<|message|>",
             noise=(
                 "<|start|>assistant",
                 "<|channel|>final<|message|>",

@@ -1,79 +1,124 @@
-"""Grammars for answers that must call: the family's markers around arguments of their schema."""
+"""Grammars of answers with calls: the family's markers around arguments that satisfy a schema."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ropewalk.model.tokenizers.base import Tokenizer
-from ropewalk.server.structured.grammar import Grammar, Kind
+from ropewalk.server.structured.grammar import Grammar, Kind, spaced
 from ropewalk.server.tools.formats import SPECIAL, Format
 
+Schemas = Mapping[str, Mapping[str, Any]]  # of arguments, by the functions' names
 
-def required_calls(
-    tools: Mapping[str, Mapping[str, Any]],
+MAX_CALLS = 16  # that an answer has to consist of
+
+
+def calls_or_form(
+    schemas: Schemas,
     format: Format,
     tokenizer: Tokenizer,
+    ends: Collection[int],
     *,
     thinking: bool,
     several: bool,
-    may_think: bool,
+    form: Grammar | None = None,
 ) -> Grammar:
-    """One call of one of the tools, or `several`, after reasoning if there is any.
+    """One call or `several`, or JSON of that form, and nothing else but reasoning before.
 
-    tools: names and their arguments' schemas. thinking: the prompt ends within reasoning, which
-    may_think allows to begin, too.
+    ends: tokens that end an answer. thinking: the prompt ends within reasoning.
     """
-
-    def spelled(text: str) -> str:
-        return _spelled(text, tokenizer)
-
+    lark = _Lark(tokenizer, ends)
     written = format.written
-    rules = []
-    for index, (name, schema) in enumerate(tools.items()):
-        head = spelled(f"{written.before}{name}{written.middle}")
-        rules.append(f"call_{index}: {head} arguments_{index} {spelled(written.after)}")
-        rules.append(f"arguments_{index}: %json {json.dumps(_object(schema))}")
-    calls = " | ".join(f"call_{index}" for index in range(len(tools)))
-    more = f"({spelled(written.between)} call)*" if several else ""
-    start = f"{spelled(written.begin)} call {more} {spelled(written.end)}"
-    if format.think is not None and (thinking or may_think):
-        opened, closed = format.think
-        reasoning = f"THOUGHT {spelled(closed)} {_turn(format, tokenizer)} /\\n*/"
-        start = f"{reasoning if thinking else f'({spelled(opened)} {reasoning})?'} {start}"
-        rules.append(r"THOUGHT: /(.|\n)*/")
-    return Grammar(
-        Kind.LARK, "\n".join(("%llguidance {}", f"start: {start}", f"call: {calls}", *rules))
-    )
+    answers = []
+    if schemas:
+        more = f"({lark.spelled(written.between)} call){{0,{MAX_CALLS - 1}}}" if several else ""
+        answers.append(f"{lark.spelled(written.begin)} call {more} {lark.spelled(written.end)}")
+    if form is not None:
+        schema = json.loads(form.text or '{"type": "object"}')
+        schema = spaced(schema, form.whitespace) if isinstance(schema, dict) else {}
+        answers.append(f"{lark.spelled(format.text)} form")
+        lark.rules.append(f"form: %json {json.dumps(schema)}")
+    start = f"({' | '.join(answers)})"
+    if format.think is not None:
+        opened, closed = map(lark.spelled, format.think)
+        turn = lark.spelled(format.turn) if format.turn else r"/\n{1,2}/?"
+        reasoning = f"{lark.up_to('thought', closed)} {turn}"
+        start = f"{reasoning if thinking else f'({opened} {reasoning})?'} {start}"
+    call = lark.call(schemas, format, written.before) if schemas else ""
+    return lark.grammar(start, call, "tools" if form is None else form.param)
+
+
+def strict_calls(
+    schemas: Schemas, format: Format, tokenizer: Tokenizer, ends: Collection[int]
+) -> Grammar | None:
+    """Free text, in which whatever begins as a call is one. None where nothing begins it."""
+    lark = _Lark(tokenizer, ends)
+    written = format.written
+    text = f"{written.begin}{written.before}"
+    trigger = next((each for each in format.opens if text.startswith(each)), None)
+    if trigger is None:
+        return None
+    begun = text.removeprefix(trigger)
+    inside = written.begin.startswith(trigger)
+    head = written.begin.removeprefix(trigger) if inside else ""
+    more = f"({lark.spelled(written.between)} call)*" if inside else ""
+    calls = f"{lark.spelled(head)} call {more} {lark.spelled(written.end)}"
+    start = f"({lark.up_to('free', lark.spelled(trigger))} {calls})* TEXT"
+    call = lark.call(schemas, format, written.before if inside else begun)
+    return lark.grammar(start, call, "tools")
+
+
+class _Lark:
+    """Lark as llguidance reads it. Special tokens stand in it by their ids."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: Collection[int]) -> None:
+        self.rules = [r"TEXT: /(.|\n)*/"]
+        self._tokenizer = tokenizer
+        self._ends = ends
+
+    def grammar(self, start: str, call: str, param: str) -> Grammar:
+        rules = ("%llguidance {}", f"start: {start}", f"call: {call}" if call else "", *self.rules)
+        return Grammar(Kind.LARK, "\n".join(rules), param=param)
+
+    def call(self, schemas: Schemas, format: Format, before: str) -> str:
+        for index, (name, schema) in enumerate(schemas.items()):
+            head = self.spelled(f"{before}{name}{format.written.middle}")
+            arguments = f"%json {json.dumps(_object(schema))}"
+            after = self.spelled(format.written.after)
+            self.rules.append(f"call_{index}: {head} arguments_{index} {after}")
+            self.rules.append(f"arguments_{index}: {arguments}")
+        return " | ".join(f"call_{index}" for index in range(len(schemas)))
+
+    def up_to(self, name: str, end: str) -> str:
+        """Any text and its end: a text that is looked for, or special tokens, which no text is."""
+        if not end.startswith('"'):
+            return f"TEXT {end}"
+        self.rules.append(f"{name}[lazy]: TEXT {end}")
+        return name
+
+    def spelled(self, text: str) -> str:
+        """The text, but for tokens that end an answer: those may follow any complete one."""
+        parts: list[str] = []
+        plain = ""
+        for part in re.split(f"({SPECIAL.pattern})", text):
+            token = self._special(part)
+            if token is None:
+                plain += part
+                continue
+            parts += [json.dumps(plain)] * bool(plain)
+            parts += [f"<[{token}]>"] * (token not in self._ends)
+            plain = ""
+        return " ".join(parts + [json.dumps(plain)] * bool(plain))
+
+    def _special(self, name: str) -> int | None:
+        if SPECIAL.fullmatch(name):
+            tokens = self._tokenizer.encode(name, bos=False)
+            if len(tokens) == 1 and not self._tokenizer.token_bytes(tokens[0], first=False):
+                return tokens[0]
+        return None
 
 
 def _object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Arguments are an object, whether or not their schema says so."""
-    return schema if "type" in schema else {"type": "object", **schema}
-
-
-def _turn(format: Format, tokenizer: Tokenizer) -> str:
-    return (
-        _spelled(format.noise[0], tokenizer) if format.noise[:1] == ("<|start|>assistant",) else ""
-    )
-
-
-def _spelled(text: str, tokenizer: Tokenizer) -> str:
-    """Text as Lark has it: special tokens by their ids, the rest in quotes."""
-    parts: list[str] = []
-    plain = ""
-    for part in re.split(f"({SPECIAL.pattern})", text):
-        token = _special(part, tokenizer) if SPECIAL.fullmatch(part) else None
-        if token is None:
-            plain += part
-            continue
-        parts += [json.dumps(plain)] * bool(plain) + [f"<[{token}]>"]
-        plain = ""
-    return " ".join(parts + [json.dumps(plain)] * bool(plain))
-
-
-def _special(name: str, tokenizer: Tokenizer) -> int | None:
-    tokens: Sequence[int] = tokenizer.encode(name, bos=False)
-    if len(tokens) == 1 and not tokenizer.token_bytes(tokens[0], first=False):
-        return tokens[0]
-    return None
+    return spaced(schema if "type" in schema else {"type": "object", **schema})

@@ -24,7 +24,6 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 _LITERAL = re.compile(r"[\w+\-.]+")
 _BETWEEN = re.compile(r"[\w+\-.\s,:]+")
 _WORD = re.compile(r"[^\s,:{}\[\]<]+")  # of arguments with other quotes than JSON's
-_NAME = re.compile(r"[^\s<\[{]+")
 _NAMES = ("name", "function", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}
@@ -233,8 +232,9 @@ class Parser:
 
     def _named(self) -> Reading[bool]:
         call = _Call()
-        name = ""
-        while run := (yield from self._run(_NAME)):
+        name, middle = "", self._format.written.middle
+        pattern = re.compile(rf"[^\s<\[{{{re.escape(middle[:1])}]+")
+        while run := (yield from self._run(pattern)):
             name += run
         self._start(call, name)
         end = yield from self._until(_Markers(("{", *self._ends.all)), _ignore)

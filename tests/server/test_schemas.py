@@ -165,7 +165,6 @@ def test_null_means_not_given():
 @pytest.mark.parametrize(
     ("name", "neutral"),
     [
-        ("response_format", {"type": "text"}),
         ("tools", []),
         ("tool_choice", "none"),
         ("suffix", ""),
@@ -200,10 +199,8 @@ def test_neutral_values_of_unsupported_fields_are_accepted(name, neutral):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("guided_json", {}),
         ("grammar", "x"),
         ("chat_template", "{{ x }}"),
         ("lora_request", "x"),

@@ -76,6 +76,7 @@ class ScriptedEngine:
         self.failure_at: tuple[int, Exception] | None = None
         self.cached = 0
         self.ahead = Outlook()
+        self.context = CONTEXT
 
     def start(self) -> None:
         self.started = True
@@ -96,7 +97,7 @@ class ScriptedEngine:
         self.models.append(model)
         if self.refuse is not None:
             raise self.refuse
-        if any(len(request.tokens) >= CONTEXT for request in requests):
+        if any(len(request.tokens) >= self.context for request in requests):
             raise PromptTooLong("too long for the engine")
         self.requests += requests
         self.live += len(requests)

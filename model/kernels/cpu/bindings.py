@@ -154,6 +154,13 @@ class Kernels:
         self._function("largest", logits.dtype)(_as_c(logits), values, tokens, *sizes)
         return list(values), list(tokens)
 
+    def allow(self, rows: Tensor, masks: Tensor) -> Tensor:
+        """Like model/sampler.py's `Sampler.allow`, for masks [S, bytes] of float32 rows."""
+        rows = rows.contiguous()
+        found = torch.empty_like(rows)
+        self._library.allow_tokens(*map(_as_c, (rows, masks, found, *rows.shape)))
+        return found
+
     def scores(self, logits: Tensor, tokens: Tensor, count: int) -> Tensor:
         """Like model/sampler.py's `token_scores`, except for rounding. count: at most vocab."""
         logits = logits.contiguous()

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from ropewalk.model.kernels.cpu.bindings import SUFFIXES, Kernels
-from ropewalk.model.sampler import FIRST_CANDIDATES, Ask, Picked, Sampler, adjusted, note, taken
+from ropewalk.model.sampler import (
+    FIRST_CANDIDATES,
+    Ask,
+    Picked,
+    Sampler,
+    adjusted,
+    masks_of,
+    note,
+    taken,
+)
 
 
 class KernelSampler(Sampler):
@@ -30,9 +39,8 @@ class KernelSampler(Sampler):
         drawing = [i for i, ask in enumerate(asks) if not ask.takes_largest]
         if drawing:
             asked = [asks[i] for i in drawing]
-            for i, row, ask in zip(
-                drawing, adjusted(taken(rows, drawing), asked), asked, strict=True
-            ):
+            wide = self.allow(adjusted(taken(rows, drawing), asked), asked)
+            for i, row, ask in zip(drawing, wide, asked, strict=True):
                 tokens[i] = self._drawn(row, ask)
         picked = [
             Picked(token, isfinite(value)) for token, value in zip(tokens, largest, strict=True)
@@ -42,6 +50,12 @@ class KernelSampler(Sampler):
                 note(picked, members, scores.tolist())
         return picked
 
+    def allow(self, rows: Tensor, asks: Sequence[Ask]) -> Tensor:
+        masks = masks_of(asks, rows.shape[-1])
+        if masks is None or rows.dtype not in SUFFIXES:
+            return super().allow(rows, asks)
+        return self._kernels.allow(rows, masks)
+
     def scores(self, rows: Tensor, tokens: Tensor, count: int) -> Tensor:
         if rows.dtype not in SUFFIXES:
             return super().scores(rows, tokens, count)
@@ -49,5 +63,5 @@ class KernelSampler(Sampler):
 
     def _drawn(self, row: Tensor, ask: Ask) -> int:
         if ask.params.greedy:
-            return int(row.argmax())
+            return self._kernels.largest(row[None])[1][0]
         return self._kernels.draw(row, ask.params, ask.uniform)

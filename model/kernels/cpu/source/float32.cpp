@@ -33,6 +33,10 @@ int64_t draw_token(const float *row, int64_t vocab, double temperature, int64_t 
                    double top_p, double min_p, double uniform) {
   return draw(row, vocab, {temperature, top_k, top_p, min_p}, uniform);
 }
+void allow_tokens(const float *rows, const uint8_t *masks, float *found, int64_t count,
+                  int64_t vocab) {
+  together([=](Team &team) { allow(team, rows, masks, found, count, vocab); });
+}
 // Attention only, for tests that compare with an exact pass.
 void attend_f64(const AttendArguments *a) {
   together([=](Team &team) { attend<double>(team, *a); });

@@ -52,6 +52,27 @@ void largest(Team &team, const T *logits, float *values, int64_t *tokens, int64_
   }
 }
 
+// Rows with all logits at -inf but those whose bit in the row's mask is set; a bit for each token,
+// lowest first, in whole bytes.
+inline void allow(Team &team, const float *rows, const uint8_t *masks, float *found, int64_t count,
+                  int64_t vocab) {
+  constexpr int64_t kPart = 512;  // bytes of a mask
+  const int64_t bytes = (vocab + 7) / 8, parts = (bytes + kPart - 1) / kPart;
+  team.share(count * parts, [&](int64_t i) {
+    const int64_t row = i / parts, first = i % parts * kPart, end = std::min(first + kPart, bytes);
+    const float *from = rows + row * vocab;
+    float *to = found + row * vocab;
+    const auto bit = [&](int64_t token) {
+      return masks[row * bytes + token / 8] >> (token % 8) & 1;
+    };
+    const auto write = [&](int64_t token) {
+      to[token] = bit(token) ? from[token] : -std::numeric_limits<float>::infinity();
+    };
+#pragma omp simd
+    for (int64_t token = 8 * first; token < std::min(8 * end, vocab); ++token) write(token);
+  });
+}
+
 struct Candidate {
   float logit;
   int64_t token;
@@ -115,7 +136,9 @@ inline std::vector<Candidate> best_candidates(const float *row, int64_t vocab, f
     const size_t known = best.size();
     for (int64_t i = 0; i < vocab; ++i) {
       const float below = (most - row[i]) * steepness;
-      if (below > from && below <= reach) best.push_back({row[i], i});
+      // A logit of -inf is no candidate: a grammar may leave fewer tokens than top_k.
+      if (below > from && below <= reach && row[i] > -std::numeric_limits<float>::infinity())
+        best.push_back({row[i], i});
     }
     std::sort(best.begin() + known, best.end(), [](const Candidate &a, const Candidate &b) {
       return a.logit > b.logit || (a.logit == b.logit && a.token < b.token);

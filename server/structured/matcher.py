@@ -1,0 +1,123 @@
+"""Follows an answer through its grammar, token by token, on the engine's thread.
+
+A matcher's state is a function of the tokens that it was told, and the scheduler tells it each of
+them once: preemption, a shortened context and steps computed again change nothing about it.
+"""
+
+from collections.abc import Collection, Mapping
+from time import thread_time
+from typing import Protocol
+
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.errors import RequestFailed
+
+# What llguidance may spend: on a grammar, and on a single mask. Less than its own limits, so that a
+# grammar made to be slow holds up a step by some milliseconds and then fails.
+LIMITS: Mapping[str, int] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 10_000,
+    "max_items_in_row": 1_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 250_000,
+}
+SLOW = 0.004  # seconds of the processor for one token; far more than honest grammars need
+PATIENCE = 0.04  # seconds beyond that, over a whole answer
+
+
+class State(Protocol):
+    """What is used of llguidance's LLMatcher."""
+
+    def consume_tokens(self, tokens: list[int]) -> bool: ...
+
+    def compute_ff_tokens(self) -> list[int]: ...
+
+    def compute_bitmask(self) -> bytes: ...
+
+    def is_stopped(self) -> bool: ...
+
+    def is_error(self) -> bool: ...
+
+
+class Matcher:
+    """Of one answer."""
+
+    def __init__(self, state: State, mask: bytes, ends: frozenset[int]) -> None:
+        """mask: of the first token. ends: tokens that may come where the answer is complete."""
+        self.finished = False  # nothing can follow, not even a token that ends the answer
+        self._state = state
+        self._mask = mask
+        self._ends = ends
+        self._late = 0.0
+
+    def allowed(self, params: SamplingParams, place: int) -> bytes:
+        """The tokens that may be the answer's token number `place`, a bit each, lowest first.
+
+        Where an answer may end, but must not yet or ignores ends, it goes on if it can.
+        """
+        if place < params.min_tokens:
+            return without(self._mask, self._ends | params.stop_ids)
+        return without(self._mask, self._ends - params.stop_ids)
+
+    def advance(self, token: int, most: int) -> list[int]:
+        """Take the answer's next token; returns up to `most` tokens that must follow it.
+
+        Raises RequestFailed where no token can follow, or finding it out takes too long.
+        """
+        began = thread_time()
+        forced: list[int] = []
+        state, new = self._state, [token]
+        while new and state.consume_tokens(new) and len(forced) < most:
+            new = state.compute_ff_tokens()[: most - len(forced)]
+            forced += new
+        self._find_mask()
+        self._late += max(0, thread_time() - began - SLOW)
+        if self._late > PATIENCE:
+            raise RequestFailed(
+                "the form that this answer must have takes too long to follow; simplify it"
+            )
+        return forced
+
+    def _find_mask(self) -> None:
+        state = self._state
+        if not state.is_error() and state.is_stopped():
+            self.finished = True
+            return
+        mask = None if state.is_error() else mask_of(state)
+        if mask is None:
+            raise RequestFailed(
+                "no token of this model continues the answer in the form that it must have, or "
+                "finding one takes too long; simplify that form"
+            )
+        self._mask = mask
+        self.finished = not any_but(mask, self._ends)
+
+
+def mask_of(state: State) -> bytes | None:
+    """The tokens that may come next; None if the grammar leads nowhere, or is too much work."""
+    try:
+        return state.compute_bitmask()
+    except ValueError:
+        return None
+
+
+def any_but(mask: bytes, ends: Collection[int]) -> bool:
+    """Whether the mask has a token that is no end."""
+    left = _cleared(mask, ends)
+    return left.count(0) < len(left)
+
+
+def without(mask: bytes, held: Collection[int]) -> bytes:
+    """The mask without some tokens, unless it has no others."""
+    if not held:
+        return mask
+    left = _cleared(mask, held)
+    return bytes(left) if left.count(0) < len(left) else mask
+
+
+def _cleared(mask: bytes, tokens: Collection[int]) -> bytearray:
+    left = bytearray(mask)
+    for token in tokens:
+        if token >> 3 < len(left):
+            left[token >> 3] &= ~(1 << (token & 7))
+    return left

@@ -1,0 +1,256 @@
+"""Answers that must satisfy a grammar, in a real engine: alone, in company, preempted, ahead."""
+
+import random
+import re
+
+import pytest
+
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.errors import RequestFailed
+from ropewalk.server.scheduling.request import FinishReason, Limits, Overflow, Request
+from ropewalk.server.structured.grammar import Grammar, Kind
+from tests.model.tiny import tiny
+from tests.server.grammars import Letters, compiled, grammars_of
+from tests.server.recording import engine
+from tests.server.test_ahead import LIMITS, answers, late, without_numbers, workload
+
+LETTERS = Letters()
+END = 60
+REGEXES = (
+    r"[a-z]{3,9}",
+    r"\{\"name\": \"[a-f]+\", \"born\": [0-9]{4}\}",
+    r"(rope|walk)( (rope|walk)){1,4}",
+    r"[0-9]+(\.[0-9]{2})?",
+    r"A{40}",
+)
+WAYS = (
+    {},
+    {"temperature": 0.0},
+    {"top_k": 40, "top_p": 0.9},
+    {"logprobs": 2},
+    {"repetition_penalty": 1.5, "frequency_penalty": 1.0},
+    {"min_tokens": 6, "temperature": 0.0},
+    {"logit_bias": {3: 90.0, END: 50.0}},
+    {"min_p": 0.1},
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    made = grammars_of(LETTERS)
+    return [compiled(made, Grammar(Kind.REGEX, regex)) for regex in REGEXES]
+
+
+def requests(grammars, count=24, *, ways=WAYS, max_tokens=60, overflow=Overflow.REFUSE):
+    """By turns one with each grammar, and a free one."""
+    rng = random.Random(0)
+    made = []
+    for i in range(count):
+        prompt = [rng.randrange(60) for _ in range(rng.randint(1, 9))]
+        which = i % (len(grammars) + 1)
+        made.append(
+            Request(
+                id=f"r{i}",
+                tokens=prompt,
+                num_prompt=len(prompt),
+                params=SamplingParams(max_tokens, stop_ids=frozenset({END}), **ways[i % len(ways)]),
+                arrival=0.0,
+                rng=random.Random(i),
+                matcher=grammars[which].begin() if which < len(grammars) else None,
+                overflow=overflow,
+            )
+        )
+    return made
+
+
+def texts(events):
+    return {
+        name: "".join(LETTERS.text[event.token] for event in own if event.token != END)
+        for name, own in events.items()
+    }
+
+
+def finished(events):
+    return {name for name, own in events.items() if own[-1].finish is FinishReason.STOP}
+
+
+def check(events, grammars=REGEXES):
+    """Every finished answer with a grammar satisfies it; returns how many there are."""
+    done = 0
+    for name in finished(events):
+        which = int(name[1:]) % (len(grammars) + 1)
+        if which < len(grammars):
+            assert re.fullmatch(grammars[which], texts(events)[name])
+            done += 1
+    return done
+
+
+LONG = Limits(max_seqs=6, max_step_tokens=16, max_context=80, max_queue=100)
+
+
+@pytest.fixture(scope="module")
+def expected(grammars):
+    decoder = tiny("rope")
+    running, _, _ = engine(decoder, decoder, 200, LONG)
+    return answers(running, requests(grammars))
+
+
+def test_answers_satisfy_their_grammars(expected):
+    assert check(expected) >= 15
+
+
+def test_an_answer_ends_with_what_nothing_can_follow(expected):
+    """Without a token that says so, and whatever the least number of tokens."""
+    for name in ("r7", "r13"):  # an object in braces; r13 has min_tokens
+        *_, last = expected[name]
+        assert LETTERS.text[last.token] == "}" and last.finish is FinishReason.STOP
+
+
+def test_min_tokens_holds_where_the_grammar_has_more():
+    made = grammars_of(LETTERS)
+    start = compiled(made, Grammar(Kind.REGEX, "a+"))
+    decoder = tiny("rope")
+    for more in ({"min_tokens": 20}, {"stop_ids": frozenset()}):  # the latter is ignore_eos
+        params = {
+            "stop_ids": frozenset({END}),
+            "logit_bias": {END: 99.0},
+            "temperature": 0.0,
+        } | more
+        running, _, _ = engine(decoder, decoder, 200, LONG)
+        one = Request(
+            "r0", [1, 2], 2, SamplingParams(30, **params), 0.0, random.Random(0), start.begin()
+        )
+        (events,) = answers(running, [one]).values()
+        assert [event.token for event in events[:20]] == [0] * 20
+        assert len(events) == (21 if "min_tokens" in more else 30)
+
+
+def test_free_requests_are_answered_as_without_such_company(grammars, expected):
+    decoder = tiny("rope")
+    running, _, _ = engine(decoder, decoder, 200, LONG)
+    free = [each for each in requests(grammars) if each.matcher is None]
+    for name, events in answers(running, free).items():
+        assert without_numbers(events) == without_numbers(expected[name])
+
+
+def test_preemption_changes_no_answer(grammars, expected):
+    decoder = tiny("rope")
+    running, manager, scheduler = engine(decoder, decoder, 24, LONG)
+    made = requests(grammars)
+
+    def checked():
+        manager.check()
+        scheduler.check()
+
+    found = answers(running, made, checked)
+    assert sum(each.preemptions for each in made) > 5
+    for name, events in expected.items():
+        assert without_numbers(found[name]) == without_numbers(events)
+
+
+def test_forced_tokens_are_those_that_would_have_been_drawn_one_by_one(grammars):
+    decoder, steps, forced = tiny("rope"), [], []
+    answered = []
+    for scored in (False, True):  # with scores, every token is drawn
+        running, _, _ = engine(decoder, decoder, 200, LONG)
+        made = requests(grammars, ways=({"logprobs": 0},) if scored else ({},))
+        for each in made:
+            running.submit(each)
+        events = {each.id: [] for each in made}
+        steps.append(0)
+        forced.append(0)
+        while running.busy:
+            step = running.step()
+            steps[-1] += 1
+            forced[-1] += step.stats.forced_tokens
+            assert step.stats.generated_tokens == len(step.events)
+            for event in step.events:
+                events[event.request_id].append((event.token, event.finish))
+        answered.append(events)
+    assert answered[0] == answered[1]
+    assert forced[0] > 100 and forced[1] == 0 and steps[0] < 0.75 * steps[1]
+
+
+@pytest.mark.parametrize("encoding", ["rope", "t5"])
+def test_a_full_context_is_shortened_under_a_grammar(grammars, encoding):
+    decoder = tiny(encoding)
+    small = Limits(max_seqs=6, max_step_tokens=16, max_context=24, max_queue=100)
+    made = grammars_of(LETTERS)
+    regexes = (r"(rope walk ){9}end", r"[a-f]{20}(xyz){20}")
+    starts = [compiled(made, Grammar(Kind.REGEX, regex)) for regex in regexes]
+    for overflow in (Overflow.SHIFT, Overflow.SLIDE) if encoding == "t5" else (Overflow.SHIFT,):
+        running, manager, scheduler = engine(decoder, decoder, 30, small)
+        asked = requests(starts, 6, max_tokens=200, overflow=overflow)
+        found = answers(running, asked, lambda m=manager, s=scheduler: (m.check(), s.check()))
+        assert check(found, regexes) == 3  # the client of one has left
+        assert any(each.dropped for each in asked)
+
+
+def test_max_tokens_and_stops_end_an_answer_among_forced_tokens(grammars):
+    decoder = tiny("rope")
+    for params, finish in (
+        ({"max_tokens": 5}, FinishReason.LENGTH),
+        ({"max_tokens": 50, "stop_ids": frozenset({LETTERS.text.index("m")})}, FinishReason.STOP),
+    ):
+        running, _, _ = engine(decoder, decoder, 200, LONG)
+        params = SamplingParams(**params)
+        one = Request("r1", [1, 2], 2, params, 0.0, random.Random(0), grammars[1].begin())
+        events = answers(running, [one])
+        assert texts(events)["r1"] == '{"name'[: len(events["r1"])] and len(events["r1"]) == 5
+        assert events["r1"][-1].finish is finish
+
+
+class Stuck:
+    """A matcher that fails at its third token."""
+
+    finished = False
+
+    def __init__(self, matcher):
+        self.matcher, self.taken = matcher, 0
+
+    def allowed(self, params, place):
+        return self.matcher.allowed(params, place)
+
+    def advance(self, token, most):
+        self.taken += 1
+        if self.taken == 3:
+            raise RequestFailed("no token continues it")
+        return self.matcher.advance(token, 0)
+
+
+def test_a_grammar_that_leads_nowhere_fails_its_request_alone(grammars, expected):
+    decoder = tiny("rope")
+    running, manager, scheduler = engine(decoder, decoder, 200, LONG)
+    made = requests(grammars)
+    made[2].matcher = Stuck(made[2].matcher)
+    for each in made:
+        running.submit(each)
+    events = {each.id: [] for each in made}
+    while running.busy:
+        for event in running.step().events:
+            events[event.request_id].append(event)
+        scheduler.check()
+    assert [event.error is not None for event in events.pop("r2")] == [False, False, True]
+    assert {name: without_numbers(own) for name, own in events.items()} == {
+        name: without_numbers(own) for name, own in expected.items() if name != "r2" and own
+    } | {name: without_numbers(own) for name, own in events.items() if name.endswith("1")}
+    assert manager.counts().active == 0
+
+
+def test_steps_are_launched_ahead_with_grammars(grammars, caplog):
+    """The mask is made of tokens that were read while the device computed the next logits."""
+    decoder = tiny("rope")
+    plain, _, _ = engine(decoder, decoder, 100, LIMITS)
+    running, device, checked = late(decoder, decoder, 100)
+
+    def mixed():
+        own = requests(grammars[1:3], 8, ways=WAYS[:2], max_tokens=20)
+        return own + workload(({"temperature": 0.0}, {}), seed=3, count=0)
+
+    want, found = answers(plain, mixed()), answers(running, mixed(), checked)
+    for name, events in want.items():
+        assert without_numbers(found[name]) == without_numbers(events)
+    assert device.ahead > 5
+    assert not caplog.messages
