@@ -4,19 +4,20 @@ import asyncio
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from ropewalk.server.app.openai import Serving
 from ropewalk.server.long_work import off_loop
-from ropewalk.server.openai.body import body_of, read_body
+from ropewalk.server.openai.body import LONG, parse_object, read_body
 from ropewalk.server.openai.requests import chat_prompt
 from ropewalk.server.openai.schemas import ChatBody
+from ropewalk.server.openai.served_models import Served
 
 if TYPE_CHECKING:
-    from ropewalk.server.translators.base import Translator
+    from ropewalk.server.translators.base import TranslatedBody, Translator
 
 T = TypeVar("T")
 
@@ -42,27 +43,34 @@ def translated_routes(serving: Serving) -> APIRouter:
 
     @router.post("/v1/messages/count_tokens", response_model=None)
     async def count_tokens(request: Request) -> Response:
-        api = (await load("messages")).COUNTER
-        body = await body_of(request, api.body)
-        served = serving.find(request, body.model)
+        api: Translator = (await load("messages")).COUNTER
+        sent, body, served = await read(request, api)
         with api.renamed():
-            chat = await _beside(request, lambda: read_body(ChatBody, body.chat()))
+            chat = await _beside(request, lambda: read_body(ChatBody, body.chat(sent)))
             prompt = await chat_prompt(chat, served)
         return JSONResponse({"input_tokens": len(prompt.tokens)})
 
     async def answer(request: Request, api: "Translator") -> Response:
-        body = await body_of(request, api.body)
-        served = serving.find(request, body.model)
+        sent, body, served = await read(request, api)
         with api.renamed():
-            chat = await _beside(request, lambda: read_body(ChatBody, body.chat()))
+            chat = await _beside(request, lambda: read_body(ChatBody, body.chat(sent)))
             prompt = await chat_prompt(chat, served)
             chat = body.fitted(chat, served.room(len(prompt.tokens)))
             wire = await _beside(request, lambda: api.wire(body, chat, served.name))
             return await serving.answer(request, chat, served, [prompt], wire)
+
+    async def read(
+        request: Request, api: "Translator"
+    ) -> tuple[dict[str, Any], "TranslatedBody", Served]:
+        """A body as it was sent, the same checked, and the model that it names."""
+        data = await request.body()
+        sent = await _beside(request, lambda: parse_object(data))
+        body = await _beside(request, lambda: read_body(api.body, sent))
+        return sent, body, serving.find(request, body.model)
 
     return router
 
 
 async def _beside(request: Request, work: Callable[[], T]) -> T:
     """The result, computed in a thread where the request is long."""
-    return await off_loop(work, len(await request.body()))
+    return await off_loop(work, len(await request.body()), LONG)

@@ -31,24 +31,25 @@ class TranslatedBody(TemplateBody, GenerationBody):
     echo: Literal[False] = False
     return_token_ids: Literal[False] = False
 
-    def passed_on(self) -> Fields:
-        """Chat's own fields as the client sent them, and the usage that every answer shows."""
-        inherited = TranslatedBody.model_fields.keys() - type(self).translated()
-        fields = self.model_dump(mode="json", exclude_unset=True, include=set(inherited))
-        return fields | ({"stream_options": {"include_usage": True}} if self.stream else {})
-
     @abstractmethod
-    def chat(self) -> Fields:
-        """The same request as the body of a chat. Raises InvalidField."""
+    def chat(self, sent: Fields) -> Fields:
+        """The same request as the body of a chat. `sent` is this body as the client sent it.
+
+        Raises InvalidField.
+        """
+
+    @classmethod
+    def passed_on(cls, sent: Fields) -> Fields:
+        """Chat's own fields as they were sent, and the usage that every answer shows."""
+        own = cls.__mro__[: cls.__mro__.index(TranslatedBody)]
+        translated = {name for each in own for name in each.__annotations__}
+        passed = TranslatedBody.model_fields.keys() - translated
+        usage = {"stream_options": {"include_usage": True}} if sent.get("stream") else {}
+        return {name: value for name, value in sent.items() if name in passed} | usage
 
     def fitted(self, chat: ChatBody, room: int) -> ChatBody:
         """Chat's body, once it is known how many tokens of an answer there is room for."""
         return chat
-
-    @classmethod
-    def translated(cls) -> set[str]:
-        own = cls.__mro__[: cls.__mro__.index(TranslatedBody)]
-        return {name for each in own for name in each.__annotations__}
 
 
 class Lenient(BaseModel):

@@ -193,13 +193,13 @@ class CountBody(TranslatedBody):
     user_profile_id: Any = None
     workspace_id: Any = None
 
-    def chat(self) -> Fields:
+    def chat(self, sent: Fields) -> Fields:
         if self.messages[-1].role == "assistant":
             raise InvalidField(
                 "messages end with the assistant's, which is not continued; end with the user's",
                 "messages",
             )
-        fields: Fields = {"enable_thinking": self.thinking.enabled, **self.passed_on()}
+        fields: Fields = {"enable_thinking": self.thinking.enabled, **self.passed_on(sent)}
         system = (
             self.system
             if isinstance(self.system, str)

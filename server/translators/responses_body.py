@@ -129,8 +129,8 @@ class ResponsesBody(TranslatedBody):
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
 
-    def chat(self) -> Fields:
-        fields = {**self.passed_on(), "messages": self._messages(), **self._tools()}
+    def chat(self, sent: Fields) -> Fields:
+        fields = {**self.passed_on(sent), "messages": self._messages(), **self._tools()}
         if self.max_output_tokens is not None:
             fields["max_completion_tokens"] = self.max_output_tokens
         if self.reasoning.effort is not None:

@@ -128,7 +128,7 @@ def text(kind: str, said: str) -> dict:
     ],
 )  # fmt: skip
 def test_what_responses_ask_chat(given, asked):
-    assert read_body(ResponsesBody, given).chat() == asked
+    assert read_body(ResponsesBody, given).chat(given) == asked
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_what_responses_ask_chat(given, asked):
     ],
 )  # fmt: skip
 def test_what_messages_ask_chat(given, asked):
-    body = read_body(MessagesBody, {"max_tokens": 7, **given})
-    assert body.chat() == {**asked, "max_completion_tokens": 7}
+    given = {"max_tokens": 7, **given}
+    assert read_body(MessagesBody, given).chat(given) == {**asked, "max_completion_tokens": 7}
 
 
 @pytest.mark.parametrize(
