@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictStr, Tag
+from pydantic import AfterValidator, Field, StrictStr, Tag
 
-from ropewalk.server.errors import InvalidField
+from ropewalk.server.errors import InvalidField, UnsupportedField
 from ropewalk.server.openai.schemas import Count
 from ropewalk.server.translators.base import (
     Fields,
@@ -92,6 +92,12 @@ Input = Annotated[
 ]
 
 
+def _without_scores(included: list[str]) -> list[str]:
+    if "message.output_text.logprobs" in included:
+        raise UnsupportedField("include asks for logprobs, which only a chat has", "include")
+    return included
+
+
 class TextConfig(Lenient):
     format: dict[str, Any] | None = None
     verbosity: str | None = None
@@ -118,10 +124,10 @@ class ResponsesBody(TranslatedBody):
     conversation: Annotated[Any, refused("conversation", _STATELESS)] = None
     background: Annotated[Any, refused("background", "answers are sent at once", (False,))] = None
     prompt: Annotated[Any, refused("prompt", "send its text as instructions or input")] = None
-    top_logprobs: Annotated[Any, refused("top_logprobs", "chat has it", (0,))] = None
+    top_logprobs: Annotated[Any, refused("top_logprobs", "only a chat has it", (0,))] = None
     # Without effect: they are about what is stored, or about tools that the server runs itself. A
     # conversation that does not fit is refused, with truncation "auto" too.
-    include: Any = None
+    include: Annotated[list[str], AfterValidator(_without_scores)] = Field(default=[])
     max_tool_calls: Any = None
     truncation: Literal["auto", "disabled"] = "disabled"
     client_metadata: Any = None

@@ -1,6 +1,7 @@
 # packages: anthropic
-"""Messages: whole, streamed, blocks sent back, and tokens counted."""
+"""Messages: text, streamed, blocks sent back, tools, JSON, and tokens counted."""
 
+import json
 import os
 
 from anthropic import Anthropic, BadRequestError
@@ -26,10 +27,39 @@ assert counted.input_tokens == used.input_tokens + used.cache_read_input_tokens,
 longest = {**asked, "max_tokens": 10**6, "stop_sequences": ["."]}
 with client.messages.stream(**longest, messages=[user]) as stream:
     assert stream.get_final_message().stop_reason == "stop_sequence"
+tool = {
+    "name": "length_of",
+    "input_schema": {
+        "type": "object",
+        "properties": {"river": {"enum": ["Nile", "Rhine"]}},
+        "required": ["river"],
+        "additionalProperties": False,
+    },
+}
+once = {"type": "any", "disable_parallel_tool_use": True}
+called = {"model": model, "max_tokens": 400, "tools": [tool]}
+question = {"role": "user", "content": "How long is the Nile?"}
+call = client.messages.create(**called, tool_choice=once, messages=[question])
+assert call.stop_reason == "tool_use" and call.content[-1].input["river"] in ("Nile", "Rhine"), call
+with client.messages.stream(**called, tool_choice=once, messages=[question]) as stream:
+    streamed = stream.get_final_message()
+assert streamed.content[-1].input["river"] in ("Nile", "Rhine"), streamed
+result = {"type": "tool_result", "tool_use_id": call.content[-1].id, "content": "6650 km"}
+again = [
+    question,
+    {"role": "assistant", "content": call.content},
+    {"role": "user", "content": [result]},
+]
+assert client.messages.create(**{**called, "max_tokens": 16}, messages=again).content
+form = {"type": "json_schema", "schema": tool["input_schema"]}
+text = client.messages.create(
+    model=model, max_tokens=400, messages=[question], output_config={"format": form}
+)
+assert json.loads(text.content[0].text)["river"] in ("Nile", "Rhine"), text
 try:
     client.messages.create(**asked, messages=[user], extra_body={"temperature": 3})
 except BadRequestError as refused:
     assert refused.body["error"]["type"] == "invalid_request_error", refused.body
 else:
     raise AssertionError("a temperature of 3 was accepted")
-print("whole, stream, tokens counted")
+print("text, stream, tools, JSON, tokens counted")

@@ -216,6 +216,8 @@ def test_what_messages_ask_chat(given, asked):
         (RESPONSES, {"previous_response_id": "r"}, "previous_response_id", "unsupported_parameter"),
         (RESPONSES, {"conversation": "c"}, "conversation", "unsupported_parameter"),
         (RESPONSES, {"background": True}, "background", "unsupported_parameter"),
+        (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include",
+         "unsupported_parameter"),
         (RESPONSES, {"tool_choice": {"type": "web_search"}}, "tool_choice", "invalid_value"),
         (RESPONSES, {"n": 2}, "n", "invalid_value"),
         (RESPONSES, {"frob": 2}, "frob", "unknown_parameter"),
