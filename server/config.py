@@ -105,7 +105,7 @@ class ServerConfig:
     ssl_certfile: Path | None  # None: plain HTTP
     ssl_keyfile: Path | None  # None: in `ssl_certfile`
     drain_timeout_s: float
-    metrics_compat: str  # a key of ropewalk.server.metrics.compat.ALIASES
+    metrics_compat: str  # off or vllm
     log_level: str
     log_format: str  # text or json
 

@@ -40,7 +40,10 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 T = TypeVar("T")
 
 # Fields of the HTTP API that ask for more than the text of one answer.
-_ELSEWHERE = ("model", "n", "stream", "stream_options", "echo", "logprobs", "top_logprobs")
+_ELSEWHERE = (
+    *("model", "n", "stream", "stream_options", "echo", "logprobs", "top_logprobs"),
+    *("tools", "tool_choice"),
+)
 
 
 @dataclass(frozen=True, slots=True)

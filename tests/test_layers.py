@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 MAX_FILES = 16  # in a room
 # Of `ropewalk serve`: the files that it imports, those in server/ that run from socket to streamed
 # token, and all on that way, the forward pass being one; tests/server/follow.py lists them.
-MAX_IMPORTED, MAX_IN_SERVER, MAX_ON_THE_WAY = 139, 27, 38
+MAX_IMPORTED, MAX_IN_SERVER, MAX_ON_THE_WAY = 137, 28, 39
 STUDIES = ("model/inspect/", "model/family/", "load_tests/")
 PACKAGES = ("server", "model", "cache", "load_tests", "report")
 
@@ -39,6 +39,7 @@ IN_PROCESS = (  # load tests in one process with what they measure, which they m
     "load_tests/gpu/parts.py",
     "load_tests/gpu/peer.py",
     "load_tests/micro/in_process.py",
+    "load_tests/micro/mask_cost.py",
     "load_tests/micro/measured.py",
     "load_tests/micro/profile_engine.py",
     "load_tests/micro/profile_http.py",
@@ -48,7 +49,6 @@ IN_PROCESS = (  # load tests in one process with what they measure, which they m
     "load_tests/micro/scaling_parts.py",
     "load_tests/micro/spill_cost.py",
     "load_tests/micro/step_cost.py",
-    "load_tests/micro/template_cost.py",
 )
 NO_TORCH = (  # files, and what begins so
     "cache/types.py",
@@ -78,7 +78,6 @@ NO_TORCH = (  # files, and what begins so
 ONLY_IN = {  # third-party package: the files that may know it
     "prometheus_client": (
         "server/metrics/exporter.py",
-        "server/metrics/families.py",
         "load_tests/client/scrape.py",
     ),
     "click": ("server/cli/",),

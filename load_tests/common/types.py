@@ -8,11 +8,11 @@ drift of the machine affects all arms alike. The *zero* is the arm that others a
 The modules, in the order of a load test (an arrow: uses):
 
     bench → options, progress           the command, from its options to its exit status
-    arms → serving → process            what is compared: running servers, or its own
+    serving → process                   what is compared, if the benchmark starts it
     facts, environment                  what servers and the machine report about themselves
     loads → workloads, profiles         which requests are sent, and when
-    workloads → prompts, conversation, prompt_file, hits
-    runner → arrivals, refusals         blocks, runs, and the requests of one run
+    workloads → prompts, conversation, hits
+    runner → arrivals                   blocks, runs, and the requests of one run
     client → exchange → http1           one request and its stream
     scrape                              what the server counted during a run
     result                              result.json
@@ -22,13 +22,12 @@ The modules, in the order of a load test (an arrow: uses):
     compare                             two results
 
 Programs of their own, over HTTP: self_test (is the client fast enough?), overload and soak (what
-happens when more is asked than a server can?), agreement (does aiperf say the same?), peers with
-systems, peer_table, footprint, roofline, openvino_server, export_hf and drawn_hf (beside another
-server). Without a server:
+happens when more is asked than a server can?), peers with systems, peer_table, roofline and
+openvino_server (beside another server). Without a server:
 
     step_cost, scaling → scaling_parts       what encodings and sizes cost a step
     gpu_check → gpu_parts, gpu_peer, gpu_table, roofline
-    profile_step → profile_engine, profile_http → stopwatch       where a step's time goes
+    profile_step → profile_engine, profile_http                   where a step's time goes
     all of them → in_process, engines, rounds, measured           decoders, steps, samples, files
 """
 

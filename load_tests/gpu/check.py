@@ -26,7 +26,7 @@ from ropewalk.load_tests.micro.measured import add_place, heading, place_of, run
 from ropewalk.load_tests.micro.roofline import Ceiling, ceiling, kv_bytes, weight_bytes
 from ropewalk.load_tests.micro.step_cost import ARMS
 from ropewalk.load_tests.report.formatting import digits
-from ropewalk.load_tests.run.options import count, counts
+from ropewalk.load_tests.run.options import add, count, counts
 from ropewalk.model.formatting import in_one_line
 from ropewalk.model.kernels.triton.launches import FEW_ROWS
 from ropewalk.model.loading.random_weights import SHAPES
@@ -113,44 +113,18 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    options.add_argument(
-        "--shapes",
-        type=_shapes,
-        default=("smollm2", "llama-1b"),
-        metavar="A,B",
-        help=f"some of {', '.join(SHAPES)} (default: smollm2,llama-1b)",
-    )
-    options.add_argument(
-        "--batches",
-        type=counts,
-        default=(1, 8, 64, 256),
-        metavar="N,...",
-        help="requests in a batch (default: 1,8,64,256)",
-    )
-    options.add_argument(
-        "--contexts",
-        type=counts,
-        default=(512, 4096, 16384),
-        metavar="N,...",
-        help="tokens of each request (default: 512,4k,16k)",
-    )
-    options.add_argument(
-        "--prefill",
-        type=count,
-        default=1024,
-        metavar="N",
-        help="tokens of the prompt (default: %(default)s)",
-    )
-    options.add_argument(
-        "--rounds", type=count, default=40, help="samples of each pass (default: %(default)s)"
-    )
-    options.add_argument(
-        "--seconds", type=count, default=400, help="for the whole run (default: %(default)s)"
-    )
+    shapes = f"some of {', '.join(SHAPES)} (default: smollm2,llama-1b)"
+    add(options, "--shapes A,B", _shapes, ("smollm2", "llama-1b"), shapes)
+    batches = "requests in a batch (default: 1,8,64,256)"
+    add(options, "--batches N,...", counts, (1, 8, 64, 256), batches)
+    contexts = "tokens of each request (default: 512,4k,16k)"
+    add(options, "--contexts N,...", counts, (512, 4096, 16384), contexts)
+    add(options, "--prefill N", count, 1024, "tokens of the prompt (default: %(default)s)")
+    add(options, "--rounds N", count, 40, "samples of each pass (default: %(default)s)")
+    add(options, "--seconds N", count, 400, "for the whole run (default: %(default)s)")
     add_place(options)
-    options.add_argument(
-        "--commit", help="the commit that is measured, for a folder without git history"
-    )
+    commit = "the commit that is measured, for a folder without git history"
+    add(options, "--commit HASH", str, None, commit)
     options.add_argument(
         "--out",
         metavar="NAME",

@@ -14,7 +14,7 @@ import torch
 from ropewalk.load_tests.client.environment import environment
 from ropewalk.load_tests.common.rounds import Clock, clock_of
 from ropewalk.load_tests.report.charts import side_by_side
-from ropewalk.load_tests.run.options import count
+from ropewalk.load_tests.run.options import add, count
 from ropewalk.model.encodings.base import EncodingError
 from ropewalk.model.loading.random_weights import SHAPES
 from ropewalk.model.weights.base import CheckpointError
@@ -48,30 +48,22 @@ def run(
 
 def add_options(options: argparse.ArgumentParser, *, shape: str) -> None:
     """Options of the shape, the place and the files; `shape` is the default."""
-    options.add_argument(
-        "--shape", default=shape, help=f"{', '.join(SHAPES)} (default: %(default)s)"
-    )
+    add(options, "--shape NAME", str, shape, f"{', '.join(SHAPES)} (default: %(default)s)")
     add_place(options)
-    options.add_argument(
-        "--out", metavar="NAME", help="write NAME.json, every sample in it, and NAME.svg"
-    )
+    add(options, "--out NAME", str, None, "write NAME.json, every sample in it, and NAME.svg")
 
 
 def add_place(options: argparse.ArgumentParser) -> None:
     """Options of device, dtype, threads and clock, for `place_of`; and the seed of the order."""
     add_device(options)
-    options.add_argument(
-        "--threads", type=count, default=1, help="threads of the CPU kernels (default: %(default)s)"
-    )
+    add(options, "--threads N", count, 1, "threads of the CPU kernels (default: %(default)s)")
     options.add_argument(
         "--clock",
         choices=("processor", "wall"),
         help="processor: on a CPU this process's own time, on CUDA the device's (default); wall: "
         "elapsed time, which on CUDA includes Python",
     )
-    options.add_argument(
-        "--seed", default="0", help="seed of the order in each round (default: %(default)s)"
-    )
+    add(options, "--seed TEXT", str, "0", "seed of the order in each round (default: %(default)s)")
 
 
 def add_device(options: argparse.ArgumentParser) -> None:

@@ -2,19 +2,19 @@
 
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import KVCache
 from ropewalk.load_tests.micro.engines import decoding
-from ropewalk.load_tests.micro.stopwatch import Stopwatch, watched
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.decoder import Decoder
 from ropewalk.model.kernels.cpu.bindings import Kernels
@@ -158,3 +158,59 @@ def _clock(device: torch.device) -> float:
 def _faster_half(values: Sequence[T], seconds: Callable[[T], float]) -> Sequence[T]:
     """Drops the slower half, which holds the values that other programs disturbed."""
     return sorted(values, key=seconds)[: max(len(values) // 2, 1)]
+
+
+class Stopwatch:
+    """Seconds by part. A part within another one interrupts it, so no second counts twice."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._open: list[str] = []  # the innermost last
+        self._since = 0.0  # what passed before has been counted
+
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """Time spent inside this context counts for `part`."""
+        self._count()
+        self._open.append(part)
+        try:
+            yield
+        finally:
+            self._count()
+            self._open.pop()
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Count `seconds` of `source` as `target` instead."""
+        self._seconds[source] -= seconds
+        self._seconds[target] += seconds
+
+    def drain(self) -> dict[str, float]:
+        """Seconds by part since the last call."""
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return dict(seconds)
+
+    def _count(self) -> None:
+        now = self._clock()
+        if self._open:
+            self._seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+
+@contextmanager
+def watched(owner: object, name: str, watch: Stopwatch, part: str) -> Iterator[None]:
+    """Time the calls of `owner.name`, then restore it as it was: own attribute or inherited."""
+    act = getattr(owner, name)
+    own = name in vars(owner)
+
+    def watching(*arguments: Any, **named: Any) -> Any:
+        with watch.during(part):
+            return act(*arguments, **named)
+
+    setattr(owner, name, watching)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        if own:
+            setattr(owner, name, act)

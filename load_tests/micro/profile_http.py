@@ -18,8 +18,7 @@ from ropewalk.load_tests.client.client import DIALECTS, Unreachable, fetch
 from ropewalk.load_tests.client.client import Server as Address
 from ropewalk.load_tests.micro.engines import manager_of
 from ropewalk.load_tests.micro.in_process import blocks_for, new_cache
-from ropewalk.load_tests.micro.profile_engine import metrics_for
-from ropewalk.load_tests.micro.stopwatch import Stopwatch, watched
+from ropewalk.load_tests.micro.profile_engine import Stopwatch, metrics_for, watched
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.encodings.base import PositionalEncoding
 from ropewalk.model.loading.random_weights import SHAPES

@@ -16,7 +16,7 @@ from ropewalk.load_tests.micro.profile_engine import (
 )
 from ropewalk.load_tests.micro.profile_http import http_times
 from ropewalk.load_tests.report.formatting import fine_milliseconds, percent
-from ropewalk.load_tests.run.options import checked, count, counts
+from ropewalk.load_tests.run.options import add, count, counts
 from ropewalk.load_tests.run.serving import FAMILY, SHAPE, parse_serve
 from ropewalk.server.launch.load_model import find_kernels
 
@@ -85,45 +85,18 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options.add_argument("--profile-step", action="store_true", help=argparse.SUPPRESS)
-    options.add_argument(
-        "--serve",
-        type=checked(_shape),
-        default="shape:smollm2",
-        metavar="MODEL",
-        help="shape:NAME or the path of a config.json (default: %(default)s)",
-    )
-    options.add_argument(
-        "--encodings",
-        default="rope",
-        metavar="NAME,...",
-        help="optionally with a form or frame, as t5:table or rope:block; or package.module:Class "
-        "(default: %(default)s)",
-    )
-    options.add_argument(
-        "--batch",
-        type=counts,
-        default=(1, 8, 32),
-        metavar="N,...",
-        help="requests that decode (default: 1,8,32)",
-    )
-    options.add_argument(
-        "--context",
-        type=count,
-        default=512,
-        metavar="N",
-        help="tokens of each request (default: %(default)s)",
-    )
-    options.add_argument(
-        "--steps", type=count, default=48, metavar="N", help="steps timed (default: %(default)s)"
-    )
+    model = f"{SHAPE}NAME or the path of a config.json (default: %(default)s)"
+    add(options, "--serve MODEL", _shape, "shape:smollm2", model)
+    encodings = "optionally with a form or frame, as t5:table or rope:block; or "
+    encodings += "package.module:Class (default: %(default)s)"
+    add(options, "--encodings NAME,...", str, "rope", encodings)
+    add(options, "--batch N,...", counts, (1, 8, 32), "requests that decode (default: 1,8,32)")
+    add(options, "--context N", count, 512, "tokens of each request (default: %(default)s)")
+    add(options, "--steps N", count, 48, "steps timed (default: %(default)s)")
     add_device(options)
-    options.add_argument(
-        "--threads",
-        type=count,
-        default=max((os.cpu_count() or 1) - 1, 1),
-        metavar="N",
-        help="threads of the CPU kernels (default: one less than cores, as servers of --serve use)",
-    )
+    threads = max((os.cpu_count() or 1) - 1, 1)
+    meaning = "of the CPU kernels (default: one less than cores, as servers of --serve use)"
+    add(options, "--threads N", count, threads, meaning)
     options.add_argument("--out", metavar="NAME", help="write NAME.json")
     options.set_defaults(clock="wall")
     return options

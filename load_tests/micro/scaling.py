@@ -16,7 +16,7 @@ from ropewalk.load_tests.micro.measured import add_options, markdown, place_of, 
 from ropewalk.load_tests.micro.scaling_parts import AHEAD, HELD, SIZES, Part, parts
 from ropewalk.load_tests.report.charts import Mark, Series, lines, plain
 from ropewalk.load_tests.report.formatting import fine_milliseconds
-from ropewalk.load_tests.run.options import counts
+from ropewalk.load_tests.run.options import add, counts
 from ropewalk.report.figure import Picture, looks
 from ropewalk.report.statistics import MIN_VALUES, Estimate, median_of
 from ropewalk.server.errors import CommandError
@@ -124,21 +124,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_options(options, shape="small")
     for name, counted in SIZES.items():
-        options.add_argument(
-            f"--{name}",
-            type=counts,
-            default=counts(_DEFAULTS[name]),
-            metavar="A,B",
-            help=f"{counted}, from small to large (default: {_DEFAULTS[name]})",
-        )
+        meaning = f"{counted}, from small to large (default: {_DEFAULTS[name]})"
+        add(options, f"--{name} A,B", counts, counts(_DEFAULTS[name]), meaning)
     options.add_argument(
         "--only",
         choices=tuple(SIZES),
         action="append",
         help="time only the parts by this size; repeat for several (default: all)",
     )
-    options.add_argument("--encoding", default="rope", help="of the decoder (default: %(default)s)")
-    options.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
+    add(options, "--encoding NAME", str, "rope", "of the decoder (default: %(default)s)")
+    add(options, "--rounds N", int, 15, "default: %(default)s")
     return options
 
 

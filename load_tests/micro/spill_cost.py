@@ -14,7 +14,7 @@ from ropewalk.load_tests.common.rounds import interval_json
 from ropewalk.load_tests.micro.in_process import blocks_for, decoders, request, untouched_cache
 from ropewalk.load_tests.micro.measured import add_options, markdown, place_of, run, write
 from ropewalk.load_tests.report.formatting import milliseconds
-from ropewalk.load_tests.run.options import count
+from ropewalk.load_tests.run.options import add, count
 from ropewalk.report.statistics import Estimate, median_of
 from ropewalk.server.engine.assemble import ledger_of, wired
 from ropewalk.server.engine.statistics import PositionMeter
@@ -179,13 +179,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(options, shape="smollm2")
-    options.add_argument(
-        "--context", type=count, default=4096, help="tokens of the prefix (default: 4k)"
-    )
-    options.add_argument(
-        "--batch", type=count, default=8, help="requests that decode (default: %(default)s)"
-    )
-    options.add_argument("--rounds", type=count, default=6, help="(default: %(default)s)")
+    add(options, "--context N", count, 4096, "tokens of the prefix (default: 4k)")
+    add(options, "--batch N", count, 8, "requests that decode (default: %(default)s)")
+    add(options, "--rounds N", count, 6, "(default: %(default)s)")
     return options
 
 

@@ -14,7 +14,7 @@ from ropewalk.load_tests.micro.measured import add_options, markdown, place_of, 
 from ropewalk.load_tests.report.charts import Mark, Series, dots
 from ropewalk.load_tests.report.formatting import milliseconds, signed
 from ropewalk.load_tests.report.plot import percent_tick
-from ropewalk.load_tests.run.options import count
+from ropewalk.load_tests.run.options import add, count
 from ropewalk.report.figure import Picture, looks
 from ropewalk.report.statistics import MIN_VALUES, Estimate, median_of
 from ropewalk.server.errors import CommandError
@@ -135,30 +135,14 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(options, shape="small")
-    options.add_argument(
-        "--arms",
-        default=",".join(ARMS[1:]),
-        metavar="A,B",
-        help=f"arms compared with {ZERO} (default: %(default)s)",
-    )
-    options.add_argument(
-        "--context", type=count, default=4096, help="tokens of each request (default: 4k)"
-    )
-    options.add_argument(
-        "--batch", type=count, default=8, help="requests that decode (default: %(default)s)"
-    )
-    options.add_argument(
-        "--chunk", type=count, default=512, help="tokens of a prefill (default: %(default)s)"
-    )
-    options.add_argument(
-        "--rounds", type=int, default=100, help="rounds of decode; 0: none (default: %(default)s)"
-    )
-    options.add_argument(
-        "--prefill-rounds",
-        type=int,
-        default=20,
-        help="rounds of prefill; 0: none (default: %(default)s)",
-    )
+    arms = f"arms compared with {ZERO} (default: %(default)s)"
+    add(options, "--arms A,B", str, ",".join(ARMS[1:]), arms)
+    add(options, "--context N", count, 4096, "tokens of each request (default: 4k)")
+    add(options, "--batch N", count, 8, "requests that decode (default: %(default)s)")
+    add(options, "--chunk N", count, 512, "tokens of a prefill (default: %(default)s)")
+    add(options, "--rounds N", int, 100, "rounds of decode; 0: none (default: %(default)s)")
+    prefill = "rounds of prefill; 0: none (default: %(default)s)"
+    add(options, "--prefill-rounds N", int, 20, prefill)
     return options
 
 

@@ -1,1 +1,1 @@
-"""Comparisons with other servers, and with another load generator."""
+"""Comparisons with other servers."""

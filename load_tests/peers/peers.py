@@ -17,7 +17,6 @@ from statistics import median
 from ropewalk.load_tests.client.client import Arm, complete
 from ropewalk.load_tests.client.environment import environment
 from ropewalk.load_tests.client.facts import Facts, arms_of
-from ropewalk.load_tests.client.footprint import resident_bytes
 from ropewalk.load_tests.common.progress import Progress
 from ropewalk.load_tests.common.types import Request
 from ropewalk.load_tests.micro.roofline import read_rates
@@ -36,6 +35,7 @@ from ropewalk.load_tests.peers.systems import (
     ROPEWALK,
     System,
     peer_from,
+    resident_bytes,
     running,
     system_from,
 )
@@ -47,7 +47,7 @@ from ropewalk.load_tests.run.bench import (
     report,
     typed_again,
 )
-from ropewalk.load_tests.run.options import checked, count
+from ropewalk.load_tests.run.options import add, checked, count
 from ropewalk.load_tests.run.runner import NoSuccess, Runner
 from ropewalk.load_tests.run.serving import terminated_as_interrupted
 from ropewalk.load_tests.workload.prompts import PromptMaker
@@ -97,51 +97,26 @@ def parser() -> argparse.ArgumentParser:
         help="the Python that has the peer, or llamacpp's llama-server; repeat for several of "
         f"{', '.join(PEERS)}",
     )
-    options.add_argument(
-        "--systems",
-        metavar="A,B",
-        help="PROGRAM:DTYPE of each system, in the order of turns; the first is compared with the "
-        "others (default: ropewalk and every --peer, in bfloat16); int8: weights in 8 bits",
+    systems = "PROGRAM:DTYPE of each system, in the order of turns; the first is compared with the "
+    systems += "others (default: ropewalk and every --peer, in bfloat16); int8: weights in 8 bits"
+    add(options, "--systems A,B", str, None, systems)
+    add(options, "--ours COMMAND", str, OURS, "how to start Ropewalk (default: %(default)s)")
+    add(
+        options,
+        "--work NAME,...",
+        rows_from,
+        tuple(ROWS.values()),
+        "some of the above (default: all)",
     )
-    options.add_argument(
-        "--ours",
-        default=OURS,
-        metavar="COMMAND",
-        help="how to start Ropewalk (default: %(default)s)",
-    )
-    options.add_argument(
-        "--work",
-        type=checked(rows_from),
-        default=tuple(ROWS.values()),
-        metavar="NAME,...",
-        help="some of the above (default: all)",
-    )
-    for name, default, meaning in (
-        ("--runs", 5, "runs of every system, which is started for each"),
-        (
-            "--requests-per-worker",
-            sizes(4).requests_per_worker,
-            "requests of each worker in a run, except for shared",
-        ),
-    ):
-        options.add_argument(
-            name,
-            type=count,
-            default=default,
-            metavar="N",
-            help=f"{meaning} (default: %(default)s)",
-        )
-    options.add_argument(
-        "--timeout",
-        type=checked(float),
-        default=600.0,
-        metavar="S",
-        help="seconds in which an answer must be complete (default: %(default)g)",
-    )
-    options.add_argument("--seed", help="seed of prompts and order (default: a new one)")
-    options.add_argument(
-        "--out", metavar="FOLDER", help="for the results (default: one named after the time)"
-    )
+    runs = "runs of every system, which is started for each (default: %(default)s)"
+    add(options, "--runs N", count, 5, runs)
+    each = "requests of each worker in a run, except for shared (default: %(default)s)"
+    add(options, "--requests-per-worker N", count, sizes(4).requests_per_worker, each)
+    whole = "seconds in which an answer must be complete (default: %(default)g)"
+    add(options, "--timeout S", float, 600.0, whole)
+    add(options, "--seed TEXT", str, None, "seed of prompts and order (default: a new one)")
+    folder = "for the results (default: one named after the time)"
+    add(options, "--out FOLDER", str, None, folder)
     return options
 
 

@@ -1,4 +1,4 @@
-"""Starts and stops the servers of a comparison: Ropewalk and its peers.
+"""Starts and stops the servers of a comparison, Ropewalk and its peers; and their memory.
 
 A system runs alone while it is measured, with every core, the same weights and the same precision.
 How each peer is installed: docs/load-testing-peers.md.
@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,8 @@ ROPEWALK = "ropewalk"
 # In place of a dtype: weights in that many bits, all else in bfloat16; and which systems can.
 _FEW_BITS = ("int8", "int4")
 _ROUND = frozenset({ROPEWALK, "llamacpp", "openvino"})
+_PROC = Path("/proc")
+_SESSION = 3  # index in the fields after the name: state, parent, group, session
 # Peer → its dialect, and the command with {program} for what `--peer` names.
 PEERS: Mapping[str, tuple[str, str]] = {
     # It has no ignore_eos: only a copy of the model without end-of-text keeps answers from
@@ -132,3 +134,38 @@ async def running(system: System, logs: Path, timeout_s: float) -> AsyncIterator
         yield Started(server, started.popen.pid, began)
     finally:
         started.stop()
+
+
+def resident_bytes(session: int) -> int:
+    """Memory of all processes of a session, in bytes; a page that they share counts once.
+
+    This is the proportional set size: a shared page is divided among all processes that map it, so
+    one shared with a process outside counts in part. 0 without such a session or without /proc.
+    """
+    return sum(_pss(process) for process in session_processes(session))
+
+
+def session_processes(session: int) -> list[int]:
+    """The ids of a session's processes."""
+    return [
+        int(folder.name)
+        for folder in _PROC.glob("[0-9]*")
+        if _session_of(folder / "stat") == session
+    ]
+
+
+def _session_of(stat: Path) -> int | None:
+    """None for a process that has ended, or a zombie, which holds no memory any more."""
+    with suppress(OSError):
+        # The name is in brackets and may contain anything.
+        fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+        return None if fields[0] == "Z" else int(fields[_SESSION])
+    return None
+
+
+def _pss(process: int) -> int:
+    with suppress(OSError):
+        for line in (_PROC / str(process) / "smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -5,30 +5,32 @@ import asyncio
 import secrets
 import shlex
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from ropewalk.load_tests.client.client import DIALECTS, Arm, Unreachable
+from ropewalk.load_tests.client.client import DIALECTS, Arm, Server, Unreachable, split_base_url
 from ropewalk.load_tests.client.environment import environment
-from ropewalk.load_tests.client.facts import Facts, facts_of, least
+from ropewalk.load_tests.client.facts import Facts, arms_of, facts_of, least
 from ropewalk.load_tests.client.process import StartFailed
 from ropewalk.load_tests.common.progress import Progress
 from ropewalk.load_tests.common.types import Profile, Result, Run
 from ropewalk.load_tests.report import compare, result
 from ropewalk.load_tests.report.page import page
 from ropewalk.load_tests.report.table import tables
-from ropewalk.load_tests.run.arms import arms_from
-from ropewalk.load_tests.run.options import parser, sizes_from
+from ropewalk.load_tests.run.options import DEFAULT_URL, ENCODINGS, parser, sizes_from
 from ropewalk.load_tests.run.runner import NoSuccess, Runner
-from ropewalk.load_tests.run.serving import terminated_as_interrupted
+from ropewalk.load_tests.run.serving import serving, terminated_as_interrupted
 from ropewalk.load_tests.workload.loads import needed_context, points, under_profiles
 from ropewalk.load_tests.workload.prompts import Form, PromptMaker
 from ropewalk.load_tests.workload.workloads import Sizes, Workload
 
 _DEFAULT_VOCAB = 32_000
+ZERO = "nope"
 COULD_NOT = (NoSuccess, StartFailed, Unreachable, ValueError, OSError)
 
 
@@ -207,6 +209,56 @@ def _plain(value: object) -> object:
             return [_plain(each) for each in value]
         case _:
             return value
+
+
+@asynccontextmanager
+async def arms_from(
+    args: argparse.Namespace, context: int, tell: Callable[[str], object]
+) -> AsyncIterator[list[Arm]]:
+    """The arms that the options name, the baseline (zero) first, while their servers run.
+
+    Started servers have room for `context` tokens. Raises Unreachable, StartFailed and ValueError.
+    """
+    if args.serve is None:
+        yield _zero_first(await _running(args))
+        return
+    encodings = args.encodings or (() if args.arms else ENCODINGS)
+    with tempfile.TemporaryDirectory(prefix="ropewalk-bench-") as logs:
+        async with serving(
+            args.serve,
+            (ZERO, *(name for name in encodings if name != ZERO)),
+            args.arms,
+            Path(logs),
+            context=context,
+            timeout_s=args.timeout,
+            tell=tell,
+        ) as arms:
+            limit = args.idle_timeout
+            yield [replace(arm, server=replace(arm.server, idle_s=limit)) for arm in arms]
+
+
+async def _running(args: argparse.Namespace) -> list[Arm]:
+    arms: list[Arm] = []
+    addresses = dict.fromkeys(map(split_base_url, args.base_url or [DEFAULT_URL]))
+    for host, port in addresses:
+        server = Server(
+            host,
+            port,
+            DIALECTS[args.dialect],
+            ignore_eos=args.ignore_eos,
+            api_key=args.api_key,
+            timeout_s=args.timeout,
+            idle_s=args.idle_timeout,
+        )
+        arms += await arms_of(server, args.models)
+    if len(addresses) == 1:
+        return arms
+    return [replace(arm, label=f"{arm.label}@{arm.server.host}:{arm.server.port}") for arm in arms]
+
+
+def _zero_first(arms: Iterable[Arm]) -> list[Arm]:
+    """`nope` first, if it is there; the others in the user's order."""
+    return sorted(arms, key=lambda arm: arm.encoding != ZERO)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     _add_arm_options(options)
     add_load_options(options)
     good = "report goodput: requests that meet all objectives, such as ttft=200ms,tpot=50ms"
-    _add(options, "--slo OBJECTIVES", _slo, None, good)
+    add(options, "--slo OBJECTIVES", _slo, None, good)
     return options
 
 
@@ -84,16 +84,15 @@ def add_load_options(options: argparse.ArgumentParser) -> None:
     sizes = Sizes()
     load = options.add_argument_group("load")
     above = "one or more of those above"
-    _add(load, "--workload NAME,...", _workloads, "stream", f"{above} (default: stream)")
-    _add(load, "--profile PROFILE,...", _profiles, None, f"{above} (default: the workload's own)")
-    _add(load, "--runs N", count, 5, "runs of every arm (default: 5)")
-    _add(
-        load, "--contexts N,...", counts, sizes.contexts, "lengths in longctx (default: 512,2k,8k)"
-    )
+    add(load, "--workload NAME,...", _workloads, "stream", f"{above} (default: stream)")
+    add(load, "--profile PROFILE,...", _profiles, None, f"{above} (default: the workload's own)")
+    add(load, "--runs N", count, 5, "runs of every arm (default: 5)")
+    lengths = "lengths in longctx (default: 512,2k,8k)"
+    add(load, "--contexts N,...", counts, sizes.contexts, lengths)
     for name, meaning in _COUNTS.items():
         default = getattr(sizes, name)
         flag = f"--{name.replace('_', '-')} N"
-        _add(load, flag, count, default, f"{meaning} (default: {default})")
+        add(load, flag, count, default, f"{meaning} (default: {default})")
     load.add_argument(
         "--prompt-form",
         choices=("ids", "text"),
@@ -104,14 +103,9 @@ def add_load_options(options: argparse.ArgumentParser) -> None:
         help="seed of prompts, arrivals and order (default: a new one; a seed used again on a "
         "server that cannot flush its prefix cache measures cache hits)",
     )
-    _add(
-        load,
-        "--timeout S",
-        _seconds,
-        600.0,
-        "seconds in which an answer must be complete (default: 600)",
-    )
-    _add(load, "--idle-timeout S", _seconds, 120.0, "seconds allowed without data (default: 120)")
+    whole = "seconds in which an answer must be complete (default: 600)"
+    add(load, "--timeout S", _seconds, 600.0, whole)
+    add(load, "--idle-timeout S", _seconds, 120.0, "seconds allowed without data (default: 120)")
     options.add_argument(
         "--out",
         metavar="FOLDER",
@@ -133,7 +127,7 @@ def _add_server_options(options: argparse.ArgumentParser) -> None:
         metavar="URL",
         help=f"a running server; repeat to compare several (default: {DEFAULT_URL})",
     )
-    _add(
+    add(
         server,
         "--serve WHAT",
         parse_serve,
@@ -142,7 +136,7 @@ def _add_server_options(options: argparse.ArgumentParser) -> None:
         "config.json for random weights of that shape",
     )
     room = "context length of started servers (default: what the workload needs)"
-    _add(server, "--context N", count, None, room)
+    add(server, "--context N", count, None, room)
     server.add_argument(
         "--api-key",
         default=os.environ.get("ROPEWALK_API_KEY"),
@@ -165,18 +159,18 @@ def _add_arm_options(options: argparse.ArgumentParser) -> None:
     arms = options.add_argument_group("arms: what is compared, with nope as the zero")
     every, settings = ",".join(ENCODINGS), ", ".join(setting_names())
     first = "the first one of each"
-    _add(
+    add(
         arms,
         "--encodings NAME,...",
         _encodings,
         (),
         f"encodings for --serve, or package.module:Class (default: {every})",
     )
-    _add(arms, "--arms NAME:SETTING,...", _arms, (), f"for --serve, one server each: {settings}")
-    _add(arms, "--models NAME,...", _names, (), f"models of running servers (default: {first})")
+    add(arms, "--arms NAME:SETTING,...", _arms, (), f"for --serve, one server each: {settings}")
+    add(arms, "--models NAME,...", _names, (), f"models of running servers (default: {first})")
 
 
-def _add(
+def add(
     group: argparse._ActionsContainer,
     flag: str,
     parse: Callable[[str], object],

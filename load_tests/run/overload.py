@@ -24,7 +24,7 @@ from ropewalk.load_tests.client.client import DIALECTS, Server, complete, get_js
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed
 from ropewalk.load_tests.common.statistics import percentile
 from ropewalk.load_tests.common.types import Outcome, Plan, Profile, Request
-from ropewalk.load_tests.run.options import count
+from ropewalk.load_tests.run.options import add, count
 from ropewalk.load_tests.run.serving import PROGRAM, terminated_as_interrupted
 from ropewalk.load_tests.workload.arrivals import Driven, drive
 from ropewalk.load_tests.workload.prompts import PromptMaker
@@ -218,18 +218,15 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 when every request was served or refused with 429, 1 when not.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-
-    def add(flag: str, kind: type | object, default: object, meaning: str) -> None:
-        options.add_argument(flag, type=kind, default=default, help=f"{meaning} (%(default)s)")  # type: ignore[arg-type]
-
-    add("--model", str, "ropewalk-rope", "what to serve, as `ropewalk serve` takes it")
-    add("--seconds", float, 60.0, "of each load")
-    add("--rounds", count, 3, "of both loads; figures are medians")
-    add("--factor", float, 2.0, "of the capacity that is asked for")
-    add("--max-queue-time", float, 1.0, "the server's")
-    add("--max-seqs", count, 16, "the server's")
-    add("--prompt-tokens", count, 64, "of each request")
-    add("--output-tokens", count, 16, "of each request")
+    model = "what to serve, as `ropewalk serve` takes it (%(default)s)"
+    add(options, "--model MODEL", str, "ropewalk-rope", model)
+    add(options, "--seconds S", float, 60.0, "of each load (%(default)s)")
+    add(options, "--rounds N", count, 3, "of both loads; figures are medians (%(default)s)")
+    add(options, "--factor X", float, 2.0, "of the capacity that is asked for (%(default)s)")
+    add(options, "--max-queue-time S", float, 1.0, "the server's (%(default)s)")
+    add(options, "--max-seqs N", count, 16, "the server's (%(default)s)")
+    add(options, "--prompt-tokens N", count, 64, "of each request (%(default)s)")
+    add(options, "--output-tokens N", count, 16, "of each request (%(default)s)")
     return options
 
 

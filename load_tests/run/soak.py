@@ -28,6 +28,7 @@ from ropewalk.load_tests.client import process
 from ropewalk.load_tests.client.client import DIALECTS, Server, encode_request, fetch, get_json
 from ropewalk.load_tests.client.exchange import Answer, exchange
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed
+from ropewalk.load_tests.run.options import add
 from ropewalk.load_tests.run.serving import PROGRAM, terminated_as_interrupted
 from ropewalk.load_tests.workload.prompts import WORDS
 
@@ -348,11 +349,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options.add_argument("models", nargs="*", default=MODELS, help="as `ropewalk serve` takes them")
-    options.add_argument("--minutes", type=float, default=30.0, help="of load (%(default)s)")
-    options.add_argument(
-        "--factor", type=float, default=1.5, help="of what the server can answer (%(default)s)"
-    )
-    options.add_argument("--seed", default="soak", help="of the clients (%(default)s)")
+    add(options, "--minutes N", float, 30.0, "of load (%(default)s)")
+    add(options, "--factor X", float, 1.5, "of what the server can answer (%(default)s)")
+    add(options, "--seed TEXT", str, "soak", "of the clients (%(default)s)")
     return options
 
 

@@ -2,16 +2,22 @@
 
 With token ids the count is exact by construction. In text each word is one token in the common
 byte-level vocabularies; the server's own count (`usage.prompt_tokens`) is compared afterwards.
+
+Or a user's own, from JSON lines: each has `prompt`, a text or a list of token ids, and optionally
+`max_tokens`. Errors name the file and the line.
 """
 
+import json
 import random
 from collections.abc import Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 Form = Literal["ids", "text"]
 Prompt = str | tuple[int, ...]
 
 _ATTEMPTS = 100
+_FIELDS = {"prompt", "max_tokens"}
 
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group "
@@ -70,3 +76,51 @@ class PromptMaker:
 def pieces_of(prompt: Prompt) -> Sequence[str | int]:
     """The words or token ids it was made of: a prefix for the prompt that continues it."""
     return prompt.split(" ") if isinstance(prompt, str) else prompt
+
+
+class FilePrompt(NamedTuple):
+    """One line. `max_tokens` is None if not given."""
+
+    prompt: Prompt
+    max_tokens: int | None
+
+
+def read_prompts(path: str) -> tuple[FilePrompt, ...]:
+    """The prompts of all lines that are not blank. Raises ValueError for a bad one, and OSError."""
+    prompts = []
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
+        if line.strip():
+            try:
+                prompts.append(_read(line))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    if not prompts:
+        raise ValueError(f"{path} has no prompts; write one JSON object per line")
+    return tuple(prompts)
+
+
+def _read(line: bytes) -> FilePrompt:
+    try:
+        fields = json.loads(line)
+    except ValueError:  # UnicodeDecodeError is one
+        raise ValueError('not JSON; write {"prompt": "…", "max_tokens": 64}') from None
+    if not isinstance(fields, dict) or "prompt" not in fields:
+        raise ValueError('no "prompt"; write {"prompt": "…", "max_tokens": 64}')
+    if unknown := sorted(fields.keys() - _FIELDS):
+        raise ValueError(f"{unknown[0]!r} is not known; use prompt and max_tokens")
+    max_tokens = fields.get("max_tokens")
+    if max_tokens is not None and not _whole(max_tokens, 1):
+        raise ValueError(f"max_tokens is {max_tokens!r}; use a whole number from 1 up")
+    return FilePrompt(_prompt(fields["prompt"]), max_tokens)
+
+
+def _prompt(value: Any) -> Prompt:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value and all(_whole(token, 0) for token in value):
+        return tuple(value)
+    raise ValueError("the prompt is neither a text nor a list of token ids, or it is empty")
+
+
+def _whole(value: Any, least: int) -> bool:
+    return type(value) is int and value >= least

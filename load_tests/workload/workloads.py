@@ -11,8 +11,7 @@ from pathlib import Path
 from ropewalk.load_tests.common.types import Plan, Point, Profile, Request
 from ropewalk.load_tests.workload.conversation import conversation
 from ropewalk.load_tests.workload.hits import cached_tokens
-from ropewalk.load_tests.workload.prompt_file import read_prompts
-from ropewalk.load_tests.workload.prompts import PromptMaker
+from ropewalk.load_tests.workload.prompts import PromptMaker, read_prompts
 
 SUFFIX_TOKENS = 32  # of shared-prefix, after the prefix
 SUFFIX_OUTPUT_TOKENS = 32

@@ -1,19 +1,24 @@
 """What all architectures share in reading descriptions. Knows no particular one."""
 
 from collections.abc import Callable
+from enum import IntEnum
 
 from ropewalk.model.architectures.fields import Fields
 from ropewalk.model.config import Activation
 from ropewalk.model.weights.base import WeightFile, shown
 
-# Bounds on what a description may claim, far above any model this decoder fits.
-MAX_LAYERS = 1024
-MAX_HEADS = 1024
-MAX_HEAD_DIM = 1024
-MAX_WIDTH = 1 << 17
-MAX_FFN_WIDTH = 1 << 20
-MAX_VOCAB = 1 << 22
-MAX_CONTEXT = 1 << 22
+
+class Most(IntEnum):
+    """Bounds on what a description may claim, far above any model this decoder fits."""
+
+    LAYERS = 1024
+    HEADS = 1024
+    HEAD_DIM = 1024
+    WIDTH = 1 << 17
+    FFN_WIDTH = 1 << 20
+    VOCAB = 1 << 22
+    CONTEXT = 1 << 22
+
 
 # In config.json: training, bookkeeping and generation defaults. None changes the logits.
 HARMLESS = """
@@ -111,7 +116,7 @@ def vocab_size_of_gguf(fields: Fields, own: str, weights: WeightFile) -> int:
     if name not in weights.names():
         raise fields.error(f"tensor {name} is missing")
     rows = weights.shape(name)[0]
-    claimed = fields.optional_integer(own + "vocab_size", MAX_VOCAB)
-    if rows > MAX_VOCAB or claimed not in (None, rows):
+    claimed = fields.optional_integer(own + "vocab_size", Most.VOCAB)
+    if rows > Most.VOCAB or claimed not in (None, rows):
         raise fields.error(f"vocab_size is {claimed}, but {name} has {rows} rows")
     return rows

@@ -1,21 +1,13 @@
 """Falcon-RW: the Falcon models with ALiBi. Those with RoPE have other shapes and are refused."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 from ropewalk.model.architectures import stored
 from ropewalk.model.architectures.absent import Absent, by
-from ropewalk.model.architectures.common import (
-    MAX_CONTEXT,
-    MAX_FFN_WIDTH,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_VOCAB,
-    MAX_WIDTH,
-    TRANSFORMERS,
-    activation,
-)
+from ropewalk.model.architectures.common import TRANSFORMERS, Most, activation
 from ropewalk.model.architectures.fields import Fields
-from ropewalk.model.architectures.plain import PlainDecoder, plain_config, tied
+from ropewalk.model.architectures.plain import Keys, PlainDecoder
 from ropewalk.model.config import EncodingSpec, ModelConfig
 
 FALCON_RW = {
@@ -46,6 +38,13 @@ class Falcon(PlainDecoder):
         apply_residual_connection_post_layernorm hidden_dropout num_kv_heads
         num_ln_in_parallel_attn rope_parameters rope_theta
     """
+    keys = Keys(
+        width="hidden_size",
+        layers="num_hidden_layers",
+        heads="num_attention_heads",
+        context="max_position_embeddings",
+        norm_eps="layer_norm_epsilon",
+    )
     names = stored.Names(
         embed="transformer.word_embeddings",
         norm="transformer.ln_f",
@@ -59,27 +58,18 @@ class Falcon(PlainDecoder):
         down="mlp.dense_4h_to_h",
     )
 
-    def shape_from_hf(self, fields: Fields) -> ModelConfig:
+    def shape_from_hf(self, fields: Fields, usual: ModelConfig) -> ModelConfig:
         for name, value in FALCON_RW.items():
             if fields.flag(name) is not value:
                 raise fields.error(
                     f"{name} is not {str(value).lower()}, but of Falcon only Falcon-RW is served"
                 )
-        width = fields.integer("hidden_size", MAX_WIDTH)
-        heads = fields.integer("num_attention_heads", MAX_HEADS)
         bias = bool(fields.flag("bias"))
         # ALiBi is added before the scores are scaled, and rounded to bfloat16.
         alibi = {"scaled": True, "hf_exact": True}
-        return plain_config(
-            fields,
-            vocab_size=fields.integer("vocab_size", MAX_VOCAB),
-            width=width,
-            layers=fields.integer("num_hidden_layers", MAX_LAYERS),
-            heads=heads,
-            ffn_width=fields.optional_integer("ffn_hidden_size", MAX_FFN_WIDTH) or 4 * width,
-            norm_eps=fields.number("layer_norm_epsilon"),
-            trained_context=fields.integer("max_position_embeddings", MAX_CONTEXT),
-            tied_embeddings=tied(fields),
+        return replace(
+            usual,
+            ffn_width=fields.optional_integer("ffn_hidden_size", Most.FFN_WIDTH) or usual.ffn_width,
             encoding=EncodingSpec("alibi", alibi),
             activation=activation(fields, "activation", "gelu"),
             qkv_bias=bias,

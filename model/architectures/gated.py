@@ -12,13 +12,7 @@ from ropewalk.model.architectures.absent import Absent, Default, Like
 from ropewalk.model.architectures.base import Architecture
 from ropewalk.model.architectures.common import (
     LLAMA_CPP,
-    MAX_CONTEXT,
-    MAX_FFN_WIDTH,
-    MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_VOCAB,
-    MAX_WIDTH,
+    Most,
     activation,
     harmless_in_gguf,
     harmless_in_hf,
@@ -50,7 +44,7 @@ class GatedDecoder(Architecture):
 
     def head_dim(self, fields: Fields) -> int | None:
         """From config.json; None means width / heads."""
-        return fields.optional_integer("head_dim", MAX_HEAD_DIM)
+        return fields.optional_integer("head_dim", Most.HEAD_DIM)
 
     def biases(self, fields: Fields) -> tuple[bool, bool, bool]:
         """(q, k and v; attention output; feed-forward), from config.json."""
@@ -75,14 +69,14 @@ class GatedDecoder(Architecture):
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
         fields = self.described_by_hf(fields)
         refuse_foreign(fields, self.model_type, self.model_class, self.adopted)
-        width = fields.integer("hidden_size", MAX_WIDTH)
-        layers = fields.integer("num_hidden_layers", MAX_LAYERS)
-        heads = fields.integer("num_attention_heads", MAX_HEADS)
+        width = fields.integer("hidden_size", Most.WIDTH)
+        layers = fields.integer("num_hidden_layers", Most.LAYERS)
+        heads = fields.integer("num_attention_heads", Most.HEADS)
         kv_heads = fields.integer("num_key_value_heads", heads, null=heads)
         head_dim = _head_dim(fields, self.head_dim(fields), width, heads, kv_heads)
         tied = fields.flag("tie_word_embeddings")
         qkv_bias, out_bias, mlp_bias = self.biases(fields)
-        context = fields.integer("max_position_embeddings", MAX_CONTEXT)
+        context = fields.integer("max_position_embeddings", Most.CONTEXT)
         encoding = rotation.rope_from_hf(
             fields,
             head_dim,
@@ -91,13 +85,13 @@ class GatedDecoder(Architecture):
             layers=self.turning_layers(fields, layers),
         )
         config = ModelConfig(
-            vocab_size=fields.integer("vocab_size", MAX_VOCAB),
+            vocab_size=fields.integer("vocab_size", Most.VOCAB),
             width=width,
             layers=layers,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            ffn_width=fields.integer("intermediate_size", MAX_FFN_WIDTH),
+            ffn_width=fields.integer("intermediate_size", Most.FFN_WIDTH),
             norm_eps=fields.number("rms_norm_eps"),
             trained_context=_trained_context(fields, encoding, context),
             encoding=encoding,
@@ -117,16 +111,16 @@ class GatedDecoder(Architecture):
         fields = self.described_by_gguf(fields)
         names, own = weights.names(), f"{self.gguf_name}."
         refuse_split(fields)
-        width = fields.integer(own + "embedding_length", MAX_WIDTH)
-        layers = fields.integer(own + "block_count", MAX_LAYERS)
-        heads = fields.integer(own + "attention.head_count", MAX_HEADS)
+        width = fields.integer(own + "embedding_length", Most.WIDTH)
+        layers = fields.integer(own + "block_count", Most.LAYERS)
+        heads = fields.integer(own + "attention.head_count", Most.HEADS)
         kv_heads = fields.integer(own + "attention.head_count_kv", heads)
-        head_dim = fields.optional_integer(own + "attention.key_length", MAX_HEAD_DIM)
+        head_dim = fields.optional_integer(own + "attention.key_length", Most.HEAD_DIM)
         head_dim = _head_dim(fields, head_dim, width, heads, kv_heads)
-        value_dim = fields.optional_integer(own + "attention.value_length", MAX_HEAD_DIM)
+        value_dim = fields.optional_integer(own + "attention.value_length", Most.HEAD_DIM)
         if value_dim not in (None, head_dim):
             raise fields.error("attention.value_length differs from attention.key_length")
-        context = fields.integer(own + "context_length", MAX_CONTEXT)
+        context = fields.integer(own + "context_length", Most.CONTEXT)
         encoding = rotation_gguf.rope_from_gguf(
             fields,
             own,
@@ -142,7 +136,7 @@ class GatedDecoder(Architecture):
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            ffn_width=fields.integer(own + "feed_forward_length", MAX_FFN_WIDTH),
+            ffn_width=fields.integer(own + "feed_forward_length", Most.FFN_WIDTH),
             norm_eps=fields.number(own + "attention.layer_norm_rms_epsilon"),
             trained_context=rotation_gguf.trained_context_in_gguf(fields, own, encoding, context),
             encoding=encoding,
@@ -180,13 +174,13 @@ def windows_by_layer(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
     Older files give max_window_layers, the number of leading layers with full attention.
     """
-    window = fields.optional_integer("sliding_window", MAX_CONTEXT)
+    window = fields.optional_integer("sliding_window", Most.CONTEXT)
     fields.get("max_window_layers")
     types = fields.texts("layer_types")
     if not fields.flag("use_sliding_window"):
         window = None
     elif not fields.states("sliding_window"):
-        window = fields.integer("sliding_window", MAX_CONTEXT)
+        window = fields.integer("sliding_window", Most.CONTEXT)
     if types is None:
         if window is None:
             return (None,) * layers
@@ -203,7 +197,7 @@ def windows_by_layer(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 def _trained_context(fields: Fields, encoding: EncodingSpec, context: int) -> int:
     """max_sequence_length: of Llama 1 the only length, of its longer relatives the scaled one."""
-    longest = fields.optional_integer("max_sequence_length", MAX_CONTEXT)
+    longest = fields.optional_integer("max_sequence_length", Most.CONTEXT)
     if longest is not None and not fields.states("max_position_embeddings"):
         return longest
     trained = rotation.trained_context(fields, encoding, context)
@@ -215,6 +209,6 @@ def _head_dim(fields: Fields, given: int | None, width: int, heads: int, kv_head
         raise fields.error(f"{heads} query heads cannot share {kv_heads} key heads evenly")
     if given is not None:
         return given
-    if width % heads or width // heads > MAX_HEAD_DIM:
+    if width % heads or width // heads > Most.HEAD_DIM:
         raise fields.error(f"the width {width} is not a sensible multiple of {heads} heads")
     return width // heads

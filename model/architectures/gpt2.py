@@ -6,18 +6,9 @@ from typing import ClassVar
 
 from ropewalk.model.architectures import stored
 from ropewalk.model.architectures.absent import Absent, by
-from ropewalk.model.architectures.common import (
-    MAX_CONTEXT,
-    MAX_FFN_WIDTH,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_VOCAB,
-    MAX_WIDTH,
-    TRANSFORMERS,
-    activation,
-)
+from ropewalk.model.architectures.common import TRANSFORMERS, Most, activation
 from ropewalk.model.architectures.fields import Fields
-from ropewalk.model.architectures.plain import PlainDecoder, plain_config, tied
+from ropewalk.model.architectures.plain import Keys, PlainDecoder
 from ropewalk.model.config import EncodingSpec, ModelConfig
 
 
@@ -42,6 +33,7 @@ class GPT2(PlainDecoder):
         attn_pdrop embd_pdrop n_ctx reorder_and_upcast_attn resid_pdrop summary_activation
         summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     """
+    keys = Keys("n_embd", "n_layer", "n_head", "n_positions", norm_eps="layer_norm_epsilon")
     names = stored.Names(
         embed="transformer.wte",
         positions="transformer.wpe",
@@ -56,23 +48,14 @@ class GPT2(PlainDecoder):
         down="mlp.c_proj",
     )
 
-    def shape_from_hf(self, fields: Fields) -> ModelConfig:
+    def shape_from_hf(self, fields: Fields, usual: ModelConfig) -> ModelConfig:
         for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
             if fields.flag(name):
                 raise fields.error(f"{name} is not supported")
-        width = fields.integer("n_embd", MAX_WIDTH)
-        context = fields.integer("n_positions", MAX_CONTEXT)
-        return plain_config(
-            fields,
-            vocab_size=fields.integer("vocab_size", MAX_VOCAB),
-            width=width,
-            layers=fields.integer("n_layer", MAX_LAYERS),
-            heads=fields.integer("n_head", MAX_HEADS),
-            ffn_width=fields.optional_integer("n_inner", MAX_FFN_WIDTH) or 4 * width,
-            norm_eps=fields.number("layer_norm_epsilon"),
-            trained_context=context,
-            tied_embeddings=tied(fields),
-            encoding=EncodingSpec("learned", {"positions": context, "offset": 0}),
+        return replace(
+            usual,
+            ffn_width=fields.optional_integer("n_inner", Most.FFN_WIDTH) or usual.ffn_width,
+            encoding=EncodingSpec("learned", {"positions": usual.trained_context, "offset": 0}),
             activation=activation(fields, "activation_function", "gelu_new"),
             attention_scale=1.0 if fields.flag("scale_attn_weights") is False else None,
         )

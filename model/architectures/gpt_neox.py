@@ -6,19 +6,9 @@ from typing import ClassVar
 
 from ropewalk.model.architectures import stored
 from ropewalk.model.architectures.absent import Absent, Default, Disputed, Like, by
-from ropewalk.model.architectures.common import (
-    LLAMA_CPP,
-    MAX_CONTEXT,
-    MAX_FFN_WIDTH,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_VOCAB,
-    MAX_WIDTH,
-    TRANSFORMERS,
-    activation,
-)
+from ropewalk.model.architectures.common import LLAMA_CPP, TRANSFORMERS, activation
 from ropewalk.model.architectures.fields import Fields
-from ropewalk.model.architectures.plain import PlainDecoder, plain_config, tied
+from ropewalk.model.architectures.plain import Keys, PlainDecoder
 from ropewalk.model.architectures.rotation import rope_from_hf, rope_spec
 from ropewalk.model.config import ModelConfig
 
@@ -51,6 +41,15 @@ class GPTNeoX(PlainDecoder):
         attention_probs_dropout_prob gradient_checkpointing hidden_dropout hidden_dropout_prob
         is_decoder
     """
+    keys = Keys(
+        width="hidden_size",
+        layers="num_hidden_layers",
+        heads="num_attention_heads",
+        context="max_position_embeddings",
+        ffn_width="intermediate_size",
+        norm_eps="layer_norm_eps",
+        tied=False,
+    )
     names = stored.Names(
         embed="gpt_neox.embed_in",
         norm="gpt_neox.final_layer_norm",
@@ -64,23 +63,15 @@ class GPTNeoX(PlainDecoder):
         down="mlp.dense_4h_to_h",
     )
 
-    def shape_from_hf(self, fields: Fields) -> ModelConfig:
-        width = fields.integer("hidden_size", MAX_WIDTH)
-        heads = fields.integer("num_attention_heads", MAX_HEADS)
-        context = fields.integer("max_position_embeddings", MAX_CONTEXT)
+    def shape_from_hf(self, fields: Fields, usual: ModelConfig) -> ModelConfig:
         bias = fields.flag("attention_bias") is not False
-        return plain_config(
-            fields,
-            vocab_size=fields.integer("vocab_size", MAX_VOCAB),
-            width=width,
-            layers=fields.integer("num_hidden_layers", MAX_LAYERS),
-            heads=heads,
-            ffn_width=fields.integer("intermediate_size", MAX_FFN_WIDTH),
-            norm_eps=fields.number("layer_norm_eps"),
-            trained_context=context,
-            tied_embeddings=tied(fields, default=False),
+        return replace(
+            usual,
             encoding=rope_from_hf(
-                fields, width // heads, context, older=("rotary_emb_base", "rotary_pct")
+                fields,
+                usual.head_dim,
+                usual.trained_context,
+                older=("rotary_emb_base", "rotary_pct"),
             ),
             activation=activation(fields, "hidden_act", "gelu"),
             block="pre_norm" if fields.flag("use_parallel_residual") is False else "parallel",

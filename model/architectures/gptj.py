@@ -6,20 +6,9 @@ from typing import ClassVar
 
 from ropewalk.model.architectures import stored
 from ropewalk.model.architectures.absent import Absent, Default, by
-from ropewalk.model.architectures.common import (
-    LLAMA_CPP,
-    MAX_CONTEXT,
-    MAX_FFN_WIDTH,
-    MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_VOCAB,
-    MAX_WIDTH,
-    TRANSFORMERS,
-    activation,
-)
+from ropewalk.model.architectures.common import LLAMA_CPP, TRANSFORMERS, Most, activation
 from ropewalk.model.architectures.fields import Fields
-from ropewalk.model.architectures.plain import PlainDecoder, plain_config, tied
+from ropewalk.model.architectures.plain import Keys, PlainDecoder
 from ropewalk.model.architectures.rotation import rope_spec
 from ropewalk.model.config import ModelConfig
 
@@ -47,6 +36,9 @@ class GPTJ(PlainDecoder):
         summary_activation summary_first_dropout summary_proj_to_labels summary_type
         summary_use_proj
     """
+    keys = Keys(
+        "n_embd", "n_layer", "n_head", "n_positions", norm_eps="layer_norm_epsilon", tied=False
+    )
     names = stored.Names(
         embed="transformer.wte",
         norm="transformer.ln_f",
@@ -60,19 +52,11 @@ class GPTJ(PlainDecoder):
         down="mlp.fc_out",
     )
 
-    def shape_from_hf(self, fields: Fields) -> ModelConfig:
-        width = fields.integer("n_embd", MAX_WIDTH)
-        turning = fields.integer("rotary_dim", MAX_HEAD_DIM)
-        return plain_config(
-            fields,
-            vocab_size=fields.integer("vocab_size", MAX_VOCAB),
-            width=width,
-            layers=fields.integer("n_layer", MAX_LAYERS),
-            heads=fields.integer("n_head", MAX_HEADS),
-            ffn_width=fields.optional_integer("n_inner", MAX_FFN_WIDTH) or 4 * width,
-            norm_eps=fields.number("layer_norm_epsilon"),
-            trained_context=fields.integer("n_positions", MAX_CONTEXT),
-            tied_embeddings=tied(fields, default=False),
+    def shape_from_hf(self, fields: Fields, usual: ModelConfig) -> ModelConfig:
+        turning = fields.integer("rotary_dim", Most.HEAD_DIM)
+        return replace(
+            usual,
+            ffn_width=fields.optional_integer("n_inner", Most.FFN_WIDTH) or usual.ffn_width,
             encoding=rope_spec(fields, 10000.0, turning, layout="interleaved"),
             activation=activation(fields, "activation_function", "gelu_new"),
             block="parallel_one_norm",

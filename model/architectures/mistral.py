@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from ropewalk.model.architectures.absent import Absent, Disputed, by
-from ropewalk.model.architectures.common import MAX_CONTEXT, TRANSFORMERS
+from ropewalk.model.architectures.common import TRANSFORMERS, Most
 from ropewalk.model.architectures.fields import Fields
 from ropewalk.model.architectures.gated import GatedDecoder
 from ropewalk.model.architectures.rotation import ROTATED
@@ -30,4 +30,4 @@ class Mistral(GatedDecoder):
 
     def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
         fields.require("sliding_window")
-        return (fields.optional_integer("sliding_window", MAX_CONTEXT),) * layers
+        return (fields.optional_integer("sliding_window", Most.CONTEXT),) * layers

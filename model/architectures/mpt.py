@@ -5,17 +5,9 @@ from typing import Any, ClassVar
 
 from ropewalk.model.architectures import stored
 from ropewalk.model.architectures.absent import Absent, Disputed, by
-from ropewalk.model.architectures.common import (
-    MAX_CONTEXT,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_VOCAB,
-    MAX_WIDTH,
-    TRANSFORMERS,
-    harmless_in_hf,
-)
+from ropewalk.model.architectures.common import TRANSFORMERS, harmless_in_hf
 from ropewalk.model.architectures.fields import Fields
-from ropewalk.model.architectures.plain import PlainDecoder, plain_config, tied
+from ropewalk.model.architectures.plain import Keys, PlainDecoder
 from ropewalk.model.config import EncodingSpec, ModelConfig
 
 NO_BIASES: dict[str, Any] = {
@@ -50,6 +42,7 @@ class MPT(PlainDecoder):
         emb_pdrop embedding_fraction init_config init_device learned_pos_emb resid_pdrop
         tokenizer_name verbose
     """
+    keys = Keys("d_model", "n_layers", "n_heads", "max_seq_len", norm_eps="layer_norm_epsilon")
     names = stored.Names(
         embed="transformer.wte",
         norm="transformer.norm_f",
@@ -63,7 +56,7 @@ class MPT(PlainDecoder):
         down="ffn.down_proj",
     )
 
-    def shape_from_hf(self, fields: Fields) -> ModelConfig:
+    def shape_from_hf(self, fields: Fields, usual: ModelConfig) -> ModelConfig:
         attention = fields.section("attn_config")
         if attention is None:
             raise fields.missing("attn_config")
@@ -80,17 +73,8 @@ class MPT(PlainDecoder):
             raise fields.error("norm_type must be low_precision_layernorm or layernorm")
         if fields.optional_integer("expansion_ratio", 64) not in (None, 4):
             raise fields.error("expansion_ratio must be 4")
-        width = fields.integer("d_model", MAX_WIDTH)
-        return plain_config(
-            fields,
-            vocab_size=fields.integer("vocab_size", MAX_VOCAB),
-            width=width,
-            layers=fields.integer("n_layers", MAX_LAYERS),
-            heads=fields.integer("n_heads", MAX_HEADS),
-            ffn_width=4 * width,
-            norm_eps=fields.number("layer_norm_epsilon"),
-            trained_context=fields.integer("max_seq_len", MAX_CONTEXT),
-            tied_embeddings=tied(fields),
+        return replace(
+            usual,
             encoding=_alibi(bias_max),
             activation="gelu",
             qkv_clip=clip,

@@ -1,21 +1,13 @@
 """OPT: learned positions from row 2 on; the 350M model is post-norm and projects embeddings."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 from ropewalk.model.architectures import stored
 from ropewalk.model.architectures.absent import Absent, by
-from ropewalk.model.architectures.common import (
-    MAX_CONTEXT,
-    MAX_FFN_WIDTH,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_VOCAB,
-    MAX_WIDTH,
-    TRANSFORMERS,
-    activation,
-)
+from ropewalk.model.architectures.common import TRANSFORMERS, Most, activation
 from ropewalk.model.architectures.fields import Fields
-from ropewalk.model.architectures.plain import PlainDecoder, plain_config, tied
+from ropewalk.model.architectures.plain import Keys, PlainDecoder
 from ropewalk.model.config import EncodingSpec, ModelConfig
 
 OFFSET = 2  # rows of the table that no position uses
@@ -35,6 +27,13 @@ class OPT(PlainDecoder):
         max_position_embeddings=2048,
     )
     harmless = "activation_dropout dropout init_std layerdrop"
+    keys = Keys(
+        width="hidden_size",
+        layers="num_hidden_layers",
+        heads="num_attention_heads",
+        context="max_position_embeddings",
+        ffn_width="ffn_dim",
+    )
     names = stored.Names(
         embed="model.decoder.embed_tokens",
         positions="model.decoder.embed_positions",
@@ -51,29 +50,21 @@ class OPT(PlainDecoder):
         down="fc2",
     )
 
-    def shape_from_hf(self, fields: Fields) -> ModelConfig:
+    def shape_from_hf(self, fields: Fields, usual: ModelConfig) -> ModelConfig:
         if fields.flag("layer_norm_elementwise_affine") is False:
             raise fields.error("layer_norm_elementwise_affine is false, which is not supported")
         if fields.flag("_remove_final_layer_norm"):
             raise fields.error("_remove_final_layer_norm is not supported")
-        width = fields.integer("hidden_size", MAX_WIDTH)
-        embedded = fields.optional_integer("word_embed_proj_dim", MAX_WIDTH)
-        context = fields.integer("max_position_embeddings", MAX_CONTEXT)
+        embedded = fields.optional_integer("word_embed_proj_dim", Most.WIDTH)
         bias = fields.flag("enable_bias") is not False
-        return plain_config(
-            fields,
-            vocab_size=fields.integer("vocab_size", MAX_VOCAB),
-            width=width,
-            layers=fields.integer("num_hidden_layers", MAX_LAYERS),
-            heads=fields.integer("num_attention_heads", MAX_HEADS),
-            ffn_width=fields.integer("ffn_dim", MAX_FFN_WIDTH),
-            norm_eps=1e-5,
-            trained_context=context,
-            tied_embeddings=tied(fields),
-            encoding=EncodingSpec("learned", {"positions": context, "offset": OFFSET}),
+        return replace(
+            usual,
+            encoding=EncodingSpec(
+                "learned", {"positions": usual.trained_context, "offset": OFFSET}
+            ),
             activation=activation(fields, "activation_function", "relu"),
             block="post_norm" if fields.flag("do_layer_norm_before") is False else "pre_norm",
-            embed_width=None if embedded == width else embedded,
+            embed_width=None if embedded == usual.width else embedded,
             qkv_bias=bias,
             out_bias=bias,
             mlp_bias=bias,

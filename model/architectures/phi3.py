@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from ropewalk.model.architectures import stored
 from ropewalk.model.architectures.absent import Absent, Like, by
-from ropewalk.model.architectures.common import MAX_CONTEXT, TRANSFORMERS
+from ropewalk.model.architectures.common import TRANSFORMERS, Most
 from ropewalk.model.architectures.fields import Fields
 from ropewalk.model.architectures.gated import GatedDecoder
 from ropewalk.model.architectures.rotation import ROTATED
@@ -52,10 +52,10 @@ class Phi3(GatedDecoder):
         return super().config_from_hf(fields, weights)
 
     def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
-        return (fields.optional_integer("sliding_window", MAX_CONTEXT),) * layers
+        return (fields.optional_integer("sliding_window", Most.CONTEXT),) * layers
 
     def windows_in_gguf(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
         key = f"{self.gguf_name}.attention.sliding_window"
         if fields.get(key) == 0:  # what its converter writes for no window
             return (None,) * layers
-        return (fields.optional_integer(key, MAX_CONTEXT),) * layers
+        return (fields.optional_integer(key, Most.CONTEXT),) * layers

@@ -4,17 +4,13 @@ Reads their descriptions in both formats. An architecture's own file states only
 """
 
 from abc import abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ropewalk.model.architectures import stored
 from ropewalk.model.architectures.base import Architecture
 from ropewalk.model.architectures.common import (
-    MAX_CONTEXT,
-    MAX_FFN_WIDTH,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_WIDTH,
+    Most,
     harmless_in_gguf,
     harmless_in_hf,
     refuse_foreign,
@@ -28,10 +24,24 @@ from ropewalk.model.weights.base import WeightFile
 NOPE = EncodingSpec("nope", {})
 
 
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of config.json by which a family states its sizes; a pair: older files' name too."""
+
+    width: str | tuple[str, str]
+    layers: str | tuple[str, str]
+    heads: str | tuple[str, str]
+    context: str
+    ffn_width: str | None = None  # None: four times the width
+    norm_eps: str | None = None  # None: 1e-5
+    tied: bool = True  # whether the head is the embedding, where tie_word_embeddings is absent
+
+
 class PlainDecoder(Architecture):
     """Override what differs from: q, k and v stored one after another, nothing transposed."""
 
     model_class: str  # in config.json's architectures
+    keys: Keys
     names: stored.Names  # in safetensors
     gguf_names: stored.Names = stored.GGUF_FUSED
     adopted: str | None = None  # the family's own code, since integrated into transformers
@@ -41,8 +51,8 @@ class PlainDecoder(Architecture):
     harmless: str = ""  # further keys of config.json that do not change logits
 
     @abstractmethod
-    def shape_from_hf(self, fields: Fields) -> ModelConfig:
-        """From config.json; `plain_config` has the usual values."""
+    def shape_from_hf(self, fields: Fields, usual: ModelConfig) -> ModelConfig:
+        """`usual`, which has the sizes by `keys`, with this family's differences."""
 
     def shape_from_gguf(self, fields: Fields, own: str, usual: ModelConfig) -> ModelConfig:
         """`usual` with this family's differences; its metadata keys start with `own`."""
@@ -51,26 +61,45 @@ class PlainDecoder(Architecture):
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
         fields = self.described_by_hf(fields)
         refuse_foreign(fields, self.model_type, self.model_class, self.adopted)
-        config = self.shape_from_hf(fields)
+        config = self.shape_from_hf(fields, self._usual(fields))
         fields.finish(harmless_in_hf(*self.harmless.split()))
         return config
+
+    def _usual(self, fields: Fields) -> ModelConfig:
+        """What config.json says of the sizes."""
+        keys = self.keys
+        width = _either(fields, keys.width, Most.WIDTH)
+        ffn_width = fields.integer(keys.ffn_width, Most.FFN_WIDTH) if keys.ffn_width else None
+        tied = fields.flag("tie_word_embeddings")
+        return plain_config(
+            fields,
+            vocab_size=fields.integer("vocab_size", Most.VOCAB),
+            width=width,
+            layers=_either(fields, keys.layers, Most.LAYERS),
+            heads=_either(fields, keys.heads, Most.HEADS),
+            ffn_width=ffn_width or 4 * width,
+            norm_eps=fields.number(keys.norm_eps) if keys.norm_eps else 1e-5,
+            trained_context=fields.integer(keys.context, Most.CONTEXT),
+            tied_embeddings=keys.tied if tied is None else tied,
+        )
 
     def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
         fields = self.described_by_gguf(fields)
         refuse_split(fields)
         own = f"{self.gguf_name}."
-        heads = fields.integer(own + "attention.head_count", MAX_HEADS)
-        if fields.optional_integer(own + "attention.head_count_kv", MAX_HEADS) not in (None, heads):
+        heads = fields.integer(own + "attention.head_count", Most.HEADS)
+        kv_heads = fields.optional_integer(own + "attention.head_count_kv", Most.HEADS)
+        if kv_heads not in (None, heads):
             raise fields.error("attention.head_count_kv differs from attention.head_count")
         usual = plain_config(
             fields,
             vocab_size=vocab_size_of_gguf(fields, own, weights),
-            width=fields.integer(own + "embedding_length", MAX_WIDTH),
-            layers=fields.integer(own + "block_count", MAX_LAYERS),
+            width=fields.integer(own + "embedding_length", Most.WIDTH),
+            layers=fields.integer(own + "block_count", Most.LAYERS),
             heads=heads,
-            ffn_width=fields.integer(own + "feed_forward_length", MAX_FFN_WIDTH),
+            ffn_width=fields.integer(own + "feed_forward_length", Most.FFN_WIDTH),
             norm_eps=fields.number(own + "attention.layer_norm_epsilon"),
-            trained_context=fields.integer(own + "context_length", MAX_CONTEXT),
+            trained_context=fields.integer(own + "context_length", Most.CONTEXT),
             tied_embeddings="output.weight" not in weights.names(),
         )
         config = self.shape_from_gguf(fields, own, usual)
@@ -125,7 +154,13 @@ def plain_config(
     return ModelConfig(**usual | others)
 
 
-def tied(fields: Fields, default: bool = True) -> bool:
-    """tie_word_embeddings, or the family's default where the file omits it."""
-    given = fields.flag("tie_word_embeddings")
-    return default if given is None else given
+def _either(fields: Fields, names: str | tuple[str, str], limit: int) -> int:
+    """A number that some published files have under an older name."""
+    if isinstance(names, str):
+        return fields.integer(names, limit)
+    name, older = names
+    first, second = fields.optional_integer(name, limit), fields.optional_integer(older, limit)
+    if first is not None and second is not None and first != second:
+        raise fields.error(f"{name} is {first}, but {older} is {second}")
+    found = first if first is not None else second
+    return fields.integer(name, limit) if found is None else found

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from ropewalk.model.architectures.absent import Absent, by
-from ropewalk.model.architectures.common import MAX_HEAD_DIM, TRANSFORMERS
+from ropewalk.model.architectures.common import TRANSFORMERS, Most
 from ropewalk.model.architectures.fields import Fields
 from ropewalk.model.architectures.gated import GatedDecoder, windows_by_layer
 from ropewalk.model.architectures.qwen2 import Qwen2
@@ -17,7 +17,7 @@ class Qwen3(GatedDecoder):
     absent: ClassVar[Absent] = Qwen2.absent | by(TRANSFORMERS, head_dim=128)
 
     def head_dim(self, fields: Fields) -> int | None:
-        return fields.integer("head_dim", MAX_HEAD_DIM)
+        return fields.integer("head_dim", Most.HEAD_DIM)
 
     def biases(self, fields: Fields) -> tuple[bool, bool, bool]:
         attention = bool(fields.flag("attention_bias"))

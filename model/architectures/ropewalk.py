@@ -12,15 +12,7 @@ from typing import Any, get_args
 import torch
 
 from ropewalk.model.architectures.base import Architecture
-from ropewalk.model.architectures.common import (
-    MAX_CONTEXT,
-    MAX_FFN_WIDTH,
-    MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_VOCAB,
-    MAX_WIDTH,
-)
+from ropewalk.model.architectures.common import Most
 from ropewalk.model.architectures.fields import Fields
 from ropewalk.model.architectures.stored import Parameters, Stored
 from ropewalk.model.config import Activation, BlockKind, EncodingSpec, ModelConfig, NormKind
@@ -117,9 +109,9 @@ def _windows(fields: Fields, key: str) -> tuple[int | None, ...] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not all(
-        window is None or (type(window) is int and 1 <= window <= MAX_CONTEXT) for window in value
+        window is None or (type(window) is int and 1 <= window <= Most.CONTEXT) for window in value
     ):
-        raise fields.error(f"{key} must be a list of null and integers from 1 to {MAX_CONTEXT}")
+        raise fields.error(f"{key} must be a list of null and integers from 1 to {Most.CONTEXT}")
     return tuple(value)
 
 
@@ -139,15 +131,15 @@ def _encoding(fields: Fields, key: str) -> EncodingSpec | None:
 
 
 READERS: dict[str, Reader] = {
-    "vocab_size": _integer(MAX_VOCAB),
-    "width": _integer(MAX_WIDTH),
-    "layers": _integer(MAX_LAYERS),
-    "heads": _integer(MAX_HEADS),
-    "kv_heads": _integer(MAX_HEADS),
-    "head_dim": _integer(MAX_HEAD_DIM),
-    "ffn_width": _integer(MAX_FFN_WIDTH),
+    "vocab_size": _integer(Most.VOCAB),
+    "width": _integer(Most.WIDTH),
+    "layers": _integer(Most.LAYERS),
+    "heads": _integer(Most.HEADS),
+    "kv_heads": _integer(Most.HEADS),
+    "head_dim": _integer(Most.HEAD_DIM),
+    "ffn_width": _integer(Most.FFN_WIDTH),
     "norm_eps": Fields.optional_number,
-    "trained_context": _integer(MAX_CONTEXT),
+    "trained_context": _integer(Most.CONTEXT),
     "encoding": _encoding,
     "windows": _windows,
     "tied_embeddings": Fields.flag,
@@ -163,7 +155,7 @@ READERS: dict[str, Reader] = {
     "block": _one_of(get_args(BlockKind)),
     "embed_scale": Fields.optional_number,
     "embed_norm": Fields.flag,
-    "embed_width": _integer(MAX_WIDTH),
+    "embed_width": _integer(Most.WIDTH),
     "attention_scale": Fields.optional_number,
     "qkv_clip": Fields.optional_number,
 }

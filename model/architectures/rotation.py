@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ropewalk.model.architectures.absent import Like, by
-from ropewalk.model.architectures.common import MAX_CONTEXT, TRANSFORMERS
+from ropewalk.model.architectures.common import TRANSFORMERS, Most
 from ropewalk.model.architectures.fields import Fields
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.common.rope_scaling import longrope_magnitude, yarn_magnitude
@@ -70,7 +70,7 @@ def rope_from_hf(
     if older is not None:
         base = _agreed(fields, older[0], base)
         share = _agreed(fields, older[1], share)
-    original = fields.optional_integer(ORIGINAL, MAX_CONTEXT)
+    original = fields.optional_integer(ORIGINAL, Most.CONTEXT)
     sections, stated = [], set()
     for key in ("rope_parameters", "rope_scaling"):
         section = fields.section(key)
@@ -93,7 +93,7 @@ def rope_from_hf(
         raise fields.error(f"partial_rotary_factor must be at most 1, not {share}")
     width = head_dim if share is None else int(head_dim * share) or 1
     if original is None and stated & {"llama3", "yarn", "longrope"}:
-        original = fields.integer(ORIGINAL, MAX_CONTEXT, absent=context)
+        original = fields.integer(ORIGINAL, Most.CONTEXT, absent=context)
     found: list[dict[str, Any]] = []
     for section, kind in sections:
         section.flag("finetuned")  # tells who trained it, and changes nothing
@@ -125,7 +125,7 @@ def stretched(encoding: EncodingSpec, context: int) -> int:
     scaling = encoding.options.get("scaling")
     if scaling is None or scaling["type"] != "yarn":
         return context
-    return max(context, int(min(scaling["original_context"] * scaling["factor"], MAX_CONTEXT)))
+    return max(context, int(min(scaling["original_context"] * scaling["factor"], Most.CONTEXT)))
 
 
 def _kind(section: Fields, kinds: Mapping[str, str]) -> str | None:
@@ -265,7 +265,7 @@ def _agreed(section: Fields, key: str, elsewhere: float | None) -> float | None:
 
 
 def _agreed_integer(section: Fields, key: str, elsewhere: int | None) -> int | None:
-    value = section.optional_integer(key, MAX_CONTEXT)
+    value = section.optional_integer(key, Most.CONTEXT)
     if None not in (value, elsewhere) and value != elsewhere:
         raise section.error(f"{key} is {value} here but {elsewhere} elsewhere in the file")
     return elsewhere if value is None else value

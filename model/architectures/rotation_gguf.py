@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ropewalk.model.architectures.absent import Absent, Default
-from ropewalk.model.architectures.common import LLAMA_CPP, MAX_CONTEXT
+from ropewalk.model.architectures.common import LLAMA_CPP, Most
 from ropewalk.model.architectures.fields import Fields
 from ropewalk.model.architectures.rotation import positive_numbers, rope_spec, stretched
 from ropewalk.model.config import EncodingSpec
@@ -58,7 +58,7 @@ def _scaling_in_gguf(fields: Fields, own: str, context: int) -> dict[str, Any] |
     kind = fields.text(own + "scaling.type")
     fields.flag(own + "scaling.finetuned")  # provenance: changes nothing
     # Written even without a scaling.
-    original = fields.optional_integer(own + "scaling.original_context_length", MAX_CONTEXT)
+    original = fields.optional_integer(own + "scaling.original_context_length", Most.CONTEXT)
     if kind in ("none", "longrope"):
         return None  # a factor would stay unread and be refused
     if kind not in (None, "linear", "yarn"):
@@ -102,7 +102,7 @@ def _scaling_in_tensors(
         "type": "longrope",
         "short_factors": _tensor(fields, weights, short, width // 2),
         "long_factors": _tensor(fields, weights, long, width // 2),
-        "original_context": fields.optional_integer(own + "original_context_length", MAX_CONTEXT)
+        "original_context": fields.optional_integer(own + "original_context_length", Most.CONTEXT)
         or context,
         "magnitude": 1.0 if magnitude is None else magnitude,
     }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from ropewalk.model.architectures.absent import Absent, by
-from ropewalk.model.architectures.common import MAX_CONTEXT, MAX_LAYERS, TRANSFORMERS
+from ropewalk.model.architectures.common import TRANSFORMERS, Most
 from ropewalk.model.architectures.fields import Fields
 from ropewalk.model.architectures.gated import GatedDecoder, windows_by_layer
 from ropewalk.model.architectures.rotation import ROTATED
@@ -37,17 +37,17 @@ class SmolLM3(GatedDecoder):
         fields.get("max_window_layers")  # published, but unknown to the family's definition
         if fields.get("layer_types") is not None:
             return windows_by_layer(fields, layers)
-        window = fields.optional_integer("sliding_window", MAX_CONTEXT)
+        window = fields.optional_integer("sliding_window", Most.CONTEXT)
         if not fields.flag("use_sliding_window"):
             window = None
         turning = self.turning_layers(fields, layers)
         return tuple(None if layer in turning else window for layer in range(layers))
 
     def turning_layers(self, fields: Fields, layers: int) -> Sequence[int]:
-        fields.optional_integer("no_rope_layer_interval", MAX_LAYERS)
+        fields.optional_integer("no_rope_layer_interval", Most.LAYERS)
         named = fields.get("no_rope_layers")
         if named is None:
-            interval = fields.integer("no_rope_layer_interval", MAX_LAYERS)
+            interval = fields.integer("no_rope_layer_interval", Most.LAYERS)
             return [layer for layer in range(layers) if (layer + 1) % interval]
         if (
             not isinstance(named, list)

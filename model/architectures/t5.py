@@ -13,14 +13,8 @@ from ropewalk.model.architectures.base import Architecture
 from ropewalk.model.architectures.common import (
     ACTIVATIONS,
     LLAMA_CPP,
-    MAX_CONTEXT,
-    MAX_FFN_WIDTH,
-    MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_VOCAB,
-    MAX_WIDTH,
     TRANSFORMERS,
+    Most,
     harmless_in_gguf,
     harmless_in_hf,
     refuse_foreign,
@@ -88,22 +82,22 @@ class T5(Architecture):
         refuse_foreign(fields, self.model_type, self.model_class)
         if fields.flag("is_encoder_decoder") is False:
             raise fields.error("is_encoder_decoder is false, but only the whole model is served")
-        layers = fields.integer("num_layers", MAX_LAYERS)
+        layers = fields.integer("num_layers", Most.LAYERS)
         activation, gated = self._feed_forward(fields)
         claims_tied = fields.flag("tie_word_embeddings") is not False
-        width = fields.integer("d_model", MAX_WIDTH)
+        width = fields.integer("d_model", Most.WIDTH)
         encoder = _encoder(
             fields,
-            vocab_size=fields.integer("vocab_size", MAX_VOCAB),
+            vocab_size=fields.integer("vocab_size", Most.VOCAB),
             width=width,
             layers=layers,
-            heads=fields.integer("num_heads", MAX_HEADS),
-            head_dim=fields.integer("d_kv", MAX_HEAD_DIM),
-            ffn_width=fields.integer("d_ff", MAX_FFN_WIDTH),
+            heads=fields.integer("num_heads", Most.HEADS),
+            head_dim=fields.integer("d_kv", Most.HEAD_DIM),
+            ffn_width=fields.integer("d_ff", Most.FFN_WIDTH),
             norm_eps=fields.number("layer_norm_epsilon"),
-            trained_context=fields.integer("n_positions", MAX_CONTEXT),
+            trained_context=fields.integer("n_positions", Most.CONTEXT),
             buckets=fields.integer("relative_attention_num_buckets", MAX_BUCKETS),
-            max_distance=fields.integer("relative_attention_max_distance", MAX_CONTEXT),
+            max_distance=fields.integer("relative_attention_max_distance", Most.CONTEXT),
             per_layer=self.per_layer,
             tied_embeddings=claims_tied and "lm_head.weight" not in weights.names(),
             activation=activation,
@@ -111,7 +105,7 @@ class T5(Architecture):
         )
         config = _with_decoder(
             encoder,
-            layers=fields.integer("num_decoder_layers", MAX_LAYERS, null=layers),
+            layers=fields.integer("num_decoder_layers", Most.LAYERS, null=layers),
             start_token=_one_id(fields, "decoder_start_token_id", encoder),
             end_token=_one_id(fields, "eos_token_id", encoder),
             output_scale=width**-0.5 if self.scales_output(fields, claims_tied) else 1.0,
@@ -123,10 +117,10 @@ class T5(Architecture):
         fields = self.described_by_gguf(fields)
         names, own = weights.names(), f"{self.gguf_name}."
         refuse_split(fields)
-        layers = fields.integer(own + "block_count", MAX_LAYERS)
-        width = fields.integer(own + "embedding_length", MAX_WIDTH)
-        head_dim = fields.integer(own + "attention.key_length", MAX_HEAD_DIM)
-        if fields.integer(own + "attention.value_length", MAX_HEAD_DIM) != head_dim:
+        layers = fields.integer(own + "block_count", Most.LAYERS)
+        width = fields.integer(own + "embedding_length", Most.WIDTH)
+        head_dim = fields.integer(own + "attention.key_length", Most.HEAD_DIM)
+        if fields.integer(own + "attention.value_length", Most.HEAD_DIM) != head_dim:
             raise fields.error("attention.value_length differs from attention.key_length")
         fields.get(own + "attention.layer_norm_epsilon")  # the same value under another name
         # The metadata say nothing about these, so the tensors decide.
@@ -136,11 +130,11 @@ class T5(Architecture):
             vocab_size=vocab_size_of_gguf(fields, own, weights),
             width=width,
             layers=layers,
-            heads=fields.integer(own + "attention.head_count", MAX_HEADS),
+            heads=fields.integer(own + "attention.head_count", Most.HEADS),
             head_dim=head_dim,
-            ffn_width=fields.integer(own + "feed_forward_length", MAX_FFN_WIDTH),
+            ffn_width=fields.integer(own + "feed_forward_length", Most.FFN_WIDTH),
             norm_eps=fields.number(own + "attention.layer_norm_rms_epsilon"),
-            trained_context=fields.integer(own + "context_length", MAX_CONTEXT),
+            trained_context=fields.integer(own + "context_length", Most.CONTEXT),
             buckets=fields.integer(own + "attention.relative_buckets_count", MAX_BUCKETS),
             max_distance=MAX_DISTANCE,
             per_layer="dec.blk.1.attn_rel_b.weight" in names,
@@ -150,7 +144,7 @@ class T5(Architecture):
         )
         config = _with_decoder(
             encoder,
-            layers=fields.integer(own + "decoder_block_count", MAX_LAYERS),
+            layers=fields.integer(own + "decoder_block_count", Most.LAYERS),
             start_token=_one_id(fields, own + "decoder_start_token_id", encoder),
             end_token=_one_id(fields, "tokenizer.ggml.eos_token_id", encoder),
             output_scale=width**-0.5 if tied else 1.0,

@@ -1,22 +1,14 @@
 """XGLM: sinusoidal positions from row 2 on; embeddings are multiplied by sqrt(width)."""
 
 import re
+from dataclasses import replace
 from typing import ClassVar
 
 from ropewalk.model.architectures import stored
 from ropewalk.model.architectures.absent import Absent, by
-from ropewalk.model.architectures.common import (
-    MAX_CONTEXT,
-    MAX_FFN_WIDTH,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_VOCAB,
-    MAX_WIDTH,
-    TRANSFORMERS,
-    activation,
-)
+from ropewalk.model.architectures.common import TRANSFORMERS, activation
 from ropewalk.model.architectures.fields import Fields
-from ropewalk.model.architectures.plain import PlainDecoder, plain_config, tied
+from ropewalk.model.architectures.plain import Keys, PlainDecoder
 from ropewalk.model.config import EncodingSpec, ModelConfig
 
 
@@ -35,6 +27,13 @@ class XGLM(PlainDecoder):
         max_position_embeddings=2048,
     )
     harmless = "activation_dropout dropout init_std layerdrop"
+    keys = Keys(
+        width="d_model",
+        layers="num_layers",
+        heads="attention_heads",
+        context="max_position_embeddings",
+        ffn_width="ffn_dim",
+    )
     names = stored.Names(
         embed="model.embed_tokens",
         norm="model.layer_norm",
@@ -48,23 +47,14 @@ class XGLM(PlainDecoder):
         down="fc2",
     )
 
-    def shape_from_hf(self, fields: Fields) -> ModelConfig:
+    def shape_from_hf(self, fields: Fields, usual: ModelConfig) -> ModelConfig:
         if fields.flag("add_cross_attention"):
             raise fields.error("add_cross_attention is not supported")
-        width = fields.integer("d_model", MAX_WIDTH)
         # Row 1 of the published table is zero, but positions start at row 2.
         options = {"layout": "split", "offset": 2, "slowest": "last"}
-        return plain_config(
-            fields,
-            vocab_size=fields.integer("vocab_size", MAX_VOCAB),
-            width=width,
-            layers=fields.integer("num_layers", MAX_LAYERS),
-            heads=fields.integer("attention_heads", MAX_HEADS),
-            ffn_width=fields.integer("ffn_dim", MAX_FFN_WIDTH),
-            norm_eps=1e-5,
-            trained_context=fields.integer("max_position_embeddings", MAX_CONTEXT),
-            tied_embeddings=tied(fields),
+        return replace(
+            usual,
             encoding=EncodingSpec("sinusoidal", options),
             activation=activation(fields, "activation_function", "gelu"),
-            embed_scale=1.0 if fields.flag("scale_embedding") is False else width**0.5,
+            embed_scale=1.0 if fields.flag("scale_embedding") is False else usual.width**0.5,
         )

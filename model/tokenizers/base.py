@@ -118,50 +118,33 @@ class StopText:
 class Detokenizer:
     """Converts the tokens of one completion to text, piece by piece.
 
-    The joined pieces equal the whole text decoded with `errors="replace"`, cut at the stop string
-    that completes first. Held back are at most three bytes of an unfinished character, and the
-    longest tail that may still become a stop string. `first` says that the tokens start a text;
-    the default is a completion, which continues a prompt and so keeps its leading space.
-    `named` are special tokens that are part of the text, by their names.
+    The joined pieces equal the whole text decoded with `errors="replace"`. Held back are at most
+    three bytes of an unfinished character. `first` says that the tokens start a text; the default
+    is a completion, which continues a prompt and so keeps its leading space. `named` are special
+    tokens that are part of the text, by their names.
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        *,
-        include_stop: bool = False,
-        first: bool = False,
-        named: Collection[str] = (),
+        self, tokenizer: Tokenizer, *, first: bool = False, named: Collection[str] = ()
     ) -> None:
         self._tokenizer = tokenizer
         self._first = first
         self._named = named
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stops = StopText(stop, include_stop=include_stop)
-
-    @property
-    def stopped_by(self) -> str | None:
-        """The stop string."""
-        return self._stops.stopped_by
 
     def push(self, token: int) -> str:
-        """The text that is certain with this token; empty once stopped."""
-        if self.stopped_by is not None:
-            return ""
+        """The text that is certain with this token."""
         data = self._tokenizer.token_bytes(token, first=self._first)
         if self._first:
             self._first = not self._tokenizer.token_bytes(token, first=False)
         text = self._decoder.decode(data)
         if self._named and not data and (name := self._tokenizer.name(token)) in self._named:
-            text += self._decoder.decode(b"", final=True) + name
-        return self._stops.push(text)
+            text += self.finish() + name
+        return text
 
     def finish(self) -> str:
         """The rest; bytes of an unfinished character become U+FFFD."""
-        if self.stopped_by is not None:
-            return ""
-        return self._stops.push(self._decoder.decode(b"", final=True)) + self._stops.finish()
+        return self._decoder.decode(b"", final=True)
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

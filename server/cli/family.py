@@ -150,8 +150,8 @@ def evaluate(**given: Any) -> None:
     """Evaluate the trained models on held-out text.
 
     Measures the loss on all held-out text and by position up to 4,096, recall by distance, the loss
-    that a server returns over HTTP, how cache operations change answers, how well the models write
-    and what packing costs, and reads the training logs. Every folder with a model is evaluated, so
+    that a server returns over HTTP, how cache operations change answers, how the models write and
+    what packing costs, and reads the training logs. Every folder with a model is evaluated, so
     a model with your own encoding only has to lie beside the others, with its class named by
     --trust-encoding. Models that differ from another only in the seed (NAME.seed1) are evaluated
     only for loss and training. Figures are written after every part, and finished parts are not

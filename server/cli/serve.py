@@ -46,7 +46,6 @@ from ropewalk.server.config import (
     web_origin,
 )
 from ropewalk.server.errors import UsageError
-from ropewalk.server.metrics.compat import ALIASES
 
 DEFAULT_MODEL = "smollm2"
 CLIENT_KEY = "ROPEWALK_API_KEY"  # load_tests/run/options.py has it, too
@@ -306,7 +305,7 @@ SETTINGS: tuple[Variable, ...] = (
         "--metrics-compat",
         "vllm: also export metrics under vLLM's names, for gateways and dashboards that expect "
         "them",
-        choice(*ALIASES),
+        choice("off", "vllm"),
         "off",
     ),
     _http(

@@ -42,8 +42,7 @@ from ropewalk.server.launch.banner import ModelFacts, banner
 from ropewalk.server.launch.graphs import replayed
 from ropewalk.server.launch.load_model import Prepared, find_kernels, prepare
 from ropewalk.server.launch.self_check import check_parity
-from ropewalk.server.metrics.compat import ALIASES
-from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.metrics.exporter import ALIASES, Metrics
 from ropewalk.server.openai.served_models import EncoderDecoderTokens, Models, Served
 from ropewalk.server.scheduling.request import Limits
 from ropewalk.server.structured.compiler import Grammars

@@ -4,12 +4,21 @@ The series of each model are looked up once, because `observe_step` runs on the 
 every step.
 """
 
+import tomllib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import Metric
 from prometheus_client.openmetrics import exposition
 
@@ -18,8 +27,6 @@ from ropewalk.cache.manager import BlockCounts
 from ropewalk.cache.types import OpReport
 from ropewalk.model.encodings.common.cost import PositionalWork
 from ropewalk.server.errors import REJECTIONS, ServeError
-from ropewalk.server.metrics.compat import ALIASES, Alias
-from ropewalk.server.metrics.families import INFO_LABELS, Families
 from ropewalk.server.scheduling.request import (
     ContextShift,
     FinishReason,
@@ -38,6 +45,29 @@ UNMATCHED = "unmatched"
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 BUILD = ("ropewalk", "python", "torch")
 _END = b"# EOF\n"  # of a page in OpenMetrics
+
+_TOLD = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+KINDS: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+MODEL_LABELS = ("model_name", "encoding")
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A family's second name, without `_total`, and the labels that are named differently there."""
+
+    name: str
+    labels: Mapping[str, str]  # ours: theirs
+
+
+# By our families' names.
+ALIASES: Mapping[str, Mapping[str, Alias]] = {
+    "off": {},
+    "vllm": {
+        f"ropewalk_{name}": Alias(f"vllm:{about['vllm']}", about.get("vllm_labels", {}))
+        for name, about in _TOLD["metric"].items()
+        if "vllm" in about
+    },
+}
 
 
 class _Registry(CollectorRegistry):
@@ -80,6 +110,31 @@ def _renamed(family: Metric, alias: Alias) -> Metric:
     return renamed
 
 
+class Families:
+    """Every family that families.toml lists, by its name; registered when it is made."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.labels: dict[str, tuple[str, ...]] = {}  # beside MODEL_LABELS
+        self._made: dict[str, Any] = {}
+        for name, about in _TOLD["metric"].items():
+            self.labels[name] = labels = tuple(about.get("labels", ()))
+            if "apart" not in about:
+                labels = (*MODEL_LABELS, *labels)
+            more = {"buckets": _TOLD["buckets"][about["buckets"]]} if "buckets" in about else {}
+            made = KINDS[about["kind"]]
+            self._made[name] = made(
+                f"ropewalk_{name}", about["help"], labels, registry=registry, **more
+            )
+
+    def __getitem__(self, name: str) -> Any:
+        return self._made[name]
+
+    def of_model(self, name: str, encoding: str) -> dict[str, Any]:
+        """A model's series of all families without further labels, by the family's name."""
+        plain = [family for family, labels in self.labels.items() if not labels]
+        return {family: self._made[family].labels(name, encoding) for family in plain}
+
+
 class Metrics:
     """All families, and per model the children that `observe_step` writes to."""
 
@@ -88,10 +143,10 @@ class Metrics:
         self.registry: CollectorRegistry = _Registry(aliases)
         self._families = Families(self.registry)
         ProcessCollector(registry=self.registry)
-        self._families.build.labels(*map(installed, BUILD)).set(1)
+        self._families["build_info"].labels(*map(installed, BUILD)).set(1)
         self._models: dict[str, ModelMetrics] = {}
         self._unmatched = {
-            labels: self._families.rejections.labels(UNMATCHED, UNMATCHED, *labels)
+            labels: self._families["request_rejections"].labels(UNMATCHED, UNMATCHED, *labels)
             for labels in REJECTIONS
         }
         self.add_route(UNMATCHED, ["GET"], 404)
@@ -109,9 +164,8 @@ class Metrics:
     ) -> None:
         """Makes every series of a model, at zero. `bytes_per_token` counts K and V of all layers.
 
-        Shows INFO_LABELS of `info`. `position_apart`: positional work is timed separately from
-        attention.
-        Raises ValueError for a name added before.
+        Shows the labels of cache_info among `info`. `position_apart`: positional work is timed
+        separately from attention. Raises ValueError for a name added before.
         """
         if model_name in self._models:
             raise ValueError(f"the metrics of {model_name!r} exist already; add each model once")
@@ -121,12 +175,11 @@ class Metrics:
             "num_blocks": str(blocks),
             "bytes_per_token": str(bytes_per_token),
         }
-        self._families.info.labels(
-            model_name, encoding, *(shown.get(name, "") for name in INFO_LABELS)
-        ).set(1)
+        info_labels = (shown.get(name, "") for name in self._families.labels["cache_info"])
+        self._families["cache_info"].labels(model_name, encoding, *info_labels).set(1)
         half = bytes_per_token * block_size * blocks // 2
         for kind in ("k", "v"):
-            self._families.cache_bytes.labels(model_name, encoding, kind).set(half)
+            self._families["kv_cache_bytes"].labels(model_name, encoding, kind).set(half)
         self._models[model_name] = ModelMetrics(
             self._families, model_name, encoding, blocks, position_apart=position_apart
         )
@@ -137,17 +190,17 @@ class Metrics:
 
     def compared(self, model_name: str, error: float, tolerance: float) -> None:
         """Sets the result of the parity check at start: server/launch/self_check.py."""
-        self._models[model_name].parity_error.set(error)
-        self._models[model_name].parity_tolerance.set(tolerance)
+        self._models[model_name].of["cache_parity_max_abs_error"].set(error)
+        self._models[model_name].of["cache_parity_tolerance"].set(tolerance)
 
     def add_route(self, route: str, methods: Iterable[str], status: int = 200) -> None:
         """Makes series at zero: what appears only with its first request has no rate then."""
         for method in methods:
-            self._families.http.labels(route, method, str(status))
+            self._families["http_requests"].labels(route, method, str(status))
 
     def answered(self, route: str | None, method: str, status: int | None) -> None:
         """Counts an HTTP request. `route` is a template, `status` None without an answer."""
-        self._families.http.labels(
+        self._families["http_requests"].labels(
             route or UNMATCHED,
             method if method in METHODS else "other",
             "none" if status is None else str(status),
@@ -164,11 +217,11 @@ class Metrics:
 
     def disconnected(self, model_name: str) -> None:
         """A client went away, or stopped reading, before its answer was complete."""
-        self._models[model_name].disconnects.inc()
+        self._models[model_name].of["client_disconnects"].inc()
 
     def stream_error(self, model_name: str) -> None:
         """A stream that ended with an error after its headers had gone out."""
-        self._models[model_name].stream_errors.inc()
+        self._models[model_name].of["stream_errors"].inc()
 
     def render(self, *, openmetrics: bool = False) -> Iterator[bytes]:
         """The page, one family after another: the text for CONTENT_TYPES[openmetrics]."""
@@ -199,102 +252,72 @@ class ModelMetrics:
     def __init__(
         self, families: Families, name: str, encoding: str, blocks: int, *, position_apart: bool
     ) -> None:
-        def child(family: Any, *labels: str) -> Any:
-            return family.labels(name, encoding, *labels)
+        def child(family: str, *labels: str) -> Any:
+            return families[family].labels(name, encoding, *labels)
 
+        self.of = families.of_model(name, encoding)
         self._num_blocks = blocks
-        self._running = child(families.running)
-        self._waiting = child(families.waiting)
-        self._queue_wait = child(families.queue_wait)
-        self._usage = child(families.usage)
-        self._requests = {reason: child(families.requests, reason.value) for reason in FinishReason}
-        self._computed = child(families.prompt_tokens, "computed")
-        self._cached = child(families.prompt_tokens, "cached")
-        self._generated = child(families.generated_tokens)
-        self._first_token = child(families.first_token)
-        self._inter_token = child(families.inter_token)
-        self._per_token = child(families.per_token)
-        self._phases = {phase: child(family) for phase, family in families.phases.items()}
-        self._prompt_length = child(families.prompt_length)
-        self._output_length = child(families.output_length)
-        self._batch = child(families.batch)
-        self._preemptions = child(families.preemptions)
-        self.disconnects = child(families.disconnects)
-        self.rejections = {labels: child(families.rejections, *labels) for labels in REJECTIONS}
-        self.stream_errors = child(families.stream_errors)
-        self._blocks = {state: child(families.blocks, state) for state in BLOCK_STATES}
+        self._requests = {reason: child("requests", reason.value) for reason in FinishReason}
+        self._computed = child("prompt_tokens", "computed")
+        self._cached = child("prompt_tokens", "cached")
+        self.rejections = {labels: child("request_rejections", *labels) for labels in REJECTIONS}
+        self._blocks = {state: child("kv_blocks", state) for state in BLOCK_STATES}
         self._blocks["free"].set(blocks)
-        self.parity_error = child(families.parity_error)
-        self.parity_tolerance = child(families.parity_tolerance)
-        self._written_bytes = child(families.written_bytes)
-        self._written_entries = child(families.written_entries)
-        self._sealed = child(families.sealed)
-        self._verified = child(families.verified)
-        self._mutated = child(families.mutated)
-        self._weights_verified = child(families.weights_verified)
-        self._weights_changed = child(families.weights_changed)
-        self._stale = child(families.stale)
-        self._shifts = {outcome: child(families.shifts, outcome) for outcome in OUTCOMES}
-        self._shift_seconds = child(families.shift_seconds)
-        self._kept = child(families.shift_tokens, "kept")
-        self._dropped = child(families.shift_tokens, "dropped")
+        self._shifts = {outcome: child("context_shifts", outcome) for outcome in OUTCOMES}
+        self._kept = child("context_shift_tokens", "kept")
+        self._dropped = child("context_shift_tokens", "dropped")
         # Forks copy and never rewrite, so a shift is the only cause.
-        self._rewritten = child(families.rewritten, "context_shift")
-        self._moved_bytes = child(families.moved_bytes)
+        self._rewritten = child("kv_rewritten_entries", "context_shift")
         self._position = {  # in the order of PositionalWork's fields
             phase: (
-                child(families.rotations, phase),
-                child(families.bias_values, phase),
-                child(families.bias_built, phase),
-                child(families.position_flops, phase),
-                child(families.position_bytes, phase),
-                child(families.bias_bytes, phase),
+                child("position_rotations", phase),
+                child("position_bias_values", phase),
+                child("position_bias_built", phase),
+                child("position_flops", phase),
+                child("position_bytes", phase),
+                child("position_bias_bytes", phase),
             )
             for phase in (Phase.PREFILL, Phase.DECODE)
         }
-        self._decode_step = [child(families.decode_step, bound) for bound in CONTEXTS]
-        self._timed = {phase: child(families.timed_steps, phase) for phase in Phase}
-        self._forward = {phase: child(families.forward_seconds, phase) for phase in Phase}
-        self._attention = {phase: child(families.attention_seconds, phase) for phase in Phase}
+        self._decode_step = [child("decode_step_seconds", bound) for bound in CONTEXTS]
+        self._timed = {phase: child("timed_steps", phase) for phase in Phase}
+        self._forward = {phase: child("forward_seconds", phase) for phase in Phase}
+        self._attention = {phase: child("attention_seconds", phase) for phase in Phase}
         self._position_seconds = (
-            {phase: child(families.position_seconds, phase) for phase in Phase}
-            if position_apart
-            else {}
+            {phase: child("position_seconds", phase) for phase in Phase} if position_apart else {}
         )
-        self._extrapolated = child(families.extrapolated)
-        self._queried = child(families.queried)
-        self._hits = child(families.hits)
-        self._evicted = child(families.evicted, "lru")
-        self._flushed = child(families.evicted, "flush")
-        self._spill = {state: child(families.spill, state) for state in SPILL_STATES}
-        self._spilled = {way: child(families.spilled, way) for way in SPILL_WAYS}
+        self._evicted = child("kv_evicted_blocks", "lru")
+        self._flushed = child("kv_evicted_blocks", "flush")
+        self._spill = {state: child("kv_spill_blocks", state) for state in SPILL_STATES}
+        self._spilled = {way: child("kv_spilled_blocks", way) for way in SPILL_WAYS}
 
     def observe_step(self, stats: StepStats) -> None:
-        self._running.set(stats.running)
-        self._waiting.set(stats.waiting)
-        self._queue_wait.set(stats.outlook.wait(stats.waiting - 1))
+        self.of["requests_running"].set(stats.running)
+        self.of["requests_waiting"].set(stats.waiting)
+        self.of["queue_wait_seconds"].set(stats.outlook.wait(stats.waiting - 1))
         for state, gauge in self._blocks.items():
             gauge.set(getattr(stats.blocks, state))
-        self._usage.set(stats.blocks.active / self._num_blocks)
+        self.of["kv_cache_usage_ratio"].set(stats.blocks.active / self._num_blocks)
         for state, gauge in self._spill.items():
             gauge.set(getattr(stats.spill, state))
         for counter, amount in (
             (self._computed, stats.computed_prompt_tokens),
             (self._cached, stats.cached_prompt_tokens),
-            (self._generated, stats.generated_tokens),
-            (self._written_bytes, stats.written_bytes),
-            (self._written_entries, stats.written_entries),
-            (self._preemptions, stats.preemptions),
-            (self._queried, stats.prefix_queried_tokens),
-            (self._hits, stats.cached_prompt_tokens),
+            (self.of["generated_tokens"], stats.generated_tokens),
+            (self.of["forced_tokens"], stats.forced_tokens),
+            (self.of["kv_written_bytes"], stats.written_bytes),
+            (self.of["kv_written_entries"], stats.written_entries),
+            (self.of["preemptions"], stats.preemptions),
+            (self.of["prefix_cache_queried_tokens"], stats.prefix_queried_tokens),
+            (self.of["prefix_cache_hit_tokens"], stats.cached_prompt_tokens),
             (self._evicted, stats.evicted_blocks),
             (self._flushed, stats.flushed_blocks),
-            (self._sealed, stats.sealed_blocks),
-            (self._verified, stats.verified_blocks),
-            (self._mutated, stats.mutated_entries),
-            (self._weights_verified, stats.verified_weights),
-            (self._weights_changed, stats.changed_weights),
-            (self._extrapolated, stats.extrapolated_tokens),
+            (self.of["kv_blocks_sealed"], stats.sealed_blocks),
+            (self.of["kv_blocks_verified"], stats.verified_blocks),
+            (self.of["kv_mutated_entries"], stats.mutated_entries),
+            (self.of["weights_verified_bytes"], stats.verified_weights),
+            (self.of["weights_changed"], stats.changed_weights),
+            (self.of["extrapolated_tokens"], stats.extrapolated_tokens),
             *((self._spilled[way], getattr(stats.spill.moves, way)) for way in SPILL_WAYS),
         ):
             if amount:
@@ -312,9 +335,9 @@ class ModelMetrics:
         for shift in stats.shifts:
             self._observe_shift(shift)
         if stats.batch_requests:
-            self._batch.observe(stats.batch_requests)
+            self.of["step_batch_size"].observe(stats.batch_requests)
         for seconds in stats.inter_token_seconds:
-            self._inter_token.observe(seconds)
+            self.of["inter_token_latency_seconds"].observe(seconds)
         for summary in stats.ended:
             self._observe_end(summary)
 
@@ -336,27 +359,28 @@ class ModelMetrics:
         self._kept.inc(shift.kept)
         self._dropped.inc(shift.dropped)
         if shift.report is not None:
-            self._shift_seconds.observe(shift.seconds)
+            self.of["context_shift_seconds"].observe(shift.seconds)
             self._observe_operation(shift.report)
 
     def _observe_operation(self, report: OpReport) -> None:
         self._rewritten.inc(report.rewritten)
-        self._stale.inc(report.stale)
-        self._moved_bytes.inc(report.bytes_moved)
+        self.of["kv_stale_entries"].inc(report.stale)
+        self.of["kv_moved_bytes"].inc(report.bytes_moved)
 
     def _observe_end(self, summary: RequestSummary) -> None:
         self._requests[summary.finish].inc()
-        self._prompt_length.observe(summary.prompt_tokens)
-        self._output_length.observe(summary.output_tokens)
-        self._phases["e2e"].observe(summary.end - summary.arrival)
+        self.of["request_prompt_tokens"].observe(summary.prompt_tokens)
+        self.of["request_output_tokens"].observe(summary.output_tokens)
+        self.of["request_e2e_seconds"].observe(summary.end - summary.arrival)
         if summary.admitted is None:
             return
-        self._phases["queue"].observe(summary.admitted - summary.arrival)
+        self.of["request_queue_seconds"].observe(summary.admitted - summary.arrival)
         if summary.first_token is None:
             return
-        self._first_token.observe(summary.first_token - summary.arrival)
-        self._phases["prefill"].observe(summary.first_token - summary.admitted)
+        self.of["time_to_first_token_seconds"].observe(summary.first_token - summary.arrival)
+        self.of["request_prefill_seconds"].observe(summary.first_token - summary.admitted)
         decode = summary.end - summary.first_token
-        self._phases["decode"].observe(decode)
+        self.of["request_decode_seconds"].observe(decode)
         if summary.output_tokens > 1:
-            self._per_token.observe(decode / (summary.output_tokens - 1))
+            per_token = decode / (summary.output_tokens - 1)
+            self.of["request_time_per_output_token_seconds"].observe(per_token)

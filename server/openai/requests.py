@@ -95,7 +95,7 @@ async def chat_text(body: TemplateBody, messages: Sequence[Message], served: Ser
         raise UnsupportedField(
             f"the model {served.name} has no chat template; use /v1/completions", "messages"
         )
-    if body.documents and "documents" not in served.conventions.variables:
+    if body.documents and not served.conventions.documents:
         raise UnsupportedField(
             f"the chat template of {served.name} takes no documents; put them into a message",
             "documents",
@@ -257,7 +257,7 @@ def _chat_grammar(body: ChatBody, prompt: Prompt, served: Served) -> Grammar | N
         if form is None:
             if not any(tool.strict for tool in tools):
                 return None
-            schemas = {tool.name: tool.parameters or {} if tool.strict else {} for tool in tools}
+            schemas = {tool.name: tool.arguments if tool.strict else {} for tool in tools}
             return strict_calls(schemas, format, served.tokenizer, served.stop_ids)
         if form.kind not in JSON_KINDS and tools:
             raise InvalidField(
@@ -273,7 +273,7 @@ def _chat_grammar(body: ChatBody, prompt: Prompt, served: Served) -> Grammar | N
     # A model that was not taught to call repeats itself where it may call again.
     taught = served.conventions.told is not Told.TEXT
     return calls_or_form(
-        {tool.name: tool.parameters or {} for tool in tools if named in (None, tool.name)},
+        {tool.name: tool.arguments for tool in tools if named in (None, tool.name)},
         format,
         served.tokenizer,
         served.stop_ids,
@@ -312,7 +312,7 @@ def choices_for(
                 num_prompt=len(tokens),
                 source=source,
                 params=params,
-                matcher=grammar and grammar.begin(),
+                matcher=None if grammar is None else grammar.begin(),
                 arrival=arrival,
                 rng=choice_rng(body.seed, index),
                 salt=salt,
@@ -353,7 +353,7 @@ def _parser(body: CompletionBody | ChatBody, prompt: Prompt, served: Served) -> 
 
 
 def _schemas(body: ChatBody) -> dict[str, Mapping[str, Any]]:
-    return {tool.function.name: tool.function.parameters or {} for tool in body.told_tools}
+    return {tool.function.name: tool.function.arguments for tool in body.told_tools}
 
 
 def _check_count(

@@ -298,7 +298,15 @@ class Function(_Strict):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # arguments satisfy their schema either way
+    strict: bool | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Their schema. A function without parameters has none."""
+        return _NO_ARGUMENTS if self.parameters is None else self.parameters
+
+
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 class Tool(_Strict):
@@ -314,7 +322,7 @@ class Tool(_Strict):
             "function": {
                 "name": function.name,
                 "description": function.description or "",
-                "parameters": function.parameters or {"type": "object", "properties": {}},
+                "parameters": function.arguments,
             },
         }
 

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ropewalk.model.tokenizers.base import InvalidText, Tokenizer
 
+KEPT = 4096  # texts
 MARK = "\x02"  # stands before a text that continues another: tokenizers may put a space before it
 
 
@@ -28,9 +29,13 @@ class Vocabulary:
         self.eos_token_id = ends[0]
         self._special = frozenset(special)
         self._encode = encode
+        self._known = lru_cache(KEPT)(self._found)  # keys of a schema come again and again
 
     def __call__(self, data: bytes) -> list[int]:
         """The tokens of a text that continues another, which join to exactly its bytes."""
+        return self._known(data)
+
+    def _found(self, data: bytes) -> list[int]:
         try:
             text = data.decode()
             for before in ("", MARK):

@@ -15,7 +15,6 @@ from ropewalk.model.family.errors import FamilyError
 from ropewalk.model.family.evaluation import results
 from ropewalk.model.family.evaluation.evaluate import Task
 from ropewalk.model.family.evaluation.evaluate import evaluate as evaluate_models
-from ropewalk.model.family.evaluation.grammar import PARSER
 from ropewalk.model.family.evaluation.report.card import write as write_card
 from ropewalk.model.family.evaluation.results import QUICK, Sizes
 from ropewalk.model.family.files import alone
@@ -194,21 +193,14 @@ def evaluate(
     sizes = QUICK if quick else Sizes()
     try:
         texts = corpus.load(folder() / "corpus.npz")
-        parser = shutil.which(PARSER)
         serve = partial(served_logprobs, trusted=trust_encoding)
         place = hardware.pick_device(device)
-        task = Task(texts, sizes, place, serve, bar, download.FAMILY, parser, trust_encoding)
+        task = Task(texts, sizes, place, serve, bar, download.FAMILY, trust_encoding)
         evaluate_models(models or folder() / "runs", path, task)
     except OSError as error:
         raise CommandError(
             f"{error.filename or path} cannot be read or written ({_reason(error)}); see --result"
         ) from error
-    if parser is None:
-        print(
-            f"grammar was not evaluated: {PARSER} is not installed (in Debian, package "
-            "link-grammar)",
-            file=sys.stderr,
-        )
     print(path)
 
 

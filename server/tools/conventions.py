@@ -16,6 +16,7 @@ from ropewalk.model.chat.template import ChatTemplate, ChatTemplateError
 from ropewalk.server.tools.formats import HERMES, THINK, Form, Format, Written, known_format
 
 Messages = Sequence[Mapping[str, object]]
+Render = Callable[..., str]
 
 
 class Told(StrEnum):
@@ -27,6 +28,22 @@ class Told(StrEnum):
     TEXT = "text"  # not at all: the system message has to describe them
 
 
+class Calls(StrEnum):
+    """How it takes `tool_calls` of earlier answers."""
+
+    SEVERAL = "several"  # any number in a message
+    SINGLE = "single"  # one in a message
+    TEXT = "text"  # not at all: they have to be part of the content
+
+
+class Results(StrEnum):
+    """How it takes the results of calls."""
+
+    ROLE = "role"  # as messages of the role "tool", as nearly all do
+    RESPONSES = "responses"  # as `tool_responses` of the message with the calls
+    USER = "user"  # not at all: the user has to tell them
+
+
 @dataclass(frozen=True, slots=True)
 class Conventions:
     """What one model's template expects and its answers contain."""
@@ -34,14 +51,15 @@ class Conventions:
     format: Format = HERMES
     told: Told = Told.TEXT
     system: bool = True  # it takes system messages
-    calls: bool = False  # it writes `tool_calls` of earlier answers
-    results: bool = False  # it takes messages of the role "tool"
+    calls: Calls = Calls.TEXT
+    results: Results = Results.USER
     arguments_as_text: bool = False  # of `tool_calls`: JSON, not objects
-    variables: frozenset[str] = frozenset()  # of those below
+    short_ids: bool = False  # of calls: nine characters, as Mistral's demand
+    documents: bool = False  # it reads the variable of that name
+    thinking: bool = False  # it calls an answer's reasoning so
 
 
 NO_TEMPLATE = Conventions()
-VARIABLES = ("documents", "thinking")  # those that are given only to templates that name them
 
 _NAMES = ("first_sent", "second_sent")
 _KEY, _VALUES = "argument_sent", ("value_one_sent", "value_two_sent")
@@ -70,25 +88,36 @@ def conventions_of(template: ChatTemplate) -> Conventions:
     render = partial(_rendered, template)
     told = next((way for way in _WAYS if _NAMES[0] in _WAYS[way](render)), Told.TEXT)
     tools = {told.value: _TOOLS} if told in (Told.TOOLS, Told.XML_TOOLS) else {}
-    as_text, shown = _calls(render, tools) if told is not Told.TEXT else (False, "")
+    calls, as_text, shown = Calls.TEXT, False, ""
+    if told is not Told.TEXT:
+        calls, as_text, shown = _calls(render, tools)
     known = known_format(source)
     think = known.think if known else THINK if THINK[1] in source else None
     if told is Told.TEXT:
         format = replace(HERMES, think=think)
     else:
-        format = known or _different(render, shown, tools) or HERMES
+        format = known or (_different(render, shown, tools) if shown else None) or HERMES
         format = replace(format, think=think)
-    result = {"role": "tool", "name": _NAMES[0], "tool_call_id": "123456789", "content": _TEXT}
-    answered = [_USER, _answer(as_text), result]
     return Conventions(
         format=format,
         told=told,
         system=_TEXT in render([{"role": "system", "content": _TEXT}, _USER]),
-        calls=bool(shown),
-        results=told is not Told.TEXT and _TEXT in render(answered, **tools),
+        calls=calls,
+        results=Results.USER if told is Told.TEXT else _results(render, as_text, tools),
         arguments_as_text=as_text,
-        variables=frozenset(name for name in VARIABLES if name in source),
+        short_ids=calls is not Calls.TEXT and not render([_USER, _answer(as_text, id="call_1")]),
+        documents="documents" in source,
+        thinking=re.search(r"""message\.thinking|['"]thinking['"]""", source) is not None,
     )
+
+
+def _results(render: Render, as_text: bool, tools: Mapping[str, object]) -> Results:
+    calls = _answer(as_text)
+    responses = {"tool_responses": [{"name": _NAMES[0], "response": _TEXT}]}
+    if _TEXT in render([_USER, {**calls, **responses}], **tools):
+        return Results.RESPONSES
+    result = {"role": "tool", "name": _NAMES[0], "tool_call_id": "123456780", "content": _TEXT}
+    return Results.ROLE if _TEXT in render([_USER, calls, result], **tools) else Results.USER
 
 
 def _rendered(template: ChatTemplate, messages: Messages, **variables: object) -> str:
@@ -99,7 +128,7 @@ def _rendered(template: ChatTemplate, messages: Messages, **variables: object) -
         return ""
 
 
-_WAYS: Mapping[Told, Callable[[Callable[..., str]], str]] = {
+_WAYS: Mapping[Told, Callable[[Render], str]] = {
     Told.TOOLS: lambda render: render([_USER], tools=_TOOLS),
     Told.XML_TOOLS: lambda render: render([_USER], xml_tools=_TOOLS),
     Told.SYSTEM: lambda render: render(
@@ -108,10 +137,10 @@ _WAYS: Mapping[Told, Callable[[Callable[..., str]], str]] = {
 }
 
 
-def _answer(as_text: bool) -> dict[str, Any]:
+def _answer(as_text: bool, count: int = 1, *, id: str = "12345678") -> dict[str, Any]:
     calls = [
         {
-            "id": f"12345678{index}",
+            "id": f"{id}{index}",
             "type": "function",
             "function": {
                 "name": name,
@@ -120,22 +149,22 @@ def _answer(as_text: bool) -> dict[str, Any]:
         }
         for index, (name, value) in enumerate(zip(_NAMES, _VALUES, strict=True))
     ]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
+    return {"role": "assistant", "content": "", "tool_calls": calls[:count]}
 
 
-def _calls(render: Callable[..., str], tools: Mapping[str, object]) -> tuple[bool, str]:
-    """Whether arguments are to be text, and two calls as written; empty if they are not."""
-    for as_text in (False, True):
-        shown = render([_USER, _answer(as_text)], **tools)
-        # Written once, or as text in a text, where every quote has a backslash.
-        if all(part in shown for part in (*_NAMES, *_VALUES)) and '\\"' + _KEY not in shown:
-            return as_text, shown
-    return False, ""
+def _calls(render: Render, tools: Mapping[str, object]) -> tuple[Calls, bool, str]:
+    """How calls are written, whether their arguments are to be text, and two calls as written."""
+    for calls, count in ((Calls.SEVERAL, 2), (Calls.SINGLE, 1)):
+        for as_text in (False, True):
+            shown = render([_USER, _answer(as_text, count)], **tools)
+            # Written once, or as text in a text, where every quote has a backslash.
+            wanted = (*_NAMES[:count], *_VALUES[:count])
+            if all(part in shown for part in wanted) and '\\"' + _KEY not in shown:
+                return calls, as_text, shown if count == 2 else ""
+    return Calls.TEXT, False, ""
 
 
-def _different(
-    render: Callable[..., str], shown: str, tools: Mapping[str, object]
-) -> Format | None:
+def _different(render: Render, shown: str, tools: Mapping[str, object]) -> Format | None:
     """The format of the two calls that are `shown`; None where their arguments are not JSON."""
     plain = render([_USER, {"role": "assistant", "content": _TEXT}], **tools)
     start, _, turn_end = plain.partition(_TEXT)

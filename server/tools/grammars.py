@@ -119,6 +119,19 @@ class _Lark:
         return None
 
 
+# Schemas with one of these may allow, or demand, properties that are named elsewhere.
+_OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "$ref", "not", "if"}
+_OPEN |= {"allOf", "anyOf", "oneOf", "dependentSchemas"}
+
+
 def _object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Arguments are an object, whether or not their schema says so."""
-    return spaced(schema if "type" in schema else {"type": "object", **schema})
+    """Arguments are an object, whether or not their schema says so, of the properties it names.
+
+    A function has no use for others, which small models like to make up.
+    """
+    schema = schema if "type" in schema else {"type": "object", **schema}
+    names, required = schema.get("properties"), schema.get("required", [])
+    closed = isinstance(names, Mapping) and isinstance(required, list) and not _OPEN & set(schema)
+    if closed and all(name in names for name in required):
+        schema = {**schema, "additionalProperties": False}
+    return spaced(schema)

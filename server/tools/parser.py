@@ -87,6 +87,7 @@ class Parser:
         self._gap = ""  # white space that is part of the text only if more text follows
         self._fresh = thinking  # nothing but white space since a marker
         self._spoke = self._thought = False  # there was text, there was reasoning
+        self._sure = False  # that what is read is a call, whatever it names
         self._kept: list[str] | None = None  # read, and text after all if it is not a call
         self._reading = self._answer()
         next(self._reading)
@@ -149,6 +150,7 @@ class Parser:
     def _call(self, marker: str) -> Reading[bool]:
         """The calls after a marker; whether there were any, or none but what is no text either."""
         before, self._kept = self.calls, []
+        self._sure = bool(marker)
         try:
             closed = yield from self._body(marker)
         except _Malformed:
@@ -262,21 +264,39 @@ class Parser:
             self._argue(call, f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
             begin = ", "
             schema = properties.get(key) if isinstance(properties, Mapping) else None
-            value = yield from self._up_to("</parameter>")
-            value = value.removeprefix("\n").removesuffix("\n")
-            self._argue(call, _as_json(value, schema))
+            if isinstance(schema, Mapping) and schema.get("type") == "string":
+                yield from self._tagged_text(call)
+            else:
+                self._argue(call, _literal((yield from self._up_to("</parameter>")).strip()))
         if tag in self._ends.all:
             self._at -= len(tag)
         if tag:
             self._argue(call, "}" if begin == ", " else "{}")
         self._end(call)
 
+    def _tagged_text(self, call: _Call) -> Reading[None]:
+        """A parameter's text, piece by piece, without the line breaks beside its tags."""
+        held, begun = "", False
+
+        def write(text: str) -> None:
+            nonlocal held, begun
+            text = held + text
+            if not begun and text:
+                text, begun = text.removeprefix("\n"), True
+            held = "\n" if text.endswith("\n") else ""
+            self._argue(call, json.dumps(text.removesuffix("\n"), ensure_ascii=False)[1:-1])
+
+        self._argue(call, '"')
+        if not (yield from self._until(_Markers(("</parameter>",)), write)):
+            raise _Malformed
+        self._argue(call, '"')
+
     # ---- what a call adds ----
 
     def _start(self, call: _Call, name: str) -> None:
         if call.number is not None:
             return
-        if not name or (self._format.bare and name not in self._tools):
+        if not name or not (self._sure or name in self._tools):
             raise _Malformed
         self._mark()
         self._kept = None
@@ -531,9 +551,3 @@ def _literal(word: str) -> str:
     except ValueError:
         return json.dumps(word, ensure_ascii=False)
     return word
-
-
-def _as_json(value: str, schema: object) -> str:
-    """A parameter's text as JSON: a string if its schema says so, or if it is nothing else."""
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    return json.dumps(value, ensure_ascii=False) if kind == "string" else _literal(value.strip())

@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from itertools import takewhile
 from typing import Any
 
-from ropewalk.server.tools.conventions import Conventions, Told
+from ropewalk.server.tools.conventions import Calls, Conventions, Results, Told
 
 Message = dict[str, Any]
 
@@ -32,12 +34,25 @@ def template_input(
     messages, tools: in OpenAI's form. An empty list of tools tells it of none.
     """
     given = list(_named(messages))
-    if conventions.calls:
+    if conventions.short_ids:
+        given = [_with_short_ids(message) for message in given]
+    if conventions.calls is Calls.SINGLE:
+        given = list(_one_by_one(given))
+    if conventions.calls is not Calls.TEXT:
         given = [_with_arguments(message, conventions) for message in given]
     else:
         given = [_in_words(message, conventions) for message in given]
-    if not conventions.results:
+    if conventions.results is Results.USER:
         given = list(_results_as_user(given))
+    elif conventions.results is Results.RESPONSES:
+        given = list(_results_as_responses(given))
+    if conventions.thinking:
+        given = [
+            {**message, "thinking": thought}
+            if (thought := message.get("reasoning_content") or message.get("reasoning"))
+            else message
+            for message in given
+        ]
     variables: dict[str, object] = {}
     match conventions.told:
         case _ if not tools:
@@ -60,6 +75,37 @@ def _named(messages: Iterable[Mapping[str, Any]]) -> Iterable[Message]:
             names[call["id"]] = call["function"]["name"]
         name = names.get(message.get("tool_call_id", ""))
         yield {"name": name, **message} if name else dict(message)
+
+
+def _with_short_ids(message: Message) -> Message:
+    if "tool_calls" in message:
+        calls = [{**call, "id": _short(call["id"])} for call in message["tool_calls"]]
+        return {**message, "tool_calls": calls}
+    id = message.get("tool_call_id")
+    return message if id is None else {**message, "tool_call_id": _short(id)}
+
+
+def _short(id: str) -> str:
+    """The same for the same id; those that this server has given are short."""
+    return id if len(id) == 9 and id.isalnum() else blake2b(id.encode()).hexdigest()[:9]
+
+
+def _one_by_one(messages: Sequence[Message]) -> Iterable[Message]:
+    """Each call in a message of its own, and its result behind it."""
+    moved: set[int] = set()
+    for place, message in enumerate(messages):
+        if len(message.get("tool_calls", ())) < 2:
+            if place not in moved:
+                yield message
+            continue
+        after = range(place + 1, len(messages))
+        results = list(takewhile(lambda at: messages[at]["role"] == "tool", after))
+        for index, call in enumerate(message["tool_calls"]):
+            yield {**message, "content": "" if index else message["content"], "tool_calls": [call]}
+            for at in results:
+                if messages[at].get("tool_call_id") == call["id"] and at not in moved:
+                    moved.add(at)
+                    yield messages[at]
 
 
 def _with_arguments(message: Message, conventions: Conventions) -> Message:
@@ -113,6 +159,22 @@ def _results_as_user(messages: Iterable[Message]) -> Iterable[Message]:
         yield message
     if held:
         yield {"role": "user", "content": "\n".join(held)}
+
+
+def _results_as_responses(messages: Iterable[Message]) -> Iterable[Message]:
+    """Results in the message with their calls."""
+    calling: Message | None = None
+    for message in messages:
+        if calling is not None and message["role"] == "tool":
+            response = {"name": message.get("name", ""), "response": message["content"]}
+            responses = [*calling.get("tool_responses", ()), response]
+            calling = {**calling, "tool_responses": responses}
+            continue
+        if calling is not None:
+            yield calling
+        calling = message
+    if calling is not None:
+        yield calling
 
 
 def _instructed(messages: list[Message], text: str, conventions: Conventions) -> list[Message]:

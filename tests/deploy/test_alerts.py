@@ -1,99 +1,16 @@
 """promtool plays series to the rules: each alert fires when it should and otherwise is quiet."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.deploy.files import ALERTS, PROMETHEUS
+from tests.deploy.files import ALERTS, PROMETHEUS, read
 from tests.deploy.programs import program
 from tests.server.test_metrics import metrics_of_toy
 
-# name of the scenario: (alerts that fire after 20 minutes, {series: a sample each minute})
-SCENARIOS = {
-    "sound": (
-        [],
-        {
-            "kv_mutated_entries_total": "0x30",
-            "kv_stale_entries_total": "0x30",
-            "weights_changed_total": "0x30",
-            "kv_blocks{state='quarantined'}": "0x30",
-            "kv_rewritten_entries_total{cause='context_shift'}": "0x30",
-            "cache_parity_max_abs_error": "0.00007x30",
-            "cache_parity_tolerance": "0.0035x30",
-            "up": "1x30",
-        },
-    ),
-    "mutated": (["RopewalkEntriesMutated"], {"kv_mutated_entries_total": "0x12 64x20"}),
-    "weights changed": (["RopewalkWeightsChanged"], {"weights_changed_total": "0x12 1x20"}),
-    "stale": (["RopewalkStaleEntries"], {"kv_stale_entries_total": "0x12 64x20"}),
-    "rewritten": (
-        ["RopewalkRewrittenInPlainDecoding"],
-        {
-            "kv_rewritten_entries_total{cause='context_shift'}": "0x17 90x20",
-            "context_shifts_total{outcome='rerotated'}": "0x30",
-        },
-    ),
-    "rewritten though the shift was free": (
-        ["RopewalkRewrittenInPlainDecoding"],
-        {
-            "kv_rewritten_entries_total{cause='context_shift'}": "0x17 90x20",
-            "context_shifts_total{outcome='rerotated'}": "0x30",
-            "context_shifts_total{outcome='reindexed'}": "0x17 1x20",
-        },
-    ),
-    "rewritten by a shift": (
-        [],
-        {
-            "kv_rewritten_entries_total{cause='context_shift'}": "0x17 90x20",
-            "context_shifts_total{outcome='rerotated'}": "0x17 1x20",
-        },
-    ),
-    "rewritten by a shift that was seen a scrape before": (
-        [],
-        {
-            "kv_rewritten_entries_total{cause='context_shift'}": "0x15 90x20",
-            "context_shifts_total{outcome='rerotated'}": "0x14 1x20",
-        },
-    ),
-    "decoding differs": (
-        ["RopewalkDecodingDiffers"],
-        {"cache_parity_max_abs_error": "0.5x30", "cache_parity_tolerance": "0.0035x30"},
-    ),
-    "quarantined": (["RopewalkBlocksQuarantined"], {"kv_blocks{state='quarantined'}": "0x5 2x20"}),
-    "down": (["RopewalkDown"], {"up": "1x10 0x20"}),
-    "down for a moment": ([], {"up": "1x19 0x20"}),
-    "stuck": (["RopewalkStuck"], {"requests_running": "3x30", "kv_written_entries_total": "5x30"}),
-    "slow": ([], {"requests_running": "3x30", "kv_written_entries_total": "0+1x30"}),
-    "idle": ([], {"requests_running": "0x30", "kv_written_entries_total": "5x30"}),
-    "errors": (
-        ["RopewalkErrors"],
-        {
-            "requests_total{finish_reason='error'}": "0+1x30",
-            "requests_total{finish_reason='stop'}": "0+9x30",
-        },
-    ),
-    "a rare error": (
-        [],
-        {
-            "requests_total{finish_reason='error'}": "0+1x30",
-            "requests_total{finish_reason='stop'}": "0+200x30",
-        },
-    ),
-    "growing": (["RopewalkQueueGrowing"], {"requests_waiting": "0+2x30"}),
-    "a steady queue": ([], {"requests_waiting": "40x30"}),
-    "a falling queue": ([], {"requests_waiting": "90-2x30"}),
-    "refusing": (
-        ["RopewalkRefusing"],
-        {"request_rejections_total{reason='queue_full'}": "0+1x30"},
-    ),
-    "nonsense refused": (
-        [],
-        {"request_rejections_total{reason='invalid_request'}": "0+1x30"},
-    ),
-    "full": (["RopewalkCacheFull"], {"kv_cache_usage_ratio": "0.99x30"}),
-    "busy": ([], {"kv_cache_usage_ratio": "0.9x30"}),
-}
+SCENARIOS = read(Path(__file__).with_name("scenarios.yaml"))
 
 
 def promtool(*words: str, text: bytes | None = None) -> None:
@@ -112,7 +29,7 @@ def series(name: str) -> str:
 
 
 def test_every_alert_has_a_scenario():
-    assert {name for fired, _ in SCENARIOS.values() for name in fired} == ALERTS.keys()
+    assert {name for each in SCENARIOS.values() for name in each["fires"]} == ALERTS.keys()
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +49,7 @@ def told(tmp_path_factory):
 
 def played(scenario: str) -> dict:
     """A test of promtool's: the series, and the alerts that must fire."""
-    fired, inputs = SCENARIOS[scenario]
+    fired, inputs = SCENARIOS[scenario]["fires"], SCENARIOS[scenario]["series"]
     asked = {
         "expr": 'group by (alertname) (ALERTS{alertstate="firing"})',
         "eval_time": "20m",

@@ -31,48 +31,7 @@ from tests.fuzz.target import Hasty
 from tests.server.sockets import free_port
 from tests.server.toy import wait_for
 
-CONFIGURATION = """
-daemon off;
-master_process off;
-pid {folder}/pid;
-error_log {folder}/error.log crit;
-events {{ worker_connections 1024; }}
-http {{
-    log_format ids "$request_id $upstream_addr $status $request_method $request_uri";
-    access_log {folder}/access.log ids;
-    client_body_temp_path {folder}/body;
-    proxy_temp_path {folder}/proxy;
-    fastcgi_temp_path {folder}/fastcgi;
-    uwsgi_temp_path {folder}/uwsgi;
-    scgi_temp_path {folder}/scgi;
-    client_header_timeout 400ms;
-    client_body_timeout 400ms;
-    keepalive_timeout 200ms;
-    lingering_timeout 100ms;
-    lingering_time 100ms;
-    upstream server {{
-        server 127.0.0.1:{behind};
-        keepalive 8;
-        keepalive_timeout 50ms;  # before the server's, or nginx would send into its closing
-    }}
-    server {{
-        listen 127.0.0.1:{port};
-        location / {{
-            proxy_pass http://server;
-            proxy_http_version 1.1;
-            proxy_set_header Host localhost;
-            proxy_set_header Connection "";
-            proxy_set_header X-Nginx $request_id;
-            proxy_set_header X-Client $remote_addr;
-            proxy_request_buffering {buffering};
-            proxy_next_upstream off;
-            proxy_read_timeout 5s;
-        }}
-    }}
-}}
-"""
-
-
+CONFIGURATION = Path(__file__).with_name("nginx.conf").read_text()  # to be formatted
 _FIRST = IPv4Address("127.1.0.0")  # of the 16 million addresses of the loopback interface
 
 

@@ -3,7 +3,7 @@ import subprocess
 import sys
 import time
 
-from ropewalk.load_tests.client.footprint import resident_bytes, session_processes
+from ropewalk.load_tests.peers.systems import resident_bytes, session_processes
 
 HOLDER = """
 import subprocess, sys

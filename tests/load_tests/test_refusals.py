@@ -3,8 +3,8 @@ import asyncio
 import pytest
 
 from ropewalk.load_tests.client.client import DIALECTS, Server
-from ropewalk.load_tests.client.refusals import why_not
 from ropewalk.load_tests.common.types import Plan, Request
+from ropewalk.load_tests.run.runner import why_not
 from tests.load_tests.sse_server import good, serving, whole
 
 SHIFT = {"overflow": "shift"}

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from ropewalk.load_tests.micro.stopwatch import Stopwatch
+from ropewalk.load_tests.micro.profile_engine import Stopwatch
 
 
 def ticking():

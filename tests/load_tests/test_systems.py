@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 
 from ropewalk.load_tests.client.client import DIALECTS, get_json
-from ropewalk.load_tests.client.footprint import session_processes
 from ropewalk.load_tests.client.process import StartFailed
-from ropewalk.load_tests.peers.systems import OURS, PEERS, System, peer_from, running, system_from
+from ropewalk.load_tests.peers.systems import (
+    OURS,
+    PEERS,
+    System,
+    peer_from,
+    running,
+    session_processes,
+    system_from,
+)
 
 PROGRAMS = {name: Path(f"/p/{name}/bin/program") for name in PEERS}
 FAKE = f"{sys.executable} -m tests.load_tests.sse_server {{port}}"

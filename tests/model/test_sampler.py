@@ -452,3 +452,49 @@ def test_a_gpu_picks_what_a_cpu_picks():
         assert found.token == wanted.token
         assert found.logprob == pytest.approx(wanted.logprob, abs=1e-5)
         assert [token for token, _ in found.top] == [token for token, _ in wanted.top]
+
+
+def mask(tokens, size):
+    bits = sum(1 << token for token in tokens)
+    return bits.to_bytes(-(-size // 32) * 4, "little")
+
+
+@pytest.mark.parametrize("vocab", [7, 900, 3001])
+@pytest.mark.parametrize("some", [1, 3, 600])
+@pytest.mark.parametrize(
+    "chosen", [{"temperature": 0.0}, {}, {"top_k": 40}, {"top_p": 0.9, "temperature": 0.7}]
+)
+def test_only_allowed_tokens_are_picked(sampling, vocab, some, chosen):
+    """As from a row that has no other tokens, beside rows that are free; scores are the model's."""
+    rng = random.Random(vocab + some)
+    generator = torch.Generator().manual_seed(vocab)
+    rows = torch.randn(5, vocab, generator=generator) * 3
+    plain = [Ask(params(**chosen, logprobs=0), [], 0, rng.random()) for _ in rows]
+    tokens = sorted(rng.sample(range(vocab), min(some, vocab)))
+    # A mask may be shorter than the row: of an embedding with rows that no token has.
+    allowed = mask(tokens, tokens[-1] + 1)
+    held = [
+        Ask(*(getattr(a, n) for n in ("params", "tokens", "num_prompt", "uniform")), allowed)
+        if i % 2
+        else a
+        for i, a in enumerate(plain)
+    ]
+    found, free = sampling.pick(rows, held), sampling.pick(rows, plain)
+    narrow = sampling.pick(rows[:, tokens], plain)
+    for i, each in enumerate(found):
+        assert each.token == (tokens[narrow[i].token] if i % 2 else free[i].token)
+        assert each.logprob == pytest.approx(rows[i].log_softmax(0)[each.token].item(), abs=1e-4)
+
+
+def test_stops_and_biases_beside_a_grammar(sampling):
+    """A token that the mask bars stays barred whatever its bias, and penalties still count."""
+    row = torch.zeros(1, 40)
+    row[0, 7] = 1.0
+    for chosen, token in (
+        ({"logit_bias": {3: 100.0, 5: 2.0}}, 5),
+        ({}, 7),
+        ({"presence_penalty": 2.0}, 5),
+        ({"min_tokens": 4, "stop_ids": frozenset({7})}, 7),  # what made the mask has seen to it
+    ):
+        asked = Ask(params(**chosen, temperature=0.0), [1, 7], 1, 0.0, mask([5, 7], 40))
+        assert sampling.pick(row, [asked])[0].token == token

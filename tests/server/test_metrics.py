@@ -16,8 +16,7 @@ from ropewalk.cache.manager import BlockCounts
 from ropewalk.cache.types import Capability, Op, OpReport
 from ropewalk.model.encodings.common.cost import PositionalWork
 from ropewalk.server.errors import REJECTIONS
-from ropewalk.server.metrics.compat import ALIASES
-from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.metrics.exporter import ALIASES, Metrics
 from ropewalk.server.scheduling.request import (
     ContextShift,
     FinishReason,
@@ -66,7 +65,8 @@ def test_every_family_of_the_reference_is_there():
     names = {
         "requests_running", "requests_waiting", "queue_wait_seconds",
         "kv_cache_usage_ratio", "cache_info", "requests",
-        "prompt_tokens", "generated_tokens", "time_to_first_token_seconds",
+        "prompt_tokens", "generated_tokens", "forced_tokens",
+        "time_to_first_token_seconds",
         "inter_token_latency_seconds", "request_time_per_output_token_seconds",
         "request_e2e_seconds", "request_queue_seconds", "request_prefill_seconds",
         "request_decode_seconds", "request_prompt_tokens", "request_output_tokens",
@@ -151,6 +151,7 @@ def test_a_step_is_counted():
         computed_prompt_tokens=14,
         cached_prompt_tokens=16,
         generated_tokens=2,
+        forced_tokens=1,
         written_entries=64,
         written_bytes=1024,
         preemptions=1,
@@ -192,6 +193,7 @@ def test_a_step_is_counted():
         "requests_waiting": 2,
         "kv_cache_usage_ratio": 0.4,
         "generated_tokens_total": 4,
+        "forced_tokens_total": 2,
         "kv_written_entries_total": 128,
         "kv_written_bytes_total": 2048,
         "preemptions_total": 2,

@@ -8,8 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ropewalk.cache.manager import BlockCounts
 from ropewalk.server.errors import CommandError
 from ropewalk.server.launch import build
-from ropewalk.server.metrics.compat import ALIASES
-from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.metrics.exporter import ALIASES, Metrics
 from ropewalk.server.scheduling.request import StepStats
 from tests.server.fake_engine import configured
 from tests.server.test_metrics import families, metrics_of_toy, summary

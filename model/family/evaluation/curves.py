@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """`trained`: loss on training windows; each point is the mean of the steps up to it.
-
-    level: tokens before the rates fell, which soon lowers the loss.
-    """
+    """`trained`: loss on training windows; each point is the mean of the steps up to it."""
 
     steps: int
-    level: int
     trained: tuple[Point, ...]
     held_out: tuple[Point, ...]
 
@@ -58,10 +53,7 @@ def read(log: Path) -> Curve:
     held_out = [
         Point(row.tokens, at, row.held_out) for row, at in timed if row.held_out is not None
     ]
-    rates = [row.rate for row in rows]
-    falling = next((n for n, (one, two) in enumerate(pairwise(rates)) if two < one), -1)
-    level = steps[falling].tokens if steps else 0
-    return Curve(len(steps), level, _thinned(steps), tuple(held_out))
+    return Curve(len(steps), _thinned(steps), tuple(held_out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +61,6 @@ class _Row:
     tokens: int
     seconds: float  # since the first step began
     loss: float
-    rate: float
     held_out: float | None
 
 
@@ -79,7 +70,6 @@ def _row(line: dict[str, Any]) -> _Row:
         int(line["tokens"]),
         float(line["seconds"]),
         float(line["loss"]),
-        float(line["rate"]),
         None if held_out is None else float(held_out),
     )
 
@@ -99,8 +89,3 @@ def _thinned(steps: Sequence[Point]) -> tuple[Point, ...]:
         Point(own[-1].tokens, own[-1].seconds, sum(one.loss for one in own) / len(own))
         for own in groups
     )
-
-
-def before_decay(curve: Curve) -> tuple[Point, ...]:
-    """Training losses before the rates fell."""
-    return tuple(point for point in curve.trained if point.tokens <= curve.level)

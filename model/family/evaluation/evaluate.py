@@ -5,7 +5,7 @@ Models of other seeds than the served one get only curves and losses.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,7 +18,6 @@ from ropewalk.model.digests import of_parts
 from ropewalk.model.family.errors import FamilyError
 from ropewalk.model.family.evaluation import (
     curves,
-    grammar,
     losses,
     recalled,
     results,
@@ -48,7 +47,6 @@ class Task:
     serve: Serve
     bars: Bars
     shipped: Path  # with a folder of packed weights for each model in the package
-    parser: str | None  # path of the grammar parser, if there is one
     trusted: Collection[str] = ()  # encodings outside this project whose code may run
 
     def texts(self, length: int, count: int) -> Texts:
@@ -110,18 +108,12 @@ def _parts(member: Member, earlier: Measured | None, task: Task) -> Iterator[Mea
         measured = replace(measured, packed=None, made_from=made_from)
     yield measured
     subject: Subject | None = None
-    for name in _wanted(member, task):
+    for name in PARTS if member.seed is None else SEEDS_TOO:
         mark = of_parts(measured.digest, task.corpus.fingerprint, repr(asdict(task.sizes)))
         if measured.made_from.get(name) != mark:
             subject = subject or Subject(member, task)
             measured = _with(measured, name, mark, partial(PARTS[name], subject, task))
             yield measured
-
-
-def _wanted(member: Member, task: Task) -> Sequence[str]:
-    if member.seed is not None:
-        return SEEDS_TOO
-    return [name for name in PARTS if name != "grammar" or task.parser is not None]
 
 
 def _known(member: Member, earlier: Measured | None, task: Task) -> Measured:
@@ -224,24 +216,12 @@ def _samples(subject: Subject, task: Task) -> tuple[samples.Sample, ...]:
     return samples.measure(subject.reader, subject.checkpoint.tokenizer)
 
 
-def _grammar(subject: Subject, task: Task) -> tuple[grammar.Grammar, ...]:
-    assert task.parser is not None, "asked for where there is one"
-    tokenizer, draws = subject.checkpoint.tokenizer, task.sizes.draws
-    count = len(grammar.TEMPERATURES) * len(grammar.PROMPTS) * draws
-    with subject.bar("writing", count, "text") as bar:
-        texts = grammar.write(subject.reader, tokenizer, draws, bar.update)
-    asked = grammar.asked(texts, tokenizer, task.corpus)
-    with subject.bar("grammar", sum(map(len, asked)), "sentence") as bar:
-        return grammar.judge(asked, task.parser, bar.update)
-
-
 PARTS: Mapping[str, Callable[[Subject, Task], Any]] = {  # by field of Measured
     "held_out": _held_out,
     "losses": _losses,
     "divergences": _divergences,
     "served": _served,
     "samples": _samples,
-    "grammar": _grammar,
     "recalls": _recalls,
 }
 SEEDS_TOO = ("held_out", "losses")

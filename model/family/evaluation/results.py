@@ -9,7 +9,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from ropewalk.model.family.errors import FamilyError
 from ropewalk.model.family.evaluation.curves import Curve
-from ropewalk.model.family.evaluation.grammar import Grammar
 from ropewalk.model.family.evaluation.losses import HeldOut, Losses
 from ropewalk.model.family.evaluation.recalled import Recalls
 from ropewalk.model.family.evaluation.samples import Sample
@@ -31,7 +30,6 @@ class Sizes:
     short_texts: int = 16  # for cache operations
     served_texts: int = 4
     trials: int = 50  # of each kind in a cell of recall
-    draws: int = 2  # per prompt, for grammar
     lengths: tuple[int, ...] = (512, 1024, 2048)
     distances: tuple[int, ...] = (32, 128, 256, 384, 768, 1536)
 
@@ -43,7 +41,6 @@ QUICK = Sizes(
     short_texts=2,
     served_texts=2,
     trials=2,
-    draws=1,
     lengths=(512, 640),
     distances=(32, 384),
 )
@@ -77,7 +74,6 @@ class Measured:
     divergences: tuple[Divergence, ...] | None = None
     served: tuple[ServedLoss, ...] | None = None
     samples: tuple[Sample, ...] | None = None
-    grammar: tuple[Grammar, ...] | None = None
     packed: Packed | None = None
 
 
@@ -151,9 +147,7 @@ def _as(kind: Any, value: Any) -> Any:
         (kind,) = (each for each in get_args(kind) if each is not NoneType)
         return None if value is None else _as(kind, value)
     if isinstance(kind, type) and is_dataclass(kind):
-        hints = get_type_hints(kind)
-        if value.keys() != hints.keys():
-            raise ValueError(f"{kind} has other fields")
+        hints = get_type_hints(kind)  # what older files have besides is ignored
         return kind(**{name: _as(hint, value[name]) for name, hint in hints.items()})
     if get_origin(kind) is tuple:
         return tuple(_as(get_args(kind)[0], each) for each in value)

@@ -2,7 +2,7 @@
 
 An archive that is already there, even one put there by hand, is used if its digest is right. pip
 runs a source archive's own setup to learn its name, but checks the digest first, so only the
-archive named in sources.py can run. Nothing is installed.
+archive named in sources.toml can run. Nothing is installed.
 """
 
 import os

@@ -37,7 +37,7 @@ def members(archive: Path, pattern: str) -> dict[str, bytes]:
     except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError) as error:
         raise FamilyError(f"{archive.name} cannot be unpacked ({error}); delete it") from error
     if not found:
-        raise FamilyError(f"{archive.name} has no {pattern}; check model/family/texts/sources.py")
+        raise FamilyError(f"{archive.name} has no {pattern}; check model/family/texts/sources.toml")
     return dict(sorted(found.items()))
 
 

@@ -6,53 +6,18 @@ comes before `question`; `distance` is measured in the caller's own unit.
 """
 
 import random
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 Measure = Callable[[str], int]  # such as a text's tokens; should be nearly additive over sentences
-
-
-def _words(joined: str) -> list[str]:
-    return joined.split()
-
-
-_NAMES = _words(
-    "Anna Arthur Clara Daniel Edmund Eliza Frank Grace Harriet Henry Isabel James Jane Louisa "
-    "Margaret Martha Oliver Philip Rachel Robert Rose Samuel Thomas Walter"
+_TOLD = tomllib.loads(Path(__file__).with_name("recall.toml").read_text(encoding="utf-8"))
+_NAMES, _THINGS, _PLACES, _DOERS = (
+    _TOLD[kind].split() for kind in ("names", "things", "places", "doers")
 )
-_THINGS = _words(
-    "basket bell book candle chain clock cloak coin drum flute hammer hat key knife lamp letter "
-    "map mirror needle ring rope sword watch wheel"
-)
-_PLACES = _words(
-    "attic barn boat cabin cave cellar chapel church cottage forest garden hall harbour house "
-    "kitchen library market mill palace prison river school stable tower valley village"
-)
-_DOERS = _words("baker captain doctor farmer judge king miller priest sailor servant soldier")
-_DEEDS = (
-    "came home late",
-    "looked at the sky",
-    "said nothing at all",
-    "sat down by the fire",
-    "slept until noon",
-    "walked along the road",
-    "was very tired",
-    "went to sea again",
-    "wished for a good supper",
-    "wrote a long account of it",
-)
-_TIMES = (
-    "After that",
-    "At night",
-    "Every year",
-    "In the morning",
-    "In those days",
-    "Now and then",
-    "Soon",
-    "The next day",
-)
-_PHRASES = (" keeps the ", " keep the ", "Where does ", "Remember these words", "Say the words")
+_DEEDS, _TIMES = _TOLD["deeds"], _TOLD["times"]
 FACTS, OTHERS, WORDS = 6, 3, 8  # pairs in a text, questions before the last, words to copy
 KINDS = ("pairs", "copy")
 
@@ -82,11 +47,6 @@ def recalls(seed: int, distances: Iterator[int], measure: Measure) -> Iterator[R
     for number, distance in enumerate(distances):
         make = _pairs if number % 2 == 0 else _copy
         yield make(drawn, distance, counted)
-
-
-def is_made_up(sentence: str) -> bool:
-    """Whether a sentence contains a phrase of these texts."""
-    return any(each in sentence for each in (*_DEEDS, *_PHRASES))
 
 
 def _pairs(drawn: random.Random, distance: int, measure: Measure) -> Recall:

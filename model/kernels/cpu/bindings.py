@@ -1,6 +1,7 @@
 """Calls the C functions of the compiled kernels."""
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 
@@ -154,13 +155,6 @@ class Kernels:
         self._function("largest", logits.dtype)(_as_c(logits), values, tokens, *sizes)
         return list(values), list(tokens)
 
-    def allow(self, rows: Tensor, masks: Tensor) -> Tensor:
-        """Like model/sampler.py's `Sampler.allow`, for masks [S, bytes] of float32 rows."""
-        rows = rows.contiguous()
-        found = torch.empty_like(rows)
-        self._library.allow_tokens(*map(_as_c, (rows, masks, found, *rows.shape)))
-        return found
-
     def scores(self, logits: Tensor, tokens: Tensor, count: int) -> Tensor:
         """Like model/sampler.py's `token_scores`, except for rounding. count: at most vocab."""
         logits = logits.contiguous()
@@ -184,6 +178,21 @@ class Kernels:
             c_double(uniform),
         )
         return token
+
+    def pick_allowed(
+        self, logits: Tensor, rows: Sequence[int], masks: Tensor, rules: Sequence[Sequence[float]]
+    ) -> list[int]:
+        """A token for some rows of float32 logits [S, vocab], among those that masks allow.
+
+        masks [R, bytes] uint8: as `masks_of` makes them. rules, R of them: temperature (0: the
+        largest logit), top_k, top_p, min_p, and a number in [0, 1) that selects the token.
+        """
+        logits = logits.contiguous()
+        tokens = (c_int64 * len(rows))()
+        tensors = (torch.tensor(rows), masks, torch.tensor(rules, dtype=torch.float64))
+        sizes = c_int64(len(rows)), c_int64(logits.shape[1])
+        self._library.pick_allowed(*map(_as_c, (logits, *tensors)), tokens, *sizes)
+        return list(tokens)
 
     def fold_sums(self, stored: Tensor, blocks: Tensor, multipliers: Tensor) -> Tensor:
         """Like cache/ledger.py's function of that name."""

@@ -39,9 +39,13 @@ class KernelSampler(Sampler):
         drawing = [i for i, ask in enumerate(asks) if not ask.takes_largest]
         if drawing:
             asked = [asks[i] for i in drawing]
-            wide = self.allow(adjusted(taken(rows, drawing), asked), asked)
+            wide = adjusted(taken(rows, drawing), asked)
+            held = [at for at, ask in enumerate(asked) if ask.allowed is not None]
+            for at, token in zip(held, self._allowed(wide, asked, held), strict=True):
+                tokens[drawing[at]] = token
             for i, row, ask in zip(drawing, wide, asked, strict=True):
-                tokens[i] = self._drawn(row, ask)
+                if ask.allowed is None:
+                    tokens[i] = self._drawn(row, ask)
         picked = [
             Picked(token, isfinite(value)) for token, value in zip(tokens, largest, strict=True)
         ]
@@ -50,18 +54,26 @@ class KernelSampler(Sampler):
                 note(picked, members, scores.tolist())
         return picked
 
-    def allow(self, rows: Tensor, asks: Sequence[Ask]) -> Tensor:
-        masks = masks_of(asks, rows.shape[-1])
-        if masks is None or rows.dtype not in SUFFIXES:
-            return super().allow(rows, asks)
-        return self._kernels.allow(rows, masks)
-
     def scores(self, rows: Tensor, tokens: Tensor, count: int) -> Tensor:
         if rows.dtype not in SUFFIXES:
             return super().scores(rows, tokens, count)
         return self._kernels.scores(rows, tokens, count)
 
+    def _allowed(self, wide: Tensor, asks: Sequence[Ask], held: Sequence[int]) -> list[int]:
+        """Tokens for those of the rows that `allowed` restricts."""
+        some = [asks[at] for at in held]
+        masks = masks_of(some, wide.shape[-1])
+        if masks is None:
+            return []
+        return self._kernels.pick_allowed(wide, held, masks, [_rule(ask) for ask in some])
+
     def _drawn(self, row: Tensor, ask: Ask) -> int:
         if ask.params.greedy:
-            return self._kernels.largest(row[None])[1][0]
+            return int(row.argmax())
         return self._kernels.draw(row, ask.params, ask.uniform)
+
+
+def _rule(ask: Ask) -> tuple[float, ...]:
+    params = ask.params
+    temperature = 0.0 if params.greedy else params.temperature
+    return temperature, params.top_k, params.top_p, params.min_p, ask.uniform

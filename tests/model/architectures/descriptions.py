@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -54,88 +55,7 @@ GATED = {
 }
 # In the form of bloom-560m, mpt-7b, falcon-rw-1b, pythia-70m, gpt-neox-20b and gpt-j-6b, whose
 # spellings are older than today's.
-PLAIN = {
-    "bloom": """{
-        "apply_residual_connection_post_layernorm": false, "attention_dropout": 0.0,
-        "attention_softmax_in_fp32": true, "bias_dropout_fusion": true, "bos_token_id": 1,
-        "eos_token_id": 2, "pad_token_id": 3, "unk_token_id": 0, "hidden_dropout": 0.0,
-        "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "masked_softmax_fusion": true,
-        "model_type": "bloom", "n_embed": 1024, "n_inner": null, "n_layer": 24,
-        "num_attention_heads": 16, "offset_alibi": 100, "pretraining_tp": 1, "seq_length": 4096,
-        "skip_bias_add": true, "skip_bias_add_qkv": false, "transformers_version": "4.20.0",
-        "use_cache": true, "vocab_size": 250880, "architectures": ["BloomForCausalLM"]
-    }""",
-    "mpt": """{
-        "architectures": ["MPTForCausalLM"],
-        "attn_config": {
-            "alibi": true, "alibi_bias_max": 8, "attn_impl": "torch", "attn_pdrop": 0,
-            "attn_type": "multihead_attention", "attn_uses_sequence_id": false, "clip_qkv": null,
-            "prefix_lm": false, "qk_ln": false, "softmax_scale": null
-        },
-        "auto_map": {
-            "AutoConfig": "configuration_mpt.MPTConfig",
-            "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"
-        },
-        "d_model": 4096, "emb_pdrop": 0, "embedding_fraction": 1.0, "expansion_ratio": 4,
-        "init_config": {
-            "emb_init_std": null, "emb_init_uniform_lim": null, "fan_mode": "fan_in",
-            "init_div_is_residual": true, "init_gain": 0, "init_nonlinearity": "relu",
-            "init_std": 0.02, "name": "kaiming_normal_", "verbose": 0
-        },
-        "init_device": "cpu", "learned_pos_emb": true, "logit_scale": null, "max_seq_len": 2048,
-        "model_type": "mpt", "n_heads": 32, "n_layers": 32, "no_bias": true,
-        "norm_type": "low_precision_layernorm", "resid_pdrop": 0,
-        "tokenizer_name": "EleutherAI/gpt-neox-20b", "torch_dtype": "bfloat16",
-        "transformers_version": "4.28.1", "use_cache": false, "verbose": 0, "vocab_size": 50432
-    }""",
-    "falcon": """{
-        "alibi": true, "apply_residual_connection_post_layernorm": false,
-        "architectures": ["FalconForCausalLM"], "attention_dropout": 0.0,
-        "auto_map": {
-            "AutoConfig": "configuration_falcon.FalconConfig",
-            "AutoModel": "modeling_falcon.FalconModel",
-            "AutoModelForCausalLM": "modeling_falcon.FalconForCausalLM"
-        },
-        "bias": true, "bos_token_id": 1, "eos_token_id": 2, "hidden_dropout": 0.0,
-        "hidden_size": 2048, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
-        "model_type": "falcon", "multi_query": false, "new_decoder_architecture": false,
-        "num_attention_heads": 32, "num_hidden_layers": 24, "parallel_attn": false,
-        "torch_dtype": "bfloat16", "transformers_version": "4.27.4", "use_cache": true,
-        "vocab_size": 50304
-    }""",
-    "pythia": """{
-        "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0,
-        "hidden_act": "gelu", "hidden_size": 512, "initializer_range": 0.02,
-        "intermediate_size": 2048, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048,
-        "model_type": "gpt_neox", "num_attention_heads": 8, "num_hidden_layers": 6,
-        "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": false,
-        "torch_dtype": "float16", "transformers_version": "4.24.0", "use_cache": true,
-        "use_parallel_residual": true, "vocab_size": 50304
-    }""",
-    "gpt-neox-20b": """{
-        "architectures": ["GPTNeoXForCausalLM"], "attention_probs_dropout_prob": 0,
-        "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu_fast", "hidden_dropout_prob": 0,
-        "hidden_size": 6144, "initializer_range": 0.02, "intermediate_size": 24576,
-        "layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "model_type": "gpt_neox",
-        "num_attention_heads": 64, "num_hidden_layers": 44, "rotary_emb_base": 10000,
-        "rotary_pct": 0.25, "tie_word_embeddings": false, "torch_dtype": "float16",
-        "transformers_version": "4.19.0.dev0", "use_cache": true, "vocab_size": 50432
-    }""",
-    "gpt-j": """{
-        "activation_function": "gelu_new", "architectures": ["GPTJForCausalLM"], "attn_pdrop": 0.0,
-        "bos_token_id": 50256, "embd_pdrop": 0.0, "eos_token_id": 50256,
-        "gradient_checkpointing": false, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
-        "model_type": "gptj", "n_embd": 4096, "n_head": 16, "n_inner": null, "n_layer": 28,
-        "n_positions": 2048, "resid_pdrop": 0.0, "rotary": true, "rotary_dim": 64,
-        "scale_attn_weights": true, "summary_activation": null, "summary_first_dropout": 0.1,
-        "summary_proj_to_labels": true, "summary_type": "cls_index", "summary_use_proj": true,
-        "task_specific_params": {
-            "text-generation": {"do_sample": true, "max_length": 50, "temperature": 1.0}
-        },
-        "tie_word_embeddings": false, "tokenizer_class": "GPT2Tokenizer",
-        "transformers_version": "4.18.0.dev0", "use_cache": true, "vocab_size": 50400
-    }""",
-}
+PLAIN = {path.stem: path.read_text() for path in sorted(Path(__file__).parent.glob("published/*"))}
 HF = {
     name: GATED | differs
     for name, differs in {

@@ -4,7 +4,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ropewalk.model.tokenizers.base import Detokenizer, InvalidText, decode, require_unicode
+from ropewalk.model.tokenizers.base import (
+    Detokenizer,
+    InvalidText,
+    StopText,
+    decode,
+    require_unicode,
+)
 from tests.model.tokenizers.samples import BytesTokenizer
 
 pieces = st.lists(
@@ -16,6 +22,24 @@ pieces = st.lists(
     max_size=30,
 )
 stops = st.lists(st.text(alphabet="ab €😀\ufffd", min_size=1, max_size=5), max_size=3)
+
+
+class Stopping:
+    """An answer's text: that of its tokens, up to a stop string."""
+
+    def __init__(self, tokenizer, stop_strings=(), *, include_stop=False):
+        self.tokens = Detokenizer(tokenizer)
+        self.stops = StopText(stop_strings, include_stop=include_stop)
+
+    def push(self, token):
+        return self.stops.push(self.tokens.push(token))
+
+    def finish(self):
+        return self.stops.push(self.tokens.finish()) + self.stops.finish()
+
+    @property
+    def stopped_by(self):
+        return self.stops.stopped_by
 
 
 def cut(text, stop_strings, *, include_stop=False):
@@ -41,7 +65,7 @@ def held_back(text, stop_strings):
 @example([b"ab"], ["b", "ab"], False)
 @example([b"x\xe2"], ["\ufffd"], True)
 def test_pieces_join_to_the_whole_text_cut_at_the_stop(pieces, stop_strings, include_stop):
-    detokenizer = Detokenizer(BytesTokenizer(pieces), stop_strings, include_stop=include_stop)
+    detokenizer = Stopping(BytesTokenizer(pieces), stop_strings, include_stop=include_stop)
     streamed = [detokenizer.push(token) for token in range(len(pieces))]
     streamed.append(detokenizer.finish())
     whole = b"".join(pieces).decode(errors="replace")
@@ -55,7 +79,7 @@ def test_pieces_join_to_the_whole_text_cut_at_the_stop(pieces, stop_strings, inc
 
 @given(st.lists(st.text(alphabet="ab€", max_size=3), max_size=20), stops)
 def test_no_more_is_held_back_than_may_become_a_stop(texts, stop_strings):
-    detokenizer = Detokenizer(BytesTokenizer([text.encode() for text in texts]), stop_strings)
+    detokenizer = Stopping(BytesTokenizer([text.encode() for text in texts]), stop_strings)
     known = sent = ""
     for token, text in enumerate(texts):
         known += text
@@ -81,20 +105,20 @@ def test_an_unfinished_character_is_replaced_at_the_end_only():
 
 
 def test_a_stop_string_over_three_tokens_never_leaks():
-    detokenizer = Detokenizer(BytesTokenizer([b"so #", b"#", b"# on", b"x"]), ["###"])
+    detokenizer = Stopping(BytesTokenizer([b"so #", b"#", b"# on", b"x"]), ["###"])
     assert [detokenizer.push(token) for token in range(4)] == ["so ", "", "", ""]
     assert detokenizer.stopped_by == "###"
     assert detokenizer.finish() == ""
 
 
 def test_a_false_start_of_a_stop_string_is_sent_once_it_fails():
-    detokenizer = Detokenizer(BytesTokenizer([b"#", b"#", b" on"]), ["###"])
+    detokenizer = Stopping(BytesTokenizer([b"#", b"#", b" on"]), ["###"])
     assert [detokenizer.push(token) for token in range(3)] == ["", "", "## on"]
     assert detokenizer.stopped_by is None
 
 
 def test_a_held_start_of_a_stop_string_comes_with_finish():
-    detokenizer = Detokenizer(BytesTokenizer([b"a##"]), ["###"])
+    detokenizer = Stopping(BytesTokenizer([b"a##"]), ["###"])
     assert detokenizer.push(0) == "a"
     assert detokenizer.finish() == "##"
 
@@ -107,13 +131,20 @@ def test_a_completion_keeps_its_leading_space_and_a_text_does_not():
         assert "".join(map(detokenizer.push, [0, 1, 2])) == expected
 
 
+def test_a_special_token_may_be_part_of_the_text():
+    tokenizer = BytesTokenizer([b"a\xf0\x9f", b"", b"b"])
+    tokenizer.name = lambda token: "<end>" if token == 1 else ""
+    for named, expected in [(("<end>",), ["a", "\ufffd<end>", "b"]), ((), ["a", "", "\ufffdb"])]:
+        assert [*map(Detokenizer(tokenizer, named=named).push, range(3))] == expected
+
+
 def test_only_one_token_is_the_first():
     assert decode(BytesTokenizer([b" ", b" a"]), [0, 1]) == " a"
 
 
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(ValueError, match="must not be empty"):
-        Detokenizer(BytesTokenizer([]), ["a", ""])
+        Stopping(BytesTokenizer([]), ["a", ""])
 
 
 def test_a_lone_surrogate_is_named_with_its_place():

@@ -101,5 +101,5 @@ def test_chat_prompt_equals_the_oracle_s(ours, oracle, fields):
 def test_streaming(ours):
     text = "".join(TRICKY)
     ids = ours.encode(text, bos=False)
-    detokenizer = Detokenizer(ours, ["never there"])
+    detokenizer = Detokenizer(ours)
     assert "".join(map(detokenizer.push, ids)) + detokenizer.finish() == text

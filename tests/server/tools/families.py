@@ -84,13 +84,15 @@ GEMMA4 = (
     "{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}"
     "<|tool_call>call:{{ c.function.name ~ '{' }}"
     '{% for k, v in c.function.arguments.items() %}{{ k }}:<|"|>{{ v }}<|"|>{% endfor %}{{ "}" }}'
-    "<tool_call|>{% endfor %}<turn|>\n{% endfor %}"
+    "<tool_call|>{% endfor %}{% for r in m.tool_responses %}<|tool_response>"
+    "{{ r.name }}:{{ r.response }}<tool_response|>{% endfor %}<turn|>\n{% endfor %}"
 )
 HARMONY = (
     "{% for t in tools or [] %}namespace functions { {{ t.function.name }} }{% endfor %}"
     "{% for m in messages %}{% if m.tool_calls %}<|start|>assistant to="
     "functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>"
     "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% elif m['thinking'] %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{{ m.content }}"
     "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from ropewalk.model.chat.template import ChatTemplate
-from ropewalk.server.tools.conventions import Conventions, Told, conventions_of
+from ropewalk.server.tools.conventions import Calls, Conventions, Results, Told, conventions_of
 from ropewalk.server.tools.formats import HERMES, THINK, Form, Format, known_format
 from ropewalk.server.tools.parser import Parser
 from ropewalk.server.tools.prompts import template_input
@@ -17,6 +17,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+XML_TOOLS = families.HERMES.replace("tools", "xml_tools")
 ALTERNATING = (
     "{% for m in messages %}{% if m.role != ('user' if loop.index0 % 2 == 0 else 'assistant') %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content }}"
@@ -52,16 +53,22 @@ def learned(source: str) -> tuple[ChatTemplate, Conventions]:
 @pytest.mark.parametrize(
     ("source", "told", "calls", "as_text", "results"),
     [
-        (families.HERMES, Told.TOOLS, True, False, True),
-        (families.HERMES.replace("tools", "xml_tools"), Told.XML_TOOLS, True, False, True),
-        (families.MISTRAL, Told.TOOLS, True, False, True),
-        (families.DEEPSEEK, Told.TOOLS, True, True, True),
-        (families.GEMMA4, Told.TOOLS, True, False, True),
-        (families.PHI4, Told.SYSTEM, False, False, True),
-        (families.LLAMA3, Told.TOOLS, False, False, True),  # it writes a single call
-        (families.HARMONY, Told.TOOLS, False, False, True),
-        (CHATML, Told.TEXT, False, False, False),
-        (ALTERNATING, Told.TEXT, False, False, False),
+        (families.HERMES, Told.TOOLS, Calls.SEVERAL, False, Results.ROLE),
+        (
+            families.HERMES.replace("tools", "xml_tools"),
+            Told.XML_TOOLS,
+            Calls.SEVERAL,
+            False,
+            Results.ROLE,
+        ),
+        (families.MISTRAL, Told.TOOLS, Calls.SEVERAL, False, Results.ROLE),
+        (families.DEEPSEEK, Told.TOOLS, Calls.SEVERAL, True, Results.ROLE),
+        (families.GEMMA4, Told.TOOLS, Calls.SEVERAL, False, Results.RESPONSES),
+        (families.PHI4, Told.SYSTEM, Calls.TEXT, False, Results.ROLE),
+        (families.LLAMA3, Told.TOOLS, Calls.SINGLE, False, Results.ROLE),
+        (families.HARMONY, Told.TOOLS, Calls.SINGLE, False, Results.ROLE),
+        (CHATML, Told.TEXT, Calls.TEXT, False, Results.USER),
+        (ALTERNATING, Told.TEXT, Calls.TEXT, False, Results.USER),
     ],
 )
 def test_what_a_template_takes(source, told, calls, as_text, results) -> None:
@@ -154,6 +161,7 @@ def prompt(source: str, messages=ASKED, tools=(TOOL,)) -> str:
             families.PHI4,
             ["Be brief.<|tool|>[{", "<|tool_call|>[{", CITY, "<|tool|>sunny<|end|><|user|>Sure?"],
         ),
+        (families.GEMMA4, ["<tool_call|><|tool_response>weather:sunny<tool_response|><turn|>"]),
         (
             CHATML,
             [
@@ -171,6 +179,34 @@ def test_a_conversation_with_calls_reaches_every_template(source, parts) -> None
     text = prompt(source, messages)
     places = [text.find(part) for part in (*parts, "Sure?")]
     assert -1 not in places and sorted(places) == places, text
+
+
+def test_calls_come_one_by_one_where_a_template_writes_a_single_one() -> None:
+    calls = [
+        {"id": f"12345678{index}", "type": "function", "function": {"name": name, "arguments": ""}}
+        for index, name in enumerate(("weather", "now"))
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": f"12345678{index}", "content": f"result {index}"}
+        for index in (1, 0)
+    ]
+    messages = [ASKED[1], {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    text = prompt(families.HARMONY, messages)
+    assert text.index("functions.weather<|channel|>") < text.index("result 0")
+    assert text.index("result 0") < text.index("functions.now<|channel|>") < text.index("result 1")
+
+
+def test_ids_of_others_are_made_short_where_they_must_be() -> None:
+    called = {**ASKED[2], "tool_calls": [{**ASKED[2]["tool_calls"][0], "id": "call_1"}]}
+    messages = [ASKED[1], called, {**ASKED[3], "tool_call_id": "call_1"}]
+    assert '"city": "Rome"}, "id": "' in prompt(families.MISTRAL, messages)
+    assert "call_1" not in prompt(families.MISTRAL, messages)
+    assert ID in prompt(families.MISTRAL)
+
+
+def test_reasoning_has_the_name_that_the_template_reads() -> None:
+    thought = {"role": "assistant", "content": "Hi.", "reasoning_content": "Hm."}
+    assert "analysis<|message|>Hm.<|end|>Hi." in prompt(families.HARMONY, [ASKED[1], thought], ())
 
 
 def test_without_tools_a_template_gets_none() -> None:

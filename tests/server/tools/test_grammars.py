@@ -97,6 +97,29 @@ def check_calls(read: Read) -> None:
         jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
+@pytest.mark.parametrize(
+    ("schema", "arguments"),
+    [
+        ({"properties": {}}, {"{}"}),  # and no properties that nobody has named
+        ({"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}, {'{"a": 1}'}),
+        ({"required": ["b"], "properties": {"a": {"const": 1}}}, None),
+        ({"properties": {}, "anyOf": [{"required": ["b"]}]}, None),
+    ],
+)
+def test_arguments_are_those_that_the_schema_names(schema, arguments) -> None:
+    tokenizer, _ = vocabulary(frozenset())
+    options = {"thinking": False, "several": False}
+    grammar = calls_or_form({"f": schema}, HERMES, tokenizer, {END}, **options)
+    found = {
+        re.sub(r"\s+", " ", parsed(HERMES, drawn(grammar, frozenset(), seed)).calls[0][1])
+        for seed in range(5)
+    }
+    if arguments is None:
+        assert all("b" in json.loads(each) for each in found)
+    else:
+        assert {json.dumps(json.loads(each)) for each in found} == arguments
+
+
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.opens[0])
 def test_a_required_call_is_one_of_its_schema(format: Format, special: bool) -> None:

@@ -1,11 +1,12 @@
 """The parser: every family's answers, whatever is wrong with them, and however they are cut."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropewalk.server.tools.formats import HERMES, KNOWN, THINK, Format, known_format
 from ropewalk.server.tools.parser import Parser
+from tests.server.tools import families
 from tests.server.tools.families import CITY, FAMILIES, TOOLS, Read, joined
 
 FORMATS = [*(format for _, format in KNOWN), HERMES]
@@ -89,6 +90,18 @@ def test_arguments_come_as_they_are_written() -> None:
     ]
 
 
+def test_a_text_in_tags_comes_piece_by_piece() -> None:
+    parser = Parser(known_format(families.CODER), TOOLS)
+    parser.push("<tool_call><function=weather><parameter=city>\nRo")
+    pieces = [parser.push(text) for text in ("me\n", '"!\n', "</param", "eter>")]
+    assert ["".join(delta.arguments for delta in deltas) for deltas in pieces] == [
+        "me",
+        '\\n\\"!',
+        "",
+        '"',
+    ]
+
+
 def fragments(format: Format) -> st.SearchStrategy[str]:
     """Texts made of a format's own markers, of pieces of JSON, and of anything else."""
     written = format.written
@@ -102,6 +115,7 @@ def fragments(format: Format) -> st.SearchStrategy[str]:
 
 
 @given(st.data())
+@settings(deadline=None)
 def test_cuts_change_nothing(data: st.DataObject) -> None:
     format = data.draw(st.sampled_from(FORMATS))
     answer = data.draw(fragments(format))

@@ -8,13 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ropewalk.model.family.evaluation.curves import HELD_UP, STEPS
-from ropewalk.model.family.evaluation.grammar import PROMPTS as GRAMMAR_PROMPTS
 from ropewalk.model.family.evaluation.losses import difference
 from ropewalk.model.family.evaluation.report import tables
 from ropewalk.model.family.evaluation.report.findings import (
     HOLDS,
     about_length,
-    about_speed,
     differing,
     shipped,
 )
@@ -153,10 +151,8 @@ def _training(members: Sequence[Measured], image: str) -> str:
         "(`--growing` says how many); each such piece begins with `<s>`. Trainings: "
         f"{trained}; shorter ones are dotted.\n\n"
         f"{image}\n\n{tables.training(members)}\n\n"
-        "Does RoPE converge faster? Training losses are compared before the learning rates fall, "
-        "between trainings with the same number of tokens and the same seed; each point is a mean "
-        f"of {STEPS} steps on the same texts. {about_speed(members)} Seconds are those of one "
-        "machine, and compare implementations of the encodings in training, not the encodings. A "
+        f"Each point is a mean of {STEPS} steps. Seconds are those of one machine, and compare "
+        "implementations of the encodings in training, not the encodings. A "
         f"step that took more than {HELD_UP:g} times the median, for example because the training "
         "was paused, counts as the median."
     )
@@ -256,16 +252,7 @@ def _samples(members: Sequence[Measured]) -> str:
         for one in known
         for each in one.samples or ()
     )
-    return (
-        f"Sampled at temperature {TEMPERATURE}, not selected.\n\n{written or MISSING}\n\n"
-        "How much of it is grammatical? The share of sentences that Link Grammar can link "
-        f"completely, out of those that the models completed after {len(GRAMMAR_PROMPTS)} "
-        f"beginnings such as *{GRAMMAR_PROMPTS[0]}*, with Wilson intervals. Left out are sentences "
-        "that occur word for word in the training texts, and those built like the recall texts. "
-        "The parser knows today's English, so for comparison there are held-out sentences of the "
-        "same lengths, and the same sentences with their words shuffled.\n\n"
-        f"{tables.grammar(members)}"
-    )
+    return f"Sampled at temperature {TEMPERATURE}, not selected.\n\n{written or MISSING}"
 
 
 def _limits(members: Sequence[Measured]) -> str:

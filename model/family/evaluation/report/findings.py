@@ -1,7 +1,7 @@
 """Findings on common claims: every sentence is derived from the figures alone.
 
-The claims are those of reference texts on extrapolation (arXiv 2108.12409 for all but NoPE) and
-on how fast RoPE is learnt. A finding that contradicts them is marked as such.
+The claims are those of reference texts on extrapolation (arXiv 2108.12409 for all but NoPE). A
+finding that contradicts them is marked as such.
 """
 
 import math
@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import takewhile
 
-from ropewalk.model.family.evaluation.curves import Curve, before_decay
 from ropewalk.model.family.evaluation.losses import LossBin
 from ropewalk.model.family.evaluation.report.words import interval, signed
 from ropewalk.model.family.evaluation.results import Measured
-from ropewalk.model.formatting import listed
 
 HOLDS = 0.05  # nats per token that distance may cost
 BREAKS = 1.0  # nats per token above which a text is no longer understood
-MOSTLY = 0.8  # fraction of points at which a loss must be lower to count as falling faster
 
 
 class Beyond(StrEnum):
@@ -132,69 +129,3 @@ def alike(members: Sequence[Measured]) -> list[tuple[int, list[Measured]]]:
         if one.curve is not None and one.curve.trained:
             groups.setdefault(one.curve.tokens, []).append(one)
     return sorted(groups.items(), reverse=True, key=lambda group: group[0])
-
-
-@dataclass(frozen=True, slots=True)
-class Lead:
-    """RoPE's training loss against another encoding's, on the same texts at the same steps."""
-
-    label: str
-    lower: int  # points at which RoPE's loss is lower
-    points: int  # before the rates fell
-    mean: float  # by how much RoPE's is lower, nats
-
-
-def leads(members: Sequence[Measured]) -> list[Lead]:
-    """One for each training comparable with one of RoPE's: with as many tokens and the same seed,
-    which determines the order of the texts."""
-    found = []
-    for _, own in alike(members):
-        for rope in (one for one in own if one.label == "rope"):
-            for other in own:
-                if other.label != "rope" and other.seed == rope.seed:
-                    assert rope.curve is not None and other.curve is not None
-                    found += _lead(other.label, rope.curve, other.curve)
-    return found
-
-
-def _lead(label: str, rope: Curve, other: Curve) -> list[Lead]:
-    """Over the points that both have; empty when the rates fell before the first one."""
-    losses = {point.tokens: point.loss for point in before_decay(rope)}
-    gaps = [
-        point.loss - losses[point.tokens] for point in before_decay(other) if point.tokens in losses
-    ]
-    if not gaps:
-        return []
-    return [Lead(label, sum(gap > 0 for gap in gaps), len(gaps), sum(gaps) / len(gaps))]
-
-
-def about_speed(members: Sequence[Measured]) -> str:
-    """Says whether RoPE converges faster per token: whether its loss is nearly always lower."""
-    found = leads(members)
-    if not found:
-        return "Whether RoPE converges faster: not measured."
-    beside: dict[str, list[Lead]] = {}
-    for lead in found:
-        beside.setdefault(lead.label, []).append(lead)
-    said = [
-        f"Compared with {label}, RoPE's loss was lower at "
-        + listed([f"{one.lower} of {one.points} points" for one in own])
-        + f", on average by {listed([f'{one.mean:.2f}' for one in own])} nats."
-        for label, own in beside.items()
-    ]
-    faster = [
-        label
-        for label, own in beside.items()
-        if all(one.lower >= MOSTLY * one.points for one in own)
-    ]
-    others = [label for label in beside if label not in faster]
-    if faster:
-        said.append(
-            f"So here RoPE converged faster per token than {listed(faster)}: its loss was lower "
-            f"at {MOSTLY:.0%} of the points or more."
-        )
-    if others:
-        said.append(f"It did not clearly converge faster than {listed(others)}.")
-    if all(len(own) == 1 for own in beside.values()):
-        said.append("One seed says little: a second one may change the order.")
-    return " ".join(said)

@@ -183,31 +183,3 @@ def served(members: Sequence[Measured]) -> str:
     ]
     heads = ["server", "texts", "offline", "served", "difference", "largest at a token"]
     return table(["encoding", *heads], rows)
-
-
-def grammar(members: Sequence[Measured]) -> str:
-    """Shares of sentences that a parser accepts, beside those of people and of shuffled words."""
-    rows = [
-        [
-            one.label,
-            f"{each.temperature:g}",
-            f"{each.shortest} to {each.longest}",
-            f"{each.sentences:,}",
-            f"{each.copied:,}",
-            share(each.written),
-            share(each.people),
-            share(each.shuffled),
-        ]
-        for one in shipped(members)
-        for each in one.grammar or ()
-    ]
-    heads = [
-        "temperature",
-        "words",
-        "sentences",
-        "left out",
-        "linked",
-        "of people's",
-        "of shuffled ones",
-    ]
-    return table(["encoding", *heads], rows) if rows else MISSING

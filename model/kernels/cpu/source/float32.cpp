@@ -33,9 +33,11 @@ int64_t draw_token(const float *row, int64_t vocab, double temperature, int64_t 
                    double top_p, double min_p, double uniform) {
   return draw(row, vocab, {temperature, top_k, top_p, min_p}, uniform);
 }
-void allow_tokens(const float *rows, const uint8_t *masks, float *found, int64_t count,
-                  int64_t vocab) {
-  together([=](Team &team) { allow(team, rows, masks, found, count, vocab); });
+void pick_allowed(const float *logits, const int64_t *rows, const uint8_t *masks,
+                  const Rule *rules, int64_t *tokens, int64_t count, int64_t vocab) {
+  together([=](Team &team) {
+    pick_allowed(team, logits, rows, masks, rules, tokens, count, vocab);
+  });
 }
 // Attention only, for tests that compare with an exact pass.
 void attend_f64(const AttendArguments *a) {

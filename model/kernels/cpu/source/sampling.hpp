@@ -52,27 +52,6 @@ void largest(Team &team, const T *logits, float *values, int64_t *tokens, int64_
   }
 }
 
-// Rows with all logits at -inf but those whose bit in the row's mask is set; a bit for each token,
-// lowest first, in whole bytes.
-inline void allow(Team &team, const float *rows, const uint8_t *masks, float *found, int64_t count,
-                  int64_t vocab) {
-  constexpr int64_t kPart = 512;  // bytes of a mask
-  const int64_t bytes = (vocab + 7) / 8, parts = (bytes + kPart - 1) / kPart;
-  team.share(count * parts, [&](int64_t i) {
-    const int64_t row = i / parts, first = i % parts * kPart, end = std::min(first + kPart, bytes);
-    const float *from = rows + row * vocab;
-    float *to = found + row * vocab;
-    const auto bit = [&](int64_t token) {
-      return masks[row * bytes + token / 8] >> (token % 8) & 1;
-    };
-    const auto write = [&](int64_t token) {
-      to[token] = bit(token) ? from[token] : -std::numeric_limits<float>::infinity();
-    };
-#pragma omp simd
-    for (int64_t token = 8 * first; token < std::min(8 * end, vocab); ++token) write(token);
-  });
-}
-
 struct Candidate {
   float logit;
   int64_t token;
@@ -136,9 +115,7 @@ inline std::vector<Candidate> best_candidates(const float *row, int64_t vocab, f
     const size_t known = best.size();
     for (int64_t i = 0; i < vocab; ++i) {
       const float below = (most - row[i]) * steepness;
-      // A logit of -inf is no candidate: a grammar may leave fewer tokens than top_k.
-      if (below > from && below <= reach && row[i] > -std::numeric_limits<float>::infinity())
-        best.push_back({row[i], i});
+      if (below > from && below <= reach) best.push_back({row[i], i});
     }
     std::sort(best.begin() + known, best.end(), [](const Candidate &a, const Candidate &b) {
       return a.logit > b.logit || (a.logit == b.logit && a.token < b.token);
@@ -212,6 +189,50 @@ inline int64_t draw(const float *row, int64_t vocab, Truncation t, double unifor
     if ((edge += weight) > wanted) return last;
   }
   return last;
+}
+
+// A rule to pick by: `temperature` 0 takes the largest logit.
+struct Rule {
+  double temperature, top_k, top_p, min_p, uniform;
+};
+
+// The tokens of a mask, a bit each, lowest first, and their logits in a row.
+struct Allowed {
+  std::vector<float> logits;
+  std::vector<int64_t> tokens;
+
+  Allowed(const float *row, const uint8_t *mask, int64_t vocab) : logits(vocab), tokens(vocab) {
+    int64_t count = 0;
+    for (int64_t byte = 0; byte < (vocab + 7) / 8; ++byte) {
+      for (unsigned bits = mask[byte]; bits; bits &= bits - 1) {
+        const int64_t token = 8 * byte + __builtin_ctz(bits);
+        if (token >= vocab) break;
+        logits[count] = row[token];
+        tokens[count++] = token;
+      }
+    }
+    logits.resize(count);
+    tokens.resize(count);
+  }
+};
+
+// One token for each of `count` rows of logits, among those that its mask allows.
+inline void pick_allowed(Team &team, const float *logits, const int64_t *rows,
+                         const uint8_t *masks, const Rule *rules, int64_t *tokens, int64_t count,
+                         int64_t vocab) {
+  team.share(count, [=](int64_t i) {
+    const Allowed own(logits + rows[i] * vocab, masks + i * ((vocab + 7) / 8), vocab);
+    const std::vector<float> &found = own.logits;
+    const Rule &rule = rules[i];
+    tokens[i] = 0;
+    if (found.empty()) return;
+    const int64_t at = rule.temperature
+                           ? draw(found.data(), found.size(),
+                                  {rule.temperature, int64_t(rule.top_k), rule.top_p, rule.min_p},
+                                  rule.uniform)
+                           : std::max_element(found.begin(), found.end()) - found.begin();
+    tokens[i] = own.tokens[at];
+  });
 }
 
 }  // namespace

@@ -4,7 +4,6 @@ import math
 from itertools import pairwise
 
 from ropewalk.model.family.evaluation.curves import Curve, Point
-from ropewalk.model.family.evaluation.grammar import Grammar
 from ropewalk.model.family.evaluation.losses import HeldOut, LossBin, Losses, edges
 from ropewalk.model.family.evaluation.recalled import RecallCell, Recalls
 from ropewalk.model.family.evaluation.results import SCHEMA, Evaluation, Measured, Packed, Sizes
@@ -70,7 +69,7 @@ def curve(pace: float, end: float = 3.4, minutes: float = 40) -> Curve:
         tokens = 200_000 * n
         loss = end + (8.2 - end) * math.exp(-((tokens / 1e6) ** 0.6) / pace)
         points.append(Point(tokens, minutes * 60 * n / 200, loss))
-    return Curve(4882, 30_000_000, tuple(points), tuple(points[9::50]))
+    return Curve(4882, tuple(points), tuple(points[9::50]))
 
 
 def divergences(size: float | None) -> tuple[Divergence, ...]:
@@ -100,11 +99,6 @@ def measured(label, costs, memory=200.0, pace=3.0, kl=0.01, seed=None, end=3.4) 
         more |= {"recalls": recalls(memory, own.reach), "divergences": divergences(kl)}
         more |= {"served": served, "packed": Packed(4_300_000, 3.5, 3.5012)}
         more["samples"] = (Sample("My friends,", " the sea\nis blue."),)
-        shares = (wilson(70, 100), wilson(65, 100), wilson(3, 100))
-        more["grammar"] = (
-            Grammar(0.7, 5, 20, 100, 4, *shares),
-            Grammar(1.0, 5, 20, 100, 2, *shares),
-        )
     values = {field: getattr(first, field) for field in first.__slots__}
     return Measured(**values | more)
 

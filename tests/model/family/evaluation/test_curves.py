@@ -40,15 +40,6 @@ def test_points_are_means_of_steps_and_held_out_ones_stay(tmp_path, monkeypatch)
     assert (found.steps, found.tokens) == (8, 80)
 
 
-def test_what_falling_rates_bring_is_left_out_of_comparisons(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(curves, "STEPS", 2)
-    rates = (0.5, 1, 1, 1, 0.6, 0.2)  # warm-up, level, decay
-    rows = [row(n, rate=rate) for n, rate in enumerate(rates, start=1)]
-    found = curves.read(written(tmp_path, rows))
-    assert found.level == 40 and len(found.trained) == 3
-    assert [point.tokens for point in curves.before_decay(found)] == [20, 40]
-
-
 def test_a_line_that_is_no_step_is_named(tmp_path) -> None:
     path = written(tmp_path, [row(1), {"loss": 1.0}])
     with pytest.raises(FamilyError, match="line 2, is not a training step"):

@@ -67,7 +67,7 @@ def told(folder, dtype, context, prompts):
     return answers
 
 
-TASK = Task(corpus(length=1500), SIZES, CPU, told, no_bars, Path("nowhere"), parser=None)
+TASK = Task(corpus(length=1500), SIZES, CPU, told, no_bars, Path("nowhere"))
 
 
 @pytest.fixture(autouse=True, scope="module")
